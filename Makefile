@@ -1,0 +1,23 @@
+# Everything from an empty clone: make quickstart. PYTHON and BUILD: see scripts/setup.sh.
+export PYTHON BUILD
+
+.PHONY: setup quickstart test check clean
+
+setup:
+	@scripts/setup.sh
+
+quickstart: setup
+	@test -f .demo-model/config.json || .venv/bin/batchkit demo-model .demo-model
+	.venv/bin/batchkit run jobs/quickstart.toml
+
+test: setup
+	.venv/bin/pytest
+
+check: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy --strict batchkit
+
+clean:
+	rm -rf .venv .demo-model .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,28 @@
+"""batchkit: offline batch inference on vLLM that never loses a finished row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from batchkit.config import JobConfig as JobConfig
+    from batchkit.processor import ProductionBatchProcessor as ProductionBatchProcessor
+    from batchkit.processor import RunSummary as RunSummary
+
+__version__ = "0.1.0"
+__all__ = ["JobConfig", "ProductionBatchProcessor", "RunSummary"]
+
+_HOMES = {
+    "JobConfig": "batchkit.config",
+    "ProductionBatchProcessor": "batchkit.processor",
+    "RunSummary": "batchkit.processor",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, imported on use: ``import batchkit`` costs nothing."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'batchkit' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,179 @@
+"""``status`` and ``verify``: what a run folder holds, told without an engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from batchkit.errors import BatchkitError
+from batchkit.ledger import RESULTS, read_lines
+from batchkit.manifest import read_manifest
+from batchkit.run import job_of_run
+from batchkit.runfolder import held_by
+from batchkit.sources import count_rows
+from batchkit.store import CHECKPOINT, Totals
+
+_RATE_RECORDS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Where a run stands. ``total`` None: its rows can't be counted (rows given from Python)."""
+
+    name: str
+    folder: str
+    total: int | None
+    ok: int
+    failed: int
+    pending: int | None
+    failed_by_kind: Mapping[str, int]
+    prompt_tokens: int
+    completion_tokens: int
+    rows_per_s: float | None
+    eta_s: float | None
+    engine_restarts: int
+    starts: int
+    held_by: Mapping[str, Any] | None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The ledger's audit.
+
+    ``lost``: rows that the checkpoint counts but the log does not hold. ``duplicates``: rows with
+    more than one ok record. ``torn_bytes``: bytes of the log that are no record.
+    """
+
+    rows: int | None
+    records: int
+    ok: int
+    failed: int
+    pending: int | None
+    lost: int
+    duplicates: int
+    checkpoint_matches: bool
+    torn_bytes: int
+
+    @property
+    def is_sound(self) -> bool:
+        return not self.lost and not self.duplicates and self.checkpoint_matches
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def status(folder: Path) -> Status:
+    """Reads the log past the checkpoint, the manifest, and the lock. Safe while the run works.
+
+    Raises:
+        StoreError: not a run folder.
+    """
+    manifest = read_manifest(folder)
+    totals, finished = Totals(), list[str]()
+    for line in read_lines(folder / RESULTS):
+        if line.record is not None:
+            totals.add(line.record)
+            finished.append(line.record["finished_at"])
+            if len(finished) > 2 * _RATE_RECORDS:
+                del finished[:-_RATE_RECORDS]
+    total = _total(folder, manifest)
+    pending = None if total is None else max(0, total - totals.ok - totals.failed)
+    holder = held_by(folder)
+    rate = _rate(finished[-_RATE_RECORDS:]) if holder else None
+    return Status(
+        name=manifest["name"],
+        folder=str(folder),
+        total=total,
+        ok=totals.ok,
+        failed=totals.failed,
+        pending=pending,
+        failed_by_kind=totals.count_by_kind(),
+        prompt_tokens=totals.prompt_tokens,
+        completion_tokens=totals.completion_tokens,
+        rows_per_s=rate,
+        eta_s=pending / rate if rate and pending is not None else None,
+        engine_restarts=sum(start.get("engine_restarts", 0) for start in manifest["starts"]),
+        starts=len(manifest["starts"]),
+        held_by=holder,
+    )
+
+
+def verify(folder: Path) -> Verification:
+    """Reads the whole log and holds the checkpoint against it.
+
+    Raises:
+        StoreError: not a run folder.
+    """
+    manifest = read_manifest(folder)
+    checkpoint = _checkpoint(folder)
+    offset = checkpoint["offset"] if checkpoint else 0
+    totals, at_checkpoint = Totals(), Totals()
+    ok_records: Counter[int] = Counter()
+    torn = end = 0
+    for line in read_lines(folder / RESULTS):
+        end = line.end
+        if line.record is None:
+            torn += line.end - line.offset
+            continue
+        totals.add(line.record)
+        if line.end <= offset:
+            at_checkpoint.add(line.record)
+        if line.record["status"] == "ok":
+            ok_records[line.record["index"]] += 1
+    total = _total(folder, manifest)
+    claimed = _rows(checkpoint, "completed") | _rows(checkpoint, "failed") if checkpoint else set()
+    return Verification(
+        rows=total,
+        records=totals.records,
+        ok=totals.ok,
+        failed=totals.failed,
+        pending=None if total is None else max(0, total - totals.ok - totals.failed),
+        lost=sum(not totals.is_settled(index) for index in claimed),
+        duplicates=sum(count > 1 for count in ok_records.values()),
+        checkpoint_matches=checkpoint is None
+        or (
+            offset <= end
+            and _rows(checkpoint, "completed") == set(at_checkpoint.completed)
+            and _rows(checkpoint, "failed") == set(at_checkpoint.failed_rows)
+        ),
+        torn_bytes=torn,
+    )
+
+
+def _checkpoint(folder: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = orjson.loads((folder / CHECKPOINT).read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return None
+    return found
+
+
+def _rows(checkpoint: Mapping[str, Any], key: str) -> set[int]:
+    return {index for first, last in checkpoint[key] for index in range(first, last + 1)}
+
+
+def _total(folder: Path, manifest: Mapping[str, Any]) -> int | None:
+    """From the manifest where a start got to count them, else counted now."""
+    if manifest["total"] is not None:
+        return int(manifest["total"])
+    try:
+        return count_rows(job_of_run(folder).input)
+    except BatchkitError:
+        return None
+
+
+def _rate(finished: list[str]) -> float | None:
+    if len(finished) < 2:
+        return None
+    first, last = (datetime.fromisoformat(finished[at]) for at in (0, -1))
+    seconds = (last - first).total_seconds()
+    return round(len(finished) / seconds, 3) if seconds > 0 else None

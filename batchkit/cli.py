@@ -1,0 +1,381 @@
+"""The command line: parse, call one function, print, set the exit code.
+
+Results go to stdout, progress and errors to stderr. Imports stand inside the commands, so that
+``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from batchkit import __version__
+from batchkit.errors import BatchkitError, JobError
+
+JOB = click.argument("job", type=click.Path(path_type=Path))
+RUN = click.argument("run", required=False)
+SET = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override one key of the job, dotted: sampling.temperature=0. May be repeated.",
+)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+
+
+class Cli(click.Group):
+    """Turns our errors into one message on stderr and their exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from batchkit.stopping import Interrupted
+
+        try:
+            return super().invoke(ctx)
+        except BatchkitError as error:
+            click.echo(f"batchkit: error: {error}", err=True)
+            ctx.exit(error.exit_code)
+        except Interrupted as stop:
+            click.echo(f"batchkit: stopped by {stop}; run the same command to go on", err=True)
+            ctx.exit(128 + stop.signum)
+        except KeyboardInterrupt:
+            ctx.exit(130)
+
+
+@click.group(cls=Cli, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="batchkit")
+def cli() -> None:
+    """Put many prompts, with images, through a model that you run yourself.
+
+    RUN is a run folder or the job file that made it; left out, the run under output/ that was
+    started last.
+
+    \b
+    Exit codes: 0 all rows ok · 1 stopped, can be resumed · 2 bad command line or job file ·
+    3 finished, some rows failed · 130 / 143 interrupted by SIGINT / SIGTERM, resumable.
+    """
+
+
+@cli.command()
+@JOB
+@click.option(
+    "--limit", type=click.IntRange(1), help="Only the first N rows (after the job's filter)."
+)
+@SET
+@click.option("--fresh", is_flag=True, help="Start a new run; the old folder is kept as <name>.1 …")
+@click.option(
+    "--on-change",
+    type=click.Choice(["fail", "new", "requeue"]),
+    default="fail",
+    show_default=True,
+    help="When job or input changed since the run began: stop with a diff, begin a new run, or"
+    " run again what the change touches.",
+)
+@click.option(
+    "--skip-from",
+    type=click.Path(path_type=Path),
+    metavar="RUN",
+    help="Also skip rows whose id is already ok in that other run.",
+)
+@click.option("--dry-run", is_flag=True, help="Print the first 3 rows as the engine gets them.")
+def run(
+    job: Path,
+    limit: int | None,
+    overrides: tuple[str, ...],
+    fresh: bool,
+    on_change: Any,
+    skip_from: Path | None,
+    dry_run: bool,
+) -> None:
+    """Run JOB, or carry on where it stopped.
+
+    The last line on stdout is a JSON object with the counts.
+    """
+    from batchkit.config import load_job
+    from batchkit.run import run_job
+
+    if limit is not None:
+        overrides = (*overrides, f"input.limit={limit}")
+    loaded = load_job(job, overrides)
+    if dry_run:
+        _show_rows(loaded, 3 if limit is None else limit)
+        return
+    summary = run_job(loaded, fresh=fresh, on_change=on_change, skip_from=skip_from)
+    _tell(summary, f"batchkit retry-failed {summary.folder}")
+    click.echo(json.dumps(summary.to_json()))
+    raise SystemExit(summary.exit)
+
+
+@cli.command()
+@JOB
+@click.option("--rows", type=click.IntRange(1), help="Only the first N rows.")
+@SET
+@JSON
+def validate(job: Path, rows: int | None, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Check every row of JOB without loading the model: template, media, exact length, ids.
+
+    Writes nothing. Exits with 3 if a row would fail.
+    """
+    from batchkit.config import load_job
+    from batchkit.validate import validate as check
+
+    found = check(load_job(job, overrides), rows)
+    if as_json:
+        click.echo(json.dumps(found.to_json()))
+    else:
+        tokens = ", ".join(f"{name} {count:,.0f}" for name, count in found.prompt_tokens.items())
+        click.echo(f"{found.rows:,} rows: {found.ok:,} ok, {found.failed:,} would fail")
+        click.echo(f"prompt tokens: {tokens or 'none'}")
+        for problem in found.problems:
+            click.echo(f"  row {problem.index} (id {problem.id}) {problem.kind}: {problem.message}")
+        if found.failed > len(found.problems):
+            click.echo(f"  … and {found.failed - len(found.problems):,} more")
+    raise SystemExit(3 if found.failed else 0)
+
+
+@cli.command()
+@RUN
+@JSON
+def status(run: str | None, as_json: bool) -> None:
+    """Counts, failures by kind, rate and ETA of RUN, and who works on it."""
+    from batchkit.audit import status as look
+    from batchkit.progress import duration
+
+    found = look(_find(run))
+    if as_json:
+        click.echo(json.dumps(found.to_json()))
+        return
+    held = found.held_by
+    total = "?" if found.total is None else f"{found.total:,}"
+    pending = "?" if found.pending is None else f"{found.pending:,}"
+    click.echo(
+        f"{found.name}: {found.ok:,} ok, {found.failed:,} failed, {pending} of {total} to do"
+    )
+    for kind, count in found.failed_by_kind.items():
+        click.echo(f"  failed by {kind}: {count:,}")
+    click.echo(f"tokens: {found.prompt_tokens:,} prompt, {found.completion_tokens:,} completion")
+    click.echo(f"starts: {found.starts}, engine restarts: {found.engine_restarts}")
+    if held is None:
+        click.echo("no process works on it")
+    else:
+        eta = "" if found.eta_s is None else f", {duration(found.eta_s)} left"
+        rate = "" if found.rows_per_s is None else f": {found.rows_per_s:.1f} rows/s{eta}"
+        click.echo(f"process {held['pid']} on {held['host']} works on it{rate}")
+
+
+@cli.command("retry-failed")
+@RUN
+@click.option(
+    "--kind",
+    "kinds",
+    multiple=True,
+    help="Only failures of this kind (template, media, prompt_too_long, …). May be repeated.",
+)
+@SET
+@JSON
+def retry_failed(
+    run: str | None, kinds: tuple[str, ...], overrides: tuple[str, ...], as_json: bool
+) -> None:
+    """Run again the rows of RUN that failed or came back empty, and append what comes of it.
+
+    Rows that are ok are not touched. --set holds for this start alone.
+    """
+    from batchkit.run import retry_failed as again
+    from batchkit.types import ERROR_KINDS
+
+    for kind in kinds:
+        if kind not in ERROR_KINDS:
+            raise JobError(f"--kind {kind}: known kinds are {', '.join(ERROR_KINDS)}")
+    folder = _find(run)
+    found = again(folder, kinds=kinds, overrides=overrides)
+    by_kind = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.items())
+    if as_json:
+        click.echo(
+            json.dumps(
+                {"rows": found.rows, "by_kind": found.by_kind, "mended": found.mended}
+                | ({} if found.summary is None else found.summary.to_json())
+            )
+        )
+    elif found.summary is None:
+        click.echo("nothing to retry: no row failed" + (f" by {', '.join(kinds)}" if kinds else ""))
+    else:
+        click.echo(f"retried {found.rows} rows ({by_kind}): {found.mended} mended")
+    if found.summary is not None:
+        _tell(found.summary, f"batchkit status {folder}")
+        raise SystemExit(found.summary.exit)
+
+
+@cli.command()
+@RUN
+@click.option("--parquet", is_flag=False, flag_value="", metavar="[PATH]", help="zstd Parquet.")
+@click.option(
+    "--jsonl", is_flag=False, flag_value="", metavar="[PATH]", help="Records as they are."
+)
+@click.option("--csv", is_flag=False, flag_value="", metavar="[PATH]", help="The Parquet columns.")
+@click.option(
+    "--openai", is_flag=False, flag_value="", metavar="[PATH]", help="OpenAI batch output files."
+)
+@JSON
+def export(run: str | None, as_json: bool, **formats: str | None) -> None:
+    """Write the newest record of each row of RUN, in the order of the input.
+
+    PATH left out: a file in the run folder.
+    """
+    from batchkit.export import export as write
+
+    wanted = {name: path for name, path in formats.items() if path is not None}
+    if not wanted:
+        raise JobError("name a format: --parquet, --jsonl, --csv or --openai")
+    run = run or _run_taken_for_path(wanted)
+    folder = _find(run)
+    for name, path in wanted.items():
+        for file in write(folder, name, Path(path) if path else None):
+            ratio = file.bytes / file.source_bytes if file.source_bytes else 0.0
+            if as_json:
+                line = file._asdict() | {"path": str(file.path), "format": name}
+                click.echo(json.dumps(line | {"ratio": round(ratio, 4)}))
+            else:
+                click.echo(
+                    f"{file.path}: {file.rows:,} rows, {file.bytes:,} bytes,"
+                    f" {ratio:.2f} of results.jsonl's {file.source_bytes:,}"
+                )
+
+
+@cli.command()
+@RUN
+@JSON
+def verify(run: str | None, as_json: bool) -> None:
+    """Audit the ledger of RUN: every row accounted for, none twice, checkpoint = log.
+
+    Exits with 1 where it is not sound.
+    """
+    from batchkit.audit import verify as audit
+
+    found = audit(_find(run))
+    if as_json:
+        click.echo(json.dumps(found.to_json()))
+    else:
+        for name, value in found.to_json().items():
+            click.echo(f"{name}: {value}")
+        click.echo("sound" if found.is_sound else "NOT SOUND")
+    raise SystemExit(0 if found.is_sound else 1)
+
+
+@cli.command()
+@click.option("--model", required=True, help="A folder, or a name on the Hugging Face hub.")
+@click.option(
+    "--prompts", is_flag=True, help="What follows are prompts (the word may be left out)."
+)
+@click.option(
+    "--prompts-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="One prompt a line.",
+)
+@click.argument("texts", nargs=-1)
+@SET
+@JSON
+def generate(
+    model: str,
+    prompts: bool,
+    prompts_file: Path | None,
+    texts: tuple[str, ...],
+    overrides: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Answer prompts from the command line: --model M --prompts "a" "b" …
+
+    The run is kept in output/generate, an earlier one beside it. With --json, one record a line.
+    """
+    from batchkit.run import generate as answer
+
+    lines = prompts_file.read_text(encoding="utf-8").splitlines() if prompts_file else []
+    wanted = [*texts, *(line for line in lines if line.strip())]
+    if not wanted:
+        raise JobError('no prompt: give --prompts "…" "…" or --prompts-file FILE')
+    summary = answer(model, wanted, overrides)
+    for record, prompt in zip(summary.records(), wanted, strict=False):
+        if as_json:
+            click.echo(json.dumps(record, ensure_ascii=False))
+        else:
+            text = record["text"] if record["error"] is None else f"({record['error']['message']})"
+            click.echo(f"> {prompt}\n{text}\n")
+    _tell(summary, f"batchkit status {summary.folder}")
+    raise SystemExit(summary.exit)
+
+
+@cli.command("demo-model")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--text-only", is_flag=True, help="A Qwen2 without vision, instead of a Qwen3-VL.")
+def demo_model(path: Path, text_only: bool) -> None:
+    """Build a tiny Qwen3-VL with random weights at PATH. Its answers mean nothing."""
+    from batchkit.demo_model import build_demo_model
+
+    build_demo_model(path, text_only=text_only)
+    click.echo(f"{path}: random weights; its answers mean nothing")
+
+
+@cli.command()
+@JSON
+def doctor(as_json: bool) -> None:
+    """Look at what a run needs on this machine. Exits with 1 and the remedy if something is wrong."""
+    from dataclasses import asdict
+
+    from batchkit.doctor import as_text, diagnose
+
+    findings = diagnose()
+    if as_json:
+        click.echo(json.dumps([asdict(finding) for finding in findings]))
+    else:
+        click.echo(as_text(findings))
+    raise SystemExit(0 if all(finding.ok for finding in findings) else 1)
+
+
+def _find(run: str | None) -> Path:
+    """The run folder; where it was not named, say on stderr which one it is."""
+    from batchkit.run import find_run
+
+    folder = find_run(run)
+    if run is None:
+        click.echo(f"batchkit: {folder}", err=True)
+    return folder
+
+
+def _run_taken_for_path(wanted: dict[str, str]) -> str | None:
+    """``export --parquet RUN`` reads RUN as the path of the file; a run folder is never that."""
+    for name, path in wanted.items():
+        if path and ((Path(path) / "manifest.json").is_file() or path.endswith(".toml")):
+            wanted[name] = ""
+            return path
+    return None
+
+
+def _show_rows(job: Any, rows: int) -> None:
+    from batchkit.validate import preview
+
+    for row in preview(job, rows):
+        click.echo(f"--- row {row.index} (id {row.id})")
+        if row.error is not None:
+            click.echo(f"would fail, {row.error}")
+            continue
+        sizes = ", ".join(f"{width}x{height}" for width, height in row.images)
+        click.echo(f"{row.prompt_tokens:,} prompt tokens, images: {sizes or 'none'}")
+        click.echo(f"sampling: {json.dumps(row.sampling)}")
+        click.echo(row.prompt)
+
+
+def _tell(summary: Any, next_command: str) -> None:
+    """The summary for people, on stderr."""
+    click.echo(
+        f"batchkit: {summary.ok:,} ok, {summary.failed:,} failed of {summary.total:,} rows;"
+        f" {summary.skipped:,} were done before; {summary.seconds:.1f} s,"
+        f" {summary.rows_per_s:.1f} rows/s, {summary.completion_tokens_per_s:,.0f} output tok/s",
+        err=True,
+    )
+    if summary.exit in (130, 143):
+        click.echo("batchkit: interrupted; run the same command to go on", err=True)
+    elif summary.failed:
+        click.echo(f"batchkit: some rows failed; next: {next_command}", err=True)
+    click.echo(f"batchkit: results in {summary.folder}/results.jsonl", err=True)

@@ -1,0 +1,406 @@
+"""The job file: its tables, their defaults, and how a file becomes a ``JobConfig``.
+
+Every default lives here, once. ``docs/job-file.md`` is generated from these classes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import json
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from batchkit.errors import JobError
+
+Format = Literal["auto", "jsonl", "json", "csv", "parquet", "openai-batch", "prompts"]
+EngineKind = Literal["vllm", "dry-run"]
+
+
+class Table(BaseModel):
+    """One table of the job file: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class InputTable(Table):
+    """Where the rows come from."""
+
+    path: str | None = Field(
+        None,
+        description="File, glob, or fsspec URL (`s3://`, `hf://`); relative paths are looked up"
+        " beside the job file, then in the working directory. May use `{{ name }}` from `[vars]`.",
+    )
+    format: Format = Field("auto", description="`auto` goes by the file's name.")
+    records: str | None = Field(
+        None, description="JSON only: the key (dotted) under which the list of rows stands."
+    )
+    id: str | None = Field(
+        None, description="The field that names a row; left out, its index in the input."
+    )
+    where: dict[str, Any] = Field(
+        {}, description="Keep only rows whose field equals the value, or is in the list."
+    )
+    limit: PositiveInt | None = Field(
+        None, description="Only the first rows, counted after `where`."
+    )
+
+
+class PromptTable(Table):
+    """How a row becomes a prompt. Templates are Jinja2; an unknown name fails the row."""
+
+    system: str | None = Field(None, description="System message.")
+    system_file: str | None = Field(None, description="… or a file that holds it.")
+    user: str | None = Field(None, description="User message.")
+    user_file: str | None = Field(None, description="… or a file that holds it.")
+    images: list[str] = Field(
+        [],
+        description="One template per image: a path under `media.root`, a data: URI, an http(s)"
+        " URL, or `{{ column }}` alone for a column of bytes (or a list of images).",
+    )
+    captions: list[str] = Field([], description="A text before each image, one per image.")
+    order: Literal["images-first", "text-first"] = Field(
+        "images-first", description="What stands first in the user message."
+    )
+    chat: bool = Field(
+        True, description="`false` sends `user` as it is, without the model's chat template."
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="Names for the model's chat template, as `enable_thinking = false`."
+    )
+
+    @model_validator(mode="after")
+    def _coherent(self) -> PromptTable:
+        for name in ("system", "user"):
+            if getattr(self, name) is not None and getattr(self, f"{name}_file") is not None:
+                raise ValueError(f"{name} and {name}_file are both given; keep one")
+        if self.captions and len(self.captions) != len(self.images):
+            raise ValueError(
+                f"{len(self.captions)} captions for {len(self.images)} images;"
+                " give one per image or none"
+            )
+        if not self.chat and (self.system or self.system_file or self.images):
+            raise ValueError("chat = false sends plain text: leave out system and images")
+        return self
+
+
+class MediaTable(Table):
+    """What may be opened as an image, and how large it may be."""
+
+    root: str = Field(
+        ".", description="Files outside this folder are refused, symbolic links resolved."
+    )
+    allow_urls: list[str] = Field([], description="Host names that images may be fetched from.")
+    max_bytes: PositiveInt = Field(64 * 2**20, description="Largest file or download.")
+    max_pixels: PositiveInt = Field(
+        1605632, description="Larger images are downscaled to it, their aspect kept."
+    )
+    min_pixels: NonNegativeInt = Field(0, description="Smaller images are upscaled to it.")
+    max_decode_bytes: PositiveInt = Field(
+        2**30, description="An image that would need more memory while decoding is refused."
+    )
+    max_memory_bytes: PositiveInt = Field(
+        2**30,
+        description="Decoded pixels held at a time, from opening an image to its row's record.",
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> MediaTable:
+        if self.min_pixels > self.max_pixels:
+            raise ValueError(f"min_pixels {self.min_pixels} is over max_pixels {self.max_pixels}")
+        return self
+
+
+class EngineTable(Table):
+    """The model, and what runs it."""
+
+    kind: EngineKind = Field(
+        "vllm", description="`dry-run` answers every row at once without a model."
+    )
+    model: str = Field("", description="A folder, or a name on the Hugging Face hub.")
+    options: dict[str, Any] = Field(
+        {}, description="Given to `vllm.LLM` as they are; vLLM's own classes check them first."
+    )
+    lora: str | None = Field(
+        None, description="Folder of a LoRA adapter, used for every row (sets `enable_lora`)."
+    )
+
+    @model_validator(mode="after")
+    def _has_model(self) -> EngineTable:
+        if self.kind != "dry-run" and not self.model:
+            raise ValueError("model is missing: give a folder or a name on the hub")
+        return self
+
+
+class SamplingTable(Table):
+    """Given to `vllm.SamplingParams` as they are: any of its names may stand here."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
+
+    temperature: Annotated[float, BeforeValidator(lambda v: float(v) if type(v) is int else v)] = (
+        Field(0.0, ge=0, description="0 is greedy.")
+    )
+    max_tokens: PositiveInt = Field(256, description="Per choice, the prompt not counted.")
+    sampling_column: str | None = Field(
+        None, description="A field that holds a row's own parameters, laid over these."
+    )
+
+    def params(self) -> dict[str, Any]:
+        """The names and values for ``vllm.SamplingParams``."""
+        return self.model_dump(exclude={"sampling_column"})
+
+
+class RunTable(Table):
+    """How the run behaves."""
+
+    max_in_flight: Literal["auto"] | PositiveInt = Field(
+        "auto", description="Requests handed to the engine at a time; `auto` adapts."
+    )
+    render_threads: PositiveInt = Field(
+        4, description="Threads that render prompts and decode images ahead of the engine."
+    )
+    checkpoint_interval_s: PositiveFloat = Field(
+        5.0, description="Seconds between checkpoints (fsync, then the checkpoint)."
+    )
+    fail_on_error: bool | NonNegativeInt | Annotated[float, Field(ge=0, lt=1)] = Field(
+        False,
+        description="Stop the run: `true` at the first failed row, a fraction below 1 when that"
+        " share of the settled rows failed (from 20 rows on), a count when more than that many.",
+    )
+    row_timeout_s: PositiveFloat = Field(
+        600.0, description="A row that gets no token for this long is aborted and failed."
+    )
+    seed: int = Field(0, description="The engine's seed.")
+
+
+class RetryTable(Table):
+    """What is tried again within a run."""
+
+    attempts: PositiveInt = Field(
+        2, description="Tries of one row, the first counted, for errors worth repeating."
+    )
+    temperatures: list[Annotated[float, Field(ge=0)]] | None = Field(
+        None, description="Temperature by attempt; the last one serves for all further ones."
+    )
+    on_too_long: Literal["fail"] = Field(
+        "fail", description="A prompt that does not fit fails its row."
+    )
+
+
+class OutputTable(Table):
+    """What is written, and where."""
+
+    dir: str = Field("output", description="The run folder is `<dir>/<name>`.")
+    keep: list[str] = Field([], description="Fields of the row copied into its record.")
+    prompt: bool = Field(False, description="Also store the rendered prompt in each record.")
+
+
+class JobConfig(Table):
+    """A whole job. From Python: ``JobConfig(engine={"model": "…"})``."""
+
+    name: str = Field(
+        "batch",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="Names the run folder: letters, digits, `.`, `_`, `-`.",
+    )
+    input: InputTable = InputTable()
+    vars: dict[str, Any] = Field({}, description="Free names for the templates.")
+    prompt: PromptTable = PromptTable()
+    media: MediaTable = MediaTable()
+    engine: EngineTable
+    sampling: SamplingTable = SamplingTable()
+    run: RunTable = RunTable()
+    retry: RetryTable = RetryTable()
+    output: OutputTable = OutputTable()
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.output.dir) / self.name
+
+
+def load_job(path: Path, overrides: Iterable[str] = ()) -> JobConfig:
+    """The job in ``path`` with ``KEY=VALUE`` overrides laid over it, its paths made absolute.
+
+    Raises:
+        JobError: unreadable, not TOML, or any key wrong; all problems are in the one message.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise JobError(f"{path}: no such job file") from None
+    except IsADirectoryError:
+        raise JobError(f"{path}: is a folder; give the job file in it") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"{path}: can't be read: {error}") from error
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise JobError(f"{path}: not valid TOML: {error}") from error
+    return make_job(table, str(path), overrides, base=path.parent)
+
+
+def make_job(
+    table: dict[str, Any], origin: str, overrides: Iterable[str] = (), *, base: Path | None = None
+) -> JobConfig:
+    """As ``load_job``, from a table; ``base`` is where relative paths are looked up first."""
+    for override in overrides:
+        _override(table, override)
+    return resolve_paths(parse_job(table, origin), base or Path.cwd())
+
+
+def parse_job(table: Mapping[str, Any], origin: str) -> JobConfig:
+    """A checked job; ``origin`` names the file in errors.
+
+    Raises:
+        JobError: with one line per problem: key path, what was found, what was expected.
+    """
+    try:
+        return JobConfig.model_validate(table)
+    except ValidationError as error:
+        problems = [_problem(detail, table) for detail in error.errors(include_url=False)]
+        count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
+        lines = "\n".join(f"  {problem}" for problem in dict.fromkeys(problems))
+        raise JobError(f"{origin}: {count}\n{lines}") from None
+
+
+def parse_value(text: str) -> Any:
+    """``text`` as a TOML value where it is one (``0``, ``true``, ``["a"]``), else the text."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _override(table: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise JobError(f"--set {override}: write KEY=VALUE, as in --set sampling.temperature=0.7")
+    for depth, part in enumerate(parts[:-1], start=1):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise JobError(f"--set {override}: {'.'.join(parts[:depth])} is a value, not a table")
+    value = parse_value(text)
+    # A folder named "2024" is a name and not a number: where text is wanted, text it stays.
+    table[parts[-1]] = text if _wants_text(parts) and not isinstance(value, str) else value
+
+
+def _wants_text(parts: list[str]) -> bool:
+    annotation = _annotation(parts)
+    return annotation is str or str in get_args(annotation)
+
+
+def _annotation(parts: Iterable[str]) -> Any:
+    """The type of a dotted key, or None where any key is free (``vars``, ``options``)."""
+    annotation: Any = JobConfig
+    for part in parts:
+        fields = getattr(annotation, "model_fields", {})
+        if part not in fields:
+            return None
+        annotation = fields[part].annotation
+    return annotation
+
+
+def _problem(detail: Mapping[str, Any], table: Mapping[str, Any]) -> str:
+    """One line for one of pydantic's error details."""
+    location = [part for part in detail["loc"] if isinstance(part, int) or _is_key(part)]
+    key = ".".join(str(part) for part in location)
+    kind, found = detail["type"], detail.get("input")
+    if kind == "extra_forbidden":
+        known = _known_keys(location[:-1])
+        near = difflib.get_close_matches(str(location[-1]), known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+        return f"{key}: unknown key; {hint}"
+    if kind == "missing":
+        what = "table" if len(location) == 1 and key in JobConfig.model_fields else "key"
+        return f"{key}: this {what} is missing"
+    message = str(detail["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    if kind == "value_error":
+        return f"{key}: {message}"
+    if kind == "literal_error" and isinstance(found, str):
+        choices = [str(c) for c in _literals(_annotation(str(p) for p in location))]
+        near = difflib.get_close_matches(found, choices, n=1)
+        if near:
+            message += f"; did you mean {near[0]!r}?"
+    return f"{key}: found {_shown(found)}, {message}"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "…"
+
+
+def _is_key(part: str) -> bool:
+    """False for the union tags that pydantic mixes into a location (``literal['auto']``, ``int``)."""
+    return not ("[" in part or part in ("int", "float", "bool", "str", "constrained-int"))
+
+
+def _known_keys(location: list[Any]) -> list[str]:
+    return list(getattr(_annotation(str(part) for part in location), "model_fields", {}))
+
+
+def _literals(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) is Literal:
+        yield from get_args(annotation)
+    for part in get_args(annotation) if get_origin(annotation) is not Literal else ():
+        yield from _literals(part)
+
+
+def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
+    """The job with its relative paths made absolute, so that it means the same from anywhere."""
+    prompt = {
+        name: str(_find(value, base))
+        for name in ("system_file", "user_file")
+        if (value := getattr(job.prompt, name)) is not None
+    }
+    update: dict[str, Any] = {
+        "prompt": job.prompt.model_copy(update=prompt),
+        "media": job.media.model_copy(
+            update={"root": str(_find(_fill(job.media.root, job, "media.root"), base))}
+        ),
+        "output": job.output.model_copy(update={"dir": str(Path(job.output.dir).resolve())}),
+    }
+    if job.input.path is not None:
+        path = _fill(job.input.path, job, "input.path")
+        if "://" not in path:
+            path = str(_find(path, base))
+        update["input"] = job.input.model_copy(update={"path": path})
+    return job.model_copy(update=update)
+
+
+def _fill(template: str, job: JobConfig, key: str) -> str:
+    """``template`` with the job's ``[vars]`` filled in."""
+    if "{" not in template:
+        return template
+    from jinja2 import StrictUndefined, TemplateError
+    from jinja2.sandbox import SandboxedEnvironment
+
+    try:
+        environment = SandboxedEnvironment(undefined=StrictUndefined)
+        return environment.from_string(template).render(job.vars)
+    except TemplateError as error:
+        raise JobError(f"{key}: {template!r}: {error}; [vars] holds {list(job.vars)}") from error
+
+
+def _find(path: str, base: Path) -> Path:
+    """``path`` beside the job file where something stands there, else in the working directory."""
+    beside, here = base.resolve() / path, Path.cwd() / path
+    for candidate in (beside, here):
+        if candidate.exists() or (glob.has_magic(path) and glob.glob(str(candidate))):
+            return candidate
+    return beside

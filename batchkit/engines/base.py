@@ -1,0 +1,68 @@
+"""What the processor asks of an engine, and what ``validate`` asks of its outer half."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from batchkit.types import Completion, Request
+
+
+class EngineLoad(NamedTuple):
+    """How busy the engine was in its last step."""
+
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    preempted: int
+    """Requests preempted since the load was last asked for."""
+
+
+class Engine(Protocol):
+    """Answers requests in any order. One thread calls it.
+
+    Every submitted request comes back from ``poll`` exactly once, a failed one with ``error`` set,
+    unless EngineError is raised: then the engine is dead and nothing more comes back.
+    """
+
+    @property
+    def max_num_seqs(self) -> int:
+        """How many requests it runs at once; more than these wait in its queue."""
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """Names and versions that decide its answers, for the manifest."""
+
+    def submit(self, request: Request) -> None:
+        """Queue ``request`` and return at once."""
+
+    def poll(self, timeout_s: float) -> Sequence[Completion]:
+        """What has finished since; waits up to ``timeout_s`` for the first, may return nothing.
+
+        Raises:
+            EngineError: the engine died.
+        """
+
+    def load(self) -> EngineLoad:
+        """How busy it is. Costs next to nothing."""
+
+    def close(self) -> None:
+        """Drop what is in flight and give everything back. May be called twice."""
+
+
+class RenderedPrompt(NamedTuple):
+    """A prompt as the engine would get it, special tokens and all."""
+
+    text: str | None
+    prompt_tokens: int
+
+
+class Preflight(Protocol):
+    """The engine's outer half: it renders and checks requests without the model's weights."""
+
+    def render(self, request: Request) -> RenderedPrompt:
+        """What the engine would get.
+
+        Raises:
+            RowError: the engine would refuse the request.
+        """

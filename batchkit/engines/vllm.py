@@ -1,0 +1,506 @@
+"""The vLLM engine: ``vllm.LLM``, fed without draining. The only file that touches vLLM.
+
+``LLM.generate`` takes a list, renders all of it on one thread, and loses the whole call to one bad
+prompt. Here requests are rendered on a thread of their own and added one by one to the LLM's engine
+while it steps, so that its batch stays full and a refused request is that row's error alone.
+
+vLLM runs inside this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``): errors arrive as what they
+are, and the scheduler's figures can be read after each step.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import queue
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from batchkit.config import JobConfig
+from batchkit.engines.base import EngineLoad, RenderedPrompt
+from batchkit.errors import (
+    EngineError,
+    JobError,
+    PromptTooLongError,
+    RequestError,
+    RowError,
+    RowTimeoutError,
+)
+from batchkit.types import Choice, Completion, Request, Usage
+
+# The image cache keeps processed pixels for images that come again. Rows that share an image
+# stand close together, so a small one serves; vLLM's default of 4 GiB would only fill up.
+_DEFAULTS = {"mm_processor_cache_gb": 0.25, "use_tqdm_on_load": False}
+# On a CPU vLLM would claim nine tenths of the host's memory, and refuse to start with less.
+_CPU_KV_CACHE_BYTES = 2 * 2**30
+_MEMORY_OPTIONS = ("kv_cache_memory_bytes", "gpu_memory_utilization")
+_TOO_LONG = ("input_tokens", "input_text")
+_STUCK_CHECK_S = 1.0
+
+
+def open_preflight(job: JobConfig) -> VllmRenderer:
+    """Checks options and sampling with vLLM's classes; needs the model's config and tokenizer.
+
+    Raises:
+        JobError: an option or a sampling parameter is wrong, or the model's files are missing.
+    """
+    from vllm.renderers import renderer_from_config
+
+    vllm_config = _check_config(job)
+    return VllmRenderer(job, renderer_from_config(vllm_config), vllm_config)
+
+
+def open_engine(job: JobConfig) -> VllmEngine:
+    """Loads the model.
+
+    Raises:
+        JobError: an option or a sampling parameter is wrong, or the model's files are missing.
+        EngineError: the model can't be loaded.
+    """
+    _check_config(job)
+    return VllmEngine(job)
+
+
+class _Prepared(NamedTuple):
+    """A request in vLLM's own shape."""
+
+    request: Request
+    prompt: Any
+    params: Any
+
+
+class VllmRenderer:
+    """Turns requests into vLLM's inputs: chat template, tokenizer, image processor. One thread."""
+
+    def __init__(self, job: JobConfig, renderer: Any, vllm_config: Any) -> None:
+        from vllm.renderers import ChatParams
+
+        self._renderer = renderer
+        self._model_config = vllm_config.model_config
+        self._max_model_len: int = self._model_config.max_model_len
+        self._chat_params = ChatParams(
+            chat_template=_chat_template(job.engine.options),
+            chat_template_kwargs={
+                "add_generation_prompt": True,
+                "continue_final_message": False,
+                "tools": None,
+                "tokenize": False,
+                **job.prompt.chat_template_kwargs,
+            },
+        )
+
+    def render(self, request: Request) -> RenderedPrompt:
+        prepared = self.prepare(request)
+        tokens = prepared.prompt.get("prompt_token_ids") or ()
+        text = prepared.prompt.get("prompt") or self._renderer.get_tokenizer().decode(tokens)
+        return RenderedPrompt(text, len(tokens))
+
+    def prepare(self, request: Request) -> _Prepared:
+        """The request, tokenised and its images processed.
+
+        Raises:
+            RowError: vLLM refuses it.
+        """
+        from vllm.exceptions import VLLMValidationError
+
+        params = sampling_params(request.sampling)
+        try:
+            prompt = self._prompt(request)
+        except VLLMValidationError as error:
+            raise _refusal(error) from error
+        except Exception as error:
+            # The model's own processor runs here, and raises whatever it likes for one odd image.
+            raise RequestError(f"{type(error).__name__}: {error}") from error
+        self._check_length(len(prompt.get("prompt_token_ids") or ()))
+        return _Prepared(request, prompt, params)
+
+    def _prompt(self, request: Request) -> Any:
+        from vllm.renderers.inputs.preprocess import parse_model_prompt
+
+        if request.messages is None:
+            parsed = parse_model_prompt(self._model_config, {"prompt": request.prompt})
+            return self._renderer.render_cmpl([parsed])[0]
+        tokenization = self._renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)
+        conversation = [dict(message) for message in request.messages]
+        _, prompts = self._renderer.render_chat([conversation], self._chat_params, tokenization)
+        return prompts[0]
+
+    def _check_length(self, prompt_tokens: int) -> None:
+        if prompt_tokens >= self._max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {prompt_tokens} tokens; max_model_len {self._max_model_len}"
+                " leaves no room for an answer"
+            )
+
+
+class VllmEngine:
+    """``vllm.LLM`` under continuous feed.
+
+    Threads: the processor's thread calls every method and steps the engine; one thread of ours
+    renders what ``submit`` queued. They meet in ``_inbox`` and ``_prepared`` only; vLLM's renderer
+    is used by the second thread alone once the model is loaded.
+    """
+
+    def __init__(self, job: JobConfig) -> None:
+        import vllm
+
+        self._row_timeout_s = job.run.row_timeout_s
+        self._versions = {"vllm": vllm.__version__}
+        self._llm = _load(job)
+        self._engine = self._llm.llm_engine
+        self._lora = _lora_request(job)
+        config = self._engine.vllm_config
+        self._max_num_seqs: int = config.scheduler_config.max_num_seqs
+        self._renderer = VllmRenderer(job, self._engine.renderer, config)
+        self._stats = _follow_stats(self._engine)
+        self._inbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._prepared: queue.SimpleQueue[_Prepared | Completion] = queue.SimpleQueue()
+        self._preparing = 0
+        self._running: dict[str, _Running] = {}
+        self._numbers = iter(range(2**62))
+        self._next_stuck_check = time.monotonic() + _STUCK_CHECK_S
+        self._thread = threading.Thread(target=self._prepare, name="vllm-render", daemon=True)
+        self._thread.start()
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self._max_num_seqs
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        return self._versions
+
+    def submit(self, request: Request) -> None:
+        self._preparing += 1
+        self._inbox.put(request)
+
+    def poll(self, timeout_s: float) -> Sequence[Completion]:
+        deadline = time.monotonic() + timeout_s
+        done = self._admit(wait_s=0 if self._running else timeout_s)
+        while self._running and not done and time.monotonic() < deadline:
+            done = [*self._step(), *self._abort_stuck(), *self._admit(wait_s=0)]
+        return done
+
+    def load(self) -> EngineLoad:
+        return self._stats.load()
+
+    def close(self) -> None:
+        if not self._thread.is_alive():
+            return
+        self._inbox.put(None)
+        self._engine.abort_request(list(self._running))
+        self._running.clear()
+        self._thread.join(timeout=10)
+        self._engine.engine_core.shutdown()
+        del self._llm, self._engine
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+
+    def _prepare(self) -> None:
+        while (request := self._inbox.get()) is not None:
+            try:
+                self._prepared.put(self._renderer.prepare(request))
+            except RowError as error:
+                self._prepared.put(Completion(request, error=error))
+
+    def _admit(self, wait_s: float) -> list[Completion]:
+        """Add what has been prepared to the engine; what could not be comes back failed."""
+        refused: list[Completion] = []
+        while self._preparing:
+            try:
+                prepared = self._prepared.get(wait_s > 0, wait_s or None)
+            except queue.Empty:
+                break
+            wait_s = 0
+            self._preparing -= 1
+            if isinstance(prepared, Completion):
+                refused.append(prepared)
+            elif (error := self._add(prepared)) is not None:
+                refused.append(Completion(prepared.request, error=error))
+        return refused
+
+    def _add(self, prepared: _Prepared) -> RowError | None:
+        from vllm.exceptions import VLLMValidationError
+
+        number = str(next(self._numbers))
+        try:
+            self._engine.add_request(
+                number, prepared.prompt, prepared.params, lora_request=self._lora
+            )
+        except VLLMValidationError as error:
+            return _refusal(error)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            return RequestError(f"{type(error).__name__}: {error}")
+        self._running[number] = _Running(prepared.request)
+        return None
+
+    def _step(self) -> list[Completion]:
+        try:
+            outputs = self._engine.step()
+        except Exception as error:
+            # Whatever went wrong in the forward pass, the engine's state can't be trusted now.
+            raise EngineError(f"vLLM failed: {type(error).__name__}: {error}") from error
+        return [self._completion(output) for output in outputs if output.finished]
+
+    def _completion(self, output: Any) -> Completion:
+        running = self._running.pop(output.request_id)
+        choices = [
+            Choice(c.text, c.finish_reason, _logprobs(c.logprobs, c.token_ids))
+            for c in output.outputs
+        ]
+        usage = Usage(
+            len(output.prompt_token_ids or ()), sum(len(c.token_ids) for c in output.outputs)
+        )
+        latency_s = time.monotonic() - running.since
+        return Completion(running.request, choices, usage, latency_s, prompt=output.prompt)
+
+    def _abort_stuck(self) -> list[Completion]:
+        """Abort what got no token for too long. Only the oldest can be running: the rest waits."""
+        now = time.monotonic()
+        if now < self._next_stuck_check:
+            return []
+        self._next_stuck_check = now + _STUCK_CHECK_S
+        tokens, stuck = self._tokens(), []
+        for number, running in islice(self._running.items(), self._max_num_seqs):
+            running.saw(tokens[number], now)
+            if now - running.last_token_at > self._row_timeout_s:
+                stuck.append(number)
+        self._engine.abort_request(stuck)
+        return [self._timed_out(self._running.pop(number), now) for number in stuck]
+
+    def _tokens(self) -> Counter[str]:
+        """Tokens so far by request; ``n > 1`` is several states under one request."""
+        tokens: Counter[str] = Counter()
+        for state in self._engine.output_processor.request_states.values():
+            if state.detokenizer is not None:
+                number = (state.parent_req or state).external_req_id
+                tokens[number] += state.detokenizer.num_output_tokens()
+        return tokens
+
+    def _timed_out(self, running: _Running, now: float) -> Completion:
+        error = RowTimeoutError(
+            f"no token for {now - running.last_token_at:.0f} s"
+            f" (run.row_timeout_s = {self._row_timeout_s:g}), {running.tokens} before that"
+        )
+        return Completion(running.request, latency_s=now - running.since, error=error)
+
+
+class _Running:
+    """When a request was added, and when it last got a token. Its clock starts when first seen."""
+
+    __slots__ = ("last_token_at", "request", "since", "tokens")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.since = time.monotonic()
+        self.last_token_at = float("inf")
+        self.tokens = -1
+
+    def saw(self, tokens: int, now: float) -> None:
+        if tokens != self.tokens:
+            self.tokens, self.last_token_at = tokens, now
+
+
+def sampling_params(sampling: Mapping[str, Any]) -> Any:
+    """``vllm.SamplingParams`` from a dict, its names and types checked.
+
+    vLLM itself accepts ``seed="x"`` and hangs on it later; msgspec finds wrong types, but passes
+    over unknown names, so those are compared with the struct's own.
+
+    Raises:
+        RequestError: naming the parameter.
+    """
+    import msgspec
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import RequestOutputKind
+
+    known = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
+    for name in sampling:
+        if name not in known:
+            raise RequestError(f"sampling.{name}: vLLM has no such parameter{_near(name, known)}")
+    values = dict(sampling)
+    if isinstance(values.get("logit_bias"), Mapping):  # JSON and TOML keys are text
+        values["logit_bias"] = {_token_id(key): v for key, v in values["logit_bias"].items()}
+    try:
+        params = msgspec.convert(values, SamplingParams, strict=True)
+    except (msgspec.ValidationError, VLLMValidationError, ValueError, TypeError) as error:
+        raise RequestError(f"sampling: {error}") from error
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    return params
+
+
+def _check_config(job: JobConfig) -> Any:
+    """``VllmConfig`` for the job: names, values, and what the model's own config allows."""
+    _set_environment()
+    from vllm.engine.arg_utils import EngineArgs
+
+    options = job.engine.options
+    known = list(EngineArgs.__dataclass_fields__)
+    problems = [
+        f"engine.options.{name}: vLLM has no such option{_near(name, known)}"
+        for name in options
+        if name not in known and name != "chat_template"
+    ]
+    problems += [
+        f"engine.options.{name}: set by batchkit; leave it out"
+        for name in ("model", "disable_log_stats")
+        if name in options
+    ]
+    try:
+        sampling_params(job.sampling.params())
+    except RequestError as error:
+        problems.append(str(error))
+    model = Path(job.engine.model)
+    if not model.exists() and (model.is_absolute() or job.engine.model.startswith(".")):
+        problems.append(
+            f"engine.model: no folder {job.engine.model}; give a model's folder or its name on the"
+            " hub (the demo model is built by: batchkit demo-model PATH)"
+        )
+    if problems:
+        raise JobError("\n".join(problems))
+    args = {k: v for k, v in _llm_options(job).items() if k != "chat_template"}
+    try:
+        return EngineArgs(**args).create_engine_config()
+    except (ValueError, TypeError) as error:
+        raise JobError(f"engine: vLLM refuses it: {error}") from error
+    except OSError as error:
+        raise JobError(
+            f"engine.model: {job.engine.model} can't be read: {error}\n"
+            "Give a folder that holds config.json, tokenizer and weights, or a name on the hub"
+        ) from error
+
+
+def _llm_options(job: JobConfig) -> dict[str, Any]:
+    from vllm.platforms import current_platform
+
+    options = {**_DEFAULTS, "seed": job.run.seed, **job.engine.options}
+    if current_platform.is_cpu() and not any(name in options for name in _MEMORY_OPTIONS):
+        options["kv_cache_memory_bytes"] = _CPU_KV_CACHE_BYTES
+    if job.engine.lora is not None:
+        options.setdefault("enable_lora", True)
+    # The stats carry the scheduler's load; printing them is switched off by the log level.
+    return {"model": job.engine.model, **options, "disable_log_stats": False}
+
+
+def _set_environment() -> None:
+    """What must stand before vLLM is imported; a variable that the user set is left alone."""
+    for name, value in {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for results
+        "VLLM_NO_USAGE_STATS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }.items():
+        os.environ.setdefault(name, value)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
+    # vLLM warns on import, before it has read the level from the environment.
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+
+
+def _load(job: JobConfig) -> Any:
+    import vllm
+
+    try:
+        return vllm.LLM(**_llm_options(job))
+    except Exception as error:
+        # Loading runs the model's code and the device's drivers: any type may come out of it.
+        raise EngineError(
+            f"{job.engine.model} can't be loaded: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _chat_template(options: Mapping[str, Any]) -> str | None:
+    """As ``vllm.LLM(chat_template=…)``: a file, or the template itself; None is the model's own."""
+    template = options.get("chat_template")
+    if template is None or any(c in template for c in "{}\n"):
+        return template
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except OSError as error:
+        raise JobError(f"engine.options.chat_template: {error}") from error
+
+
+def _lora_request(job: JobConfig) -> Any:
+    if job.engine.lora is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("adapter", 1, job.engine.lora)
+
+
+def _refusal(error: Any) -> RowError:
+    kind = PromptTooLongError if error.parameter in _TOO_LONG else RequestError
+    return kind(str(error))
+
+
+def _logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[dict[str, Any]] | None:
+    """In OpenAI's shape: per token its text and logprob, and the alternatives, likeliest first."""
+    if logprobs is None:
+        return None
+    content = []
+    for token_id, alternatives in zip(token_ids, logprobs, strict=True):
+        chosen = alternatives[token_id]
+        top = sorted(alternatives.values(), key=lambda found: found.rank)
+        content.append(
+            {
+                "token": chosen.decoded_token,
+                "logprob": chosen.logprob,
+                "top_logprobs": [{"token": t.decoded_token, "logprob": t.logprob} for t in top],
+            }
+        )
+    return content
+
+
+def _token_id(key: Any) -> Any:
+    return int(key) if isinstance(key, str) and key.lstrip("-").isdigit() else key
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+class _Stats:
+    """Stands among vLLM's stat loggers and keeps the last step's figures."""
+
+    def __init__(self) -> None:
+        self._last = EngineLoad(0, 0, 0.0, 0)
+        self._preempted = 0
+
+    def load(self) -> EngineLoad:
+        load = self._last._replace(preempted=self._preempted)
+        self._preempted = 0
+        return load
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        if scheduler_stats is not None:
+            self._last = EngineLoad(
+                scheduler_stats.num_running_reqs,
+                scheduler_stats.num_waiting_reqs,
+                scheduler_stats.kv_cache_usage,
+                0,
+            )
+        if iteration_stats is not None:
+            self._preempted += iteration_stats.num_preempted_reqs
+
+    def log(self) -> None: ...
+
+    def log_engine_initialized(self) -> None: ...
+
+    def record_sleep_state(self, *_: Any) -> None: ...
+
+
+def _follow_stats(engine: Any) -> _Stats:
+    """Our stats in place of vLLM's own loggers, whose Prometheus counters nobody would read."""
+    stats = _Stats()
+    engine.logger_manager.stat_loggers = [stats]
+    return stats

@@ -1,0 +1,100 @@
+"""Every error that batchkit raises on purpose.
+
+BatchkitError                  exit code
+├── JobError                   2   the command line or the job file is wrong
+│   ├── InputError             2   the rows can't be read
+│   └── ChangedError           2   the job or its input changed since the run began
+├── StoreError                 1   the run folder can't be written, read or locked
+├── EngineError                1   the engine is dead, or never started
+├── TooManyFailuresError       1   run.fail_on_error was reached
+└── RowError                   –   one row failed; the run goes on
+    ├── TemplateError          template
+    ├── MediaError             media
+    ├── PromptTooLongError     prompt_too_long
+    ├── RequestError           invalid_request
+    ├── RowTimeoutError        timeout
+    └── EmptyTextError         empty
+
+A RowError becomes a failed record; every other error stops the run with the store consistent.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class BatchkitError(Exception):
+    """Base of all; its message is written for the person at the terminal."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class JobError(BatchkitError):
+    """The job file or the command line can't be used as it stands."""
+
+    exit_code = 2
+
+
+class InputError(JobError):
+    """The rows can't be read: missing, unreadable, or not in the stated format."""
+
+
+class ChangedError(JobError):
+    """The job or its input is no longer what the run began with."""
+
+
+class StoreError(BatchkitError):
+    """The run folder can't be written, read, or locked."""
+
+
+class EngineError(BatchkitError):
+    """The engine is dead or could not start; nothing more can be submitted to it."""
+
+
+class TooManyFailuresError(BatchkitError):
+    """More rows failed than ``run.fail_on_error`` allows."""
+
+
+class RowError(BatchkitError):
+    """One row can't be answered. ``kind`` is the record's ``error.kind``."""
+
+    kind: ClassVar[str] = "invalid_request"
+    retryable: ClassVar[bool] = False
+
+
+class TemplateError(RowError):
+    """A template can't be rendered with this row's fields."""
+
+    kind = "template"
+
+
+class MediaError(RowError):
+    """An image is missing, refused, too large, or not an image."""
+
+    kind = "media"
+
+
+class PromptTooLongError(RowError):
+    """The prompt leaves no room for an answer within ``max_model_len``."""
+
+    kind = "prompt_too_long"
+
+
+class RequestError(RowError):
+    """The row can't be made into a request, or the engine refused it."""
+
+    kind = "invalid_request"
+
+
+class RowTimeoutError(RowError):
+    """The engine produced no token for this row within ``run.row_timeout_s``."""
+
+    kind = "timeout"
+    retryable = True
+
+
+class EmptyTextError(RowError):
+    """The engine answered with no text at all, or with nothing but white space."""
+
+    kind = "empty"
+    retryable = True

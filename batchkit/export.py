@@ -1,0 +1,249 @@
+"""Exports: the newest record of each row, in the order of the input, in other formats.
+
+Each writer streams; the file appears under its name only when it is whole.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from batchkit.errors import StoreError
+from batchkit.ledger import RESULTS, read_newest
+from batchkit.manifest import read_manifest
+from batchkit.run import job_of_run
+
+BATCH = 10_000
+
+Records = Iterable[dict[str, Any]]
+
+
+class Exported(NamedTuple):
+    """A file that was written; ``source_bytes`` is the size of ``results.jsonl``."""
+
+    path: Path
+    rows: int
+    bytes: int
+    source_bytes: int
+
+
+def export(folder: Path, format_name: str, path: Path | None = None) -> list[Exported]:
+    """Write a run's records as ``parquet``, ``jsonl``, ``csv`` or ``openai``.
+
+    ``path`` left out: ``results.<suffix>`` in the run folder (``results.newest.jsonl`` for jsonl,
+    since ``results.jsonl`` is the ledger). ``openai`` writes two files, answers and errors.
+
+    Raises:
+        StoreError: not a run folder, or the file can't be written.
+    """
+    read_manifest(folder)
+    log = folder / RESULTS
+    if not log.exists():
+        raise StoreError(f"{folder}: nothing to export: no row has finished yet")
+    path = path or folder / _NAMES[format_name]
+    if path.exists() and path.samefile(log):
+        raise StoreError(f"{path}: is the run's ledger; export to another file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        written = _WRITERS[format_name](folder, path)
+    except OSError as error:
+        raise StoreError(f"{path}: can't write: {error.strerror or error}") from error
+    source_bytes = log.stat().st_size
+    return [Exported(p, rows, p.stat().st_size, source_bytes) for p, rows in written.items()]
+
+
+def columns(keep: Iterable[str]) -> list[str]:
+    """The columns of Parquet and CSV: the record's own, then the kept fields.
+
+    A kept field that bears the name of a column gets ``fields.`` before it.
+    """
+    return [*_COLUMNS, *(name if name not in _COLUMNS else f"fields.{name}" for name in keep)]
+
+
+def flatten(record: Mapping[str, Any], keep: Iterable[str]) -> list[Any]:
+    """The record's values in the order of ``columns(keep)``; kept fields as text."""
+    usage, error = record.get("usage") or {}, record.get("error") or {}
+    fields = record.get("fields") or {}
+    choices = record.get("choices")
+    return [
+        record["index"],
+        record["id"],
+        record["status"],
+        record.get("attempt"),
+        record.get("text"),
+        record.get("finish_reason"),
+        usage.get("prompt_tokens"),
+        usage.get("completion_tokens"),
+        record.get("latency_s"),
+        record.get("finished_at"),
+        error.get("kind"),
+        error.get("type"),
+        error.get("message"),
+        None if choices is None else orjson.dumps(choices).decode(),
+        record.get("prompt"),
+        *(_as_text(fields.get(name)) for name in keep),
+    ]
+
+
+_COLUMNS = {
+    "index": "int64",
+    "id": "string",
+    "status": "string",
+    "attempt": "int32",
+    "text": "string",
+    "finish_reason": "string",
+    "prompt_tokens": "int64",
+    "completion_tokens": "int64",
+    "latency_s": "double",
+    "finished_at": "string",
+    "error_kind": "string",
+    "error_type": "string",
+    "error_message": "string",
+    "choices": "string",
+    "prompt": "string",
+}
+
+
+def _write_parquet(folder: Path, path: Path) -> dict[Path, int]:
+    """The schema is fixed by the job, so a column may be null for any number of rows."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    keep = _kept(folder)
+    types = [*_COLUMNS.values(), *("string" for _ in keep)]
+    schema = pa.schema(
+        [
+            pa.field(name, pa.type_for_alias(kind))
+            for name, kind in zip(columns(keep), types, strict=True)
+        ]
+    )
+    rows, records = 0, read_newest(folder / RESULTS)
+    with (
+        _replacing(path) as temporary,
+        pq.ParquetWriter(temporary, schema, compression="zstd") as writer,
+    ):
+        while batch := [flatten(record, keep) for record in islice(records, BATCH)]:
+            arrays = [
+                pa.array(values, field.type)
+                for values, field in zip(zip(*batch, strict=True), schema, strict=True)
+            ]
+            writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
+            rows += len(batch)
+    return {path: rows}
+
+
+def _write_jsonl(folder: Path, path: Path) -> dict[Path, int]:
+    return {path: _write_lines(path, read_newest(folder / RESULTS))}
+
+
+def _write_csv(folder: Path, path: Path) -> dict[Path, int]:
+    keep, rows = _kept(folder), 0
+    with (
+        _replacing(path) as temporary,
+        temporary.open("w", newline="", encoding="utf-8") as file,
+    ):
+        writer = csv.writer(file)
+        writer.writerow(columns(keep))
+        for record in read_newest(folder / RESULTS):
+            writer.writerow(flatten(record, keep))
+            rows += 1
+    return {path: rows}
+
+
+def _write_openai(folder: Path, path: Path) -> dict[Path, int]:
+    """OpenAI's batch output: https://platform.openai.com/docs/guides/batch, answers and errors."""
+    model = read_manifest(folder)["model"]["name"]
+    errors = path.with_name(f"{path.stem}.errors{path.suffix}")
+    log = folder / RESULTS
+    answered = (_openai_answer(r, model) for r in read_newest(log) if r["status"] == "ok")
+    failed = (_openai_error(r) for r in read_newest(log) if r["status"] == "failed")
+    return {path: _write_lines(path, answered), errors: _write_lines(errors, failed)}
+
+
+def _openai_answer(record: Mapping[str, Any], model: str) -> dict[str, Any]:
+    usage = record.get("usage") or {"prompt_tokens": 0, "completion_tokens": 0}
+    choices = record.get("choices") or [record]
+    return {
+        "id": f"batch_req_{record['index']}",
+        "custom_id": record["id"],
+        "response": {
+            "status_code": 200,
+            "request_id": f"req_{record['index']}",
+            "body": {
+                "id": f"chatcmpl-{record['index']}",
+                "object": "chat.completion",
+                "model": model,
+                "choices": [
+                    {
+                        "index": number,
+                        "message": {"role": "assistant", "content": choice["text"]},
+                        "logprobs": (found := choice.get("logprobs")) and {"content": found},
+                        "finish_reason": choice["finish_reason"],
+                    }
+                    for number, choice in enumerate(choices)
+                ],
+                "usage": usage
+                | {"total_tokens": usage["prompt_tokens"] + usage["completion_tokens"]},
+            },
+        },
+        "error": None,
+    }
+
+
+def _openai_error(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "id": f"batch_req_{record['index']}",
+        "custom_id": record["id"],
+        "response": None,
+        "error": {"code": record["error"]["kind"], "message": record["error"]["message"]},
+    }
+
+
+def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> int:
+    rows = 0
+    with _replacing(path) as temporary, temporary.open("wb") as file:
+        for line in lines:
+            file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+            rows += 1
+    return rows
+
+
+def _kept(folder: Path) -> list[str]:
+    return list(dict.fromkeys(job_of_run(folder).output.keep))
+
+
+def _as_text(value: Any) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    return orjson.dumps(value).decode()
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A temporary file beside ``path`` that takes its name once all went well."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+_WRITERS: dict[str, Callable[[Path, Path], dict[Path, int]]] = {
+    "parquet": _write_parquet,
+    "jsonl": _write_jsonl,
+    "csv": _write_csv,
+    "openai": _write_openai,
+}
+_NAMES = {
+    "parquet": "results.parquet",
+    "jsonl": "results.newest.jsonl",
+    "csv": "results.csv",
+    "openai": "results.openai.jsonl",
+}

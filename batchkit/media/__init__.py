@@ -1,0 +1,75 @@
+"""Images: from what a row names to RGB pixels of the right size.
+
+``load_image`` is the door. ``source`` turns a name into bytes and keeps to the media root,
+``download`` does the same for URLs and keeps to the listed hosts, ``pixels`` turns bytes into the
+image, ``size`` knows the size rule.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from PIL import Image
+
+from batchkit.config import MediaTable
+from batchkit.errors import MediaError
+from batchkit.media.download import fetch
+from batchkit.media.pixels import decode, fit
+from batchkit.media.size import Size, target_size
+from batchkit.media.source import is_url, read_data_uri, read_file, shown
+
+__all__ = ["Size", "Source", "load_image", "target_size"]
+
+Source = str | os.PathLike[str] | bytes | bytearray | memoryview | Mapping[str, Any] | Image.Image
+
+
+def load_image(source: Source, media: MediaTable) -> Image.Image:
+    """A new RGB image, fully decoded, upright by its EXIF, scaled to the limits of ``media``.
+
+    ``source`` is a path below ``media.root`` (absolute, relative to it, or ``file://``), a
+    base64 ``data:`` URI, an http(s) URL on ``media.allow_urls``, the bytes of an image file,
+    ``{"bytes": …, "path": …}`` as Hugging Face datasets store it, or an image (left as it is).
+    Read are PNG, JPEG, WebP, GIF, BMP and TIFF, told apart by their content; of an animation the
+    first frame. Transparency becomes white; gray of more than 8 bits is scaled to 8, not clipped.
+
+    Safe to call from many threads. Memory, the result aside, stays within
+    ``media.max_decode_bytes``, twice ``media.max_bytes`` and 64 MiB; over N threads, N - 1 times
+    128 MiB (images that need more than that take turns) and the files' bytes come on top.
+
+    Raises:
+        MediaError: missing, refused, too large, or not an image. The only exception.
+    """
+    try:
+        return _load(source, media)
+    except MediaError as error:
+        message = str(error)
+    # Anew, without its cause: a failed row waits for its record, and the frames of the first
+    # error would keep the file's bytes and its pixels alive until then.
+    raise MediaError(message)
+
+
+def _load(source: Source, media: MediaTable) -> Image.Image:
+    name = shown(source)
+    match source:
+        case Image.Image():
+            return fit(source, name, media)
+        case bytes() | bytearray() | memoryview():
+            return decode(bytes(source), name, media)
+        case {"bytes": bytes(data)}:
+            return decode(data, name, media)
+        case {"path": str(path)}:
+            return _load(path, media)
+        case os.PathLike():
+            return decode(read_file(os.fspath(source), name, media), name, media)
+        case str() if source[:5].lower() == "data:":
+            return decode(read_data_uri(source, name, media), name, media)
+        case str() if is_url(source):
+            return decode(fetch(source, name, media), name, media)
+        case str():
+            return decode(read_file(source, name, media), name, media)
+    raise MediaError(
+        f"{name}: an image is a path, a data: URI, a URL, the bytes of a file,"
+        ' {"bytes": …, "path": …} or a PIL image; check the template in prompt.images'
+    )

@@ -1,0 +1,40 @@
+"""How large an image becomes."""
+
+from __future__ import annotations
+
+from math import isqrt
+from typing import NamedTuple
+
+
+class Size(NamedTuple):
+    """In pixels."""
+
+    width: int
+    height: int
+
+
+def target_size(width: int, height: int, *, min_pixels: int, max_pixels: int) -> Size:
+    """The size with the aspect of ``width`` × ``height`` and a product within the limits.
+
+    Within the limits it stays. Else both sides are scaled by √(limit / (width · height)), rounded
+    down when shrinking and up when growing, in whole numbers, so no float error. ``max_pixels``
+    always holds: where it can't together with the aspect (a side would fall below one pixel) or
+    with ``min_pixels``, the longer side is cut. Both sides must be at least 1.
+    """
+    pixels = width * height
+    if pixels > max_pixels:
+        wide = max(1, isqrt(max_pixels * width // height))
+        high = max(1, isqrt(max_pixels * height // width))
+    elif pixels < min_pixels:
+        wide = _root_up(min_pixels * width, height)
+        high = _root_up(min_pixels * height, width)
+    else:
+        return Size(width, height)
+    if wide >= high:
+        return Size(min(wide, max_pixels // high), high)
+    return Size(wide, min(high, max_pixels // wide))
+
+
+def _root_up(numerator: int, denominator: int) -> int:
+    """√(numerator / denominator), rounded up."""
+    return isqrt(-(-numerator // denominator) - 1) + 1

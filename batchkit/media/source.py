@@ -1,0 +1,154 @@
+"""From what a row names to the bytes of a file, without leaving the media root."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
+
+from PIL import Image
+
+from batchkit.config import MediaTable
+from batchkit.errors import MediaError
+
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+
+
+def is_url(source: str) -> bool:
+    """Whether it is for ``fetch``: any ``scheme://`` but ``file://``."""
+    scheme = _SCHEME.match(source)
+    return scheme is not None and scheme[0].lower() != "file://"
+
+
+def read_file(source: str, name: str, media: MediaTable) -> bytes:
+    """The file at ``source``, a path or ``file://`` URL, which must lie under ``media.root``.
+
+    Raises:
+        MediaError: missing, outside the root, not a regular file, over ``media.max_bytes``.
+    """
+    path = _file_path(source, name)
+    try:
+        root = Path(media.root).resolve()
+        resolved = (root / path).resolve()
+        if not resolved.is_relative_to(root):
+            raise MediaError(
+                f"{name}: the file is {resolved}, outside media.root {root};"
+                " move it there, or set media.root to a folder that holds both"
+            )
+        status = resolved.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise MediaError(
+                f"{name}: {resolved} is {_file_type(status.st_mode)}; give the path of a file"
+            )
+        check_bytes(status.st_size, name, media)
+        # O_NONBLOCK and O_NOFOLLOW: what was checked may have been replaced since.
+        descriptor = os.open(resolved, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            data = file.read(min(status.st_size, media.max_bytes) + 1) or b""
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MediaError(
+            f"{name}: no such file under media.root {root}; check the path, or set media.root"
+        ) from error
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a circle of links
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise MediaError(
+            f"{name}: can't be read: {reason}; give the path of an image file that you may"
+            " read (base64 text begins with data:image/png;base64,)"
+        ) from error
+    check_bytes(len(data), name, media)
+    return data
+
+
+def read_data_uri(uri: str, name: str, media: MediaTable) -> bytes:
+    """The bytes of a base64 ``data:`` URI; its media type is not looked at.
+
+    Raises:
+        MediaError: not base64, or over ``media.max_bytes``.
+    """
+    head, comma, payload = uri.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise MediaError(
+            f"{name}: found a data: URI that is not base64;"
+            " write data:image/png;base64, and then the file's bytes in base64"
+        )
+    check_bytes(len(payload) // 4 * 3 - payload.count("=", -2), name, media)
+    try:
+        text = unquote_to_bytes(payload) if "%" in payload else payload
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise MediaError(
+            f"{name}: the base64 is broken ({error}); encode the whole file, without line breaks"
+        ) from error
+
+
+def check_bytes(n_bytes: int, name: str, media: MediaTable) -> None:
+    """Raises MediaError for a file over ``media.max_bytes``."""
+    if n_bytes > media.max_bytes:
+        raise MediaError(
+            f"{name}: has {n_bytes} bytes or more, media.max_bytes is {media.max_bytes};"
+            " raise it or store the image smaller"
+        )
+
+
+def shown(source: object) -> str:
+    """How messages name ``source``: short, on one line, without the secrets a URL may carry."""
+    match source:
+        case Image.Image():
+            return f"PIL image ({source.width}×{source.height}, {source.mode})"
+        case bytes() | bytearray() | memoryview():
+            return f"image of {memoryview(source).nbytes} bytes"
+        case {"bytes": bytes(data), "path": str(path)}:
+            return f"{_line(path)} of {len(data)} bytes"
+        case {"bytes": bytes(data)}:
+            return f"image of {len(data)} bytes"
+        case Mapping():
+            return f"image with the keys {_line(', '.join(map(str, source)))}"
+        case os.PathLike():
+            return _line(os.fspath(source))
+        case str() if source[:5].lower() == "data:":
+            return f"{_line(source[:40])}… ({len(source)} characters)"
+        case str() if is_url(source):
+            scheme, _, rest = source.partition("://")
+            authority, slash, path = rest.partition("/")
+            path, query, _ = path.partition("?")
+            host = authority.rpartition("@")[2]
+            return _line(f"{scheme}://{host}{slash}{path}{query and '?…'}")
+        case str():
+            return _line(source) or "empty path"
+    return f"image {_line(repr(source))} ({type(source).__name__})"
+
+
+def _line(text: object) -> str:
+    line = text if isinstance(text, str) else repr(text)
+    if not line.isprintable():
+        line = repr(line)
+    return line if len(line) <= 200 else f"{line[:120]}… ({len(line)} characters)"
+
+
+def _file_path(source: str, name: str) -> str:
+    if not source:
+        raise MediaError(
+            f"{name}: the template in prompt.images gave no text; check the row's field"
+        )
+    if source[:5].lower() != "file:":
+        return source
+    try:
+        parts = urlsplit(source)
+    except ValueError as error:
+        raise MediaError(f"{name}: not a file URL ({error}); write file:///folder/x.png") from error
+    if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
+        raise MediaError(
+            f"{name}: names another host, or holds a ? or #;"
+            " write file:///folder/x.png with %3F and %23, or give the path itself"
+        )
+    return unquote(parts.path)
+
+
+def _file_type(mode: int) -> str:
+    if stat.S_ISDIR(mode):
+        return "a folder"
+    return "a FIFO" if stat.S_ISFIFO(mode) else "a device or socket"

@@ -1,0 +1,84 @@
+"""The body of an OpenAI batch line, in vLLM's words.
+
+https://platform.openai.com/docs/api-reference/batch: ``/v1/chat/completions`` has ``messages``,
+``/v1/completions`` has ``prompt``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from batchkit.errors import RequestError
+
+# What says nothing about the answer when one model answers the whole file.
+_IGNORED = frozenset(
+    [
+        "model",
+        "messages",
+        "prompt",
+        "stream",
+        "stream_options",
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "parallel_tool_calls",
+        "safety_identifier",
+        "prompt_cache_key",
+    ]
+)
+_RENAMED = {"max_completion_tokens": "max_tokens"}
+_REFUSED = ("tools", "functions", "audio", "suffix", "echo", "best_of")
+
+
+def messages_of(body: Any) -> tuple[Any, str | None]:
+    """The chat messages, or the plain prompt; the other one is None.
+
+    Raises:
+        RequestError: the body has neither, or asks for what a batch can't do.
+    """
+    if not isinstance(body, Mapping):
+        raise RequestError(f"body: found {type(body).__name__}, expected an object")
+    for name in _REFUSED:
+        if body.get(name):
+            raise RequestError(f"body.{name}: not supported; leave it out")
+    if "messages" in body:
+        return body["messages"], None
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1:
+        prompt = prompt[0]
+    if not isinstance(prompt, str):
+        raise RequestError("body: holds neither messages nor a text prompt")
+    return None, prompt
+
+
+def sampling_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body's parameters under the names of ``vllm.SamplingParams``."""
+    sampling: dict[str, Any] = {}
+    for name, value in body.items():
+        if name in _IGNORED or name in _REFUSED or value is None:
+            continue
+        if name == "response_format":
+            sampling |= _structured_outputs(value)
+        elif name == "logprobs":
+            # chat: a switch, with the count in top_logprobs; completions: the count itself
+            if value is not False:
+                sampling["logprobs"] = body.get("top_logprobs") or 0 if value is True else value
+        elif name != "top_logprobs":
+            sampling[_RENAMED.get(name, name)] = value
+    return sampling
+
+
+def _structured_outputs(response_format: Any) -> dict[str, Any]:
+    kind = response_format.get("type") if isinstance(response_format, Mapping) else None
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"structured_outputs": {"json_object": True}}
+    schema = (response_format.get("json_schema") or {}).get("schema") if kind else None
+    if kind != "json_schema" or schema is None:
+        raise RequestError(
+            f"body.response_format: found type {kind!r}; known: text, json_object, json_schema"
+        )
+    return {"structured_outputs": {"json": schema}}

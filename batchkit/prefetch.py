@@ -1,0 +1,118 @@
+"""Renders rows ahead of the engine, in threads, within two bounds: rows and decoded pixels."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from batchkit.types import Completion, Request, Row
+
+
+class Prefetch:
+    """An out-of-order queue of rendered rows; a slow image holds up no other row.
+
+    At most ``ahead`` rendered rows wait here. ``max_bytes`` bounds the decoded pixels of all
+    requests that were handed out and not yet released, and of those that wait: no new row is
+    begun while it is reached, so it is passed by at most one row per thread.
+
+    Threads: ``threads`` workers read rows one at a time under ``_reading`` and render them side
+    by side; the processor's thread calls ``get`` and ``release``; ``_changed`` guards the rest.
+    """
+
+    def __init__(
+        self,
+        rows: Iterator[Row],
+        render: Callable[[Row], Request | Completion],
+        *,
+        threads: int,
+        ahead: int,
+        max_bytes: int,
+    ) -> None:
+        self._rows = rows
+        self._render = render
+        self._ahead = ahead
+        self._max_bytes = max_bytes
+        self._reading = threading.Lock()
+        self._changed = threading.Condition()
+        self._ready: deque[Request | Completion] = deque()
+        self._held_bytes = 0
+        self._working = threads
+        self._stopped = False
+        self._error: BaseException | None = None
+        self._threads = [
+            threading.Thread(target=self._work, name=f"render-{n}", daemon=True)
+            for n in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def get(self, timeout_s: float) -> Request | Completion | None:
+        """The next rendered row, or None where none was ready within ``timeout_s``.
+
+        A row that can't be rendered is a Completion with its error. Raises what reading the rows
+        raised, once everything that was read before has been handed out.
+        """
+        with self._changed:
+            if not self._ready and timeout_s > 0:
+                self._changed.wait_for(lambda: self._ready or not self._working, timeout_s)
+            if self._ready:
+                rendered = self._ready.popleft()
+                self._changed.notify_all()
+                return rendered
+            if self._error is not None and not self._working:
+                raise self._error
+            return None
+
+    @property
+    def exhausted(self) -> bool:
+        """True once every row was handed out."""
+        with self._changed:
+            return not self._ready and not self._working and self._error is None
+
+    def release(self, request: Request) -> None:
+        """``request`` is settled: its pixels no longer count."""
+        if request.media_bytes:
+            with self._changed:
+                self._held_bytes -= request.media_bytes
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop the threads; what they hold is dropped."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(timeout=5)
+
+    def _work(self) -> None:
+        try:
+            while self._may_begin():
+                with self._reading:
+                    row = next(self._rows, None)
+                if row is None:
+                    return
+                rendered = self._render(row)
+                with self._changed:
+                    if isinstance(rendered, Request):
+                        self._held_bytes += rendered.media_bytes
+                    self._ready.append(rendered)
+                    self._changed.notify_all()
+        except BaseException as error:  # carried over to the thread that calls get()
+            self._error = self._error or error
+        finally:
+            with self._changed:
+                self._working -= 1
+                self._changed.notify_all()
+
+    def _may_begin(self) -> bool:
+        """Wait for room; False once nothing more is wanted."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._stopped
+                    or self._error is not None
+                    or (len(self._ready) < self._ahead and self._held_bytes < self._max_bytes)
+                )
+            )
+            return not self._stopped and self._error is None

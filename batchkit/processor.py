@@ -1,0 +1,469 @@
+"""The loop at batchkit's heart: fill the window, poll the engine, settle what came back."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from batchkit.config import JobConfig, OutputTable, load_job, resolve_paths
+from batchkit.engines import open_engine
+from batchkit.engines.base import Engine
+from batchkit.errors import (
+    BatchkitError,
+    EmptyTextError,
+    JobError,
+    RequestError,
+    TooManyFailuresError,
+)
+from batchkit.ledger import RESULTS, read_newest
+from batchkit.manifest import read_manifest, write_manifest
+from batchkit.prefetch import Prefetch
+from batchkit.progress import Progress, State
+from batchkit.prompts import PromptRenderer, input_hash
+from batchkit.resume import Input, OnChange, OpenRun, open_run
+from batchkit.retry import next_attempt
+from batchkit.runfolder import is_run
+from batchkit.sources import FileFingerprint, count_rows, fingerprint, read_rows
+from batchkit.stopping import StopRequest
+from batchkit.store import Store
+from batchkit.types import Completion, ErrorInfo, Record, Request, Row, Usage, utc_now
+from batchkit.window import Window
+
+POLL_S = 0.05
+AHEAD = 256
+_SHARE_FROM = 20  # a share of failed rows says nothing before this many are settled
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """How a start ended. ``ok`` and ``failed`` count the whole job; the rest counts this start.
+
+    ``skipped`` were settled before it began; ``retried`` are further tries within it; ``seconds``
+    is the time with the engine up, loading excluded. ``exit`` is the exit code: 0 all rows ok,
+    3 some failed, 130 and 143 interrupted.
+    """
+
+    name: str
+    folder: str
+    total: int
+    ok: int
+    failed: int
+    skipped: int
+    retried: int
+    seconds: float
+    load_seconds: float
+    prompt_tokens: int
+    completion_tokens: int
+    rows_per_s: float
+    completion_tokens_per_s: float
+    exit: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """The newest record of each row, in the order of the input."""
+        return read_newest(Path(self.folder) / RESULTS)
+
+
+class ProductionBatchProcessor:
+    """Puts rows through a model and every finished row on disk, exactly once.
+
+    ``job`` is a JobConfig or the path of a job file. Calling ``process`` again carries on where the
+    last call stopped; one processor makes one run at a time. ``begun_with`` is the job that the run
+    folder stands for, where ``job`` departs from it on purpose by ``overrides``.
+    """
+
+    def __init__(
+        self,
+        job: JobConfig | str | Path,
+        *,
+        fresh: bool = False,
+        on_change: OnChange = "fail",
+        skip_from: Path | None = None,
+        stop: StopRequest | None = None,
+        quiet: bool = False,
+        command: str = "python",
+        begun_with: JobConfig | None = None,
+        overrides: Sequence[str] = (),
+    ) -> None:
+        self.job = (
+            resolve_paths(job, Path.cwd()) if isinstance(job, JobConfig) else load_job(Path(job))
+        )
+        self._begun_with = begun_with or self.job
+        self._fresh = fresh
+        self._on_change: OnChange = on_change
+        self._skip_from = skip_from
+        self._stop = stop or StopRequest()
+        self._quiet = quiet
+        self._command = command
+        self._overrides = overrides
+
+    def process(self, rows: Iterable[Any] | None = None) -> RunSummary:
+        """Run the job's input, or ``rows``: prompts, chat messages, or dicts of template fields.
+
+        A list of rows resumes like a file does. An iterator can't be compared with what an earlier
+        call saw, so each call begins a new run; the old folder is moved aside.
+
+        Raises:
+            BatchkitError: the run stopped; everything finished is on disk. See ``errors``.
+        """
+        source = _files(self.job) if rows is None else _memory(rows)
+        return self._run(source, attempts=None)
+
+    def retry(self, attempts: Mapping[int, int]) -> RunSummary:
+        """Run the rows in ``attempts`` again, whatever their record says.
+
+        ``attempts`` maps a row's index to the number of its last attempt. Raises as ``process``.
+        """
+        return self._run(_files(self.job), attempts)
+
+    def _run(self, source: Input, attempts: Mapping[int, int] | None) -> RunSummary:
+        renderer = PromptRenderer(self.job)
+        with (
+            open_run(
+                self._begun_with,
+                source,
+                command=self._command,
+                overrides=self._overrides,
+                fresh=self._fresh,
+                on_change=self._on_change,
+            ) as run,
+            closing(self._progress()) as progress,
+        ):
+            for text in run.news:
+                progress.event(text)
+            loop = _Loop(self.job, run, renderer, progress, self._stop, source, attempts or {})
+            return loop.run(self._pending(source, run, attempts))
+
+    def _pending(
+        self, source: Input, run: OpenRun, attempts: Mapping[int, int] | None
+    ) -> Iterator[Row]:
+        """The rows that this start has to settle."""
+        if attempts is not None:
+            return source.read(lambda index: index not in attempts)
+        rows = source.read(run.store.totals.is_settled)
+        if self._skip_from is None:
+            return rows
+        done = _ok_ids(self._skip_from)
+        return (row for row in rows if row.id not in done)
+
+    def _progress(self) -> Progress:
+        return Progress(
+            self.job.folder,
+            self.job.name,
+            interval_s=self.job.run.checkpoint_interval_s,
+            quiet=self._quiet,
+        )
+
+
+class _Loop:
+    """One start of a run. Its own thread is the only one that touches engine and store."""
+
+    def __init__(
+        self,
+        job: JobConfig,
+        run: OpenRun,
+        renderer: PromptRenderer,
+        progress: Progress,
+        stop: StopRequest,
+        source: Input,
+        attempts: Mapping[int, int],
+    ) -> None:
+        self._job, self._store, self._manifest, self._folder = (
+            job,
+            run.store,
+            run.manifest,
+            run.folder,
+        )
+        self._renderer = renderer
+        self._progress = progress
+        self._stop = stop
+        self._attempts = attempts
+        self._total = _Total(source)
+        self._resumed = len(run.store.totals.completed) + run.store.totals.failed - len(attempts)
+        self._tokens_before = _tokens(run.store)
+        self._again: deque[Request] = deque()
+        self._tries: dict[int, int] = {}
+        self._in_flight = 0
+        self._retried = 0
+        self._settled = self._failed = 0
+        self._next_sync = 0.0
+
+    def run(self, rows: Iterator[Row]) -> RunSummary:
+        """Settle every row of ``rows``, then say how it went."""
+        first = next(rows, None)
+        if first is None:
+            self._progress.event("nothing left to run: every row has a record")
+            return self._summary(load_s=0.0, seconds=0.0)
+        if self._resumed:
+            of = "" if (total := self._total.now()) is None else f" of {total:,}"
+            self._progress.event(f"resumed {self._resumed:,}{of} rows")
+        with closing(self._prefetch(chain([first], rows))) as prefetch:
+            started = time.monotonic()
+            self._progress.event(f"loading model {self._job.engine.model or self._job.engine.kind}")
+            with closing(open_engine(self._job)) as engine:
+                loaded = time.monotonic()
+                self._manifest["starts"][-1]["engine"] = dict(engine.versions)
+                self._progress.event(
+                    f"generating; model loaded in {loaded - started:.0f} s,"
+                    f" up to {engine.max_num_seqs} requests run at once"
+                )
+                with self._stop.deferred():
+                    self._feed(engine, prefetch)
+                seconds = time.monotonic() - loaded
+                return self._summary(load_s=loaded - started, seconds=seconds)
+
+    def _feed(self, engine: Engine, prefetch: Prefetch) -> None:
+        """Until every row is settled or a stop is due: fill, poll, settle."""
+        window = Window(engine.max_num_seqs, fixed=_fixed(self._job))
+        try:
+            while True:
+                self._fill(engine, prefetch, window.size)
+                if self._stop.signum is not None and (self._stop.is_due or not self._in_flight):
+                    break
+                if not self._in_flight and not self._again and prefetch.exhausted:
+                    break
+                for completion in engine.poll(POLL_S):
+                    self._in_flight -= 1
+                    self._settle(completion, prefetch)
+                self._store.flush()
+                self._check_failures()
+                if change := window.adapt(engine.load(), self._in_flight):
+                    self._progress.event(f"window {change.old} → {change.new}: {change.reason}")
+                self._housekeeping()
+        finally:
+            self._store.flush()
+            self._progress.update(self._state(), force=True)
+
+    def _fill(self, engine: Engine, prefetch: Prefetch, size: int) -> None:
+        """Submit what is rendered while there is room; wait only if the engine has nothing to do."""
+        while self._in_flight < size and self._stop.signum is None:
+            if self._again:
+                engine.submit(self._again.popleft())
+                self._in_flight += 1
+                continue
+            rendered = prefetch.get(timeout_s=0 if self._in_flight else POLL_S)
+            if rendered is None:
+                return
+            if isinstance(rendered, Completion):
+                self._settle(rendered, prefetch)
+            else:
+                engine.submit(rendered)
+                self._in_flight += 1
+
+    def _settle(self, completion: Completion, prefetch: Prefetch) -> None:
+        """Write the row's record, or put the request back in line."""
+        completion = _without_blank(completion)
+        index = completion.request.row.index
+        tries = self._tries.pop(index, 0) + 1
+        again = next_attempt(completion, tries, self._job.retry)
+        if again is not None:
+            self._tries[index] = tries
+            self._retried += 1
+            self._again.append(again)
+            return
+        prefetch.release(completion.request)
+        self._store.append(to_record(completion, self._job.output))
+        self._settled += 1
+        self._failed += completion.error is not None
+
+    def _check_failures(self) -> None:
+        limit = self._job.run.fail_on_error
+        if limit is False or not self._failed:
+            return
+        if limit is True:
+            too_many = True
+        elif isinstance(limit, int):
+            too_many = self._failed > limit
+        else:
+            too_many = self._settled >= _SHARE_FROM and self._failed > limit * self._settled
+        if too_many:
+            raise TooManyFailuresError(
+                f"{self._failed} of {self._settled} rows failed; run.fail_on_error ="
+                f" {str(limit).lower()} stops the run. What is finished is on disk:"
+                f" see `batchkit status {self._folder}`"
+            )
+
+    def _housekeeping(self) -> None:
+        """Progress at every turn, a checkpoint when its interval is over.
+
+        A checkpoint that takes long is made less often, so that it costs at most a fiftieth of
+        the time: it is a cache, and a late one only means that a resume reads more of the log.
+        """
+        self._progress.update(self._state())
+        now = time.monotonic()
+        if now >= self._next_sync:
+            took = self._store.sync()
+            interval = max(self._job.run.checkpoint_interval_s, 50 * took)
+            self._next_sync = now + took + interval
+
+    def _prefetch(self, rows: Iterator[Row]) -> Prefetch:
+        return Prefetch(
+            rows,
+            lambda row: self._renderer.render_or_fail(row, self._attempts.get(row.index, 0) + 1),
+            threads=self._job.run.render_threads,
+            ahead=AHEAD,
+            max_bytes=self._job.media.max_memory_bytes,
+        )
+
+    def _state(self) -> State:
+        totals, before = self._store.totals, self._tokens_before
+        now = _tokens(self._store)
+        return State(
+            total=self._total.now(),
+            ok=totals.ok,
+            failed=totals.failed,
+            resumed=self._resumed,
+            in_flight=self._in_flight,
+            prompt_tokens=now.prompt_tokens - before.prompt_tokens,
+            completion_tokens=now.completion_tokens - before.completion_tokens,
+        )
+
+    def _summary(self, load_s: float, seconds: float) -> RunSummary:
+        self._store.sync()
+        state = self._state()
+        interrupted = self._stop.signum
+        total = self._total.now() if interrupted else self._total.wait()
+        code = 128 + interrupted if interrupted else 3 if state.failed else 0
+        self._manifest["total"] = total
+        self._manifest["starts"][-1] |= {"ended_at": utc_now(), "exit": code}
+        write_manifest(self._folder, self._manifest)
+        return RunSummary(
+            name=self._job.name,
+            folder=str(self._folder),
+            total=state.settled if total is None else total,
+            ok=state.ok,
+            failed=state.failed,
+            skipped=self._resumed,
+            retried=self._retried,
+            seconds=round(seconds, 3),
+            load_seconds=round(load_s, 3),
+            prompt_tokens=state.prompt_tokens,
+            completion_tokens=state.completion_tokens,
+            rows_per_s=round(self._settled / seconds, 3) if seconds else 0.0,
+            completion_tokens_per_s=round(state.completion_tokens / seconds, 3) if seconds else 0.0,
+            exit=code,
+        )
+
+
+class _Total:
+    """How many rows the job has, counted on a thread of its own while the model loads."""
+
+    def __init__(self, source: Input) -> None:
+        self._source = source
+        self._count: int | None = None
+        self._thread = threading.Thread(target=self._work, name="count", daemon=True)
+        self._thread.start()
+
+    def now(self) -> int | None:
+        return self._count
+
+    def wait(self) -> int | None:
+        self._thread.join()
+        return self._count
+
+    def _work(self) -> None:
+        try:
+            self._count = self._source.size()
+        except BatchkitError:  # whoever reads the rows meets the same error and reports it
+            self._count = None
+
+
+def to_record(completion: Completion, output: OutputTable) -> Record:
+    """The line that tells how ``completion`` settled its row."""
+    request, error = completion.request, completion.error
+    row, first = request.row, completion.choices[0] if completion.choices else None
+    several = len(completion.choices) > 1 or (first is not None and first.logprobs is not None)
+    return Record(
+        index=row.index,
+        id=row.id,
+        status="ok" if error is None else "failed",
+        attempt=request.attempt,
+        text=first.text if error is None and first is not None else None,
+        finish_reason=first.finish_reason if first is not None else None,
+        usage=completion.usage,
+        latency_s=completion.latency_s,
+        finished_at=utc_now(),
+        error=None if error is None else ErrorInfo.of(error),
+        fields={name: row.fields.get(name) for name in output.keep},
+        input_hash=request.input_hash,
+        choices=completion.choices if several and error is None else None,
+        prompt=completion.prompt if output.prompt else None,
+    )
+
+
+def _without_blank(completion: Completion) -> Completion:
+    """An answer that is only white space is a failure, and never an answer."""
+    if completion.error is not None or any(choice.text.strip() for choice in completion.choices):
+        return completion
+    reason = completion.choices[0].finish_reason if completion.choices else None
+    error = EmptyTextError(f"the model answered with no text (finish_reason {reason})")
+    return replace(completion, error=error)
+
+
+def _files(job: JobConfig) -> Input:
+    """The job's own input."""
+    previous: tuple[FileFingerprint, ...] = ()
+    if is_run(job.folder):
+        previous = tuple(FileFingerprint(**file) for file in read_manifest(job.folder)["input"])
+    return Input(
+        files=[asdict(file) for file in fingerprint(job.input, previous)],
+        read=lambda skip: read_rows(job.input, skip=skip),
+        size=lambda: count_rows(job.input),
+    )
+
+
+def _memory(rows: Iterable[Any]) -> Input:
+    """Rows given from Python."""
+    if not isinstance(rows, Sequence):
+        return Input(
+            None,
+            lambda skip: (_row(index, value) for index, value in enumerate(rows)),
+            lambda: None,
+        )
+    made = [_row(index, value) for index, value in enumerate(rows)]
+    digest = hashlib.sha256("".join(input_hash(row.fields) for row in made).encode()).hexdigest()
+    return Input(
+        files=[{"path": "(rows from Python)", "size": len(made), "mtime_ns": 0, "sha256": digest}],
+        read=lambda skip: (row for row in made if not skip(row.index)),
+        size=lambda: len(made),
+    )
+
+
+def _row(index: int, value: Any) -> Row:
+    """A prompt, a list of chat messages, or a dict of template fields."""
+    if isinstance(value, str):
+        fields: Mapping[str, Any] = {"prompt": value}
+    elif isinstance(value, Mapping):
+        fields = value
+    elif isinstance(value, Sequence):
+        fields = {"messages": list(value)}
+    else:
+        error = RequestError(
+            f"row {index} is {type(value).__name__}; give a prompt, chat messages, or a dict"
+        )
+        return Row(index, str(index), {}, error)
+    return Row(index, str(index), fields)
+
+
+def _ok_ids(folder: Path) -> set[str]:
+    if not is_run(folder):
+        raise JobError(f"--skip-from {folder}: not a run folder")
+    return {r["id"] for r in read_newest(folder / RESULTS) if r["status"] == "ok"}
+
+
+def _tokens(store: Store) -> Usage:
+    return Usage(store.totals.prompt_tokens, store.totals.completion_tokens)
+
+
+def _fixed(job: JobConfig) -> int | None:
+    return None if job.run.max_in_flight == "auto" else job.run.max_in_flight

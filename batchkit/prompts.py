@@ -1,0 +1,257 @@
+"""A row becomes a request: templates filled in, images loaded, sampling laid together."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+from jinja2 import StrictUndefined, Template, UndefinedError
+from jinja2 import TemplateError as JinjaError
+from jinja2.sandbox import SandboxedEnvironment
+
+from batchkit.config import JobConfig
+from batchkit.errors import JobError, MediaError, RequestError, RowError, TemplateError
+from batchkit.media import load_image
+from batchkit.openai_body import messages_of, sampling_of
+from batchkit.retry import with_temperature
+from batchkit.types import Completion, Request, Row
+
+_LONE_EXPRESSION = re.compile(r"\A\s*\{\{(?P<expression>[^{}]+)\}\}\s*\Z")
+
+Message = Mapping[str, Any]
+
+
+class PromptRenderer:
+    """Renders rows for one job. Immutable, so that several threads may share it.
+
+    Raises:
+        JobError: a template or template file of the job can't be used.
+    """
+
+    def __init__(self, job: JobConfig) -> None:
+        self._job = job
+        self._environment = SandboxedEnvironment(
+            undefined=StrictUndefined, keep_trailing_newline=True
+        )
+        prompt = job.prompt
+        self._system = self._compile("system", prompt.system, prompt.system_file)
+        self._user = self._compile("user", prompt.user, prompt.user_file)
+        self._images = [
+            self._compile_image(f"prompt.images.{n}", source)
+            for n, source in enumerate(prompt.images)
+        ]
+        self._captions = [
+            self._template(f"prompt.captions.{n}", source)
+            for n, source in enumerate(prompt.captions)
+        ]
+        self._sampling = job.sampling.params()
+
+    def render(self, row: Row, attempt: int = 1) -> Request:
+        """The request for ``row``, its images decoded.
+
+        Raises:
+            RowError: the row's own fault; nothing else escapes but errors of the machine.
+        """
+        if row.error is not None:
+            raise row.error
+        names = {**self._job.vars, **row.fields}
+        messages, prompt = self._content(row.fields, names)
+        pixels = sum(
+            part["image_pil"].width * part["image_pil"].height
+            for message in messages or ()
+            if not isinstance(message["content"], str)
+            for part in message["content"]
+            if part["type"] == "image_pil"
+        )
+        return Request(
+            row=row,
+            messages=messages,
+            prompt=prompt,
+            sampling=with_temperature(self._row_sampling(row.fields), attempt, self._job.retry),
+            input_hash=input_hash(row.fields),
+            attempt=attempt,
+            media_bytes=3 * pixels,
+        )
+
+    def render_or_fail(self, row: Row, attempt: int = 1) -> Request | Completion:
+        """As ``render``; a row error comes back as a failed Completion."""
+        try:
+            return self.render(row, attempt)
+        except RowError as error:
+            request = Request(row, None, None, {}, input_hash(row.fields), attempt)
+            return Completion(request, error=error)
+
+    def _content(
+        self, fields: Mapping[str, Any], names: Mapping[str, Any]
+    ) -> tuple[Sequence[Message] | None, str | None]:
+        """Messages or plain text: from the job's templates, else from the row itself."""
+        if self._user is None and self._system is None and not self._images:
+            if "messages" in fields:
+                return self._load_parts(fields["messages"]), None
+            if "body" in fields:
+                messages, prompt = messages_of(fields["body"])
+                return messages and self._load_parts(messages), prompt
+        if self._user is not None:
+            text = _render(self._user, names)
+        elif "prompt" in fields:
+            text = str(fields["prompt"])
+        elif self._images:
+            text = ""
+        else:
+            raise TemplateError(
+                f"nothing to send: prompt.user is not set, and the row has none of messages,"
+                f" prompt, body; it has {_names(fields)}"
+            )
+        if not self._job.prompt.chat:
+            return None, text
+        messages = [{"role": "user", "content": self._user_content(text, names)}]
+        if self._system is not None:
+            messages.insert(0, {"role": "system", "content": _render(self._system, names)})
+        return messages, None
+
+    def _user_content(self, text: str, names: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+        if not self._images:
+            return text
+        parts: list[dict[str, Any]] = []
+        for number, source in enumerate(self._images):
+            if self._captions:
+                parts.append({"type": "text", "text": _render(self._captions[number], names)})
+            parts += [self._image_part(found) for found in _as_list(source(names))]
+        text_part = [{"type": "text", "text": text}] if text else []
+        if self._job.prompt.order == "text-first":
+            return text_part + parts
+        return parts + text_part
+
+    def _image_part(self, source: Any) -> dict[str, Any]:
+        return {"type": "image_pil", "image_pil": load_image(source, self._job.media)}
+
+    def _load_parts(self, messages: Any) -> list[Message]:
+        """Chat messages as they stand in a row, their image parts loaded."""
+        if not isinstance(messages, list) or not messages:
+            raise RequestError(f"messages: found {_short(messages)}, expected a list of messages")
+        return [self._load_message(message) for message in messages]
+
+    def _load_message(self, message: Any) -> Message:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RequestError(f"messages: found {_short(message)}, expected role and content")
+        content = message.get("content")
+        if isinstance(content, str):
+            return message
+        if not isinstance(content, list):
+            raise RequestError(f"messages: content is {_short(content)}, expected text or parts")
+        return {**message, "content": [self._load_part(part) for part in content]}
+
+    def _load_part(self, part: Any) -> dict[str, Any]:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            return {"type": "text", "text": part["text"]}
+        if kind == "image_url":
+            url = part.get("image_url")
+            return self._image_part(url.get("url") if isinstance(url, Mapping) else url)
+        if kind in ("image", "image_pil"):
+            return self._image_part(part.get("image") or part.get("image_pil"))
+        raise RequestError(f"messages: part {_short(part)}; known types: text, image_url, image")
+
+    def _row_sampling(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        sampling: Mapping[str, Any] = self._sampling
+        if self._user is None and isinstance(body := fields.get("body"), Mapping):
+            sampling = {**sampling, **sampling_of(body)}
+        column = self._job.sampling.sampling_column
+        if column is None or fields.get(column) in (None, ""):
+            return sampling
+        own = fields[column]
+        if isinstance(own, str):
+            try:
+                own = orjson.loads(own)
+            except orjson.JSONDecodeError:
+                own = None
+        if not isinstance(own, Mapping):
+            raise RequestError(
+                f"{column}: found {_short(fields[column])}, expected a table of sampling parameters"
+            )
+        return {**sampling, **own}
+
+    def _compile(self, key: str, text: str | None, path: str | None) -> Template | None:
+        if path is not None:
+            try:
+                text = Path(path).read_text(encoding="utf-8-sig")
+            except (OSError, UnicodeDecodeError) as error:
+                raise JobError(f"prompt.{key}_file: {path}: can't be read: {error}") from error
+        return None if text is None else self._template(f"prompt.{key}", text)
+
+    def _template(self, key: str, text: str) -> Template:
+        try:
+            return self._environment.from_string(text)
+        except JinjaError as error:
+            line = getattr(error, "lineno", 1)
+            raise JobError(f"{key}: line {line}: {error}") from error
+
+    def _compile_image(self, key: str, source: str) -> Callable[[Mapping[str, Any]], Any]:
+        """A function of the row's names; a lone ``{{ expression }}`` keeps its type (bytes, list)."""
+        lone = _LONE_EXPRESSION.match(source)
+        if lone is None:
+            template = self._template(key, source)
+            return lambda names: _render(template, names)
+        try:
+            expression = self._environment.compile_expression(
+                lone["expression"], undefined_to_none=False
+            )
+        except JinjaError as error:
+            raise JobError(f"{key}: {source!r}: {error}") from error
+
+        def value(names: Mapping[str, Any]) -> Any:
+            try:
+                found = expression(**names)
+            except Exception as error:
+                raise _template_error(error, names) from error
+            if isinstance(found, StrictUndefined):
+                raise TemplateError(f"{key}: {source!r} is undefined; the row has {_names(names)}")
+            return found
+
+        return value
+
+
+def input_hash(fields: Mapping[str, Any]) -> str:
+    """16 hex digits that are the same for rows with equal fields."""
+    line = orjson.dumps(
+        fields,
+        option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS,
+        default=lambda value: (
+            hashlib.blake2b(bytes(value)).hexdigest()
+            if isinstance(value, bytes | bytearray | memoryview)
+            else repr(value)
+        ),
+    )
+    return hashlib.blake2b(line, digest_size=8).hexdigest()
+
+
+def _render(template: Template, names: Mapping[str, Any]) -> str:
+    try:
+        return template.render(names)
+    except Exception as error:  # a template may call anything on the row's values
+        raise _template_error(error, names) from error
+
+
+def _template_error(error: Exception, names: Mapping[str, Any]) -> TemplateError:
+    if isinstance(error, UndefinedError):
+        return TemplateError(f"{error}; the row has {_names(names)}")
+    return TemplateError(f"{type(error).__name__}: {error}")
+
+
+def _as_list(found: Any) -> list[Any]:
+    if found is None or found == "" or found == []:
+        raise MediaError("the row names no image: the template gave nothing")
+    return found if isinstance(found, list) else [found]
+
+
+def _names(fields: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, fields)) or "no fields"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "…"

@@ -1,0 +1,177 @@
+"""What an earlier start left in the run folder, and what it means for this one.
+
+A run goes on only with the job and the input that it began with: anything else would mix two
+configurations in one table. Where they differ, ``on_change`` decides: stop and say what differs,
+begin a new run beside the old, or keep the records whose rows are still the same and run the rest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import orjson
+
+from batchkit.config import JobConfig
+from batchkit.errors import ChangedError
+from batchkit.ledger import RESULTS, read_newest
+from batchkit.manifest import (
+    differences,
+    identity,
+    new_manifest,
+    new_start,
+    read_manifest,
+    write_job,
+    write_manifest,
+)
+from batchkit.prompts import input_hash
+from batchkit.runfolder import claim, is_run, move_aside
+from batchkit.store import CHECKPOINT, Store, free_name
+from batchkit.types import Row
+
+OnChange = Literal["fail", "new", "requeue"]
+
+
+class Input(NamedTuple):
+    """Where this start's rows come from.
+
+    ``files`` are the fingerprints that tell whether it is the input of an earlier start; None for
+    rows that can be read only once, which can never be resumed. ``read`` gives the rows for whose
+    index its argument is false, ``size`` says how many rows there are in all, if it can.
+    """
+
+    files: list[dict[str, Any]] | None
+    read: Callable[[Callable[[int], bool]], Iterator[Row]]
+    size: Callable[[], int | None]
+
+
+class OpenRun(NamedTuple):
+    """A claimed run folder; ``news`` says what was done to open it."""
+
+    folder: Path
+    store: Store
+    manifest: dict[str, Any]
+    news: list[str]
+
+
+@contextmanager
+def open_run(
+    job: JobConfig,
+    source: Input,
+    *,
+    command: str,
+    overrides: Sequence[str],
+    fresh: bool,
+    on_change: OnChange,
+) -> Iterator[OpenRun]:
+    """Claim the run folder, settle what changed, open the store; close all of it afterwards.
+
+    ``job`` is what the run is to be made from, ``overrides`` what this start alone does otherwise.
+
+    Raises:
+        ChangedError: job or input changed, and ``on_change`` is "fail".
+        StoreError: another process holds the folder, or the disk refuses.
+    """
+    folder, news = job.folder, list[str]()
+    if is_run(folder):
+        with claim(folder):
+            aside = fresh or source.files is None or _settle_changes(job, source, on_change, news)
+        if aside:
+            news.append(f"the earlier run is kept in {move_aside(folder)}")
+    with claim(folder):
+        manifest = _manifest(job, source)
+        manifest["starts"].append(new_start(command, overrides))
+        write_job(folder, job)
+        store = Store(folder)
+        if store.salvaged_bytes:
+            news.append(
+                f"{RESULTS} ended in {store.salvaged_bytes} broken bytes; they are set aside"
+            )
+        write_manifest(folder, manifest)
+        try:
+            yield OpenRun(folder, store, manifest, news)
+        finally:
+            try:
+                store.close()
+            finally:
+                write_manifest(folder, manifest)
+
+
+def _manifest(job: JobConfig, source: Input) -> dict[str, Any]:
+    """The run's own manifest, or a new one where it has none that still holds."""
+    new = new_manifest(job, source.files or [])
+    if not is_run(job.folder):
+        return new
+    old = read_manifest(job.folder)
+    return old | {key: new[key] for key in ("input", "identity", "fingerprints", "model", "seed")}
+
+
+def _settle_changes(job: JobConfig, source: Input, on_change: OnChange, news: list[str]) -> bool:
+    """Do what ``on_change`` says about changes. True where the old run must be moved aside."""
+    folder = job.folder
+    manifest = read_manifest(folder)
+    changes = differences(manifest["identity"], identity(job))
+    job_changed = bool(changes)
+    changes += _input_changes(manifest["input"], source.files or [])
+    if not changes or not (folder / RESULTS).exists() or not (folder / RESULTS).stat().st_size:
+        return False  # nothing was answered yet, so nothing can be mixed
+    if on_change == "fail":
+        listed = "\n".join(f"  {change}" for change in changes)
+        raise ChangedError(
+            f"{folder}: job or input changed since this run began\n{listed}\n"
+            "Undo the change, or choose: --fresh or --on-change new (begin anew, the old run is"
+            " kept), --on-change requeue (run again what the change touches)"
+        )
+    news.append(f"changed since this run began: {'; '.join(changes)}")
+    if on_change == "new":
+        return True
+    rows = iter(()) if job_changed else source.read(lambda index: False)
+    news.append(_requeue(folder, rows, by_id=job.input.id is not None))
+    return False
+
+
+def _input_changes(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
+    """Files compare by content: moving or touching one changes nothing."""
+    if [file["sha256"] for file in then] == [file["sha256"] for file in now]:
+        return []
+    old = {file["path"]: file for file in then}
+    new = {file["path"]: file for file in now}
+    return [
+        f"input {path}: {_described(old.get(path))} → {_described(new.get(path))}"
+        for path in sorted({*old, *new})
+        if (old.get(path) or {}).get("sha256") != (new.get(path) or {}).get("sha256")
+    ] or ["input: the order of the files"]
+
+
+def _described(file: Mapping[str, Any] | None) -> str:
+    return "none" if file is None else f"{file['size']:,} bytes, {str(file['sha256'])[:12]}"
+
+
+def _requeue(folder: Path, rows: Iterable[Row], *, by_id: bool) -> str:
+    """Keep the records whose row is still in the input, under its present index; drop the others.
+
+    The old log stays beside the new one. A row is the same where its fields are, and it is looked
+    for by id where the job names one, else by index.
+    """
+    rows_now = {row.id if by_id else str(row.index): row for row in rows}
+    kept = dropped = 0
+    old, new = folder / RESULTS, folder / f"{RESULTS}.new"
+    with new.open("wb") as file:
+        for record in read_newest(old):
+            row = rows_now.get(record["id"] if by_id else str(record["index"]))
+            if row is None or record.get("input_hash") != input_hash(row.fields):
+                dropped += 1
+                continue
+            kept += 1
+            record["index"] = row.index
+            file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
+        file.flush()
+        os.fsync(file.fileno())
+    aside = free_name(old, "before")
+    os.link(old, aside)
+    (folder / CHECKPOINT).unlink(missing_ok=True)
+    new.replace(old)
+    return f"requeue: {kept:,} records kept, {dropped:,} rows to run again; old log: {aside.name}"

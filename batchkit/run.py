@@ -1,0 +1,124 @@
+"""What the commands that feed an engine do: run and retry-failed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from batchkit.config import JobConfig, load_job, make_job
+from batchkit.errors import JobError
+from batchkit.ledger import RESULTS, read_newest
+from batchkit.manifest import MASK
+from batchkit.processor import ProductionBatchProcessor, RunSummary
+from batchkit.resume import OnChange
+from batchkit.runfolder import JOB, is_run, latest_run
+from batchkit.stopping import StopRequest
+
+
+def run_job(
+    job: JobConfig,
+    *,
+    fresh: bool = False,
+    on_change: OnChange = "fail",
+    skip_from: Path | None = None,
+) -> RunSummary:
+    """Run ``job`` or carry on; SIGINT and SIGTERM stop it in good order.
+
+    Raises:
+        BatchkitError: it stopped; ``exit_code`` says whether it can be carried on.
+        Interrupted: stopped by a signal before or after rows were in flight.
+    """
+    with StopRequest().installed() as stop:
+        return ProductionBatchProcessor(
+            job, fresh=fresh, on_change=on_change, skip_from=skip_from, stop=stop, command="run"
+        ).process()
+
+
+def generate(model: str, prompts: Sequence[str], overrides: Sequence[str] = ()) -> RunSummary:
+    """Answer ``prompts`` with ``model`` in a new run named ``generate``. Raises as ``run_job``."""
+    job = make_job({"name": "generate", "engine": {"model": model}}, "generate", overrides)
+    with StopRequest().installed() as stop:
+        return ProductionBatchProcessor(job, fresh=True, stop=stop, command="generate").process(
+            list(prompts)
+        )
+
+
+class Retry(NamedTuple):
+    """What ``retry-failed`` found, and how it ended; ``mended`` of ``rows`` are ok now."""
+
+    rows: int
+    by_kind: dict[str, int]
+    mended: int
+    summary: RunSummary | None
+
+
+def retry_failed(
+    folder: Path, *, kinds: Sequence[str] = (), overrides: Sequence[str] = ()
+) -> Retry:
+    """Run again the rows of a run whose newest record failed, or is ok but blank.
+
+    ``kinds`` keeps only failures of these kinds; a blank ok record counts as ``empty``.
+    ``overrides`` hold for this start alone, and are noted in the manifest.
+    """
+    attempts: dict[int, int] = {}
+    by_kind: Counter[str] = Counter()
+    for record in read_newest(folder / RESULTS):
+        kind = failure_kind(record)
+        if kind is not None and (not kinds or kind in kinds):
+            attempts[record["index"]] = record.get("attempt", 1)
+            by_kind[kind] += 1
+    if not attempts:
+        return Retry(0, {}, 0, None)
+    with StopRequest().installed() as stop:
+        summary = ProductionBatchProcessor(
+            job_of_run(folder, overrides),
+            begun_with=job_of_run(folder),
+            overrides=overrides,
+            stop=stop,
+            command="retry-failed",
+        ).retry(attempts)
+    mended = sum(
+        record["index"] in attempts and failure_kind(record) is None
+        for record in read_newest(folder / RESULTS)
+    )
+    return Retry(len(attempts), dict(by_kind), mended, summary)
+
+
+def failure_kind(record: dict[str, Any]) -> str | None:
+    """The record's error kind; ``empty`` for an ok record without text; None for an answer."""
+    if record["status"] == "failed":
+        return str((record.get("error") or {}).get("kind", "unknown"))
+    return None if (record.get("text") or "").strip() else "empty"
+
+
+def find_run(target: str | None, output: Path = Path("output")) -> Path:
+    """The run folder that ``target`` means: a run folder, a job file, or the last run if None.
+
+    Raises:
+        JobError: there is no such run.
+    """
+    if target is None:
+        return latest_run(output)
+    path = Path(target)
+    folder = load_job(path).folder if path.is_file() else path
+    if not is_run(folder):
+        raise JobError(
+            f"{folder}: no run there; start one with `batchkit run {target}`"
+            if path.is_file()
+            else f"{target}: neither a run folder nor a job file"
+        )
+    return folder
+
+
+def job_of_run(folder: Path, overrides: Sequence[str] = ()) -> JobConfig:
+    """The job that a run folder was made from, as resolved then.
+
+    Raises:
+        JobError: its ``job.toml`` is missing or was damaged.
+    """
+    job = load_job(folder / JOB, overrides)
+    # A masked secret is no secret: leave it to the environment.
+    options = {name: value for name, value in job.engine.options.items() if value != MASK}
+    return job.model_copy(update={"engine": job.engine.model_copy(update={"options": options})})

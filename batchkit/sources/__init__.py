@@ -1,0 +1,102 @@
+"""The rows of the input: numbered, filtered, and cut at the limit.
+
+A format is one module with one generator (``reader.Reader``); it knows nothing of ids, ``where``
+and ``limit``, which are settled here for all formats. Adding one: a module, a line in
+``formats.READERS``, and a suffix in ``formats.SUFFIXES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+from batchkit.config import InputTable
+from batchkit.errors import RequestError
+from batchkit.sources.files import input_files
+from batchkit.sources.fingerprint import FileFingerprint, fingerprint
+from batchkit.sources.formats import format_of, load_counter, load_reader
+from batchkit.sources.reader import one_of, shown
+from batchkit.sources.where import compile_where
+from batchkit.types import Row
+
+__all__ = ["FileFingerprint", "count_rows", "fingerprint", "input_files", "never", "read_rows"]
+
+
+def never(index: int) -> bool:
+    """Skips no row."""
+    return False
+
+
+def read_rows(table: InputTable, *, skip: Callable[[int], bool] = never) -> Iterator[Row]:
+    """Rows of the input, lazily, filtered by ``where``, cut at ``limit``.
+
+    ``Row.index`` is the position in the unfiltered input, over all files in order. A row that can't
+    be read comes with ``error`` set; it passes every filter, so that it becomes a failed record.
+
+    Rows for which ``skip(index)`` is true are not yielded, but count toward the limit. They are
+    passed over unparsed wherever the format allows it, except where both ``where`` and ``limit``
+    are set, since the limit counts rows that the filter kept. ``skip`` may be asked twice for one
+    row, and must answer the same.
+
+    The iterator may be shared between threads that hold one lock around ``next``.
+
+    Raises:
+        InputError: the input can't be read any further; the rows before it were yielded.
+    """
+    keeps, filtered = compile_where(table.where), bool(table.where)
+    checked = not filtered  # the first readable row has shown that the fields in `where` exist
+
+    def passes_over(index: int) -> bool:
+        return checked and table.limit is None and skip(index)
+
+    index = n_kept = 0
+    for path in input_files(table):
+        format_name = format_of(path, table)
+        key = table.id or ("custom_id" if format_name == "openai-batch" else None)
+        read = load_reader(format_name)
+        for found in read(path, table, passes_over if filtered else skip, index):
+            if not filtered or not isinstance(found, dict) or keeps(found, path):
+                n_kept += 1
+                if found is not None and not (filtered and skip(index)):
+                    yield _row(index, found, key, path)
+            checked = checked or isinstance(found, dict)
+            index += 1
+            if n_kept == table.limit:
+                return
+
+
+def count_rows(table: InputTable) -> int:
+    """How many rows ``read_rows`` would yield; no row is parsed unless ``where`` is set.
+
+    Raises:
+        InputError: as ``read_rows``, as far as it shows without parsing.
+    """
+    if table.where:
+        return sum(1 for _ in read_rows(table))
+    total = 0
+    for path in input_files(table):
+        format_name = format_of(path, table)
+        count = load_counter(format_name)
+        if count is not None and table.limit is None:
+            total += count(path)
+        else:
+            rest = None if table.limit is None else table.limit - total
+            rows = load_reader(format_name)(path, table, lambda index: True, 0)
+            total += sum(1 for _ in islice(rows, rest))
+        if total == table.limit:
+            break
+    return total
+
+
+def _row(index: int, found: dict[str, Any] | RequestError, key: str | None, path: str) -> Row:
+    if isinstance(found, RequestError):
+        return Row(index, str(index), {}, found)
+    if key is None:
+        return Row(index, str(index), found)
+    value = found.get(key)
+    if value is not None:
+        return Row(index, str(value), found)
+    problem = "is null" if key in found else f"is missing; {one_of(key, found)}"
+    error = RequestError(f"{path} row {index}: input.id is {shown(key)}, which {problem}")
+    return Row(index, str(index), found, error)

@@ -1,0 +1,106 @@
+"""CSV and TSV: a header, then a row of cells for each of its names. Every value is text."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+from collections.abc import Iterator
+
+from batchkit.config import InputTable
+from batchkit.errors import InputError
+from batchkit.sources.files import open_input
+from batchkit.sources.formats import suffix_of
+from batchkit.sources.reader import Found, Skip, fault, shown
+
+MAX_CELL_CHARS = 2**26
+"""A longer cell is refused: it stands behind a quote that was never closed, not before a reader."""
+
+
+def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
+    """See ``Reader``; blank lines are no rows, and quoting is checked strictly.
+
+    A fault within one line fails its row. One that ran over several lines stops the reading: a
+    quote is open somewhere, and what it swallowed can't be told.
+    """
+    # The limit belongs to the csv module, not to a reader; it is only ever raised.
+    csv.field_size_limit(max(csv.field_size_limit(), MAX_CELL_CHARS))
+    delimiter = "\t" if suffix_of(path) == ".tsv" else ","
+    with open_input(path) as file:
+        # Bytes that aren't UTF-8 come as lone surrogates, so that they cost one row, not the file.
+        text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
+        rows = csv.reader(text, delimiter=delimiter, strict=True)
+        header = _header(path, rows)
+        while True:
+            start = rows.line_num + 1
+            try:
+                cells = next(rows, None)
+            except csv.Error as error:
+                if rows.line_num > start:
+                    raise InputError(
+                        f"{path} lines {start}-{rows.line_num}: {error}; a quote that line {start}"
+                        " opens is not closed where its cell ends"
+                    ) from error
+                yield None if skip(index) else fault(path, start, f"{error}; check its quotes")
+                index += 1
+                continue
+            if cells is None:
+                return
+            if not cells:
+                continue
+            if skip(index):
+                yield None
+            elif len(cells) == len(header) and _is_text("".join(cells)):
+                yield dict(zip(header, cells, strict=True))
+            else:
+                yield fault(path, _lines(start, rows.line_num), _problem(cells, header))
+            index += 1
+
+
+def _header(path: str, rows: Iterator[list[str]]) -> list[str]:
+    try:
+        header = next((cells for cells in rows if cells), None)
+    except csv.Error as error:
+        raise InputError(f"{path} line 1: the header can't be read: {error}") from error
+    if header is None:
+        raise InputError(f"{path}: holds only blank lines; line 1 must name the columns")
+    if header[0].lstrip().startswith(("{", "[")):
+        raise InputError(
+            f"{path} line 1: expected column names, found {shown(header[0])}; if this is JSON,"
+            ' set input.format to "json" or "jsonl"'
+        )
+    if not all(_is_text(name) for name in header):
+        raise InputError(f"{path} line 1: the header is not UTF-8; save the file as UTF-8")
+    if "" in (names := [name.strip() for name in header]):
+        raise InputError(
+            f"{path} line 1: column {names.index('') + 1} of {len(names)} has no name; name it"
+            " (pandas: to_csv(index=False))"
+        )
+    twice = [name for name, n_columns in Counter(header).items() if n_columns > 1]
+    if twice:
+        raise InputError(f"{path} line 1: two columns are named {shown(twice[0])}; rename one")
+    return header
+
+
+def _problem(cells: list[str], header: list[str]) -> str:
+    if len(cells) != len(header):
+        return (
+            f"{len(cells)} cells for {len(header)} columns: {shown(cells)};"
+            " quote a cell that holds the separator"
+        )
+    column = next(name for name, cell in zip(header, cells, strict=True) if not _is_text(cell))
+    return f"not UTF-8 in column {shown(column)}; save the file as UTF-8"
+
+
+def _is_text(cell: str) -> bool:
+    if cell.isascii():
+        return True
+    try:
+        cell.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _lines(first: int, last: int) -> int | str:
+    return first if first == last else f"{first}-{last}"

@@ -1,0 +1,157 @@
+"""The files of the input: found, opened, and everything that can go wrong with that."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import io
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from batchkit.config import InputTable
+from batchkit.errors import InputError
+
+BLOCK_BYTES = 2**20
+COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")  # undone on the fly, by name, as fsspec does
+
+UTF8_BOM = b"\xef\xbb\xbf"
+NOT_TEXT = {  # how a file begins that no text format can read; the longer beginning first
+    b"\xff\xfe\x00\x00": "is UTF-32 text; save it as UTF-8",
+    b"\x00\x00\xfe\xff": "is UTF-32 text; save it as UTF-8",
+    b"\xff\xfe": "is UTF-16 text; save it as UTF-8",
+    b"\xfe\xff": "is UTF-16 text; save it as UTF-8",
+    b"PAR1": 'is a Parquet file; set input.format = "parquet"',
+    b"PK\x03\x04": "is a zip archive or an Excel workbook; unpack it, or save it as CSV",
+    b"\x1f\x8b": "is gzip-compressed; give its name the suffix .gz",
+    b"\x28\xb5\x2f\xfd": "is zstd-compressed; name it .zst and pip install zstandard",
+}
+
+
+def input_files(table: InputTable) -> list[str]:
+    """The paths and URLs that ``input.path`` stands for, a glob's matches sorted.
+
+    Raises:
+        InputError: ``input.path`` is not set, or no file matches it.
+    """
+    if table.path is None:
+        raise InputError("input.path is not set; give the file that holds the rows")
+    path = table.path.removeprefix("file://")
+    files = _remote_files(path) if "://" in path else _local_files(path)
+    if not files:
+        raise InputError(f"{path}: no file matches; check input.path{_neighbour(path)}")
+    return files
+
+
+@contextmanager
+def open_input(path: str, *, text: bool = True) -> Iterator[io.BufferedReader[Any]]:
+    """``path`` for reading bytes, decompressed; as text, from behind a UTF-8 byte order mark.
+
+    Raises:
+        InputError: missing, unreadable now or while it is being read, empty, or, as text, in an
+            encoding or format that is no UTF-8.
+    """
+    try:
+        with _open(path) as file:
+            if text:
+                _begin_text(path, file)
+            if not file.peek(1):
+                raise InputError(f"{path}: is empty; it must hold at least one row")
+            yield file
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: no such file") from error
+    except IsADirectoryError as error:
+        raise InputError(f"{path}: is a folder; name its files, as in {path}/*.jsonl") from error
+    except OSError as error:
+        raise InputError(f"{path}: can't be read: {error.strerror or error}") from error
+
+
+def _local_files(path: str) -> list[str]:
+    if Path(path).exists():
+        return [path]
+    return sorted(match for match in glob.glob(path, recursive=True) if not Path(match).is_dir())
+
+
+def _remote_files(path: str) -> list[str]:
+    if "*" not in path and "[" not in path:  # "?" begins a URL's query
+        return [path]
+    from fsspec.core import url_to_fs
+
+    try:
+        filesystem, pattern = url_to_fs(path)
+        return sorted(filesystem.unstrip_protocol(match) for match in filesystem.glob(pattern))
+    except Exception as error:  # each filesystem raises its vendor's own
+        raise remote_error(path, error) from error
+
+
+def _neighbour(path: str) -> str:
+    folder = Path(path).parent
+    if "://" in path or glob.has_magic(path) or not folder.is_dir():
+        return ""
+    near = difflib.get_close_matches(Path(path).name, [file.name for file in folder.iterdir()], n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+@contextmanager
+def _open(path: str) -> Iterator[io.BufferedReader[Any]]:
+    if "://" not in path and not path.endswith(COMPRESSIONS):
+        with io.BufferedReader(io.FileIO(path), BLOCK_BYTES) as file:
+            yield file
+        return
+    import fsspec
+
+    with ExitStack() as stack:
+        try:
+            foreign = stack.enter_context(fsspec.open(path, "rb", compression="infer"))
+        except OSError:  # open_input knows these
+            raise
+        except Exception as error:  # each filesystem raises its vendor's own
+            raise remote_error(path, error) from error
+        yield stack.enter_context(io.BufferedReader(_Foreign(foreign), BLOCK_BYTES))
+
+
+class _Foreign(io.RawIOBase):
+    """An fsspec file whose failures, of whatever type, come out as OSError.
+
+    It inherits because ``io.BufferedReader`` wants a raw file beneath it.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return bool(self._file.seekable())
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            chunk = self._file.read(len(buffer))
+        except Exception as error:  # zlib's, zstd's, botocore's, aiohttp's …
+            raise OSError(f"{type(error).__name__}: {error}") from error
+        buffer[: len(chunk)] = chunk
+        return len(chunk)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+
+def _begin_text(path: str, file: io.BufferedReader[Any]) -> None:
+    start = file.peek(4)[:4]
+    for magic, problem in NOT_TEXT.items():
+        if start.startswith(magic):
+            raise InputError(f"{path}: {problem}")
+    if start.startswith(UTF8_BOM):
+        file.read(len(UTF8_BOM))
+
+
+def remote_error(path: str, error: Exception) -> InputError:
+    """What to tell of a filesystem that can't be set up: no package, no access, no such protocol."""
+    hint = "; pip install batchkit[remote]" if isinstance(error, ImportError) else ""
+    return InputError(f"{path}: can't be opened: {error or type(error).__name__}{hint}")

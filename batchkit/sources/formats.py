@@ -1,0 +1,83 @@
+"""Which format a file has, and the function that reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import PurePosixPath
+from typing import Any, cast
+
+from batchkit.config import InputTable
+from batchkit.errors import InputError
+from batchkit.sources.files import COMPRESSIONS
+from batchkit.sources.reader import Reader
+
+READERS = {
+    "jsonl": "batchkit.sources.jsonl:read",
+    "json": "batchkit.sources.json_list:read",
+    "csv": "batchkit.sources.csv_table:read",
+    "parquet": "batchkit.sources.parquet:read",
+    "openai-batch": "batchkit.sources.openai_batch:read",
+    "prompts": "batchkit.sources.prompts:read",
+}
+COUNTERS = {  # where rows can be counted for less than reading them
+    "jsonl": "batchkit.sources.lines:count_lines",
+    "openai-batch": "batchkit.sources.lines:count_lines",
+    "prompts": "batchkit.sources.lines:count_lines",
+    "parquet": "batchkit.sources.parquet:count",
+}
+SUFFIXES = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".txt": "prompts",
+}
+
+
+def format_of(path: str, table: InputTable) -> str:
+    """The key of ``READERS`` for ``path``; JSON lines are looked into for OpenAI batch requests.
+
+    Raises:
+        InputError: ``input.format`` is "auto" and the suffix tells nothing.
+    """
+    if table.format != "auto":
+        return table.format
+    suffix = suffix_of(path)
+    if suffix not in SUFFIXES:
+        raise InputError(
+            f"{path}: the suffix {suffix!r} names no format; set input.format to one of"
+            f" {', '.join(READERS)}, or use one of {', '.join(SUFFIXES)}"
+        )
+    if SUFFIXES[suffix] == "jsonl":
+        from batchkit.sources.openai_batch import is_batch
+
+        return "openai-batch" if is_batch(path) else "jsonl"
+    return SUFFIXES[suffix]
+
+
+def suffix_of(path: str) -> str:
+    """``.jsonl`` for ``a.jsonl``, ``A.JSONL.gz`` and ``https://host/a.jsonl?token=x``."""
+    # Not urlsplit, to which "memory://a.jsonl" is a host and "#" in a key ends the path.
+    name = PurePosixPath(path.partition("?")[0] if "://" in path else path)
+    if name.suffix.lower() in COMPRESSIONS:
+        name = name.with_suffix("")
+    return name.suffix.lower()
+
+
+def load_reader(format_name: str) -> Reader:
+    return cast(Reader, _load(READERS[format_name]))
+
+
+def load_counter(format_name: str) -> Callable[[str], int] | None:
+    """Counts the rows of a file, or None where only reading them does."""
+    if format_name not in COUNTERS:
+        return None
+    return cast("Callable[[str], int]", _load(COUNTERS[format_name]))
+
+
+def _load(target: str) -> Any:
+    module, _, name = target.partition(":")
+    return getattr(import_module(module), name)

@@ -1,0 +1,53 @@
+"""JSON lines: an object a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from batchkit.config import InputTable
+from batchkit.errors import InputError, RequestError
+from batchkit.sources.lines import read_lines
+from batchkit.sources.reader import Found, Skip, fault, shown
+
+
+def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
+    """See ``Reader``; a line that is no JSON object fails its row alone."""
+    return read_lines(path, skip, index, parse_object)
+
+
+def parse_object(line: bytes, path: str, number: int) -> dict[str, Any] | RequestError:
+    """The object in ``line``, or what is wrong with it.
+
+    Raises:
+        InputError: the first line shows that the whole file is another format.
+    """
+    try:
+        fields = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        if number == 1 and line.strip() in (b"[", b"{", b"[{"):
+            raise _is_json(path) from error
+        return fault(path, number, _problem(line, error))
+    if isinstance(fields, dict):
+        return fields
+    if number == 1 and isinstance(fields, list) and any(isinstance(row, dict) for row in fields):
+        raise _is_json(path)
+    return fault(
+        path, number, f"expected a JSON object, found {shown(fields)}; fix or remove the line"
+    )
+
+
+def _is_json(path: str) -> InputError:
+    return InputError(f'{path}: is one JSON value, not JSON lines; set input.format = "json"')
+
+
+def _problem(line: bytes, error: orjson.JSONDecodeError) -> str:
+    try:
+        text = line.decode().rstrip("\r\n")
+    except UnicodeDecodeError as bad:
+        return f"not UTF-8: byte 0x{line[bad.start]:02x} at byte {bad.start + 1}; save it as UTF-8"
+    start = max(0, error.pos - 20)
+    near = shown(text[start:])
+    return f"not valid JSON: {error.msg} at column {error.pos + 1}, near {near}; fix or remove it"

@@ -1,0 +1,45 @@
+"""OpenAI's batch input: ``{"custom_id", "method", "url", "body"}`` a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import orjson
+
+from batchkit.config import InputTable
+from batchkit.sources.files import open_input
+from batchkit.sources.jsonl import parse_object
+from batchkit.sources.lines import read_lines
+from batchkit.sources.reader import Found, Skip, fault, shown
+
+
+def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
+    """See ``Reader``; the fields are ``custom_id``, ``body`` and ``url`` (None if left out)."""
+    return read_lines(path, skip, index, _parse)
+
+
+def is_batch(path: str) -> bool:
+    """Whether the first line that isn't blank is a batch request.
+
+    Raises:
+        InputError: as ``open_input``.
+    """
+    with open_input(path) as file:
+        line = next((line for line in file if not line.isspace()), b"")
+    try:
+        request = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(request, dict) and "custom_id" in request and "body" in request
+
+
+def _parse(line: bytes, path: str, number: int) -> Found:
+    request = parse_object(line, path, number)
+    if not isinstance(request, dict):
+        return request
+    custom_id, body = request.get("custom_id"), request.get("body")
+    if not isinstance(custom_id, str) or not custom_id:
+        return fault(path, number, f"custom_id must be a text, found {shown(custom_id)}")
+    if not isinstance(body, dict):
+        return fault(path, number, f"body must be an object, found {shown(body)}")
+    return {"custom_id": custom_id, "body": body, "url": request.get("url")}

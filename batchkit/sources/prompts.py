@@ -1,0 +1,22 @@
+"""Plain text: a prompt a line, in the field ``prompt``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from batchkit.config import InputTable
+from batchkit.sources.lines import read_lines
+from batchkit.sources.reader import Found, Skip, fault
+
+
+def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
+    """See ``Reader``; white space around a prompt is kept, its line end is not."""
+    return read_lines(path, skip, index, _parse)
+
+
+def _parse(line: bytes, path: str, number: int) -> Found:
+    try:
+        return {"prompt": line.removesuffix(b"\n").removesuffix(b"\r").decode()}
+    except UnicodeDecodeError as bad:
+        problem = f"byte 0x{line[bad.start]:02x} at byte {bad.start + 1}"
+        return fault(path, number, f"not UTF-8: {problem}; save it as UTF-8")

@@ -1,0 +1,51 @@
+"""What every format has in common: its signature, and the words of its complaints."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+from batchkit.config import InputTable
+from batchkit.errors import RequestError
+
+Found = dict[str, Any] | RequestError | None
+"""A row as its format found it: its fields, why it can't be read, or None where it was skipped."""
+
+Skip = Callable[[int], bool]
+
+
+class Reader(Protocol):
+    """One format."""
+
+    def __call__(self, path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
+        """One value for every row of ``path``, in order, none held longer than it must.
+
+        ``index`` is the first row's number in the whole input; ``skip`` goes by that number.
+
+        Raises:
+            InputError: from here on no row can be told from the next.
+        """
+
+
+def fault(path: str, lines: int | str, problem: str) -> RequestError:
+    """One row can't be read; ``lines`` as an editor counts them, from 1."""
+    word = "line" if isinstance(lines, int) else "lines"
+    return RequestError(f"{path} {word} {lines}: {problem}")
+
+
+def shown(value: object, width: int = 60) -> str:
+    """``value`` as its Python literal, cut to ``width`` characters."""
+    if isinstance(value, (str, bytes)):
+        value = value[: width + 1]
+    text = repr(value)
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def one_of(name: str, known: Iterable[str]) -> str:
+    """What ``name`` should have been: the nearest of ``known``, or all of them."""
+    names = [str(key) for key in known]
+    near = difflib.get_close_matches(name, names, n=1)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"known: {shown(', '.join(names), 200)[1:-1]}" if names else "it has no fields"

@@ -1,0 +1,49 @@
+"""``input.where``: which rows to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from batchkit.errors import InputError
+from batchkit.sources.reader import one_of
+
+
+def compile_where(where: Mapping[str, Any]) -> Callable[[Mapping[str, Any], str], bool]:
+    """``keeps(fields, path)``: every field equals its value, or one value of its list.
+
+    A value also matches as text: CSV knows no numbers, and ``year = 2020`` must find "2020".
+
+    ``keeps`` raises InputError when the first row it sees lacks a field, so that a typing error
+    can't empty the input; a later row that lacks it is left out.
+    """
+    allowed = {
+        key: (values, {str(value) for value in values})
+        for key, value in where.items()
+        for values in [value if isinstance(value, list) else [value]]
+    }
+    is_first = True
+
+    def keeps(fields: Mapping[str, Any], path: str) -> bool:
+        nonlocal is_first
+        if is_first:
+            _check_fields(where, fields, path)
+            is_first = False
+        for key, (values, texts) in allowed.items():
+            if key not in fields:
+                return False
+            found = fields[key]
+            if found not in values and str(found) not in texts:
+                return False
+        return True
+
+    return keeps
+
+
+def _check_fields(where: Mapping[str, Any], fields: Mapping[str, Any], path: str) -> None:
+    for key in where:
+        if key not in fields:
+            raise InputError(
+                f"{path}: input.where names {key!r}, which its first readable row lacks;"
+                f" {one_of(key, fields)}"
+            )

