@@ -104,7 +104,12 @@ class MediaTable(Table):
     root: str = Field(
         ".", description="Files outside this folder are refused, symbolic links resolved."
     )
-    allow_urls: list[str] = Field([], description="Host names that images may be fetched from.")
+    allow_urls: list[str] = Field(
+        [],
+        description="Hosts that images may be fetched from, as `host` (ports 80 and 443) or"
+        " `host:port`. A name must resolve to public addresses; an address written out is allowed"
+        " as it stands.",
+    )
     max_bytes: PositiveInt = Field(64 * 2**20, description="Largest file or download.")
     max_pixels: PositiveInt = Field(
         1605632, description="Larger images are downscaled to it, their aspect kept."

@@ -116,8 +116,8 @@ def build_demo_model(
     if dtype not in DTYPES:
         raise JobError(f"dtype {dtype!r}: a demo model has one of {', '.join(DTYPES)}")
     path = path.resolve()
-    _refuse_foreign(path)
     try:
+        _refuse_foreign(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         # Beside the target, so that the move into place stays on one file system.
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
@@ -143,7 +143,7 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def _write_files(folder: Path, text_only: bool, seed: int, dtype: str) -> None:
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     tokenizer = _tokenizer()
     config = _config(tokenizer, text_only, dtype)
@@ -183,7 +183,8 @@ def _write_files(folder: Path, text_only: bool, seed: int, dtype: str) -> None:
         text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
         (folder / name).write_text(text, encoding="utf-8", newline="\n")
     weights = _text_weights(tokenizer, text_only) | ({} if text_only else _vision_weights())
-    save_file(_draw(weights, seed, dtype), folder / "model.safetensors", {"format": "pt"})
+    # Not its save_file: a full disk shall be an OSError.
+    (folder / "model.safetensors").write_bytes(save(_draw(weights, seed, dtype), {"format": "pt"}))
 
 
 def _tokenizer() -> Tokenizer:

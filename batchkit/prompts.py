@@ -24,6 +24,8 @@ _LONE_EXPRESSION = re.compile(r"\A\s*\{\{(?P<expression>[^{}]+)\}\}\s*\Z")
 
 Message = Mapping[str, Any]
 
+BYTES_PER_PIXEL = 4  # what Pillow takes for RGB
+
 
 class PromptRenderer:
     """Renders rows for one job. Immutable, so that several threads may share it.
@@ -74,7 +76,7 @@ class PromptRenderer:
             sampling=with_temperature(self._row_sampling(row.fields), attempt, self._job.retry),
             input_hash=input_hash(row.fields),
             attempt=attempt,
-            media_bytes=3 * pixels,
+            media_bytes=BYTES_PER_PIXEL * pixels,
         )
 
     def render_or_fail(self, row: Row, attempt: int = 1) -> Request | Completion:

@@ -254,10 +254,16 @@ TYPES = {
     "Ranking": "Numerical Reasoning",
     "Multi-hop Numerical Reasoning": "Numerical Reasoning",
     "Structure Comprehending": "Structure Comprehending",
-    **{f"{kind} Analysis": "Data Analysis" for kind in
-       ("Summary", "Rudimentary", "Exploratory", "Predictive", "Anomaly")},
-    **{f"{kind}Chart Generation": "Visualization" for kind in ("Line", "Bar", "Pie", "Scatter")},
-}  # fmt: skip
+    "Summary Analysis": "Data Analysis",
+    "Rudimentary Analysis": "Data Analysis",
+    "Exploratory Analysis": "Data Analysis",
+    "Predictive Analysis": "Data Analysis",
+    "Anomaly Analysis": "Data Analysis",
+    "LineChart Generation": "Visualization",
+    "BarChart Generation": "Visualization",
+    "PieChart Generation": "Visualization",
+    "ScatterChart Generation": "Visualization",
+}
 
 
 def questions() -> Iterator[Question]:
@@ -622,9 +628,7 @@ def _pie(table: Table, what: str, names: Sequence[str], values: Sequence[float])
     return _chart(table, "Pie", f"Draw a pie chart of {what}.", code, values)
 
 
-def _chart(
-    table: Table, kind: str, text: str, code: str, values: Sequence[float]
-) -> Question:  # fmt: skip
+def _chart(table: Table, kind: str, text: str, code: str, values: Sequence[float]) -> Question:
     program = f"import matplotlib.pyplot as plt\n\n{code}\nplt.title({table.title!r})\nplt.show()"
     return Question(table, f"{kind}Chart Generation", text, program, values)
 

@@ -19,7 +19,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from batchkit.engines.base import EngineLoad, RenderedPrompt
 from batchkit.errors import (
     EngineError,
     JobError,
+    MediaError,
     PromptTooLongError,
     RequestError,
     RowError,
@@ -117,7 +117,8 @@ class VllmRenderer:
             raise _refusal(error) from error
         except Exception as error:
             # The model's own processor runs here, and raises whatever it likes for one odd image.
-            raise RequestError(f"{type(error).__name__}: {error}") from error
+            kind = MediaError if request.media_bytes else RequestError
+            raise kind(_cause(error)) from error
         self._check_length(len(prompt.get("prompt_token_ids") or ()))
         return _Prepared(request, prompt, params)
 
@@ -238,7 +239,7 @@ class VllmEngine:
         except VLLMValidationError as error:
             return _refusal(error)
         except (ValueError, TypeError, NotImplementedError) as error:
-            return RequestError(f"{type(error).__name__}: {error}")
+            return RequestError(_cause(error))
         self._running[number] = _Running(prepared.request)
         return None
 
@@ -263,26 +264,33 @@ class VllmEngine:
         return Completion(running.request, choices, usage, latency_s, prompt=output.prompt)
 
     def _abort_stuck(self) -> list[Completion]:
-        """Abort what got no token for too long. Only the oldest can be running: the rest waits."""
+        """Abort what was scheduled and then got no token for too long."""
         now = time.monotonic()
         if now < self._next_stuck_check:
             return []
         self._next_stuck_check = now + _STUCK_CHECK_S
-        tokens, stuck = self._tokens(), []
-        for number, running in islice(self._running.items(), self._max_num_seqs):
-            running.saw(tokens[number], now)
+        stuck = []
+        for number, tokens in self._scheduled().items():
+            running = self._running[number]
+            running.saw(tokens, now)
             if now - running.last_token_at > self._row_timeout_s:
                 stuck.append(number)
         self._engine.abort_request(stuck)
         return [self._timed_out(self._running.pop(number), now) for number in stuck]
 
-    def _tokens(self) -> Counter[str]:
-        """Tokens so far by request; ``n > 1`` is several states under one request."""
+    def _scheduled(self) -> Counter[str]:
+        """Tokens so far of each request that does more than wait for its turn.
+
+        ``n > 1`` is several of the scheduler's requests under one of ours.
+        """
+        from vllm.v1.request import RequestStatus
+
         tokens: Counter[str] = Counter()
-        for state in self._engine.output_processor.request_states.values():
-            if state.detokenizer is not None:
-                number = (state.parent_req or state).external_req_id
-                tokens[number] += state.detokenizer.num_output_tokens()
+        states = self._engine.output_processor.request_states
+        for internal, request in self._engine.engine_core.engine_core.scheduler.requests.items():
+            if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                state = states[internal]
+                tokens[(state.parent_req or state).external_req_id] += request.num_output_tokens
         return tokens
 
     def _timed_out(self, running: _Running, now: float) -> Completion:
@@ -294,7 +302,7 @@ class VllmEngine:
 
 
 class _Running:
-    """When a request was added, and when it last got a token. Its clock starts when first seen."""
+    """When a request was added, and when it last got a token: never, until it was scheduled."""
 
     __slots__ = ("last_token_at", "request", "since", "tokens")
 
@@ -355,10 +363,11 @@ def _check_config(job: JobConfig) -> Any:
         for name in ("model", "disable_log_stats")
         if name in options
     ]
-    try:
-        sampling_params(job.sampling.params())
-    except RequestError as error:
-        problems.append(str(error))
+    for check in (lambda: sampling_params(job.sampling.params()), lambda: _chat_template(options)):
+        try:
+            check()
+        except (RequestError, JobError) as error:
+            problems.append(str(error))
     model = Path(job.engine.model)
     if not model.exists() and (model.is_absolute() or job.engine.model.startswith(".")):
         problems.append(
@@ -440,6 +449,13 @@ def _lora_request(job: JobConfig) -> Any:
 def _refusal(error: Any) -> RowError:
     kind = PromptTooLongError if error.parameter in _TOO_LONG else RequestError
     return kind(str(error))
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost error: the processors wrap theirs in pages of arguments."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
 
 
 def _logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[dict[str, Any]] | None:

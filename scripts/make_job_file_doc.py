@@ -1,0 +1,186 @@
+"""Writes ``docs/job-file.md`` from the tables in ``batchkit/config.py``.
+
+    .venv/bin/python scripts/make_job_file_doc.py
+
+``tests/test_docs.py`` fails where the committed page is not what this gives.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from batchkit.config import JobConfig, Table
+
+_CODE = re.compile(r'"[^"]*"|\btrue\b|\bfalse\b|\^\S+')
+PAGE = Path(__file__).parent.parent / "docs" / "job-file.md"
+
+EXAMPLE = """\
+name = "reviews"                       # the run folder is output/reviews
+
+[input]
+path = "data/reviews.csv"              # looked up beside this file first
+id   = "id"                            # the field that names a row in the results
+
+[vars]
+language = "English"                   # a free name for the templates below
+
+[prompt]                               # a row's fields are the templates' names
+system = "You judge the mood of reviews. Answer in {{ language }}."
+user   = "Is this review positive or negative?\\n\\n{{ review }}"
+images = ["photos/{{ id }}.jpg"]       # one per row, under media.root
+
+[media]
+root = "data"                          # no file outside it is ever opened
+
+[engine]
+model = "Qwen/Qwen3-VL-8B-Instruct"    # a folder, or a name on the Hugging Face hub
+
+[engine.options]                       # any option of vllm.LLM
+max_model_len = 8192
+
+[sampling]                             # any name of vllm.SamplingParams
+temperature = 0.7
+max_tokens  = 512
+
+[output]
+keep = ["label"]                       # copied from the row into its record
+"""
+
+HEAD = """\
+<!-- Made by scripts/make_job_file_doc.py from batchkit/config.py: change it there. -->
+
+# The job file
+
+A job file says which rows go through which model, and how. It is [TOML](https://toml.io). The only
+key that every real job must set is `engine.model`, and nearly every one sets `input.path` and
+`prompt.user`; the rest has defaults.
+
+```toml
+{example}```
+
+`batchkit validate JOB.toml` checks it against every row, without loading the model. `batchkit run
+JOB.toml --dry-run` prints the first rows as the model would get them.
+
+- **Names.** A key is written with its table: `temperature` under `[sampling]` is
+  `sampling.temperature`. A key or table that is not on this page is an error, and so is a value of
+  another type; all mistakes are reported together. Free are only the names in `[vars]`,
+  `[engine.options]`, `[sampling]`, `[input.where]` and `[prompt.chat_template_kwargs]`.
+- **Overrides.** `--set KEY=VALUE` lays one value over the file, for any key and as often as needed:
+  `--set sampling.temperature=0 --set engine.options.max_num_seqs=64 --set vars.language=French`.
+  The value is read as TOML (`0`, `true`, `["a", "b"]`), and what isn't TOML is text.
+- **Paths.** `input.path`, `media.root`, `prompt.system_file` and `prompt.user_file` are looked up
+  beside the job file first, then in the working directory. `engine.model`, `engine.lora` and
+  `output.dir` start from the working directory.
+- **Templates.** `{{{{ name }}}}` in `prompt.system`, `user`, `images` and `captions` is a field of
+  the row or a name from `[vars]`; where both have it, the row's field counts. They are
+  [Jinja2](https://jinja.palletsprojects.com/templates/), with its loops, conditions and filters.
+- **Rows without templates.** With neither `system`, `user` nor `images`, a row's own `messages`
+  (OpenAI's chat shape), `body` (an OpenAI batch request) or `prompt` is sent.
+
+## Top level
+
+{top}
+## `[vars]`
+
+Free names for the templates, and for `input.path` and `media.root`: text, numbers, lists, tables.
+They make one job file serve several runs, as in `--set vars.language=French`.
+"""
+
+
+def document() -> str:
+    """The page."""
+    fields = JobConfig.model_fields
+    plain = {name: field for name, field in fields.items() if not _is_table(field)}
+    sections = [
+        f"\n## `[{name}]`\n\n{_sentence(field.annotation)}\n\n{_table(field.annotation.model_fields)}"
+        for name, field in fields.items()
+        if _is_table(field) and field.annotation is not None
+    ]
+    top = _table({name: field for name, field in plain.items() if name != "vars"})
+    return HEAD.format(example=EXAMPLE, top=top) + "".join(sections)
+
+
+def in_words(annotation: Any, limits: Iterable[Any] = ()) -> str:
+    """The type of a key for people: whole number ≥ 1, list of text."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return in_words(parts[0], parts[1:])
+    if origin in (Union, UnionType):
+        return _either([word for part in parts for word in _member(part)])
+    if origin is Literal:
+        return _either([json.dumps(choice) for choice in parts])
+    if origin is list:
+        return f"list of {in_words(parts[0])}".replace("of number", "of numbers")
+    if origin is dict:
+        return "table"
+    word = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+    bounds = " and ".join(_bounds(annotation, limits))
+    return f"{word[annotation]} {bounds}".rstrip()
+
+
+def _member(part: Any) -> list[str]:
+    """What a member of a union adds to its choices."""
+    if part is bool:
+        return ["true", "false"]
+    return [] if part is NoneType else [in_words(part)]
+
+
+def _bounds(number: type, limits: Iterable[Any]) -> Iterator[str]:
+    for limit in limits:
+        if isinstance(limit, FieldInfo):
+            yield from _bounds(number, limit.metadata)
+        if pattern := getattr(limit, "pattern", None):
+            yield f"matching {pattern}"
+        for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
+            bound = getattr(limit, name, None)
+            if bound is not None and number is int and name == "gt":
+                yield f"≥ {bound + 1}"
+            elif bound is not None:
+                yield f"{sign} {bound:g}"
+
+
+def _either(choices: list[str]) -> str:
+    *first, last = choices
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _table(fields: dict[str, FieldInfo]) -> str:
+    lines = ["| key | type | default | what it does |", "|---|---|---|---|"]
+    for name, field in fields.items():
+        cells = (
+            f"`{name}`",
+            _CODE.sub(r"`\g<0>`", in_words(field.annotation, field.metadata)),
+            _default(name, field),
+            field.description or "",
+        )
+        lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _default(name: str, field: FieldInfo) -> str:
+    if field.default is None or field.default == "":
+        return "not set"
+    shown = f"`{json.dumps(field.default)}`"
+    if name.endswith("_bytes"):
+        shown += f" ({field.default // 2**20:,} MiB)"
+    return shown
+
+
+def _is_table(field: FieldInfo) -> bool:
+    return isinstance(field.annotation, type) and issubclass(field.annotation, Table)
+
+
+def _sentence(table: Any) -> str:
+    return " ".join((table.__doc__ or "").split())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(document(), encoding="utf-8")
+    print(f"{PAGE}: written")

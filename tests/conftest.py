@@ -1,0 +1,82 @@
+"""Tiny real models, built once per test run, and what several files need to start a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchkit.config import JobConfig, make_job
+
+SMALL = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 512,
+    "max_num_seqs": 16,
+    "kv_cache_memory_bytes": 256 * 2**20,
+    "limit_mm_per_prompt": {"image": 2, "video": 0},
+}
+
+
+@pytest.fixture(scope="session")
+def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen3-VL's architecture, random weights."""
+    from batchkit.demo_model import build_demo_model
+
+    path = tmp_path_factory.mktemp("models") / "qwen3-vl"
+    build_demo_model(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen2's architecture, random weights."""
+    from batchkit.demo_model import build_demo_model
+
+    path = tmp_path_factory.mktemp("models") / "qwen2"
+    build_demo_model(path, text_only=True)
+    return path
+
+
+@pytest.fixture
+def vllm_job(demo_model: Path, tmp_path: Path) -> Callable[..., JobConfig]:
+    """A job on the demo model, 16 tokens a row, its run folder below ``tmp_path``."""
+
+    def make(**tables: Any) -> JobConfig:
+        table: dict[str, Any] = {
+            "engine": {"model": str(demo_model), "options": SMALL},
+            "sampling": {"max_tokens": 16},
+            "media": {"root": str(tmp_path), "max_pixels": 65536},
+            "output": {"dir": str(tmp_path / "output")},
+        }
+        for name, value in tables.items():
+            table[name] = {**table[name], **value} if isinstance(table.get(name), dict) else value
+        return make_job(table, "test")
+
+    return make
+
+
+def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def batchkit(
+    *args: str | Path, cwd: Path, timeout_s: float = 240
+) -> subprocess.CompletedProcess[str]:
+    """The command line, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "batchkit", *map(str, args)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        check=False,
+    )

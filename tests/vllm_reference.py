@@ -1,0 +1,48 @@
+"""What ``vllm.LLM`` itself answers, one call for all: run as a program, JSON in, JSON out.
+
+Input: {"options": for vllm.LLM, "conversations": [messages], "max_tokens": n}; an image part of a
+message is {"type": "image_path", "path": …}.
+"""
+
+import json
+import os
+import sys
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+
+
+def main() -> None:
+    from PIL import Image
+    from vllm import LLM, SamplingParams
+
+    task = json.load(sys.stdin)
+    for messages in task["conversations"]:
+        for message in messages:
+            if isinstance(message["content"], list):
+                message["content"] = [
+                    {"type": "image_pil", "image_pil": Image.open(part["path"]).convert("RGB")}
+                    if part["type"] == "image_path"
+                    else part
+                    for part in message["content"]
+                ]
+    llm = LLM(**task["options"])
+    params = SamplingParams(temperature=0, max_tokens=task["max_tokens"])
+    outputs = llm.chat(task["conversations"], params, use_tqdm=False)
+    answers = [
+        {
+            "text": output.outputs[0].text,
+            "finish_reason": output.outputs[0].finish_reason,
+            "prompt_tokens": len(output.prompt_token_ids),
+            "completion_tokens": len(output.outputs[0].token_ids),
+        }
+        for output in outputs
+    ]
+    json.dump(answers, sys.stdout)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
