@@ -9,15 +9,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from batchkit.errors import BatchkitError
-from batchkit.ledger import RESULTS, read_lines
-from batchkit.manifest import read_manifest
-from batchkit.run import job_of_run
+from batchkit.errors import BatchkitError, StoreError
+from batchkit.ledger import RESULTS, failure_kind, read_lines
+from batchkit.manifest import job_of_run, read_manifest
 from batchkit.runfolder import held_by
 from batchkit.sources import count_rows
-from batchkit.store import CHECKPOINT, Totals
+from batchkit.store import CHECKPOINT, Totals, read_checkpoint
 
 _RATE_RECORDS = 500
 
@@ -50,7 +47,8 @@ class Verification:
     """The ledger's audit.
 
     ``lost``: rows that the checkpoint counts but the log does not hold. ``duplicates``: rows with
-    more than one ok record. ``torn_bytes``: bytes of the log that are no record.
+    more than one answer; an ok record that is blank is none. A missing checkpoint matches: it is a
+    cache; a damaged one does not. ``torn_bytes``: bytes of the log that are no record.
     """
 
     rows: int | None
@@ -75,11 +73,11 @@ def status(folder: Path) -> Status:
     """Reads the log past the checkpoint, the manifest, and the lock. Safe while the run works.
 
     Raises:
-        StoreError: not a run folder.
+        StoreError: not a run folder, or its log is gone.
     """
     manifest = read_manifest(folder)
     totals, finished = Totals(), list[str]()
-    for line in read_lines(folder / RESULTS):
+    for line in read_lines(_log(folder)):
         if line.record is not None:
             totals.add(line.record)
             finished.append(line.record["finished_at"])
@@ -111,26 +109,25 @@ def verify(folder: Path) -> Verification:
     """Reads the whole log and holds the checkpoint against it.
 
     Raises:
-        StoreError: not a run folder.
+        StoreError: not a run folder, or its log is gone.
     """
     manifest = read_manifest(folder)
-    checkpoint = _checkpoint(folder)
-    offset = checkpoint["offset"] if checkpoint else 0
+    size = _log(folder).stat().st_size
+    checkpoint, offset = read_checkpoint(folder) or (Totals(), 0)
     totals, at_checkpoint = Totals(), Totals()
     ok_records: Counter[int] = Counter()
-    torn = end = 0
+    torn = 0
     for line in read_lines(folder / RESULTS):
-        end = line.end
         if line.record is None:
             torn += line.end - line.offset
             continue
         totals.add(line.record)
         if line.end <= offset:
             at_checkpoint.add(line.record)
-        if line.record["status"] == "ok":
+        if failure_kind(line.record) is None:
             ok_records[line.record["index"]] += 1
     total = _total(folder, manifest)
-    claimed = _rows(checkpoint, "completed") | _rows(checkpoint, "failed") if checkpoint else set()
+    claimed = checkpoint.completed | checkpoint.failed_rows
     return Verification(
         rows=total,
         records=totals.records,
@@ -139,26 +136,24 @@ def verify(folder: Path) -> Verification:
         pending=None if total is None else max(0, total - totals.ok - totals.failed),
         lost=sum(not totals.is_settled(index) for index in claimed),
         duplicates=sum(count > 1 for count in ok_records.values()),
-        checkpoint_matches=checkpoint is None
-        or (
-            offset <= end
-            and _rows(checkpoint, "completed") == set(at_checkpoint.completed)
-            and _rows(checkpoint, "failed") == set(at_checkpoint.failed_rows)
-        ),
+        checkpoint_matches=not (folder / CHECKPOINT).exists()
+        or (0 < offset <= size and _told(checkpoint) == _told(at_checkpoint)),
         torn_bytes=torn,
     )
 
 
-def _checkpoint(folder: Path) -> dict[str, Any] | None:
-    try:
-        found: dict[str, Any] = orjson.loads((folder / CHECKPOINT).read_bytes())
-    except (OSError, orjson.JSONDecodeError):
-        return None
-    return found
+def _log(folder: Path) -> Path:
+    path = folder / RESULTS
+    if not path.is_file():
+        raise StoreError(f"{path}: is missing; its rows must be run again: batchkit run --fresh")
+    return path
 
 
-def _rows(checkpoint: Mapping[str, Any], key: str) -> set[int]:
-    return {index for first, last in checkpoint[key] for index in range(first, last + 1)}
+def _told(totals: Totals) -> tuple[object, ...]:
+    """What a checkpoint tells of ``totals``."""
+    by_kind = {kind: rows for kind, rows in totals.failed_by_kind.items() if len(rows)}
+    tokens = totals.prompt_tokens, totals.completion_tokens
+    return totals.completed, by_kind, totals.records, *tokens
 
 
 def _total(folder: Path, manifest: Mapping[str, Any]) -> int | None:

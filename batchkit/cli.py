@@ -291,17 +291,21 @@ def generate(
     """
     from batchkit.run import generate as answer
 
-    lines = prompts_file.read_text(encoding="utf-8").splitlines() if prompts_file else []
+    try:
+        text = prompts_file.read_text(encoding="utf-8-sig") if prompts_file else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"{prompts_file}: can't be read: {error}") from error
+    lines = text.split("\n")  # not splitlines: U+2028 is a part of a prompt
     wanted = [*texts, *(line for line in lines if line.strip())]
     if not wanted:
         raise JobError('no prompt: give --prompts "…" "…" or --prompts-file FILE')
     summary = answer(model, wanted, overrides)
-    for record, prompt in zip(summary.records(), wanted, strict=False):
+    for record in summary.records():
         if as_json:
             click.echo(json.dumps(record, ensure_ascii=False))
         else:
-            text = record["text"] if record["error"] is None else f"({record['error']['message']})"
-            click.echo(f"> {prompt}\n{text}\n")
+            reply = record["text"] if record["error"] is None else f"({record['error']['message']})"
+            click.echo(f"> {wanted[record['index']]}\n{reply}\n")
     _tell(summary, f"batchkit status {summary.folder}")
     raise SystemExit(summary.exit)
 

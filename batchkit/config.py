@@ -9,7 +9,7 @@ import difflib
 import glob
 import json
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from batchkit.errors import JobError
+from batchkit.wording import in_words
 
 Format = Literal["auto", "jsonl", "json", "csv", "parquet", "openai-batch", "prompts"]
 EngineKind = Literal["vllm", "dry-run"]
@@ -277,18 +278,19 @@ def parse_job(table: Mapping[str, Any], origin: str) -> JobConfig:
     try:
         return JobConfig.model_validate(table)
     except ValidationError as error:
-        problems = [_problem(detail, table) for detail in error.errors(include_url=False)]
+        problems = _problems(error.errors(include_url=False))
         count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
-        lines = "\n".join(f"  {problem}" for problem in dict.fromkeys(problems))
+        lines = "\n".join(f"  {problem}" for problem in problems)
         raise JobError(f"{origin}: {count}\n{lines}") from None
 
 
 def parse_value(text: str) -> Any:
     """``text`` as a TOML value where it is one (``0``, ``true``, ``["a"]``), else the text."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    return table["value"] if len(table) == 1 else text
 
 
 def _override(table: dict[str, Any], override: str) -> None:
@@ -307,7 +309,7 @@ def _override(table: dict[str, Any], override: str) -> None:
 
 def _wants_text(parts: list[str]) -> bool:
     annotation = _annotation(parts)
-    return annotation is str or str in get_args(annotation)
+    return annotation in (str, str | None)
 
 
 def _annotation(parts: Iterable[str]) -> Any:
@@ -321,28 +323,33 @@ def _annotation(parts: Iterable[str]) -> Any:
     return annotation
 
 
-def _problem(detail: Mapping[str, Any], table: Mapping[str, Any]) -> str:
-    """One line for one of pydantic's error details."""
-    location = [part for part in detail["loc"] if isinstance(part, int) or _is_key(part)]
-    key = ".".join(str(part) for part in location)
-    kind, found = detail["type"], detail.get("input")
+def _problems(details: Iterable[Mapping[str, Any]]) -> list[str]:
+    """One line a key: of a union, every member complains."""
+    lines: dict[tuple[Any, ...], str] = {}
+    for detail in details:
+        # Behind table and key pydantic puts places in a list, and the members of a union.
+        location = (*detail["loc"][:2], *(p for p in detail["loc"][2:] if isinstance(p, int)))
+        lines.setdefault(location, f"{'.'.join(map(str, location))}: {_problem(detail, location)}")
+    return list(lines.values())
+
+
+def _problem(detail: Mapping[str, Any], location: tuple[Any, ...]) -> str:
+    """What one of pydantic's error details says about the key at ``location``."""
+    kind, found = detail["type"], detail["input"]
     if kind == "extra_forbidden":
         known = _known_keys(location[:-1])
         near = difflib.get_close_matches(str(location[-1]), known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-        return f"{key}: unknown key; {hint}"
+        return f"unknown key; {hint}"
     if kind == "missing":
-        what = "table" if len(location) == 1 and key in JobConfig.model_fields else "key"
-        return f"{key}: this {what} is missing"
-    message = str(detail["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+        return f"this {'table' if len(location) == 1 else 'key'} is missing"
     if kind == "value_error":
-        return f"{key}: {message}"
-    if kind == "literal_error" and isinstance(found, str):
-        choices = [str(c) for c in _literals(_annotation(str(p) for p in location))]
-        near = difflib.get_close_matches(found, choices, n=1)
-        if near:
-            message += f"; did you mean {near[0]!r}?"
-    return f"{key}: found {_shown(found)}, {message}"
+        return str(detail["msg"]).removeprefix("Value error, ")
+    annotation, limits = _type(location)
+    expected = in_words(annotation, limits)
+    near = difflib.get_close_matches(str(found), _literals(annotation), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"found {_shown(found)}, expected {expected}{hint}"
 
 
 def _shown(value: Any) -> str:
@@ -350,40 +357,47 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "…"
 
 
-def _is_key(part: str) -> bool:
-    """False for the union tags that pydantic mixes into a location (``literal['auto']``, ``int``)."""
-    return not ("[" in part or part in ("int", "float", "bool", "str", "constrained-int"))
+def _known_keys(location: Iterable[Any]) -> list[str]:
+    return list(getattr(_annotation(location), "model_fields", {}))
 
 
-def _known_keys(location: list[Any]) -> list[str]:
-    return list(getattr(_annotation(str(part) for part in location), "model_fields", {}))
+def _type(location: tuple[Any, ...]) -> tuple[Any, Sequence[Any]]:
+    """The type and limits of the key at ``location``, or of a member of the list there."""
+    keys = [part for part in location if isinstance(part, str)]
+    field = _annotation(keys[:-1]).model_fields[keys[-1]]
+    if len(keys) == len(location):
+        return field.annotation, field.metadata
+    lists = [field.annotation, *get_args(field.annotation)]
+    return next(get_args(part)[0] for part in lists if get_origin(part) is list), ()
 
 
-def _literals(annotation: Any) -> Iterator[Any]:
+def _literals(annotation: Any) -> list[str]:
+    parts = get_args(annotation)
     if get_origin(annotation) is Literal:
-        yield from get_args(annotation)
-    for part in get_args(annotation) if get_origin(annotation) is not Literal else ():
-        yield from _literals(part)
+        return [str(part) for part in parts]
+    return [choice for part in parts for choice in _literals(part)]
 
 
 def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
     """The job with its relative paths made absolute, so that it means the same from anywhere."""
     prompt = {
-        name: str(_find(value, base))
+        name: str(_find(value, base, f"prompt.{name}"))
         for name in ("system_file", "user_file")
         if (value := getattr(job.prompt, name)) is not None
     }
     update: dict[str, Any] = {
         "prompt": job.prompt.model_copy(update=prompt),
         "media": job.media.model_copy(
-            update={"root": str(_find(_fill(job.media.root, job, "media.root"), base))}
+            update={
+                "root": str(_find(_fill(job.media.root, job, "media.root"), base, "media.root"))
+            }
         ),
         "output": job.output.model_copy(update={"dir": str(Path(job.output.dir).resolve())}),
     }
     if job.input.path is not None:
         path = _fill(job.input.path, job, "input.path")
         if "://" not in path:
-            path = str(_find(path, base))
+            path = str(_find(path, base, "input.path"))
         update["input"] = job.input.model_copy(update={"path": path})
     return job.model_copy(update=update)
 
@@ -392,20 +406,23 @@ def _fill(template: str, job: JobConfig, key: str) -> str:
     """``template`` with the job's ``[vars]`` filled in."""
     if "{" not in template:
         return template
-    from jinja2 import StrictUndefined, TemplateError
+    from jinja2 import StrictUndefined
     from jinja2.sandbox import SandboxedEnvironment
 
     try:
         environment = SandboxedEnvironment(undefined=StrictUndefined)
         return environment.from_string(template).render(job.vars)
-    except TemplateError as error:
+    except Exception as error:  # a template may compute anything
         raise JobError(f"{key}: {template!r}: {error}; [vars] holds {list(job.vars)}") from error
 
 
-def _find(path: str, base: Path) -> Path:
+def _find(path: str, base: Path, key: str) -> Path:
     """``path`` beside the job file where something stands there, else in the working directory."""
     beside, here = base.resolve() / path, Path.cwd() / path
-    for candidate in (beside, here):
-        if candidate.exists() or (glob.has_magic(path) and glob.glob(str(candidate))):
-            return candidate
+    try:
+        for candidate in (beside, here):
+            if candidate.exists() or (glob.has_magic(path) and glob.glob(str(candidate))):
+                return candidate
+    except OSError as error:  # no leave to look there, or a text that is no path
+        raise JobError(f"{key}: {_shown(path)}: {error.strerror}") from error
     return beside

@@ -16,8 +16,10 @@ import orjson
 
 from batchkit.errors import StoreError
 from batchkit.ledger import RESULTS, read_newest
-from batchkit.manifest import read_manifest
-from batchkit.run import job_of_run
+from batchkit.manifest import job_of_run, read_manifest
+from batchkit.progress import LOG
+from batchkit.runfolder import JOB, MANIFEST
+from batchkit.store import CHECKPOINT
 
 BATCH = 10_000
 
@@ -47,10 +49,11 @@ def export(folder: Path, format_name: str, path: Path | None = None) -> list[Exp
     if not log.exists():
         raise StoreError(f"{folder}: nothing to export: no row has finished yet")
     path = path or folder / _NAMES[format_name]
-    if path.exists() and path.samefile(log):
-        raise StoreError(f"{path}: is the run's ledger; export to another file")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    for name, role in _OWN_FILES.items():
+        if path.exists() and (own := folder / name).exists() and path.samefile(own):
+            raise StoreError(f"{path}: is the run's {role}; export to another file")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         written = _WRITERS[format_name](folder, path)
     except OSError as error:
         raise StoreError(f"{path}: can't write: {error.strerror or error}") from error
@@ -240,6 +243,13 @@ _WRITERS: dict[str, Callable[[Path, Path], dict[Path, int]]] = {
     "jsonl": _write_jsonl,
     "csv": _write_csv,
     "openai": _write_openai,
+}
+_OWN_FILES = {
+    RESULTS: "ledger",
+    CHECKPOINT: "checkpoint",
+    MANIFEST: "manifest",
+    JOB: "job",
+    LOG: "log",
 }
 _NAMES = {
     "parquet": "results.parquet",

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+INDEX_LIMIT = 2**32
+
+
 class IndexSet:
     """Indexes from 0 to 2^32 − 1. Adding and looking up take well under a microsecond."""
 
@@ -28,7 +31,7 @@ class IndexSet:
         """
         result = cls()
         for first, last in ranges:
-            if not 0 <= first <= last:
+            if not (type(first) is type(last) is int and 0 <= first <= last < INDEX_LIMIT):
                 raise ValueError(f"[{first}, {last}] is not a range of indexes")
             result._bits.add_range(first, last + 1)
         return result

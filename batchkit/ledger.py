@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import mmap
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
+
+from batchkit.errors import StoreError
+from batchkit.indexset import INDEX_LIMIT
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,12 +34,22 @@ class Line(NamedTuple):
 
 def read_lines(path: Path, offset: int = 0) -> Iterator[Line]:
     """The ledger's lines from byte ``offset`` on, in the order in which they were written."""
+    if not path.exists():
+        return
     with path.open("rb") as file:
         file.seek(offset)
         for raw in file:
             end = offset + len(raw)
             yield Line(offset, end, _parse(raw))
             offset = end
+
+
+def failure_kind(record: Mapping[str, Any]) -> str | None:
+    """The record's error kind; ``empty`` for an ok record without text; None for an answer."""
+    if record["status"] == "failed":
+        return str((record.get("error") or {}).get("kind", "unknown"))
+    texts = [choice.get("text") for choice in record.get("choices") or [record]]
+    return None if any((text or "").strip() for text in texts) else "empty"
 
 
 def read_newest(path: Path) -> Iterator[dict[str, Any]]:
@@ -49,7 +62,12 @@ def read_newest(path: Path) -> Iterator[dict[str, Any]]:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
         for start in offsets.tolist():
-            record: dict[str, Any] = orjson.loads(view[start : view.find(b"\n", start)])
+            try:
+                record: dict[str, Any] = orjson.loads(view[start : view.find(b"\n", start)])
+            except orjson.JSONDecodeError as error:
+                raise StoreError(
+                    f"{path}: the record at byte {start} is damaged: {error}"
+                ) from error
             yield record
 
 
@@ -74,8 +92,9 @@ def newest_offsets(path: Path) -> np.ndarray[Any, Any]:
 
 
 def _index(raw: bytes) -> int | None:
-    """The row index of a line. Lines as the store writes them are not parsed as a whole."""
-    if raw.startswith(_HEAD) and raw.endswith(b"}\n"):
+    """The row index of a line. A line as the store writes them is not parsed as a whole."""
+    looks_whole = raw.startswith(_HEAD) and raw.endswith(b"}\n")
+    if looks_whole and raw.find(_HEAD, 1) < 0 and b"\0" not in raw:
         digits = raw[len(_HEAD) : raw.find(b",", len(_HEAD))]
         if digits.isdigit():
             return int(digits)
@@ -92,4 +111,11 @@ def _parse(raw: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict) or record.get("status") not in ("ok", "failed"):
         return None
-    return record if isinstance(record.get("index"), int) else None
+    usage = record.get("usage")
+    if not isinstance(usage, dict | None):
+        return None
+    counts = (usage.get("prompt_tokens"), usage.get("completion_tokens")) if usage else (0, 0)
+    numbers = (record.get("index"), *counts)
+    if all(type(number) is int and 0 <= number < INDEX_LIMIT for number in numbers):
+        return record
+    return None

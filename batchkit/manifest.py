@@ -20,14 +20,14 @@ import orjson
 import tomlkit
 
 import batchkit
-from batchkit.config import JobConfig
+from batchkit.config import JobConfig, load_job
 from batchkit.errors import StoreError
 from batchkit.runfolder import JOB, MANIFEST
 from batchkit.types import utc_now
 
 VERSION = 1
 MASK = "***"
-_SECRET = re.compile(r"(^|_)(token|secret|password|api_?key|authorization)$", re.IGNORECASE)
+_SECRET = re.compile(r"(^|[_.])(token|secret|password|api_?key|authorization)$", re.IGNORECASE)
 # Options of vLLM that change speed and memory, not answers.
 _SPEED_ONLY = frozenset(
     [
@@ -94,7 +94,8 @@ def identity(job: JobConfig) -> dict[str, Any]:
         "prompt.chat_template_kwargs": prompt.chat_template_kwargs,
     }
     plain: dict[str, Any] = orjson.loads(orjson.dumps(found, default=str))
-    return plain
+    # A secret decides no answer, and must not be written: masked, it equals itself.
+    return {key: _masked(value, key) for key, value in plain.items()}
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -137,7 +138,7 @@ def new_start(command: str, overrides: Sequence[str]) -> dict[str, Any]:
         "pid": os.getpid(),
         "python": platform.python_version(),
         "versions": _versions(),
-        "overrides": list(overrides),
+        "overrides": [_masked_override(override) for override in overrides],
     }
 
 
@@ -180,6 +181,25 @@ def write_job(folder: Path, job: JobConfig) -> None:
         raise StoreError(f"{folder / JOB}: can't write: {error.strerror}") from error
 
 
+def job_of_run(folder: Path, overrides: Sequence[str] = ()) -> JobConfig:
+    """The job that a run folder was made from, as resolved then.
+
+    Raises:
+        JobError: its ``job.toml`` is missing or was damaged.
+    """
+    job = load_job(folder / JOB, overrides)
+    # A masked secret is no secret: leave it to the environment.
+    options = {name: value for name, value in job.engine.options.items() if value != MASK}
+    here = {"dir": str(folder.resolve().parent)}  # the folder may have been moved aside since
+    return job.model_copy(
+        update={
+            "name": folder.resolve().name,
+            "engine": job.engine.model_copy(update={"options": options}),
+            "output": job.output.model_copy(update=here),
+        }
+    )
+
+
 def model_fingerprint(model: str) -> str | None:
     """Hash over a model folder's files: small ones whole, of large ones both ends; None for a name.
 
@@ -215,6 +235,11 @@ def _masked(value: Any, key: str = "") -> Any:
     if isinstance(value, dict):
         return {name: _masked(part, name) for name, part in value.items()}
     return MASK if isinstance(value, str) and _SECRET.search(key) else value
+
+
+def _masked_override(override: str) -> str:
+    key = override.partition("=")[0]
+    return f"{key}={MASK}" if _SECRET.search(key) else override
 
 
 def _without_none(value: Any) -> Any:

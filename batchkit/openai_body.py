@@ -76,8 +76,9 @@ def _structured_outputs(response_format: Any) -> dict[str, Any]:
         return {}
     if kind == "json_object":
         return {"structured_outputs": {"json_object": True}}
-    schema = (response_format.get("json_schema") or {}).get("schema") if kind else None
-    if kind != "json_schema" or schema is None:
+    holder = response_format.get("json_schema") if kind == "json_schema" else None
+    schema = holder.get("schema") if isinstance(holder, Mapping) else None
+    if schema is None:
         raise RequestError(
             f"body.response_format: found type {kind!r}; known: text, json_object, json_schema"
         )

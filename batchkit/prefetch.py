@@ -12,9 +12,9 @@ from batchkit.types import Completion, Request, Row
 class Prefetch:
     """An out-of-order queue of rendered rows; a slow image holds up no other row.
 
-    At most ``ahead`` rendered rows wait here. ``max_bytes`` bounds the decoded pixels of all
-    requests that were handed out and not yet released, and of those that wait: no new row is
-    begun while it is reached, so it is passed by at most one row per thread.
+    No row is begun while ``ahead`` rendered rows wait here, nor while ``max_bytes`` of decoded
+    pixels are held by requests that wait or were handed out and not yet released. So each bound
+    is passed by at most one row per thread.
 
     Threads: ``threads`` workers read rows one at a time under ``_reading`` and render them side
     by side; the processor's thread calls ``get`` and ``release``; ``_changed`` guards the rest.
@@ -98,6 +98,7 @@ class Prefetch:
                         self._held_bytes += rendered.media_bytes
                     self._ready.append(rendered)
                     self._changed.notify_all()
+                del row, rendered  # else their pixels would stay until the next row is rendered
         except BaseException as error:  # carried over to the thread that calls get()
             self._error = self._error or error
         finally:

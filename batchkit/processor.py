@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from batchkit.config import JobConfig, OutputTable, load_job, resolve_paths
+from batchkit.config import JobConfig, load_job, resolve_paths
 from batchkit.engines import open_engine
 from batchkit.engines.base import Engine
-from batchkit.errors import (
-    BatchkitError,
-    EmptyTextError,
-    JobError,
-    RequestError,
-    TooManyFailuresError,
-)
+from batchkit.errors import JobError, TooManyFailuresError
+from batchkit.inputs import Input, Total, from_job, from_python
 from batchkit.ledger import RESULTS, read_newest
-from batchkit.manifest import read_manifest, write_manifest
+from batchkit.manifest import write_manifest
 from batchkit.prefetch import Prefetch
 from batchkit.progress import Progress, State
-from batchkit.prompts import PromptRenderer, input_hash
-from batchkit.resume import Input, OnChange, OpenRun, open_run
+from batchkit.prompts import PromptRenderer
+from batchkit.records import to_record, without_blank
+from batchkit.resume import OnChange, OpenRun, open_run
 from batchkit.retry import next_attempt
 from batchkit.runfolder import is_run
-from batchkit.sources import FileFingerprint, count_rows, fingerprint, read_rows
-from batchkit.stopping import StopRequest
+from batchkit.stopping import DRAIN_S, StopRequest
 from batchkit.store import Store
-from batchkit.types import Completion, ErrorInfo, Record, Request, Row, Usage, utc_now
+from batchkit.types import Completion, Request, Row, Usage, utc_now
 from batchkit.window import Window
 
 POLL_S = 0.05
@@ -116,7 +109,7 @@ class ProductionBatchProcessor:
         Raises:
             BatchkitError: the run stopped; everything finished is on disk. See ``errors``.
         """
-        source = _files(self.job) if rows is None else _memory(rows)
+        source = from_job(self.job) if rows is None else from_python(rows)
         return self._run(source, attempts=None)
 
     def retry(self, attempts: Mapping[int, int]) -> RunSummary:
@@ -124,7 +117,7 @@ class ProductionBatchProcessor:
 
         ``attempts`` maps a row's index to the number of its last attempt. Raises as ``process``.
         """
-        return self._run(_files(self.job), attempts)
+        return self._run(from_job(self.job), attempts)
 
     def _run(self, source: Input, attempts: Mapping[int, int] | None) -> RunSummary:
         renderer = PromptRenderer(self.job)
@@ -149,7 +142,7 @@ class ProductionBatchProcessor:
     ) -> Iterator[Row]:
         """The rows that this start has to settle."""
         if attempts is not None:
-            return source.read(lambda index: index not in attempts)
+            return source.everything(lambda index: index not in attempts)
         rows = source.read(run.store.totals.is_settled)
         if self._skip_from is None:
             return rows
@@ -178,23 +171,20 @@ class _Loop:
         source: Input,
         attempts: Mapping[int, int],
     ) -> None:
-        self._job, self._store, self._manifest, self._folder = (
-            job,
-            run.store,
-            run.manifest,
-            run.folder,
-        )
+        self._job = job
+        self._store, self._manifest, self._folder = run.store, run.manifest, run.folder
         self._renderer = renderer
         self._progress = progress
         self._stop = stop
         self._attempts = attempts
-        self._total = _Total(source)
+        self._total = Total(source)
         self._resumed = len(run.store.totals.completed) + run.store.totals.failed - len(attempts)
         self._tokens_before = _tokens(run.store)
         self._again: deque[Request] = deque()
         self._tries: dict[int, int] = {}
         self._in_flight = 0
         self._retried = 0
+        self._stopping = False
         self._settled = self._failed = 0
         self._next_sync = 0.0
 
@@ -205,7 +195,7 @@ class _Loop:
             self._progress.event("nothing left to run: every row has a record")
             return self._summary(load_s=0.0, seconds=0.0)
         if self._resumed:
-            of = "" if (total := self._total.now()) is None else f" of {total:,}"
+            of = "" if (total := self._total.wait(timeout_s=1)) is None else f" of {total:,}"
             self._progress.event(f"resumed {self._resumed:,}{of} rows")
         with closing(self._prefetch(chain([first], rows))) as prefetch:
             started = time.monotonic()
@@ -228,15 +218,13 @@ class _Loop:
         try:
             while True:
                 self._fill(engine, prefetch, window.size)
-                if self._stop.signum is not None and (self._stop.is_due or not self._in_flight):
+                self._commit()
+                if self._stop.signum is not None and self._must_stop():
                     break
                 if not self._in_flight and not self._again and prefetch.exhausted:
                     break
-                for completion in engine.poll(POLL_S):
-                    self._in_flight -= 1
-                    self._settle(completion, prefetch)
-                self._store.flush()
-                self._check_failures()
+                self._poll(engine, prefetch)
+                self._commit()
                 if change := window.adapt(engine.load(), self._in_flight):
                     self._progress.event(f"window {change.old} → {change.new}: {change.reason}")
                 self._housekeeping()
@@ -245,13 +233,18 @@ class _Loop:
             self._progress.update(self._state(), force=True)
 
     def _fill(self, engine: Engine, prefetch: Prefetch, size: int) -> None:
-        """Submit what is rendered while there is room; wait only if the engine has nothing to do."""
-        while self._in_flight < size and self._stop.signum is None:
+        """Submit what is rendered while there is room; wait only if the engine has nothing to do.
+
+        Bounded, so that a stretch of rows that can't be rendered reaches the disk on the way.
+        """
+        for _ in range(AHEAD):
+            if self._in_flight >= size or self._stop.signum is not None:
+                return
+            rendered: Request | Completion | None
             if self._again:
-                engine.submit(self._again.popleft())
-                self._in_flight += 1
-                continue
-            rendered = prefetch.get(timeout_s=0 if self._in_flight else POLL_S)
+                rendered = self._again.popleft()
+            else:
+                rendered = prefetch.get(timeout_s=0 if self._in_flight else POLL_S)
             if rendered is None:
                 return
             if isinstance(rendered, Completion):
@@ -260,9 +253,24 @@ class _Loop:
                 engine.submit(rendered)
                 self._in_flight += 1
 
+    def _poll(self, engine: Engine, prefetch: Prefetch) -> None:
+        for completion in engine.poll(POLL_S):
+            self._in_flight -= 1
+            self._settle(completion, prefetch)
+
+    def _must_stop(self) -> bool:
+        """A stop was asked for: say so once, and wait for what is in flight while that is wanted."""
+        if not self._stopping and self._in_flight and not self._stop.is_due:
+            self._stopping = True
+            self._progress.event(
+                f"stopping: up to {DRAIN_S:.0f} s for {self._in_flight} rows in flight;"
+                " interrupt again to stop now"
+            )
+        return self._stop.is_due or not self._in_flight
+
     def _settle(self, completion: Completion, prefetch: Prefetch) -> None:
         """Write the row's record, or put the request back in line."""
-        completion = _without_blank(completion)
+        completion = without_blank(completion)
         index = completion.request.row.index
         tries = self._tries.pop(index, 0) + 1
         again = next_attempt(completion, tries, self._job.retry)
@@ -276,7 +284,9 @@ class _Loop:
         self._settled += 1
         self._failed += completion.error is not None
 
-    def _check_failures(self) -> None:
+    def _commit(self) -> None:
+        """What was settled reaches the log; then see whether too much of it failed."""
+        self._store.flush()
         limit = self._job.run.fail_on_error
         if limit is False or not self._failed:
             return
@@ -285,7 +295,9 @@ class _Loop:
         elif isinstance(limit, int):
             too_many = self._failed > limit
         else:
-            too_many = self._settled >= _SHARE_FROM and self._failed > limit * self._settled
+            # A row that can't be rendered fails at once, while good ones are still in flight.
+            begun = self._settled + self._in_flight
+            too_many = begun >= _SHARE_FROM and self._failed > limit * begun
         if too_many:
             raise TooManyFailuresError(
                 f"{self._failed} of {self._settled} rows failed; run.fail_on_error ="
@@ -340,7 +352,7 @@ class _Loop:
         return RunSummary(
             name=self._job.name,
             folder=str(self._folder),
-            total=state.settled if total is None else total,
+            total=max(state.settled, total or 0),
             ok=state.ok,
             failed=state.failed,
             skipped=self._resumed,
@@ -353,106 +365,6 @@ class _Loop:
             completion_tokens_per_s=round(state.completion_tokens / seconds, 3) if seconds else 0.0,
             exit=code,
         )
-
-
-class _Total:
-    """How many rows the job has, counted on a thread of its own while the model loads."""
-
-    def __init__(self, source: Input) -> None:
-        self._source = source
-        self._count: int | None = None
-        self._thread = threading.Thread(target=self._work, name="count", daemon=True)
-        self._thread.start()
-
-    def now(self) -> int | None:
-        return self._count
-
-    def wait(self) -> int | None:
-        self._thread.join()
-        return self._count
-
-    def _work(self) -> None:
-        try:
-            self._count = self._source.size()
-        except BatchkitError:  # whoever reads the rows meets the same error and reports it
-            self._count = None
-
-
-def to_record(completion: Completion, output: OutputTable) -> Record:
-    """The line that tells how ``completion`` settled its row."""
-    request, error = completion.request, completion.error
-    row, first = request.row, completion.choices[0] if completion.choices else None
-    several = len(completion.choices) > 1 or (first is not None and first.logprobs is not None)
-    return Record(
-        index=row.index,
-        id=row.id,
-        status="ok" if error is None else "failed",
-        attempt=request.attempt,
-        text=first.text if error is None and first is not None else None,
-        finish_reason=first.finish_reason if first is not None else None,
-        usage=completion.usage,
-        latency_s=completion.latency_s,
-        finished_at=utc_now(),
-        error=None if error is None else ErrorInfo.of(error),
-        fields={name: row.fields.get(name) for name in output.keep},
-        input_hash=request.input_hash,
-        choices=completion.choices if several and error is None else None,
-        prompt=completion.prompt if output.prompt else None,
-    )
-
-
-def _without_blank(completion: Completion) -> Completion:
-    """An answer that is only white space is a failure, and never an answer."""
-    if completion.error is not None or any(choice.text.strip() for choice in completion.choices):
-        return completion
-    reason = completion.choices[0].finish_reason if completion.choices else None
-    error = EmptyTextError(f"the model answered with no text (finish_reason {reason})")
-    return replace(completion, error=error)
-
-
-def _files(job: JobConfig) -> Input:
-    """The job's own input."""
-    previous: tuple[FileFingerprint, ...] = ()
-    if is_run(job.folder):
-        previous = tuple(FileFingerprint(**file) for file in read_manifest(job.folder)["input"])
-    return Input(
-        files=[asdict(file) for file in fingerprint(job.input, previous)],
-        read=lambda skip: read_rows(job.input, skip=skip),
-        size=lambda: count_rows(job.input),
-    )
-
-
-def _memory(rows: Iterable[Any]) -> Input:
-    """Rows given from Python."""
-    if not isinstance(rows, Sequence):
-        return Input(
-            None,
-            lambda skip: (_row(index, value) for index, value in enumerate(rows)),
-            lambda: None,
-        )
-    made = [_row(index, value) for index, value in enumerate(rows)]
-    digest = hashlib.sha256("".join(input_hash(row.fields) for row in made).encode()).hexdigest()
-    return Input(
-        files=[{"path": "(rows from Python)", "size": len(made), "mtime_ns": 0, "sha256": digest}],
-        read=lambda skip: (row for row in made if not skip(row.index)),
-        size=lambda: len(made),
-    )
-
-
-def _row(index: int, value: Any) -> Row:
-    """A prompt, a list of chat messages, or a dict of template fields."""
-    if isinstance(value, str):
-        fields: Mapping[str, Any] = {"prompt": value}
-    elif isinstance(value, Mapping):
-        fields = value
-    elif isinstance(value, Sequence):
-        fields = {"messages": list(value)}
-    else:
-        error = RequestError(
-            f"row {index} is {type(value).__name__}; give a prompt, chat messages, or a dict"
-        )
-        return Row(index, str(index), {}, error)
-    return Row(index, str(index), fields)
 
 
 def _ok_ids(folder: Path) -> set[str]:

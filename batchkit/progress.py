@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from tqdm import tqdm
 
+from batchkit.errors import StoreError
 from batchkit.types import utc_now
 
 LOG = "run.log"
@@ -60,7 +62,9 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
-        self._log = (folder / LOG).open("a", encoding="utf-8")
+        self._path = folder / LOG
+        with _log_errors(self._path):
+            self._log = self._path.open("a", encoding="utf-8", buffering=1)
         self._stream = stream or sys.stderr
         self._quiet = quiet
         self._on_terminal = not quiet and self._stream.isatty()
@@ -72,8 +76,7 @@ class Progress:
 
     def event(self, text: str) -> None:
         """Something worth knowing: one line in run.log and on stderr."""
-        self._log.write(f"{utc_now()} {text}\n")
-        self._log.flush()
+        self._write(text)
         self._say(text)
 
     def phase(self, text: str) -> None:
@@ -92,8 +95,7 @@ class Progress:
         if force or now >= self._next_line:
             self._next_line = now + self._interval_s
             line = describe(state, self._rates(now, state))
-            self._log.write(f"{utc_now()} {line}\n")
-            self._log.flush()
+            self._write(line)
             if not self._on_terminal:
                 self._say(line)
             self._samples.append((now, state))
@@ -103,7 +105,12 @@ class Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-        self._log.close()
+        with suppress(OSError):  # nothing is left unwritten: every line was flushed
+            self._log.close()
+
+    def _write(self, line: str) -> None:
+        with _log_errors(self._path):
+            self._log.write(f"{utc_now()} {line}\n")
 
     def _rates(self, now: float, state: State) -> Rates:
         since, then = self._samples[0]
@@ -141,6 +148,14 @@ class Progress:
             self._bar.write(f"batchkit: {text}", file=self._stream)
         else:
             print(f"batchkit: {text}", file=self._stream, flush=True)
+
+
+@contextmanager
+def _log_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{path}: can't write: {error.strerror}") from error
 
 
 def describe(state: State, rates: Rates) -> str:

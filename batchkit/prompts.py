@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 from jinja2 import StrictUndefined, Template, UndefinedError
 from jinja2 import TemplateError as JinjaError
-from jinja2.sandbox import SandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchkit.config import JobConfig
 from batchkit.errors import JobError, MediaError, RequestError, RowError, TemplateError
@@ -20,7 +20,7 @@ from batchkit.openai_body import messages_of, sampling_of
 from batchkit.retry import with_temperature
 from batchkit.types import Completion, Request, Row
 
-_LONE_EXPRESSION = re.compile(r"\A\s*\{\{(?P<expression>[^{}]+)\}\}\s*\Z")
+_LONE_EXPRESSION = re.compile(r"\A\s*\{\{[-+]?(?P<expression>[^{}]+?)[-+]?\}\}\s*\Z")
 
 Message = Mapping[str, Any]
 
@@ -36,7 +36,8 @@ class PromptRenderer:
 
     def __init__(self, job: JobConfig) -> None:
         self._job = job
-        self._environment = SandboxedEnvironment(
+        # Immutable: a template that appends to a list would change the row, and its fingerprint.
+        self._environment = ImmutableSandboxedEnvironment(
             undefined=StrictUndefined, keep_trailing_newline=True
         )
         prompt = job.prompt
@@ -96,17 +97,19 @@ class PromptRenderer:
                 return self._load_parts(fields["messages"]), None
             if "body" in fields:
                 messages, prompt = messages_of(fields["body"])
-                return messages and self._load_parts(messages), prompt
+                return (None, prompt) if prompt is not None else (self._load_parts(messages), None)
         if self._user is not None:
             text = _render(self._user, names)
         elif "prompt" in fields:
-            text = str(fields["prompt"])
+            text = fields["prompt"]
+            if not isinstance(text, str):
+                raise RequestError(f"prompt: found {_short(text)}, expected text")
         elif self._images:
             text = ""
         else:
             raise TemplateError(
-                f"nothing to send: prompt.user is not set, and the row has none of messages,"
-                f" prompt, body; it has {_names(fields)}"
+                "nothing to send: prompt.user is not set, and the row has no prompt (or, with"
+                f" neither prompt.system nor prompt.images, messages or body); it has {_names(fields)}"
             )
         if not self._job.prompt.chat:
             return None, text
@@ -183,7 +186,8 @@ class PromptRenderer:
                 text = Path(path).read_text(encoding="utf-8-sig")
             except (OSError, UnicodeDecodeError) as error:
                 raise JobError(f"prompt.{key}_file: {path}: can't be read: {error}") from error
-        return None if text is None else self._template(f"prompt.{key}", text)
+        where = f"prompt.{key}" if path is None else f"prompt.{key}_file: {path}"
+        return None if text is None else self._template(where, text)
 
     def _template(self, key: str, text: str) -> Template:
         try:
@@ -207,7 +211,7 @@ class PromptRenderer:
 
         def value(names: Mapping[str, Any]) -> Any:
             try:
-                found = expression(**names)
+                found = expression(names)  # not **names: a column may be called "self"
             except Exception as error:
                 raise _template_error(error, names) from error
             if isinstance(found, StrictUndefined):
@@ -219,16 +223,23 @@ class PromptRenderer:
 
 def input_hash(fields: Mapping[str, Any]) -> str:
     """16 hex digits that are the same for rows with equal fields."""
-    line = orjson.dumps(
-        fields,
-        option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS,
-        default=lambda value: (
-            hashlib.blake2b(bytes(value)).hexdigest()
-            if isinstance(value, bytes | bytearray | memoryview)
-            else repr(value)
-        ),
-    )
+    try:
+        line = orjson.dumps(
+            fields, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS, default=_hashable
+        )
+    except TypeError:  # a key or a number that JSON has no word for
+        line = repr(sorted(fields.items(), key=repr)).encode("utf-8", "backslashreplace")
     return hashlib.blake2b(line, digest_size=8).hexdigest()
+
+
+def _hashable(value: Any) -> str:
+    """What stands for a value that JSON has no word for; a picture or an array by its content."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return hashlib.blake2b(value).hexdigest()
+    if hasattr(value, "tobytes"):  # PIL, numpy: their repr is an address, or leaves out the middle
+        size = getattr(value, "size", None), getattr(value, "shape", None)
+        return f"{type(value).__name__} {size} {hashlib.blake2b(value.tobytes()).hexdigest()}"
+    return repr(value)
 
 
 def _render(template: Template, names: Mapping[str, Any]) -> str:
@@ -245,7 +256,7 @@ def _template_error(error: Exception, names: Mapping[str, Any]) -> TemplateError
 
 
 def _as_list(found: Any) -> list[Any]:
-    if found is None or found == "" or found == []:
+    if found is None or (isinstance(found, str | list) and not found):
         raise MediaError("the row names no image: the template gave nothing")
     return found if isinstance(found, list) else [found]
 

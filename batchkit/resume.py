@@ -8,7 +8,8 @@ begin a new run beside the old, or keep the records whose rows are still the sam
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,6 +18,7 @@ import orjson
 
 from batchkit.config import JobConfig
 from batchkit.errors import ChangedError
+from batchkit.inputs import Input
 from batchkit.ledger import RESULTS, read_newest
 from batchkit.manifest import (
     differences,
@@ -33,19 +35,6 @@ from batchkit.store import CHECKPOINT, Store, free_name
 from batchkit.types import Row
 
 OnChange = Literal["fail", "new", "requeue"]
-
-
-class Input(NamedTuple):
-    """Where this start's rows come from.
-
-    ``files`` are the fingerprints that tell whether it is the input of an earlier start; None for
-    rows that can be read only once, which can never be resumed. ``read`` gives the rows for whose
-    index its argument is false, ``size`` says how many rows there are in all, if it can.
-    """
-
-    files: list[dict[str, Any]] | None
-    read: Callable[[Callable[[int], bool]], Iterator[Row]]
-    size: Callable[[], int | None]
 
 
 class OpenRun(NamedTuple):
@@ -106,7 +95,8 @@ def _manifest(job: JobConfig, source: Input) -> dict[str, Any]:
     if not is_run(job.folder):
         return new
     old = read_manifest(job.folder)
-    return old | {key: new[key] for key in ("input", "identity", "fingerprints", "model", "seed")}
+    renewed = ("input", "identity", "fingerprints", "model", "seed", "total")
+    return old | {key: new[key] for key in renewed}
 
 
 def _settle_changes(job: JobConfig, source: Input, on_change: OnChange, news: list[str]) -> bool:
@@ -128,7 +118,7 @@ def _settle_changes(job: JobConfig, source: Input, on_change: OnChange, news: li
     news.append(f"changed since this run began: {'; '.join(changes)}")
     if on_change == "new":
         return True
-    rows = iter(()) if job_changed else source.read(lambda index: False)
+    rows = iter(()) if job_changed else source.everything(lambda index: False)
     news.append(_requeue(folder, rows, by_id=job.input.id is not None))
     return False
 
@@ -154,19 +144,28 @@ def _requeue(folder: Path, rows: Iterable[Row], *, by_id: bool) -> str:
     """Keep the records whose row is still in the input, under its present index; drop the others.
 
     The old log stays beside the new one. A row is the same where its fields are, and it is looked
-    for by id where the job names one, else by index.
+    for by id where the job names one (the n-th row of an id for the n-th record of it), else by
+    index. Holds an index and a hash per row.
     """
-    rows_now = {row.id if by_id else str(row.index): row for row in rows}
+    n_rows: Counter[str] = Counter()
+    n_records: Counter[str] = Counter()
+    present: dict[tuple[str, int], tuple[int, str]] = {}
+    for row in rows:
+        key = row.id if by_id else str(row.index)
+        present[key, n_rows[key]] = row.index, input_hash(row.fields)
+        n_rows[key] += 1
     kept = dropped = 0
     old, new = folder / RESULTS, folder / f"{RESULTS}.new"
     with new.open("wb") as file:
         for record in read_newest(old):
-            row = rows_now.get(record["id"] if by_id else str(record["index"]))
-            if row is None or record.get("input_hash") != input_hash(row.fields):
+            key = record["id"] if by_id else str(record["index"])
+            index, now_hash = present.get((key, n_records[key]), (0, None))
+            n_records[key] += 1
+            if record.get("input_hash") != now_hash:
                 dropped += 1
                 continue
             kept += 1
-            record["index"] = row.index
+            record["index"] = index
             file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
         file.flush()
         os.fsync(file.fileno())

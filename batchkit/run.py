@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from batchkit.config import JobConfig, load_job, make_job
 from batchkit.errors import JobError
-from batchkit.ledger import RESULTS, read_newest
-from batchkit.manifest import MASK
+from batchkit.ledger import RESULTS, failure_kind, read_newest
+from batchkit.manifest import job_of_run
 from batchkit.processor import ProductionBatchProcessor, RunSummary
 from batchkit.resume import OnChange
-from batchkit.runfolder import JOB, is_run, latest_run
+from batchkit.runfolder import is_run, latest_run
 from batchkit.stopping import StopRequest
 
 
@@ -86,13 +86,6 @@ def retry_failed(
     return Retry(len(attempts), dict(by_kind), mended, summary)
 
 
-def failure_kind(record: dict[str, Any]) -> str | None:
-    """The record's error kind; ``empty`` for an ok record without text; None for an answer."""
-    if record["status"] == "failed":
-        return str((record.get("error") or {}).get("kind", "unknown"))
-    return None if (record.get("text") or "").strip() else "empty"
-
-
 def find_run(target: str | None, output: Path = Path("output")) -> Path:
     """The run folder that ``target`` means: a run folder, a job file, or the last run if None.
 
@@ -110,15 +103,3 @@ def find_run(target: str | None, output: Path = Path("output")) -> Path:
             else f"{target}: neither a run folder nor a job file"
         )
     return folder
-
-
-def job_of_run(folder: Path, overrides: Sequence[str] = ()) -> JobConfig:
-    """The job that a run folder was made from, as resolved then.
-
-    Raises:
-        JobError: its ``job.toml`` is missing or was damaged.
-    """
-    job = load_job(folder / JOB, overrides)
-    # A masked secret is no secret: leave it to the environment.
-    options = {name: value for name, value in job.engine.options.items() if value != MASK}
-    return job.model_copy(update={"engine": job.engine.model_copy(update={"options": options})})

@@ -13,6 +13,7 @@ import orjson
 from filelock import FileLock, Timeout
 
 from batchkit.errors import JobError, StoreError
+from batchkit.types import utc_now
 
 JOB = "job.toml"
 MANIFEST = "manifest.json"
@@ -42,14 +43,19 @@ def claim(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise StoreError(f"{folder}: can't be used as a run folder: {error.strerror}") from error
     try:
-        from batchkit.types import utc_now
-
-        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": utc_now()}
-        (folder / _HOLDER).write_bytes(orjson.dumps(holder))
+        _sign(folder)
         yield
     finally:
         (folder / _HOLDER).unlink(missing_ok=True)
         lock.release()
+
+
+def _sign(folder: Path) -> None:
+    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": utc_now()}
+    try:
+        (folder / _HOLDER).write_bytes(orjson.dumps(holder))
+    except OSError as error:
+        raise StoreError(f"{folder}: can't write: {error.strerror}") from error
 
 
 def held_by(folder: Path) -> dict[str, Any] | None:

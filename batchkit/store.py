@@ -26,6 +26,8 @@ from batchkit.types import Record
 
 CHECKPOINT = "checkpoint.json"
 VERSION = 1
+COUNTS = ("records", "prompt_tokens", "completion_tokens")
+_DEEPEST = 100  # orjson gives up at 254 levels, the record's own included
 
 
 @dataclass
@@ -95,8 +97,8 @@ class Store:
         self.path = folder / RESULTS
         self.salvaged_bytes = 0
         try:
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
-            self.totals, offset = _load_checkpoint(folder, os.fstat(self._file).st_size)
+            self._file = _open_log(self.path)
+            self.totals, offset = _trusted_checkpoint(folder)
             self._end = self._recover(offset)
         except OSError as error:
             raise StoreError(f"{self.path}: {error.strerror or error}") from error
@@ -140,7 +142,7 @@ class Store:
             return 0.0
         try:
             os.fsync(self._file)
-            _write_atomically(self.folder / CHECKPOINT, self._checkpoint())
+            self.checkpoint()
         except OSError as error:
             raise StoreError(
                 f"{self.folder / CHECKPOINT}: can't write: {error.strerror}; every finished row is"
@@ -156,9 +158,10 @@ class Store:
         finally:
             os.close(self._file)
 
-    def _checkpoint(self) -> bytes:
+    def checkpoint(self) -> None:
+        """Replace the checkpoint by what the log says up to its end; ``sync`` is the safe way."""
         totals = self.totals
-        return orjson.dumps(
+        content = orjson.dumps(
             {
                 "version": VERSION,
                 "offset": self._end,
@@ -177,6 +180,7 @@ class Store:
             },
             option=orjson.OPT_SERIALIZE_NUMPY,
         )
+        _write_atomically(self.folder / CHECKPOINT, content)
 
     def _recover(self, offset: int) -> int:
         """Count the lines past ``offset``; where a line is broken, cut the rest off.
@@ -199,39 +203,62 @@ class Store:
             file.seek(broken_at)
             torn = file.read()
         _write_atomically(free_name(self.path, "torn"), torn)
-        os.ftruncate(self._file, broken_at)
-        salvaged = b"".join(whole)
-        if salvaged:
-            os.write(self._file, salvaged)
         self.salvaged_bytes = len(torn)
-        return broken_at + len(salvaged)
+        if not whole:
+            os.ftruncate(self._file, broken_at)
+            return broken_at
+        self._rewrite(broken_at, whole)
+        return os.fstat(self._file).st_size
+
+    def _rewrite(self, end: int, lines: list[bytes]) -> None:
+        """The log up to ``end``, then ``lines``: in one step, so that a kill loses none of them."""
+        temporary = self.path.with_name(f"{RESULTS}.tmp")
+        with self.path.open("rb") as old, temporary.open("wb") as new:
+            while (left := end - new.tell()) > 0:
+                new.write(old.read(min(left, 2**20)))
+            new.writelines(lines)
+            new.flush()
+            os.fsync(new.fileno())
+        temporary.replace(self.path)
+        os.close(self._file)
+        self._file = _open_log(self.path)
 
 
-def _load_checkpoint(folder: Path, size: int) -> tuple[Totals, int]:
-    """The totals of the checkpoint and its offset; nothing and 0 where it can't be trusted.
-
-    It is a cache: whatever is odd about it, the log is read from its start instead.
-    """
+def read_checkpoint(folder: Path) -> tuple[Totals, int] | None:
+    """What ``checkpoint.json`` says, and its offset; None where it is missing or damaged."""
     try:
         found = orjson.loads((folder / CHECKPOINT).read_bytes())
-        if found["version"] != VERSION or not 0 <= found["offset"] <= size:
-            return Totals(), 0
-        counts = found["counts"]
+        if found["version"] != VERSION:
+            return None
         totals = Totals(
             completed=IndexSet.from_ranges(found["completed"]),
             failed_by_kind={
                 kind: IndexSet.from_ranges(ranges)
                 for kind, ranges in found["failed_by_kind"].items()
             },
-            records=counts["records"],
-            prompt_tokens=counts["prompt_tokens"],
-            completion_tokens=counts["completion_tokens"],
+            **{name: _count(found["counts"][name]) for name in COUNTS},
         )
-        if _ends_a_line(folder / RESULTS, found["offset"]):
-            return totals, found["offset"]
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
-        pass
+        return totals, _count(found["offset"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _trusted_checkpoint(folder: Path) -> tuple[Totals, int]:
+    """The checkpoint where it fits the log; else nothing and 0: then the whole log is read."""
+    found = read_checkpoint(folder)
+    if found is not None and _ends_a_line(folder / RESULTS, found[1]):
+        return found
     return Totals(), 0
+
+
+def _open_log(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a count")
+    return value
 
 
 def _ends_a_line(path: Path, offset: int) -> bool:
@@ -272,18 +299,25 @@ def _encode(line: dict[str, Any]) -> bytes:
         return orjson.dumps(_plain(line), option=orjson.OPT_APPEND_NEWLINE)
 
 
-def _plain(value: Any) -> Any:
-    """``value`` in JSON's own types: bytes as base64, what is foreign as its text."""
+def _plain(value: Any, depth: int = 0) -> Any:
+    """``value`` in JSON's own types: bytes as base64; what is foreign, or too deep, as its text."""
+    if isinstance(value, Mapping | list | tuple) and depth > _DEEPEST:
+        value = repr(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(part) for key, part in value.items()}
+        return {_valid(str(key)): _plain(part, depth + 1) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [_plain(part, depth + 1) for part in value]
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
+        return _valid(value)
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         return str(value)
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return value if isinstance(value, bool | int | float | None) else str(value)
+    return value if isinstance(value, bool | int | float | None) else _valid(str(value))
+
+
+def _valid(text: str) -> str:
+    """``text`` without lone surrogates, which UTF-8 has no word for."""
+    return text.encode("utf-8", "replace").decode()

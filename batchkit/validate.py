@@ -16,7 +16,7 @@ from batchkit.errors import RowError
 from batchkit.prefetch import Prefetch
 from batchkit.prompts import PromptRenderer
 from batchkit.sources import read_rows
-from batchkit.types import Completion, Request
+from batchkit.types import Completion, Request, Row
 
 SHOWN = 20
 
@@ -71,8 +71,10 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
     problems: list[Problem] = []
     by_kind: Counter[str] = Counter()
     tokens: list[int] = []
-    first_of: dict[str, int] = {}
-    for rendered in _rendered(job, rows):
+    repeats: dict[int, int] = {}
+    count = 0
+    for rendered in _rendered(job, rows, repeats):
+        count += 1
         request = rendered.request if isinstance(rendered, Completion) else rendered
         row = request.row
         error = rendered.error if isinstance(rendered, Completion) else None
@@ -82,15 +84,15 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
             except RowError as refusal:
                 error = refusal
         kind, message = (error.kind, str(error)) if error is not None else (None, "")
-        if (first := first_of.setdefault(row.id, row.index)) != row.index:
-            kind, message = "id", f"id {row.id!r} stands at row {first} as well"
+        if row.index in repeats:
+            kind, message = "id", f"id {row.id!r} stands at row {repeats[row.index]} as well"
         if kind is not None:
             by_kind[kind] += 1
             problems.append(Problem(row.index, row.id, kind, message))
     failed = len(problems)
     return Validation(
-        rows=len(first_of) + by_kind["id"],
-        ok=len(first_of) + by_kind["id"] - failed,
+        rows=count,
+        ok=count - failed,
         failed=failed,
         failed_by_kind={kind: count for kind, count in by_kind.items() if count},
         problems=sorted(problems)[:SHOWN],
@@ -123,10 +125,13 @@ def preview(job: JobConfig, rows: int) -> Iterator[Preview]:
         )
 
 
-def _rendered(job: JobConfig, rows: int | None) -> Iterator[Request | Completion]:
+def _rendered(
+    job: JobConfig, rows: int | None, repeats: dict[int, int]
+) -> Iterator[Request | Completion]:
+    """In any order; ``repeats`` maps a row whose id was there before to the first that has it."""
     renderer = PromptRenderer(job)
     prefetch = Prefetch(
-        islice(read_rows(job.input), rows),
+        _noting_repeats(islice(read_rows(job.input), rows), repeats),
         renderer.render_or_fail,
         threads=job.run.render_threads,
         ahead=2 * job.run.render_threads,
@@ -139,6 +144,14 @@ def _rendered(job: JobConfig, rows: int | None) -> Iterator[Request | Completion
                 if isinstance(rendered, Request):
                     prefetch.release(rendered)
                 yield rendered
+
+
+def _noting_repeats(rows: Iterator[Row], repeats: dict[int, int]) -> Iterator[Row]:
+    first_of: dict[str, int] = {}
+    for row in rows:
+        if (first := first_of.setdefault(row.id, row.index)) != row.index:
+            repeats[row.index] = first
+        yield row
 
 
 def _spread(tokens: list[int]) -> dict[str, float]:

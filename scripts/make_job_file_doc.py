@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 from pydantic.fields import FieldInfo
 
 from batchkit.config import JobConfig, Table
+from batchkit.wording import in_words
 
 _CODE = re.compile(r'"[^"]*"|\btrue\b|\bfalse\b|\^\S+')
 PAGE = Path(__file__).parent.parent / "docs" / "job-file.md"
@@ -105,50 +104,6 @@ def document() -> str:
     ]
     top = _table({name: field for name, field in plain.items() if name != "vars"})
     return HEAD.format(example=EXAMPLE, top=top) + "".join(sections)
-
-
-def in_words(annotation: Any, limits: Iterable[Any] = ()) -> str:
-    """The type of a key for people: whole number ≥ 1, list of text."""
-    origin, parts = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return in_words(parts[0], parts[1:])
-    if origin in (Union, UnionType):
-        return _either([word for part in parts for word in _member(part)])
-    if origin is Literal:
-        return _either([json.dumps(choice) for choice in parts])
-    if origin is list:
-        return f"list of {in_words(parts[0])}".replace("of number", "of numbers")
-    if origin is dict:
-        return "table"
-    word = {bool: "true or false", int: "whole number", float: "number", str: "text"}
-    bounds = " and ".join(_bounds(annotation, limits))
-    return f"{word[annotation]} {bounds}".rstrip()
-
-
-def _member(part: Any) -> list[str]:
-    """What a member of a union adds to its choices."""
-    if part is bool:
-        return ["true", "false"]
-    return [] if part is NoneType else [in_words(part)]
-
-
-def _bounds(number: type, limits: Iterable[Any]) -> Iterator[str]:
-    for limit in limits:
-        if isinstance(limit, FieldInfo):
-            yield from _bounds(number, limit.metadata)
-        if pattern := getattr(limit, "pattern", None):
-            yield f"matching {pattern}"
-        for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
-            bound = getattr(limit, name, None)
-            if bound is not None and number is int and name == "gt":
-                yield f"≥ {bound + 1}"
-            elif bound is not None:
-                yield f"{sign} {bound:g}"
-
-
-def _either(choices: list[str]) -> str:
-    *first, last = choices
-    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _table(fields: dict[str, FieldInfo]) -> str:

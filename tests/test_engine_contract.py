@@ -92,8 +92,6 @@ def test_the_load_is_told(engine: Engine) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_close_drops_what_is_in_flight_and_may_be_repeated(kind: str, demo_model: Any) -> None:
-    if kind == "vllm":
-        pytest.skip("test_vllm_engine.py closes and opens engines; one here saves ten seconds")
     opened = open_engine(_job(kind, demo_model))
     opened.submit(request(0))
     opened.close()

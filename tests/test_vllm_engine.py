@@ -226,3 +226,29 @@ def test_a_folder_without_a_model_is_named(
 ) -> None:
     with pytest.raises((JobError, EngineError), match=re.escape(str(tmp_path))):
         open_engine(vllm_job(engine={"model": str(tmp_path)}))
+
+
+def test_a_lora_adapter_changes_the_answers(text_model: Path, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((text_model / "config.json").read_text())
+    rank, width = 8, config["hidden_size"]
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{layer}.self_attn.o_proj"
+        weights[f"{name}.lora_A.weight"] = torch.randn(rank, width, generator=generator)
+        weights[f"{name}.lora_B.weight"] = torch.randn(width, rank, generator=generator)
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": ["o_proj"]})
+    )
+    options = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
+
+    def answer(lora: str | None) -> str:
+        job = JobConfig(engine={"model": str(text_model), "options": options, "lora": lora})
+        with closing(open_engine(job)) as opened:
+            return ask(opened, request(1))[0].choices[0].text
+
+    assert answer(str(tmp_path)) != answer(None)

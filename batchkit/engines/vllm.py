@@ -51,9 +51,9 @@ def open_preflight(job: JobConfig) -> VllmRenderer:
     Raises:
         JobError: an option or a sampling parameter is wrong, or the model's files are missing.
     """
+    vllm_config = _check_config(job)
     from vllm.renderers import renderer_from_config
 
-    vllm_config = _check_config(job)
     return VllmRenderer(job, renderer_from_config(vllm_config), vllm_config)
 
 
@@ -404,10 +404,12 @@ def _set_environment() -> None:
     """What must stand before vLLM is imported; a variable that the user set is left alone."""
     for name, value in {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
+        # What goes wrong reaches us as an exception; vLLM would print its whole state besides.
+        "VLLM_LOGGING_LEVEL": "CRITICAL",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for results
         "VLLM_NO_USAGE_STATS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TRANSFORMERS_VERBOSITY": "error",
     }.items():
         os.environ.setdefault(name, value)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")

@@ -1,0 +1,41 @@
+"""How a completion becomes the row's record."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from batchkit.config import OutputTable
+from batchkit.errors import EmptyTextError
+from batchkit.types import Completion, ErrorInfo, Record, utc_now
+
+
+def to_record(completion: Completion, output: OutputTable) -> Record:
+    """The line that tells how ``completion`` settled its row."""
+    request, error = completion.request, completion.error
+    row, first = request.row, completion.choices[0] if completion.choices else None
+    several = len(completion.choices) > 1 or (first is not None and first.logprobs is not None)
+    return Record(
+        index=row.index,
+        id=row.id,
+        status="ok" if error is None else "failed",
+        attempt=request.attempt,
+        text=first.text if error is None and first is not None else None,
+        finish_reason=first.finish_reason if first is not None else None,
+        usage=completion.usage,
+        latency_s=completion.latency_s,
+        finished_at=utc_now(),
+        error=None if error is None else ErrorInfo.of(error),
+        fields={name: row.fields.get(name) for name in output.keep},
+        input_hash=request.input_hash,
+        choices=completion.choices if several and error is None else None,
+        prompt=completion.prompt if output.prompt else None,
+    )
+
+
+def without_blank(completion: Completion) -> Completion:
+    """An answer that is only white space is a failure, and never an answer."""
+    if completion.error is not None or any(choice.text.strip() for choice in completion.choices):
+        return completion
+    reason = completion.choices[0].finish_reason if completion.choices else None
+    error = EmptyTextError(f"the model answered with no text (finish_reason {reason})")
+    return replace(completion, error=error)

@@ -1,0 +1,83 @@
+"""What a checkpoint costs as completions grow, in order and scattered: write, size, read.
+
+    python benchmarks/checkpoint.py [--max 10000000]
+
+Scattered is the worst case (every second row done, at random); a run's own completions are nearly
+in order, and then a checkpoint is a few hundred bytes whatever the number of rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from batchkit.indexset import IndexSet
+from batchkit.store import CHECKPOINT, Store, read_checkpoint
+
+ROUNDS = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--max", type=int, default=10_000_000)
+    most = parser.parse_args().max
+    random = np.random.default_rng(0)
+    results = []
+    print(
+        f"{'completions':>12} {'order':>10} {'ranges':>10} {'MB':>8} {'write s':>9} {'read s':>9}"
+    )
+    for rows in (10**n for n in range(4, 9) if 10**n <= most):
+        orders: dict[str, np.ndarray] = {
+            "in order": np.arange(rows, dtype=np.uint32),
+            "scattered": random.permutation(2 * rows)[:rows].astype(np.uint32),
+        }
+        for order, indexes in orders.items():
+            found = measure(IndexSet(indexes))
+            results.append({"completions": rows, "order": order, **found})
+            print(
+                f"{rows:>12,} {order:>10} {found['ranges']:>10,} {found['bytes'] / 1e6:>8.1f}"
+                f" {found['write_s']:>9.3f} {found['read_s']:>9.3f}"
+            )
+    print(json.dumps({"benchmark": "checkpoint", "results": results}))
+
+
+def measure(completed: IndexSet) -> dict[str, float]:
+    """Medians of ``ROUNDS`` rounds, fsync and rename included."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        store = Store(folder)
+        store.totals.completed = completed
+
+        def write() -> None:
+            store.checkpoint()
+
+        write_s = median(write)
+        read_s = median(lambda: read_checkpoint(folder))
+        size = (folder / CHECKPOINT).stat().st_size
+        store.close()
+    return {
+        "ranges": len(completed.ranges()),
+        "bytes": size,
+        "write_s": write_s,
+        "read_s": read_s,
+    }
+
+
+def median(work: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return round(statistics.median(seconds), 4)
+
+
+if __name__ == "__main__":
+    main()

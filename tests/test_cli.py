@@ -1,0 +1,455 @@
+"""The command line: results on stdout, the rest on stderr, and an exit code that a script can use."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from PIL import Image
+
+from batchkit import __version__
+from batchkit.cli import cli
+from tests.conftest import write_jsonl
+
+COMMANDS = sorted(cli.commands)
+HEAVY = {"pydantic", "torch", "vllm", "transformers", "pandas", "pyarrow", "numpy", "ray", "PIL"}
+GOOD = [{"id": f"q{n}", "q": f"question {n}"} for n in range(5)]
+
+
+def call(*args: object) -> Result:
+    result = CliRunner().invoke(cli, [str(arg) for arg in args])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: rows.jsonl with five good rows, an image, and job.toml for them."""
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "rows.jsonl", GOOD)
+    Image.new("RGB", (8, 6)).save(tmp_path / "there.png")
+    write_job(tmp_path)
+    return tmp_path
+
+
+def write_job(folder: Path, prompt: str = 'user = "{{ q }}"') -> Path:
+    path = folder / "job.toml"
+    path.write_text(
+        'name = "trial"\n[input]\npath = "rows.jsonl"\nid = "id"\n'
+        f'[prompt]\n{prompt}\n[engine]\nkind = "dry-run"\n[output]\nkeep = ["q"]\n',
+        encoding="utf-8",
+    )
+    return path
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+# Help
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_every_command_has_help(command: list[str], flag: str) -> None:
+    result = call(*command, flag)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("Usage: ")
+    assert not result.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_is_explained(name: str) -> None:
+    for parameter in cli.commands[name].params:
+        if parameter.param_type_name == "option":
+            assert getattr(parameter, "help", None), f"{name} {parameter.opts}"
+
+
+def test_help_names_every_command_and_the_exit_codes() -> None:
+    text = call("--help").stdout
+    assert all(f"  {name} " in text for name in COMMANDS)
+    assert "130 / 143" in text
+
+
+def test_version() -> None:
+    assert call("--version").stdout == f"batchkit, version {__version__}\n"
+
+
+@pytest.mark.parametrize("args", ["--help", "run --help", "validate --help", "--version"])
+def test_help_imports_nothing_heavy(args: str) -> None:
+    code = (
+        "import sys\nfrom batchkit.cli import cli\n"
+        f"try: cli({args.split()!r})\nexcept SystemExit: pass\n"
+        "print(*{name.split('.')[0] for name in sys.modules}, file=sys.stderr)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    # site-packages may run code of its own when Python starts; that is not ours.
+    bare = subprocess.run(
+        [sys.executable, "-c", "import sys; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    ours = set(ran.stderr.split()) - {name.split(".")[0] for name in bare.stdout.split()}
+    assert not ours & HEAVY
+
+
+# The command line itself
+
+
+def test_no_command_shows_the_help() -> None:
+    result = call()
+    assert result.exit_code == 2
+    assert "Usage: " in result.output
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--nonsense"],
+        ["nonsense"],
+        ["run"],
+        ["run", "job.toml", "--nonsense"],
+        ["run", "job.toml", "--limit", "0"],
+        ["run", "job.toml", "--limit", "many"],
+        ["run", "job.toml", "--on-change", "ignore"],
+        ["validate", "job.toml", "--rows", "-1"],
+        ["generate", "--prompts", "a"],
+        ["status", "a", "b"],
+    ],
+)
+def test_wrong_command_line_exits_with_2_and_says_so_on_stderr(
+    args: list[str], folder: Path
+) -> None:
+    result = call(*args)
+    assert result.exit_code == 2
+    assert not result.stdout
+    assert "Error: " in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["run", "no.toml"], "no.toml: no such job file"),
+        (["validate", "no.toml"], "no.toml: no such job file"),
+        (["run", "job.toml", "--set", "limit"], "write KEY=VALUE"),
+        (["run", "job.toml", "--set", "prompt.usr=x"], "did you mean 'user'?"),
+        (["validate", "job.toml", "--set", "input.path=no.jsonl"], "no.jsonl"),
+        (["run", "job.toml", "--set", "input.path=no.jsonl"], "no.jsonl"),
+        (["run", "job.toml", "--set", "prompt.user={% if %}"], "prompt.user: line 1"),
+        (["run", "job.toml", "--set", "engine.options.speed=9"], "engine.options.speed"),
+        (["validate", "job.toml", "--set", "engine.options.speed=9"], "engine.options.speed"),
+        (["run", "job.toml", "--skip-from", "nowhere"], "nowhere: not a run folder"),
+        (["status"], "no run under output/"),
+        (["status", "nowhere"], "nowhere: neither a run folder nor a job file"),
+        (["status", "job.toml"], "start one with `batchkit run job.toml`"),
+        (["verify", "job.toml"], "no run there"),
+        (["export", "nowhere", "--jsonl"], "neither a run folder"),
+        (["export", "job.toml"], "name a format"),
+        (["retry-failed", "job.toml"], "no run there"),
+        (["retry-failed", "job.toml", "--kind", "bad"], "known kinds are template, media"),
+        (["generate", "--model", "m"], "no prompt"),
+        (["generate", "--model", "m", "--prompts"], "no prompt"),
+        (["generate", "--model", "m", "--prompts-file", "empty.txt"], "no prompt"),
+        (["generate", "--model", "m", "--prompts-file", "latin.txt"], "latin.txt"),
+        (["demo-model", "job.toml"], "job.toml"),
+    ],
+)
+def test_wrong_job_or_run_exits_with_2_and_says_so_on_stderr(
+    args: list[str], words: str, folder: Path
+) -> None:
+    (folder / "empty.txt").write_text("\n \n", encoding="utf-8")
+    (folder / "latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    result = call(*args)
+    assert result.exit_code == 2
+    assert not result.stdout
+    assert "batchkit: error: " in result.stderr
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+# run
+
+
+def summary(result: Result) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def test_run_ends_with_one_line_of_json(folder: Path) -> None:
+    result = call("run", "job.toml")
+    assert result.exit_code == 0
+    assert len(result.stdout.splitlines()) == 1
+    found = summary(result)
+    wanted = "total ok failed skipped retried seconds rows_per_s completion_tokens_per_s exit"
+    assert set(wanted.split()) <= set(found)
+    assert (found["total"], found["ok"], found["failed"], found["exit"]) == (5, 5, 0, 0)
+    assert "5 ok, 0 failed of 5 rows" in result.stderr
+    assert (folder / "output" / "trial" / "results.jsonl").exists()
+
+
+def test_run_carries_on_by_default(folder: Path) -> None:
+    call("run", "job.toml", "--limit", "2")
+    found = summary(call("run", "job.toml"))
+    assert (found["ok"], found["skipped"], found["total"]) == (5, 2, 5)
+
+
+def test_fresh_run_keeps_the_old_folder(folder: Path) -> None:
+    call("run", "job.toml")
+    found = summary(call("run", "job.toml", "--fresh"))
+    assert (found["ok"], found["skipped"]) == (5, 0)
+    assert (folder / "output" / "trial.1" / "results.jsonl").exists()
+
+
+def test_run_with_failed_rows_exits_with_3(folder: Path) -> None:
+    write_jsonl(folder / "rows.jsonl", [*GOOD, {"id": "bad"}])
+    result = call("run", "job.toml")
+    assert result.exit_code == summary(result)["exit"] == 3
+    assert summary(result)["failed"] == 1
+    assert "retry-failed" in result.stderr
+
+
+def test_run_that_stops_exits_with_1_and_keeps_what_is_finished(folder: Path) -> None:
+    write_jsonl(folder / "rows.jsonl", [*GOOD, {"id": "bad"}])
+    result = call("run", "job.toml", "--set", "run.fail_on_error=true")
+    assert result.exit_code == 1
+    assert not result.stdout
+    assert "batchkit: error: " in result.stderr
+    assert "run.fail_on_error" in result.stderr
+    assert json.loads(call("verify", "job.toml", "--json").stdout)["duplicates"] == 0
+
+
+def test_changed_job_exits_with_2_and_shows_the_change(folder: Path) -> None:
+    call("run", "job.toml")
+    result = call("run", "job.toml", "--set", "sampling.temperature=0.5")
+    assert result.exit_code == 2
+    assert "sampling.temperature: 0.0 → 0.5" in result.stderr
+    assert "--on-change" in result.stderr
+    result = call("run", "job.toml", "--set", "sampling.temperature=0.5", "--on-change", "new")
+    assert result.exit_code == 0
+
+
+def test_skip_from_leaves_out_what_is_ok_elsewhere(folder: Path) -> None:
+    call("run", "job.toml", "--limit", "3")
+    result = call("run", "job.toml", "--set", "name=other", "--skip-from", "output/trial")
+    assert result.exit_code == 0
+    assert summary(result)["ok"] == 2
+
+
+def test_dry_run_prints_rows_and_writes_nothing(folder: Path) -> None:
+    write_job(folder, 'user = "Look: {{ q }}"\nimages = ["there.png"]')
+    before = files(folder)
+    result = call("run", "job.toml", "--dry-run")
+    assert result.exit_code == 0
+    assert result.stdout.count("--- row ") == 3
+    assert "--- row 0 (id q0)" in result.stdout
+    assert "Look: question 0" in result.stdout
+    assert "images: 8x6" in result.stdout
+    assert '"temperature": 0.0' in result.stdout
+    assert call("run", "job.toml", "--dry-run", "--limit", "1").stdout.count("--- row ") == 1
+    assert files(folder) == before
+
+
+def test_dry_run_shows_why_a_row_would_fail(folder: Path) -> None:
+    write_job(folder, 'user = "{{ question }}"')
+    result = call("run", "job.toml", "--dry-run")
+    assert "would fail, template: 'question' is undefined; the row has id, q" in result.stdout
+
+
+# validate
+
+
+def test_validate_passes_good_rows_and_writes_nothing(folder: Path) -> None:
+    before = files(folder)
+    result = call("validate", "job.toml")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("5 rows: 5 ok, 0 would fail\nprompt tokens: min ")
+    found = json.loads(call("validate", "job.toml", "--json").stdout)
+    assert (found["rows"], found["ok"], found["failed"], found["problems"]) == (5, 5, 0, [])
+    assert {"min", "median", "p99", "max"} <= set(found["prompt_tokens"])
+    assert files(folder) == before
+
+
+BAD = [
+    {"id": "a", "q": "fine", "photo": "there.png"},
+    {"id": "b", "photo": "there.png"},
+    {"id": "c", "q": "no picture", "photo": "gone.png"},
+    {"id": "a", "q": "id again", "photo": "there.png"},
+    {"q": "no id", "photo": "there.png"},
+]
+
+
+def test_validate_finds_every_bad_row(folder: Path) -> None:
+    write_job(folder, 'user = "{{ q }}"\nimages = ["{{ photo }}"]')
+    write_jsonl(folder / "rows.jsonl", BAD)
+    result = call("validate", "job.toml", "--json")
+    assert result.exit_code == 3
+    assert len(result.stdout.splitlines()) == 1
+    found = json.loads(result.stdout)
+    assert (found["rows"], found["ok"], found["failed"]) == (5, 1, 4)
+    assert found["failed_by_kind"] == {"template": 1, "media": 1, "id": 1, "invalid_request": 1}
+    problems = {problem["index"]: problem for problem in found["problems"]}
+    assert list(problems) == [1, 2, 3, 4]
+    assert "'q' is undefined" in problems[1]["message"]
+    assert "gone.png" in problems[2]["message"]
+    assert problems[3]["message"] == "id 'a' stands at row 0 as well"
+    assert "input.id" in problems[4]["message"]
+    result = call("validate", "job.toml")
+    assert result.exit_code == 3
+    assert "5 rows: 1 ok, 4 would fail" in result.stdout
+    assert "row 2 (id c) media: gone.png" in result.stdout
+
+
+def test_second_of_two_equal_ids_is_the_problem_however_slow_the_first(folder: Path) -> None:
+    """Rows are rendered side by side and come in any order."""
+    Image.effect_noise((3000, 3000), 50).save(folder / "slow.png")
+    rows = [{"id": "x", "q": "a", "photo": "slow.png"}] + [
+        {"id": "x", "q": "b", "photo": "there.png"}
+    ] * 3
+    write_jsonl(folder / "rows.jsonl", rows)
+    write_job(folder, 'user = "{{ q }}"\nimages = ["{{ photo }}"]')
+    found = json.loads(call("validate", "job.toml", "--json").stdout)
+    assert [problem["index"] for problem in found["problems"]] == [1, 2, 3]
+
+
+def test_validate_looks_at_as_many_rows_as_asked(folder: Path) -> None:
+    write_jsonl(folder / "rows.jsonl", [*GOOD, {"id": "bad"}])
+    assert call("validate", "job.toml", "--rows", "5").exit_code == 0
+    result = call("validate", "job.toml", "--rows", "6")
+    assert result.exit_code == 3
+    assert "row 5 (id bad) template: " in result.stdout
+
+
+def test_validate_shows_the_first_problems_and_counts_the_rest(folder: Path) -> None:
+    write_jsonl(folder / "rows.jsonl", [{"id": str(n)} for n in range(50)])
+    result = call("validate", "job.toml")
+    assert "50 rows: 0 ok, 50 would fail" in result.stdout
+    assert "prompt tokens: none" in result.stdout
+    assert result.stdout.rstrip().endswith("… and 30 more")
+    assert json.loads(call("validate", "job.toml", "--json").stdout)["failed"] == 50
+
+
+def test_validate_takes_overrides(folder: Path) -> None:
+    assert call("validate", "job.toml", "--set", "prompt.user={{ id }}").exit_code == 0
+    assert call("validate", "job.toml", "--set", "prompt.user={{ no }}").exit_code == 3
+
+
+# What reads a run
+
+
+@pytest.fixture
+def finished(folder: Path) -> Path:
+    """A run of six rows, the last of them failed."""
+    write_jsonl(folder / "rows.jsonl", [*GOOD, {"id": "bad"}])
+    assert call("run", "job.toml").exit_code == 3
+    return folder
+
+
+@pytest.mark.parametrize("target", [["job.toml"], ["output/trial"], []])
+def test_run_is_named_by_its_job_its_folder_or_not_at_all(
+    target: list[str], finished: Path
+) -> None:
+    result = call("status", *target, "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert (found["name"], found["ok"], found["failed"], found["pending"]) == ("trial", 5, 1, 0)
+    assert found["failed_by_kind"] == {"template": 1}
+    assert (result.stderr == "batchkit: output/trial\n") == (not target)
+
+
+def test_status_for_people(finished: Path) -> None:
+    text = call("status").stdout
+    assert "trial: 5 ok, 1 failed, 0 of 6 to do" in text
+    assert "failed by template: 1" in text
+    assert "no process works on it" in text
+
+
+def test_verify_says_sound_and_exits_by_it(finished: Path) -> None:
+    result = call("verify", "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert (found["rows"], found["ok"], found["failed"], found["lost"]) == (6, 5, 1, 0)
+    assert call("verify").stdout.endswith("sound\n")
+    log = finished / "output" / "trial" / "results.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join(lines[:-1]))
+    result = call("verify")
+    assert result.exit_code == 1
+    assert result.stdout.endswith("NOT SOUND\n")
+
+
+def test_retry_failed_tells_what_it_mended(finished: Path) -> None:
+    result = call("retry-failed", "--json")
+    assert result.exit_code == 3
+    found = json.loads(result.stdout)
+    assert (found["rows"], found["by_kind"], found["mended"]) == (1, {"template": 1}, 0)
+    result = call("retry-failed", "--json", "--set", "prompt.user={{ id }}")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["mended"] == 1
+    result = call("retry-failed", "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == {"rows": 0, "by_kind": {}, "mended": 0}
+    assert "nothing to retry" in call("retry-failed").stdout
+
+
+def test_retry_failed_takes_only_the_kinds_asked_for(finished: Path) -> None:
+    result = call("retry-failed", "--kind", "media")
+    assert result.exit_code == 0
+    assert result.stdout == "nothing to retry: no row failed by media\n"
+
+
+@pytest.mark.parametrize("name", ["parquet", "jsonl", "csv", "openai"])
+def test_export_names_its_files(name: str, finished: Path) -> None:
+    result = call("export", f"--{name}", "--json")
+    assert result.exit_code == 0
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert sum(file["rows"] for file in found) == 6
+    assert all(Path(file["path"]).stat().st_size == file["bytes"] for file in found)
+    assert "6 rows" in call("export", "--csv", finished / "mine.csv").stdout
+    assert (finished / "mine.csv").exists()
+
+
+def test_export_takes_the_run_behind_the_format(finished: Path) -> None:
+    assert "6 rows" in call("export", "--csv", "output/trial").stdout
+    assert "6 rows" in call("export", "--csv", "job.toml").stdout
+
+
+# generate
+
+
+def test_generate_answers_prompts_in_their_order(folder: Path) -> None:
+    (folder / "more.txt").write_bytes("\ufeffthree\n\nfour\u2028and more\n".encode())
+    args = ["generate", "--model", "m", "--set", "engine.kind=dry-run", "--prompts", "one", "two"]
+    result = call(*args, "--prompts-file", "more.txt")
+    assert result.exit_code == 0
+    prompts = [line[2:] for line in result.stdout.split("\n") if line.startswith("> ")]
+    assert prompts == ["one", "two", "three", "four\u2028and more"]
+    records = [json.loads(line) for line in call(*args, "--json").stdout.splitlines()]
+    assert [record["index"] for record in records] == [0, 1]
+    assert (folder / "output" / "generate.1").exists(), "the earlier answers are kept"
+
+
+def test_module_runs_as_the_command(folder: Path) -> None:
+    """Both doors: ``python -m batchkit`` and its exit code, in a real process."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "batchkit", "validate", "job.toml", "--json"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        check=False,
+    )
+    assert ran.returncode == 0
+    assert json.loads(ran.stdout)["ok"] == 5
+    assert not ran.stderr
