@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from batchkit.ledger import RESULTS, failure_kind, read_lines
 from batchkit.manifest import job_of_run, read_manifest
 from batchkit.runfolder import held_by
 from batchkit.sources import count_rows
-from batchkit.store import CHECKPOINT, Totals, read_checkpoint
+from batchkit.store import CHECKPOINT, Totals, read_checkpoint, trusted_checkpoint
 
-_RATE_RECORDS = 500
+_RATE_BYTES = 256 * 1024  # of the log's end: some hundred records
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +76,15 @@ def status(folder: Path) -> Status:
     Raises:
         StoreError: not a run folder, or its log is gone.
     """
-    manifest = read_manifest(folder)
-    totals, finished = Totals(), list[str]()
-    for line in read_lines(_log(folder)):
+    manifest, log = read_manifest(folder), _log(folder)
+    totals, offset = trusted_checkpoint(folder)
+    for line in read_lines(log, offset):
         if line.record is not None:
             totals.add(line.record)
-            finished.append(line.record["finished_at"])
-            if len(finished) > 2 * _RATE_RECORDS:
-                del finished[:-_RATE_RECORDS]
     total = _total(folder, manifest)
     pending = None if total is None else max(0, total - totals.ok - totals.failed)
     holder = held_by(folder)
-    rate = _rate(finished[-_RATE_RECORDS:]) if holder else None
+    rate = _rate(log) if holder else None
     return Status(
         name=manifest["name"],
         folder=str(folder),
@@ -166,9 +164,13 @@ def _total(folder: Path, manifest: Mapping[str, Any]) -> int | None:
         return None
 
 
-def _rate(finished: list[str]) -> float | None:
+def _rate(log: Path) -> float | None:
+    """Rows per second over the last records of the log."""
+    start = max(0, log.stat().st_size - _RATE_BYTES)
+    lines = islice(read_lines(log, start), 1 if start else 0, None)  # the first one may be cut
+    finished = [line.record["finished_at"] for line in lines if line.record is not None]
     if len(finished) < 2:
         return None
-    first, last = (datetime.fromisoformat(finished[at]) for at in (0, -1))
+    first, last = datetime.fromisoformat(finished[0]), datetime.fromisoformat(finished[-1])
     seconds = (last - first).total_seconds()
-    return round(len(finished) / seconds, 3) if seconds > 0 else None
+    return round((len(finished) - 1) / seconds, 3) if seconds > 0 else None

@@ -98,7 +98,7 @@ class Store:
         self.salvaged_bytes = 0
         try:
             self._file = _open_log(self.path)
-            self.totals, offset = _trusted_checkpoint(folder)
+            self.totals, offset = trusted_checkpoint(folder)
             self._end = self._recover(offset)
         except OSError as error:
             raise StoreError(f"{self.path}: {error.strerror or error}") from error
@@ -243,7 +243,7 @@ def read_checkpoint(folder: Path) -> tuple[Totals, int] | None:
         return None
 
 
-def _trusted_checkpoint(folder: Path) -> tuple[Totals, int]:
+def trusted_checkpoint(folder: Path) -> tuple[Totals, int]:
     """The checkpoint where it fits the log; else nothing and 0: then the whole log is read."""
     found = read_checkpoint(folder)
     if found is not None and _ends_a_line(folder / RESULTS, found[1]):
