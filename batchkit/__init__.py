@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from batchkit.config import JobConfig as JobConfig
     from batchkit.processor import ProductionBatchProcessor as ProductionBatchProcessor
-    from batchkit.processor import RunSummary as RunSummary
+    from batchkit.summary import RunSummary as RunSummary
 
 __version__ = "0.1.0"
 __all__ = ["JobConfig", "ProductionBatchProcessor", "RunSummary"]
@@ -15,7 +15,7 @@ __all__ = ["JobConfig", "ProductionBatchProcessor", "RunSummary"]
 _HOMES = {
     "JobConfig": "batchkit.config",
     "ProductionBatchProcessor": "batchkit.processor",
-    "RunSummary": "batchkit.processor",
+    "RunSummary": "batchkit.summary",
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from batchkit.errors import BatchkitError, StoreError
+from batchkit.indexset import IndexSet
 from batchkit.ledger import RESULTS, failure_kind, read_lines
 from batchkit.manifest import job_of_run, read_manifest
 from batchkit.runfolder import held_by
@@ -82,7 +82,7 @@ def status(folder: Path) -> Status:
         if line.record is not None:
             totals.add(line.record)
     total = _total(folder, manifest)
-    pending = None if total is None else max(0, total - totals.ok - totals.failed)
+    pending = _pending(total, totals, manifest)
     holder = held_by(folder)
     rate = _rate(log) if holder else None
     return Status(
@@ -110,10 +110,10 @@ def verify(folder: Path) -> Verification:
         StoreError: not a run folder, or its log is gone.
     """
     manifest = read_manifest(folder)
+    checkpoint, offset = read_checkpoint(folder) or (Totals(), 0)  # before the log, which grows
     size = _log(folder).stat().st_size
-    checkpoint, offset = read_checkpoint(folder) or (Totals(), 0)
     totals, at_checkpoint = Totals(), Totals()
-    ok_records: Counter[int] = Counter()
+    once, twice = IndexSet(), IndexSet()
     torn = 0
     for line in read_lines(folder / RESULTS):
         if line.record is None:
@@ -123,7 +123,8 @@ def verify(folder: Path) -> Verification:
         if line.end <= offset:
             at_checkpoint.add(line.record)
         if failure_kind(line.record) is None:
-            ok_records[line.record["index"]] += 1
+            index = line.record["index"]
+            (twice if index in once else once).add(index)
     total = _total(folder, manifest)
     claimed = checkpoint.completed | checkpoint.failed_rows
     return Verification(
@@ -131,9 +132,9 @@ def verify(folder: Path) -> Verification:
         records=totals.records,
         ok=totals.ok,
         failed=totals.failed,
-        pending=None if total is None else max(0, total - totals.ok - totals.failed),
+        pending=_pending(total, totals, manifest),
         lost=sum(not totals.is_settled(index) for index in claimed),
-        duplicates=sum(count > 1 for count in ok_records.values()),
+        duplicates=len(twice),
         checkpoint_matches=not (folder / CHECKPOINT).exists()
         or (0 < offset <= size and _told(checkpoint) == _told(at_checkpoint)),
         torn_bytes=torn,
@@ -145,6 +146,14 @@ def _log(folder: Path) -> Path:
     if not path.is_file():
         raise StoreError(f"{path}: is missing; its rows must be run again: batchkit run --fresh")
     return path
+
+
+def _pending(total: int | None, totals: Totals, manifest: Mapping[str, Any]) -> int | None:
+    """Rows without a record, those that ``--skip-from`` left to another run not counted."""
+    if total is None:
+        return None
+    elsewhere = manifest.get("skipped_elsewhere", 0)
+    return int(max(0, total - totals.ok - totals.failed - elsewhere))
 
 
 def _told(totals: Totals) -> tuple[object, ...]:

@@ -96,6 +96,7 @@ def run(
     """
     from batchkit.config import load_job
     from batchkit.run import run_job
+    from batchkit.summary import RunSummary
 
     if limit is not None:
         overrides = (*overrides, f"input.limit={limit}")
@@ -103,7 +104,12 @@ def run(
     if dry_run:
         _show_rows(loaded, 3 if limit is None else limit)
         return
-    summary = run_job(loaded, fresh=fresh, on_change=on_change, skip_from=skip_from)
+    try:
+        summary = run_job(loaded, fresh=fresh, on_change=on_change, skip_from=skip_from)
+    except BatchkitError as error:
+        if isinstance(error.summary, RunSummary) and error.exit_code == 1:
+            click.echo(json.dumps(error.summary.to_json()))
+        raise
     _tell(summary, f"batchkit retry-failed {summary.folder}")
     click.echo(json.dumps(summary.to_json()))
     raise SystemExit(summary.exit)

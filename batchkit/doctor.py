@@ -69,7 +69,7 @@ def _vllm(facts: Facts) -> Finding:
     found = ", ".join(f"{name} {facts.versions[name]}" for name in installed)
     if not installed:
         remedy = f"{SETUP}; or, for an NVIDIA GPU, pip install 'batchkit[vllm]'"
-        return Finding("vllm", False, "not installed (export, status and score work)", remedy)
+        return Finding("vllm", False, "not installed (export, status and verify work)", remedy)
     if len(installed) == 2:
         remedy = f"they overwrite each other's files; {SETUP}"
         return Finding("vllm", False, f"both {found}", remedy)

@@ -3,6 +3,7 @@
 BatchkitError                  exit code
 ├── JobError                   2   the command line or the job file is wrong
 │   ├── InputError             2   the rows can't be read
+│   │   └── BrokenInputError   1   … from some row on
 │   └── ChangedError           2   the job or its input changed since the run began
 ├── StoreError                 1   the run folder can't be written, read or locked
 ├── EngineError                1   the engine is dead, or never started
@@ -27,6 +28,8 @@ class BatchkitError(Exception):
     """Base of all; its message is written for the person at the terminal."""
 
     exit_code: ClassVar[int] = 1
+    summary: object | None = None
+    """Where the run stood when this stopped it (a RunSummary), if it had begun."""
 
 
 class JobError(BatchkitError):
@@ -37,6 +40,12 @@ class JobError(BatchkitError):
 
 class InputError(JobError):
     """The rows can't be read: missing, unreadable, or not in the stated format."""
+
+
+class BrokenInputError(InputError):
+    """The rows can't be read any further; those before are done or will be, once it is mended."""
+
+    exit_code = 1
 
 
 class ChangedError(JobError):

@@ -142,7 +142,12 @@ def _write_parquet(folder: Path, path: Path) -> dict[Path, int]:
 
 
 def _write_jsonl(folder: Path, path: Path) -> dict[Path, int]:
-    return {path: _write_lines(path, read_newest(folder / RESULTS))}
+    rows = 0
+    with _replacing(path) as temporary, temporary.open("wb") as file:
+        for record in read_newest(folder / RESULTS):
+            file.write(_line(record))
+            rows += 1
+    return {path: rows}
 
 
 def _write_csv(folder: Path, path: Path) -> dict[Path, int]:
@@ -163,10 +168,21 @@ def _write_openai(folder: Path, path: Path) -> dict[Path, int]:
     """OpenAI's batch output: https://platform.openai.com/docs/guides/batch, answers and errors."""
     model = read_manifest(folder)["model"]["name"]
     errors = path.with_name(f"{path.stem}.errors{path.suffix}")
-    log = folder / RESULTS
-    answered = (_openai_answer(r, model) for r in read_newest(log) if r["status"] == "ok")
-    failed = (_openai_error(r) for r in read_newest(log) if r["status"] == "failed")
-    return {path: _write_lines(path, answered), errors: _write_lines(errors, failed)}
+    n_answers = n_errors = 0
+    with (
+        _replacing(path) as answers_path,
+        _replacing(errors) as errors_path,
+        answers_path.open("wb") as answers_file,
+        errors_path.open("wb") as errors_file,
+    ):
+        for record in read_newest(folder / RESULTS):
+            if record["status"] == "ok":
+                answers_file.write(_line(_openai_answer(record, model)))
+                n_answers += 1
+            else:
+                errors_file.write(_line(_openai_error(record)))
+                n_errors += 1
+    return {path: n_answers, errors: n_errors}
 
 
 def _openai_answer(record: Mapping[str, Any], model: str) -> dict[str, Any]:
@@ -208,13 +224,8 @@ def _openai_error(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> int:
-    rows = 0
-    with _replacing(path) as temporary, temporary.open("wb") as file:
-        for line in lines:
-            file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
-            rows += 1
-    return rows
+def _line(value: Mapping[str, Any]) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE)
 
 
 def _kept(folder: Path) -> list[str]:

@@ -6,14 +6,14 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from batchkit.config import JobConfig
-from batchkit.errors import BatchkitError, RequestError
+from batchkit.config import InputTable, JobConfig
+from batchkit.errors import BatchkitError, JobError, RequestError, StoreError
 from batchkit.manifest import read_manifest
-from batchkit.prompts import input_hash
-from batchkit.runfolder import is_run
-from batchkit.sources import FileFingerprint, count_rows, fingerprint, read_rows
+from batchkit.rowhash import input_hash
+from batchkit.sources import FileFingerprint, count_rows, fingerprint, has_ids, read_rows
 from batchkit.types import Row
 
 
@@ -22,50 +22,68 @@ class Input(NamedTuple):
 
     ``files`` are the fingerprints that tell whether it is the input of an earlier start; None for
     rows that can be read only once, which can never be resumed. ``read`` gives the rows for whose
-    index its argument is false; ``everything`` too, but also those that ``where`` and ``limit``
-    leave out. ``size`` says how many rows there are to run in all, if it can.
+    index its argument is false; ``everything`` does too, past ``limit``. ``size`` says how many
+    rows there are to run in all, if it can. ``has_ids``: the rows have ids that outlive a change
+    of their place.
     """
 
     files: list[dict[str, Any]] | None
     read: Callable[[Callable[[int], bool]], Iterator[Row]]
     everything: Callable[[Callable[[int], bool]], Iterator[Row]]
     size: Callable[[], int | None]
+    has_ids: bool
 
 
 def from_job(job: JobConfig) -> Input:
     """The job's own input."""
-    previous: tuple[FileFingerprint, ...] = ()
-    if is_run(job.folder):
-        previous = tuple(FileFingerprint(**file) for file in read_manifest(job.folder)["input"])
-    unfiltered = job.input.model_copy(update={"where": {}, "limit": None})
+    unlimited = job.input.model_copy(update={"limit": None})
     return Input(
-        files=[asdict(file) for file in fingerprint(job.input, previous)],
+        files=[asdict(file) for file in fingerprint(job.input, _known_files(job.folder))],
         read=lambda skip: read_rows(job.input, skip=skip),
-        everything=lambda skip: read_rows(unfiltered, skip=skip),
+        everything=lambda skip: read_rows(unlimited, skip=skip),
         size=lambda: count_rows(job.input),
+        has_ids=has_ids(job.input),
     )
 
 
-def from_python(rows: Iterable[Any]) -> Input:
-    """Rows given from Python: prompts, chat messages, or dicts of template fields."""
+def from_python(rows: Iterable[Any], table: InputTable) -> Input:
+    """Rows given from Python: prompts, chat messages, or dicts of template fields.
+
+    Raises:
+        JobError: ``table`` asks for what only files can do.
+    """
+    if table.where or table.limit:
+        raise JobError("input.where and input.limit are for files: give the rows that you want")
+    if isinstance(rows, str | Mapping):
+        rows = [rows]
+
+    def made() -> Iterator[Row]:
+        return (_row(index, value, table.id) for index, value in enumerate(rows))
+
+    has_ids = table.id is not None
     if not isinstance(rows, Sequence):
-
-        def once(skip: Callable[[int], bool]) -> Iterator[Row]:
-            return (_row(index, value) for index, value in enumerate(rows))
-
-        return Input(None, once, once, lambda: None)
-    made = [_row(index, value) for index, value in enumerate(rows)]
-    digest = hashlib.sha256("".join(input_hash(row.fields) for row in made).encode()).hexdigest()
+        return Input(None, lambda skip: made(), lambda skip: made(), lambda: None, has_ids)
+    hashes = "".join(input_hash(row.fields) for row in made())
+    digest = hashlib.sha256(hashes.encode()).hexdigest()
+    size = len(rows)
 
     def read(skip: Callable[[int], bool]) -> Iterator[Row]:
-        return (row for row in made if not skip(row.index))
+        return (row for row in made() if not skip(row.index))
 
-    file = {"path": "(rows from Python)", "size": len(made), "mtime_ns": 0, "sha256": digest}
-    return Input([file], read, read, lambda: len(made))
+    file = {"path": "(rows from Python)", "size": size, "mtime_ns": 0, "sha256": digest}
+    return Input([file], read, read, lambda: size, has_ids)
 
 
-def _row(index: int, value: Any) -> Row:
-    """A prompt, a list of chat messages, or a dict of template fields."""
+def _known_files(folder: Path) -> list[FileFingerprint]:
+    """What an earlier start found, so that an untouched file need not be read again."""
+    try:
+        return [FileFingerprint(**file) for file in read_manifest(folder)["input"]]
+    except (StoreError, KeyError, TypeError):
+        return []
+
+
+def _row(index: int, value: Any, key: str | None) -> Row:
+    """A prompt, a list of chat messages, or a dict of template fields, with its id under ``key``."""
     if isinstance(value, str):
         fields: Mapping[str, Any] = {"prompt": value}
     elif isinstance(value, Mapping):
@@ -77,7 +95,7 @@ def _row(index: int, value: Any) -> Row:
             f"row {index} is {type(value).__name__}; give a prompt, chat messages, or a dict"
         )
         return Row(index, str(index), {}, error)
-    return Row(index, str(index), fields)
+    return Row(index, str(fields.get(key, index) if key else index), fields)
 
 
 class Total:

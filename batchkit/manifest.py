@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import tomlkit
 import batchkit
 from batchkit.config import JobConfig, load_job
 from batchkit.errors import StoreError
-from batchkit.runfolder import JOB, MANIFEST
+from batchkit.runfolder import JOB, MANIFEST, write_atomically
 from batchkit.types import utc_now
 
 VERSION = 1
@@ -66,13 +66,18 @@ def identity(job: JobConfig) -> dict[str, Any]:
         "input.format": job.input.format,
         "input.records": job.input.records,
         "input.id": job.input.id,
+        "input.where": job.input.where,
         "engine.kind": engine.kind,
         "engine.model": engine.model,
         "engine.model_files": model_fingerprint(engine.model),
         "engine.lora": engine.lora,
+        "engine.lora_files": model_fingerprint(engine.lora or ""),
+        "engine.chat_template_text": _chat_template(engine.options.get("chat_template")),
         "run.seed": job.run.seed,
         "retry.temperatures": job.retry.temperatures,
         "retry.on_too_long": job.retry.on_too_long,
+        "output.keep": job.output.keep,
+        "output.prompt": job.output.prompt,
         "media.max_pixels": job.media.max_pixels,
         "media.min_pixels": job.media.min_pixels,
     }
@@ -94,16 +99,18 @@ def identity(job: JobConfig) -> dict[str, Any]:
         "prompt.chat_template_kwargs": prompt.chat_template_kwargs,
     }
     plain: dict[str, Any] = orjson.loads(orjson.dumps(found, default=str))
-    # A secret decides no answer, and must not be written: masked, it equals itself.
-    return {key: _masked(value, key) for key, value in plain.items()}
+    return {key: _masked(value, key, _fingerprint_mask) for key, value in plain.items()}
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One line for each key that differs: key, what it was, what it is."""
+    """One line for each key that differs: key, what it was, what it is.
+
+    A secret that was masked, its value unknown, differs from nothing.
+    """
     return [
         f"{key}: {_short(then.get(key))} → {_short(now.get(key))}"
         for key in sorted({*then, *now})
-        if then.get(key) != now.get(key)
+        if then.get(key) != now.get(key) and MASK not in (then.get(key), now.get(key))
     ]
 
 
@@ -123,6 +130,7 @@ def new_manifest(job: JobConfig, files: list[dict[str, Any]]) -> dict[str, Any]:
         "model": {"name": job.engine.model, "revision": job.engine.options.get("revision")},
         "seed": job.run.seed,
         "total": None,
+        "skipped_elsewhere": 0,
         "starts": [],
     }
 
@@ -164,19 +172,30 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Replace the manifest in one step."""
-    path, temporary = folder / MANIFEST, folder / f"{MANIFEST}.tmp"
+    path = folder / MANIFEST
     try:
-        temporary.write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2, default=str))
-        temporary.replace(path)
+        write_atomically(path, orjson.dumps(manifest, option=orjson.OPT_INDENT_2, default=str))
     except OSError as error:
         raise StoreError(f"{path}: can't write: {error.strerror}") from error
 
 
+def without_masked(job: JobConfig) -> JobConfig:
+    """``job`` without the secrets that were masked in its ``job.toml``: the environment may give
+    them; a template that uses one fails, naming it."""
+    options = {name: value for name, value in job.engine.options.items() if value != MASK}
+    names = {name: value for name, value in job.vars.items() if value != MASK}
+    engine = job.engine.model_copy(update={"options": options})
+    return job.model_copy(update={"engine": engine, "vars": names})
+
+
 def write_job(folder: Path, job: JobConfig) -> None:
     """``job.toml``: the job as resolved, secrets masked."""
-    table = _masked(_without_none(job.model_dump()))
+    table = _without_none(job.model_dump())
+    where = table["input"].pop("where", {})  # a filter on a field named "token" is no secret
+    table = _masked(table)
+    table["input"]["where"] = where
     try:
-        (folder / JOB).write_text(tomlkit.dumps(table), encoding="utf-8")
+        write_atomically(folder / JOB, tomlkit.dumps(table).encode())
     except OSError as error:
         raise StoreError(f"{folder / JOB}: can't write: {error.strerror}") from error
 
@@ -188,13 +207,10 @@ def job_of_run(folder: Path, overrides: Sequence[str] = ()) -> JobConfig:
         JobError: its ``job.toml`` is missing or was damaged.
     """
     job = load_job(folder / JOB, overrides)
-    # A masked secret is no secret: leave it to the environment.
-    options = {name: value for name, value in job.engine.options.items() if value != MASK}
     here = {"dir": str(folder.resolve().parent)}  # the folder may have been moved aside since
     return job.model_copy(
         update={
             "name": folder.resolve().name,
-            "engine": job.engine.model_copy(update={"options": options}),
             "output": job.output.model_copy(update=here),
         }
     )
@@ -231,10 +247,15 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _masked(value: Any, key: str = "") -> Any:
+def _masked(value: Any, key: str = "", mask: Callable[[str], str] = lambda _: MASK) -> Any:
     if isinstance(value, dict):
-        return {name: _masked(part, name) for name, part in value.items()}
-    return MASK if isinstance(value, str) and _SECRET.search(key) else value
+        return {name: _masked(part, name, mask) for name, part in value.items()}
+    return mask(value) if isinstance(value, str) and _SECRET.search(key) else value
+
+
+def _fingerprint_mask(secret: str) -> str:
+    """Tells two secrets apart without giving either away; a secret masked before stays unknown."""
+    return MASK if secret == MASK else MASK + hashlib.sha256(secret.encode()).hexdigest()[:6]
 
 
 def _masked_override(override: str) -> str:
@@ -259,6 +280,12 @@ def _text(inline: str | None, path: str | None) -> str | None:
         return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError):  # the renderer says so better
         return None
+
+
+def _chat_template(template: Any) -> str | None:
+    """What the file says, where ``template`` names one."""
+    path = str(template or "")
+    return _text(None, path) if 0 < len(path) < 256 and Path(path).is_file() else None
 
 
 def _hash(value: Any) -> str:

@@ -70,6 +70,12 @@ class Prefetch:
         with self._changed:
             return not self._ready and not self._working and self._error is None
 
+    @property
+    def broken(self) -> bool:
+        """True once the next ``get`` raises what reading the rows raised."""
+        with self._changed:
+            return self._error is not None and not self._ready and not self._working
+
     def release(self, request: Request) -> None:
         """``request`` is settled: its pixels no longer count."""
         if request.media_bytes:

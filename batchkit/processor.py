@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from batchkit.config import JobConfig, load_job, resolve_paths
-from batchkit.engines import open_engine
+from batchkit.engines import open_engine, open_preflight
 from batchkit.engines.base import Engine
-from batchkit.errors import JobError, TooManyFailuresError
+from batchkit.errors import (
+    BatchkitError,
+    BrokenInputError,
+    InputError,
+    JobError,
+    TooManyFailuresError,
+)
 from batchkit.inputs import Input, Total, from_job, from_python
-from batchkit.ledger import RESULTS, read_newest
+from batchkit.ledger import RESULTS, failure_kind, read_newest
 from batchkit.manifest import write_manifest
 from batchkit.prefetch import Prefetch
 from batchkit.progress import Progress, State
@@ -27,44 +33,13 @@ from batchkit.retry import next_attempt
 from batchkit.runfolder import is_run
 from batchkit.stopping import DRAIN_S, StopRequest
 from batchkit.store import Store
-from batchkit.types import Completion, Request, Row, Usage, utc_now
+from batchkit.summary import RunSummary
+from batchkit.types import Completion, Request, Row, Usage
 from batchkit.window import Window
 
 POLL_S = 0.05
 AHEAD = 256
 _SHARE_FROM = 20  # a share of failed rows says nothing before this many are settled
-
-
-@dataclass(frozen=True, slots=True)
-class RunSummary:
-    """How a start ended. ``ok`` and ``failed`` count the whole job; the rest counts this start.
-
-    ``skipped`` were settled before it began; ``retried`` are further tries within it; ``seconds``
-    is the time with the engine up, loading excluded. ``exit`` is the exit code: 0 all rows ok,
-    3 some failed, 130 and 143 interrupted.
-    """
-
-    name: str
-    folder: str
-    total: int
-    ok: int
-    failed: int
-    skipped: int
-    retried: int
-    seconds: float
-    load_seconds: float
-    prompt_tokens: int
-    completion_tokens: int
-    rows_per_s: float
-    completion_tokens_per_s: float
-    exit: int
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def records(self) -> Iterator[dict[str, Any]]:
-        """The newest record of each row, in the order of the input."""
-        return read_newest(Path(self.folder) / RESULTS)
 
 
 class ProductionBatchProcessor:
@@ -95,6 +70,7 @@ class ProductionBatchProcessor:
         self._fresh = fresh
         self._on_change: OnChange = on_change
         self._skip_from = skip_from
+        self._handles_signals = stop is not None
         self._stop = stop or StopRequest()
         self._quiet = quiet
         self._command = command
@@ -109,7 +85,7 @@ class ProductionBatchProcessor:
         Raises:
             BatchkitError: the run stopped; everything finished is on disk. See ``errors``.
         """
-        source = from_job(self.job) if rows is None else from_python(rows)
+        source = from_job(self.job) if rows is None else from_python(rows, self.job.input)
         return self._run(source, attempts=None)
 
     def retry(self, attempts: Mapping[int, int]) -> RunSummary:
@@ -121,33 +97,29 @@ class ProductionBatchProcessor:
 
     def _run(self, source: Input, attempts: Mapping[int, int] | None) -> RunSummary:
         renderer = PromptRenderer(self.job)
-        with (
-            open_run(
-                self._begun_with,
-                source,
-                command=self._command,
-                overrides=self._overrides,
-                fresh=self._fresh,
-                on_change=self._on_change,
-            ) as run,
-            closing(self._progress()) as progress,
-        ):
+        if self._fresh or self._on_change == "new":
+            open_preflight(self.job)  # a mistyped option must not cost the folder its place
+        with ExitStack() as stack:
+            if not self._handles_signals:
+                stack.enter_context(self._stop.installed())
+            run = stack.enter_context(
+                open_run(
+                    self._begun_with,
+                    source,
+                    command=self._command,
+                    overrides=self._overrides,
+                    fresh=self._fresh,
+                    on_change=self._on_change,
+                )
+            )
+            progress = stack.enter_context(closing(self._progress()))
             for text in run.news:
                 progress.event(text)
-            loop = _Loop(self.job, run, renderer, progress, self._stop, source, attempts or {})
-            return loop.run(self._pending(source, run, attempts))
-
-    def _pending(
-        self, source: Input, run: OpenRun, attempts: Mapping[int, int] | None
-    ) -> Iterator[Row]:
-        """The rows that this start has to settle."""
-        if attempts is not None:
-            return source.everything(lambda index: index not in attempts)
-        rows = source.read(run.store.totals.is_settled)
-        if self._skip_from is None:
-            return rows
-        done = _ok_ids(self._skip_from)
-        return (row for row in rows if row.id not in done)
+            loop = _Loop(self.job, run, renderer, progress, self._stop, source)
+            if attempts is not None:
+                return loop.retry(attempts)
+            done_elsewhere = set() if self._skip_from is None else _ok_ids(self._skip_from)
+            return loop.run(done_elsewhere)
 
     def _progress(self) -> Progress:
         return Progress(
@@ -169,16 +141,17 @@ class _Loop:
         progress: Progress,
         stop: StopRequest,
         source: Input,
-        attempts: Mapping[int, int],
     ) -> None:
         self._job = job
         self._store, self._manifest, self._folder = run.store, run.manifest, run.folder
         self._renderer = renderer
         self._progress = progress
         self._stop = stop
-        self._attempts = attempts
+        self._source = source
+        self._attempts: Mapping[int, int] = {}
         self._total = Total(source)
-        self._resumed = len(run.store.totals.completed) + run.store.totals.failed - len(attempts)
+        self._resumed = run.store.totals.ok + run.store.totals.failed
+        self._elsewhere = 0
         self._tokens_before = _tokens(run.store)
         self._again: deque[Request] = deque()
         self._tries: dict[int, int] = {}
@@ -187,30 +160,81 @@ class _Loop:
         self._stopping = False
         self._settled = self._failed = 0
         self._next_sync = 0.0
+        self._load_s = 0.0
+        self._generating_since: float | None = None
 
-    def run(self, rows: Iterator[Row]) -> RunSummary:
-        """Settle every row of ``rows``, then say how it went."""
+    def run(self, done_elsewhere: Container[str]) -> RunSummary:
+        """Settle every row that has no record and whose id is not in ``done_elsewhere``."""
+        rows = self._source.read(self._store.totals.is_settled)
+        return self._settle_all(self._without(done_elsewhere, self._readable(rows)))
+
+    def retry(self, attempts: Mapping[int, int]) -> RunSummary:
+        """Settle the rows in ``attempts`` anew; the numbers are those of their last attempts."""
+        self._attempts = attempts
+        self._resumed -= len(attempts)
+        rows = self._source.everything(lambda index: index not in attempts)
+        return self._settle_all(self._readable(rows))
+
+    def _readable(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """Where reading breaks off, a run that has begun can be carried on once that is mended."""
+        begun = self._resumed > 0
+        try:
+            for row in rows:
+                begun = True
+                yield row
+        except InputError as error:
+            if not begun:
+                raise
+            raise BrokenInputError(str(error)) from error
+
+    def _without(self, done_elsewhere: Container[str], rows: Iterator[Row]) -> Iterator[Row]:
+        for row in rows:
+            if row.error is None and row.id in done_elsewhere:
+                self._elsewhere += 1
+            else:
+                yield row
+
+    def _settle_all(self, rows: Iterator[Row]) -> RunSummary:
         first = next(rows, None)
         if first is None:
             self._progress.event("nothing left to run: every row has a record")
-            return self._summary(load_s=0.0, seconds=0.0)
+            return self._summary(self._total.wait())
+        self._look_at(first)
         if self._resumed:
             of = "" if (total := self._total.wait(timeout_s=1)) is None else f" of {total:,}"
             self._progress.event(f"resumed {self._resumed:,}{of} rows")
         with closing(self._prefetch(chain([first], rows))) as prefetch:
-            started = time.monotonic()
-            self._progress.event(f"loading model {self._job.engine.model or self._job.engine.kind}")
-            with closing(open_engine(self._job)) as engine:
-                loaded = time.monotonic()
-                self._manifest["starts"][-1]["engine"] = dict(engine.versions)
-                self._progress.event(
-                    f"generating; model loaded in {loaded - started:.0f} s,"
-                    f" up to {engine.max_num_seqs} requests run at once"
-                )
-                with self._stop.deferred():
-                    self._feed(engine, prefetch)
-                seconds = time.monotonic() - loaded
-                return self._summary(load_s=loaded - started, seconds=seconds)
+            try:
+                self._generate(prefetch)
+            except BatchkitError as error:
+                error.summary = self._summary(self._total.now(), error.exit_code)
+                raise
+            if self._stop.signum is not None:
+                return self._summary(self._total.now(), 128 + self._stop.signum)
+            return self._summary(self._total.wait())
+
+    def _look_at(self, first: Row) -> None:
+        """A kept field that the first row lacks is most likely misspelt; it may be rare, too."""
+        for name in self._job.output.keep:
+            if first.error is None and name not in first.fields:
+                near = difflib.get_close_matches(name, map(str, first.fields), n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                self._progress.event(f"output.keep: the first row has no field {name!r}{hint}")
+
+    def _generate(self, prefetch: Prefetch) -> None:
+        started = time.monotonic()
+        model = self._job.engine.model or self._job.engine.kind
+        self._progress.event(f"loading model {model}, rendering the first rows meanwhile")
+        with closing(open_engine(self._job)) as engine:
+            self._generating_since = time.monotonic()
+            self._load_s = self._generating_since - started
+            self._manifest["starts"][-1]["engine"] = dict(engine.versions)
+            self._progress.event(
+                f"generating; model loaded in {self._load_s:.0f} s,"
+                f" up to {engine.max_num_seqs} requests run at once"
+            )
+            with self._stop.deferred():
+                self._feed(engine, prefetch)
 
     def _feed(self, engine: Engine, prefetch: Prefetch) -> None:
         """Until every row is settled or a stop is due: fill, poll, settle."""
@@ -243,6 +267,8 @@ class _Loop:
             rendered: Request | Completion | None
             if self._again:
                 rendered = self._again.popleft()
+            elif self._in_flight and prefetch.broken:
+                return  # what is in flight is paid for: settle it before the error is raised
             else:
                 rendered = prefetch.get(timeout_s=0 if self._in_flight else POLL_S)
             if rendered is None:
@@ -287,23 +313,21 @@ class _Loop:
     def _commit(self) -> None:
         """What was settled reaches the log; then see whether too much of it failed."""
         self._store.flush()
-        limit = self._job.run.fail_on_error
-        if limit is False or not self._failed:
-            return
-        if limit is True:
-            too_many = True
-        elif isinstance(limit, int):
-            too_many = self._failed > limit
-        else:
-            # A row that can't be rendered fails at once, while good ones are still in flight.
-            begun = self._settled + self._in_flight
-            too_many = begun >= _SHARE_FROM and self._failed > limit * begun
-        if too_many:
+        if self._failed and self._too_many_failed(self._job.run.fail_on_error):
             raise TooManyFailuresError(
                 f"{self._failed} of {self._settled} rows failed; run.fail_on_error ="
-                f" {str(limit).lower()} stops the run. What is finished is on disk:"
-                f" see `batchkit status {self._folder}`"
+                f" {str(self._job.run.fail_on_error).lower()} stops the run. What is finished is on"
+                f" disk: see `batchkit status {self._folder}`"
             )
+
+    def _too_many_failed(self, limit: bool | float) -> bool:
+        if isinstance(limit, bool):
+            return limit
+        if isinstance(limit, int):
+            return self._failed > limit
+        # A row that can't be rendered fails at once, while good ones are still in flight.
+        begun = self._settled + self._in_flight
+        return begun >= _SHARE_FROM and self._failed > limit * begun
 
     def _housekeeping(self) -> None:
         """Progress at every turn, a checkpoint when its interval is over.
@@ -312,6 +336,9 @@ class _Loop:
         the time: it is a cache, and a late one only means that a resume reads more of the log.
         """
         self._progress.update(self._state())
+        if self._manifest["total"] is None and (total := self._total.now()) is not None:
+            self._manifest["total"] = total  # so that status need not count again
+            write_manifest(self._folder, self._manifest)
         now = time.monotonic()
         if now >= self._next_sync:
             took = self._store.sync()
@@ -331,7 +358,7 @@ class _Loop:
         totals, before = self._store.totals, self._tokens_before
         now = _tokens(self._store)
         return State(
-            total=self._total.now(),
+            total=None if (total := self._total.now()) is None else total - self._elsewhere,
             ok=totals.ok,
             failed=totals.failed,
             resumed=self._resumed,
@@ -340,29 +367,33 @@ class _Loop:
             completion_tokens=now.completion_tokens - before.completion_tokens,
         )
 
-    def _summary(self, load_s: float, seconds: float) -> RunSummary:
-        self._store.sync()
+    def _summary(self, total: int | None, code: int | None = None) -> RunSummary:
+        """How it ended; without a ``code``, by whether a row failed."""
+        if code is None or code > 128:
+            self._store.sync()  # after an error, the store's own close does what can still be done
         state = self._state()
-        interrupted = self._stop.signum
-        total = self._total.now() if interrupted else self._total.wait()
-        code = 128 + interrupted if interrupted else 3 if state.failed else 0
+        if code is None:
+            code = 3 if state.failed else 0
         self._manifest["total"] = total
-        self._manifest["starts"][-1] |= {"ended_at": utc_now(), "exit": code}
-        write_manifest(self._folder, self._manifest)
+        self._manifest["skipped_elsewhere"] = self._elsewhere
+        self._manifest["starts"][-1]["exit"] = code
+        since = self._generating_since
+        seconds = 0.0 if since is None else time.monotonic() - since
+        per_s = 1 / seconds if seconds else 0.0
         return RunSummary(
             name=self._job.name,
             folder=str(self._folder),
-            total=max(state.settled, total or 0),
+            total=max(state.settled + self._elsewhere, total or 0),
             ok=state.ok,
             failed=state.failed,
-            skipped=self._resumed,
+            skipped=self._resumed + self._elsewhere,
             retried=self._retried,
             seconds=round(seconds, 3),
-            load_seconds=round(load_s, 3),
+            load_seconds=round(self._load_s, 3),
             prompt_tokens=state.prompt_tokens,
             completion_tokens=state.completion_tokens,
-            rows_per_s=round(self._settled / seconds, 3) if seconds else 0.0,
-            completion_tokens_per_s=round(state.completion_tokens / seconds, 3) if seconds else 0.0,
+            rows_per_s=round(self._settled * per_s, 3),
+            completion_tokens_per_s=round(state.completion_tokens * per_s, 3),
             exit=code,
         )
 
@@ -370,7 +401,7 @@ class _Loop:
 def _ok_ids(folder: Path) -> set[str]:
     if not is_run(folder):
         raise JobError(f"--skip-from {folder}: not a run folder")
-    return {r["id"] for r in read_newest(folder / RESULTS) if r["status"] == "ok"}
+    return {r["id"] for r in read_newest(folder / RESULTS) if failure_kind(r) is None}
 
 
 def _tokens(store: Store) -> Usage:

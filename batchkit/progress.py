@@ -79,10 +79,6 @@ class Progress:
         self._write(text)
         self._say(text)
 
-    def phase(self, text: str) -> None:
-        """What is going on until further notice."""
-        self.event(text)
-
     def update(self, state: State, *, force: bool = False) -> None:
         """Show ``state`` where it is time to; costs next to nothing otherwise."""
         now = self._clock()
@@ -139,15 +135,25 @@ class Progress:
             f" {state.in_flight} in flight, {state.failed} failed",
             refresh=False,
         )
-        bar.refresh()
+        try:
+            bar.refresh()
+        except OSError:
+            self._lose_stream()
 
     def _say(self, text: str) -> None:
         if self._quiet:
             return
-        if self._bar is not None:
-            self._bar.write(f"batchkit: {text}", file=self._stream)
-        else:
-            print(f"batchkit: {text}", file=self._stream, flush=True)
+        try:
+            if self._bar is not None:
+                self._bar.write(f"batchkit: {text}", file=self._stream)
+            else:
+                print(f"batchkit: {text}", file=self._stream, flush=True)
+        except OSError:
+            self._lose_stream()
+
+    def _lose_stream(self) -> None:
+        """Nobody reads on: the terminal is gone, or the pipe was closed. run.log goes on."""
+        self._quiet, self._on_terminal = True, False
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from batchkit.errors import JobError, MediaError, RequestError, RowError, Templa
 from batchkit.media import load_image
 from batchkit.openai_body import messages_of, sampling_of
 from batchkit.retry import with_temperature
+from batchkit.rowhash import input_hash
 from batchkit.types import Completion, Request, Row
 
 _LONE_EXPRESSION = re.compile(r"\A\s*\{\{[-+]?(?P<expression>[^{}]+?)[-+]?\}\}\s*\Z")
@@ -63,22 +64,16 @@ class PromptRenderer:
             raise row.error
         names = {**self._job.vars, **row.fields}
         messages, prompt = self._content(row.fields, names)
-        pixels = sum(
-            part["image_pil"].width * part["image_pil"].height
-            for message in messages or ()
-            if not isinstance(message["content"], str)
-            for part in message["content"]
-            if part["type"] == "image_pil"
-        )
-        return Request(
+        request = Request(
             row=row,
             messages=messages,
             prompt=prompt,
             sampling=with_temperature(self._row_sampling(row.fields), attempt, self._job.retry),
             input_hash=input_hash(row.fields),
             attempt=attempt,
-            media_bytes=BYTES_PER_PIXEL * pixels,
         )
+        pixels = sum(image.width * image.height for image in request.images)
+        return replace(request, media_bytes=BYTES_PER_PIXEL * pixels)
 
     def render_or_fail(self, row: Row, attempt: int = 1) -> Request | Completion:
         """As ``render``; a row error comes back as a failed Completion."""
@@ -219,27 +214,6 @@ class PromptRenderer:
             return found
 
         return value
-
-
-def input_hash(fields: Mapping[str, Any]) -> str:
-    """16 hex digits that are the same for rows with equal fields."""
-    try:
-        line = orjson.dumps(
-            fields, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS, default=_hashable
-        )
-    except TypeError:  # a key or a number that JSON has no word for
-        line = repr(sorted(fields.items(), key=repr)).encode("utf-8", "backslashreplace")
-    return hashlib.blake2b(line, digest_size=8).hexdigest()
-
-
-def _hashable(value: Any) -> str:
-    """What stands for a value that JSON has no word for; a picture or an array by its content."""
-    if isinstance(value, bytes | bytearray | memoryview):
-        return hashlib.blake2b(value).hexdigest()
-    if hasattr(value, "tobytes"):  # PIL, numpy: their repr is an address, or leaves out the middle
-        size = getattr(value, "size", None), getattr(value, "shape", None)
-        return f"{type(value).__name__} {size} {hashlib.blake2b(value.tobytes()).hexdigest()}"
-    return repr(value)
 
 
 def _render(template: Template, names: Mapping[str, Any]) -> str:

@@ -10,17 +10,18 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import orjson
 
 from batchkit.config import JobConfig
-from batchkit.errors import ChangedError
+from batchkit.errors import BatchkitError, ChangedError
 from batchkit.inputs import Input
 from batchkit.ledger import RESULTS, read_newest
 from batchkit.manifest import (
+    MASK,
     differences,
     identity,
     new_manifest,
@@ -29,10 +30,11 @@ from batchkit.manifest import (
     write_job,
     write_manifest,
 )
-from batchkit.prompts import input_hash
+from batchkit.rowhash import input_hash
 from batchkit.runfolder import claim, is_run, move_aside
+from batchkit.stopping import Interrupted
 from batchkit.store import CHECKPOINT, Store, free_name
-from batchkit.types import Row
+from batchkit.types import Row, utc_now
 
 OnChange = Literal["fail", "new", "requeue"]
 
@@ -65,14 +67,17 @@ def open_run(
         StoreError: another process holds the folder, or the disk refuses.
     """
     folder, news = job.folder, list[str]()
-    if is_run(folder):
-        with claim(folder):
-            aside = fresh or source.files is None or _settle_changes(job, source, on_change, news)
-        if aside:
-            news.append(f"the earlier run is kept in {move_aside(folder)}")
-    with claim(folder):
+    with ExitStack() as held:
+        held.enter_context(claim(folder))
+        if is_run(folder) and (
+            fresh or source.files is None or _settle_changes(job, source, on_change, news)
+        ):
+            news.append(f"the earlier run is kept in {move_aside(folder)}")  # lock and all
+            held.close()
+            held.enter_context(claim(folder))
         manifest = _manifest(job, source)
-        manifest["starts"].append(new_start(command, overrides))
+        start = new_start(command, overrides)
+        manifest["starts"].append(start)
         write_job(folder, job)
         store = Store(folder)
         if store.salvaged_bytes:
@@ -82,7 +87,14 @@ def open_run(
         write_manifest(folder, manifest)
         try:
             yield OpenRun(folder, store, manifest, news)
+        except BatchkitError as error:
+            start["exit"] = error.exit_code
+            raise
+        except Interrupted as stop:
+            start["exit"] = 128 + stop.signum
+            raise
         finally:
+            start["ended_at"] = utc_now()
             try:
                 store.close()
             finally:
@@ -96,16 +108,21 @@ def _manifest(job: JobConfig, source: Input) -> dict[str, Any]:
         return new
     old = read_manifest(job.folder)
     renewed = ("input", "identity", "fingerprints", "model", "seed", "total")
-    return old | {key: new[key] for key in renewed}
+    merged = new | old | {key: new[key] for key in renewed}
+    # A job that was read back from its job.toml has its secrets masked; their fingerprints stay.
+    known = {key: old["identity"].get(key, MASK) for key in new["identity"]}
+    merged["identity"] = {
+        key: known[key] if value == MASK else value for key, value in new["identity"].items()
+    }
+    return merged
 
 
 def _settle_changes(job: JobConfig, source: Input, on_change: OnChange, news: list[str]) -> bool:
     """Do what ``on_change`` says about changes. True where the old run must be moved aside."""
     folder = job.folder
     manifest = read_manifest(folder)
-    changes = differences(manifest["identity"], identity(job))
-    job_changed = bool(changes)
-    changes += _input_changes(manifest["input"], source.files or [])
+    job_changes = differences(manifest["identity"], identity(job))
+    changes = job_changes + _input_changes(manifest["input"], source.files or [])
     if not changes or not (folder / RESULTS).exists() or not (folder / RESULTS).stat().st_size:
         return False  # nothing was answered yet, so nothing can be mixed
     if on_change == "fail":
@@ -118,8 +135,10 @@ def _settle_changes(job: JobConfig, source: Input, on_change: OnChange, news: li
     news.append(f"changed since this run began: {'; '.join(changes)}")
     if on_change == "new":
         return True
-    rows = iter(()) if job_changed else source.everything(lambda index: False)
-    news.append(_requeue(folder, rows, by_id=job.input.id is not None))
+    # Another filter changes no answer: the records of the rows that it keeps still hold.
+    holds = all(change.startswith("input.where:") for change in job_changes)
+    rows = source.everything(lambda index: False) if holds else iter(())
+    news.append(_requeue(folder, rows, by_id=source.has_ids))
     return False
 
 
@@ -159,13 +178,13 @@ def _requeue(folder: Path, rows: Iterable[Row], *, by_id: bool) -> str:
     with new.open("wb") as file:
         for record in read_newest(old):
             key = record["id"] if by_id else str(record["index"])
-            index, now_hash = present.get((key, n_records[key]), (0, None))
+            row_now = present.get((key, n_records[key]))
             n_records[key] += 1
-            if record.get("input_hash") != now_hash:
+            if row_now is None or record.get("input_hash") != row_now[1]:
                 dropped += 1
                 continue
             kept += 1
-            record["index"] = index
+            record["index"] = row_now[0]
             file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
         file.flush()
         os.fsync(file.fileno())

@@ -10,11 +10,12 @@ from typing import NamedTuple
 from batchkit.config import JobConfig, load_job, make_job
 from batchkit.errors import JobError
 from batchkit.ledger import RESULTS, failure_kind, read_newest
-from batchkit.manifest import job_of_run
-from batchkit.processor import ProductionBatchProcessor, RunSummary
+from batchkit.manifest import job_of_run, without_masked
+from batchkit.processor import ProductionBatchProcessor
 from batchkit.resume import OnChange
 from batchkit.runfolder import is_run, latest_run
 from batchkit.stopping import StopRequest
+from batchkit.summary import RunSummary
 
 
 def run_job(
@@ -73,7 +74,7 @@ def retry_failed(
         return Retry(0, {}, 0, None)
     with StopRequest().installed() as stop:
         summary = ProductionBatchProcessor(
-            job_of_run(folder, overrides),
+            without_masked(job_of_run(folder, overrides)),
             begun_with=job_of_run(folder),
             overrides=overrides,
             stop=stop,

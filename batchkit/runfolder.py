@@ -74,6 +74,21 @@ def held_by(folder: Path) -> dict[str, Any] | None:
     return holder
 
 
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace ``path`` so that a reader sees either the old content or all of the new."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
 def is_run(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 

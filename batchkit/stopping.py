@@ -71,6 +71,8 @@ class StopRequest:
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         first = self.signum is None
+        if not first:  # a step that hangs reads no note: the next signal ends the process
+            signal.signal(signum, signal.SIG_DFL)
         self.ask(signum, drain_s=DRAIN_S if first and signum == signal.SIGINT else 0.0)
         if not self._deferred:
             raise Interrupted(signum)

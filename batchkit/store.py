@@ -22,6 +22,7 @@ import orjson
 from batchkit.errors import StoreError
 from batchkit.indexset import IndexSet
 from batchkit.ledger import RESULTS, read_lines
+from batchkit.runfolder import write_atomically
 from batchkit.types import Record
 
 CHECKPOINT = "checkpoint.json"
@@ -121,18 +122,20 @@ class Store:
             written = os.write(self._file, block)
             while written < len(block):
                 written += os.write(self._file, block[written:])
-        except OSError as error:
-            with suppress(OSError):  # the torn tail would be cut off at the next start anyway
+            self._end += len(block)
+            pending, self._lines, self._pending = self._pending, [], []
+        except BaseException as error:
+            # Also after a KeyboardInterrupt: what is still collected will be written again.
+            with suppress(OSError):
                 os.ftruncate(self._file, self._end)
+            if not isinstance(error, OSError):
+                raise
             raise StoreError(
                 f"{self.path}: can't write: {error.strerror}; every row before is on disk."
                 " Make room, then run the same command again"
             ) from error
-        self._end += len(block)
-        for line in self._pending:
+        for line in pending:
             self.totals.add(line)
-        self._lines.clear()
-        self._pending.clear()
 
     def sync(self) -> float:
         """Flush, fsync, then move the checkpoint. Returns the seconds that it took."""
@@ -180,7 +183,7 @@ class Store:
             },
             option=orjson.OPT_SERIALIZE_NUMPY,
         )
-        _write_atomically(self.folder / CHECKPOINT, content)
+        write_atomically(self.folder / CHECKPOINT, content)
 
     def _recover(self, offset: int) -> int:
         """Count the lines past ``offset``; where a line is broken, cut the rest off.
@@ -202,7 +205,7 @@ class Store:
         with self.path.open("rb") as file:
             file.seek(broken_at)
             torn = file.read()
-        _write_atomically(free_name(self.path, "torn"), torn)
+        write_atomically(free_name(self.path, "torn"), torn)
         self.salvaged_bytes = len(torn)
         if not whole:
             os.ftruncate(self._file, broken_at)
@@ -269,21 +272,6 @@ def _ends_a_line(path: Path, offset: int) -> bool:
         return file.read(1) == b"\n"
 
 
-def _write_atomically(path: Path, content: bytes) -> None:
-    """Replace ``path`` so that a reader sees either the old content or all of the new."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
 def free_name(path: Path, suffix: str) -> Path:
     """``<path>.<suffix>-<n>`` with the first n that is not taken."""
     number = 1
@@ -295,14 +283,14 @@ def free_name(path: Path, suffix: str) -> Path:
 def _encode(line: dict[str, Any]) -> bytes:
     try:
         return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS)
-    except TypeError:  # a kept field that JSON has no word for
+    except (TypeError, RecursionError):  # a kept field that JSON has no word for
         return orjson.dumps(_plain(line), option=orjson.OPT_APPEND_NEWLINE)
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """``value`` in JSON's own types: bytes as base64; what is foreign, or too deep, as its text."""
+    """``value`` in JSON's own types: bytes as base64, what is foreign as its text."""
     if isinstance(value, Mapping | list | tuple) and depth > _DEEPEST:
-        value = repr(value)
+        return "(nested too deeply)"
     if isinstance(value, Mapping):
         return {_valid(str(key)): _plain(part, depth + 1) for key, part in value.items()}
     if isinstance(value, list | tuple):

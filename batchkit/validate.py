@@ -89,7 +89,9 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
         if kind is not None:
             by_kind[kind] += 1
             problems.append(Problem(row.index, row.id, kind, message))
-    failed = len(problems)
+            if len(problems) > 10 * SHOWN:
+                problems = sorted(problems)[:SHOWN]
+    failed = by_kind.total()
     return Validation(
         rows=count,
         ok=count - failed,

@@ -7,8 +7,9 @@ each waiting request holds its prompt and pixels in host memory. So it
 - starts at 1.5 × ``max_num_seqs``;
 - grows by a quarter of ``max_num_seqs`` when it was full and the engine's queue still ran dry,
   up to 4 × ``max_num_seqs``;
-- is cut by a quarter when host memory runs short, or when requests were preempted while others
-  waited, never below ``max_num_seqs`` for a preemption: the engine's own scheduler copes with
+- is cut by a quarter when memory runs short, never below a quarter of
+  ``max_num_seqs`` (others may hold the memory, and the run must go on), or when requests were
+  preempted while others waited, never below ``max_num_seqs``: the engine's own scheduler copes with
   those at a cost of some 3 %, while a window too small costs 20 %.
 
 After a change it rests for ``COOLDOWN_S``, longer than most requests live, so that it sees the
@@ -19,11 +20,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from batchkit.engines.base import EngineLoad
 
-START, LARGEST, STEP, CUT = 1.5, 4.0, 0.25, 0.75
+START, LARGEST, LEAST, STEP, CUT = 1.5, 4.0, 0.25, 0.25, 0.75
 COOLDOWN_S = 10.0
 LEAST_FREE_MEMORY = 0.08
 
@@ -37,11 +39,17 @@ class Change(NamedTuple):
 
 
 def free_memory_share() -> float:
-    """Share of the host's memory that is available, from 0 to 1."""
+    """Share of the memory that is available, from 0 to 1: the host's, or the container's if less."""
     import psutil
 
     memory = psutil.virtual_memory()
-    return float(memory.available / memory.total)
+    share = float(memory.available / memory.total)
+    try:  # cgroup v2, as containers have it
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        return share if limit == "max" else min(share, 1 - used / int(limit))
+    except (OSError, ValueError):
+        return share
 
 
 class Window:
@@ -67,7 +75,8 @@ class Window:
         if self._fixed or self._clock() < self._rests_until:
             return None
         if (free := self._free_memory()) < LEAST_FREE_MEMORY:
-            return self._change(int(self.size * CUT), 1, f"{free:.0%} of host memory is free")
+            least = max(1, int(LEAST * self._max_num_seqs))
+            return self._change(int(self.size * CUT), least, f"{free:.0%} of memory is free")
         if load.preempted and load.waiting:
             return self._change(
                 int(self.size * CUT), self._max_num_seqs, f"{load.preempted} requests preempted"

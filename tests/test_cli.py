@@ -223,7 +223,9 @@ def test_run_that_stops_exits_with_1_and_keeps_what_is_finished(folder: Path) ->
     write_jsonl(folder / "rows.jsonl", [*GOOD, {"id": "bad"}])
     result = call("run", "job.toml", "--set", "run.fail_on_error=true")
     assert result.exit_code == 1
-    assert not result.stdout
+    summary = json.loads(result.stdout)
+    assert summary["exit"] == 1
+    assert summary["failed"] == 1
     assert "batchkit: error: " in result.stderr
     assert "run.fail_on_error" in result.stderr
     assert json.loads(call("verify", "job.toml", "--json").stdout)["duplicates"] == 0

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "batchkit"
 
 LAYERS: list[set[str]] = [  # from the bottom; a folder counts as one
     {"errors", "indexset", "wording"},
-    {"types", "config", "ledger", "stopping"},
+    {"types", "config", "ledger", "stopping", "rowhash"},
     {
         "sources",
         "media",
@@ -29,6 +29,7 @@ LAYERS: list[set[str]] = [  # from the bottom; a folder counts as one
         "manifest",
         "progress",
         "records",
+        "summary",
     },
     {"inputs"},
     {"resume"},
@@ -42,6 +43,7 @@ WITHIN_A_LAYER = {
     ("prompts", "retry"): "a first attempt has its temperature too",
     ("window", "engines"): "it adapts to EngineLoad, a part of the engines' contract",
     ("manifest", "runfolder"): "the names of the files in a run folder",
+    ("store", "runfolder"): "both replace a file in one step",
     ("doctor", "machine"): "the doctor judges what the machine found",
 }
 OUTSIDE = {"__init__", "__main__", "torchvision_mend"}  # doors, and a part of set-up

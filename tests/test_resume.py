@@ -188,8 +188,13 @@ def test_filter_keeps_the_index_of_the_unfiltered_input() -> None:
     found = run()
     assert (found.json["total"], found.json["skipped"]) == (5, 2)
     assert sorted(settled()) == [1, 3, 5, 7, 9]
-    found = run("--set", 'input.where={kind=["odd", "even"]}')
-    assert (found.json["total"], sorted(settled())) == (10, list(range(10)))
+    both = 'input.where={kind=["odd", "even"]}'
+    assert run("--set", both).exit == 2, "a table that mixes two filters is not one table"
+    found = run("--set", both, "--on-change", "requeue")
+    assert (found.json["total"], found.json["skipped"]) == (10, 5)
+    assert sorted(settled()) == list(range(10))
+    found = run("--on-change", "requeue")
+    assert (found.json["total"], found.json["ok"]) == (5, 5)
 
 
 def test_rows_done_in_another_run_are_skipped_by_id() -> None:
@@ -1145,3 +1150,95 @@ def test_verify_outlives_a_damaged_checkpoint(content: str) -> None:
     run()
     (RUN / "checkpoint.json").write_text(content)
     assert batchkit("verify", "--json").json["ok"] == 10
+
+
+# what a review found
+
+
+def test_rows_before_a_broken_place_are_answered_once_and_the_run_can_be_carried_on() -> None:
+    good = "".join(f'{{"q": "{n}"}},' for n in range(40))
+    Path("rows.json").write_text(f'[{good} {{"q": ')
+    write_job(
+        input={"path": "rows.json"},
+        run={"max_in_flight": 16},
+        engine={"kind": "dry-run", "options": {"latency_s": 0.05}},
+    )
+    found = run()
+    assert found.exit == 1
+    assert len(settled()) == 40, "what was in flight is paid for"
+    assert run().exit == 1
+    assert len(records()) == 40
+    Path("rows.json").write_text(f'[{good} {{"q": "last"}}]')
+    assert run("--on-change", "requeue").exit == 0
+    assert len(settled()) == 41
+
+
+def test_rows_left_to_another_run_are_counted_as_skipped() -> None:
+    prepare(10, input={"id": "key"})
+    run("--limit", "6", "--set", "name=other")
+    found = run("--skip-from", "output/other")
+    assert found.json | {"total": 10, "ok": 4, "skipped": 6} == found.json
+    assert batchkit("status", "--json").json["pending"] == 0
+
+
+def test_secret_looking_variable_is_never_rendered_masked() -> None:
+    write_rows([{"q": "a"}, {"q": "b", "bad": 1}])
+    write_job(
+        vars={"image_token": "one two three"},
+        prompt={"user": "{{ image_token }} {{ q }}{% if bad is defined %}{{ nowhere }}{% endif %}"},
+        output={"prompt": True},
+    )
+    assert run().exit == 3
+    found = batchkit("retry-failed", "--set", "vars.nowhere=here")
+    assert found.exit == 3
+    assert "image_token" in records()[-1]["error"]["message"], "it says what is missing"
+    given = batchkit(
+        "retry-failed", "--set", "vars.nowhere=here", "--set", "vars.image_token=one two three"
+    )
+    assert given.exit == 0
+    found = run("--set", "vars.image_token=four")
+    assert found.exit == 2
+    assert "vars.image_token" in found.stderr
+
+
+def test_mistyped_option_does_not_cost_the_folder_its_place() -> None:
+    prepare(3)
+    run()
+    found = run("--fresh", "--set", "engine.options.lateny_s=1")
+    assert found.exit == 2
+    assert not Path("output/a.1").exists()
+    assert len(settled()) == 3
+
+
+def test_fresh_outlives_a_damaged_manifest() -> None:
+    prepare(3)
+    run()
+    (RUN / "manifest.json").write_text("")
+    assert "--fresh" in run().stderr
+    assert run("--fresh").exit == 0
+
+
+def test_run_outlives_a_reader_that_hangs_up() -> None:
+    prepare(3000, run={"max_in_flight": 8, "checkpoint_interval_s": 0.01})
+    command = f"{sys.executable} -m batchkit run job.toml 2>&1 | head -1"
+    subprocess.run(["bash", "-c", command], check=True, capture_output=True, timeout=60)
+    assert len(settled()) == 3000
+
+
+def test_interrupt_from_python_writes_no_row_twice() -> None:
+    prepare(200, run={"max_in_flight": 10})
+    script = (
+        "import sys; from batchkit import ProductionBatchProcessor as P;"
+        "s = P('job.toml').process(); print(s.exit); sys.exit(s.exit)"
+    )
+    write_job(engine={"kind": "dry-run", "options": {"latency_s": 0.2}}, run={"max_in_flight": 10})
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not (LOG.exists() and LOG.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    found = verify()
+    assert found["duplicates"] == found["lost"] == 0
+    assert run().exit == 0
+    assert verify()["ok"] == 200

@@ -96,16 +96,18 @@ def test_window_grows_up_to_four_times_what_runs_at_once() -> None:
     assert host.adapt() is None
 
 
-def test_scarce_memory_cuts_the_window_by_a_quarter_each_time_down_to_one() -> None:
+def test_scarce_memory_cuts_the_window_by_a_quarter_each_time_down_to_a_quarter_of_what_runs() -> (
+    None
+):
     host = Host(free=SCARCE)
-    assert host.adapt() == Change(24, 18, "4% of host memory is free")
+    assert host.adapt() == Change(24, 18, "4% of memory is free")
     sizes = []
     for _ in range(20):
         host.rest()
         host.adapt()
         sizes.append(host.window.size)
     assert sizes == sorted(sizes, reverse=True)
-    assert sizes[-1] == 1
+    assert sizes[-1] == MAX_NUM_SEQS // 4
     host.rest()
     assert host.adapt() is None
 
@@ -116,7 +118,7 @@ def test_window_recovers_once_memory_is_free() -> None:
         host.adapt()
         host.rest()
     host.free = PLENTY
-    assert host.adapt() == Change(1, 5, "the engine's queue ran dry")
+    assert host.adapt() == Change(4, 8, "the engine's queue ran dry")
 
 
 def test_preemption_cuts_the_window_but_not_below_what_runs_at_once() -> None:

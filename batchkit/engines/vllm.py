@@ -164,6 +164,7 @@ class VllmEngine:
         self._inbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._prepared: queue.SimpleQueue[_Prepared | Completion] = queue.SimpleQueue()
         self._preparing = 0
+        self._closing = False
         self._running: dict[str, _Running] = {}
         self._numbers = iter(range(2**62))
         self._next_stuck_check = time.monotonic() + _STUCK_CHECK_S
@@ -186,15 +187,17 @@ class VllmEngine:
         deadline = time.monotonic() + timeout_s
         done = self._admit(wait_s=0 if self._running else timeout_s)
         while self._running and not done and time.monotonic() < deadline:
-            done = [*self._step(), *self._abort_stuck(), *self._admit(wait_s=0)]
+            # What a step gave is paid for: nothing else is tried before it is handed on.
+            done = self._step() or self._abort_stuck() or self._admit(wait_s=0)
         return done
 
     def load(self) -> EngineLoad:
         return self._stats.load()
 
     def close(self) -> None:
-        if not self._thread.is_alive():
+        if self._closing:
             return
+        self._closing = True
         self._inbox.put(None)
         self._engine.abort_request(list(self._running))
         self._running.clear()
@@ -211,6 +214,10 @@ class VllmEngine:
                 self._prepared.put(self._renderer.prepare(request))
             except RowError as error:
                 self._prepared.put(Completion(request, error=error))
+            except Exception as error:  # a dead thread would leave its requests waiting for ever
+                self._prepared.put(Completion(request, error=RequestError(_cause(error))))
+            if self._closing:
+                return
 
     def _admit(self, wait_s: float) -> list[Completion]:
         """Add what has been prepared to the engine; what could not be comes back failed."""
@@ -238,7 +245,7 @@ class VllmEngine:
             )
         except VLLMValidationError as error:
             return _refusal(error)
-        except (ValueError, TypeError, NotImplementedError) as error:
+        except Exception as error:  # no forward pass has run: whatever it is, it is the row's own
             return RequestError(_cause(error))
         self._running[number] = _Running(prepared.request)
         return None
@@ -342,6 +349,10 @@ def sampling_params(sampling: Mapping[str, Any]) -> Any:
         params = msgspec.convert(values, SamplingParams, strict=True)
     except (msgspec.ValidationError, VLLMValidationError, ValueError, TypeError) as error:
         raise RequestError(f"sampling: {error}") from error
+    if params.seed is not None and not -(2**63) <= params.seed < 2**63:
+        raise RequestError(f"sampling.seed: found {params.seed}, expected a 64-bit number")
+    if params.prompt_logprobs is not None:
+        raise RequestError("sampling.prompt_logprobs: batchkit does not store them; leave it out")
     params.output_kind = RequestOutputKind.FINAL_ONLY
     return params
 

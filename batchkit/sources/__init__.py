@@ -20,7 +20,15 @@ from batchkit.sources.reader import one_of, shown
 from batchkit.sources.where import compile_where
 from batchkit.types import Row
 
-__all__ = ["FileFingerprint", "count_rows", "fingerprint", "input_files", "never", "read_rows"]
+__all__ = [
+    "FileFingerprint",
+    "count_rows",
+    "fingerprint",
+    "has_ids",
+    "input_files",
+    "never",
+    "read_rows",
+]
 
 
 def never(index: int) -> bool:
@@ -53,7 +61,7 @@ def read_rows(table: InputTable, *, skip: Callable[[int], bool] = never) -> Iter
     index = n_kept = 0
     for path in input_files(table):
         format_name = format_of(path, table)
-        key = table.id or ("custom_id" if format_name == "openai-batch" else None)
+        key = _id_key(path, table)
         read = load_reader(format_name)
         for found in read(path, table, passes_over if filtered else skip, index):
             if not filtered or not isinstance(found, dict) or keeps(found, path):
@@ -87,6 +95,15 @@ def count_rows(table: InputTable) -> int:
         if total == table.limit:
             break
     return total
+
+
+def has_ids(table: InputTable) -> bool:
+    """True where the rows bring ids of their own, which outlive a change of their place."""
+    return any(_id_key(path, table) is not None for path in input_files(table))
+
+
+def _id_key(path: str, table: InputTable) -> str | None:
+    return table.id or ("custom_id" if format_of(path, table) == "openai-batch" else None)
 
 
 def _row(index: int, found: dict[str, Any] | RequestError, key: str | None, path: str) -> Row:
