@@ -11,7 +11,6 @@ from typing import Any
 
 from batchkit.errors import BatchkitError, StoreError
 from batchkit.indexset import IndexSet
-from batchkit.ladder import Ladder
 from batchkit.ledger import RESULTS, failure_kind, read_lines
 from batchkit.manifest import job_of_run, read_manifest
 from batchkit.runfolder import held_by
@@ -23,10 +22,7 @@ _RATE_BYTES = 256 * 1024  # of the log's end: some hundred records
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Where a run stands. ``total`` None: its rows can't be counted (rows given from Python).
-
-    ``engine_settings``: options that memory running out has made smaller than the job's.
-    """
+    """Where a run stands. ``total`` None: its rows can't be counted (rows given from Python)."""
 
     name: str
     folder: str
@@ -40,7 +36,6 @@ class Status:
     rows_per_s: float | None
     eta_s: float | None
     engine_restarts: int
-    engine_settings: Mapping[str, Any]
     starts: int
     held_by: Mapping[str, Any] | None
 
@@ -102,7 +97,6 @@ def status(folder: Path) -> Status:
         completion_tokens=totals.completion_tokens,
         rows_per_s=rate,
         eta_s=pending / rate if rate and pending is not None else None,
-        engine_settings=Ladder(manifest.get("engine_steps")).overrides,
         engine_restarts=sum(start.get("engine_restarts", 0) for start in manifest["starts"]),
         starts=len(manifest["starts"]),
         held_by=holder,

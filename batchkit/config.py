@@ -141,9 +141,6 @@ class EngineTable(Table):
     options: dict[str, Any] = Field(
         {}, description="Given to `vllm.LLM` as they are; vLLM's own classes check them first."
     )
-    in_process: bool = Field(
-        False, description="For debugging: no process of its own; a crash takes the run with it."
-    )
     lora: str | None = Field(
         None, description="Folder of a LoRA adapter, used for every row (sets `enable_lora`)."
     )
@@ -192,16 +189,6 @@ class RunTable(Table):
     )
     row_timeout_s: PositiveFloat = Field(
         600.0, description="A row that gets no token for this long is aborted and failed."
-    )
-    stall_timeout_s: PositiveFloat = Field(
-        600.0,
-        description="An engine that ends no step for this long is restarted, its stacks logged.",
-    )
-    max_engine_restarts: PositiveInt = Field(
-        16, description="Stop when the engine died this often without one answer in between."
-    )
-    max_host_gb: PositiveFloat | None = Field(
-        None, description="The engine's process is restarted between rows when it grows past this."
     )
     seed: int = Field(0, description="The engine's seed.")
 

@@ -14,8 +14,6 @@ BatchkitError                  exit code
     ├── PromptTooLongError     prompt_too_long
     ├── RequestError           invalid_request
     ├── RowTimeoutError        timeout
-    ├── RowOutOfMemoryError    oom
-    ├── EngineCrashError       engine_crash
     └── EmptyTextError         empty
 
 A RowError becomes a failed record; every other error stops the run with the store consistent.
@@ -102,19 +100,6 @@ class RowTimeoutError(RowError):
 
     kind = "timeout"
     retryable = True
-
-
-class RowOutOfMemoryError(RowError):
-    """This row alone makes the engine run out of memory; a smaller image may help."""
-
-    kind = "oom"
-    retryable = True
-
-
-class EngineCrashError(RowError):
-    """This row alone kills the engine."""
-
-    kind = "engine_crash"
 
 
 class EmptyTextError(RowError):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from batchkit.config import JobConfig, load_job, resolve_paths
-from batchkit.engines import open_preflight
+from batchkit.engines import open_engine, open_preflight
 from batchkit.engines.base import Engine
 from batchkit.errors import (
     BatchkitError,
@@ -22,7 +22,6 @@ from batchkit.errors import (
     TooManyFailuresError,
 )
 from batchkit.inputs import Input, Total, from_job, from_python
-from batchkit.ladder import Ladder
 from batchkit.ledger import RESULTS, failure_kind, read_newest
 from batchkit.manifest import write_manifest
 from batchkit.prefetch import Prefetch
@@ -35,7 +34,6 @@ from batchkit.runfolder import is_run
 from batchkit.stopping import DRAIN_S, StopRequest
 from batchkit.store import Store
 from batchkit.summary import RunSummary
-from batchkit.supervisor import SupervisedEngine
 from batchkit.types import Completion, Request, Row, Usage
 from batchkit.window import Window
 
@@ -227,7 +225,7 @@ class _Loop:
         started = time.monotonic()
         model = self._job.engine.model or self._job.engine.kind
         self._progress.event(f"loading model {model}, rendering the first rows meanwhile")
-        with closing(self._engine()) as engine:
+        with closing(open_engine(self._job)) as engine:
             self._generating_since = time.monotonic()
             self._load_s = self._generating_since - started
             self._manifest["starts"][-1]["engine"] = dict(engine.versions)
@@ -238,14 +236,7 @@ class _Loop:
             with self._stop.deferred():
                 self._feed(engine, prefetch)
 
-    def _engine(self) -> SupervisedEngine:
-        """The engine, with the settings that an earlier start found to be safe."""
-        ladder = Ladder(self._manifest["engine_steps"])
-        if ladder.steps:
-            self._progress.event(f"engine settings remembered: {dict(ladder.overrides)}")
-        return SupervisedEngine(self._job, self._progress.event, ladder=ladder)
-
-    def _feed(self, engine: SupervisedEngine, prefetch: Prefetch) -> None:
+    def _feed(self, engine: Engine, prefetch: Prefetch) -> None:
         """Until every row is settled or a stop is due: fill, poll, settle."""
         window = Window(engine.max_num_seqs, fixed=_fixed(self._job))
         try:
@@ -258,23 +249,12 @@ class _Loop:
                     break
                 self._poll(engine, prefetch)
                 self._commit()
-                change = window.fit(engine.max_num_seqs)
-                change = change or window.adapt(engine.load(), self._in_flight)
-                if change is not None:
+                if change := window.adapt(engine.load(), self._in_flight):
                     self._progress.event(f"window {change.old} → {change.new}: {change.reason}")
                 self._housekeeping()
-                self._remember(engine)
         finally:
             self._store.flush()
             self._progress.update(self._state(), force=True)
-
-    def _remember(self, engine: SupervisedEngine) -> None:
-        """What an engine's death taught reaches the manifest at once: the next start needs it."""
-        start = self._manifest["starts"][-1]
-        if start.get("engine_restarts", 0) != engine.restarts:
-            start["engine_restarts"] = engine.restarts
-            self._manifest["engine_steps"] = list(engine.ladder.steps)
-            write_manifest(self._folder, self._manifest)
 
     def _fill(self, engine: Engine, prefetch: Prefetch, size: int) -> None:
         """Submit what is rendered while there is room; wait only if the engine has nothing to do.

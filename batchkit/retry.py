@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from batchkit.config import RetryTable
-from batchkit.errors import EmptyTextError, RowOutOfMemoryError
+from batchkit.errors import EmptyTextError
 from batchkit.types import Completion, Request
 
 
@@ -19,33 +19,10 @@ def next_attempt(completion: Completion, tries: int, retry: RetryTable) -> Reque
     request, error = completion.request, completion.error
     if error is None or not error.retryable or tries >= retry.attempts:
         return None
-    if isinstance(error, RowOutOfMemoryError):
-        if not request.images:
-            return None
-        request = with_smaller_images(request)
     sampling = with_temperature(request.sampling, request.attempt + 1, retry)
     if isinstance(error, EmptyTextError) and not sampling.get("temperature"):
         return None  # greedy: it would be empty again
     return replace(request, sampling=sampling, attempt=request.attempt + 1)
-
-
-def with_smaller_images(request: Request) -> Request:
-    """``request`` with every image at half its pixels, the aspect kept."""
-    messages = [
-        message
-        if isinstance(message["content"], str)
-        else {**message, "content": [_smaller(part) for part in message["content"]]}
-        for message in request.messages or ()
-    ]
-    return replace(request, messages=messages)
-
-
-def _smaller(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    if part["type"] != "image_pil":
-        return part
-    image = part["image_pil"]
-    size = max(1, round(image.width / 2**0.5)), max(1, round(image.height / 2**0.5))
-    return {**part, "image_pil": image.resize(size)}
 
 
 def with_temperature(

@@ -68,14 +68,7 @@ class Window:
         self._clock = clock
         self._free_memory = free_memory
         self._rests_until = clock()
-        self.size = fixed or _start(max_num_seqs)
-
-    def fit(self, max_num_seqs: int) -> Change | None:
-        """Start over where a restarted engine runs more or fewer at once than the last one."""
-        if self._fixed or max_num_seqs == self._max_num_seqs:
-            return None
-        self._max_num_seqs = max_num_seqs
-        return self._change(_start(max_num_seqs), 1, f"the engine runs {max_num_seqs} at once now")
+        self.size = fixed or max(2, int(START * max_num_seqs))
 
     def adapt(self, load: EngineLoad, in_flight: int) -> Change | None:
         """Look at the engine's ``load`` and change the size where that helps."""
@@ -102,7 +95,3 @@ class Window:
         self.size = size
         self._rests_until = self._clock() + COOLDOWN_S
         return change
-
-
-def _start(max_num_seqs: int) -> int:
-    return max(2, int(START * max_num_seqs))

@@ -13,8 +13,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "batchkit"
 
 LAYERS: list[set[str]] = [  # from the bottom; a folder counts as one
-    {"errors", "indexset", "wording", "ladder"},
-    {"types", "config", "ledger", "stopping", "rowhash", "faults"},
+    {"errors", "indexset", "wording"},
+    {"types", "config", "ledger", "stopping", "rowhash"},
     {
         "sources",
         "media",
@@ -30,9 +30,8 @@ LAYERS: list[set[str]] = [  # from the bottom; a folder counts as one
         "progress",
         "records",
         "summary",
-        "suspects",
     },
-    {"inputs", "supervisor"},
+    {"inputs"},
     {"resume"},
     {"processor"},
     {"run", "validate", "export", "audit", "doctor", "machine", "demo_model"},

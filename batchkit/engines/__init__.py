@@ -25,21 +25,12 @@ def open_preflight(job: JobConfig) -> Preflight:
 
 
 def open_engine(job: JobConfig) -> Engine:
-    """The job's engine, its model loaded: in a process of its own, unless ``engine.in_process``.
+    """The job's engine, its model loaded.
 
     Raises:
         JobError: the engine's options or sampling parameters can't be right.
         EngineError: the model can't be loaded.
     """
-    if job.engine.in_process or job.engine.kind == "dry-run":
-        return load_engine(job)
-    from batchkit.engines.process import ProcessEngine
-
-    return ProcessEngine(job)
-
-
-def load_engine(job: JobConfig) -> Engine:
-    """As ``open_engine``, always in this process."""
     engine: Engine = _module(job).open_engine(job)
     return engine
 

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 from batchkit.config import JobConfig
 from batchkit.engines.base import EngineLoad, RenderedPrompt
-from batchkit.engines.startup import explain
 from batchkit.errors import (
     EngineError,
     JobError,
@@ -166,7 +165,6 @@ class VllmEngine:
         self._prepared: queue.SimpleQueue[_Prepared | Completion] = queue.SimpleQueue()
         self._preparing = 0
         self._closing = False
-        self._failed = False
         self._running: dict[str, _Running] = {}
         self._numbers = iter(range(2**62))
         self._next_stuck_check = time.monotonic() + _STUCK_CHECK_S
@@ -188,11 +186,9 @@ class VllmEngine:
     def poll(self, timeout_s: float) -> Sequence[Completion]:
         deadline = time.monotonic() + timeout_s
         done = self._admit(wait_s=0 if self._running else timeout_s)
-        while self._running and not done:
+        while self._running and not done and time.monotonic() < deadline:
             # What a step gave is paid for: nothing else is tried before it is handed on.
             done = self._step() or self._abort_stuck() or self._admit(wait_s=0)
-            if time.monotonic() >= deadline:
-                break
         return done
 
     def load(self) -> EngineLoad:
@@ -203,8 +199,7 @@ class VllmEngine:
             return
         self._closing = True
         self._inbox.put(None)
-        if not self._failed:
-            self._engine.abort_request(list(self._running))
+        self._engine.abort_request(list(self._running))
         self._running.clear()
         self._thread.join(timeout=10)
         self._engine.engine_core.shutdown()
@@ -260,7 +255,6 @@ class VllmEngine:
             outputs = self._engine.step()
         except Exception as error:
             # Whatever went wrong in the forward pass, the engine's state can't be trusted now.
-            self._failed = True
             raise EngineError(f"vLLM failed: {type(error).__name__}: {error}") from error
         return [self._completion(output) for output in outputs if output.finished]
 
@@ -396,8 +390,13 @@ def _check_config(job: JobConfig) -> Any:
     args = {k: v for k, v in _llm_options(job).items() if k != "chat_template"}
     try:
         return EngineArgs(**args).create_engine_config()
-    except (ValueError, TypeError, OSError) as error:
-        raise JobError(f"engine: {explain(error, job.engine.model)}") from error
+    except (ValueError, TypeError) as error:
+        raise JobError(f"engine: vLLM refuses it: {error}") from error
+    except OSError as error:
+        raise JobError(
+            f"engine.model: {job.engine.model} can't be read: {error}\n"
+            "Give a folder that holds config.json, tokenizer and weights, or a name on the hub"
+        ) from error
 
 
 def _llm_options(job: JobConfig) -> dict[str, Any]:
@@ -436,7 +435,9 @@ def _load(job: JobConfig) -> Any:
         return vllm.LLM(**_llm_options(job))
     except Exception as error:
         # Loading runs the model's code and the device's drivers: any type may come out of it.
-        raise EngineError(explain(error, job.engine.model)) from error
+        raise EngineError(
+            f"{job.engine.model} can't be loaded: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _chat_template(options: Mapping[str, Any]) -> str | None:
