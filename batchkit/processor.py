@@ -161,7 +161,7 @@ class _Loop:
         self._settled = self._failed = 0
         self._next_sync = 0.0
         self._load_s = 0.0
-        self._generating_since: float | None = None
+        self._seconds = 0.0
 
     def run(self, done_elsewhere: Container[str]) -> RunSummary:
         """Settle every row that has no record and whose id is not in ``done_elsewhere``."""
@@ -226,15 +226,18 @@ class _Loop:
         model = self._job.engine.model or self._job.engine.kind
         self._progress.event(f"loading model {model}, rendering the first rows meanwhile")
         with closing(open_engine(self._job)) as engine:
-            self._generating_since = time.monotonic()
-            self._load_s = self._generating_since - started
+            loaded = time.monotonic()
+            self._load_s = loaded - started
             self._manifest["starts"][-1]["engine"] = dict(engine.versions)
             self._progress.event(
                 f"generating; model loaded in {self._load_s:.0f} s,"
                 f" up to {engine.max_num_seqs} requests run at once"
             )
-            with self._stop.deferred():
-                self._feed(engine, prefetch)
+            try:
+                with self._stop.deferred():
+                    self._feed(engine, prefetch)
+            finally:
+                self._seconds = time.monotonic() - loaded
 
     def _feed(self, engine: Engine, prefetch: Prefetch) -> None:
         """Until every row is settled or a stop is due: fill, poll, settle."""
@@ -377,9 +380,7 @@ class _Loop:
         self._manifest["total"] = total
         self._manifest["skipped_elsewhere"] = self._elsewhere
         self._manifest["starts"][-1]["exit"] = code
-        since = self._generating_since
-        seconds = 0.0 if since is None else time.monotonic() - since
-        per_s = 1 / seconds if seconds else 0.0
+        per_s = 1 / self._seconds if self._seconds else 0.0
         return RunSummary(
             name=self._job.name,
             folder=str(self._folder),
@@ -388,7 +389,7 @@ class _Loop:
             failed=state.failed,
             skipped=self._resumed + self._elsewhere,
             retried=self._retried,
-            seconds=round(seconds, 3),
+            seconds=round(self._seconds, 3),
             load_seconds=round(self._load_s, 3),
             prompt_tokens=state.prompt_tokens,
             completion_tokens=state.completion_tokens,
