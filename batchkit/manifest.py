@@ -116,15 +116,16 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def new_manifest(job: JobConfig, files: list[dict[str, Any]]) -> dict[str, Any]:
     """A manifest without a start; ``files`` are the input's fingerprints."""
+    answers = identity(job)
     return {
         "version": VERSION,
         "name": job.name,
         "batchkit": batchkit.__version__,
         "created_at": utc_now(),
         "input": files,
-        "identity": identity(job),
+        "identity": answers,
         "fingerprints": {
-            section: _hash({k: v for k, v in identity(job).items() if k.startswith(section)})
+            section: _hash({k: v for k, v in answers.items() if k.startswith(section)})
             for section in ("prompt", "sampling", "engine")
         },
         "model": {"name": job.engine.model, "revision": job.engine.options.get("revision")},

@@ -23,7 +23,6 @@ from batchkit.ledger import RESULTS, read_newest
 from batchkit.manifest import (
     MASK,
     differences,
-    identity,
     new_manifest,
     new_start,
     read_manifest,
@@ -67,15 +66,16 @@ def open_run(
         StoreError: another process holds the folder, or the disk refuses.
     """
     folder, news = job.folder, list[str]()
+    new = new_manifest(job, source.files or [])
     with ExitStack() as held:
         held.enter_context(claim(folder))
         if is_run(folder) and (
-            fresh or source.files is None or _settle_changes(job, source, on_change, news)
+            fresh or source.files is None or _settle_changes(job, source, new, on_change, news)
         ):
             news.append(f"the earlier run is kept in {move_aside(folder)}")  # lock and all
             held.close()
             held.enter_context(claim(folder))
-        manifest = _manifest(job, source)
+        manifest = _merged(new, read_manifest(folder)) if is_run(folder) else new
         start = new_start(command, overrides)
         manifest["starts"].append(start)
         write_job(folder, job)
@@ -101,12 +101,8 @@ def open_run(
                 write_manifest(folder, manifest)
 
 
-def _manifest(job: JobConfig, source: Input) -> dict[str, Any]:
-    """The run's own manifest, or a new one where it has none that still holds."""
-    new = new_manifest(job, source.files or [])
-    if not is_run(job.folder):
-        return new
-    old = read_manifest(job.folder)
+def _merged(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+    """The run's own manifest, with what decides this start's answers in it."""
     renewed = ("input", "identity", "fingerprints", "model", "seed", "total")
     merged = new | old | {key: new[key] for key in renewed}
     # A job that was read back from its job.toml has its secrets masked; their fingerprints stay.
@@ -117,12 +113,18 @@ def _manifest(job: JobConfig, source: Input) -> dict[str, Any]:
     return merged
 
 
-def _settle_changes(job: JobConfig, source: Input, on_change: OnChange, news: list[str]) -> bool:
+def _settle_changes(
+    job: JobConfig,
+    source: Input,
+    new: Mapping[str, Any],
+    on_change: OnChange,
+    news: list[str],
+) -> bool:
     """Do what ``on_change`` says about changes. True where the old run must be moved aside."""
     folder = job.folder
     manifest = read_manifest(folder)
-    job_changes = differences(manifest["identity"], identity(job))
-    changes = job_changes + _input_changes(manifest["input"], source.files or [])
+    job_changes = differences(manifest["identity"], new["identity"])
+    changes = job_changes + _input_changes(manifest["input"], new["input"])
     if not changes or not (folder / RESULTS).exists() or not (folder / RESULTS).stat().st_size:
         return False  # nothing was answered yet, so nothing can be mixed
     if on_change == "fail":

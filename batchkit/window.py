@@ -28,6 +28,7 @@ from batchkit.engines.base import EngineLoad
 START, LARGEST, LEAST, STEP, CUT = 1.5, 4.0, 0.25, 0.25, 0.75
 COOLDOWN_S = 10.0
 LEAST_FREE_MEMORY = 0.08
+MEMORY_LOOK_S = 1.0
 
 
 class Change(NamedTuple):
@@ -67,14 +68,15 @@ class Window:
         self._fixed = fixed
         self._clock = clock
         self._free_memory = free_memory
-        self._rests_until = clock()
+        self._rests_until = self._next_look = clock()
+        self._free = 1.0
         self.size = fixed or max(2, int(START * max_num_seqs))
 
     def adapt(self, load: EngineLoad, in_flight: int) -> Change | None:
         """Look at the engine's ``load`` and change the size where that helps."""
         if self._fixed or self._clock() < self._rests_until:
             return None
-        if (free := self._free_memory()) < LEAST_FREE_MEMORY:
+        if (free := self._memory()) < LEAST_FREE_MEMORY:
             least = max(1, int(LEAST * self._max_num_seqs))
             return self._change(int(self.size * CUT), least, f"{free:.0%} of memory is free")
         if load.preempted and load.waiting:
@@ -86,6 +88,13 @@ class Window:
             step = max(1, int(STEP * self._max_num_seqs))
             return self._change(min(self.size + step, largest), 1, "the engine's queue ran dry")
         return None
+
+    def _memory(self) -> float:
+        """The free share, looked up at most once a second: ``adapt`` is called at every step."""
+        if self._clock() >= self._next_look:
+            self._next_look = self._clock() + MEMORY_LOOK_S
+            self._free = self._free_memory()
+        return self._free
 
     def _change(self, size: int, least: int, reason: str) -> Change | None:
         size = max(size, min(least, self.size), 1)
