@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import islice
@@ -11,6 +11,7 @@ from typing import Any
 
 from batchkit.errors import BatchkitError, StoreError
 from batchkit.indexset import IndexSet
+from batchkit.ladder import Ladder
 from batchkit.ledger import RESULTS, failure_kind, read_lines
 from batchkit.manifest import job_of_run, read_manifest
 from batchkit.runfolder import held_by
@@ -22,7 +23,11 @@ _RATE_BYTES = 256 * 1024  # of the log's end: some hundred records
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Where a run stands. ``total`` None: its rows can't be counted (rows given from Python)."""
+    """Where a run stands. ``total`` None: its rows can't be counted (rows given from Python).
+
+    ``engine_settings``: options that memory running out has made smaller than the job's.
+    ``engine_events``: what befell the engine in the last start, the newest twenty lines.
+    """
 
     name: str
     folder: str
@@ -36,6 +41,8 @@ class Status:
     rows_per_s: float | None
     eta_s: float | None
     engine_restarts: int
+    engine_settings: Mapping[str, Any]
+    engine_events: Sequence[str]
     starts: int
     held_by: Mapping[str, Any] | None
 
@@ -97,6 +104,8 @@ def status(folder: Path) -> Status:
         completion_tokens=totals.completion_tokens,
         rows_per_s=rate,
         eta_s=pending / rate if rate and pending is not None else None,
+        engine_settings=Ladder(manifest.get("engine_steps")).overrides,
+        engine_events=manifest["starts"][-1].get("engine_events", []) if manifest["starts"] else [],
         engine_restarts=sum(start.get("engine_restarts", 0) for start in manifest["starts"]),
         starts=len(manifest["starts"]),
         held_by=holder,

@@ -164,6 +164,10 @@ def status(run: str | None, as_json: bool) -> None:
         click.echo(f"  failed by {kind}: {count:,}")
     click.echo(f"tokens: {found.prompt_tokens:,} prompt, {found.completion_tokens:,} completion")
     click.echo(f"starts: {found.starts}, engine restarts: {found.engine_restarts}")
+    for event in found.engine_events[-5:]:
+        click.echo(f"  {event}")
+    for name, value in found.engine_settings.items():
+        click.echo(f"memory ran out, so now {name} = {value}")
     if held is None:
         click.echo("no process works on it")
     else:

@@ -18,6 +18,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -141,6 +142,9 @@ class EngineTable(Table):
     options: dict[str, Any] = Field(
         {}, description="Given to `vllm.LLM` as they are; vLLM's own classes check them first."
     )
+    in_process: bool = Field(
+        False, description="For debugging: no process of its own; a crash takes the run with it."
+    )
     lora: str | None = Field(
         None, description="Folder of a LoRA adapter, used for every row (sets `enable_lora`)."
     )
@@ -190,6 +194,16 @@ class RunTable(Table):
     row_timeout_s: PositiveFloat = Field(
         600.0, description="A row that gets no token for this long is aborted and failed."
     )
+    stall_timeout_s: PositiveFloat = Field(
+        600.0,
+        description="An engine that ends no step for this long is restarted, its stacks logged.",
+    )
+    max_engine_restarts: PositiveInt = Field(
+        16, description="Stop when the engine died this often without one answer in between."
+    )
+    max_host_gb: PositiveFloat | None = Field(
+        None, description="The engine's process is restarted between rows when it grows past this."
+    )
     seed: int = Field(0, description="The engine's seed.")
 
 
@@ -202,8 +216,14 @@ class RetryTable(Table):
     temperatures: list[Annotated[float, Field(ge=0)]] | None = Field(
         None, description="Temperature by attempt; the last one serves for all further ones."
     )
-    on_too_long: Literal["fail"] = Field(
-        "fail", description="A prompt that does not fit fails its row."
+    backoff_s: NonNegativeFloat = Field(
+        0.0, description="Seconds before the second try, twice as long before each further one."
+    )
+    on_too_long: Literal["fail", "truncate-middle"] = Field(
+        "fail",
+        description="What a prompt that does not fit does: `fail` its row, or `truncate-middle`: cut"
+        " the row's longest text in the middle until prompt and answer fit; the record says by how"
+        " many tokens (`truncated_tokens`).",
     )
 
 

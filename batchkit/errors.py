@@ -14,6 +14,8 @@ BatchkitError                  exit code
     ├── PromptTooLongError     prompt_too_long
     ├── RequestError           invalid_request
     ├── RowTimeoutError        timeout
+    ├── RowOutOfMemoryError    oom
+    ├── EngineCrashError       engine_crash
     └── EmptyTextError         empty
 
 A RowError becomes a failed record; every other error stops the run with the store consistent.
@@ -84,9 +86,14 @@ class MediaError(RowError):
 
 
 class PromptTooLongError(RowError):
-    """The prompt leaves no room for an answer within ``max_model_len``."""
+    """The prompt leaves no room for an answer within ``max_model_len``.
+
+    An engine sets ``prompt_tokens``, the prompt's own, and ``max_model_len`` where it knows them.
+    """
 
     kind = "prompt_too_long"
+    prompt_tokens: int | None = None
+    max_model_len: int | None = None
 
 
 class RequestError(RowError):
@@ -100,6 +107,19 @@ class RowTimeoutError(RowError):
 
     kind = "timeout"
     retryable = True
+
+
+class RowOutOfMemoryError(RowError):
+    """This row alone makes the engine run out of memory; a smaller image may help."""
+
+    kind = "oom"
+    retryable = True
+
+
+class EngineCrashError(RowError):
+    """This row alone kills the engine."""
+
+    kind = "engine_crash"
 
 
 class EmptyTextError(RowError):

@@ -90,6 +90,7 @@ def flatten(record: Mapping[str, Any], keep: Iterable[str]) -> list[Any]:
         error.get("message"),
         None if choices is None else orjson.dumps(choices).decode(),
         record.get("prompt"),
+        record.get("truncated_tokens"),
         *(_as_text(fields.get(name)) for name in keep),
     ]
 
@@ -110,6 +111,7 @@ _COLUMNS = {
     "error_message": "string",
     "choices": "string",
     "prompt": "string",
+    "truncated_tokens": "int64",
 }
 
 

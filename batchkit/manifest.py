@@ -132,6 +132,7 @@ def new_manifest(job: JobConfig, files: list[dict[str, Any]]) -> dict[str, Any]:
         "seed": job.run.seed,
         "total": None,
         "skipped_elsewhere": 0,
+        "engine_steps": [],
         "starts": [],
     }
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,17 @@ from typing import Any
 from batchkit.config import JobConfig, load_job, resolve_paths
 from batchkit.engines import open_engine, open_preflight
 from batchkit.engines.base import Engine
+from batchkit.engines.launcher import LOG, Launcher
 from batchkit.errors import (
     BatchkitError,
     BrokenInputError,
     InputError,
     JobError,
+    PromptTooLongError,
     TooManyFailuresError,
 )
 from batchkit.inputs import Input, Total, from_job, from_python
+from batchkit.ladder import Ladder
 from batchkit.ledger import RESULTS, failure_kind, read_newest
 from batchkit.manifest import write_manifest
 from batchkit.prefetch import Prefetch
@@ -29,16 +32,18 @@ from batchkit.progress import Progress, State
 from batchkit.prompts import PromptRenderer
 from batchkit.records import to_record, without_blank
 from batchkit.resume import OnChange, OpenRun, open_run
-from batchkit.retry import next_attempt
+from batchkit.retry import Waiting, next_attempt, wait_s
 from batchkit.runfolder import is_run
 from batchkit.stopping import DRAIN_S, StopRequest
 from batchkit.store import Store
 from batchkit.summary import RunSummary
+from batchkit.supervisor import SupervisedEngine
 from batchkit.types import Completion, Request, Row, Usage
 from batchkit.window import Window
 
 POLL_S = 0.05
 AHEAD = 256
+MOST_EVENTS = 20
 _SHARE_FROM = 20  # a share of failed rows says nothing before this many are settled
 
 
@@ -153,7 +158,7 @@ class _Loop:
         self._resumed = run.store.totals.ok + run.store.totals.failed
         self._elsewhere = 0
         self._tokens_before = _tokens(run.store)
-        self._again: deque[Request] = deque()
+        self._again = Waiting()
         self._tries: dict[int, int] = {}
         self._in_flight = 0
         self._retried = 0
@@ -225,7 +230,10 @@ class _Loop:
         started = time.monotonic()
         model = self._job.engine.model or self._job.engine.kind
         self._progress.event(f"loading model {model}, rendering the first rows meanwhile")
-        with closing(open_engine(self._job)) as engine:
+        with (
+            closing(Launcher(self._folder / LOG)) as launcher,
+            closing(self._engine(launcher)) as engine,
+        ):
             loaded = time.monotonic()
             self._load_s = loaded - started
             self._manifest["starts"][-1]["engine"] = dict(engine.versions)
@@ -239,7 +247,21 @@ class _Loop:
             finally:
                 self._seconds = time.monotonic() - loaded
 
-    def _feed(self, engine: Engine, prefetch: Prefetch) -> None:
+    def _engine(self, launcher: Launcher) -> SupervisedEngine:
+        """The engine, with the settings that an earlier start found to be safe."""
+        ladder = Ladder(self._manifest["engine_steps"])
+        if ladder.steps:
+            self._progress.event(f"engine settings remembered: {dict(ladder.overrides)}")
+        return SupervisedEngine(
+            self._job,
+            self._tell,
+            note=self._progress.note,
+            remember=self._remember,
+            ladder=ladder,
+            open_engine=partial(open_engine, launcher=launcher),
+        )
+
+    def _feed(self, engine: SupervisedEngine, prefetch: Prefetch) -> None:
         """Until every row is settled or a stop is due: fill, poll, settle."""
         window = Window(engine.max_num_seqs, fixed=_fixed(self._job))
         try:
@@ -250,14 +272,32 @@ class _Loop:
                     break
                 if not self._in_flight and not self._again and prefetch.exhausted:
                     break
-                self._poll(engine, prefetch)
+                if self._in_flight:
+                    self._poll(engine, prefetch)
+                elif self._again:
+                    time.sleep(POLL_S)  # all that is left waits for its next try
                 self._commit()
-                if change := window.adapt(engine.load(), self._in_flight):
+                change = window.fit(engine.max_num_seqs)
+                change = change or window.adapt(engine.load(), self._in_flight)
+                if change is not None:
                     self._progress.event(f"window {change.old} → {change.new}: {change.reason}")
                 self._housekeeping()
         finally:
             self._store.flush()
             self._progress.update(self._state(), force=True)
+
+    def _tell(self, text: str) -> None:
+        """An event of the engine's life: also in the manifest, for ``status``; the last ones only."""
+        self._progress.event(text)
+        events = self._manifest["starts"][-1].setdefault("engine_events", [])
+        events.append(text)
+        del events[:-MOST_EVENTS]
+
+    def _remember(self, restarts: int, steps: Sequence[Mapping[str, Any]]) -> None:
+        """What an engine's death taught reaches the manifest at once: the next start needs it."""
+        self._manifest["starts"][-1]["engine_restarts"] = restarts
+        self._manifest["engine_steps"] = list(steps)
+        write_manifest(self._folder, self._manifest)
 
     def _fill(self, engine: Engine, prefetch: Prefetch, size: int) -> None:
         """Submit what is rendered while there is room; wait only if the engine has nothing to do.
@@ -267,13 +307,7 @@ class _Loop:
         for _ in range(AHEAD):
             if self._in_flight >= size or self._stop.signum is not None:
                 return
-            rendered: Request | Completion | None
-            if self._again:
-                rendered = self._again.popleft()
-            elif self._in_flight and prefetch.broken:
-                return  # what is in flight is paid for: settle it before the error is raised
-            else:
-                rendered = prefetch.get(timeout_s=0 if self._in_flight else POLL_S)
+            rendered = self._again.pop_due() or self._next_row(prefetch)
             if rendered is None:
                 return
             if isinstance(rendered, Completion):
@@ -281,6 +315,11 @@ class _Loop:
             else:
                 engine.submit(rendered)
                 self._in_flight += 1
+
+    def _next_row(self, prefetch: Prefetch) -> Request | Completion | None:
+        if self._in_flight and prefetch.broken:
+            return None  # what is in flight is paid for: settle it before the error is raised
+        return prefetch.get(timeout_s=0 if self._in_flight else POLL_S)
 
     def _poll(self, engine: Engine, prefetch: Prefetch) -> None:
         for completion in engine.poll(POLL_S):
@@ -300,18 +339,28 @@ class _Loop:
     def _settle(self, completion: Completion, prefetch: Prefetch) -> None:
         """Write the row's record, or put the request back in line."""
         completion = without_blank(completion)
-        index = completion.request.row.index
-        tries = self._tries.pop(index, 0) + 1
-        again = next_attempt(completion, tries, self._job.retry)
-        if again is not None:
-            self._tries[index] = tries
-            self._retried += 1
-            self._again.append(again)
+        if self._is_put_back(completion):
             return
         prefetch.release(completion.request)
         self._store.append(to_record(completion, self._job.output))
         self._settled += 1
         self._failed += completion.error is not None
+
+    def _is_put_back(self, completion: Completion) -> bool:
+        request, error, retry = completion.request, completion.error, self._job.retry
+        if isinstance(error, PromptTooLongError) and retry.on_too_long == "truncate-middle":
+            shorter = self._renderer.shortened(request, error)
+            if shorter is not None:
+                self._again.add(shorter, wait_s=0)
+                return True
+        tries = self._tries.pop(request.row.index, 0) + 1
+        again = next_attempt(completion, tries, retry)
+        if again is None:
+            return False
+        self._tries[request.row.index] = tries
+        self._retried += 1
+        self._again.add(again, wait_s(tries, retry))
+        return True
 
     def _commit(self) -> None:
         """What was settled reaches the log; then see whether too much of it failed."""

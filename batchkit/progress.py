@@ -79,6 +79,10 @@ class Progress:
         self._write(text)
         self._say(text)
 
+    def note(self, text: str) -> None:
+        """What is too long for a line, as a dump of stacks: indented, in run.log alone."""
+        self._write(text.strip().replace("\n", "\n    "))
+
     def update(self, state: State, *, force: bool = False) -> None:
         """Show ``state`` where it is time to; costs next to nothing otherwise."""
         now = self._clock()

@@ -6,19 +6,28 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from jinja2 import StrictUndefined, Template, UndefinedError
 from jinja2 import TemplateError as JinjaError
+from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchkit.config import JobConfig
-from batchkit.errors import JobError, MediaError, RequestError, RowError, TemplateError
+from batchkit.errors import (
+    JobError,
+    MediaError,
+    PromptTooLongError,
+    RequestError,
+    RowError,
+    TemplateError,
+)
 from batchkit.media import load_image
 from batchkit.openai_body import messages_of, sampling_of
 from batchkit.retry import with_temperature
 from batchkit.rowhash import input_hash
+from batchkit.truncation import Place, cut_at, longest_text, next_cut
 from batchkit.types import Completion, Request, Row
 
 _LONE_EXPRESSION = re.compile(r"\A\s*\{\{[-+]?(?P<expression>[^{}]+?)[-+]?\}\}\s*\Z")
@@ -26,6 +35,13 @@ _LONE_EXPRESSION = re.compile(r"\A\s*\{\{[-+]?(?P<expression>[^{}]+?)[-+]?\}\}\s
 Message = Mapping[str, Any]
 
 BYTES_PER_PIXEL = 4  # what Pillow takes for RGB
+
+
+class _Source(NamedTuple):
+    """A template, and what to call it in an error."""
+
+    key: str
+    text: str
 
 
 class PromptRenderer:
@@ -42,8 +58,9 @@ class PromptRenderer:
             undefined=StrictUndefined, keep_trailing_newline=True
         )
         prompt = job.prompt
-        self._system = self._compile("system", prompt.system, prompt.system_file)
-        self._user = self._compile("user", prompt.user, prompt.user_file)
+        system = self._source("system", prompt.system, prompt.system_file)
+        user = self._source("user", prompt.user, prompt.user_file)
+        self._system, self._user = self._compile(system), self._compile(user)
         self._images = [
             self._compile_image(f"prompt.images.{n}", source)
             for n, source in enumerate(prompt.images)
@@ -53,6 +70,8 @@ class PromptRenderer:
             for n, source in enumerate(prompt.captions)
         ]
         self._sampling = job.sampling.params()
+        captions = [_Source("", source) for source in prompt.captions]
+        self._names = self._names_in([system, user, *captions])
 
     def render(self, row: Row, attempt: int = 1) -> Request:
         """The request for ``row``, its images decoded.
@@ -83,16 +102,61 @@ class PromptRenderer:
             request = Request(row, None, None, {}, input_hash(row.fields), attempt)
             return Completion(request, error=error)
 
+    def shortened(self, request: Request, error: PromptTooLongError) -> Request | None:
+        """``request`` with its row's longest text cut in the middle; None where no cut helps.
+
+        Where ``error`` comes back for that request, this gives one with a larger cut.
+        """
+        row = request.row
+        place = self._longest_text(row.fields)
+        max_tokens = request.sampling.get("max_tokens") or 0
+        cut = place and next_cut(place.length, request.cut, error, max_tokens)
+        if not place or not cut:
+            return None
+        fields = cut_at(row.fields, place.path, cut.kept)
+        try:
+            shorter = self.render(replace(row, fields=fields), request.attempt)
+        except RowError:  # its template makes something of the text that can't be cut
+            return None
+        return replace(
+            shorter,
+            row=row,
+            sampling=request.sampling,
+            input_hash=request.input_hash,
+            media_bytes=request.media_bytes,
+            cut=cut,
+        )
+
+    def _longest_text(self, fields: Mapping[str, Any]) -> Place | None:
+        own = self._own_prompt(fields)
+        if own is None:
+            return longest_text(fields, self._names)
+        if own == "body":
+            body = fields["body"]
+            part = "messages" if "messages" in body else "prompt"
+            fields = {**fields, "body": {part: body[part]}}  # not its sampling, nor its schema
+        return longest_text(fields, self._names | {own})
+
+    def _own_prompt(self, fields: Mapping[str, Any]) -> str | None:
+        """The name of the field that brings the row's own prompt; None with ``prompt.user``."""
+        if self._user is not None:
+            return None
+        if self._system is None and not self._images:
+            for name in ("messages", "body"):
+                if name in fields:
+                    return name
+        return "prompt"
+
     def _content(
         self, fields: Mapping[str, Any], names: Mapping[str, Any]
     ) -> tuple[Sequence[Message] | None, str | None]:
         """Messages or plain text: from the job's templates, else from the row itself."""
-        if self._user is None and self._system is None and not self._images:
-            if "messages" in fields:
-                return self._load_parts(fields["messages"]), None
-            if "body" in fields:
-                messages, prompt = messages_of(fields["body"])
-                return (None, prompt) if prompt is not None else (self._load_parts(messages), None)
+        own = self._own_prompt(fields)
+        if own == "messages":
+            return self._load_parts(fields["messages"]), None
+        if own == "body":
+            messages, prompt = messages_of(fields["body"])
+            return (None, prompt) if prompt is not None else (self._load_parts(messages), None)
         if self._user is not None:
             text = _render(self._user, names)
         elif "prompt" in fields:
@@ -175,14 +239,22 @@ class PromptRenderer:
             )
         return {**sampling, **own}
 
-    def _compile(self, key: str, text: str | None, path: str | None) -> Template | None:
-        if path is not None:
-            try:
-                text = Path(path).read_text(encoding="utf-8-sig")
-            except (OSError, UnicodeDecodeError) as error:
-                raise JobError(f"prompt.{key}_file: {path}: can't be read: {error}") from error
-        where = f"prompt.{key}" if path is None else f"prompt.{key}_file: {path}"
-        return None if text is None else self._template(where, text)
+    def _source(self, key: str, text: str | None, path: str | None) -> _Source | None:
+        if path is None:
+            return None if text is None else _Source(f"prompt.{key}", text)
+        try:
+            text = Path(path).read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise JobError(f"prompt.{key}_file: {path}: can't be read: {error}") from error
+        return _Source(f"prompt.{key}_file: {path}", text)
+
+    def _compile(self, source: _Source | None) -> Template | None:
+        return None if source is None else self._template(*source)
+
+    def _names_in(self, sources: Sequence[_Source | None]) -> set[str]:
+        """What the templates read, from the row or from ``[vars]``."""
+        trees = [self._environment.parse(source.text) for source in sources if source]
+        return set().union(*map(find_undeclared_variables, trees))
 
     def _template(self, key: str, text: str) -> Template:
         try:

@@ -29,7 +29,13 @@ def to_record(completion: Completion, output: OutputTable) -> Record:
         input_hash=request.input_hash,
         choices=completion.choices if several and error is None else None,
         prompt=completion.prompt if output.prompt else None,
+        truncated_tokens=_truncated_tokens(completion),
     )
+
+
+def _truncated_tokens(completion: Completion) -> int | None:
+    cut, usage = completion.request.cut, completion.usage
+    return None if cut is None or usage is None else cut.prompt_tokens - usage.prompt_tokens
 
 
 def without_blank(completion: Completion) -> Completion:

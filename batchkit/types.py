@@ -44,6 +44,19 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """How a row's longest text was cut in the middle to make its prompt fit.
+
+    ``kept``: characters of that text. ``prompt_tokens``: of the whole prompt before any cut.
+    ``answer_tokens``: the room that the cut is to leave.
+    """
+
+    kept: int
+    prompt_tokens: int
+    answer_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One row, ready for an engine.
 
@@ -52,6 +65,7 @@ class Request:
     A request whose row could not be rendered has neither, and travels only inside a failed
     Completion. ``sampling`` holds the names of ``vllm.SamplingParams``. ``input_hash`` is the same
     for equal fields. ``media_bytes`` counts the decoded pixels that the request keeps alive.
+    ``cut`` is set where the row's text was too long and has been shortened.
     """
 
     row: Row
@@ -61,6 +75,7 @@ class Request:
     input_hash: str
     attempt: int = 1
     media_bytes: int = 0
+    cut: Cut | None = None
 
     @property
     def images(self) -> list[Image]:
@@ -125,7 +140,8 @@ class Record:
     """One line of ``results.jsonl``: a settled row.
 
     A failed record has ``text`` None and ``error`` set; an ok record the other way round.
-    ``input_hash`` tells whether a later input holds the same row.
+    ``input_hash`` tells whether a later input holds the same row. ``truncated_tokens``: by how many
+    tokens the prompt was cut to fit.
     """
 
     index: int
@@ -142,9 +158,10 @@ class Record:
     input_hash: str
     choices: Sequence[Choice] | None = None
     prompt: str | None = None
+    truncated_tokens: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The record as the contract spells it; ``choices`` and ``prompt`` only where set."""
+        """The record as the contract spells it; the last three fields only where they are set."""
         usage, error = self.usage, self.error
         line: dict[str, Any] = {
             "index": self.index,
@@ -177,6 +194,8 @@ class Record:
             ]
         if self.prompt is not None:
             line["prompt"] = self.prompt
+        if self.truncated_tokens is not None:
+            line["truncated_tokens"] = self.truncated_tokens
         return line
 
 

@@ -5,8 +5,8 @@ window must be deep enough that this queue never runs dry between two polls, and
 each waiting request holds its prompt and pixels in host memory. So it
 
 - starts at 1.5 × ``max_num_seqs``;
-- grows by a quarter of ``max_num_seqs`` when it was full and the engine's queue still ran dry,
-  up to 4 × ``max_num_seqs``;
+- grows by a quarter of ``max_num_seqs`` when it was full and the running engine's queue still ran
+  dry, up to 4 × ``max_num_seqs``;
 - is cut by a quarter when memory runs short, never below a quarter of
   ``max_num_seqs`` (others may hold the memory, and the run must go on), or when requests were
   preempted while others waited, never below ``max_num_seqs``: the engine's own scheduler copes with
@@ -70,7 +70,14 @@ class Window:
         self._free_memory = free_memory
         self._rests_until = self._next_look = clock()
         self._free = 1.0
-        self.size = fixed or max(2, int(START * max_num_seqs))
+        self.size = fixed or _start(max_num_seqs)
+
+    def fit(self, max_num_seqs: int) -> Change | None:
+        """Start over where a restarted engine runs more or fewer at once than the last one."""
+        if self._fixed or max_num_seqs == self._max_num_seqs:
+            return None
+        self._max_num_seqs = max_num_seqs
+        return self._change(_start(max_num_seqs), 1, f"the engine runs {max_num_seqs} at once now")
 
     def adapt(self, load: EngineLoad, in_flight: int) -> Change | None:
         """Look at the engine's ``load`` and change the size where that helps."""
@@ -83,7 +90,7 @@ class Window:
             return self._change(
                 int(self.size * CUT), self._max_num_seqs, f"{load.preempted} requests preempted"
             )
-        if in_flight >= self.size and load.waiting == 0:
+        if in_flight >= self.size and load.running and load.waiting == 0:
             largest = max(2, int(LARGEST * self._max_num_seqs))
             step = max(1, int(STEP * self._max_num_seqs))
             return self._change(min(self.size + step, largest), 1, "the engine's queue ran dry")
@@ -104,3 +111,7 @@ class Window:
         self.size = size
         self._rests_until = self._clock() + COOLDOWN_S
         return change
+
+
+def _start(max_num_seqs: int) -> int:
+    return max(2, int(START * max_num_seqs))

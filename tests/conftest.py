@@ -14,6 +14,9 @@ import pytest
 
 from batchkit.config import JobConfig, make_job
 
+# Two engines beside each other on two cores: their OpenMP threads would spin against one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 SMALL = {
     "dtype": "float32",
     "enforce_eager": True,

@@ -38,6 +38,7 @@ COLUMNS = [
     "error_message",
     "choices",
     "prompt",
+    "truncated_tokens",
 ]
 OK = Record(
     index=0,

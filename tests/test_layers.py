@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "batchkit"
 
 LAYERS: list[set[str]] = [  # from the bottom; a folder counts as one
     {"errors", "indexset", "wording"},
-    {"types", "config", "ledger", "stopping", "rowhash"},
+    {"types", "config", "ledger", "stopping", "rowhash", "faults"},
     {
         "sources",
         "media",
@@ -30,8 +30,11 @@ LAYERS: list[set[str]] = [  # from the bottom; a folder counts as one
         "progress",
         "records",
         "summary",
+        "suspects",
+        "ladder",
+        "truncation",
     },
-    {"inputs"},
+    {"inputs", "supervisor"},
     {"resume"},
     {"processor"},
     {"run", "validate", "export", "audit", "doctor", "machine", "demo_model"},
@@ -41,6 +44,7 @@ WITHIN_A_LAYER = {
     ("prompts", "media"): "rendering a row loads its images",
     ("prompts", "openai_body"): "a row may bring an OpenAI request",
     ("prompts", "retry"): "a first attempt has its temperature too",
+    ("prompts", "truncation"): "a text that was cut is rendered anew",
     ("window", "engines"): "it adapts to EngineLoad, a part of the engines' contract",
     ("manifest", "runfolder"): "the names of the files in a run folder",
     ("store", "runfolder"): "both replace a file in one step",

@@ -7,6 +7,7 @@ from typing import Any
 
 from batchkit.config import JobConfig
 from batchkit.engines.base import Engine, Preflight
+from batchkit.engines.launcher import Launcher
 
 ENGINES = {
     "vllm": "batchkit.engines.vllm",
@@ -24,15 +25,31 @@ def open_preflight(job: JobConfig) -> Preflight:
     return preflight
 
 
-def open_engine(job: JobConfig) -> Engine:
-    """The job's engine, its model loaded.
+def open_engine(job: JobConfig, launcher: Launcher | None = None) -> Engine:
+    """The job's engine, its model loaded: in a process of its own, unless ``engine.in_process``.
+
+    With a ``launcher`` that has been used before, the process need not import its libraries.
 
     Raises:
         JobError: the engine's options or sampling parameters can't be right.
         EngineError: the model can't be loaded.
     """
+    if job.engine.in_process or job.engine.kind == "dry-run":
+        return load_engine(job)
+    from batchkit.engines.process import ProcessEngine
+
+    return ProcessEngine(job, launcher)
+
+
+def load_engine(job: JobConfig) -> Engine:
+    """As ``open_engine``, always in this process."""
     engine: Engine = _module(job).open_engine(job)
     return engine
+
+
+def preload_engine(kind: str) -> None:
+    """Import what an engine of ``kind`` needs, without touching a GPU."""
+    import_module(ENGINES[kind]).preload()
 
 
 def _module(job: JobConfig) -> Any:

@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from batchkit.types import Completion, Request
 
 
 class EngineLoad(NamedTuple):
-    """How busy the engine was in its last step."""
+    """How busy the engine was in its last step, and the memory that its process holds."""
 
     running: int
     waiting: int
     kv_cache_usage: float
     preempted: int
     """Requests preempted since the load was last asked for."""
+    host_bytes: int = 0
+    """Resident memory of the process that the engine runs in; 0 where it is not known yet."""
 
 
 class Engine(Protocol):
     """Answers requests in any order. One thread calls it.
 
     Every submitted request comes back from ``poll`` exactly once, a failed one with ``error`` set,
-    unless EngineError is raised: then the engine is dead and nothing more comes back.
+    unless EngineDied is raised: then the engine is dead and nothing more comes back.
     """
 
     @property
     def max_num_seqs(self) -> int:
         """How many requests it runs at once; more than these wait in its queue."""
+
+    @property
+    def limits(self) -> Mapping[str, Any]:
+        """The options that decide its memory, by vLLM's names, as they are in force."""
 
     @property
     def versions(self) -> Mapping[str, str]:
@@ -40,7 +46,7 @@ class Engine(Protocol):
         """What has finished since; waits up to ``timeout_s`` for the first, may return nothing.
 
         Raises:
-            EngineError: the engine died.
+            EngineDied: it says why.
         """
 
     def load(self) -> EngineLoad:

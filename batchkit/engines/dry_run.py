@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from batchkit.config import JobConfig
 from batchkit.engines.base import EngineLoad, RenderedPrompt
@@ -29,6 +30,10 @@ class DryRunEngine:
     @property
     def max_num_seqs(self) -> int:
         return self._max_num_seqs
+
+    @property
+    def limits(self) -> Mapping[str, Any]:
+        return {"max_num_seqs": self._max_num_seqs}
 
     @property
     def versions(self) -> Mapping[str, str]:
@@ -60,6 +65,10 @@ class DryRunPreflight:
     def render(self, request: Request) -> RenderedPrompt:
         text = _text(request)
         return RenderedPrompt(text, len(text.split()))
+
+
+def preload() -> None:
+    """There is nothing to import."""
 
 
 def open_engine(job: JobConfig) -> DryRunEngine:

@@ -19,13 +19,16 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from batchkit.config import JobConfig
 from batchkit.engines.base import EngineLoad, RenderedPrompt
+from batchkit.engines.startup import explain
 from batchkit.errors import (
-    EngineError,
     JobError,
     MediaError,
     PromptTooLongError,
@@ -33,6 +36,7 @@ from batchkit.errors import (
     RowError,
     RowTimeoutError,
 )
+from batchkit.faults import EngineDied, StartFailed, fault_of
 from batchkit.types import Choice, Completion, Request, Usage
 
 # The image cache keeps processed pixels for images that come again. Rows that share an image
@@ -43,6 +47,14 @@ _CPU_KV_CACHE_BYTES = 2 * 2**30
 _MEMORY_OPTIONS = ("kv_cache_memory_bytes", "gpu_memory_utilization")
 _TOO_LONG = ("input_tokens", "input_text")
 _STUCK_CHECK_S = 1.0
+
+
+def preload() -> None:
+    """Import what vLLM itself imports before it forks its engine: no device has been started."""
+    _set_environment()
+    import vllm.engine.arg_utils
+    import vllm.entrypoints.llm
+    import vllm.v1.engine.core  # noqa: F401
 
 
 def open_preflight(job: JobConfig) -> VllmRenderer:
@@ -62,10 +74,9 @@ def open_engine(job: JobConfig) -> VllmEngine:
 
     Raises:
         JobError: an option or a sampling parameter is wrong, or the model's files are missing.
-        EngineError: the model can't be loaded.
+        StartFailed: the model can't be loaded.
     """
-    _check_config(job)
-    return VllmEngine(job)
+    return VllmEngine(job, _check_config(job))
 
 
 class _Prepared(NamedTuple):
@@ -85,6 +96,7 @@ class VllmRenderer:
         self._renderer = renderer
         self._model_config = vllm_config.model_config
         self._max_model_len: int = self._model_config.max_model_len
+        self._is_limited = job.retry.on_too_long == "fail"  # else a cut needs the whole count
         self._chat_params = ChatParams(
             chat_template=_chat_template(job.engine.options),
             chat_template_kwargs={
@@ -119,26 +131,38 @@ class VllmRenderer:
             # The model's own processor runs here, and raises whatever it likes for one odd image.
             kind = MediaError if request.media_bytes else RequestError
             raise kind(_cause(error)) from error
-        self._check_length(len(prompt.get("prompt_token_ids") or ()))
+        self._check_length(request, len(prompt.get("prompt_token_ids") or ()))
         return _Prepared(request, prompt, params)
 
     def _prompt(self, request: Request) -> Any:
         from vllm.renderers.inputs.preprocess import parse_model_prompt
 
         if request.messages is None:
+            tokenization = self._renderer.default_cmpl_tok_params
+        else:
+            tokenization = self._renderer.default_chat_tok_params.with_kwargs(
+                add_special_tokens=False
+            )
+        if not self._is_limited:  # vLLM stops counting at its limit
+            tokenization = replace(tokenization, max_total_tokens=None)
+        if request.messages is None:
             parsed = parse_model_prompt(self._model_config, {"prompt": request.prompt})
-            return self._renderer.render_cmpl([parsed])[0]
-        tokenization = self._renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)
+            return self._renderer.render_cmpl([parsed], tokenization)[0]
         conversation = [dict(message) for message in request.messages]
         _, prompts = self._renderer.render_chat([conversation], self._chat_params, tokenization)
         return prompts[0]
 
-    def _check_length(self, prompt_tokens: int) -> None:
-        if prompt_tokens >= self._max_model_len:
-            raise PromptTooLongError(
-                f"the prompt has {prompt_tokens} tokens; max_model_len {self._max_model_len}"
-                " leaves no room for an answer"
-            )
+    def _check_length(self, request: Request, prompt_tokens: int) -> None:
+        """One token of an answer must fit; after a cut, the room that the cut was to make."""
+        limit = self._max_model_len
+        room = 1 if request.cut is None else request.cut.answer_tokens
+        if prompt_tokens + room <= limit:
+            return
+        told = f"the prompt has {prompt_tokens} tokens; max_model_len {limit}"
+        wanted = "an answer" if room == 1 else f"an answer of {room}"
+        error = PromptTooLongError(f"{told} leaves no room for {wanted}")
+        error.prompt_tokens, error.max_model_len = prompt_tokens, limit
+        raise error
 
 
 class VllmEngine:
@@ -149,12 +173,14 @@ class VllmEngine:
     is used by the second thread alone once the model is loaded.
     """
 
-    def __init__(self, job: JobConfig) -> None:
+    def __init__(self, job: JobConfig, vllm_config: Any) -> None:
         import vllm
 
         self._row_timeout_s = job.run.row_timeout_s
+        self._process = psutil.Process()
         self._versions = {"vllm": vllm.__version__}
-        self._llm = _load(job)
+        self._limits = _limits(vllm_config)
+        self._llm = _load(job, self._limits)
         self._engine = self._llm.llm_engine
         self._lora = _lora_request(job)
         config = self._engine.vllm_config
@@ -165,6 +191,7 @@ class VllmEngine:
         self._prepared: queue.SimpleQueue[_Prepared | Completion] = queue.SimpleQueue()
         self._preparing = 0
         self._closing = False
+        self._failed = False
         self._running: dict[str, _Running] = {}
         self._numbers = iter(range(2**62))
         self._next_stuck_check = time.monotonic() + _STUCK_CHECK_S
@@ -174,6 +201,10 @@ class VllmEngine:
     @property
     def max_num_seqs(self) -> int:
         return self._max_num_seqs
+
+    @property
+    def limits(self) -> Mapping[str, Any]:
+        return self._limits
 
     @property
     def versions(self) -> Mapping[str, str]:
@@ -186,20 +217,23 @@ class VllmEngine:
     def poll(self, timeout_s: float) -> Sequence[Completion]:
         deadline = time.monotonic() + timeout_s
         done = self._admit(wait_s=0 if self._running else timeout_s)
-        while self._running and not done and time.monotonic() < deadline:
+        while self._running and not done:
             # What a step gave is paid for: nothing else is tried before it is handed on.
             done = self._step() or self._abort_stuck() or self._admit(wait_s=0)
+            if time.monotonic() >= deadline:
+                break
         return done
 
     def load(self) -> EngineLoad:
-        return self._stats.load()
+        return self._stats.load()._replace(host_bytes=self._process.memory_info().rss)
 
     def close(self) -> None:
         if self._closing:
             return
         self._closing = True
         self._inbox.put(None)
-        self._engine.abort_request(list(self._running))
+        if not self._failed:
+            self._engine.abort_request(list(self._running))
         self._running.clear()
         self._thread.join(timeout=10)
         self._engine.engine_core.shutdown()
@@ -255,7 +289,8 @@ class VllmEngine:
             outputs = self._engine.step()
         except Exception as error:
             # Whatever went wrong in the forward pass, the engine's state can't be trusted now.
-            raise EngineError(f"vLLM failed: {type(error).__name__}: {error}") from error
+            self._failed = True
+            raise EngineDied(fault_of(error)) from error
         return [self._completion(output) for output in outputs if output.finished]
 
     def _completion(self, output: Any) -> Completion:
@@ -390,13 +425,8 @@ def _check_config(job: JobConfig) -> Any:
     args = {k: v for k, v in _llm_options(job).items() if k != "chat_template"}
     try:
         return EngineArgs(**args).create_engine_config()
-    except (ValueError, TypeError) as error:
-        raise JobError(f"engine: vLLM refuses it: {error}") from error
-    except OSError as error:
-        raise JobError(
-            f"engine.model: {job.engine.model} can't be read: {error}\n"
-            "Give a folder that holds config.json, tokenizer and weights, or a name on the hub"
-        ) from error
+    except (ValueError, TypeError, OSError) as error:
+        raise JobError(f"engine: {explain(error, job.engine.model)}") from error
 
 
 def _llm_options(job: JobConfig) -> dict[str, Any]:
@@ -428,16 +458,26 @@ def _set_environment() -> None:
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
 
-def _load(job: JobConfig) -> Any:
+def _load(job: JobConfig, limits: Mapping[str, Any]) -> Any:
     import vllm
 
     try:
         return vllm.LLM(**_llm_options(job))
     except Exception as error:
         # Loading runs the model's code and the device's drivers: any type may come out of it.
-        raise EngineError(
-            f"{job.engine.model} can't be loaded: {type(error).__name__}: {error}"
-        ) from error
+        message = explain(error, job.engine.model)
+        raise StartFailed(message, fault_of(error), limits) from error
+
+
+def _limits(vllm_config: Any) -> dict[str, Any]:
+    scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+    limits = {
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+    }
+    if cache.kv_cache_memory_bytes is not None:
+        return {**limits, "kv_cache_memory_bytes": cache.kv_cache_memory_bytes}
+    return {**limits, "gpu_memory_utilization": cache.gpu_memory_utilization}
 
 
 def _chat_template(options: Mapping[str, Any]) -> str | None:

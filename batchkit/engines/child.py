@@ -1,0 +1,152 @@
+"""The launcher's process and its forks: ``python -m batchkit.engines.child KIND FD``.
+
+The launcher imports what an engine of KIND needs, and forks for each socket that comes over FD. The
+fork opens the job's engine, answers what comes over its socket, and says why it dies. Both live no
+longer than the run, and leave SIGINT and SIGTERM to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+from batchkit.config import JobConfig
+from batchkit.engines import load_engine, preload_engine
+from batchkit.engines.base import Engine
+from batchkit.engines.launcher import send_number
+from batchkit.engines.messages import Died, Done, NotStarted, Ready, Refused, Turn
+from batchkit.errors import JobError
+from batchkit.faults import EngineDied, StartFailed
+from batchkit.types import Request
+
+HEARTBEAT_S = 0.5
+POLL_S = 0.02  # what comes in meanwhile is taken in that much later
+_PR_SET_PDEATHSIG = 1
+
+Inbox = queue.SimpleQueue[tuple[int, Request] | None]
+
+
+def main() -> None:
+    kind, control = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
+    _die_with_parent()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)  # the parent decides when it is over
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    preload_engine(kind)
+    gc.collect()
+    gc.freeze()  # the forks need not look through what was imported, nor copy it
+    while fds := socket.recv_fds(control, 1, 1)[1]:
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            os._exit(_serve_as_fork(fds[0]))
+        os.close(fds[0])
+        with contextlib.suppress(OSError):  # it may have ended already
+            os.setpgid(pid, pid)  # so that what the engine starts can be ended with it
+        send_number(control, pid)
+        send_number(control, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    os._exit(0)  # taking the libraries down in order takes a second, and serves nobody
+
+
+def _serve_as_fork(fd: int) -> int:
+    _die_with_parent()
+    try:
+        _serve_one(Connection(fd))
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _serve_one(connection: Connection) -> None:
+    """Open the engine of the job that comes first, and serve it until it is closed or dies."""
+    job: JobConfig = connection.recv()
+    try:
+        engine = load_engine(job)
+    except JobError as error:
+        connection.send(Refused(str(error)))
+        return
+    except StartFailed as error:
+        connection.send(NotStarted(str(error), error.fault, error.limits))
+        return
+    connection.send(Ready(engine.max_num_seqs, engine.limits, engine.versions))
+    inbox: Inbox = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
+    try:
+        _serve(connection, engine, inbox)
+    except EngineDied as error:
+        connection.send(Died(error.fault))
+        os._exit(1)  # the engine's own clean-up may hang now
+    engine.close()
+
+
+def _serve(connection: Connection, engine: Engine, inbox: Inbox) -> None:
+    """Until None comes: submit, poll, send what finished. Its sign of life comes from this thread,
+    so that it stops when the engine hangs."""
+    # By the request's address, which stays its own as long as it is held here.
+    in_flight: dict[int, tuple[int, Request]] = {}
+    last_sent = 0.0
+    while True:
+        for message in _come_in(inbox, wait_s=0 if in_flight else HEARTBEAT_S):
+            if message is None:
+                return
+            in_flight[id(message[1])] = message
+            engine.submit(message[1])
+        done = [
+            Done(
+                in_flight.pop(id(c.request))[0], c.choices, c.usage, c.latency_s, c.error, c.prompt
+            )
+            for c in engine.poll(POLL_S)
+        ]
+        now = time.monotonic()
+        if done or now - last_sent >= HEARTBEAT_S:
+            last_sent = now
+            connection.send(Turn(done, engine.load()))
+
+
+def _come_in(inbox: Inbox, wait_s: float) -> Iterator[tuple[int, Request] | None]:
+    """All that has come in by now; waits for the first."""
+    try:
+        yield inbox.get(timeout=wait_s) if wait_s else inbox.get_nowait()
+        while True:
+            yield inbox.get_nowait()
+    except queue.Empty:
+        return
+
+
+def _receive(connection: Connection, inbox: Inbox) -> None:
+    """On a thread of its own, so that the parent never waits for a step to end."""
+    try:
+        while True:
+            inbox.put(connection.recv())
+    except (EOFError, OSError):
+        pass  # the parent is gone
+    except Exception:  # a request that can't be read, for want of memory, say
+        traceback.print_exc()
+    finally:
+        os._exit(1)  # without this thread, requests would be lost while signs of life go on
+
+
+def _die_with_parent() -> None:
+    """Linux only; elsewhere the closed socket does it, a step later."""
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    except (OSError, AttributeError):
+        return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Why a model did not load, in one paragraph with the remedy.
+
+Types are looked for first. The rest is told by words, because vLLM, transformers and the drivers
+raise plain ValueError and RuntimeError for it; what is not recognised is shown as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class Cause(NamedTuple):
+    """One way to fail: a type name or words of the message, and what to do about it."""
+
+    sign: re.Pattern[str]
+    remedy: str
+
+
+_CAUSES = [
+    Cause(re.compile(r"GatedRepoError|gated repo", re.IGNORECASE),
+          "It is gated: accept its terms on the hub, then set HF_TOKEN to a token that may read it."),
+    Cause(re.compile(r"RepositoryNotFoundError|is not a valid model identifier|Repo id must be"),
+          "No such folder here and no such name on the hub: check the spelling; a private model needs"
+          " HF_TOKEN."),
+    Cause(re.compile(r"LocalEntryNotFoundError|ConnectError|ConnectionError|couldn't connect|"
+                     r"OfflineModeIsEnabled"),
+          "The hub can't be reached and the model is not in its cache: download it where there is a"
+          " network and give its folder as engine.model."),
+    Cause(re.compile(r"does not recognize this architecture|are not supported for now|"
+                     r"has no vLLM implementation"),
+          "The installed vLLM or transformers don't know this architecture: upgrade them (`batchkit"
+          " doctor` shows both), or take another model."),
+    Cause(re.compile(r"estimated maximum model length is (?P<fits>\d+)"),
+          "The KV cache is too small for one request of max_model_len: set"
+          " engine.options.max_model_len = {fits} or less, or give it more memory"
+          " (gpu_memory_utilization, kv_cache_memory_bytes, tensor_parallel_size)."),
+    Cause(re.compile(r"No available memory for the cache blocks|OutOfMemoryError"),
+          "The weights leave no memory: free the GPU, quantise, spread the model over more GPUs"
+          " (tensor_parallel_size), or lower max_model_len and max_num_seqs."),
+    Cause(re.compile(r"less than (desired|requested)"),
+          "Something else holds the memory: free it, or lower gpu_memory_utilization or"
+          " kv_cache_memory_bytes."),
+    Cause(re.compile(r"any model weights"),
+          "The folder holds no weights: download them whole (*.safetensors)."),
+    Cause(re.compile(r"SafetensorError|header too (large|small)|invalid header"),
+          "A weight file is damaged, most likely cut off in a download: fetch it again."),
+    Cause(re.compile(r"torchvision::|operator torchvision"),
+          "torchvision does not fit torch: `batchkit doctor` says what to install."),
+    Cause(re.compile(r"driver on your system is too old|no CUDA-capable device|CUDA driver version|"
+                     r"no kernel image"),
+          "The GPU driver or the GPU does not fit this build of torch: `batchkit doctor` shows them."),
+]  # fmt: skip
+
+
+def explain(error: BaseException, model: str) -> str:
+    """``model`` can't be loaded: the innermost cause, shortened to its first paragraph, and a remedy
+    where one is known."""
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
+    told = "\n".join(f"{type(link).__name__}: {link}" for link in chain)
+    paragraph = " ".join(str(error).strip().split("\n\n")[0].split())[:600]
+    for known in _CAUSES:
+        if found := known.sign.search(told):
+            remedy = known.remedy.format(**found.groupdict())
+            return f"{model} can't be loaded. {remedy}\n  ({type(error).__name__}: {paragraph})"
+    return f"{model} can't be loaded: {type(error).__name__}: {paragraph}"

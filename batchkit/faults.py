@@ -1,0 +1,104 @@
+"""Why an engine died, told by type where a type exists."""
+
+from __future__ import annotations
+
+import errno
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from batchkit.errors import EngineError
+
+_LONGEST_MESSAGE = 1000
+
+FaultKind = Literal["oom", "engine_crash", "stall"]
+
+# Types by name: torch is not imported here, and its CUDA and generic classes are one.
+_OOM_TYPES = ("OutOfMemoryError", "MemoryError")
+# What has no type of its own: the CPU allocator, vLLM's KV cache, and CUDA's libraries.
+_OVER_CLAIM_WORDS = (
+    "less than requested memory for kv",
+    "less than desired GPU memory utilization",
+    "less than desired CPU memory utilization",
+)
+_WITHOUT_CACHE_WORDS = "No available memory for the cache blocks"
+_OOM_WORDS = (
+    "can't allocate memory",
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    _WITHOUT_CACHE_WORDS,
+    *_OVER_CLAIM_WORDS,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One death of an engine. ``type`` is the error's class, or the signal that ended it."""
+
+    kind: FaultKind
+    type: str
+    message: str
+
+    @property
+    def is_over_claim(self) -> bool:
+        """The engine asked for more than is free before it loaded anything."""
+        return any(words in self.message for words in _OVER_CLAIM_WORDS)
+
+    @property
+    def is_without_cache(self) -> bool:
+        """What the engine was given is full before the KV cache has any of it."""
+        return _WITHOUT_CACHE_WORDS in self.message
+
+    def __str__(self) -> str:
+        return f"{self.type}: {self.message}" if self.message else self.type
+
+
+class EngineDied(EngineError):
+    """The engine is dead; ``fault`` says why. What was in flight comes back no more.
+
+    ``stacks``: what its threads were at, where a watchdog ended it.
+    """
+
+    def __init__(self, fault: Fault, *, stacks: str = "") -> None:
+        super().__init__(f"the engine died: {fault}")
+        self.fault = fault
+        self.stacks = stacks
+
+
+class StartFailed(EngineDied):
+    """The engine never came up; ``message`` says what to do.
+
+    ``limits``: the options that would have decided its memory, where they were worked out.
+    """
+
+    def __init__(self, message: str, fault: Fault, limits: Mapping[str, Any]) -> None:
+        EngineError.__init__(self, message)
+        self.fault = fault
+        self.stacks = ""
+        self.limits = limits
+
+
+def fault_of(error: BaseException) -> Fault:
+    """The innermost cause of ``error``, classified."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    names = [base.__name__ for base in type(error).__mro__]
+    message = " ".join(str(error).split())[:_LONGEST_MESSAGE]
+    is_oom = (
+        any(name in _OOM_TYPES for name in names)
+        or getattr(error, "errno", None) == errno.ENOMEM
+        or any(words in message for words in _OOM_WORDS)
+    )
+    return Fault("oom" if is_oom else "engine_crash", names[0], message)
+
+
+def fault_of_exit(code: int | None, last_words: str) -> Fault:
+    """A process that ended without saying why. SIGKILL is the kernel's way to free memory."""
+    if code == -signal.SIGKILL:
+        return Fault("oom", "SIGKILL", "killed from outside, as the kernel does when memory is out")
+    how = f"exit code {code}"
+    if code is not None and code < 0:
+        known = {number.value: number.name for number in signal.Signals}
+        how = known.get(-code, f"signal {-code}")
+    return Fault("engine_crash", how, last_words)

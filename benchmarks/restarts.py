@@ -1,0 +1,110 @@
+"""How long a dead engine is missed, and what fifty of them leave behind.
+
+    python benchmarks/restarts.py [--rounds 3] [--restarts 50]
+
+Real vLLM on the demo model. From a SIGKILL of the engine's process to the next engine's first
+answer, side by side: forked from the launcher, as a run does it, and from a process that imports
+vLLM anew. Then many restarts of the first kind, counting what belongs to us before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import psutil
+
+from batchkit.config import JobConfig
+from batchkit.demo_model import build_demo_model
+from batchkit.engines.launcher import LOG, Launcher
+from batchkit.engines.process import ProcessEngine
+from batchkit.faults import EngineDied
+from batchkit.types import Request, Row
+
+OPTIONS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 512,
+    "max_num_seqs": 8,
+    "kv_cache_memory_bytes": 128 * 2**20,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--restarts", type=int, default=50)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        build_demo_model(folder / "model", text_only=True)
+        engine = {"model": str(folder / "model"), "options": OPTIONS}
+        job = JobConfig(engine=engine, output={"dir": str(folder)})
+        with closing(Launcher(job.folder / LOG)) as launcher:
+            answer_once(job, launcher)
+            pairs = [(killed(job, launcher), killed(job, None)) for _ in range(args.rounds)]
+            forked, anew = (statistics.median(times) for times in zip(*pairs, strict=True))
+            ratio = statistics.median(slow / fast for fast, slow in pairs)
+            print(f"restart: forked {forked:.1f} s, imported anew {anew:.1f} s, ratio {ratio:.1f}")
+            before = belongings()
+            for _ in range(args.restarts):
+                killed(job, launcher)
+            after = belongings()
+    left = {kind: after[kind] - before[kind] for kind in before}
+    print(f"left behind by {args.restarts} restarts: {left}")
+    found = {"forked_s": forked, "anew_s": anew, "ratio": ratio, "left": left}
+    print(json.dumps({"benchmark": "restarts", "restarts": args.restarts, **found}))
+
+
+def answer_once(job: JobConfig, launcher: Launcher | None) -> None:
+    with answering(job, launcher):
+        pass
+
+
+def killed(job: JobConfig, launcher: Launcher | None) -> float:
+    """Seconds from the death of one engine to the first answer of the next."""
+    with answering(job, launcher) as engine:
+        os.kill(engine.pid, signal.SIGKILL)
+        began = time.monotonic()
+        try:
+            while True:
+                engine.poll(0.5)
+        except EngineDied:
+            pass
+    answer_once(job, launcher)
+    return time.monotonic() - began
+
+
+@contextmanager
+def answering(job: JobConfig, launcher: Launcher | None) -> Iterator[ProcessEngine]:
+    """An engine that has answered a request."""
+    with closing(ProcessEngine(job, launcher)) as engine:
+        messages = [{"role": "user", "content": "tell me about tea"}]
+        sampling = {"temperature": 0.0, "max_tokens": 8}
+        engine.submit(Request(Row(0, "0", {}), messages, None, sampling, ""))
+        while not engine.poll(0.5):
+            pass
+        yield engine
+
+
+def belongings() -> dict[str, int]:
+    """Our descendants, open files and threads, and what lies in shared memory."""
+    us = psutil.Process()
+    return {
+        "processes": len(us.children(recursive=True)),
+        "files": us.num_fds() + sum(child.num_fds() for child in us.children()),
+        "threads": us.num_threads(),
+        "shared_memory": len(list(Path("/dev/shm").iterdir())),
+    }
+
+
+if __name__ == "__main__":
+    main()

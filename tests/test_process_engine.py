@@ -1,0 +1,251 @@
+"""Real vLLM in a process of its own: what its parent sees when it dies, and what stays behind.
+
+Where only the process and its socket matter, the dry-run engine stands in: it opens in 0.2 s.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchkit.config import JobConfig
+from batchkit.engines import open_engine
+from batchkit.engines.process import LOG, ProcessEngine
+from batchkit.errors import JobError
+from batchkit.faults import EngineDied
+from tests.conftest import SMALL
+from tests.test_engine_contract import request
+
+OPTIONS = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
+ROOT = Path(__file__).parents[1]
+
+# Both parents run in a process of their own: one is killed, and the other's modules are counted.
+OPEN = """
+import json, os, sys
+from pathlib import Path
+from batchkit.config import JobConfig
+from batchkit.engines.process import ProcessEngine
+from tests.test_engine_contract import collect, request
+
+job = JobConfig.model_validate_json(sys.argv[1])
+"""
+DOOMED_PARENT = """
+engine = ProcessEngine(job)
+engine.submit(request(0, max_tokens=400))
+print(engine.pid, flush=True)
+while True:
+    engine.poll(0.05)
+"""
+CYCLES = """
+import signal
+from contextlib import closing, suppress
+
+import psutil
+from batchkit.engines.launcher import Launcher
+from batchkit.faults import EngineDied
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+def shared_memory(pid):
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    links = [os.readlink(f"/proc/{pid}/fd/{n}") for n in os.listdir(f"/proc/{pid}/fd")]
+    return {word for text in lines + links for word in text.split() if "/dev/shm/" in word}
+
+def cycle(job, launcher, killed):
+    engine = ProcessEngine(job, launcher)
+    engine.submit(request(0))
+    found["answers"] += [c.choices[0].text for c in collect(engine, 1)]
+    shared = shared_memory(engine.pid)
+    if killed:
+        os.kill(engine.pid, signal.SIGKILL)
+        with suppress(EngineDied):
+            while True:
+                engine.poll(0.5)
+    engine.close()
+    engine.close()
+    found["pids"].append(engine.pid)
+    found["files"].append(open_files())
+    found["shared_memory"] += [path for path in shared if Path(path).exists()]
+
+found = {"files": [], "answers": [], "shared_memory": [], "pids": []}
+before = open_files()
+dry_run = job.model_copy(update={"engine": type(job.engine)(kind="dry-run")})
+for next_job, times in [(job, 3), (dry_run, 50)]:
+    with closing(Launcher(job.folder / "engine.log")) as launcher:
+        for n in range(times):
+            cycle(next_job, launcher, killed=n % 2 == 0)
+cycle(dry_run, None, killed=False)  # an engine with a launcher of its own
+found["files_after"] = open_files() - before
+found["processes"] = [p.pid for p in psutil.Process().children(recursive=True)]
+found["modules"] = [name for name in ("torch", "vllm", "transformers") if name in sys.modules]
+print(json.dumps(found))
+"""
+
+
+def make_job(model: Path, folder: Path, **options: Any) -> JobConfig:
+    job = JobConfig(
+        engine={"model": str(model), "options": {**OPTIONS, **options}},
+        output={"dir": str(folder)},
+    )
+    job.folder.mkdir(parents=True)
+    return job
+
+
+def parent(script: str, job: JobConfig, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", OPEN + script, job.model_dump_json()],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )
+
+
+@pytest.fixture
+def dry_run(tmp_path: Path) -> Iterator[ProcessEngine]:
+    job = JobConfig(
+        engine={"kind": "dry-run"},
+        run={"stall_timeout_s": 2.0},
+        output={"dir": str(tmp_path)},
+    )
+    job.folder.mkdir()
+    with closing(ProcessEngine(job)) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def cycles(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a parent finds after each of several engines that answered one request."""
+    job = make_job(text_model, tmp_path_factory.mktemp("cycles"))
+    with parent(CYCLES, job) as process:
+        out, _ = process.communicate(timeout=200)
+    assert process.returncode == 0
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def within(limit_s: float, engine: ProcessEngine, call: Callable[[], Any]) -> Any:
+    """What ``call`` returns or raises; if it does not end, its engine is killed and the test fails."""
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(call)
+        if not wait([future], timeout=limit_s).done:
+            os.kill(engine.pid, signal.SIGKILL)
+            pytest.fail(f"it did not end within {limit_s:g} s")
+        return future.result()
+
+
+def poll_until_it_fails(engine: ProcessEngine) -> None:
+    while True:
+        engine.poll(0.1)
+
+
+def test_a_killed_engine_is_noticed_at_once(text_model: Path, tmp_path: Path) -> None:
+    with closing(ProcessEngine(make_job(text_model, tmp_path))) as engine:
+        for index in range(20):
+            engine.submit(request(index, max_tokens=400, ignore_eos=True))
+        engine.poll(0.2)
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineDied, match="SIGKILL") as raised:  # noqa: PT012
+            engine.poll(2.0)
+            engine.poll(2.0)  # where the first brought what had finished before
+        assert raised.value.fault.kind == "oom"
+        engine.submit(request(99))
+        with pytest.raises(EngineDied, match="SIGKILL"):
+            engine.poll(0.05)
+
+
+def test_a_sign_of_life_is_no_reason_to_wait_longer(dry_run: ProcessEngine) -> None:
+    assert within(5, dry_run, lambda: dry_run.poll(1.0)) == []
+
+
+def test_a_hung_engine_is_ended_while_a_large_request_is_on_its_way(
+    dry_run: ProcessEngine,
+) -> None:
+    os.kill(dry_run.pid, signal.SIGSTOP)  # as one that hangs and holds Python's lock
+
+    def submit_and_poll() -> None:
+        dry_run.submit(request(0, text="tea" * 1_000_000))
+        poll_until_it_fails(dry_run)
+
+    with pytest.raises(EngineDied, match="stall_timeout_s = 2"):
+        within(15, dry_run, submit_and_poll)
+
+
+class Unreadable:
+    """Stands for a request that the child can't take in, for want of memory, say."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("not a number",)
+
+
+def test_a_request_that_the_engine_cannot_read_is_not_lost_in_silence(
+    dry_run: ProcessEngine,
+) -> None:
+    dry_run.submit(request(0, stop=Unreadable()))
+    with pytest.raises(EngineDied, match="not a number"):
+        within(10, dry_run, lambda: poll_until_it_fails(dry_run))
+
+
+def test_the_engine_dies_with_its_parent(text_model: Path, tmp_path: Path) -> None:
+    job = make_job(text_model, tmp_path)
+    with parent(DOOMED_PARENT, job, VLLM_LOGGING_LEVEL="INFO") as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.kill()
+    assert gone(pid, within_s=5)
+    assert "max_model_len" in (job.folder / LOG).read_text(), "what it printed is kept"
+
+
+def gone(pid: int, within_s: float) -> bool:
+    """No such process any more, or a zombie, where nobody reaps orphans."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return True
+        if stat.rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_each_further_engine_answers_as_the_first(cycles: dict[str, Any]) -> None:
+    assert len(set(cycles["answers"][:3])) == 1
+    assert len(cycles["answers"]) == 3 + 50 + 1
+    assert len(set(cycles["pids"])) == 3 + 50 + 1, "each in a process of its own"
+
+
+def test_fifty_engines_killed_or_closed_leave_nothing_behind(cycles: dict[str, Any]) -> None:
+    assert cycles["processes"] == []
+    assert cycles["shared_memory"] == []
+    assert cycles["files_after"] == 0
+    assert len(set(cycles["files"][:3])) == 1, cycles["files"]
+    assert len(set(cycles["files"][3:53])) == 1, cycles["files"]
+
+
+def test_the_parent_imports_no_engine(cycles: dict[str, Any]) -> None:
+    assert cycles["modules"] == []
+
+
+def test_a_wrong_option_is_a_job_error(text_model: Path, tmp_path: Path) -> None:
+    job = make_job(text_model, tmp_path, max_num_seq=4)
+    with pytest.raises(JobError, match=r"max_num_seq.*did you mean.*max_num_seqs"):
+        open_engine(job)
+
+
+def test_a_missing_model_is_a_job_error(tmp_path: Path) -> None:
+    job = make_job(tmp_path / "nowhere", tmp_path)
+    with pytest.raises(JobError, match=r"no folder .*nowhere"):
+        open_engine(job)

@@ -1,0 +1,270 @@
+"""Real vLLM, its worker made to fail: every good row is answered, as in an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from PIL import Image
+
+from batchkit.ledger import RESULTS, read_newest
+from tests.conftest import write_jsonl
+
+N_ROWS = 40
+OWN, IN = "engine.in_process=false", "engine.in_process=true"
+
+JOB = """
+name = "faulty"
+[input]
+path = "rows.jsonl"
+[prompt]
+user = "{{ q }}"
+[engine]
+model = "MODEL"
+[engine.options]
+dtype = "float32"
+enforce_eager = true
+max_model_len = 512
+max_num_seqs = 8
+kv_cache_memory_bytes = 134217728
+worker_cls = "tests.failing_worker.FailingWorker"
+[sampling]
+max_tokens = 12
+sampling_column = "params"
+[run]
+stall_timeout_s = 6
+"""
+
+
+# As the command; a stretch of success is ten rows, however long the engine took to start.
+IMPATIENT = """
+from batchkit import ladder, supervisor
+from batchkit.cli import cli
+ladder.STRETCH, supervisor.GROWTH_SHARE = 10, 1e9
+cli()
+"""
+
+
+class Ended(NamedTuple):
+    exit: int
+    stderr: str
+    records: list[dict[str, Any]]
+    log: str
+    manifest: dict[str, Any]
+
+    @property
+    def failed(self) -> dict[int, str]:
+        return {
+            record["index"]: record["error"]["kind"]
+            for record in self.records
+            if record["status"] == "failed"
+        }
+
+    @property
+    def window(self) -> list[tuple[int, int]]:
+        """Its history."""
+        return [(int(old), int(new)) for old, new in re.findall(r"window (\d+) → (\d+)", self.log)]
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory, text_model: Path) -> list[str]:
+    """The texts of an undisturbed run."""
+    ended = start(tmp_path_factory.mktemp("calm"), text_model, question_rows({}), {}, [IN])
+    assert ended.exit == 0, ended.stderr
+    return [record["text"] for record in ended.records]
+
+
+@pytest.fixture
+def run(tmp_path: Path, text_model: Path) -> Run:
+    def with_rows(
+        *settings: str,
+        poison: dict[int, str] | None = None,
+        impatient: bool = False,
+        **faults: Any,
+    ) -> Ended:
+        rows = question_rows(poison or {})
+        return start(tmp_path, text_model, rows, faults, settings, impatient=impatient)
+
+    return with_rows
+
+
+def question_rows(poison: dict[int, str]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [
+        {"q": f"tell me of {n}" + " tea" * (n % 7)} for n in range(N_ROWS)
+    ]
+    for index, kind in poison.items():
+        rows[index]["params"] = {"extra_args": {"poison": kind}}
+    return rows
+
+
+def start(
+    folder: Path,
+    model: Path,
+    rows: list[dict[str, Any]],
+    faults: dict[str, Any],
+    settings: Sequence[str],
+    *,
+    job: str = JOB,
+    impatient: bool = False,
+) -> Ended:
+    (folder / "job.toml").write_text(job.replace("MODEL", str(model)))
+    (folder / "markers").mkdir(exist_ok=True)
+    write_jsonl(folder / "rows.jsonl", rows)
+    done = subprocess.run(
+        [sys.executable, *(["-c", IMPATIENT] if impatient else ["-m", "batchkit"])]
+        + ["run", "job.toml"]
+        + [part for setting in settings for part in ("--set", setting)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "BATCHKIT_TEST_FAULTS": json.dumps({"folder": str(folder / "markers"), **faults}),
+        },
+        check=False,
+    )
+    output = folder / "output/faulty"
+    return Ended(
+        done.returncode,
+        done.stderr,
+        list(read_newest(output / RESULTS)),
+        (output / "run.log").read_text(),
+        json.loads((output / "manifest.json").read_text()),
+    )
+
+
+def assert_only_failed(ended: Ended, calm: list[str], failed: dict[int, str]) -> None:
+    """Exactly ``failed`` failed, and every other row has the text of the undisturbed run."""
+    assert ended.failed == failed, ended.log
+    assert ended.exit == (3 if failed else 0), ended.stderr
+    assert "Traceback" not in ended.stderr
+    texts = [record["text"] for record in ended.records]
+    assert texts == [None if n in failed else text for n, text in enumerate(calm)]
+
+
+def test_out_of_memory_once_halves_the_batch(run: Run, calm: list[str]) -> None:
+    ended = run(OWN, once={"oom": 4})
+    assert_only_failed(ended, calm, {})
+    assert "engine died (oom)" in ended.log
+    assert "next engine with max_num_seqs = 4" in ended.log
+    assert ended.manifest["engine_steps"] == [{"max_num_seqs": 4}]
+    assert ended.manifest["starts"][-1]["engine_restarts"] == 1
+
+
+def test_too_many_at_once_is_halved_until_it_fits(run: Run, calm: list[str]) -> None:
+    ended = run(IN, over=3)
+    assert_only_failed(ended, calm, {})
+    assert ended.manifest["engine_steps"] == [{"max_num_seqs": 4}, {"max_num_seqs": 2}]
+    assert [step for step in ended.window if step[1] < step[0]] == [(12, 6), (6, 3)]
+
+
+def test_the_next_start_takes_the_safe_setting(run: Run, calm: list[str]) -> None:
+    run(OWN, "input.limit=20", over=3)
+    ended = run(OWN, over=3)
+    assert_only_failed(ended, calm, {})
+    assert ended.manifest["starts"][-1].get("engine_restarts", 0) == 0
+    assert "engine settings remembered: {'max_num_seqs': 2}" in ended.log
+
+
+def test_out_of_memory_at_load_is_halved_until_it_fits(run: Run, calm: list[str]) -> None:
+    ended = run(OWN, load_over=2)
+    assert_only_failed(ended, calm, {})
+    assert ended.log.count("next try with") == 2
+    assert ended.manifest["engine_steps"] == [{"max_num_seqs": 4}, {"max_num_seqs": 2}]
+
+
+def test_the_batch_grows_back_after_a_stretch_of_success(run: Run, calm: list[str]) -> None:
+    ended = run(OWN, impatient=True, once={"oom": 4})
+    assert_only_failed(ended, calm, {})
+    assert (
+        "engine restart: a stretch of success, one step up to the job's own settings" in ended.log
+    )
+    assert ended.manifest["engine_steps"] == []
+    assert ended.manifest["starts"][-1]["engine_restarts"] == 2
+
+
+def test_an_engine_that_grows_too_large_is_replaced_between_rows(run: Run, calm: list[str]) -> None:
+    ended = run(OWN, "run.max_host_gb=1.5", leak_mb=32)
+    assert_only_failed(ended, calm, {})
+    assert "engine restart: its process holds" in ended.log
+    assert "engine died" not in ended.log
+
+
+def test_a_row_whose_image_needs_too_much_memory_is_tried_smaller(
+    tmp_path: Path, demo_model: Path
+) -> None:
+    """A prompt of more than 100 tokens runs out of memory: one with the large image, as it is."""
+    for name, side in {"large": 350, "small": 170}.items():
+        Image.new("RGB", (side, side), (200, 90, 20)).save(tmp_path / f"{name}.png")
+    names = ["small"] * 8 + ["large"] + ["small"] * 8
+    rows = [{"q": f"what is {n}?", "image": f"{name}.png"} for n, name in enumerate(names)]
+    with_image = JOB.replace("[engine]", 'images = ["{{ image }}"]\n[engine]', 1)
+    ended = start(tmp_path, demo_model, rows, {"prompt_over": 100}, [OWN], job=with_image)
+    assert ended.failed == {}
+    assert [record["attempt"] for record in ended.records] == [1] * 8 + [2] + [1] * 8
+    assert all(record["usage"]["prompt_tokens"] <= 100 for record in ended.records)
+    assert ended.log.count("row 8 (id 8) alone kills the engine") == 1
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "error_kind"),
+    [(IN, "oom", "oom"), (OWN, "kill", "oom"), (OWN, "error", "engine_crash")],
+)
+def test_a_poison_row_is_found_and_fails_alone(
+    run: Run, calm: list[str], where: str, kind: str, error_kind: str
+) -> None:
+    ended = run(where, poison={13: kind})
+    assert_only_failed(ended, calm, {13: error_kind})
+    assert "row 13 (id 13) alone kills the engine" in ended.log
+    assert ended.manifest["engine_steps"] == [], "the row was the cause, not the batch"
+    assert ended.manifest["starts"][-1]["engine_restarts"] <= 6
+
+
+def test_three_poison_rows_in_one_window_are_found_and_not_tried_again(
+    run: Run, calm: list[str]
+) -> None:
+    poison = dict.fromkeys((2, 3, 9), "error")
+    ended = run(OWN, "input.limit=20", poison=poison)
+    assert ended.manifest["starts"][-1]["engine_restarts"] <= 3 * 5
+    ended = run(OWN, poison=poison)
+    assert_only_failed(ended, calm, dict.fromkeys(poison, "engine_crash"))
+    assert ended.manifest["starts"][-1].get("engine_restarts", 0) == 0, "a resume leaves them alone"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("kill", "engine died (oom) with"),
+        ("error", "RuntimeError: planted: device-side assert"),
+        ("hang", "no step ended for"),
+    ],
+)
+def test_an_engine_that_dies_once_is_restarted(
+    run: Run, calm: list[str], kind: str, words: str
+) -> None:
+    ended = run(OWN, once={kind: 4})
+    assert_only_failed(ended, calm, {})
+    assert words in ended.log
+    assert ("failing_worker.py" in ended.log) == (kind == "hang"), "its stacks are in run.log"
+    assert "failing_worker.py" not in ended.stderr
+    assert ended.manifest["starts"][-1]["engine_restarts"] == 1
+
+
+def test_an_engine_that_fails_on_every_row_stops_the_run(run: Run) -> None:
+    ended = run(OWN, "run.max_engine_restarts=3", poison=dict.fromkeys(range(N_ROWS), "error"))
+    assert ended.exit == 1
+    assert "died 4 times without one answer" in ended.stderr
+    assert "planted: device-side assert" in ended.stderr
+    assert "Traceback" not in ended.stderr
