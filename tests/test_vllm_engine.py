@@ -117,6 +117,15 @@ def test_logit_bias_takes_the_text_keys_of_json(engine: Engine) -> None:
     assert done.choices[0].text != free.choices[0].text
 
 
+def test_runaway_repetition_is_ended_by_vllm(engine: Engine) -> None:
+    pattern = {"max_pattern_size": 20, "min_count": 4}
+    asked = request(0, max_tokens=200, logit_bias={"50": 100}, repetition_detection=pattern)
+    [completion] = ask(engine, asked)
+    assert completion.choices[0].finish_reason == "repetition"
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens == 4
+
+
 def test_a_plain_prompt_gets_no_chat_template(engine: Engine) -> None:
     (done,) = ask(engine, plain("tea"))
     assert done.usage is not None
