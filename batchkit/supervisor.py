@@ -88,7 +88,7 @@ class SupervisedEngine:
     def submit(self, request: Request) -> None:
         if request.row.index in self._convicted:
             self._suspects.suspect(request)
-        elif self._suspects or self._planned:
+        elif self._suspects or self._planned or self._held:
             self._held.append(request)
         else:
             self._hand_over(request)

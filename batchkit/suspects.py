@@ -1,9 +1,12 @@
 """Finds the rows that kill an engine, by replaying suspects in halves.
 
-After a death every request in flight is a suspect. They are replayed alone, in two groups; a group
-that kills the engine again is split, until the one at fault stands alone. So k poison rows among n
-cost at most about k * (log2(n) + 1) restarts, and every other row is answered. Large groups go
-first: most of them hold no poison, and their answers show that the engine is sound.
+After a death every request in flight is a suspect. They are replayed in two groups, with nothing else
+beside them; a group that kills the engine again is split, until the one at fault stands alone. A row
+is convicted when it has killed the engine alone twice: once may be an accident of the machine. Where
+a search has ended without a conviction, accidents do happen, and it takes three times from then on.
+
+So k poison rows among n cost at most about k * (log2(n) + 2) restarts, and every other row is
+answered. Large groups go first: their answers show early that the engine is sound.
 """
 
 from __future__ import annotations
@@ -14,15 +17,14 @@ from typing import NamedTuple
 
 from batchkit.types import Request
 
-CONVICTION = 3
-"""Deaths that a row must have been there for: one or two may be an accident of the machine."""
+PROOF, PROOF_AMONG_ACCIDENTS = 2, 3
 
 
 class _Group(NamedTuple):
-    """Requests that were all in flight at each of so many deaths."""
+    """Requests to be replayed together. ``deaths``: of a lone one, those that it died alone."""
 
     requests: Sequence[Request]
-    deaths: int
+    deaths: int = 0
 
 
 class Suspects:
@@ -31,6 +33,8 @@ class Suspects:
     def __init__(self) -> None:
         self._groups: deque[_Group] = deque()
         self._replaying: _Group | None = None
+        self._proof = PROOF
+        self._without_conviction = False
 
     def __bool__(self) -> bool:
         """True while a group waits or is being replayed."""
@@ -42,25 +46,33 @@ class Suspects:
 
     def died(self, in_flight: Sequence[Request]) -> Request | None:
         """The engine died with these in flight. The poison row, if that is proven now; else None."""
-        deaths = 1 + (self._replaying.deaths if self._replaying else 0)
-        self._replaying = None
-        if len(in_flight) == 1 and deaths >= CONVICTION:
-            return in_flight[0]
+        if not self:
+            self._without_conviction = True
+        replayed, self._replaying = self._replaying, None
+        if replayed is not None and len(in_flight) == 1:
+            deaths = replayed.deaths + 1
+            if deaths >= self._proof:
+                self._without_conviction = False
+                return in_flight[0]
+            self._groups.append(_Group(in_flight, deaths))
+            return None
         half = (len(in_flight) + 1) // 2
-        for group in (in_flight[:half], in_flight[half:]):
-            if group:
-                self._groups.append(_Group(group, deaths))
+        self._groups += [_Group(g) for g in (in_flight[:half], in_flight[half:]) if g]
         return None
 
     def suspect(self, request: Request) -> None:
         """Replay ``request`` alone; it was convicted before, so that one death proves it."""
-        self._groups.append(_Group([request], CONVICTION - 1))
+        self._groups.append(_Group([request], self._proof - 1))
 
     def interpose(self, requests: Sequence[Request]) -> None:
         """Play these next. They are under no suspicion; they show whether the engine is sound."""
-        self._groups.appendleft(_Group(requests, 0))
+        self._groups.appendleft(_Group(requests))
 
     def next_group(self) -> Sequence[Request]:
         """The group to replay now that nothing is in flight; empty when all are cleared."""
         self._replaying = self._groups.popleft() if self._groups else None
-        return self._replaying.requests if self._replaying else ()
+        if self._replaying is not None:
+            return self._replaying.requests
+        if self._without_conviction:
+            self._proof, self._without_conviction = PROOF_AMONG_ACCIDENTS, False
+        return ()

@@ -22,7 +22,7 @@ from batchkit.errors import EngineError, JobError, RequestError
 from batchkit.faults import EngineDied, Fault, FaultKind, StartFailed
 from batchkit.ladder import Ladder
 from batchkit.supervisor import GROWTH_SHARE, SupervisedEngine
-from batchkit.suspects import CONVICTION
+from batchkit.suspects import PROOF
 from batchkit.types import Choice, Completion, Request, Row
 
 FAULTS: dict[FaultKind, Fault] = {
@@ -260,11 +260,11 @@ def test_every_request_comes_back_exactly_once_whenever_engines_die(
     failed = kinds_of(done)
     assert failed.keys() >= known_kinds(world).keys()
     innocent = failed.keys() - known_kinds(world).keys()
-    assert all(world.deaths_of[index] >= CONVICTION for index in innocent)
+    assert all(world.deaths_of[index] > PROOF for index in innocent)
     assert len(world.opened) == len(world.closed_with)
 
 
-@given(st.dictionaries(st.integers(1, 60), KINDS, max_size=CONVICTION - 1), SIZES, WINDOWS)
+@given(st.dictionaries(st.integers(1, 60), KINDS, max_size=PROOF), SIZES, WINDOWS)
 def test_deaths_that_do_not_repeat_cost_no_row(
     deaths: dict[int, FaultKind], size: int, window: int
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from batchkit.suspects import CONVICTION, Suspects
+from batchkit.suspects import PROOF, PROOF_AMONG_ACCIDENTS, Suspects
 from batchkit.types import Request, Row
 
 
@@ -53,7 +53,7 @@ def search(
 
 def most_deaths(n: int, poison: int) -> int:
     """What the search may cost; a lone row still has to be there for every death of a conviction."""
-    return CONVICTION if n == 1 else poison * (math.ceil(math.log2(n)) + 1) + 1
+    return poison * (math.ceil(math.log2(n)) + PROOF) + 1
 
 
 @st.composite
@@ -90,13 +90,38 @@ def test_what_was_answered_before_a_death_is_no_suspect(
     assert found.deaths <= most_deaths(n, len(poison))
 
 
-def test_a_lone_request_is_named_after_three_deaths_in_a_chain() -> None:
+def test_a_lone_request_is_named_when_two_replays_have_died() -> None:
     suspects, lone = Suspects(), request(7)
     for _ in range(2):
         assert suspects.died([lone]) is None
         assert suspects.next_group() == [lone]
     assert suspects.died([lone]) is lone
     assert not suspects
+
+
+def test_where_accidents_happen_it_takes_one_death_more() -> None:
+    suspects, lone = Suspects(), request(7)
+    suspects.died([request(1), request(2)])
+    while suspects.next_group():
+        pass  # each is answered: it was an accident
+    assert suspects.died([lone]) is None
+    for _ in range(PROOF_AMONG_ACCIDENTS - 1):
+        assert suspects.next_group() == [lone]
+        assert suspects.died([lone]) is None
+    assert suspects.next_group() == [lone]
+    assert suspects.died([lone]) is lone
+
+
+def test_a_search_that_found_someone_was_no_accident() -> None:
+    suspects, lone, good = Suspects(), request(7), request(8)
+    for _ in range(2):
+        suspects.died([lone, good])
+        assert suspects.next_group() == [lone]
+        assert suspects.died([lone]) is None
+        assert suspects.next_group() == [good]
+        assert suspects.next_group() == [lone]
+        assert suspects.died([lone]) is lone
+        assert not suspects.next_group()
 
 
 @pytest.mark.parametrize("deaths", [1, 2])
@@ -163,8 +188,6 @@ def test_interposed_requests_are_under_no_suspicion() -> None:
     assert suspects.died([sound]) is None
     assert suspects.next_group() == [again]
     assert suspects.next_group() == [sound], "one death makes it a suspect, behind the others"
-    assert suspects.died([sound]) is None
-    assert suspects.next_group() == [sound]
     assert suspects.died([sound]) is sound
 
 

@@ -58,7 +58,6 @@ def main() -> None:
             os.setpgid(pid, pid)  # so that what the engine starts can be ended with it
         send_number(control, pid)
         send_number(control, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-    os._exit(0)  # taking the libraries down in order takes a second, and serves nobody
 
 
 def _serve_as_fork(fd: int) -> int:

@@ -1,0 +1,99 @@
+"""What the window is worth: the same rows with fixed windows and with the adaptive one, interleaved.
+
+    python benchmarks/window.py [--rounds 3] [--rows 600]
+
+Real vLLM on the demo model, max_num_seqs 16, answers heavy-tailed; once with room for all of them in
+the KV cache, once with room for about half, so that requests are preempted. Rates are rows/s with the
+engine up, relative to the adaptive window in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from batchkit.demo_model import build_demo_model
+
+MAX_NUM_SEQS = 16
+WINDOWS = ["auto", "4", "8", "16", "24", "64"]
+KV_BLOCKS = {"ample": 512, "scarce": 24}
+JOB = """
+name = "window"
+[input]
+path = "rows.jsonl"
+[prompt]
+user = "{{ q }}"
+[engine]
+model = "model"
+[engine.options]
+dtype = "float32"
+enforce_eager = true
+max_model_len = 512
+max_num_seqs = 16
+[sampling]
+sampling_column = "params"
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=600)
+    args = parser.parse_args()
+    results: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        build_demo_model(folder / "model", text_only=True)
+        (folder / "job.toml").write_text(JOB)
+        (folder / "rows.jsonl").write_text(rows(args.rows))
+        print(f"{'KV cache':>8} " + " ".join(f"{window:>6}" for window in WINDOWS))
+        for kv, blocks in KV_BLOCKS.items():
+            rates: dict[str, list[float]] = {window: [] for window in WINDOWS}
+            for number in range(args.rounds):
+                for window in WINDOWS:
+                    rates[window].append(rate(folder, f"{kv}-{window}-{number}", window, blocks))
+            results[kv] = {
+                window: statistics.median(map(ratio, found, rates["auto"]))
+                for window, found in rates.items()
+            }
+            print(f"{kv:>8} " + " ".join(f"{results[kv][window]:>6.2f}" for window in WINDOWS))
+    print(json.dumps({"benchmark": "window", "max_num_seqs": MAX_NUM_SEQS, **results}))
+
+
+def ratio(found: float, auto: float) -> float:
+    return found / auto
+
+
+def rows(n: int) -> str:
+    """Most answers are short, a few are ten times as long."""
+    lengths = (6, 9, 12, 16, 24, 8, 96, 11)
+    lines: list[dict[str, Any]] = [
+        {"q": f"tell me of {i} " + "tea " * (i * 7 % 60), "params": {"max_tokens": lengths[i % 8]}}
+        for i in range(n)
+    ]
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def rate(folder: Path, name: str, window: str, blocks: int) -> float:
+    settings = {
+        "name": name,
+        "run.max_in_flight": window,
+        "engine.options.num_gpu_blocks_override": blocks,
+    }
+    command = [sys.executable, "-m", "batchkit", "run", "job.toml"]
+    for key, value in settings.items():
+        command += ["--set", f"{key}={value}"]
+    done = subprocess.run(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True
+    )
+    return float(json.loads(done.stdout)["rows_per_s"])
+
+
+if __name__ == "__main__":
+    main()
