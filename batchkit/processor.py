@@ -348,7 +348,7 @@ class _Loop:
 
     def _is_put_back(self, completion: Completion) -> bool:
         request, error, retry = completion.request, completion.error, self._job.retry
-        if isinstance(error, PromptTooLongError) and retry.on_too_long == "truncate-middle":
+        if isinstance(error, PromptTooLongError):
             shorter = self._renderer.shortened(request, error)
             if shorter is not None:
                 self._again.add(shorter, wait_s=0)

@@ -103,10 +103,13 @@ class PromptRenderer:
             return Completion(request, error=error)
 
     def shortened(self, request: Request, error: PromptTooLongError) -> Request | None:
-        """``request`` with its row's longest text cut in the middle; None where no cut helps.
+        """``request`` with its row's longest text cut in the middle, if ``retry.on_too_long`` says so.
 
-        Where ``error`` comes back for that request, this gives one with a larger cut.
+        Where ``error`` comes back for that request, this gives one with a larger cut. None where no
+        cut helps.
         """
+        if self._job.retry.on_too_long != "truncate-middle":
+            return None
         row = request.row
         place = self._longest_text(row.fields)
         max_tokens = request.sampling.get("max_tokens") or 0

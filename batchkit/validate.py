@@ -12,7 +12,8 @@ from typing import Any
 
 from batchkit.config import JobConfig
 from batchkit.engines import open_preflight
-from batchkit.errors import RowError
+from batchkit.engines.base import Preflight, RenderedPrompt
+from batchkit.errors import PromptTooLongError, RowError
 from batchkit.prefetch import Prefetch
 from batchkit.prompts import PromptRenderer
 from batchkit.sources import read_rows
@@ -67,20 +68,21 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
     Raises:
         JobError: the job itself can't be right.
     """
-    preflight = open_preflight(job)
+    renderer, preflight = PromptRenderer(job), open_preflight(job)
     problems: list[Problem] = []
     by_kind: Counter[str] = Counter()
     tokens: list[int] = []
     repeats: dict[int, int] = {}
     count = 0
-    for rendered in _rendered(job, rows, repeats):
+    for rendered in _rendered(job, renderer, rows, repeats):
         count += 1
         request = rendered.request if isinstance(rendered, Completion) else rendered
         row = request.row
         error = rendered.error if isinstance(rendered, Completion) else None
         if error is None:
             try:
-                tokens.append(preflight.render(request).prompt_tokens)
+                _, prompt = _fitted(request, renderer, preflight)
+                tokens.append(prompt.prompt_tokens)
             except RowError as refusal:
                 error = refusal
         kind, message = (error.kind, str(error)) if error is not None else (None, "")
@@ -111,8 +113,7 @@ def preview(job: JobConfig, rows: int) -> Iterator[Preview]:
     renderer, preflight = PromptRenderer(job), open_preflight(job)
     for row in islice(read_rows(job.input), rows):
         try:
-            request = renderer.render(row)
-            prompt = preflight.render(request)
+            request, prompt = _fitted(renderer.render(row), renderer, preflight)
         except RowError as error:
             yield Preview(row.index, row.id, None, None, [], {}, f"{error.kind}: {error}")
             continue
@@ -127,11 +128,24 @@ def preview(job: JobConfig, rows: int) -> Iterator[Preview]:
         )
 
 
+def _fitted(
+    request: Request, renderer: PromptRenderer, preflight: Preflight
+) -> tuple[Request, RenderedPrompt]:
+    """The request as the engine would answer it, cut where it is too long and the job allows it."""
+    while True:
+        try:
+            return request, preflight.render(request)
+        except PromptTooLongError as error:
+            shorter = renderer.shortened(request, error)
+            if shorter is None:
+                raise
+            request = shorter
+
+
 def _rendered(
-    job: JobConfig, rows: int | None, repeats: dict[int, int]
+    job: JobConfig, renderer: PromptRenderer, rows: int | None, repeats: dict[int, int]
 ) -> Iterator[Request | Completion]:
     """In any order; ``repeats`` maps a row whose id was there before to the first that has it."""
-    renderer = PromptRenderer(job)
     prefetch = Prefetch(
         _noting_repeats(islice(read_rows(job.input), rows), repeats),
         renderer.render_or_fail,

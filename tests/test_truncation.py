@@ -236,8 +236,18 @@ def test_error_keeps_its_counts_between_processes() -> None:
 
 
 def renderer(**tables: Any) -> PromptRenderer:
-    table = {"engine": {"kind": "dry-run"}, "sampling": {"max_tokens": 16}, **tables}
+    table = {
+        "engine": {"kind": "dry-run"},
+        "sampling": {"max_tokens": 16},
+        "retry": {"on_too_long": "truncate-middle"},
+        **tables,
+    }
     return PromptRenderer(make_job(table, "test"))
+
+
+def test_nothing_is_cut_where_the_job_does_not_say_so() -> None:
+    _, shorter = shortened({"prompt": WORDS}, retry={})
+    assert shorter is None
 
 
 def shortened(
@@ -269,7 +279,7 @@ def test_all_but_the_text_stays() -> None:
         {"q": WORDS, "params": {"top_k": 4, "temperature": 0.9}},
         prompt={"system": "Be brief.", "user": "Sum up: {{ q }}\nIn one line."},
         sampling={"max_tokens": 9, "sampling_column": "params"},
-        retry={"temperatures": [0.1, 0.2, 0.3]},
+        retry={"temperatures": [0.1, 0.2, 0.3], "on_too_long": "truncate-middle"},
     )
     text = cut_text(shorter)
     assert shorter is not None

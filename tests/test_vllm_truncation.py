@@ -17,6 +17,7 @@ from batchkit.errors import PromptTooLongError
 from batchkit.ledger import RESULTS, read_newest
 from batchkit.truncation import MARK
 from batchkit.types import Cut, Request, Row
+from batchkit.validate import validate
 from tests.conftest import SMALL, batchkit, write_jsonl
 from tests.test_truncation import answer_room
 
@@ -191,6 +192,15 @@ def test_nothing_is_cut_unless_the_job_says_so(demo_model: Path, tmp_path: Path)
     }
     assert kinds == {"short": None, **dict.fromkeys(FAIL, "prompt_too_long")}
     assert not any("truncated_tokens" in record for record in run.records.values())
+
+
+def test_validate_counts_what_the_engine_would_get(demo_model: Path, tmp_path: Path) -> None:
+    tables = {"prompt": {"system": SYSTEM, "user": USER}}
+    cut = validate(job_of(demo_model, tmp_path, ROWS, **tables))
+    assert cut.failed == 1, "its instructions alone are too long"
+    assert cut.prompt_tokens["max"] <= LIMIT
+    uncut = validate(job_of(demo_model, tmp_path, ROWS, **tables, retry={"on_too_long": "fail"}))
+    assert uncut.failed == len(FAIL)
 
 
 def test_rows_with_prompts_of_their_own_are_cut_and_keep_their_images(
