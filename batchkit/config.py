@@ -192,14 +192,17 @@ class RunTable(Table):
         " share of the settled rows failed (from 20 rows on), a count when more than that many.",
     )
     row_timeout_s: PositiveFloat = Field(
-        600.0, description="A row that gets no token for this long is aborted and failed."
+        600.0,
+        description="A running row that gets no token for this long, or whose prompt is not prepared"
+        " within it, is aborted with `timeout`, and tried again as `retry.attempts` says.",
     )
     stall_timeout_s: PositiveFloat = Field(
         600.0,
-        description="An engine that ends no step for this long is restarted, its stacks logged.",
+        description="An engine that ends no step for this long is restarted, its stacks logged; not"
+        " with `engine.in_process`, which leaves nobody to watch.",
     )
     max_engine_restarts: PositiveInt = Field(
-        16, description="Stop when the engine died this often without one answer in between."
+        16, description="Stop when the engine died more often without one answer in between."
     )
     max_host_gb: PositiveFloat | None = Field(
         None, description="The engine's process is restarted between rows when it grows past this."

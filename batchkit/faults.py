@@ -6,13 +6,24 @@ import errno
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from batchkit.errors import EngineError
 
+if TYPE_CHECKING:
+    from batchkit.types import Request
+
+# What vLLM says where the error of one of its workers is in the log only.
+_ELSEWHERE_WORDS = (
+    "WorkerProc initialization failed",
+    "Executor failed",
+    "cancelled",
+    "See stack trace",
+    "See root cause",
+)
 _LONGEST_MESSAGE = 1000
 
-FaultKind = Literal["oom", "engine_crash", "stall"]
+FaultKind = Literal["oom", "engine_crash", "stall", "timeout"]
 
 # Types by name: torch is not imported here, and its CUDA and generic classes are one.
 _OOM_TYPES = ("OutOfMemoryError", "MemoryError")
@@ -25,8 +36,12 @@ _OVER_CLAIM_WORDS = (
 _WITHOUT_CACHE_WORDS = "No available memory for the cache blocks"
 _OOM_WORDS = (
     "can't allocate memory",
+    "Cannot allocate memory",
+    "not enough memory: you tried to allocate",
     "out of memory",
+    "std::bad_alloc",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # what creating its handle says when there is no room for it
     _WITHOUT_CACHE_WORDS,
     *_OVER_CLAIM_WORDS,
 )
@@ -57,13 +72,15 @@ class Fault:
 class EngineDied(EngineError):
     """The engine is dead; ``fault`` says why. What was in flight comes back no more.
 
-    ``stacks``: what its threads were at, where a watchdog ended it.
+    ``stacks``: what its threads were at, where a watchdog ended it. ``request``: the one that it died
+    of, where that is known.
     """
 
-    def __init__(self, fault: Fault, *, stacks: str = "") -> None:
+    def __init__(self, fault: Fault, *, stacks: str = "", request: Request | None = None) -> None:
         super().__init__(f"the engine died: {fault}")
         self.fault = fault
         self.stacks = stacks
+        self.request = request
 
 
 class StartFailed(EngineDied):
@@ -73,9 +90,8 @@ class StartFailed(EngineDied):
     """
 
     def __init__(self, message: str, fault: Fault, limits: Mapping[str, Any]) -> None:
-        EngineError.__init__(self, message)
-        self.fault = fault
-        self.stacks = ""
+        super().__init__(fault)
+        self.args = (message,)
         self.limits = limits
 
 
@@ -88,7 +104,7 @@ def fault_of(error: BaseException) -> Fault:
     is_oom = (
         any(name in _OOM_TYPES for name in names)
         or getattr(error, "errno", None) == errno.ENOMEM
-        or any(words in message for words in _OOM_WORDS)
+        or _tells_of_memory(message)
     )
     return Fault("oom" if is_oom else "engine_crash", names[0], message)
 
@@ -101,4 +117,23 @@ def fault_of_exit(code: int | None, last_words: str) -> Fault:
     if code is not None and code < 0:
         known = {number.value: number.name for number in signal.Signals}
         how = known.get(-code, f"signal {-code}")
-    return Fault("engine_crash", how, last_words)
+    return Fault("oom" if _tells_of_memory(last_words) else "engine_crash", how, last_words)
+
+
+def with_log(fault: Fault, log: str) -> Fault:
+    """``fault`` as the engine's ``log`` explains it, where it does not know its own cause.
+
+    An engine with worker processes only hears that one of them failed; the worker's error is in the
+    log. So is that of a worker that the others wait for until it is called a stall.
+    """
+    is_told = not any(words in fault.message for words in _ELSEWHERE_WORDS)
+    if fault.kind == "oom" or (is_told and fault.kind != "stall"):
+        return fault
+    for line in reversed(log.splitlines()):
+        if _tells_of_memory(line):
+            return Fault("oom", fault.type, " ".join(line.split())[:_LONGEST_MESSAGE])
+    return fault
+
+
+def _tells_of_memory(text: str) -> bool:
+    return any(words in text for words in (*_OOM_WORDS, *_OOM_TYPES))

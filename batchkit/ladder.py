@@ -40,16 +40,19 @@ class Ladder:
             merged |= step
         return merged
 
-    def step_down(self, limits: Mapping[str, Any], fault: Fault) -> dict[str, Any] | None:
+    def step_down(
+        self, limits: Mapping[str, Any], fault: Fault, *, alone: bool = False
+    ) -> dict[str, Any] | None:
         """The next smaller setting, taken; None at the bottom.
 
         ``limits`` are the options in force that decide the engine's memory; ``fault`` is an oom.
+        ``alone``: one request ran, so that fewer at once would not help it.
         """
         self._successes = 0
         if self._on_trial:
             self._on_trial = False
             self._stretch *= 2
-        step = _smaller(limits, fault)
+        step = _smaller({**limits, "max_num_seqs": 1} if alone else limits, fault)
         if step is not None:
             self.steps.append(step)
         return step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import chain
@@ -33,8 +33,9 @@ from batchkit.prompts import PromptRenderer
 from batchkit.records import to_record, without_blank
 from batchkit.resume import OnChange, OpenRun, open_run
 from batchkit.retry import Waiting, next_attempt, wait_s
+from batchkit.rowhash import input_hash
 from batchkit.runfolder import is_run
-from batchkit.stopping import DRAIN_S, StopRequest
+from batchkit.stopping import DRAIN_S, Interrupted, StopRequest
 from batchkit.store import Store
 from batchkit.summary import RunSummary
 from batchkit.supervisor import SupervisedEngine
@@ -93,14 +94,20 @@ class ProductionBatchProcessor:
         source = from_job(self.job) if rows is None else from_python(rows, self.job.input)
         return self._run(source, attempts=None)
 
-    def retry(self, attempts: Mapping[int, int]) -> RunSummary:
+    def retry(self, attempts: Mapping[int, int], *, convicted: Collection[int] = ()) -> RunSummary:
         """Run the rows in ``attempts`` again, whatever their record says.
 
-        ``attempts`` maps a row's index to the number of its last attempt. Raises as ``process``.
+        ``attempts`` maps a row's index to the number of its last attempt; the ``convicted`` ones
+        killed the engine, and are run alone. Raises as ``process``.
         """
-        return self._run(from_job(self.job), attempts)
+        return self._run(from_job(self.job), attempts, convicted)
 
-    def _run(self, source: Input, attempts: Mapping[int, int] | None) -> RunSummary:
+    def _run(
+        self,
+        source: Input,
+        attempts: Mapping[int, int] | None,
+        convicted: Collection[int] = (),
+    ) -> RunSummary:
         renderer = PromptRenderer(self.job)
         if self._fresh or self._on_change == "new":
             open_preflight(self.job)  # a mistyped option must not cost the folder its place
@@ -122,7 +129,7 @@ class ProductionBatchProcessor:
                 progress.event(text)
             loop = _Loop(self.job, run, renderer, progress, self._stop, source)
             if attempts is not None:
-                return loop.retry(attempts)
+                return loop.retry(attempts, convicted)
             done_elsewhere = set() if self._skip_from is None else _ok_ids(self._skip_from)
             return loop.run(done_elsewhere)
 
@@ -154,6 +161,7 @@ class _Loop:
         self._stop = stop
         self._source = source
         self._attempts: Mapping[int, int] = {}
+        self._convicted: Collection[int] = ()
         self._total = Total(source)
         self._resumed = run.store.totals.ok + run.store.totals.failed
         self._elsewhere = 0
@@ -173,9 +181,9 @@ class _Loop:
         rows = self._source.read(self._store.totals.is_settled)
         return self._settle_all(self._without(done_elsewhere, self._readable(rows)))
 
-    def retry(self, attempts: Mapping[int, int]) -> RunSummary:
+    def retry(self, attempts: Mapping[int, int], convicted: Collection[int]) -> RunSummary:
         """Settle the rows in ``attempts`` anew; the numbers are those of their last attempts."""
-        self._attempts = attempts
+        self._attempts, self._convicted = attempts, convicted
         self._resumed -= len(attempts)
         rows = self._source.everything(lambda index: index not in attempts)
         return self._settle_all(self._readable(rows))
@@ -249,7 +257,7 @@ class _Loop:
 
     def _engine(self, launcher: Launcher) -> SupervisedEngine:
         """The engine, with the settings that an earlier start found to be safe."""
-        ladder = Ladder(self._manifest["engine_steps"])
+        ladder = Ladder(self._known_steps())
         if ladder.steps:
             self._progress.event(f"engine settings remembered: {dict(ladder.overrides)}")
         return SupervisedEngine(
@@ -258,8 +266,24 @@ class _Loop:
             note=self._progress.note,
             remember=self._remember,
             ladder=ladder,
-            open_engine=partial(open_engine, launcher=launcher),
+            convicted=self._convicted,
+            open_engine=partial(self._open, launcher),
         )
+
+    def _open(self, launcher: Launcher, job: JobConfig) -> Engine:
+        """May take minutes, and nothing is in flight meanwhile: a signal ends it at once."""
+        with self._stop.immediate():
+            return open_engine(job, launcher)
+
+    def _known_steps(self) -> list[dict[str, Any]]:
+        """What an earlier start found to be safe, if it had the same engine options."""
+        steps, options = self._manifest["engine_steps"], input_hash(self._job.engine.options)
+        if steps and self._manifest.get("engine_steps_for") != options:
+            self._progress.event("engine options have changed: smaller settings are forgotten")
+            steps = []
+        self._manifest["engine_steps_for"] = options
+        self._manifest["engine_steps"] = steps
+        return list(steps)
 
     def _feed(self, engine: SupervisedEngine, prefetch: Prefetch) -> None:
         """Until every row is settled or a stop is due: fill, poll, settle."""
@@ -272,10 +296,10 @@ class _Loop:
                     break
                 if not self._in_flight and not self._again and prefetch.exhausted:
                     break
-                if self._in_flight:
+                try:
                     self._poll(engine, prefetch)
-                elif self._again:
-                    time.sleep(POLL_S)  # all that is left waits for its next try
+                except Interrupted:  # while the engine was restarted: nothing is in flight to drain
+                    break
                 self._commit()
                 change = window.fit(engine.max_num_seqs)
                 change = change or window.adapt(engine.load(), self._in_flight)
@@ -322,6 +346,10 @@ class _Loop:
         return prefetch.get(timeout_s=0 if self._in_flight else POLL_S)
 
     def _poll(self, engine: Engine, prefetch: Prefetch) -> None:
+        if not self._in_flight:
+            if self._again:
+                time.sleep(POLL_S)  # all that is left waits for its next try
+            return
         for completion in engine.poll(POLL_S):
             self._in_flight -= 1
             self._settle(completion, prefetch)

@@ -65,11 +65,14 @@ def retry_failed(
     """
     attempts: dict[int, int] = {}
     by_kind: Counter[str] = Counter()
+    convicted: set[int] = set()
     for record in read_newest(folder / RESULTS):
         kind = failure_kind(record)
         if kind is not None and (not kinds or kind in kinds):
             attempts[record["index"]] = record.get("attempt", 1)
             by_kind[kind] += 1
+            if kind in ("oom", "engine_crash"):
+                convicted.add(record["index"])
     if not attempts:
         return Retry(0, {}, 0, None)
     with StopRequest().installed() as stop:
@@ -79,7 +82,7 @@ def retry_failed(
             overrides=overrides,
             stop=stop,
             command="retry-failed",
-        ).retry(attempts)
+        ).retry(attempts, convicted=convicted)
     mended = sum(
         record["index"] in attempts and failure_kind(record) is None
         for record in read_newest(folder / RESULTS)

@@ -54,6 +54,17 @@ class StopRequest:
             self._deferred = False
 
     @contextmanager
+    def immediate(self) -> Iterator[None]:
+        """Signals in here raise, also where they are deferred around it; so does an earlier note."""
+        before, self._deferred = self._deferred, False
+        try:
+            if self.signum is not None:
+                raise Interrupted(self.signum)
+            yield
+        finally:
+            self._deferred = before
+
+    @contextmanager
     def installed(self) -> Iterator[StopRequest]:
         """Handle the two signals; outside the main thread Python allows none, and this does nothing."""
         if threading.current_thread() is not threading.main_thread():

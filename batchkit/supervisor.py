@@ -12,16 +12,23 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from batchkit.config import JobConfig
 from batchkit.engines import open_engine
 from batchkit.engines.base import Engine, EngineLoad
-from batchkit.errors import EngineCrashError, EngineError, RowError, RowOutOfMemoryError
+from batchkit.errors import (
+    EngineCrashError,
+    EngineError,
+    JobError,
+    RowError,
+    RowOutOfMemoryError,
+    RowTimeoutError,
+)
 from batchkit.faults import EngineDied, Fault, StartFailed
-from batchkit.ladder import Ladder
+from batchkit.ladder import STRETCH, Ladder
 from batchkit.suspects import Suspects
 from batchkit.types import Completion, Request
 
@@ -29,7 +36,8 @@ Say = Callable[[str], None]
 
 GROWTH_SHARE = 0.05
 """At most this share of the time goes into restarts that only try a larger setting."""
-_GROWTH = "a stretch of success"
+LONGEST_PAUSE_S = 10
+_GROWTH, _DEATH = "a stretch of success", "it died"
 _UNKNOWN_LIMITS = {"max_num_seqs": 256}  # vLLM's default, for an engine that died before it told
 
 
@@ -37,7 +45,8 @@ class SupervisedEngine:
     """``say`` gets one line per event, ``note`` what is too long for that.
 
     ``restarts`` counts engines after the first. ``remember`` is called with that count and the
-    ladder's steps whenever either changes, before the next engine is opened.
+    ladder's steps whenever either changes, before the next engine is opened. ``convicted`` are the
+    indices of rows that killed an engine in an earlier start: each is run alone, and once.
 
     Raises:
         JobError: the engine's options can't be right.
@@ -52,6 +61,7 @@ class SupervisedEngine:
         note: Say = lambda text: None,
         remember: Callable[[int, Sequence[Mapping[str, Any]]], None] = lambda restarts, steps: None,
         ladder: Ladder | None = None,
+        convicted: Iterable[int] = (),
         open_engine: Callable[[JobConfig], Engine] = open_engine,
     ) -> None:
         self._job = job
@@ -61,14 +71,15 @@ class SupervisedEngine:
         self._open_engine = open_engine
         self.ladder = ladder or Ladder()
         self._suspects = Suspects()
-        self._convicted: set[int] = set()
+        self._convicted = set(convicted)
         self._in_flight: dict[int, Request] = {}
         self._held: deque[Request] = deque()
         self._answered: Request | None = None
         self._canary: Request | None = None
         self._deaths = 0
-        self._planned = ""
+        self._restart_due = ""
         self._host_gb_at_start: float | None = None
+        self._since_too_large = STRETCH
         self.restarts = 0
         self._engine = self._open()
         self._safe_steps = list(self.ladder.steps)
@@ -88,7 +99,7 @@ class SupervisedEngine:
     def submit(self, request: Request) -> None:
         if request.row.index in self._convicted:
             self._suspects.suspect(request)
-        elif self._suspects or self._planned or self._held:
+        elif self._must_hold:
             self._held.append(request)
         else:
             self._hand_over(request)
@@ -99,7 +110,7 @@ class SupervisedEngine:
         try:
             done = self._engine.poll(timeout_s)
         except EngineDied as death:
-            return self._recover(death)
+            return self._bury(death)
         for completion in done:
             del self._in_flight[id(completion.request)]
         self._count_success(done)
@@ -114,18 +125,17 @@ class SupervisedEngine:
     def close(self) -> None:
         self._engine.close()
 
+    @property
+    def _must_hold(self) -> bool:
+        return bool(self._suspects or self._restart_due or self._held)
+
     def _hand_over(self, request: Request) -> None:
         self._in_flight[id(request)] = request
         self._engine.submit(request)
 
     def _go_on(self) -> None:
-        """Nothing is in flight: restart if that was planned, then the next suspects, or what is held."""
-        if self._planned:
-            if self._planned == _GROWTH:
-                self.ladder.step_up()
-                self._planned += f", one step up to {self._setting()}"
-            self._say(f"engine restart: {self._planned}")
-            self._planned = ""
+        """Nothing is in flight: restart if that is due, then the next suspects, or what is held."""
+        if self._restart_due:
             self._restart()
         if self._suspects and self._deaths > self._job.run.max_engine_restarts // 2:
             self._prove_sound()
@@ -135,15 +145,19 @@ class SupervisedEngine:
             self._hand_over(self._held.popleft())
 
     def _prove_sound(self) -> None:
-        """Before a search is given up as hopeless, run a row that is under no suspicion.
+        """Before a search is given up as hopeless, run a row that is most likely good.
 
-        A new one if one is held, else the last answered one, whose second answer goes nowhere.
+        A new one if one is held; else the last answered one, whose second answer goes nowhere; else
+        one of the suspects.
         """
         if self._held:
             self._suspects.interpose([self._held.popleft()])
         elif self._answered is not None:
-            self._canary = replace(self._answered)
+            sampling = {**self._answered.sampling, "max_tokens": 1}
+            self._canary = replace(self._answered, sampling=sampling)
             self._suspects.interpose([self._canary])
+        else:
+            self._suspects.single_out()
 
     def _count_success(self, done: Sequence[Completion]) -> None:
         answered = [completion.request for completion in done if completion.error is None]
@@ -151,17 +165,18 @@ class SupervisedEngine:
             return
         self._answered = answered[-1]
         self._deaths = 0
+        self._since_too_large += len(answered)
         if self._suspects:
             return
         self._safe_steps = list(self.ladder.steps)
         may_grow = (time.monotonic() - self._opened_at) * GROWTH_SHARE >= self._open_s
-        if self.ladder.succeeded(len(answered)) and may_grow and not self._planned:
-            self._planned = _GROWTH
+        if self.ladder.succeeded(len(answered)) and may_grow and not self._restart_due:
+            self._restart_due = _GROWTH
 
     def _watch_memory(self, host_gb: float) -> None:
         """Plan a restart where the engine's process grew too large; a new one must be smaller."""
         limit_gb = self._job.run.max_host_gb
-        if limit_gb is None or not host_gb or self._planned:
+        if limit_gb is None or not host_gb or self._restart_due:
             return
         told = f"{host_gb:.1f} GiB (run.max_host_gb = {limit_gb:g})"
         if self._host_gb_at_start is None:
@@ -169,49 +184,82 @@ class SupervisedEngine:
             if host_gb > limit_gb:
                 self._say(f"a new engine already holds {told}: no restart would help")
         elif host_gb > limit_gb >= self._host_gb_at_start:
-            self._planned = f"its process holds {told}"
+            self._restart_due = f"its process holds {told}"
+            if self._since_too_large < STRETCH:  # it comes again too soon: the batch is too large
+                self._make_smaller(Fault("oom", "run.max_host_gb", self._restart_due))
+            self._since_too_large = 0
 
-    def _recover(self, death: EngineDied) -> list[Completion]:
-        """The engine is dead. The poison row comes back failed, if this death gave it away."""
+    def _bury(self, death: EngineDied) -> list[Completion]:
+        """The engine is dead. The poison row comes back failed, if this death gave it away.
+
+        The next engine is opened when that is settled: it may take minutes, or never come up.
+        """
         fault = death.fault
         in_flight = [r for r in self._in_flight.values() if r is not self._canary]
         self._in_flight.clear()
-        self._planned = ""
-        self._deaths += 1
+        self._restart_due = _DEATH
         rows = "1 row" if len(in_flight) == 1 else f"{len(in_flight)} rows"
         self._say(f"engine died ({fault.kind}) with {rows} in flight: {fault}")
         if death.stacks:
             self._note(death.stacks)
-        if self._deaths > self._job.run.max_engine_restarts:
-            raise EngineError(
-                f"the engine died {self._deaths} times without one answer"
-                f" (run.max_engine_restarts); last: {fault}"
-            )
-        poison = self._suspects.died(in_flight)
+        if not (len(in_flight) == 1 and in_flight[0].row.index in self._convicted):
+            self._count_death(fault)
+        poison = self._poison(death, in_flight)
         if fault.kind == "oom":
-            self._make_smaller(fault, unless=poison)
-        self._restart()
+            if poison is None:
+                self._make_smaller(fault, alone=len(in_flight) == 1)
+            else:  # a row that runs out of memory alone says nothing about the batch
+                self.ladder.steps = list(self._safe_steps)
         if poison is None:
             return []
         self._convicted.add(poison.row.index)
         self._say(f"row {poison.row.index} (id {poison.row.id}) alone kills the engine: failed")
         return [Completion(poison, error=_row_error(fault))]
 
-    def _make_smaller(self, fault: Fault, unless: Request | None) -> None:
-        """A row that runs out of memory alone says nothing about the batch."""
-        if unless is not None:
+    def _poison(self, death: EngineDied, in_flight: list[Request]) -> Request | None:
+        """The row at fault: as the engine says itself, or as the search has proven."""
+        if death.request not in in_flight:
+            return self._suspects.died(in_flight)
+        in_flight.remove(death.request)
+        self._held.extendleft(reversed(in_flight))
+        return death.request
+
+    def _count_death(self, cause: object) -> None:
+        self._deaths += 1
+        if self._deaths > self._job.run.max_engine_restarts:
             self.ladder.steps = list(self._safe_steps)
-        elif step := self.ladder.step_down(self._engine.limits, fault):
+            self._remember(self.restarts, self.ladder.steps)
+            raise EngineError(
+                f"the engine died {self._deaths} times without one answer"
+                f" (run.max_engine_restarts); last: {cause}"
+            )
+
+    def _make_smaller(self, fault: Fault, *, alone: bool = False) -> None:
+        step = self.ladder.step_down(self._engine.limits, fault, alone=alone)
+        if step is not None:
             self._say(f"out of memory ({fault}): next engine with {_shown(step)}")
 
     def _restart(self) -> None:
+        if self._restart_due == _GROWTH:
+            self.ladder.step_up()
+            self._restart_due += f", one step up to {self._setting()}"
+        if self._restart_due != _DEATH:
+            self._say(f"engine restart: {self._restart_due}")
         self._engine.close()
-        self.restarts += 1
-        self._remember(self.restarts, self.ladder.steps)
-        self._engine = self._open()
+        while self._restart_due:
+            self.restarts += 1
+            self._remember(self.restarts, self.ladder.steps)
+            try:
+                self._engine = self._open()
+                self._restart_due = ""
+            except (StartFailed, JobError) as error:  # it came up before: this may pass
+                self._say(f"the next engine did not come up: {' '.join(str(error).split())}")
+                self._count_death(error)
+                time.sleep(min(self._deaths, LONGEST_PAUSE_S))
 
     def _open(self) -> Engine:
         """An engine with the ladder's settings; where memory runs out at load, smaller still."""
+        before = list(self.ladder.steps)
         while True:
             started = time.monotonic()
             options = {**self._job.engine.options, **self.ladder.overrides}
@@ -227,6 +275,8 @@ class SupervisedEngine:
                     limits = error.limits or {**_UNKNOWN_LIMITS, **options}
                     step = self.ladder.step_down(limits, error.fault)
                 if step is None:
+                    self.ladder.steps = before  # those steps did not help
+                    self._remember(self.restarts, before)
                     raise
                 self._say(f"out of memory at load ({error.fault}): next try with {_shown(step)}")
                 self._remember(self.restarts, self.ladder.steps)
@@ -243,6 +293,8 @@ class SupervisedEngine:
 def _row_error(fault: Fault) -> RowError:
     if fault.kind == "oom":
         return RowOutOfMemoryError(f"the engine runs out of memory on this row alone: {fault}")
+    if fault.kind == "timeout":
+        return RowTimeoutError(str(fault))
     return EngineCrashError(f"the engine dies on this row alone: {fault}")
 
 

@@ -68,6 +68,15 @@ class Suspects:
         """Play these next. They are under no suspicion; they show whether the engine is sound."""
         self._groups.appendleft(_Group(requests))
 
+    def single_out(self) -> None:
+        """Play one of the largest group next, alone: of a few poison rows among many, most are good."""
+        if self._groups:
+            largest = max(self._groups, key=lambda group: len(group.requests))
+            if len(largest.requests) > 1:
+                self._groups.remove(largest)
+                self._groups.append(_Group(largest.requests[1:]))
+                self._groups.appendleft(_Group(largest.requests[:1]))
+
     def next_group(self) -> Sequence[Request]:
         """The group to replay now that nothing is in flight; empty when all are cleared."""
         self._replaying = self._groups.popleft() if self._groups else None

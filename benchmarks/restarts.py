@@ -49,7 +49,8 @@ def main() -> None:
         engine = {"model": str(folder / "model"), "options": OPTIONS}
         job = JobConfig(engine=engine, output={"dir": str(folder)})
         with closing(Launcher(job.folder / LOG)) as launcher:
-            answer_once(job, launcher)
+            with answering(job, launcher):
+                pass  # from here on, the launcher has its libraries
             pairs = [(killed(job, launcher), killed(job, None)) for _ in range(args.rounds)]
             forked, anew = (statistics.median(times) for times in zip(*pairs, strict=True))
             ratio = statistics.median(slow / fast for fast, slow in pairs)
@@ -64,11 +65,6 @@ def main() -> None:
     print(json.dumps({"benchmark": "restarts", "restarts": args.restarts, **found}))
 
 
-def answer_once(job: JobConfig, launcher: Launcher | None) -> None:
-    with answering(job, launcher):
-        pass
-
-
 def killed(job: JobConfig, launcher: Launcher | None) -> float:
     """Seconds from the death of one engine to the first answer of the next."""
     with answering(job, launcher) as engine:
@@ -79,8 +75,8 @@ def killed(job: JobConfig, launcher: Launcher | None) -> float:
                 engine.poll(0.5)
         except EngineDied:
             pass
-    answer_once(job, launcher)
-    return time.monotonic() - began
+    with answering(job, launcher):
+        return time.monotonic() - began
 
 
 @contextmanager

@@ -5,6 +5,7 @@
 - ``once``: {kind: step} fails at that step, the first time only; a marker in ``folder`` tells
 - ``over``: more running requests than this run out of memory
 - ``load_over``: so does loading with a larger ``max_num_seqs``
+- ``reload_s``: every load but the first takes this much longer
 - ``prompt_over``: so does a step with a prompt longer than this
 - ``random``: {seed, kinds, mean_s, until} fails once in each engine's life, ``mean_s`` after its
   first step on average, but not after that time of day (seconds since 1970)
@@ -52,6 +53,9 @@ class FailingWorker(CPUWorker):
         limit = self.faults.get("load_over")
         if limit is not None and self.vllm_config.scheduler_config.max_num_seqs > limit:
             self._fail("oom", "load_over")
+        if "reload_s" in self.faults:
+            first = _append(Path(self.faults["folder"]) / ENGINES, f"{os.getpid()}\n") == 1
+            time.sleep(0 if first else self.faults["reload_s"])
         return super().load_model(*args, **kwargs)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:

@@ -17,15 +17,17 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from batchkit.config import JobConfig
 from batchkit.engines import open_engine
-from batchkit.engines.process import LOG, ProcessEngine
+from batchkit.engines.launcher import LOG, Launcher
+from batchkit.engines.process import ProcessEngine
 from batchkit.errors import JobError
-from batchkit.faults import EngineDied
+from batchkit.faults import EngineDied, StartFailed
 from tests.conftest import SMALL
-from tests.test_engine_contract import request
+from tests.test_engine_contract import collect, request
 
 OPTIONS = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
 ROOT = Path(__file__).parents[1]
@@ -233,6 +235,85 @@ def test_fifty_engines_killed_or_closed_leave_nothing_behind(cycles: dict[str, A
     assert cycles["files_after"] == 0
     assert len(set(cycles["files"][:3])) == 1, cycles["files"]
     assert len(set(cycles["files"][3:53])) == 1, cycles["files"]
+
+
+def test_workers_and_shared_memory_go_with_the_engine_that_started_them(
+    text_model: Path, tmp_path: Path
+) -> None:
+    job = make_job(text_model, tmp_path, distributed_executor_backend="mp")
+    before = set(Path("/dev/shm").iterdir())
+    with closing(Launcher(job.folder / LOG)) as launcher:
+        for _ in range(2):
+            with closing(ProcessEngine(job, launcher)) as engine:
+                engine.submit(request(0))
+                assert len(collect(engine, 1)) == 1
+                family = psutil.Process(engine.pid).children(recursive=True)
+                held = set(Path("/dev/shm").iterdir()) - before
+                assert family
+                assert held
+                os.kill(engine.pid, signal.SIGKILL)
+                with pytest.raises(EngineDied, match="SIGKILL"):
+                    poll_until_it_fails(engine)
+            assert not [p for p in family if p.is_running() and p.status() != "zombie"]
+            assert not [path for path in held if path.exists()]
+
+
+def test_the_cause_of_an_error_in_a_worker_is_read_from_the_log(
+    text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCHKIT_TEST_FAULTS", json.dumps({"load_over": 2}))
+    options = {
+        "distributed_executor_backend": "mp",
+        "worker_cls": "tests.failing_worker.FailingWorker",
+    }
+    with pytest.raises(StartFailed) as raised:
+        ProcessEngine(make_job(text_model, tmp_path, **options))
+    assert raised.value.fault.kind == "oom"
+    assert "planted: out of memory" in raised.value.fault.message
+    assert raised.value.limits["max_num_seqs"] == 16
+
+
+def test_what_an_earlier_engine_printed_is_not_the_cause(tmp_path: Path) -> None:
+    job = JobConfig(engine={"kind": "dry-run"}, output={"dir": str(tmp_path)})
+    job.folder.mkdir()
+    (job.folder / LOG).write_text("Fatal Python error: Segmentation fault\n  File of yesterday\n")
+    with closing(ProcessEngine(job)) as engine:
+        os.kill(engine.pid, signal.SIGILL)
+        with pytest.raises(EngineDied, match="SIGILL: Fatal Python error: Illegal instruction"):
+            within(10, engine, lambda: poll_until_it_fails(engine))
+
+
+def test_an_engine_whose_log_was_removed_dies_of_its_own_cause(dry_run: ProcessEngine) -> None:
+    dry_run._log.unlink()
+    os.kill(dry_run.pid, signal.SIGKILL)
+    with pytest.raises(EngineDied, match="SIGKILL"):
+        within(10, dry_run, lambda: poll_until_it_fails(dry_run))
+
+
+class Unsendable:
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("planted: it holds a lock")
+
+
+def test_a_request_that_can_not_be_sent_fails_alone(dry_run: ProcessEngine) -> None:
+    dry_run.submit(request(0, stop=Unsendable()))
+    dry_run.submit(request(1))
+    failed, answered = sorted(collect(dry_run, 2), key=lambda c: c.request.row.index)
+    assert failed.error is not None
+    assert failed.error.kind == "invalid_request"
+    assert "it holds a lock" in str(failed.error)
+    assert answered.error is None
+
+
+def test_a_file_beside_the_job_does_not_stand_in_for_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit('a file of the user')")
+    monkeypatch.chdir(tmp_path)
+    job = JobConfig(engine={"kind": "dry-run"}, output={"dir": str(tmp_path)})
+    with closing(ProcessEngine(job)) as engine:
+        engine.submit(request(0))
+        assert len(collect(engine, 1)) == 1
 
 
 def test_the_parent_imports_no_engine(cycles: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ that thousands of schedules of deaths can be gone through, and every engine and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -42,6 +42,9 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
 
 CLOCK = Clock()
 
@@ -75,6 +78,9 @@ class World:
     open_s: float = 0.0
     load_error: Exception | None = None
     stacks: str = ""
+    dies_with: EngineDied | None = None
+    """At the next poll, whatever else is planned."""
+    batched_tokens: int | None = None
 
     polls: int = 0
     opened: list[int] = field(default_factory=list)
@@ -104,6 +110,8 @@ class World:
         assert size is not None
         CLOCK.now += self.open_s
         limits = {"max_num_seqs": size, "kv_cache_memory_bytes": 1}  # too little to be halved
+        if self.batched_tokens is not None:
+            limits["max_num_batched_tokens"] = self.batched_tokens
         if size > self.load_over:
             self.failed_loads.append(size)
             raise StartFailed("can't be loaded", AT_LOAD, limits)
@@ -116,12 +124,20 @@ class World:
         *,
         max_num_seqs: int | None = 8,
         ladder: Ladder | None = None,
+        convicted: Iterable[int] = (),
+        remember: Callable[..., None] = lambda restarts, steps: None,
         **run: Any,
     ) -> SupervisedEngine:
         options = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
         job = JobConfig(engine={"model": "none", "options": options}, run=run)
         return SupervisedEngine(
-            job, self.say, note=self.noted.append, ladder=ladder, open_engine=self.open
+            job,
+            self.say,
+            note=self.noted.append,
+            remember=remember,
+            ladder=ladder,
+            convicted=convicted,
+            open_engine=self.open,
         )
 
 
@@ -157,6 +173,9 @@ class CountingEngine:
             kinds.append(world.dies_at[world.polls])
         if len(running) > world.over:
             kinds.append("oom")
+        if world.dies_with is not None:
+            self._dead = True
+            raise world.dies_with
         if kinds:
             self._dead = True
             world.deaths_of.update(world.groups[-1])
@@ -438,10 +457,11 @@ def test_an_engine_that_grew_too_large_is_replaced_between_rows() -> None:
     with closing(world.supervise(max_host_gb=1.5)) as engine:
         answer_all(engine, requests(0, 30), window=4)
         assert engine.restarts >= 3
-        assert engine.ladder.steps == []
     assert set(world.closed_with) == {0}
     assert world.submitted == list(range(30))
-    assert set(world.said) == {"engine restart: its process holds 1.8 GiB (run.max_host_gb = 1.5)"}
+    restart = "engine restart: its process holds 1.8 GiB (run.max_host_gb = 1.5)"
+    assert world.said.count(restart) == len(world.opened) - 1
+    assert world.opened[:3] == [8, 8, 4], "the second time so soon, the batch is made smaller"
 
 
 def test_no_restart_helps_where_a_new_engine_is_too_large_and_that_is_said_once() -> None:
@@ -587,11 +607,85 @@ def test_other_errors_at_load_are_raised_at_once(error: Exception) -> None:
 
 def test_an_engine_that_can_not_be_opened_again_ends_the_run() -> None:
     world = World(dies_at={1: "engine_crash"})
-    with closing(world.supervise()) as engine:
+    with closing(world.supervise(max_engine_restarts=3)) as engine:
         world.load_error = StartFailed("the GPU is gone", FAULTS["engine_crash"], {})
-        with pytest.raises(StartFailed, match="the GPU is gone"):
+        with pytest.raises(EngineError, match=r"died 4 times .* last: the GPU is gone"):
             answer_all(engine, requests(0, 8))
-    assert world.closed_with == [0], "closed once, when it was dead"
+    assert set(world.closed_with) == {0}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [StartFailed("no port", FAULTS["engine_crash"], {}), JobError("the hub can't be reached")],
+)
+def test_an_engine_that_came_up_before_is_opened_again_until_it_does(error: Exception) -> None:
+    world = World(dies_at={1: "engine_crash"})
+    open_one = world.open
+
+    def open_the_fourth_time(job: JobConfig) -> CountingEngine:
+        if world.opened and len(world.failed_loads) < 2:
+            world.failed_loads.append(0)
+            raise error
+        return open_one(job)
+
+    world.open = open_the_fourth_time  # type: ignore[method-assign]
+    with closing(world.supervise()) as engine:
+        assert kinds_of(answer_all(engine, requests(0, 8))) == {}
+    assert world.said[1:] == [f"the next engine did not come up: {error}"] * 2
+
+
+@pytest.mark.parametrize(("rows", "poison"), [(384, 16), (384, 96), (60, 20)])
+@pytest.mark.parametrize("kind", ["engine_crash", "oom"])
+def test_poison_rows_that_are_spread_do_not_end_a_run_without_rows_behind_them(
+    rows: int, poison: int, kind: FaultKind
+) -> None:
+    step = rows // poison
+    world = World(poison=dict.fromkeys(range(step // 2, rows, step), kind))
+    with closing(world.supervise(max_num_seqs=256)) as engine:
+        assert kinds_of(answer_all(engine, requests(0, rows))) == known_kinds(world)
+
+
+def test_rows_that_were_convicted_before_are_run_alone_and_once_however_many() -> None:
+    world = World(poison=dict.fromkeys(range(40), "engine_crash"))
+    with closing(world.supervise(convicted=range(40))) as engine:
+        assert kinds_of(answer_all(engine, requests(0, 40))) == known_kinds(world)
+        assert engine.restarts == 40
+
+
+def test_the_row_that_the_engine_names_itself_fails_and_the_others_go_on_in_order() -> None:
+    world = World()
+    rows = requests(0, 6)
+    with closing(world.supervise()) as engine:
+        for request in rows:
+            engine.submit(request)
+        fault = Fault("timeout", "preparing its prompt", "no end for 9 s")
+        death = EngineDied(fault, request=rows[2])
+        world.dies_with = death
+        [failed] = engine.poll(0.01)
+        world.dies_with = None
+        assert failed.request is rows[2]
+        assert failed.error is not None
+        assert failed.error.kind == "timeout"
+        assert [c.request for c in engine.poll(0.01)] == [*rows[:2], *rows[3:]]
+
+
+def test_a_row_alone_that_runs_out_of_memory_gets_fewer_tokens_at_a_time() -> None:
+    world = World(dies_at={1: "oom"}, batched_tokens=4096)
+    with closing(world.supervise()) as engine:
+        assert kinds_of(answer_all(engine, requests(0, 1))) == {}
+        assert engine.ladder.steps == [{"max_num_batched_tokens": 2048}]
+
+
+def test_steps_that_never_helped_are_not_remembered() -> None:
+    world = World(dies_at=dict.fromkeys(range(1, 40), "oom"))
+    kept: list[Any] = []
+    engine = world.supervise(
+        max_engine_restarts=3, remember=lambda restarts, steps: kept.append(list(steps))
+    )
+    with closing(engine), pytest.raises(EngineError):
+        answer_all(engine, requests(0, 40))
+    assert kept[0] == [{"max_num_seqs": 4}], "at once, lest the kernel end the run as well"
+    assert kept[-1] == []
 
 
 def test_the_engines_own_limits_are_passed_on() -> None:
@@ -633,8 +727,9 @@ def test_an_idle_engine_that_dies_is_replaced() -> None:
     world = World(dies_at={1: "engine_crash"})
     with closing(world.supervise()) as engine:
         assert engine.poll(0.01) == []
-        assert engine.restarts == 1
+        assert engine.restarts == 0, "as long as there is nothing to do"
         assert kinds_of(answer_all(engine, requests(0, 3))) == {}
+        assert engine.restarts == 1
 
 
 def test_it_may_be_closed_twice() -> None:

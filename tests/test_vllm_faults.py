@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,7 +108,21 @@ def question_rows(poison: dict[int, str]) -> list[dict[str, Any]]:
     return rows
 
 
-def start(
+def start(*args: Any, **options: Any) -> Ended:
+    """As ``running``, to the end."""
+    with running(*args, **options) as process:
+        _, stderr = process.communicate(timeout=280)
+    output = Path(args[0]) / "output/faulty"
+    return Ended(
+        process.returncode,
+        stderr,
+        list(read_newest(output / RESULTS)),
+        (output / "run.log").read_text(),
+        json.loads((output / "manifest.json").read_text()),
+    )
+
+
+def running(
     folder: Path,
     model: Path,
     rows: list[dict[str, Any]],
@@ -116,32 +131,23 @@ def start(
     *,
     job: str = JOB,
     impatient: bool = False,
-) -> Ended:
+) -> subprocess.Popen[str]:
     (folder / "job.toml").write_text(job.replace("MODEL", str(model)))
     (folder / "markers").mkdir(exist_ok=True)
     write_jsonl(folder / "rows.jsonl", rows)
-    done = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, *(["-c", IMPATIENT] if impatient else ["-m", "batchkit"])]
         + ["run", "job.toml"]
         + [part for setting in settings for part in ("--set", setting)],
         cwd=folder,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=280,
         env={
             **os.environ,
             "PYTHONPATH": str(Path(__file__).parents[1]),
             "BATCHKIT_TEST_FAULTS": json.dumps({"folder": str(folder / "markers"), **faults}),
         },
-        check=False,
-    )
-    output = folder / "output/faulty"
-    return Ended(
-        done.returncode,
-        done.stderr,
-        list(read_newest(output / RESULTS)),
-        (output / "run.log").read_text(),
-        json.loads((output / "manifest.json").read_text()),
     )
 
 
@@ -170,12 +176,18 @@ def test_too_many_at_once_is_halved_until_it_fits(run: Run, calm: list[str]) -> 
     assert [step for step in ended.window if step[1] < step[0]] == [(12, 6), (6, 3)]
 
 
-def test_the_next_start_takes_the_safe_setting(run: Run, calm: list[str]) -> None:
-    run(OWN, "input.limit=20", over=3)
-    ended = run(OWN, over=3)
-    assert_only_failed(ended, calm, {})
+def test_the_next_start_takes_the_safe_setting_unless_the_user_has_changed_it(
+    run: Run, calm: list[str]
+) -> None:
+    run(OWN, "input.limit=10", over=3)
+    ended = run(OWN, "input.limit=20", over=3)
+    assert ended.exit == 0
     assert ended.manifest["starts"][-1].get("engine_restarts", 0) == 0
     assert "engine settings remembered: {'max_num_seqs': 2}" in ended.log
+    ended = run(OWN, "engine.options.max_num_seqs=1", over=3)
+    assert_only_failed(ended, calm, {})
+    assert "engine options have changed: smaller settings are forgotten" in ended.log
+    assert "up to 1 requests run at once" in ended.log
 
 
 def test_out_of_memory_at_load_is_halved_until_it_fits(run: Run, calm: list[str]) -> None:
@@ -220,7 +232,7 @@ def test_a_row_whose_image_needs_too_much_memory_is_tried_smaller(
 
 @pytest.mark.parametrize(
     ("where", "kind", "error_kind"),
-    [(IN, "oom", "oom"), (OWN, "kill", "oom"), (OWN, "error", "engine_crash")],
+    [(IN, "oom", "oom"), (OWN, "kill", "oom")],
 )
 def test_a_poison_row_is_found_and_fails_alone(
     run: Run, calm: list[str], where: str, kind: str, error_kind: str
@@ -259,6 +271,37 @@ def test_an_engine_that_dies_once_is_restarted(
     assert words in ended.log
     assert ("failing_worker.py" in ended.log) == (kind == "hang"), "its stacks are in run.log"
     assert "failing_worker.py" not in ended.stderr
+    assert ended.manifest["starts"][-1]["engine_restarts"] == 1
+
+
+def test_a_signal_ends_the_run_while_its_engine_is_restarted(
+    tmp_path: Path, text_model: Path
+) -> None:
+    """The next engine would take minutes; nothing is in flight that could be waited for."""
+    with running(
+        tmp_path, text_model, question_rows({}), {"once": {"error": 4}, "reload_s": 250}, [OWN]
+    ) as process:
+        log = tmp_path / "output/faulty/run.log"
+        while not (log.exists() and "engine died" in log.read_text()):
+            time.sleep(0.1)
+        time.sleep(1)
+        process.terminate()
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    summary = json.loads(out)
+    assert (summary["exit"], summary["total"]) == (143, N_ROWS)
+
+
+def test_a_prompt_that_is_never_prepared_fails_alone(run: Run) -> None:
+    """A chat template that loops on one row, as its author did not foresee."""
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template = (
+        "{% for m in messages %}{% if 'tell me of 8 ' in m.content %}" + loop + "{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    settings = [f"engine.options.chat_template={json.dumps(template)}", "run.row_timeout_s=3"]
+    ended = run(OWN, *settings, "retry.attempts=1")
+    assert ended.failed == {8: "timeout"}
     assert ended.manifest["starts"][-1]["engine_restarts"] == 1
 
 

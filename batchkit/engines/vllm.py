@@ -36,7 +36,7 @@ from batchkit.errors import (
     RowError,
     RowTimeoutError,
 )
-from batchkit.faults import EngineDied, StartFailed, fault_of
+from batchkit.faults import EngineDied, Fault, StartFailed, fault_of
 from batchkit.types import Choice, Completion, Request, Usage
 
 # The image cache keeps processed pixels for images that come again. Rows that share an image
@@ -46,12 +46,15 @@ _DEFAULTS = {"mm_processor_cache_gb": 0.25, "use_tqdm_on_load": False}
 _CPU_KV_CACHE_BYTES = 2 * 2**30
 _MEMORY_OPTIONS = ("kv_cache_memory_bytes", "gpu_memory_utilization")
 _TOO_LONG = ("input_tokens", "input_text")
-_STUCK_CHECK_S = 1.0
+_STUCK_CHECK_S = _MEMORY_LOOK_S = 1.0
 
 
 def preload() -> None:
-    """Import what vLLM itself imports before it forks its engine: no device has been started."""
-    _set_environment()
+    """Import what vLLM itself imports before it forks its engine: no device has been started.
+
+    What it says goes to a file here; the error of a worker process is said nowhere else.
+    """
+    _set_environment("ERROR")
     import vllm.engine.arg_utils
     import vllm.entrypoints.llm
     import vllm.v1.engine.core  # noqa: F401
@@ -178,6 +181,8 @@ class VllmEngine:
 
         self._row_timeout_s = job.run.row_timeout_s
         self._process = psutil.Process()
+        self._host_memory = 0
+        self._next_memory_look = 0.0
         self._versions = {"vllm": vllm.__version__}
         self._limits = _limits(vllm_config)
         self._llm = _load(job, self._limits)
@@ -190,6 +195,7 @@ class VllmEngine:
         self._inbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._prepared: queue.SimpleQueue[_Prepared | Completion] = queue.SimpleQueue()
         self._preparing = 0
+        self._rendering: tuple[Request, float] | None = None
         self._closing = False
         self._failed = False
         self._running: dict[str, _Running] = {}
@@ -215,6 +221,7 @@ class VllmEngine:
         self._inbox.put(request)
 
     def poll(self, timeout_s: float) -> Sequence[Completion]:
+        self._check_rendering()
         deadline = time.monotonic() + timeout_s
         done = self._admit(wait_s=0 if self._running else timeout_s)
         while self._running and not done:
@@ -225,7 +232,16 @@ class VllmEngine:
         return done
 
     def load(self) -> EngineLoad:
-        return self._stats.load()._replace(host_bytes=self._process.memory_info().rss)
+        return self._stats.load()._replace(host_bytes=self._host_bytes())
+
+    def _host_bytes(self) -> int:
+        """Of this process and its workers, looked up once a second."""
+        now = time.monotonic()
+        if now >= self._next_memory_look:
+            self._next_memory_look = now + _MEMORY_LOOK_S
+            family = [self._process, *self._process.children(recursive=True)]
+            self._host_memory = sum(_resident_bytes(process) for process in family)
+        return self._host_memory
 
     def close(self) -> None:
         if self._closing:
@@ -244,14 +260,28 @@ class VllmEngine:
 
     def _prepare(self) -> None:
         while (request := self._inbox.get()) is not None:
+            self._rendering = (request, time.monotonic())
             try:
                 self._prepared.put(self._renderer.prepare(request))
             except RowError as error:
                 self._prepared.put(Completion(request, error=error))
             except Exception as error:  # a dead thread would leave its requests waiting for ever
                 self._prepared.put(Completion(request, error=RequestError(_cause(error))))
+            self._rendering = None
             if self._closing:
                 return
+
+    def _check_rendering(self) -> None:
+        """A thread that hangs can't be ended, and the requests behind it would wait for ever."""
+        rendering = self._rendering
+        if rendering is None:
+            return
+        request, since = rendering
+        took_s = time.monotonic() - since
+        if took_s > self._row_timeout_s:
+            message = f"no end for {took_s:.0f} s (run.row_timeout_s = {self._row_timeout_s:g})"
+            fault = Fault("timeout", "preparing its prompt", message)
+            raise EngineDied(fault, request=request)
 
     def _admit(self, wait_s: float) -> list[Completion]:
         """Add what has been prepared to the engine; what could not be comes back failed."""
@@ -425,7 +455,7 @@ def _check_config(job: JobConfig) -> Any:
     args = {k: v for k, v in _llm_options(job).items() if k != "chat_template"}
     try:
         return EngineArgs(**args).create_engine_config()
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
         raise JobError(f"engine: {explain(error, job.engine.model)}") from error
 
 
@@ -441,12 +471,12 @@ def _llm_options(job: JobConfig) -> dict[str, Any]:
     return {"model": job.engine.model, **options, "disable_log_stats": False}
 
 
-def _set_environment() -> None:
+def _set_environment(log_level: str = "CRITICAL") -> None:
     """What must stand before vLLM is imported; a variable that the user set is left alone."""
     for name, value in {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # What goes wrong reaches us as an exception; vLLM would print its whole state besides.
-        "VLLM_LOGGING_LEVEL": "CRITICAL",
+        "VLLM_LOGGING_LEVEL": log_level,
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for results
         "VLLM_NO_USAGE_STATS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -536,6 +566,13 @@ def _token_id(key: Any) -> Any:
 def _near(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _resident_bytes(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.NoSuchProcess:
+        return 0
 
 
 class _Stats:
