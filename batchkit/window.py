@@ -6,7 +6,7 @@ each waiting request holds its prompt and pixels in host memory. So it
 
 - starts at 1.5 × ``max_num_seqs``;
 - grows by a quarter of ``max_num_seqs`` when it was full and the running engine's queue still ran
-  dry, up to 4 × ``max_num_seqs``;
+  dry, up to 4 × ``max_num_seqs``, and not while the KV cache is full: more would be preempted;
 - is cut by a quarter when memory runs short, never below a quarter of
   ``max_num_seqs`` (others may hold the memory, and the run must go on), or when requests were
   preempted while others waited, never below ``max_num_seqs``: the engine's own scheduler copes with
@@ -28,6 +28,7 @@ from batchkit.engines.base import EngineLoad
 START, LARGEST, LEAST, STEP, CUT = 1.5, 4.0, 0.25, 0.25, 0.75
 COOLDOWN_S = 10.0
 LEAST_FREE_MEMORY = 0.08
+KV_CACHE_FULL = 0.95
 MEMORY_LOOK_S = 1.0
 
 
@@ -90,7 +91,8 @@ class Window:
             return self._change(
                 int(self.size * CUT), self._max_num_seqs, f"{load.preempted} requests preempted"
             )
-        if in_flight >= self.size and load.running and load.waiting == 0:
+        has_room = load.kv_cache_usage < KV_CACHE_FULL
+        if in_flight >= self.size and load.running and load.waiting == 0 and has_room:
             largest = max(2, int(LARGEST * self._max_num_seqs))
             step = max(1, int(STEP * self._max_num_seqs))
             return self._change(min(self.size + step, largest), 1, "the engine's queue ran dry")

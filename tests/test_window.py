@@ -34,12 +34,18 @@ class Host:
         )
 
     def adapt(
-        self, *, waiting: int = 0, preempted: int = 0, in_flight: int | None = None
+        self,
+        *,
+        waiting: int = 0,
+        preempted: int = 0,
+        in_flight: int | None = None,
+        running: int | None = None,
+        kv_cache_usage: float = 0.5,
     ) -> Change | None:
-        """One look at an engine that runs all it can."""
+        """One look at an engine, one that runs all it can unless told otherwise."""
         in_flight = self.window.size if in_flight is None else in_flight
-        load = EngineLoad(self.max_num_seqs, waiting, 0.5, preempted)
-        return self.window.adapt(load, in_flight)
+        running = self.max_num_seqs if running is None else running
+        return self.window.adapt(EngineLoad(running, waiting, kv_cache_usage, preempted), in_flight)
 
     def rest(self) -> None:
         self.now += COOLDOWN_S
@@ -67,6 +73,25 @@ def test_window_stays_when_it_was_not_full() -> None:
     host = Host()
     assert host.adapt(in_flight=23) is None
     assert host.window.size == 24
+
+
+def test_window_stays_while_the_engine_has_not_begun() -> None:
+    """A new engine's queue is dry because nothing has been prepared for it yet."""
+    assert Host().adapt(running=0) is None
+
+
+def test_window_stays_while_the_kv_cache_is_full() -> None:
+    host = Host()
+    assert host.adapt(kv_cache_usage=0.95) is None
+    assert host.adapt(kv_cache_usage=0.94) is not None
+
+
+def test_window_starts_over_with_an_engine_of_another_size() -> None:
+    host = Host()
+    assert host.window.fit(16) is None
+    assert host.window.fit(4) == Change(24, 6, "the engine runs 4 at once now")
+    assert host.adapt() is None, "it rests"
+    assert Host(fixed=7).window.fit(4) is None
 
 
 def test_window_rests_after_a_change() -> None:
