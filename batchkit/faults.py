@@ -41,7 +41,6 @@ _OOM_WORDS = (
     "out of memory",
     "std::bad_alloc",
     "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUBLAS_STATUS_NOT_INITIALIZED",  # what creating its handle says when there is no room for it
     _WITHOUT_CACHE_WORDS,
     *_OVER_CLAIM_WORDS,
 )

@@ -52,7 +52,7 @@ class Ladder:
         if self._on_trial:
             self._on_trial = False
             self._stretch *= 2
-        step = _smaller({**limits, "max_num_seqs": 1} if alone else limits, fault)
+        step = _smaller(limits, fault, alone=alone)
         if step is not None:
             self.steps.append(step)
         return step
@@ -72,13 +72,15 @@ class Ladder:
         self._on_trial = True
 
 
-def _smaller(limits: Mapping[str, Any], fault: Fault) -> dict[str, Any] | None:
+def _smaller(limits: Mapping[str, Any], fault: Fault, *, alone: bool) -> dict[str, Any] | None:
     if fault.is_over_claim:
         return _smaller_claim(limits, LEAST_SHARE_FREE)
-    if (running := limits.get("max_num_seqs", 1)) > 1:
+    running = limits.get("max_num_seqs", 1)
+    if running > 1 and not alone:
         return {"max_num_seqs": running // 2}
-    if (tokens := limits.get("max_num_batched_tokens", 0)) > LEAST_BATCHED_TOKENS:
-        return {"max_num_batched_tokens": max(LEAST_BATCHED_TOKENS, tokens // 2)}
+    least = max(LEAST_BATCHED_TOKENS, running)  # vLLM allows no fewer than one for each request
+    if (tokens := limits.get("max_num_batched_tokens", 0)) > least:
+        return {"max_num_batched_tokens": max(least, tokens // 2)}
     return None if fault.is_without_cache else _smaller_claim(limits, LEAST_SHARE)
 
 

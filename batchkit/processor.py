@@ -278,7 +278,7 @@ class _Loop:
     def _known_steps(self) -> list[dict[str, Any]]:
         """What an earlier start found to be safe, if it had the same engine options."""
         steps, options = self._manifest["engine_steps"], input_hash(self._job.engine.options)
-        if steps and self._manifest.get("engine_steps_for") != options:
+        if steps and self._manifest.get("engine_steps_for", options) != options:
             self._progress.event("engine options have changed: smaller settings are forgotten")
             steps = []
         self._manifest["engine_steps_for"] = options

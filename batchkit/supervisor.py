@@ -44,7 +44,7 @@ _UNKNOWN_LIMITS = {"max_num_seqs": 256}  # vLLM's default, for an engine that di
 class SupervisedEngine:
     """``say`` gets one line per event, ``note`` what is too long for that.
 
-    ``restarts`` counts engines after the first. ``remember`` is called with that count and the
+    ``restarts`` counts attempts to open an engine after the first. ``remember`` is called with that count and the
     ladder's steps whenever either changes, before the next engine is opened. ``convicted`` are the
     indices of rows that killed an engine in an earlier start: each is run alone, and once.
 
@@ -114,7 +114,7 @@ class SupervisedEngine:
         for completion in done:
             del self._in_flight[id(completion.request)]
         self._count_success(done)
-        return [completion for completion in done if completion.request is not self._canary]
+        return [completion for completion in done if not self._is_canary(completion)]
 
     def load(self) -> EngineLoad:
         """As the engine's; what is held back here waits, too."""
@@ -153,11 +153,18 @@ class SupervisedEngine:
         if self._held:
             self._suspects.interpose([self._held.popleft()])
         elif self._answered is not None:
-            sampling = {**self._answered.sampling, "max_tokens": 1}
+            sampling = {**self._answered.sampling, "max_tokens": 1, "min_tokens": 0}
             self._canary = replace(self._answered, sampling=sampling)
             self._suspects.interpose([self._canary])
         else:
             self._suspects.single_out()
+
+    def _is_canary(self, completion: Completion) -> bool:
+        if completion.request is not self._canary:
+            return False
+        if completion.error is not None:
+            self._answered = None  # it proves nothing: don't try it again
+        return True
 
     def _count_success(self, done: Sequence[Completion]) -> None:
         answered = [completion.request for completion in done if completion.error is None]
@@ -202,31 +209,37 @@ class SupervisedEngine:
         self._say(f"engine died ({fault.kind}) with {rows} in flight: {fault}")
         if death.stacks:
             self._note(death.stacks)
-        if not (len(in_flight) == 1 and in_flight[0].row.index in self._convicted):
-            self._count_death(fault)
+        was_expected = len(in_flight) == 1 and in_flight[0].row.index in self._convicted
         poison = self._poison(death, in_flight)
+        if not was_expected:
+            self._count_death(fault, may_raise=poison is None)
         if fault.kind == "oom":
             if poison is None:
-                self._make_smaller(fault, alone=len(in_flight) == 1)
+                self._make_smaller(fault, alone=len(in_flight) <= 1)
             else:  # a row that runs out of memory alone says nothing about the batch
                 self.ladder.steps = list(self._safe_steps)
         if poison is None:
             return []
-        self._convicted.add(poison.row.index)
-        self._say(f"row {poison.row.index} (id {poison.row.id}) alone kills the engine: failed")
+        row = f"row {poison.row.index} (id {poison.row.id})"
+        if death.request is None:
+            self._convicted.add(poison.row.index)
+            self._say(f"{row} alone kills the engine: failed")
+        else:
+            self._say(f"{row} is what it died of: failed")
         return [Completion(poison, error=_row_error(fault))]
 
     def _poison(self, death: EngineDied, in_flight: list[Request]) -> Request | None:
         """The row at fault: as the engine says itself, or as the search has proven."""
         if death.request not in in_flight:
-            return self._suspects.died(in_flight)
+            return self._suspects.died(in_flight, f"{death.fault.kind} {death.fault.type}")
         in_flight.remove(death.request)
         self._held.extendleft(reversed(in_flight))
         return death.request
 
-    def _count_death(self, cause: object) -> None:
+    def _count_death(self, cause: object, *, may_raise: bool = True) -> None:
+        """``may_raise`` is false while a row's own verdict has yet to be handed on."""
         self._deaths += 1
-        if self._deaths > self._job.run.max_engine_restarts:
+        if may_raise and self._deaths > self._job.run.max_engine_restarts:
             self.ladder.steps = list(self._safe_steps)
             self._remember(self.restarts, self.ladder.steps)
             raise EngineError(
@@ -255,6 +268,8 @@ class SupervisedEngine:
             except (StartFailed, JobError) as error:  # it came up before: this may pass
                 self._say(f"the next engine did not come up: {' '.join(str(error).split())}")
                 self._count_death(error)
+                if isinstance(error, JobError):  # a step down that the engine does not allow
+                    self.ladder.steps = list(self._safe_steps)
                 time.sleep(min(self._deaths, LONGEST_PAUSE_S))
 
     def _open(self) -> Engine:

@@ -2,8 +2,9 @@
 
 After a death every request in flight is a suspect. They are replayed in two groups, with nothing else
 beside them; a group that kills the engine again is split, until the one at fault stands alone. A row
-is convicted when it has killed the engine alone twice: once may be an accident of the machine. Where
-a search has ended without a conviction, accidents do happen, and it takes three times from then on.
+is convicted when it has killed the engine alone twice in the same way: once may be an accident of
+the machine. Where a search has ended without a conviction, accidents do happen, and it takes three
+times from then on.
 
 So k poison rows among n cost at most about k * (log2(n) + 2) restarts, and every other row is
 answered. Large groups go first: their answers show early that the engine is sound.
@@ -21,10 +22,11 @@ PROOF, PROOF_AMONG_ACCIDENTS = 2, 3
 
 
 class _Group(NamedTuple):
-    """Requests to be replayed together. ``deaths``: of a lone one, those that it died alone."""
+    """Requests to be replayed together. ``deaths``: the causes of those that a lone one died."""
 
     requests: Sequence[Request]
-    deaths: int = 0
+    deaths: tuple[str, ...] = ()
+    is_convict: bool = False
 
 
 class Suspects:
@@ -44,14 +46,14 @@ class Suspects:
         """Requests that wait for their replay."""
         return sum(len(group.requests) for group in self._groups)
 
-    def died(self, in_flight: Sequence[Request]) -> Request | None:
+    def died(self, in_flight: Sequence[Request], cause: str) -> Request | None:
         """The engine died with these in flight. The poison row, if that is proven now; else None."""
         if not self:
             self._without_conviction = True
         replayed, self._replaying = self._replaying, None
         if replayed is not None and len(in_flight) == 1:
-            deaths = replayed.deaths + 1
-            if deaths >= self._proof:
+            deaths = (*replayed.deaths, cause)
+            if replayed.is_convict or deaths.count(cause) >= self._proof:
                 self._without_conviction = False
                 return in_flight[0]
             self._groups.append(_Group(in_flight, deaths))
@@ -62,7 +64,7 @@ class Suspects:
 
     def suspect(self, request: Request) -> None:
         """Replay ``request`` alone; it was convicted before, so that one death proves it."""
-        self._groups.append(_Group([request], self._proof - 1))
+        self._groups.append(_Group([request], is_convict=True))
 
     def interpose(self, requests: Sequence[Request]) -> None:
         """Play these next. They are under no suspicion; they show whether the engine is sound."""

@@ -242,3 +242,11 @@ def test_a_new_ladder_changes_nothing(remembered: list[dict[str, Any]] | None) -
     ladder = Ladder(remembered)
     assert ladder.overrides == {}
     assert not ladder.succeeded(STRETCH)
+
+
+def test_a_request_alone_gets_fewer_tokens_at_a_time_but_one_for_each_that_may_run() -> None:
+    limits = {"max_num_seqs": 1024, "max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.9}
+    ladder, fault = Ladder(), Fault("oom", "OutOfMemoryError", "planted")
+    assert ladder.step_down(limits, fault, alone=True) == {"max_num_batched_tokens": 1024}
+    limits |= ladder.overrides
+    assert ladder.step_down(limits, fault, alone=True) == {"gpu_memory_utilization": 0.8}

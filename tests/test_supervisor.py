@@ -81,6 +81,7 @@ class World:
     dies_with: EngineDied | None = None
     """At the next poll, whatever else is planned."""
     batched_tokens: int | None = None
+    refuses_canaries: bool = False
 
     polls: int = 0
     opened: list[int] = field(default_factory=list)
@@ -185,7 +186,8 @@ class CountingEngine:
         return [self._answer(request) for request in done]
 
     def _answer(self, request: Request) -> Completion:
-        if request.row.index in self._world.refuses:
+        is_canary = request.sampling.get("max_tokens") == 1
+        if request.row.index in self._world.refuses or (is_canary and self._world.refuses_canaries):
             return Completion(request, error=RequestError("refused"))
         return Completion(request, [Choice("tea", "stop")])
 
@@ -643,6 +645,20 @@ def test_poison_rows_that_are_spread_do_not_end_a_run_without_rows_behind_them(
     world = World(poison=dict.fromkeys(range(step // 2, rows, step), kind))
     with closing(world.supervise(max_num_seqs=256)) as engine:
         assert kinds_of(answer_all(engine, requests(0, rows))) == known_kinds(world)
+
+
+def test_a_canary_that_is_refused_proves_nothing_and_is_not_tried_for_ever() -> None:
+    world = World(poison=dict.fromkeys(range(20, 36), "engine_crash"), refuses_canaries=True)
+    with closing(world.supervise()) as engine:
+        done = answer_all(engine, requests(0, 20))
+        done += answer_all(engine, [*requests(20, 36), *requests(36, 40)])
+    assert kinds_of(done) == dict.fromkeys(range(20, 36), "engine_crash")
+
+
+def test_a_row_that_is_proven_by_the_last_death_allowed_is_not_lost() -> None:
+    world = World(poison={0: "engine_crash"})
+    with closing(world.supervise(max_engine_restarts=2)) as engine:
+        assert kinds_of(answer_all(engine, requests(0, 1))) == {0: "engine_crash"}
 
 
 def test_rows_that_were_convicted_before_are_run_alone_and_once_however_many() -> None:

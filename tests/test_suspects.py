@@ -42,7 +42,7 @@ def search(
             deaths += 1
             gone = good[: answered_before_death(len(good))]
             answered += gone
-            found = suspects.died([r for r in in_flight if r.row.index not in gone])
+            found = suspects.died([r for r in in_flight if r.row.index not in gone], "oom")
             blamed += [found.row.index] if found is not None else []
         else:
             answered += good
@@ -93,34 +93,42 @@ def test_what_was_answered_before_a_death_is_no_suspect(
 def test_a_lone_request_is_named_when_two_replays_have_died() -> None:
     suspects, lone = Suspects(), request(7)
     for _ in range(2):
-        assert suspects.died([lone]) is None
+        assert suspects.died([lone], "oom") is None
         assert suspects.next_group() == [lone]
-    assert suspects.died([lone]) is lone
+    assert suspects.died([lone], "oom") is lone
     assert not suspects
 
 
 def test_where_accidents_happen_it_takes_one_death_more() -> None:
     suspects, lone = Suspects(), request(7)
-    suspects.died([request(1), request(2)])
+    suspects.died([request(1), request(2)], "oom")
     while suspects.next_group():
         pass  # each is answered: it was an accident
-    assert suspects.died([lone]) is None
+    assert suspects.died([lone], "oom") is None
     for _ in range(PROOF_AMONG_ACCIDENTS - 1):
         assert suspects.next_group() == [lone]
-        assert suspects.died([lone]) is None
+        assert suspects.died([lone], "oom") is None
     assert suspects.next_group() == [lone]
-    assert suspects.died([lone]) is lone
+    assert suspects.died([lone], "oom") is lone
+
+
+def test_deaths_in_different_ways_are_no_proof() -> None:
+    suspects, lone = Suspects(), request(7)
+    for cause in ("oom", "stall", "oom", "error"):
+        assert suspects.died([lone], cause) is None
+        assert suspects.next_group() == [lone]
+    assert suspects.died([lone], "stall") is lone
 
 
 def test_a_search_that_found_someone_was_no_accident() -> None:
     suspects, lone, good = Suspects(), request(7), request(8)
     for _ in range(2):
-        suspects.died([lone, good])
+        suspects.died([lone, good], "oom")
         assert suspects.next_group() == [lone]
-        assert suspects.died([lone]) is None
+        assert suspects.died([lone], "oom") is None
         assert suspects.next_group() == [good]
         assert suspects.next_group() == [lone]
-        assert suspects.died([lone]) is lone
+        assert suspects.died([lone], "oom") is lone
         assert not suspects.next_group()
 
 
@@ -128,23 +136,23 @@ def test_a_search_that_found_someone_was_no_accident() -> None:
 def test_a_lone_request_that_survives_its_replay_begins_with_a_clean_slate(deaths: int) -> None:
     suspects, lone = Suspects(), request(7)
     for _ in range(deaths):
-        suspects.died([lone])
+        suspects.died([lone], "oom")
         suspects.next_group()
     assert not suspects.next_group(), "it was answered"
     assert not suspects
-    assert suspects.died([lone]) is None
+    assert suspects.died([lone], "oom") is None
     suspects.next_group()
-    assert suspects.died([lone]) is None
+    assert suspects.died([lone], "oom") is None
 
 
 def test_large_groups_go_first_and_in_their_order() -> None:
     suspects, all_eight = Suspects(), [request(index) for index in range(8)]
-    suspects.died(all_eight)
+    suspects.died(all_eight, "oom")
     sizes = []
     while group := suspects.next_group():
         sizes.append([r.row.index for r in group])
         if len(group) > 1:
-            suspects.died(group)
+            suspects.died(group, "oom")
     assert sizes == [
         [0, 1, 2, 3], [4, 5, 6, 7],
         [0, 1], [2, 3], [4, 5], [6, 7],
@@ -154,11 +162,11 @@ def test_large_groups_go_first_and_in_their_order() -> None:
 
 def test_a_convicted_row_comes_last_and_alone_and_one_death_names_it() -> None:
     suspects, again = Suspects(), request(9)
-    suspects.died([request(0), request(1)])
+    suspects.died([request(0), request(1)], "oom")
     suspects.suspect(again)
     assert [len(suspects.next_group()) for _ in range(2)] == [1, 1]
     assert suspects.next_group() == [again]
-    assert suspects.died([again]) is again
+    assert suspects.died([again], "oom") is again
     assert not suspects
 
 
@@ -173,7 +181,7 @@ def test_a_convicted_row_is_suspect_without_any_death() -> None:
 
 def test_interposed_requests_go_next_together_and_the_search_goes_on_behind_them() -> None:
     suspects, sound = Suspects(), [request(5), request(6)]
-    suspects.died([request(0), request(1)])
+    suspects.died([request(0), request(1)], "oom")
     suspects.interpose(sound)
     assert suspects.next_group() == sound
     assert suspects
@@ -185,24 +193,24 @@ def test_interposed_requests_are_under_no_suspicion() -> None:
     suspects.suspect(again)
     suspects.interpose([sound])
     assert suspects.next_group() == [sound]
-    assert suspects.died([sound]) is None
+    assert suspects.died([sound], "oom") is None
     assert suspects.next_group() == [again]
     assert suspects.next_group() == [sound], "one death makes it a suspect, behind the others"
-    assert suspects.died([sound]) is sound
+    assert suspects.died([sound], "oom") is sound
 
 
 def test_a_death_with_nothing_in_flight_names_nobody() -> None:
     suspects = Suspects()
-    assert suspects.died([]) is None
+    assert suspects.died([], "oom") is None
     assert not suspects
     assert not suspects.next_group()
 
 
 def test_a_death_between_two_groups_leaves_the_groups_that_wait() -> None:
     suspects, first, second = Suspects(), request(0), request(1)
-    suspects.died([first, second])
+    suspects.died([first, second], "oom")
     assert suspects.next_group() == [first]
-    assert suspects.died([]) is None, "it was answered just before"
+    assert suspects.died([], "oom") is None, "it was answered just before"
     assert suspects.next_group() == [second]
 
 
@@ -210,7 +218,7 @@ def test_a_death_between_two_groups_leaves_the_groups_that_wait() -> None:
 def test_a_death_that_does_not_repeat_blames_nobody(n: int) -> None:
     suspects = Suspects()
     in_flight = [request(index) for index in range(n)]
-    assert suspects.died(in_flight) is None
+    assert suspects.died(in_flight, "oom") is None
     replayed: list[Request] = []
     while group := suspects.next_group():
         assert suspects, "new requests are to wait"

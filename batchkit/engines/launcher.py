@@ -61,8 +61,8 @@ class Launched:
                 os.killpg(self.pid, signal.SIGKILL)
             if self.wait(KILL_S) is None:
                 raise EngineError(
-                    f"the engine's process {self.pid} can't be ended: it has not gone"
-                    f" {KILL_S:.0f} s after SIGKILL, as when the GPU's driver hangs"
+                    f"the engine's process {self.pid}, or one that it started, can't be ended: it has"
+                    f" not gone {KILL_S:.0f} s after SIGKILL, as when the GPU's driver hangs"
                 )
 
 

@@ -215,19 +215,21 @@ class ProcessEngine:
         return _read(self._log, max(self._log_start, _size(self._log) - _LAST_WORDS))
 
     def _end(self, *, kill: bool) -> None:
-        if not kill:
-            with contextlib.suppress(OSError):
-                self._connection.send(None)
-                self._process.wait(CLOSE_S)
-        self._process.kill()
-        self._connection.close()
-        if self._ends_launcher:
-            self._launcher.close()
+        try:
+            if not kill:
+                with contextlib.suppress(OSError):
+                    self._connection.send(None)
+                    self._process.wait(CLOSE_S)
+            self._process.kill()
+        finally:
+            self._connection.close()
+            if self._ends_launcher:
+                self._launcher.close()
 
 
 def _last_words(log: str) -> str:
     """The last line; of a fatal signal, its name and the innermost frame above the stacks."""
-    lines = log.strip().splitlines()
+    lines = [line for line in log.strip().splitlines() if "resource_tracker" not in line]
     for n, line in reversed(list(enumerate(lines))):
         if line.startswith("Fatal Python error: "):
             frames = [frame.strip() for frame in lines[n:] if frame.startswith("  File ")]
