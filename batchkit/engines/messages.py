@@ -17,6 +17,7 @@ class Ready(NamedTuple):
     max_num_seqs: int
     limits: Mapping[str, Any]
     versions: Mapping[str, str]
+    load: EngineLoad
 
 
 class Refused(NamedTuple):

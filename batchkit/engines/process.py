@@ -53,7 +53,6 @@ class ProcessEngine:
         self._in_flight: dict[int, Request] = {}
         self._submitted = 0
         self._death: EngineDied | None = None
-        self._load = EngineLoad(0, 0, 0.0, 0)
         ours, theirs = socket.socketpair()
         # A child that hangs with Python's lock held takes nothing in: sending must end, too.
         limit = struct.pack("ll", max(1, round(job.run.stall_timeout_s)), 0)
@@ -62,6 +61,7 @@ class ProcessEngine:
         self._process = self._launch(job, theirs)
         try:
             self._ready = self._start(job)
+            self._load = self._ready.load
             self._last_sign = time.monotonic()
         except BaseException:
             self._end(kill=True)
