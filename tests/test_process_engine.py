@@ -262,6 +262,7 @@ def test_the_cause_of_an_error_in_a_worker_is_read_from_the_log(
     text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BATCHKIT_TEST_FAULTS", json.dumps({"load_over": 2}))
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "CRITICAL")  # as the run's own process sets it
     options = {
         "distributed_executor_backend": "mp",
         "worker_cls": "tests.failing_worker.FailingWorker",

@@ -45,6 +45,7 @@ _DEFAULTS = {"mm_processor_cache_gb": 0.25, "use_tqdm_on_load": False}
 # On a CPU vLLM would claim nine tenths of the host's memory, and refuse to start with less.
 _CPU_KV_CACHE_BYTES = 2 * 2**30
 _MEMORY_OPTIONS = ("kv_cache_memory_bytes", "gpu_memory_utilization")
+_QUIET = "CRITICAL"
 _TOO_LONG = ("input_tokens", "input_text")
 _STUCK_CHECK_S = _MEMORY_LOOK_S = 1.0
 
@@ -54,6 +55,8 @@ def preload() -> None:
 
     What it says goes to a file here; the error of a worker process is said nowhere else.
     """
+    if os.environ.get("VLLM_LOGGING_LEVEL") == _QUIET:
+        del os.environ["VLLM_LOGGING_LEVEL"]  # set below in the run's own process, for its terminal
     _set_environment("ERROR")
     import vllm.engine.arg_utils
     import vllm.entrypoints.llm
@@ -471,7 +474,7 @@ def _llm_options(job: JobConfig) -> dict[str, Any]:
     return {"model": job.engine.model, **options, "disable_log_stats": False}
 
 
-def _set_environment(log_level: str = "CRITICAL") -> None:
+def _set_environment(log_level: str = _QUIET) -> None:
     """What must stand before vLLM is imported; a variable that the user set is left alone."""
     for name, value in {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
