@@ -24,10 +24,12 @@ GOOD = 1000
 
 
 @pytest.fixture(scope="module")
-def engine(demo_model: Path) -> Iterator[Engine]:
+def engine(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     options = {**SMALL, "max_logprobs": 5}
     job = JobConfig(
-        engine={"model": str(demo_model), "options": options}, run={"row_timeout_s": 600.0}
+        engine={"model": str(demo_model), "options": options},
+        run={"row_timeout_s": 600.0},
+        output={"dir": str(tmp_path_factory.mktemp("output"))},
     )
     with closing(open_engine(job)) as opened:
         yield opened
@@ -258,7 +260,8 @@ def test_a_lora_adapter_changes_the_answers(text_model: Path, tmp_path: Path) ->
     options = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
 
     def answer(lora: str | None) -> str:
-        job = JobConfig(engine={"model": str(text_model), "options": options, "lora": lora})
+        engine = {"model": str(text_model), "options": options, "lora": lora}
+        job = JobConfig(engine=engine, output={"dir": str(tmp_path / "output")})
         with closing(open_engine(job)) as opened:
             return ask(opened, request(1))[0].choices[0].text
 
