@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from batchkit.config import JobConfig, load_job, make_job
-from batchkit.errors import JobError
+from batchkit.errors import EngineCrashError, JobError, RowOutOfMemoryError
 from batchkit.ledger import RESULTS, failure_kind, read_newest
 from batchkit.manifest import job_of_run, without_masked
 from batchkit.processor import ProductionBatchProcessor
@@ -16,6 +16,8 @@ from batchkit.resume import OnChange
 from batchkit.runfolder import is_run, latest_run
 from batchkit.stopping import StopRequest
 from batchkit.summary import RunSummary
+
+_LETHAL = (EngineCrashError.kind, RowOutOfMemoryError.kind)
 
 
 def run_job(
@@ -71,7 +73,7 @@ def retry_failed(
         if kind is not None and (not kinds or kind in kinds):
             attempts[record["index"]] = record.get("attempt", 1)
             by_kind[kind] += 1
-            if kind in ("oom", "engine_crash"):
+            if kind in _LETHAL:
                 convicted.add(record["index"])
     if not attempts:
         return Retry(0, {}, 0, None)

@@ -17,7 +17,7 @@ class EngineLoad(NamedTuple):
     preempted: int
     """Requests preempted since the load was last asked for."""
     host_bytes: int = 0
-    """Resident memory of the process that the engine runs in; 0 where it is not known yet."""
+    """Resident memory of the process that the engine runs in; 0 where it is not known, or not limited."""
 
 
 class Engine(Protocol):

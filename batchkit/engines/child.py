@@ -94,7 +94,7 @@ def _serve_one(connection: Connection) -> None:
     except StartFailed as error:
         connection.send(NotStarted(str(error), error.fault, error.limits))
         return
-    connection.send(Ready(engine.max_num_seqs, engine.limits, engine.versions, engine.load()))
+    connection.send(Ready(engine.limits, engine.versions, engine.load()))
     inbox: Inbox = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
     _serve(connection, engine, inbox)

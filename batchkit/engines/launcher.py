@@ -38,7 +38,7 @@ class Launched:
         self.returncode: int | None = None
         self._control = control
 
-    def wait(self, timeout_s: float | None) -> int | None:
+    def wait(self, timeout_s: float) -> int | None:
         """Its exit code, or None where it still lives after ``timeout_s``."""
         if self.returncode is None:
             self._control.settimeout(timeout_s)

@@ -14,7 +14,6 @@ from batchkit.types import Choice, Usage
 class Ready(NamedTuple):
     """The model is loaded."""
 
-    max_num_seqs: int
     limits: Mapping[str, Any]
     versions: Mapping[str, str]
     load: EngineLoad

@@ -69,7 +69,8 @@ class ProcessEngine:
 
     @property
     def max_num_seqs(self) -> int:
-        return self._ready.max_num_seqs
+        seqs: int = self._ready.limits["max_num_seqs"]
+        return seqs
 
     @property
     def limits(self) -> Mapping[str, Any]:

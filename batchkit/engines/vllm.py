@@ -144,19 +144,19 @@ class VllmRenderer:
         from vllm.renderers.inputs.preprocess import parse_model_prompt
 
         if request.messages is None:
-            tokenization = self._renderer.default_cmpl_tok_params
-        else:
-            tokenization = self._renderer.default_chat_tok_params.with_kwargs(
-                add_special_tokens=False
-            )
-        if not self._is_limited:  # vLLM stops counting at its limit
-            tokenization = replace(tokenization, max_total_tokens=None)
-        if request.messages is None:
             parsed = parse_model_prompt(self._model_config, {"prompt": request.prompt})
+            tokenization = self._counting_all(self._renderer.default_cmpl_tok_params)
             return self._renderer.render_cmpl([parsed], tokenization)[0]
+        tokenization = self._counting_all(
+            self._renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)
+        )
         conversation = [dict(message) for message in request.messages]
         _, prompts = self._renderer.render_chat([conversation], self._chat_params, tokenization)
         return prompts[0]
+
+    def _counting_all(self, tokenization: Any) -> Any:
+        """vLLM stops counting at its limit, which is enough to refuse a prompt but not to cut it."""
+        return tokenization if self._is_limited else replace(tokenization, max_total_tokens=None)
 
     def _check_length(self, request: Request, prompt_tokens: int) -> None:
         """One token of an answer must fit; after a cut, the room that the cut was to make."""
@@ -184,15 +184,15 @@ class VllmEngine:
 
         self._row_timeout_s = job.run.row_timeout_s
         self._process = psutil.Process()
+        self._is_memory_limited = job.run.max_host_gb is not None
         self._host_memory = 0
         self._next_memory_look = 0.0
         self._versions = {"vllm": vllm.__version__}
-        self._limits = _limits(vllm_config)
-        self._llm = _load(job, self._limits)
+        self._llm = _load(job, _limits(vllm_config))
         self._engine = self._llm.llm_engine
         self._lora = _lora_request(job)
         config = self._engine.vllm_config
-        self._max_num_seqs: int = config.scheduler_config.max_num_seqs
+        self._limits = _limits(config)
         self._renderer = VllmRenderer(job, self._engine.renderer, config)
         self._stats = _follow_stats(self._engine)
         self._inbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
@@ -209,7 +209,8 @@ class VllmEngine:
 
     @property
     def max_num_seqs(self) -> int:
-        return self._max_num_seqs
+        seqs: int = self._limits["max_num_seqs"]
+        return seqs
 
     @property
     def limits(self) -> Mapping[str, Any]:
@@ -238,7 +239,10 @@ class VllmEngine:
         return self._stats.load()._replace(host_bytes=self._host_bytes())
 
     def _host_bytes(self) -> int:
-        """Of this process and its workers, looked up once a second."""
+        """Of this process and its workers, looked up once a second, and only where it is limited:
+        finding the workers means going through all processes of the host."""
+        if not self._is_memory_limited:
+            return 0
         now = time.monotonic()
         if now >= self._next_memory_look:
             self._next_memory_look = now + _MEMORY_LOOK_S
