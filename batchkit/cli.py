@@ -105,7 +105,7 @@ def run(
         _show_rows(loaded, 3 if limit is None else limit)
         return
     try:
-        summary = run_job(loaded, fresh=fresh, on_change=on_change, skip_from=skip_from)
+        summary = run_job(loaded, fresh=fresh, on_change=on_change, skip_from=skip_from, say=_say)
     except BatchkitError as error:
         if isinstance(error.summary, RunSummary) and error.exit_code == 1:
             click.echo(json.dumps(error.summary.to_json()))
@@ -134,7 +134,7 @@ def validate(job: Path, rows: int | None, overrides: tuple[str, ...], as_json: b
     else:
         tokens = ", ".join(f"{name} {count:,.0f}" for name, count in found.prompt_tokens.items())
         click.echo(f"{found.rows:,} rows: {found.ok:,} ok, {found.failed:,} would fail")
-        click.echo(f"prompt tokens: {tokens or 'none'}")
+        click.echo(f"prompt tokens: {tokens or ('not counted' if found.ok else 'none')}")
         for problem in found.problems:
             click.echo(f"  row {problem.index} (id {problem.id}) {problem.kind}: {problem.message}")
         if found.failed > len(found.problems):
@@ -200,7 +200,7 @@ def retry_failed(
         if kind not in ERROR_KINDS:
             raise JobError(f"--kind {kind}: known kinds are {', '.join(ERROR_KINDS)}")
     folder = _find(run)
-    found = again(folder, kinds=kinds, overrides=overrides)
+    found = again(folder, kinds=kinds, overrides=overrides, say=_say)
     by_kind = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.items())
     if as_json:
         click.echo(
@@ -228,17 +228,24 @@ def retry_failed(
 @click.option(
     "--openai", is_flag=False, flag_value="", metavar="[PATH]", help="OpenAI batch output files."
 )
+@click.option(
+    "--realhit",
+    is_flag=False,
+    flag_value="",
+    metavar="[PATH]",
+    help="results_<time>.json and checkpoint.json of RealHiTBench's harness.",
+)
 @JSON
 def export(run: str | None, as_json: bool, **formats: str | None) -> None:
-    """Write the newest record of each row of RUN, in the order of the input.
+    """Write the newest record of each row of RUN, with its newest scores, in the order of the input.
 
-    PATH left out: a file in the run folder.
+    PATH left out: a file (--realhit: a folder) in the run folder.
     """
     from batchkit.export import export as write
 
     wanted = {name: path for name, path in formats.items() if path is not None}
     if not wanted:
-        raise JobError("name a format: --parquet, --jsonl, --csv or --openai")
+        raise JobError("name a format: --parquet, --jsonl, --csv, --openai or --realhit")
     run = run or _run_taken_for_path(wanted)
     folder = _find(run)
     for name, path in wanted.items():
@@ -252,6 +259,84 @@ def export(run: str | None, as_json: bool, **formats: str | None) -> None:
                     f"{file.path}: {file.rows:,} rows, {file.bytes:,} bytes,"
                     f" {ratio:.2f} of results.jsonl's {file.source_bytes:,}"
                 )
+
+
+@cli.command()
+@RUN
+@click.option(
+    "--predictions",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Score these instead (JSONL, or the results JSON of RealHiTBench's harness); needs --job.",
+)
+@click.option(
+    "--job",
+    type=click.Path(path_type=Path),
+    metavar="JOB",
+    help="The job whose input and [scoring] count.",
+)
+@SET
+@JSON
+def score(
+    run: str | None,
+    predictions: Path | None,
+    job: Path | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Score the answers of RUN again, without the model, and print the table.
+
+    Where RUN is a job file, or --job names one, its [scoring] counts; else that of the run. Scores
+    are percentages, rewards 0 to 10. Failed rows are not scored, and unscored ones are no 0.
+    """
+    from batchkit.config import load_job
+    from batchkit.score import score_predictions, score_run
+
+    if predictions is not None:
+        if job is None:
+            raise JobError("--predictions needs --job: the rows and how they are scored")
+        table, missing = score_predictions(load_job(job, overrides), predictions, _say)
+        found: dict[str, Any] = {**table.to_json(), "missing": missing}
+    else:
+        folder = _find(run)
+        table = score_run(folder, _job_to_score(run, job, folder, overrides), say=_say)
+        missing, found = 0, table.to_json()
+    click.echo(json.dumps(found) if as_json else table.to_text())
+    if missing and not as_json:
+        click.echo(f"\n{missing:,} rows of the input have no prediction")
+
+
+@cli.command()
+@click.argument("runs", nargs=-1, metavar="[RUN]...")
+@click.option(
+    "--output", type=click.Path(path_type=Path), metavar="FILE", help="Where the page goes."
+)
+@click.option("--no-images", is_flag=True, help="Leave the thumbnails out of the page.")
+@JSON
+def report(runs: tuple[str, ...], output: Path | None, no_images: bool, as_json: bool) -> None:
+    """Print the table of scores of RUN, and write report.html beside its results.
+
+    The page needs no network: the table, rates, lengths, failures, and every row to look through.
+    With several runs, each is set against the first: differences with a 95 % interval, and the rows
+    that changed sides; no page is written.
+    """
+    from batchkit.compare import compare
+    from batchkit.report import write_report
+    from batchkit.score import table_of
+
+    folders = [_find(run) for run in runs] or [_find(None)]
+    if len(folders) > 1:
+        if output is not None or no_images:
+            raise JobError("--output and --no-images are for the page of one run")
+        comparison = compare(folders)
+        click.echo(json.dumps(comparison.to_json()) if as_json else comparison.to_text())
+        return
+    table = table_of(folders[0])
+    path = write_report(folders[0], output, images=not no_images)
+    if as_json:
+        click.echo(json.dumps({**table.to_json(), "path": str(path)}))
+    else:
+        click.echo(f"{table.to_text()}\n\n{path}")
 
 
 @cli.command()
@@ -357,6 +442,23 @@ def _find(run: str | None) -> Path:
     return folder
 
 
+def _job_to_score(
+    run: str | None, job: Path | None, folder: Path, overrides: tuple[str, ...]
+) -> Any:
+    """The run's job, with the scoring of the job file that was named, if one was."""
+    from batchkit.config import load_job
+    from batchkit.manifest import job_of_run
+
+    named = job or (Path(run) if run is not None and Path(run).is_file() else None)
+    if named is None:
+        return job_of_run(folder, overrides)
+    return job_of_run(folder).model_copy(update={"scoring": load_job(named, overrides).scoring})
+
+
+def _say(text: str) -> None:
+    click.echo(text if text.startswith("|") else f"batchkit: {text}", err=True)
+
+
 def _run_taken_for_path(wanted: dict[str, str]) -> str | None:
     """``export --parquet RUN`` reads RUN as the path of the file; a run folder is never that."""
     for name, path in wanted.items():
@@ -375,7 +477,8 @@ def _show_rows(job: Any, rows: int) -> None:
             click.echo(f"would fail, {row.error}")
             continue
         sizes = ", ".join(f"{width}x{height}" for width, height in row.images)
-        click.echo(f"{row.prompt_tokens:,} prompt tokens, images: {sizes or 'none'}")
+        tokens = "uncounted" if row.prompt_tokens is None else f"{row.prompt_tokens:,}"
+        click.echo(f"{tokens} prompt tokens, images: {sizes or 'none'}")
         click.echo(f"sampling: {json.dumps(row.sampling)}")
         click.echo(row.prompt)
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import difflib
 import glob
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
+from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
@@ -30,7 +32,11 @@ from batchkit.errors import JobError
 from batchkit.wording import in_words
 
 Format = Literal["auto", "jsonl", "json", "csv", "parquet", "openai-batch", "prompts"]
-EngineKind = Literal["vllm", "dry-run"]
+Extract = Literal["text", "regex", "json", "number", "final-answer", "code", "reward"]
+ScorerName = Literal[
+    "f1", "em", "rouge-l", "sacrebleu", "numeric", "choice", "chart", "judge", "reward"
+]
+EngineKind = Literal["vllm", "openai-server", "dry-run"]
 
 
 class Table(BaseModel):
@@ -75,6 +81,11 @@ class PromptTable(Table):
         " URL, or `{{ column }}` alone for a column of bytes (or a list of images).",
     )
     captions: list[str] = Field([], description="A text before each image, one per image.")
+    texts: dict[str, str] = Field(
+        {},
+        description="Text files, by the name that the templates know them by: one path template"
+        " each, under `media.root`. A file that is missing fails its row.",
+    )
     order: Literal["images-first", "text-first"] = Field(
         "images-first", description="What stands first in the user message."
     )
@@ -136,11 +147,31 @@ class EngineTable(Table):
     """The model, and what runs it."""
 
     kind: EngineKind = Field(
-        "vllm", description="`dry-run` answers every row at once without a model."
+        "vllm",
+        description="`openai-server` sends every row to a server that speaks OpenAI's API; `dry-run`"
+        " answers at once without a model.",
     )
-    model: str = Field("", description="A folder, or a name on the Hugging Face hub.")
+    model: str = Field(
+        "",
+        description="A folder, or a name on the Hugging Face hub; with `openai-server`, the name"
+        " that the server knows it by.",
+    )
+    base_url: str | None = Field(
+        None,
+        description="With `openai-server`: where its API begins, as `http://localhost:8000/v1`.",
+    )
+    api_key_env: str = Field(
+        "OPENAI_API_KEY",
+        min_length=1,
+        description="With `openai-server`: the name of the environment variable that holds its key,"
+        " if it wants one.",
+    )
     options: dict[str, Any] = Field(
-        {}, description="Given to `vllm.LLM` as they are; vLLM's own classes check them first."
+        {},
+        description="Given to `vllm.LLM` as they are; vLLM's own classes check them first. With"
+        " `openai-server`: `max_num_seqs`, requests at a time (32); `give_up_s`, how long the server"
+        " may be away before the run stops (300); `extra_body`, fields laid over each request's"
+        " body; `drop`, names left out of it.",
     )
     in_process: bool = Field(
         False, description="For debugging: no process of its own; a crash takes the run with it."
@@ -153,6 +184,24 @@ class EngineTable(Table):
     def _has_model(self) -> EngineTable:
         if self.kind != "dry-run" and not self.model:
             raise ValueError("model is missing: give a folder or a name on the hub")
+        return self
+
+    @model_validator(mode="after")
+    def _has_its_own_keys(self) -> EngineTable:
+        is_server = self.kind == "openai-server"
+        if not is_server and self.base_url is not None:
+            raise ValueError(f'base_url is for kind = "openai-server"; kind is "{self.kind}"')
+        if is_server and self.base_url is None:
+            raise ValueError(
+                "base_url is missing: where its API begins, as http://localhost:8000/v1"
+            )
+        if is_server and self.lora is not None:
+            raise ValueError("lora: the server loads it; give the name it has there as model")
+        if self.base_url is not None and not _is_base_url(self.base_url):
+            raise ValueError(
+                "base_url: expected http(s)://host[:port]/path and nothing more; a key or password"
+                " stands in the environment (api_key_env), not here"
+            )
         return self
 
 
@@ -228,6 +277,22 @@ class RetryTable(Table):
         " the row's longest text in the middle until prompt and answer fit; the record says by how"
         " many tokens (`truncated_tokens`).",
     )
+    reask: NonNegativeInt = Field(
+        0,
+        description="How often a row is asked again whose answer holds nothing that"
+        " `scoring.extract` finds; the last answer counts, whatever it holds.",
+    )
+    reask_note: str = Field(
+        "",
+        description="Template: what is added to the prompt then. A row for which it comes out empty"
+        " is not asked again.",
+    )
+
+    @model_validator(mode="after")
+    def _says_what_to_add(self) -> RetryTable:
+        if self.reask and not self.reask_note.strip():
+            raise ValueError("reask needs a reask_note: what is added to the prompt then")
+        return self
 
 
 class OutputTable(Table):
@@ -236,6 +301,104 @@ class OutputTable(Table):
     dir: str = Field("output", description="The run folder is `<dir>/<name>`.")
     keep: list[str] = Field([], description="Fields of the row copied into its record.")
     prompt: bool = Field(False, description="Also store the rendered prompt in each record.")
+
+
+class JudgeTable(Table):
+    """A second model that scores the answers, for the scorer `judge`.
+
+    Its templates see the row's fields, and `prediction`, `reference` and `text` besides.
+    """
+
+    engine: EngineTable
+    sampling: SamplingTable = SamplingTable()
+    prompt: PromptTable = PromptTable()
+    max_score: PositiveFloat = Field(100.0, description="The best score that it can give.")
+
+
+class ScoringRule(Table):
+    """Rows that are scored otherwise: what stands here counts before `[scoring]` itself."""
+
+    where: dict[str, Any] = Field(
+        {}, description="Which rows: as `input.where`. The first rule that fits a row is its rule."
+    )
+    extract: Extract | None = Field(None, description="As `scoring.extract`.")
+    pattern: str | None = Field(None, description="As `scoring.pattern`.")
+    key: str | None = Field(None, description="As `scoring.key`.")
+    choices: list[str] | None = Field(None, description="As `scoring.choices`.")
+    reference: str | None = Field(None, description="As `scoring.reference`.")
+    scorers: list[ScorerName] | None = Field(None, description="As `scoring.scorers`.")
+    tolerance: NonNegativeFloat | None = Field(None, description="As `scoring.tolerance`.")
+
+
+class ScoringTable(Table):
+    """How answers are scored: as rows finish, and again by `batchkit score`."""
+
+    extract: Extract = Field(
+        "text",
+        description="What the prediction is: the whole `text`, the first group of a `regex`, a `json`"
+        " value, the last `number`, what follows `[Final Answer]:`, the last block of `code`, or a"
+        " `reward` from 0 to 10.",
+    )
+    pattern: str | None = Field(
+        None, description="For `regex`: the last match counts, its first group if it has one."
+    )
+    key: str | None = Field(None, description="For `json`: the key (dotted) of the value.")
+    choices: list[str] = Field([], description="For `choice`: the answers to choose from.")
+    reference: str | None = Field(None, description="The field that holds the right answer.")
+    reference_run: str | None = Field(
+        None, description="A run whose predictions, by id, are the right answers instead."
+    )
+    scorers: list[ScorerName] = Field(
+        [], description="What is computed of prediction and reference; docs/scoring.md."
+    )
+    group_by: str | None = Field(None, description="The field by whose values the table is cut.")
+    mode: Literal["official", "fixed"] = Field(
+        "official",
+        description="`official` equals RealHiTBench's own code to the digit; `fixed` mends its quirks:"
+        " docs/scoring.md lists them.",
+    )
+    tolerance: NonNegativeFloat = Field(
+        0.01, description="For `numeric`: how far off, as a share of the reference."
+    )
+    default_reward: float | None = Field(
+        None, description="The score of an answer without a number; left out, it is unscored."
+    )
+    allow_code: bool = Field(
+        False, description="For `chart`: run the code that the model wrote, in a sandbox."
+    )
+    table: str | None = Field(
+        None,
+        description="For `chart`: template of the path, under `media.root`, of the row's table.",
+    )
+    chart_type: str = Field(
+        "{{ SubQType }}",
+        description="For `chart`: template; its first word is LineChart, BarChart, ScatterChart or"
+        " PieChart.",
+    )
+    judge: JudgeTable | None = Field(None, description="For `judge`: the model that judges.")
+    rules: list[ScoringRule] = Field([], description="Rows that are scored otherwise.")
+
+    @property
+    def is_on(self) -> bool:
+        """True where anything is to be read from the answers."""
+        return bool(self.scorers or self.rules) or self.extract != "text"
+
+    @model_validator(mode="after")
+    def _coherent(self) -> ScoringTable:
+        parts: list[ScoringTable | ScoringRule] = [self, *self.rules]
+        used = {name for part in parts for name in part.scorers or ()}
+        extracts = {part.extract for part in parts}
+        patterns = [part.pattern for part in parts if part.pattern is not None]
+        if "regex" in extracts and not patterns:
+            raise ValueError('extract = "regex" needs a pattern')
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from None
+        if "choice" in used and not any(part.choices for part in parts):
+            raise ValueError("the scorer choice needs choices")
+        return self
 
 
 class JobConfig(Table):
@@ -255,6 +418,7 @@ class JobConfig(Table):
     run: RunTable = RunTable()
     retry: RetryTable = RetryTable()
     output: OutputTable = OutputTable()
+    scoring: ScoringTable = ScoringTable()
 
     @property
     def folder(self) -> Path:
@@ -339,21 +503,41 @@ def _annotation(parts: Iterable[str]) -> Any:
     """The type of a dotted key, or None where any key is free (``vars``, ``options``)."""
     annotation: Any = JobConfig
     for part in parts:
-        fields = getattr(annotation, "model_fields", {})
+        fields = getattr(_table_in(annotation), "model_fields", {})
         if part not in fields:
             return None
         annotation = fields[part].annotation
     return annotation
 
 
+def _table_in(annotation: Any) -> type[Table] | None:
+    """The table that a value of this type is, or is a list of; None where it is no table."""
+    if isinstance(annotation, type) and issubclass(annotation, Table):
+        return annotation
+    return next(filter(None, map(_table_in, get_args(annotation))), None)
+
+
 def _problems(details: Iterable[Mapping[str, Any]]) -> list[str]:
     """One line a key: of a union, every member complains."""
     lines: dict[tuple[Any, ...], str] = {}
     for detail in details:
-        # Behind table and key pydantic puts places in a list, and the members of a union.
-        location = (*detail["loc"][:2], *(p for p in detail["loc"][2:] if isinstance(p, int)))
+        location = _location(detail["loc"])
         lines.setdefault(location, f"{'.'.join(map(str, location))}: {_problem(detail, location)}")
     return list(lines.values())
+
+
+def _location(loc: Iterable[Any]) -> tuple[Any, ...]:
+    """The keys and list positions of ``loc``, without the members of unions between them."""
+    table: Any = JobConfig
+    location: list[Any] = []
+    for part in loc:
+        if isinstance(part, int):
+            location.append(part)
+        elif table is not None:
+            location.append(part)
+            field = table.model_fields.get(part)
+            table = _table_in(field.annotation) if field else None
+    return tuple(location)
 
 
 def _problem(detail: Mapping[str, Any], location: tuple[Any, ...]) -> str:
@@ -375,20 +559,33 @@ def _problem(detail: Mapping[str, Any], location: tuple[Any, ...]) -> str:
     return f"found {_shown(found)}, expected {expected}{hint}"
 
 
+def _is_base_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018  (raises where it is no number)
+    except ValueError:
+        return False
+    is_plain = not (parts.query or parts.fragment or parts.username or parts.password)
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and is_plain
+
+
 def _shown(value: Any) -> str:
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 80 else text[:77] + "…"
 
 
 def _known_keys(location: Iterable[Any]) -> list[str]:
-    return list(getattr(_annotation(location), "model_fields", {}))
+    keys = [part for part in location if isinstance(part, str)]
+    return list(getattr(_table_in(_annotation(keys)), "model_fields", {}))
 
 
 def _type(location: tuple[Any, ...]) -> tuple[Any, Sequence[Any]]:
     """The type and limits of the key at ``location``, or of a member of the list there."""
     keys = [part for part in location if isinstance(part, str)]
-    field = _annotation(keys[:-1]).model_fields[keys[-1]]
-    if len(keys) == len(location):
+    table = _table_in(_annotation(keys[:-1]))
+    assert table is not None  # a problem stands at a key of a table
+    field = table.model_fields[keys[-1]]
+    if location[-1] == keys[-1]:
         return field.annotation, field.metadata
     lists = [field.annotation, *get_args(field.annotation)]
     return next(get_args(part)[0] for part in lists if get_origin(part) is list), ()
@@ -403,13 +600,9 @@ def _literals(annotation: Any) -> list[str]:
 
 def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
     """The job with its relative paths made absolute, so that it means the same from anywhere."""
-    prompt = {
-        name: str(_find(value, base, f"prompt.{name}"))
-        for name in ("system_file", "user_file")
-        if (value := getattr(job.prompt, name)) is not None
-    }
     update: dict[str, Any] = {
-        "prompt": job.prompt.model_copy(update=prompt),
+        "prompt": _with_files_found(job.prompt, base, "prompt"),
+        "scoring": _scoring_resolved(job.scoring, base),
         "media": job.media.model_copy(
             update={
                 "root": str(_find(_fill(job.media.root, job, "media.root"), base, "media.root"))
@@ -423,6 +616,26 @@ def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
             path = str(_find(path, base, "input.path"))
         update["input"] = job.input.model_copy(update={"path": path})
     return job.model_copy(update=update)
+
+
+def _with_files_found(prompt: PromptTable, base: Path, key: str) -> PromptTable:
+    files = {
+        name: str(_find(value, base, f"{key}.{name}"))
+        for name in ("system_file", "user_file")
+        if (value := getattr(prompt, name)) is not None
+    }
+    return prompt.model_copy(update=files)
+
+
+def _scoring_resolved(scoring: ScoringTable, base: Path) -> ScoringTable:
+    update: dict[str, Any] = {}
+    if scoring.reference_run is not None:
+        run = _find(scoring.reference_run, base, "scoring.reference_run")
+        update["reference_run"] = str(run)
+    if scoring.judge is not None:
+        prompt = _with_files_found(scoring.judge.prompt, base, "scoring.judge.prompt")
+        update["judge"] = scoring.judge.model_copy(update={"prompt": prompt})
+    return scoring.model_copy(update=update)
 
 
 def _fill(template: str, job: JobConfig, key: str) -> str:

@@ -16,6 +16,7 @@ BatchkitError                  exit code
     ├── RowTimeoutError        timeout
     ├── RowOutOfMemoryError    oom
     ├── EngineCrashError       engine_crash
+    ├── ServerError            server
     └── EmptyTextError         empty
 
 A RowError becomes a failed record; every other error stops the run with the store consistent.
@@ -120,6 +121,13 @@ class EngineCrashError(RowError):
     """This row alone kills the engine."""
 
     kind = "engine_crash"
+
+
+class ServerError(RowError):
+    """The server fails over this row, and answers others."""
+
+    kind = "server"
+    retryable = True
 
 
 class EmptyTextError(RowError):

@@ -6,8 +6,7 @@ Each writer streams; the file appears under its name only when it is whole.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +14,13 @@ from typing import Any, NamedTuple
 import orjson
 
 from batchkit.errors import StoreError
-from batchkit.ledger import RESULTS, read_newest
+from batchkit.ledger import RESULTS
 from batchkit.manifest import job_of_run, read_manifest
 from batchkit.progress import LOG
-from batchkit.runfolder import JOB, MANIFEST
+from batchkit.realhit import write_realhit
+from batchkit.runfolder import JOB, MANIFEST, replacing
+from batchkit.scorebook import SCORES, read_scored
+from batchkit.scoring import score_names
 from batchkit.store import CHECKPOINT
 
 BATCH = 10_000
@@ -36,10 +38,11 @@ class Exported(NamedTuple):
 
 
 def export(folder: Path, format_name: str, path: Path | None = None) -> list[Exported]:
-    """Write a run's records as ``parquet``, ``jsonl``, ``csv`` or ``openai``.
+    """Write a run's records as ``parquet``, ``jsonl``, ``csv``, ``openai`` or ``realhit``.
 
     ``path`` left out: ``results.<suffix>`` in the run folder (``results.newest.jsonl`` for jsonl,
-    since ``results.jsonl`` is the ledger). ``openai`` writes two files, answers and errors.
+    since ``results.jsonl`` is the ledger). ``openai`` writes two files, answers and errors;
+    ``realhit`` the two of RealHiTBench's harness, into the folder ``path`` or as the file ``path``.
 
     Raises:
         StoreError: not a run folder, or the file can't be written.
@@ -61,38 +64,60 @@ def export(folder: Path, format_name: str, path: Path | None = None) -> list[Exp
     return [Exported(p, rows, p.stat().st_size, source_bytes) for p, rows in written.items()]
 
 
-def columns(keep: Iterable[str]) -> list[str]:
-    """The columns of Parquet and CSV: the record's own, then the kept fields.
+class Layout(NamedTuple):
+    """What a table of records has besides the record's own columns.
 
-    A kept field that bears the name of a column gets ``fields.`` before it.
+    ``scores``: a column ``scores.<name>`` each, and one for the prediction; None: nothing is scored.
+    ``keep``: the kept fields, as text; one that bears the name of another column gets ``fields.``
+    before it.
     """
-    return [*_COLUMNS, *(name if name not in _COLUMNS else f"fields.{name}" for name in keep)]
 
+    scores: Sequence[str] | None
+    keep: Sequence[str]
 
-def flatten(record: Mapping[str, Any], keep: Iterable[str]) -> list[Any]:
-    """The record's values in the order of ``columns(keep)``; kept fields as text."""
-    usage, error = record.get("usage") or {}, record.get("error") or {}
-    fields = record.get("fields") or {}
-    choices = record.get("choices")
-    return [
-        record["index"],
-        record["id"],
-        record["status"],
-        record.get("attempt"),
-        record.get("text"),
-        record.get("finish_reason"),
-        usage.get("prompt_tokens"),
-        usage.get("completion_tokens"),
-        record.get("latency_s"),
-        record.get("finished_at"),
-        error.get("kind"),
-        error.get("type"),
-        error.get("message"),
-        None if choices is None else orjson.dumps(choices).decode(),
-        record.get("prompt"),
-        record.get("truncated_tokens"),
-        *(_as_text(fields.get(name)) for name in keep),
-    ]
+    @classmethod
+    def of(cls, folder: Path) -> Layout:
+        """Fixed by the job, so that every export of a run has the same columns."""
+        job = job_of_run(folder)
+        keep = list(dict.fromkeys(job.output.keep))
+        return cls(score_names(job.scoring) if job.scoring.is_on else None, keep)
+
+    def columns(self) -> dict[str, str]:
+        """The columns' names and Arrow types, in their order."""
+        found = dict(_COLUMNS)
+        if self.scores is not None:
+            found |= {"prediction": "string"}
+            found |= {f"scores.{name}": "double" for name in self.scores}
+        return found | {
+            name if name not in found else f"fields.{name}": "string" for name in self.keep
+        }
+
+    def values(self, record: Mapping[str, Any]) -> list[Any]:
+        """The record's values in the order of ``columns``."""
+        usage, error = record.get("usage") or {}, record.get("error") or {}
+        fields, choices = record.get("fields") or {}, record.get("choices")
+        values = [
+            record["index"],
+            record["id"],
+            record["status"],
+            record.get("attempt"),
+            record.get("text"),
+            record.get("finish_reason"),
+            usage.get("prompt_tokens"),
+            usage.get("completion_tokens"),
+            record.get("latency_s"),
+            record.get("finished_at"),
+            error.get("kind"),
+            error.get("type"),
+            error.get("message"),
+            None if choices is None else orjson.dumps(choices).decode(),
+            record.get("prompt"),
+            record.get("truncated_tokens"),
+        ]
+        if self.scores is not None:
+            scores = record.get("scores") or {}
+            values += [record.get("prediction"), *(scores.get(name) for name in self.scores)]
+        return values + [_as_text(fields.get(name)) for name in self.keep]
 
 
 _COLUMNS = {
@@ -120,20 +145,16 @@ def _write_parquet(folder: Path, path: Path) -> dict[Path, int]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    keep = _kept(folder)
-    types = [*_COLUMNS.values(), *("string" for _ in keep)]
+    layout = Layout.of(folder)
     schema = pa.schema(
-        [
-            pa.field(name, pa.type_for_alias(kind))
-            for name, kind in zip(columns(keep), types, strict=True)
-        ]
+        [pa.field(name, pa.type_for_alias(kind)) for name, kind in layout.columns().items()]
     )
-    rows, records = 0, read_newest(folder / RESULTS)
+    rows, records = 0, read_scored(folder)
     with (
-        _replacing(path) as temporary,
+        replacing(path) as temporary,
         pq.ParquetWriter(temporary, schema, compression="zstd") as writer,
     ):
-        while batch := [flatten(record, keep) for record in islice(records, BATCH)]:
+        while batch := [layout.values(record) for record in islice(records, BATCH)]:
             arrays = [
                 pa.array(values, field.type)
                 for values, field in zip(zip(*batch, strict=True), schema, strict=True)
@@ -145,23 +166,23 @@ def _write_parquet(folder: Path, path: Path) -> dict[Path, int]:
 
 def _write_jsonl(folder: Path, path: Path) -> dict[Path, int]:
     rows = 0
-    with _replacing(path) as temporary, temporary.open("wb") as file:
-        for record in read_newest(folder / RESULTS):
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        for record in read_scored(folder):
             file.write(_line(record))
             rows += 1
     return {path: rows}
 
 
 def _write_csv(folder: Path, path: Path) -> dict[Path, int]:
-    keep, rows = _kept(folder), 0
+    layout, rows = Layout.of(folder), 0
     with (
-        _replacing(path) as temporary,
+        replacing(path) as temporary,
         temporary.open("w", newline="", encoding="utf-8") as file,
     ):
         writer = csv.writer(file)
-        writer.writerow(columns(keep))
-        for record in read_newest(folder / RESULTS):
-            writer.writerow(flatten(record, keep))
+        writer.writerow(layout.columns())
+        for record in read_scored(folder):
+            writer.writerow(layout.values(record))
             rows += 1
     return {path: rows}
 
@@ -172,12 +193,12 @@ def _write_openai(folder: Path, path: Path) -> dict[Path, int]:
     errors = path.with_name(f"{path.stem}.errors{path.suffix}")
     n_answers = n_errors = 0
     with (
-        _replacing(path) as answers_path,
-        _replacing(errors) as errors_path,
+        replacing(path) as answers_path,
+        replacing(errors) as errors_path,
         answers_path.open("wb") as answers_file,
         errors_path.open("wb") as errors_file,
     ):
-        for record in read_newest(folder / RESULTS):
+        for record in read_scored(folder):
             if record["status"] == "ok":
                 answers_file.write(_line(_openai_answer(record, model)))
                 n_answers += 1
@@ -230,25 +251,10 @@ def _line(value: Mapping[str, Any]) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE)
 
 
-def _kept(folder: Path) -> list[str]:
-    return list(dict.fromkeys(job_of_run(folder).output.keep))
-
-
 def _as_text(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
     return orjson.dumps(value).decode()
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside ``path`` that takes its name once all went well."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 _WRITERS: dict[str, Callable[[Path, Path], dict[Path, int]]] = {
@@ -256,6 +262,7 @@ _WRITERS: dict[str, Callable[[Path, Path], dict[Path, int]]] = {
     "jsonl": _write_jsonl,
     "csv": _write_csv,
     "openai": _write_openai,
+    "realhit": write_realhit,
 }
 _OWN_FILES = {
     RESULTS: "ledger",
@@ -263,10 +270,12 @@ _OWN_FILES = {
     MANIFEST: "manifest",
     JOB: "job",
     LOG: "log",
+    SCORES: "scores",
 }
 _NAMES = {
     "parquet": "results.parquet",
     "jsonl": "results.newest.jsonl",
     "csv": "results.csv",
     "openai": "results.openai.jsonl",
+    "realhit": "realhit",
 }

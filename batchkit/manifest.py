@@ -20,7 +20,7 @@ import orjson
 import tomlkit
 
 import batchkit
-from batchkit.config import JobConfig, load_job
+from batchkit.config import JobConfig, ScoringRule, ScoringTable, load_job
 from batchkit.errors import StoreError
 from batchkit.runfolder import JOB, MANIFEST, write_atomically
 from batchkit.types import utc_now
@@ -28,10 +28,12 @@ from batchkit.types import utc_now
 VERSION = 1
 MASK = "***"
 _SECRET = re.compile(r"(^|[_.])(token|secret|password|api_?key|authorization)$", re.IGNORECASE)
-# Options of vLLM that change speed and memory, not answers.
+# Options that change speed and memory, not answers. ``engine.base_url`` is not in the identity
+# either: a server comes back at another port or host, and the model's name stays.
 _SPEED_ONLY = frozenset(
     [
         "max_num_seqs",
+        "give_up_s",
         "max_num_batched_tokens",
         "gpu_memory_utilization",
         "kv_cache_memory_bytes",
@@ -76,6 +78,7 @@ def identity(job: JobConfig) -> dict[str, Any]:
         "run.seed": job.run.seed,
         "retry.temperatures": job.retry.temperatures,
         "retry.on_too_long": job.retry.on_too_long,
+        "retry.reask": _reask(job),
         "output.keep": job.output.keep,
         "output.prompt": job.output.prompt,
         "media.max_pixels": job.media.max_pixels,
@@ -94,12 +97,18 @@ def identity(job: JobConfig) -> dict[str, Any]:
         "prompt.user": _text(prompt.user, prompt.user_file),
         "prompt.images": prompt.images,
         "prompt.captions": prompt.captions,
+        "prompt.texts": prompt.texts or None,
         "prompt.order": prompt.order,
         "prompt.chat": prompt.chat,
         "prompt.chat_template_kwargs": prompt.chat_template_kwargs,
     }
     plain: dict[str, Any] = orjson.loads(orjson.dumps(found, default=str))
     return {key: _masked(value, key, _fingerprint_mask) for key, value in plain.items()}
+
+
+def scoring_of(job: JobConfig) -> str:
+    """Tells one way of scoring from another."""
+    return _hash(orjson.loads(orjson.dumps(job.scoring.model_dump(), default=str)))
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -133,6 +142,7 @@ def new_manifest(job: JobConfig, files: list[dict[str, Any]]) -> dict[str, Any]:
         "total": None,
         "skipped_elsewhere": 0,
         "engine_steps": [],
+        "scoring": scoring_of(job),
         "starts": [],
     }
 
@@ -237,6 +247,17 @@ def model_fingerprint(model: str) -> str | None:
                 file.seek(max(end, size - end))
                 digest.update(file.read(end))
     return digest.hexdigest()[:16]
+
+
+def _reask(job: JobConfig) -> Any:
+    """When a row is asked again, and what is added then; None where it never is."""
+    if not job.retry.reask:
+        return None
+    parts: list[ScoringTable | ScoringRule] = [job.scoring, *job.scoring.rules]
+    looked_for = [
+        (getattr(part, "where", None), part.extract, part.pattern, part.key) for part in parts
+    ]
+    return [job.retry.reask, job.retry.reask_note, looked_for]
 
 
 def _versions() -> dict[str, str]:

@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from batchkit.attempts import Attempts
 from batchkit.config import JobConfig, load_job, resolve_paths
 from batchkit.engines import open_engine, open_preflight
 from batchkit.engines.base import Engine
@@ -20,7 +21,6 @@ from batchkit.errors import (
     BrokenInputError,
     InputError,
     JobError,
-    PromptTooLongError,
     TooManyFailuresError,
 )
 from batchkit.inputs import Input, Total, from_job, from_python
@@ -32,13 +32,14 @@ from batchkit.progress import Progress, State
 from batchkit.prompts import PromptRenderer
 from batchkit.records import to_record, without_blank
 from batchkit.resume import OnChange, OpenRun, open_run
-from batchkit.retry import Waiting, next_attempt, wait_s
 from batchkit.rowhash import input_hash
 from batchkit.runfolder import is_run
+from batchkit.scorebook import references_of
+from batchkit.scoring import Scored, Scoring
 from batchkit.stopping import DRAIN_S, Interrupted, StopRequest
 from batchkit.store import Store
 from batchkit.summary import RunSummary
-from batchkit.supervisor import SupervisedEngine
+from batchkit.supervisor import Lessons, SupervisedEngine
 from batchkit.types import Completion, Request, Row, Usage
 from batchkit.window import Window
 
@@ -94,13 +95,20 @@ class ProductionBatchProcessor:
         source = from_job(self.job) if rows is None else from_python(rows, self.job.input)
         return self._run(source, attempts=None)
 
-    def retry(self, attempts: Mapping[int, int], *, convicted: Collection[int] = ()) -> RunSummary:
+    def retry(
+        self,
+        attempts: Mapping[int, int],
+        *,
+        convicted: Collection[int] = (),
+        rows: Sequence[Any] | None = None,
+    ) -> RunSummary:
         """Run the rows in ``attempts`` again, whatever their record says.
 
         ``attempts`` maps a row's index to the number of its last attempt; the ``convicted`` ones
-        killed the engine, and are run alone. Raises as ``process``.
+        killed the engine, and are run alone. ``rows`` and errors as with ``process``.
         """
-        return self._run(from_job(self.job), attempts, convicted)
+        source = from_job(self.job) if rows is None else from_python(rows, self.job.input)
+        return self._run(source, attempts, convicted)
 
     def _run(
         self,
@@ -109,6 +117,7 @@ class ProductionBatchProcessor:
         convicted: Collection[int] = (),
     ) -> RunSummary:
         renderer = PromptRenderer(self.job)
+        references = references_of(self.job) if self.job.scoring.is_on else None
         if self._fresh or self._on_change == "new":
             open_preflight(self.job)  # a mistyped option must not cost the folder its place
         with ExitStack() as stack:
@@ -127,7 +136,7 @@ class ProductionBatchProcessor:
             progress = stack.enter_context(closing(self._progress()))
             for text in run.news:
                 progress.event(text)
-            loop = _Loop(self.job, run, renderer, progress, self._stop, source)
+            loop = _Loop(self.job, run, renderer, progress, self._stop, source, references)
             if attempts is not None:
                 return loop.retry(attempts, convicted)
             done_elsewhere = set() if self._skip_from is None else _ok_ids(self._skip_from)
@@ -153,6 +162,7 @@ class _Loop:
         progress: Progress,
         stop: StopRequest,
         source: Input,
+        references: Mapping[str, str | None] | None,
     ) -> None:
         self._job = job
         self._store, self._manifest, self._folder = run.store, run.manifest, run.folder
@@ -166,10 +176,11 @@ class _Loop:
         self._resumed = run.store.totals.ok + run.store.totals.failed
         self._elsewhere = 0
         self._tokens_before = _tokens(run.store)
-        self._again = Waiting()
-        self._tries: dict[int, int] = {}
+        self._scoring = (
+            Scoring(job.scoring, references, progress.event) if job.scoring.is_on else None
+        )
+        self._again = Attempts(job.retry, renderer, self._finds_nothing)
         self._in_flight = 0
-        self._retried = 0
         self._stopping = False
         self._settled = self._failed = 0
         self._next_sync = 0.0
@@ -267,6 +278,7 @@ class _Loop:
             remember=self._remember,
             ladder=ladder,
             convicted=self._convicted,
+            among_accidents=self._manifest.get("engine_accidents", False),
             open_engine=partial(self._open, launcher),
         )
 
@@ -317,10 +329,11 @@ class _Loop:
         events.append(text)
         del events[:-MOST_EVENTS]
 
-    def _remember(self, restarts: int, steps: Sequence[Mapping[str, Any]]) -> None:
+    def _remember(self, lessons: Lessons) -> None:
         """What an engine's death taught reaches the manifest at once: the next start needs it."""
-        self._manifest["starts"][-1]["engine_restarts"] = restarts
-        self._manifest["engine_steps"] = list(steps)
+        self._manifest["starts"][-1]["engine_restarts"] = lessons.restarts
+        self._manifest["engine_steps"] = lessons.steps
+        self._manifest["engine_accidents"] = lessons.among_accidents
         write_manifest(self._folder, self._manifest)
 
     def _fill(self, engine: Engine, prefetch: Prefetch, size: int) -> None:
@@ -365,30 +378,28 @@ class _Loop:
         return self._stop.is_due or not self._in_flight
 
     def _settle(self, completion: Completion, prefetch: Prefetch) -> None:
-        """Write the row's record, or put the request back in line."""
-        completion = without_blank(completion)
-        if self._is_put_back(completion):
+        """Write the row's record, unless it is tried again."""
+        settled = self._again.settle(without_blank(completion))
+        if settled is None:
             return
-        prefetch.release(completion.request)
-        self._store.append(to_record(completion, self._job.output))
+        prefetch.release(settled.request)
+        self._store.append(to_record(settled, self._job.output, self._scored(settled)))
         self._settled += 1
-        self._failed += completion.error is not None
+        self._failed += settled.error is not None
 
-    def _is_put_back(self, completion: Completion) -> bool:
-        request, error, retry = completion.request, completion.error, self._job.retry
-        if isinstance(error, PromptTooLongError):
-            shorter = self._renderer.shortened(request, error)
-            if shorter is not None:
-                self._again.add(shorter, wait_s=0)
-                return True
-        tries = self._tries.pop(request.row.index, 0) + 1
-        again = next_attempt(completion, tries, retry)
-        if again is None:
+    def _scored(self, completion: Completion) -> Scored | None:
+        if self._scoring is None:
+            return None
+        if completion.error is not None:
+            return Scored(None, {})
+        row = completion.request.row
+        return self._scoring.score(completion.choices[0].text, row.fields, row.id)
+
+    def _finds_nothing(self, completion: Completion) -> bool:
+        if self._scoring is None:
             return False
-        self._tries[request.row.index] = tries
-        self._retried += 1
-        self._again.add(again, wait_s(tries, retry))
-        return True
+        row = completion.request.row
+        return self._scoring.finds_nothing(completion.choices[0].text, row.fields, row.id)
 
     def _commit(self) -> None:
         """What was settled reaches the log; then see whether too much of it failed."""
@@ -457,6 +468,7 @@ class _Loop:
         self._manifest["total"] = total
         self._manifest["skipped_elsewhere"] = self._elsewhere
         self._manifest["starts"][-1]["exit"] = code
+        self._manifest["starts"][-1]["seconds"] = round(self._seconds, 3)
         per_s = 1 / self._seconds if self._seconds else 0.0
         return RunSummary(
             name=self._job.name,
@@ -465,7 +477,7 @@ class _Loop:
             ok=state.ok,
             failed=state.failed,
             skipped=self._resumed + self._elsewhere,
-            retried=self._retried,
+            retried=self._again.retried,
             seconds=round(self._seconds, 3),
             load_seconds=round(self._load_s, 3),
             prompt_tokens=state.prompt_tokens,

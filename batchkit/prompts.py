@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from jinja2 import TemplateError as JinjaError
 from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from batchkit.config import JobConfig
+from batchkit.config import JobConfig, PromptTable
 from batchkit.errors import (
     JobError,
     MediaError,
@@ -23,7 +23,7 @@ from batchkit.errors import (
     RowError,
     TemplateError,
 )
-from batchkit.media import load_image
+from batchkit.media import load_image, load_text
 from batchkit.openai_body import messages_of, sampling_of
 from batchkit.retry import with_temperature
 from batchkit.rowhash import input_hash
@@ -34,6 +34,7 @@ _LONE_EXPRESSION = re.compile(r"\A\s*\{\{[-+]?(?P<expression>[^{}]+?)[-+]?\}\}\s
 
 Message = Mapping[str, Any]
 
+_IMAGE_PARTS = ("image_url", "image", "image_pil")
 BYTES_PER_PIXEL = 4  # what Pillow takes for RGB
 
 
@@ -42,6 +43,37 @@ class _Source(NamedTuple):
 
     key: str
     text: str
+
+
+class PathTemplate:
+    """A template of the job that stands outside its prompt, as ``scoring.table``."""
+
+    def __init__(self, key: str, source: str, job: JobConfig) -> None:
+        self._job = job
+        self._template = _compiled(_environment(), key, source)
+
+    def render(self, fields: Mapping[str, Any]) -> str:
+        """Raises TemplateError where a name is missing."""
+        return _render(self._template, {**self._job.vars, **fields})
+
+    def path(self, fields: Mapping[str, Any]) -> Path | None:
+        """The file that it names, if there is one and it lies under ``media.root``."""
+        root = Path(self._job.media.root).resolve()
+        path = (root / self.render(fields)).resolve()
+        return path if path.is_file() and path.is_relative_to(root) else None
+
+
+def names_in(job: JobConfig, prompt: PromptTable | None, templates: Iterable[str]) -> set[str]:
+    """The row's fields that ``prompt`` and ``templates`` read."""
+    sources = list(templates)
+    if prompt is not None:
+        renderer = PromptRenderer(job.model_copy(update={"prompt": prompt}))
+        sources += [*renderer.sources, *prompt.images, *prompt.captions, *prompt.texts.values()]
+    environment = _environment()
+    names = set[str]().union(
+        *(find_undeclared_variables(environment.parse(source)) for source in sources)
+    )
+    return names - job.vars.keys() - (prompt.texts.keys() if prompt is not None else set())
 
 
 class PromptRenderer:
@@ -53,13 +85,11 @@ class PromptRenderer:
 
     def __init__(self, job: JobConfig) -> None:
         self._job = job
-        # Immutable: a template that appends to a list would change the row, and its fingerprint.
-        self._environment = ImmutableSandboxedEnvironment(
-            undefined=StrictUndefined, keep_trailing_newline=True
-        )
+        self._environment = _environment()
         prompt = job.prompt
         system = self._source("system", prompt.system, prompt.system_file)
         user = self._source("user", prompt.user, prompt.user_file)
+        self.sources = [source.text for source in (system, user) if source is not None]
         self._system, self._user = self._compile(system), self._compile(user)
         self._images = [
             self._compile_image(f"prompt.images.{n}", source)
@@ -69,6 +99,12 @@ class PromptRenderer:
             self._template(f"prompt.captions.{n}", source)
             for n, source in enumerate(prompt.captions)
         ]
+        self._texts = {
+            name: self._template(f"prompt.texts.{name}", source)
+            for name, source in prompt.texts.items()
+        }
+        note = self._template("retry.reask_note", job.retry.reask_note)
+        self._note = note if job.retry.reask else None
         self._sampling = job.sampling.params()
         captions = [_Source("", source) for source in prompt.captions]
         self._names = self._names_in([system, user, *captions])
@@ -81,13 +117,17 @@ class PromptRenderer:
         """
         if row.error is not None:
             raise row.error
-        names = {**self._job.vars, **row.fields}
-        messages, prompt = self._content(row.fields, names)
+        self._note_for(row)  # a name that it misses shows now, and not after the first answer
+        return self._request(row, self._with_texts(row.fields), attempt)
+
+    def _request(self, row: Row, fields: Mapping[str, Any], attempt: int) -> Request:
+        """As ``render``; ``fields`` are the row's own, and the texts of its files."""
+        messages, prompt = self._content(fields, {**self._job.vars, **fields})
         request = Request(
             row=row,
             messages=messages,
             prompt=prompt,
-            sampling=with_temperature(self._row_sampling(row.fields), attempt, self._job.retry),
+            sampling=with_temperature(self._row_sampling(fields), attempt, self._job.retry),
             input_hash=input_hash(row.fields),
             attempt=attempt,
         )
@@ -111,14 +151,14 @@ class PromptRenderer:
         if self._job.retry.on_too_long != "truncate-middle":
             return None
         row = request.row
-        place = self._longest_text(row.fields)
-        max_tokens = request.sampling.get("max_tokens") or 0
-        cut = place and next_cut(place.length, request.cut, error, max_tokens)
-        if not place or not cut:
-            return None
-        fields = cut_at(row.fields, place.path, cut.kept)
         try:
-            shorter = self.render(replace(row, fields=fields), request.attempt)
+            whole = self._with_texts(row.fields)
+            place = self._longest_text(whole)
+            max_tokens = request.sampling.get("max_tokens") or 0
+            cut = place and next_cut(place.length, request.cut, error, max_tokens)
+            if not place or not cut:
+                return None
+            shorter = self._request(row, cut_at(whole, place.path, cut.kept), request.attempt)
         except RowError:  # its template makes something of the text that can't be cut
             return None
         return replace(
@@ -129,6 +169,52 @@ class PromptRenderer:
             media_bytes=request.media_bytes,
             cut=cut,
         )
+
+    def with_note(self, request: Request) -> Request | None:
+        """``request`` with the job's note on the format added; None where that note is empty.
+
+        It stands behind the plain prompt, or behind the user's last message.
+        """
+        note = self._note_for(request.row)
+        if not note:
+            return None
+        if request.prompt is not None:
+            return replace(request, prompt=f"{request.prompt}\n{note}")
+        messages = list(request.messages or ())
+        of_the_user = [n for n, message in enumerate(messages) if message["role"] == "user"]
+        place = of_the_user[-1] if of_the_user else -1
+        messages[place] = _with_text(messages[place], f"\n{note}")
+        return replace(request, messages=messages)
+
+    def image_sources(self, row: Row) -> list[Any]:
+        """What the row names as its images, in the order of its prompt; nothing is opened.
+
+        Raises:
+            RowError: as ``render``.
+        """
+        own = self._own_prompt(row.fields)
+        if own == "messages":
+            return _sources_in(row.fields["messages"])
+        if own == "body":
+            return _sources_in(messages_of(row.fields["body"])[0])
+        names = {**self._job.vars, **row.fields}
+        return [found for source in self._images for found in _as_list(source(names))]
+
+    def _note_for(self, row: Row) -> str:
+        if self._note is None:
+            return ""
+        return _render(self._note, {**self._job.vars, **row.fields}).strip()
+
+    def _with_texts(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The row's fields, and by its name each text of ``prompt.texts``."""
+        if not self._texts:
+            return fields
+        names = {**self._job.vars, **fields}
+        texts = {
+            name: load_text(_render(path, names), self._job.media)
+            for name, path in self._texts.items()
+        }
+        return {**fields, **texts}
 
     def _longest_text(self, fields: Mapping[str, Any]) -> Place | None:
         own = self._own_prompt(fields)
@@ -216,11 +302,8 @@ class PromptRenderer:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "text" and isinstance(part.get("text"), str):
             return {"type": "text", "text": part["text"]}
-        if kind == "image_url":
-            url = part.get("image_url")
-            return self._image_part(url.get("url") if isinstance(url, Mapping) else url)
-        if kind in ("image", "image_pil"):
-            return self._image_part(part.get("image") or part.get("image_pil"))
+        if kind in _IMAGE_PARTS:
+            return self._image_part(_source_in(part))
         raise RequestError(f"messages: part {_short(part)}; known types: text, image_url, image")
 
     def _row_sampling(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -260,11 +343,7 @@ class PromptRenderer:
         return set().union(*map(find_undeclared_variables, trees))
 
     def _template(self, key: str, text: str) -> Template:
-        try:
-            return self._environment.from_string(text)
-        except JinjaError as error:
-            line = getattr(error, "lineno", 1)
-            raise JobError(f"{key}: line {line}: {error}") from error
+        return _compiled(self._environment, key, text)
 
     def _compile_image(self, key: str, source: str) -> Callable[[Mapping[str, Any]], Any]:
         """A function of the row's names; a lone ``{{ expression }}`` keeps its type (bytes, list)."""
@@ -289,6 +368,46 @@ class PromptRenderer:
             return found
 
         return value
+
+
+def _sources_in(messages: Any) -> list[Any]:
+    """The sources of all image parts; what is no chat message has none."""
+    return [
+        _source_in(part)
+        for message in (messages if isinstance(messages, list) else [])
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list)
+        for part in message["content"]
+        if isinstance(part, Mapping) and part.get("type") in _IMAGE_PARTS
+    ]
+
+
+def _source_in(part: Mapping[str, Any]) -> Any:
+    """What an image part names."""
+    if part["type"] == "image_url":
+        url = part.get("image_url")
+        return url.get("url") if isinstance(url, Mapping) else url
+    return part.get("image") or part.get("image_pil")
+
+
+def _with_text(message: Message, text: str) -> Message:
+    """``message`` with ``text`` behind its last text."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + text}
+    return {**message, "content": [*content, {"type": "text", "text": text}]}
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Immutable: a template that appends to a list would change the row, and its fingerprint."""
+    return ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+
+
+def _compiled(environment: ImmutableSandboxedEnvironment, key: str, text: str) -> Template:
+    try:
+        return environment.from_string(text)
+    except JinjaError as error:
+        line = getattr(error, "lineno", 1)
+        raise JobError(f"{key}: line {line}: {error}") from error
 
 
 def _render(template: Template, names: Mapping[str, Any]) -> str:

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from batchkit.config import OutputTable
 from batchkit.errors import EmptyTextError
+from batchkit.scoring import Scored
 from batchkit.types import Completion, ErrorInfo, Record, utc_now
 
 
-def to_record(completion: Completion, output: OutputTable) -> Record:
-    """The line that tells how ``completion`` settled its row."""
+def to_record(completion: Completion, output: OutputTable, scored: Scored | None = None) -> Record:
+    """The line that tells how ``completion`` settled its row; ``scored``: where answers are scored."""
     request, error = completion.request, completion.error
     row, first = request.row, completion.choices[0] if completion.choices else None
     several = len(completion.choices) > 1 or (first is not None and first.logprobs is not None)
@@ -30,6 +31,8 @@ def to_record(completion: Completion, output: OutputTable) -> Record:
         choices=completion.choices if several and error is None else None,
         prompt=completion.prompt if output.prompt else None,
         truncated_tokens=_truncated_tokens(completion),
+        prediction=None if scored is None else scored.prediction,
+        scores=None if scored is None else scored.scores,
     )
 
 

@@ -105,6 +105,8 @@ def _merged(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
     """The run's own manifest, with what decides this start's answers in it."""
     renewed = ("input", "identity", "fingerprints", "model", "seed", "total")
     merged = new | old | {key: new[key] for key in renewed}
+    if merged["scoring"] != new["scoring"]:
+        merged["scoring"] = None  # of several kinds, until all is scored anew in one of them
     # A job that was read back from its job.toml has its secrets masked; their fingerprints stay.
     known = {key: old["identity"].get(key, MASK) for key in new["identity"]}
     merged["identity"] = {

@@ -50,10 +50,17 @@ def next_attempt(completion: Completion, tries: int, retry: RetryTable) -> Reque
         if not request.images:
             return None
         request = with_smaller_images(request)
-    sampling = with_temperature(request.sampling, request.attempt + 1, retry)
-    if isinstance(error, EmptyTextError) and not sampling.get("temperature"):
+    again = next_sampling(request, retry)
+    if isinstance(error, EmptyTextError) and not again.sampling.get("temperature"):
         return None  # greedy: it would be empty again
-    return replace(request, sampling=sampling, attempt=request.attempt + 1)
+    return again
+
+
+def next_sampling(request: Request, retry: RetryTable) -> Request:
+    """``request`` as its next attempt: the number, and the temperature of that attempt."""
+    attempt = request.attempt + 1
+    sampling = with_temperature(request.sampling, attempt, retry)
+    return replace(request, sampling=sampling, attempt=attempt)
 
 
 def wait_s(tries: int, retry: RetryTable) -> float:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from batchkit.config import JobConfig, load_job, make_job
-from batchkit.errors import EngineCrashError, JobError, RowOutOfMemoryError
+from batchkit.errors import BatchkitError, EngineCrashError, JobError, RowOutOfMemoryError
 from batchkit.ledger import RESULTS, failure_kind, read_newest
 from batchkit.manifest import job_of_run, without_masked
 from batchkit.processor import ProductionBatchProcessor
 from batchkit.resume import OnChange
 from batchkit.runfolder import is_run, latest_run
+from batchkit.score import Say, finish_scoring
 from batchkit.stopping import StopRequest
 from batchkit.summary import RunSummary
 
@@ -26,17 +28,21 @@ def run_job(
     fresh: bool = False,
     on_change: OnChange = "fail",
     skip_from: Path | None = None,
+    say: Say = print,
 ) -> RunSummary:
     """Run ``job`` or carry on; SIGINT and SIGTERM stop it in good order.
+
+    ``say`` gets what is found in scoring, the table at the end included.
 
     Raises:
         BatchkitError: it stopped; ``exit_code`` says whether it can be carried on.
         Interrupted: stopped by a signal before or after rows were in flight.
     """
     with StopRequest().installed() as stop:
-        return ProductionBatchProcessor(
+        summary = ProductionBatchProcessor(
             job, fresh=fresh, on_change=on_change, skip_from=skip_from, stop=stop, command="run"
         ).process()
+        return _finished(summary, job, stop, say)
 
 
 def generate(model: str, prompts: Sequence[str], overrides: Sequence[str] = ()) -> RunSummary:
@@ -46,6 +52,20 @@ def generate(model: str, prompts: Sequence[str], overrides: Sequence[str] = ()) 
         return ProductionBatchProcessor(job, fresh=True, stop=stop, command="generate").process(
             list(prompts)
         )
+
+
+def _finished(summary: RunSummary, job: JobConfig, stop: StopRequest, say: Say) -> RunSummary:
+    """Score what could not be scored as the rows finished, once all of them have."""
+    if summary.exit not in (0, 3):
+        return summary
+    try:
+        table = finish_scoring(Path(summary.folder), job, stop=stop, say=say)
+    except BatchkitError as error:
+        error.summary = replace(summary, exit=error.exit_code)
+        raise
+    if table is not None:
+        say(table.to_text())
+    return summary
 
 
 class Retry(NamedTuple):
@@ -58,13 +78,23 @@ class Retry(NamedTuple):
 
 
 def retry_failed(
-    folder: Path, *, kinds: Sequence[str] = (), overrides: Sequence[str] = ()
+    folder: Path,
+    *,
+    kinds: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    say: Say = print,
 ) -> Retry:
     """Run again the rows of a run whose newest record failed, or is ok but blank.
 
     ``kinds`` keeps only failures of these kinds; a blank ok record counts as ``empty``.
     ``overrides`` hold for this start alone, and are noted in the manifest.
     """
+    for override in overrides:
+        if override.strip().startswith("scoring."):
+            raise JobError(
+                f"--set {override}: a run is scored in one way; `batchkit score {folder} --set"
+                f" {override}` scores all of it anew"
+            )
     attempts: dict[int, int] = {}
     by_kind: Counter[str] = Counter()
     convicted: set[int] = set()
@@ -85,6 +115,7 @@ def retry_failed(
             stop=stop,
             command="retry-failed",
         ).retry(attempts, convicted=convicted)
+        summary = _finished(summary, job_of_run(folder), stop, say)
     mended = sum(
         record["index"] in attempts and failure_kind(record) is None
         for record in read_newest(folder / RESULTS)

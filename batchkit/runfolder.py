@@ -89,6 +89,17 @@ def write_atomically(path: Path, content: bytes) -> None:
         os.close(folder)
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file beside ``path`` that takes its name once all went well."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def is_run(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from batchkit.config import JobConfig
 from batchkit.engines import open_engine
@@ -34,6 +34,18 @@ from batchkit.types import Completion, Request
 
 Say = Callable[[str], None]
 
+
+class Lessons(NamedTuple):
+    """What the deaths of engines taught: the next start of the run needs it.
+
+    ``steps``: the ladder's. ``among_accidents``: engines have died of no row's fault.
+    """
+
+    restarts: int
+    steps: Sequence[Mapping[str, Any]]
+    among_accidents: bool
+
+
 GROWTH_SHARE = 0.05
 """At most this share of the time goes into restarts that only try a larger setting."""
 LONGEST_PAUSE_S = 10
@@ -44,8 +56,9 @@ _UNKNOWN_LIMITS = {"max_num_seqs": 256}  # vLLM's default, for an engine that di
 class SupervisedEngine:
     """``say`` gets one line per event, ``note`` what is too long for that.
 
-    ``restarts`` counts attempts to open an engine after the first. ``remember`` is called with that count and the
-    ladder's steps whenever either changes, before the next engine is opened. ``convicted`` are the
+    ``restarts`` counts attempts to open an engine after the first. ``remember`` is called
+    with what was learned, before the next engine is opened; ``among_accidents`` is what an earlier
+    start learned. ``convicted`` are the
     indices of rows that killed an engine in an earlier start: each is run alone, and once.
 
     Raises:
@@ -59,18 +72,19 @@ class SupervisedEngine:
         say: Say,
         *,
         note: Say = lambda text: None,
-        remember: Callable[[int, Sequence[Mapping[str, Any]]], None] = lambda restarts, steps: None,
+        remember: Callable[[Lessons], None] = lambda lessons: None,
         ladder: Ladder | None = None,
         convicted: Iterable[int] = (),
+        among_accidents: bool = False,
         open_engine: Callable[[JobConfig], Engine] = open_engine,
     ) -> None:
         self._job = job
         self._say = say
         self._note = note
-        self._remember = remember
+        self._tell_lessons = remember
         self._open_engine = open_engine
         self.ladder = ladder or Ladder()
-        self._suspects = Suspects()
+        self._suspects = Suspects(among_accidents=among_accidents)
         self._convicted = set(convicted)
         self._in_flight: dict[int, Request] = {}
         self._held: deque[Request] = deque()
@@ -241,7 +255,7 @@ class SupervisedEngine:
         self._deaths += 1
         if may_raise and self._deaths > self._job.run.max_engine_restarts:
             self.ladder.steps = list(self._safe_steps)
-            self._remember(self.restarts, self.ladder.steps)
+            self._remember(self.ladder.steps)
             raise EngineError(
                 f"the engine died {self._deaths} times without one answer"
                 f" (run.max_engine_restarts); last: {cause}"
@@ -261,7 +275,7 @@ class SupervisedEngine:
         self._engine.close()
         while self._restart_due:
             self.restarts += 1
-            self._remember(self.restarts, self.ladder.steps)
+            self._remember(self.ladder.steps)
             try:
                 self._engine = self._open()
                 self._restart_due = ""
@@ -291,15 +305,18 @@ class SupervisedEngine:
                     step = self.ladder.step_down(limits, error.fault)
                 if step is None:
                     self.ladder.steps = before  # those steps did not help
-                    self._remember(self.restarts, before)
+                    self._remember(before)
                     raise
                 self._say(f"out of memory at load ({error.fault}): next try with {_shown(step)}")
-                self._remember(self.restarts, self.ladder.steps)
+                self._remember(self.ladder.steps)
             else:
                 self._opened_at = time.monotonic()
                 self._open_s = self._opened_at - started
                 self._host_gb_at_start = None
                 return engine
+
+    def _remember(self, steps: Sequence[Mapping[str, Any]]) -> None:
+        self._tell_lessons(Lessons(self.restarts, list(steps), self._suspects.among_accidents))
 
     def _setting(self) -> str:
         return _shown(self.ladder.overrides) if self.ladder.steps else "the job's own settings"

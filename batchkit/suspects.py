@@ -30,12 +30,15 @@ class _Group(NamedTuple):
 
 
 class Suspects:
-    """Groups of requests that have yet to be replayed, each without any other request beside it."""
+    """Groups of requests that have yet to be replayed, each without any other request beside it.
 
-    def __init__(self) -> None:
+    ``among_accidents``: an earlier search has ended without a conviction.
+    """
+
+    def __init__(self, *, among_accidents: bool = False) -> None:
         self._groups: deque[_Group] = deque()
         self._replaying: _Group | None = None
-        self._proof = PROOF
+        self.among_accidents = among_accidents
         self._without_conviction = False
 
     def __bool__(self) -> bool:
@@ -85,5 +88,9 @@ class Suspects:
         if self._replaying is not None:
             return self._replaying.requests
         if self._without_conviction:
-            self._proof, self._without_conviction = PROOF_AMONG_ACCIDENTS, False
+            self.among_accidents, self._without_conviction = True, False
         return ()
+
+    @property
+    def _proof(self) -> int:
+        return PROOF_AMONG_ACCIDENTS if self.among_accidents else PROOF

@@ -141,7 +141,7 @@ class Record:
 
     A failed record has ``text`` None and ``error`` set; an ok record the other way round.
     ``input_hash`` tells whether a later input holds the same row. ``truncated_tokens``: by how many
-    tokens the prompt was cut to fit.
+    tokens the prompt was cut to fit. ``scores`` is None where the job scores nothing.
     """
 
     index: int
@@ -159,10 +159,13 @@ class Record:
     choices: Sequence[Choice] | None = None
     prompt: str | None = None
     truncated_tokens: int | None = None
+    prediction: str | None = None
+    scores: Mapping[str, float | None] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The record as the contract spells it; the last three fields only where they are set."""
+        """The record as the contract spells it; optional fields only where they are set."""
         usage, error = self.usage, self.error
+        scored = {"prediction": self.prediction, "scores": self.scores}
         line: dict[str, Any] = {
             "index": self.index,
             "id": self.id,
@@ -184,6 +187,7 @@ class Record:
                 "message": error.message,
                 "retryable": error.retryable,
             },
+            **(scored if self.scores is not None else {}),
             "fields": self.fields,
             "input_hash": self.input_hash,
         }

@@ -34,7 +34,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """``problems`` holds the first of the ``failed`` rows; tokens are exact."""
+    """``problems`` holds the first of the ``failed`` rows; tokens are exact, or not counted at all."""
 
     rows: int
     ok: int
@@ -82,7 +82,8 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
         if error is None:
             try:
                 _, prompt = _fitted(request, renderer, preflight)
-                tokens.append(prompt.prompt_tokens)
+                if prompt.prompt_tokens is not None:
+                    tokens.append(prompt.prompt_tokens)
             except RowError as refusal:
                 error = refusal
         kind, message = (error.kind, str(error)) if error is not None else (None, "")

@@ -14,9 +14,10 @@ from batchkit.config import JobConfig
 from batchkit.engines import open_engine, open_preflight
 from batchkit.engines.base import Engine
 from batchkit.types import Completion, Request, Row
+from tests.chat_server import MODEL, ChatServer, serving
 from tests.conftest import SMALL
 
-KINDS = ["dry-run", "vllm", "vllm in a process of its own"]
+KINDS = ["dry-run", "vllm", "openai-server", "vllm in a process of its own"]
 
 
 def request(index: int, text: str = "tell me about tea", **sampling: Any) -> Request:
@@ -33,24 +34,36 @@ def collect(engine: Engine, n: int, within_s: float = 120) -> list[Completion]:
     return done
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def engine(
-    request: pytest.FixtureRequest, demo_model: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
-    with closing(open_engine(_job(request.param, demo_model, tmp_path_factory.mktemp("x")))) as it:
+@pytest.fixture(scope="module")
+def server() -> Iterator[ChatServer]:
+    with serving(latency_s=0.01) as it:
         yield it
 
 
-def _job(kind: str, model: Any, folder: Path) -> JobConfig:
+@pytest.fixture(scope="module", params=KINDS)
+def engine(
+    request: pytest.FixtureRequest,
+    demo_model: Any,
+    server: ChatServer,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Engine]:
+    job = _job(request.param, demo_model, server, tmp_path_factory.mktemp("x"))
+    with closing(open_engine(job)) as it:
+        yield it
 
-    options = {"latency_s": 0.01, "max_num_seqs": 16} if kind == "dry-run" else SMALL
-    engine = {
-        "kind": kind.partition(" ")[0],
-        "model": str(model),
-        "options": options,
-        "in_process": kind == "vllm",
+
+def _job(kind: str, model: Any, server: ChatServer, folder: Path) -> JobConfig:
+    engines: dict[str, dict[str, Any]] = {
+        "dry-run": {"options": {"latency_s": 0.01, "max_num_seqs": 16}},
+        "openai-server": {
+            "model": MODEL,
+            "base_url": server.url,
+            "options": {"max_num_seqs": 16},
+        },
+        "vllm": {"model": str(model), "options": SMALL, "in_process": kind == "vllm"},
     }
-    return JobConfig(engine=engine, output={"dir": str(folder)})
+    name = kind.partition(" ")[0]
+    return JobConfig(engine={"kind": name, **engines[name]}, output={"dir": str(folder)})
 
 
 def test_each_request_comes_back_exactly_once(engine: Engine) -> None:
@@ -101,16 +114,22 @@ def test_the_load_is_told(engine: Engine) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_close_drops_what_is_in_flight_and_may_be_repeated(
-    kind: str, demo_model: Any, tmp_path: Path
+    kind: str, demo_model: Any, server: ChatServer, tmp_path: Path
 ) -> None:
-    opened = open_engine(_job(kind, demo_model, tmp_path))
+    opened = open_engine(_job(kind, demo_model, server, tmp_path))
     opened.submit(request(0))
     opened.close()
     opened.close()
 
 
-@pytest.mark.parametrize("kind", KINDS[:2])
-def test_preflight_renders_without_the_model(kind: str, demo_model: Any, tmp_path: Path) -> None:
-    rendered = open_preflight(_job(kind, demo_model, tmp_path)).render(request(3))
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_preflight_renders_without_the_model(
+    kind: str, demo_model: Any, server: ChatServer, tmp_path: Path
+) -> None:
+    rendered = open_preflight(_job(kind, demo_model, server, tmp_path)).render(request(3))
     assert "tell me about tea 3" in (rendered.text or "")
-    assert rendered.prompt_tokens > 0
+    if kind == "openai-server":  # only the server could count them
+        assert rendered.prompt_tokens is None
+    else:
+        assert rendered.prompt_tokens is not None
+        assert rendered.prompt_tokens > 0

@@ -33,11 +33,27 @@ LAYERS: list[set[str]] = [  # from the bottom; a folder counts as one
         "suspects",
         "ladder",
         "truncation",
+        "scoring",
+        "scorebook",
+        "predictions",
     },
-    {"inputs", "supervisor"},
+    {"inputs", "supervisor", "attempts", "join"},
     {"resume"},
     {"processor"},
-    {"run", "validate", "export", "audit", "doctor", "machine", "demo_model"},
+    {
+        "run",
+        "validate",
+        "export",
+        "audit",
+        "doctor",
+        "machine",
+        "demo_model",
+        "score",
+        "judge",
+        "realhit",
+        "report",
+        "compare",
+    },
     {"cli"},
 ]
 WITHIN_A_LAYER = {
@@ -48,7 +64,13 @@ WITHIN_A_LAYER = {
     ("window", "engines"): "it adapts to EngineLoad, a part of the engines' contract",
     ("manifest", "runfolder"): "the names of the files in a run folder",
     ("store", "runfolder"): "both replace a file in one step",
+    ("records", "scoring"): "a record carries what its answer scored",
+    ("scorebook", "runfolder"): "the scores are replaced in one step",
     ("doctor", "machine"): "the doctor judges what the machine found",
+    ("run", "score"): "what waits for the end of a run is scored then",
+    ("score", "judge"): "a judge is one of the scorers",
+    ("export", "realhit"): "one of the formats",
+    ("report", "compare"): "a page of several runs has what compare found",
 }
 OUTSIDE = {"__init__", "__main__", "torchvision_mend"}  # doors, and a part of set-up
 FOREIGN_HOMES = {  # who alone may import it; never when the module itself is imported
@@ -56,6 +78,7 @@ FOREIGN_HOMES = {  # who alone may import it; never when the module itself is im
     "torch": {"demo_model", "torchvision_mend", "engines.vllm"},
     "transformers": {"demo_model", "engines.vllm"},
     "torchvision": {"torchvision_mend"},
+    "httpx": {"engines.remote"},
     "pandas": set(),
     "ray": {"cluster"},
 }
@@ -167,7 +190,7 @@ def test_engines_are_reached_only_through_their_door() -> None:
     users = {
         found.module
         for found in IMPORTS
-        if found.target in ("batchkit.engines.vllm", "batchkit.engines.dry_run")
+        if found.target in {f"batchkit.engines.{n}" for n in ("vllm", "dry_run", "openai_server")}
     }
     assert not users
 

@@ -21,7 +21,7 @@ from batchkit.engines.base import EngineLoad
 from batchkit.errors import EngineError, JobError, RequestError
 from batchkit.faults import EngineDied, Fault, FaultKind, StartFailed
 from batchkit.ladder import Ladder
-from batchkit.supervisor import GROWTH_SHARE, SupervisedEngine
+from batchkit.supervisor import GROWTH_SHARE, Lessons, SupervisedEngine
 from batchkit.suspects import PROOF
 from batchkit.types import Choice, Completion, Request, Row
 
@@ -126,7 +126,7 @@ class World:
         max_num_seqs: int | None = 8,
         ladder: Ladder | None = None,
         convicted: Iterable[int] = (),
-        remember: Callable[..., None] = lambda restarts, steps: None,
+        remember: Callable[[Lessons], None] = lambda lessons: None,
         **run: Any,
     ) -> SupervisedEngine:
         options = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
@@ -283,6 +283,14 @@ def test_every_request_comes_back_exactly_once_whenever_engines_die(
     innocent = failed.keys() - known_kinds(world).keys()
     assert all(world.deaths_of[index] > PROOF for index in innocent)
     assert len(world.opened) == len(world.closed_with)
+
+
+def test_that_accidents_happen_is_remembered_for_the_next_start() -> None:
+    lessons: list[Lessons] = []
+    world = World(dies_at={2: "engine_crash", 9: "engine_crash"})
+    with closing(world.supervise(remember=lessons.append)) as engine:
+        answer_all(engine, requests(0, 40), window=4)
+    assert [lesson.among_accidents for lesson in lessons] == [False, True]
 
 
 @given(st.dictionaries(st.integers(1, 60), KINDS, max_size=PROOF), SIZES, WINDOWS)
@@ -696,7 +704,7 @@ def test_steps_that_never_helped_are_not_remembered() -> None:
     world = World(dies_at=dict.fromkeys(range(1, 40), "oom"))
     kept: list[Any] = []
     engine = world.supervise(
-        max_engine_restarts=3, remember=lambda restarts, steps: kept.append(list(steps))
+        max_engine_restarts=3, remember=lambda lessons: kept.append(list(lessons.steps))
     )
     with closing(engine), pytest.raises(EngineError):
         answer_all(engine, requests(0, 40))

@@ -112,6 +112,14 @@ def test_where_accidents_happen_it_takes_one_death_more() -> None:
     assert suspects.died([lone], "oom") is lone
 
 
+def test_where_accidents_are_known_of_the_first_row_takes_one_death_more() -> None:
+    suspects, lone = Suspects(among_accidents=True), request(7)
+    for _ in range(PROOF_AMONG_ACCIDENTS):
+        assert suspects.died([lone], "oom") is None
+        assert suspects.next_group() == [lone]
+    assert suspects.died([lone], "oom") is lone
+
+
 def test_deaths_in_different_ways_are_no_proof() -> None:
     suspects, lone = Suspects(), request(7)
     for cause in ("oom", "stall", "oom", "error"):

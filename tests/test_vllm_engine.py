@@ -266,3 +266,19 @@ def test_a_lora_adapter_changes_the_answers(text_model: Path, tmp_path: Path) ->
             return ask(opened, request(1))[0].choices[0].text
 
     assert answer(str(tmp_path)) != answer(None)
+
+
+def test_a_refused_prompt_does_not_take_along_others_with_its_image(engine: Engine) -> None:
+    """vLLM's renderer sends an image once, and takes that for done when the prompt was refused."""
+    image = Image.new("RGB", (256, 256), (3, 141, 59))  # 64 tokens, too many beside that text
+    sampling = {"temperature": 0.0, "max_tokens": 4}
+
+    def about(index: int, text: str) -> Request:
+        parts = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": text}]
+        messages = [{"role": "user", "content": parts}]
+        return Request(Row(index, str(index), {}), messages, None, sampling, "")
+
+    first = ask(engine, about(0, "tea " * 470), *(about(n, "what is it?") for n in range(1, 6)))
+    assert [done.error and done.error.kind for done in first] == ["prompt_too_long", *[None] * 5]
+    again = ask(engine, *(about(n, "what is it?") for n in range(6, 9)))
+    assert {done.choices[0].text for done in [*first[1:], *again]} == {first[1].choices[0].text}

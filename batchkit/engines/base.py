@@ -47,6 +47,7 @@ class Engine(Protocol):
 
         Raises:
             EngineDied: it says why.
+            EngineError: … and another engine would fare no better.
         """
 
     def load(self) -> EngineLoad:
@@ -57,10 +58,13 @@ class Engine(Protocol):
 
 
 class RenderedPrompt(NamedTuple):
-    """A prompt as the engine would get it, special tokens and all."""
+    """A prompt as the engine would get it, special tokens and all.
+
+    ``prompt_tokens`` is None where only the engine itself can count them.
+    """
 
     text: str | None
-    prompt_tokens: int
+    prompt_tokens: int | None
 
 
 class Preflight(Protocol):

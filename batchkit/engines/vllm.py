@@ -18,7 +18,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +48,7 @@ _MEMORY_OPTIONS = ("kv_cache_memory_bytes", "gpu_memory_utilization")
 _QUIET = "CRITICAL"
 _TOO_LONG = ("input_tokens", "input_text")
 _STUCK_CHECK_S = _MEMORY_LOOK_S = 1.0
+_MOST_TRIES = 3  # of preparing a request whose images the engine turns out not to have
 
 
 def preload() -> None:
@@ -85,12 +86,24 @@ def open_engine(job: JobConfig) -> VllmEngine:
     return VllmEngine(job, _check_config(job))
 
 
+class _Unprepared(NamedTuple):
+    """A request, and images of it that vLLM's renderer takes for known to the engine, which is not so.
+
+    ``tries``: how often it was prepared before.
+    """
+
+    request: Request
+    unknown_images: Sequence[str] = ()
+    tries: int = 0
+
+
 class _Prepared(NamedTuple):
     """A request in vLLM's own shape."""
 
     request: Request
     prompt: Any
     params: Any
+    tries: int = 0
 
 
 class VllmRenderer:
@@ -139,6 +152,15 @@ class VllmRenderer:
             raise kind(_cause(error)) from error
         self._check_length(request, len(prompt.get("prompt_token_ids") or ()))
         return _Prepared(request, prompt, params)
+
+    def forget(self, images: Iterable[str]) -> None:
+        """Send these images (by their hashes) in full when they come next.
+
+        vLLM's renderer sends an image once; where that prompt was refused before it reached the
+        engine, all later ones refer to an image that the engine never got.
+        """
+        for image in images:
+            self._renderer.mm_processor_cache.invalidate(image)
 
     def _prompt(self, request: Request) -> Any:
         from vllm.renderers.inputs.preprocess import parse_model_prompt
@@ -195,7 +217,7 @@ class VllmEngine:
         self._limits = _limits(config)
         self._renderer = VllmRenderer(job, self._engine.renderer, config)
         self._stats = _follow_stats(self._engine)
-        self._inbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Unprepared | None] = queue.SimpleQueue()
         self._prepared: queue.SimpleQueue[_Prepared | Completion] = queue.SimpleQueue()
         self._preparing = 0
         self._rendering: tuple[Request, float] | None = None
@@ -221,8 +243,11 @@ class VllmEngine:
         return self._versions
 
     def submit(self, request: Request) -> None:
+        self._queue(_Unprepared(request))
+
+    def _queue(self, unprepared: _Unprepared) -> None:
         self._preparing += 1
-        self._inbox.put(request)
+        self._inbox.put(unprepared)
 
     def poll(self, timeout_s: float) -> Sequence[Completion]:
         self._check_rendering()
@@ -266,10 +291,13 @@ class VllmEngine:
         cleanup_dist_env_and_memory()
 
     def _prepare(self) -> None:
-        while (request := self._inbox.get()) is not None:
+        while (unprepared := self._inbox.get()) is not None:
+            request = unprepared.request
             self._rendering = (request, time.monotonic())
             try:
-                self._prepared.put(self._renderer.prepare(request))
+                self._renderer.forget(unprepared.unknown_images)
+                prepared = self._renderer.prepare(request)
+                self._prepared.put(prepared._replace(tries=unprepared.tries + 1))
             except RowError as error:
                 self._prepared.put(Completion(request, error=error))
             except Exception as error:  # a dead thread would leave its requests waiting for ever
@@ -317,7 +345,12 @@ class VllmEngine:
         except VLLMValidationError as error:
             return _refusal(error)
         except Exception as error:  # no forward pass has run: whatever it is, it is the row's own
-            return RequestError(_cause(error))
+            self._engine.abort_request([number])
+            unknown: Sequence[str] = getattr(error, "mm_hashes", ())  # MultiModalCacheMissError
+            if not unknown or prepared.tries > _MOST_TRIES:
+                return RequestError(_cause(error))
+            self._queue(_Unprepared(prepared.request, unknown, prepared.tries))
+            return None
         self._running[number] = _Running(prepared.request)
         return None
 

@@ -1,6 +1,6 @@
-"""Images: from what a row names to RGB pixels of the right size.
+"""Images and texts: from what a row names to RGB pixels of the right size, or to text.
 
-``load_image`` is the door. ``source`` turns a name into bytes and keeps to the media root,
+``load_image`` and ``load_text`` are the doors. ``source`` turns a name into bytes and keeps to the media root,
 ``download`` does the same for URLs and keeps to the listed hosts, ``pixels`` turns bytes into the
 image, ``size`` knows the size rule.
 """
@@ -20,7 +20,7 @@ from batchkit.media.pixels import decode, fit
 from batchkit.media.size import Size, target_size
 from batchkit.media.source import is_url, read_data_uri, read_file, shown
 
-__all__ = ["Size", "Source", "load_image", "target_size"]
+__all__ = ["Size", "Source", "load_image", "load_text", "target_size"]
 
 Source = str | os.PathLike[str] | bytes | bytearray | memoryview | Mapping[str, Any] | Image.Image
 
@@ -48,6 +48,15 @@ def load_image(source: Source, media: MediaTable) -> Image.Image:
     # Anew, without its cause: a failed row waits for its record, and the frames of the first
     # error would keep the file's bytes and its pixels alive until then.
     raise MediaError(message)
+
+
+def load_text(path: str, media: MediaTable) -> str:
+    """The text of the file at ``path``, below ``media.root``; bytes that are no UTF-8 become U+FFFD.
+
+    Raises:
+        MediaError: missing, outside the root, over ``media.max_bytes``. The only exception.
+    """
+    return read_file(path, shown(path), media).decode("utf-8-sig", errors="replace")
 
 
 def _load(source: Source, media: MediaTable) -> Image.Image:

@@ -56,8 +56,8 @@ def read_file(source: str, name: str, media: MediaTable) -> bytes:
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a circle of links
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise MediaError(
-            f"{name}: can't be read: {reason}; give the path of an image file that you may"
-            " read (base64 text begins with data:image/png;base64,)"
+            f"{name}: can't be read: {reason}; give the path of a file that you may read"
+            " (base64 text begins with data:image/png;base64,)"
         ) from error
     check_bytes(len(data), name, media)
     return data
@@ -132,7 +132,7 @@ def _line(text: object) -> str:
 def _file_path(source: str, name: str) -> str:
     if not source:
         raise MediaError(
-            f"{name}: the template in prompt.images gave no text; check the row's field"
+            f"{name}: the template in prompt.images or prompt.texts gave no text; check the row's field"
         )
     if source[:5].lower() != "file:":
         return source

@@ -1,0 +1,312 @@
+"""A server that speaks OpenAI's API: OpenAI's own, ``vllm serve``, llama.cpp's ``llama-server``.
+
+The server batches; here requests are kept on their way to it, and what can go wrong on it is one of
+three:
+
+- the row's own fault (400, 422, an answer that never comes): that row fails;
+- a server that is busy or away (429, 502, 503, 504, no connection): all wait, and it is tried again,
+  for ``give_up_s`` at most (``pace.py``);
+- what no waiting mends (no access, no such model, no money, given up): EngineError. The run stops,
+  and goes on from there when it is started again.
+
+A 500, a broken connection and an answer that is none may be either. The row is tried again a few
+times, and fails with ``server`` if others, or a request of one word, are answered meanwhile.
+
+Options: ``max_num_seqs`` (requests at a time), ``give_up_s``, ``extra_body`` (fields laid over every
+request's body), ``drop`` (names left out of it).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from batchkit.config import JobConfig
+from batchkit.engines import openai_api as api
+from batchkit.engines.base import EngineLoad, RenderedPrompt
+from batchkit.engines.pace import Pace, pause_s
+from batchkit.engines.remote import Fault, Remote, TurnedAway
+from batchkit.errors import (
+    EngineError,
+    JobError,
+    RequestError,
+    RowError,
+    RowTimeoutError,
+    ServerError,
+)
+from batchkit.types import Completion, Request, Row
+
+MOST_FAULTS = 3
+_CLOSE_S = 10.0
+_NOT_EXTRA = ("model", "messages", "prompt", "stream", "stream_options")
+
+
+class Options(NamedTuple):
+    """``[engine.options]`` of this kind."""
+
+    max_num_seqs: int = 32
+    give_up_s: float = 300.0
+    extra_body: Mapping[str, Any] = {}
+    drop: Sequence[str] = ()
+
+
+class OpenAIServerEngine:
+    """Keeps up to ``max_num_seqs`` requests on their way.
+
+    Threads: the processor's thread calls every method; one thread of ours runs the event loop that
+    does the rest. What is answered comes over in ``_done``; ``_ended`` is set once, after what was
+    answered before it.
+
+    Raises:
+        JobError: an option or a sampling parameter can't be right.
+        EngineError: the server does not answer, or refuses the key.
+    """
+
+    def __init__(self, job: JobConfig) -> None:
+        self._options = options_of(job)
+        self._row_timeout_s = job.run.row_timeout_s
+        self._remote = Remote(
+            job,
+            extra_body=self._options.extra_body,
+            drop=self._options.drop,
+        )
+        self._pace = Pace(self._options.max_num_seqs)
+        self._in_flight = 0
+        self._answers = 0
+        self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
+        self._ended: EngineError | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="openai-server", daemon=True)
+        self._thread.start()
+        try:
+            asyncio.run_coroutine_threadsafe(self._remote.reach(), self._loop).result()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self._options.max_num_seqs
+
+    @property
+    def limits(self) -> Mapping[str, Any]:
+        return {"max_num_seqs": self._options.max_num_seqs}
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        owners = {str(model["owned_by"]) for model in self._remote.models if "owned_by" in model}
+        told = {"owned_by": owners.pop()} if len(owners) == 1 else {}
+        return {"server": self._remote.base_url, **told}
+
+    def submit(self, request: Request) -> None:
+        self._in_flight += 1
+        self._loop.call_soon_threadsafe(self._begin, request)
+
+    def poll(self, timeout_s: float) -> Sequence[Completion]:
+        ended = self._ended  # looked at first: all that was answered before it is in the queue
+        done: list[Completion] = []
+        try:
+            done.append(self._done.get(timeout=max(0.0, timeout_s)))
+            while True:
+                done.append(self._done.get_nowait())
+        except queue.Empty:
+            pass
+        self._in_flight -= len(done)
+        if ended is not None and not done:
+            raise ended
+        return done
+
+    def load(self) -> EngineLoad:
+        running = min(self._pace.running, self._in_flight)
+        return EngineLoad(running, self._in_flight - running, 0.0, 0)
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._until_closed())
+
+    async def _until_closed(self) -> None:
+        try:
+            await self._closing.wait()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._remote.close()
+
+    def _begin(self, request: Request) -> None:
+        if self._ended is None:
+            task = self._loop.create_task(self._settle(request))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _settle(self, request: Request) -> None:
+        """The request comes back, answered or failed; or the engine ends, and nothing more does."""
+        try:
+            completion = await self._answer(request)
+        except RowError as error:
+            completion = Completion(request, error=error)
+        except EngineError as error:
+            self._end(error)
+            return
+        except Exception as error:  # without this, the request would never come back
+            failed = RequestError(f"{type(error).__name__}: {error}")
+            completion = Completion(request, error=failed)
+        self._done.put(completion)
+
+    def _end(self, error: EngineError) -> None:
+        if self._ended is None:
+            self._ended = error
+            for task in self._tasks - {asyncio.current_task()}:
+                task.cancel()
+
+    async def _answer(self, request: Request) -> Completion:
+        """Ask until there is an answer, or the row's own error."""
+        faults, tries, answers = 0.0, 0, 0
+        while True:
+            sent_at = await self._pace.enter()
+            try:
+                return await self._ask(request)
+            except TurnedAway as away:
+                problem: Exception = away
+                self._pace.turned_away(
+                    sent_at, is_down=away.is_down, retry_after_s=away.retry_after_s
+                )
+            except (Fault, RowTimeoutError) as error:
+                problem = error
+                self._pace.is_troubled()
+            finally:
+                self._pace.leave()
+            self._lose_patience(problem)
+            if isinstance(problem, RowTimeoutError):
+                raise problem
+            if isinstance(problem, Fault):
+                answers = answers if tries else self._answers
+                faults, tries = faults + problem.weight, tries + 1
+                others_fare_better = self._answers > answers
+                if faults >= MOST_FAULTS and (others_fare_better or await self._is_sound(request)):
+                    raise ServerError(f"{tries} times without an answer; last: {problem}")
+                await asyncio.sleep(pause_s(tries))
+
+    async def _ask(self, request: Request) -> Completion:
+        """As the server's ``ask``; an answer, or a refusal that is no timeout, says that it works."""
+        try:
+            completion = await self._remote.ask(request)
+        except RowTimeoutError:
+            raise
+        except RowError:
+            self._pace.went_well()
+            raise
+        self._answers += 1
+        self._pace.went_well()
+        return completion
+
+    async def _is_sound(self, request: Request) -> bool:
+        """Whether the server has an answer, or at least a refusal, for a prompt of one word."""
+        is_chat = request.messages is not None
+        word = Request(
+            row=Row(-1, "", {}),
+            messages=[{"role": "user", "content": "Hi"}] if is_chat else None,
+            prompt=None if is_chat else "Hi",
+            sampling={"max_tokens": 1},
+            input_hash="",
+        )
+        try:
+            await self._ask(word)
+        except (RowTimeoutError, TurnedAway, Fault):
+            return False
+        except RowError:
+            pass
+        return True
+
+    def _lose_patience(self, problem: Exception) -> None:
+        """Give the server up when nothing has been answered for ``give_up_s``.
+
+        Requests that are still on their way may be answered yet, within ``run.row_timeout_s``.
+        """
+        since = self._pace.troubled_since
+        limit_s = self._options.give_up_s
+        if self._pace.running:
+            limit_s = max(limit_s, self._row_timeout_s)
+        if since is not None and self._loop.time() - since >= limit_s:
+            raise EngineError(
+                f"{self._remote.base_url}: no row answered for {self._loop.time() - since:.0f} s"
+                f" (engine.options.give_up_s = {self._options.give_up_s:g}); last: {problem}. Every"
+                " finished row is on disk: see to the server, then run the same command again"
+            )
+
+
+class OpenAIServerPreflight:
+    """Shows the messages and checks the parameters' names; only the server can count the tokens."""
+
+    def render(self, request: Request) -> RenderedPrompt:
+        api.check_names(request.sampling)
+        return RenderedPrompt(api.shown(request), None)
+
+
+def preload() -> None:
+    """There is nothing to import."""
+
+
+def open_engine(job: JobConfig) -> OpenAIServerEngine:
+    return OpenAIServerEngine(job)
+
+
+def open_preflight(job: JobConfig) -> OpenAIServerPreflight:
+    options_of(job)
+    return OpenAIServerPreflight()
+
+
+def options_of(job: JobConfig) -> Options:
+    """The job's options; its sampling is checked besides.
+
+    Raises:
+        JobError: all that is wrong with them.
+    """
+    found, problems = job.engine.options, []
+    for name, value in found.items():
+        if name not in _CHECKS:
+            problems.append(
+                f"engine.options.{name}: unknown; openai-server knows {', '.join(_CHECKS)}"
+            )
+        elif not _CHECKS[name].fits(value):
+            expected = _CHECKS[name].expected
+            problems.append(f"engine.options.{name}: found {value!r}, expected {expected}")
+    extra = found.get("extra_body")
+    problems += [
+        f"engine.options.extra_body.{name}: set by batchkit; leave it out"
+        for name in _NOT_EXTRA
+        if isinstance(extra, Mapping) and name in extra
+    ]
+    try:
+        api.check_names(job.sampling.params())
+    except RequestError as error:
+        problems.append(str(error))
+    if problems:
+        raise JobError("\n".join(problems))
+    return Options(**found)
+
+
+class _Check(NamedTuple):
+    fits: Callable[[Any], bool]
+    expected: str
+
+
+_CHECKS = {
+    "max_num_seqs": _Check(lambda v: type(v) is int and v >= 1, "a whole number ≥ 1"),
+    "give_up_s": _Check(lambda v: type(v) in (int, float) and v >= 0, "a number ≥ 0"),
+    "extra_body": _Check(lambda v: isinstance(v, Mapping), "a table"),
+    "drop": _Check(
+        lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v),
+        "a list of names",
+    ),
+}

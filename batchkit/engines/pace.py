@@ -1,0 +1,104 @@
+"""How many requests a server is sent at a time, and when it is left alone for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+
+GROWTH = 0.25
+"""Requests more at a time, per answer: from 1 back to 32 in some 120 answers."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+LEAST_RETRY_AFTER_S, LONGEST_RETRY_AFTER_S = 0.1, 60.0
+
+
+def pause_s(tries: int) -> float:
+    """Seconds to wait after ``tries`` failures in a row: twice as long each time, and jittered so
+    that rows, and runs, which failed together don't come back together."""
+    longest = min(FIRST_PAUSE_S * 2.0 ** min(tries - 1, 16), LONGEST_PAUSE_S)
+    return longest * random.uniform(0.5, 1.0)
+
+
+class Pace:
+    """At most ``most`` at a time: half of it whenever the server says that it is busy, one by one
+    while it can't be reached, a little more with each answer. Belongs to one event loop."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._limit = float(most)
+        self._line: deque[asyncio.Future[None]] = deque()
+        self._pause: asyncio.TimerHandle | None = None
+        self._paused_at = float("-inf")
+        self._pauses = 0
+        self._is_down = False
+        self.running = 0
+        self.troubled_since: float | None = None
+
+    @property
+    def limit(self) -> int:
+        """How many may run at once now."""
+        return 1 if self._is_down else int(self._limit)
+
+    async def enter(self) -> float:
+        """Wait for a place, first come first served, and take it; tells when it was given."""
+        loop = asyncio.get_running_loop()
+        place = loop.create_future()
+        self._line.append(place)
+        self._admit()
+        await place
+        return loop.time()
+
+    def leave(self) -> None:
+        """Give the place back."""
+        self.running -= 1
+        self._admit()
+
+    def went_well(self) -> None:
+        """The server answered."""
+        self.troubled_since = None
+        self._pauses = 0
+        self._is_down = False
+        self._limit = min(self._most, self._limit + GROWTH)
+
+    def is_troubled(self) -> None:
+        """The server did not answer: since when, ``troubled_since`` tells."""
+        if self.troubled_since is None:
+            self.troubled_since = asyncio.get_running_loop().time()
+
+    def turned_away(self, sent_at: float, *, is_down: bool, retry_after_s: float | None) -> None:
+        """A request sent at ``sent_at`` was not taken in: nothing is sent for a while, which the
+        server may name.
+
+        Of those that were sent before the last pause began, only the first says something new.
+        """
+        self.is_troubled()
+        if sent_at >= self._paused_at:
+            self._pauses += 1
+            self._is_down = self._is_down or is_down
+            if not is_down:
+                self._limit = max(1.0, self._limit / 2)
+            if retry_after_s is None:
+                self._hold(pause_s(self._pauses))
+            self._paused_at = asyncio.get_running_loop().time()
+        if retry_after_s is not None:
+            wait_s = min(max(retry_after_s, LEAST_RETRY_AFTER_S), LONGEST_RETRY_AFTER_S)
+            self._hold(wait_s * random.uniform(1.0, 1.1))
+
+    def _hold(self, wait_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + wait_s
+        if self._pause is None or self._pause.when() < until:
+            if self._pause is not None:
+                self._pause.cancel()
+            self._pause = loop.call_at(until, self._go_on)
+
+    def _go_on(self) -> None:
+        self._pause = None
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._line and self._pause is None and self.running < self.limit:
+            place = self._line.popleft()
+            if not place.done():  # else its row was given up
+                self.running += 1
+                place.set_result(None)

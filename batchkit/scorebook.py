@@ -1,0 +1,116 @@
+"""``scores.jsonl``: what ``batchkit score`` found, one line a row, laid over ``results.jsonl``.
+
+The ledger is append-only and holds what the model wrote and the scores that were known as the row
+finished. Scores that came later (charts, a judge, another scoring) stand here. A line counts only
+for the record that it was made from: one that was run again has its own scores, and so has one
+that came to stand at another row's index (``--on-change requeue``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from batchkit.config import JobConfig
+from batchkit.errors import JobError, StoreError
+from batchkit.ledger import RESULTS, read_newest
+from batchkit.runfolder import is_run, replacing
+
+SCORES = "scores.jsonl"
+_KEYS = ("index", "input_hash", "finished_at")
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreLine:
+    """The scores of the record of row ``index`` that was finished at ``finished_at``.
+
+    ``input_hash`` is the record's: many rows finish within one millisecond.
+    """
+
+    index: int
+    input_hash: str | None
+    finished_at: str
+    prediction: str | None
+    scores: Mapping[str, float | None]
+
+
+_NAMES = [field.name for field in fields(ScoreLine)]
+
+
+def read_scored(folder: Path) -> Iterator[dict[str, Any]]:
+    """The newest record of each row, in the order of the input, with its newest scores."""
+    lines = _lines(folder / SCORES)
+    line = next(lines, None)
+    for record in read_newest(folder / RESULTS):
+        while line is not None and line["index"] < record["index"]:
+            line = next(lines, None)
+        if line is not None and all(line[key] == record.get(key) for key in _KEYS):
+            record["prediction"], record["scores"] = line["prediction"], line["scores"]
+        yield record
+
+
+def write_scores(folder: Path, lines: Iterable[ScoreLine]) -> None:
+    """Replace the scores of a run in one step; ``lines`` in the order of the input.
+
+    Raises:
+        StoreError: the file can't be written.
+    """
+    path = folder / SCORES
+    try:
+        with replacing(path) as temporary, temporary.open("wb") as file:
+            for line in lines:
+                file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise StoreError(f"{path}: can't write: {error.strerror or error}") from error
+
+
+def references_of(job: JobConfig) -> dict[str, str | None] | None:
+    """The right answers by id, where ``scoring.reference_run`` gives them; else None.
+
+    Raises:
+        JobError: there is no such run, it reads no predictions, or its ids name several rows.
+    """
+    if job.scoring.reference_run is None:
+        return None
+    folder = Path(job.scoring.reference_run)
+    if not is_run(folder):
+        raise JobError(f"scoring.reference_run: {folder}: no run there; make that run first")
+    found: dict[str, str | None] = {}
+    for record in read_scored(folder):
+        if record["status"] != "ok":
+            continue
+        if "prediction" not in record:
+            raise JobError(
+                f"scoring.reference_run: {folder}: its answers have no prediction; give it"
+                f" [scoring] extract, and `batchkit score` it"
+            )
+        if record["id"] in found:
+            raise JobError(
+                f"scoring.reference_run: {folder}: id {record['id']!r} names two of its rows; give"
+                " both runs an input.id that names one"
+            )
+        found[record["id"]] = record["prediction"]
+    return found
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            try:
+                line: dict[str, Any] = orjson.loads(raw)
+                if not all(name in line for name in _NAMES):
+                    raise ValueError("not a line of scores")
+            except (ValueError, TypeError) as error:
+                raise StoreError(
+                    f"{path} line {number}: damaged: {error}; `batchkit score` writes it anew"
+                ) from error
+            yield line

@@ -1,0 +1,182 @@
+"""From an answer's text to its prediction and scores.
+
+A scorer judges one record; a metric (``metrics``) reduces many. A score is a number from 0 to 1
+(``reward``: 0 to 10) or None: unscored, which is never the same as 0. Failed rows never come here.
+
+``chart`` and ``judge`` need more than the record (a sandbox, a second model): their scores are None
+here, and ``batchkit.score`` fills them in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import orjson
+
+from batchkit.config import ScoringRule, ScoringTable
+from batchkit.scoring.extract import EXTRACTORS
+from batchkit.scoring.overlap import OVERLAPS, Pair, overlap, pair, preload
+from batchkit.scoring.reward import parse_reward
+from batchkit.scoring.values import choice, numeric
+
+T = TypeVar("T")
+
+DEFERRED = ("chart", "judge")
+SCORES_OF = {"chart": ("ecr", "pass")}  # of all others: one, by the scorer's own name
+
+
+class Scored(NamedTuple):
+    """What was read from an answer. A score of None: it could not be told."""
+
+    prediction: str | None
+    scores: dict[str, float | None]
+
+
+class Scoring:
+    """Scores answers as ``table`` says. Immutable.
+
+    ``references``: the right answers by the row's id, where ``reference_run`` gives them. ``say``
+    hears of a row that a scorer could not cope with.
+    """
+
+    def __init__(
+        self,
+        table: ScoringTable,
+        references: Mapping[str, str | None] | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._say = say
+        self._rules = [
+            (rule.where, _laid_over(table, rule.model_dump(exclude={"where"}, exclude_none=True)))
+            for rule in table.rules
+        ]
+        self._rules.append(({}, table))
+        self._references = references
+        for name in self.scorers:
+            preload(name)
+
+    @property
+    def scorers(self) -> list[str]:
+        """The names of the scorers, in the order of the job file."""
+        return list(dict.fromkeys(name for _, table in self._rules[::-1] for name in table.scorers))
+
+    @property
+    def fields(self) -> set[str]:
+        """The fields of a row that are read."""
+        found = {name for where, _ in self._rules for name in where}
+        for _, table in self._rules:
+            found |= {name for name in (table.reference, table.group_by) if name is not None}
+        return found
+
+    def table_for(self, fields: Mapping[str, Any]) -> ScoringTable:
+        """The scoring of a row: its first fitting rule laid over the rest."""
+        return next(table for where, table in self._rules if _fits(where, fields))
+
+    def score(self, text: str, fields: Mapping[str, Any], row_id: str) -> Scored:
+        """The prediction in ``text`` and its scores; never raises for what a model wrote."""
+        table = self.table_for(fields)
+        prediction = self._extracted(text, table, row_id)
+        if prediction is None and table.extract == "final-answer":
+            prediction = text.strip()
+        return self.score_prediction(prediction, fields, row_id)
+
+    def score_prediction(
+        self, prediction: str | None, fields: Mapping[str, Any], row_id: str
+    ) -> Scored:
+        """As ``score``, of what was read from an answer already."""
+        table = self.table_for(fields)
+        reference = self.reference(fields, row_id)
+        scores: dict[str, float | None] = {}
+        compare = _Comparison(prediction, reference, table)
+        for name in table.scorers:
+            if name in DEFERRED:
+                scores |= dict.fromkeys(SCORES_OF.get(name, (name,)))
+            else:
+                by_name = partial(compare.by, name)
+                scores[name] = self._tried(f"the scorer {name}", row_id, by_name)
+        return Scored(prediction, scores)
+
+    def finds_nothing(self, text: str, fields: Mapping[str, Any], row_id: str = "?") -> bool:
+        """True where the answer lacks what its extractor looks for."""
+        return self._extracted(text, self.table_for(fields), row_id) is None
+
+    def reference(self, fields: Mapping[str, Any], row_id: str) -> str | None:
+        """The right answer, as text; None where there is none."""
+        if self._references is not None:
+            return self._references.get(row_id)
+        name = self.table_for(fields).reference
+        found = None if name is None else fields.get(name)
+        text = None if found is None else _as_text(found)
+        return text if text and text.strip() else None
+
+    def _extracted(self, text: str, table: ScoringTable, row_id: str) -> str | None:
+        extract = partial(EXTRACTORS[table.extract], text, table)
+        return self._tried(f"the extractor {table.extract}", row_id, extract)
+
+    def _tried(self, who: str, row_id: str, make: Callable[[], T | None]) -> T | None:
+        """What ``make`` gives. An answer was paid for: nobody who fails over it may lose it."""
+        try:
+            return make()
+        except Exception as error:
+            self._say(f"row {row_id}: {who} fails: {type(error).__name__}: {error}; unscored")
+            return None
+
+
+def score_names(table: ScoringTable) -> list[str]:
+    """The names of the scores that a record has, over all rules, in the order of the job file."""
+    parts: list[ScoringTable | ScoringRule] = [table, *table.rules]
+    scorers = [name for part in parts for name in part.scorers or ()]
+    names = [score for name in scorers for score in SCORES_OF.get(name, (name,))]
+    return list(dict.fromkeys(names))
+
+
+class _Comparison:
+    """Compares one prediction with its reference by any of the scorers; normalised once."""
+
+    def __init__(self, prediction: str | None, reference: str | None, table: ScoringTable) -> None:
+        self._prediction, self._reference, self._table = prediction, reference, table
+        self._pair: Pair | None = None
+
+    def by(self, name: str) -> float | None:
+        """The score by the scorer called ``name``; None where there is nothing to compare."""
+        prediction, reference, table = self._prediction, self._reference, self._table
+        if prediction is None:
+            return None
+        if name == "reward":
+            return parse_reward(prediction)
+        if reference is None:
+            return None
+        if name in OVERLAPS:
+            self._pair = self._pair or pair(prediction, reference, table.mode)
+            return overlap(name, self._pair, table.mode)
+        if name == "numeric":
+            return numeric(prediction, reference, table.tolerance)
+        return choice(prediction, reference, table.choices)
+
+
+def _as_text(value: Any) -> str:
+    """A field that is no text, as a kept one would be stored: as JSON, a date without quotes."""
+    if isinstance(value, str):
+        return value
+    try:
+        text = orjson.dumps(value, default=str).decode()
+    except TypeError:  # hundreds of levels, half a surrogate pair, a number of 20 digits
+        return str(value)
+    return str(orjson.loads(text)) if text.startswith('"') else text
+
+
+def _laid_over(table: ScoringTable, changes: Mapping[str, Any]) -> ScoringTable:
+    return table.model_copy(update=dict(changes))
+
+
+def _fits(where: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
+    """As ``input.where``, but a field that is not there just does not fit."""
+    for name, wanted in where.items():
+        values = wanted if isinstance(wanted, list) else [wanted]
+        if name not in fields or (
+            fields[name] not in values and str(fields[name]) not in map(str, values)
+        ):
+            return False
+    return True

@@ -1,0 +1,191 @@
+"""Metrics: the scores of many records reduced to one table.
+
+The mean of a scorer is the plain mean over the rows that it scored; unscored and failed rows are
+counted beside it and are never a 0 in it. Scores from 0 to 1 are told in percent, a reward from 0
+to 10 as it is.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+OUT_OF_TEN = ("reward",)
+ALL = "all"
+_NAMES = {
+    "f1": "F1",
+    "em": "EM",
+    "rouge-l": "ROUGE-L",
+    "sacrebleu": "SacreBLEU",
+    "ecr": "ECR",
+    "pass": "PASS",
+    "judge": "GPT_EVAL",
+}
+
+
+@dataclass
+class Group:
+    """The rows of one kind. ``scored``: at least one score could be told."""
+
+    scored: int = 0
+    unscored: int = 0
+    failed: int = 0
+    scores: dict[str, array[float]] = field(default_factory=dict)
+    unscored_by: dict[str, int] = field(default_factory=dict)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        if record["status"] != "ok":
+            self.failed += 1
+            return
+        scores: Mapping[str, float | None] = record.get("scores") or {}
+        told = False
+        for name, score in scores.items():
+            values = self.scores.setdefault(name, array("d"))
+            if score is None:
+                self.unscored_by[name] = self.unscored_by.get(name, 0) + 1
+            else:
+                told = True
+                values.append(score if name in OUT_OF_TEN else score * 100)
+        self.scored += told
+        self.unscored += not told
+
+    def mean(self, name: str) -> float | None:
+        """In percent (reward: 0 to 10); None where no row has this score."""
+        values = self.scores.get(name)
+        return round(math.fsum(values) / len(values), 10) if values else None
+
+    def to_json(self, names: Sequence[str]) -> dict[str, Any]:
+        means = {name: self.mean(name) for name in names if name in self.scores}
+        spread = {
+            name: _spread(self.scores[name])
+            for name in names
+            if name in OUT_OF_TEN and self.scores.get(name)
+        }
+        return {
+            "n": self.scored,
+            **means,
+            "unscored": self.unscored,
+            "failed": self.failed,
+            **({"unscored_by": self.unscored_by} if any(self.unscored_by.values()) else {}),
+            **({"spread": spread} if spread else {}),
+        }
+
+
+@dataclass
+class ScoreTable:
+    """Scores by group, and over all rows. ``names``: the scores in the order of the columns."""
+
+    groups: dict[str, Group]
+    overall: Group
+    names: list[str]
+
+    @property
+    def total(self) -> int:
+        return self.overall.scored + self.overall.unscored + self.overall.failed
+
+    def to_json(self) -> dict[str, Any]:
+        best = self._extremes()
+        return {
+            "total": self.total,
+            "scored": self.overall.scored,
+            "unscored": self.overall.unscored,
+            "failed": self.overall.failed,
+            "metrics": {name: group.to_json(self.names) for name, group in self.groups.items()},
+            "overall": self.overall.to_json(self.names),
+            **best,
+        }
+
+    def to_text(self) -> str:
+        """A Markdown table, its columns aligned: one line a group, the last one for all rows."""
+        heads = ["", "n", *map(head, self.names), "unscored", "failed"]
+        rows = [self._line(name, group) for name, group in self.groups.items()]
+        rows.append(self._line(ALL, self.overall))
+        lines = [markdown(heads, rows)]
+        lines += [self._spread_text(name) for name in OUT_OF_TEN if name in self.overall.scores]
+        return "\n".join(lines)
+
+    def _line(self, name: str, group: Group) -> list[str]:
+        means = [_shown(group.mean(score)) for score in self.names]
+        return [name, str(group.scored), *means, str(group.unscored), str(group.failed)]
+
+    def _spread_text(self, name: str) -> str:
+        parts = ("mean", "std", "median", "min", "max", "count")
+        groups = {**self.groups, ALL: self.overall}
+        rows = []
+        for label, group in groups.items():
+            if values := group.scores.get(name):
+                found = _spread(values)
+                rows.append(
+                    [label, *(_shown(found[part]) for part in parts[:-1]), str(len(values))]
+                )
+        extremes = self._extremes()
+        told = "".join(f"\n{kind}: {group}" for kind, group in extremes.items())
+        return f"\n{markdown([name, *parts], rows)}{told}"
+
+    def _extremes(self) -> dict[str, str]:
+        """The groups with the best and the worst mean, where rewards are compared."""
+        means = {
+            label: mean
+            for label, group in self.groups.items()
+            if (mean := group.mean(OUT_OF_TEN[0])) is not None
+        }
+        if not means:
+            return {}
+        return {
+            "best": max(means, key=means.__getitem__),
+            "worst": min(means, key=means.__getitem__),
+        }
+
+
+def tabulate(records: Iterable[Mapping[str, Any]], group_by: str | None) -> ScoreTable:
+    """The table of ``records``, which carry ``status``, ``scores`` and ``fields``."""
+    groups: dict[str, Group] = {}
+    overall = Group()
+    for record in records:
+        overall.add(record)
+        if group_by is not None:
+            value = (record.get("fields") or {}).get(group_by)
+            label = "(none)" if value in (None, "") else str(value)
+            groups.setdefault(label, Group()).add(record)
+    order = {name: place for place, name in enumerate(_NAMES)}
+    names = sorted(overall.scores, key=lambda name: order.get(name, len(order)))
+    return ScoreTable(dict(sorted(groups.items())), overall, names)
+
+
+def head(name: str) -> str:
+    """What a column of this score is called."""
+    return _NAMES.get(name, name)
+
+
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose columns also line up as plain text, numbers to the right."""
+    table = [
+        [cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in (heads, *rows)
+    ]
+    widths = [max(3, *(len(row[n]) for row in table)) for n in range(len(heads))]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    lines = [
+        [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
+        for row in table
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]])
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    """``std`` is the population's, as the reward harness computes it."""
+    return {
+        "mean": statistics.fmean(values),
+        "std": statistics.pstdev(values),
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "count": len(values),
+    }
+
+
+def _shown(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"

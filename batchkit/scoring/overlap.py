@@ -1,0 +1,144 @@
+"""Scorers of overlapping words: F1, EM, ROUGE-L, SacreBLEU, as RealHiTBench computes them.
+
+``official`` equals its code (metrics/qa_metrics.py at cspzyy/RealHiTBench 5278fa2) to the digit:
+each row's score is a percentage rounded to two decimals. ``fixed`` does not round, and reads
+numbers as numbers; docs/scoring.md lists the differences.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+import unicodedata
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+Mode = Literal["official", "fixed"]
+
+_DECIMAL = re.compile(r"\b\d+\.\d+\b")
+_ARTICLE = re.compile(r"\b(?:a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_NUMBER = re.compile(r"(?<![\w.])-?\d++(?:\.\d++)?+(?:e[-+]?\d{1,2})?(?![\w.]*\d)")
+_NO_ANSWER = "#"
+
+
+class Pair(NamedTuple):
+    """Prediction and reference, normalised."""
+
+    prediction: str
+    reference: str
+
+
+def normalise(text: str, mode: Mode) -> str:
+    """``text`` as it is compared: decimals to one place, no case, punctuation or articles."""
+    return _official(text) if mode == "official" else _fixed(text)
+
+
+def pair(prediction: str, reference: str, mode: Mode) -> Pair:
+    """Both normalised. A prediction of which nothing is left is ``#``, and matches nothing."""
+    return Pair(normalise(prediction, mode) or _NO_ANSWER, normalise(reference, mode))
+
+
+def f1(texts: Pair) -> float:
+    """Of the two bags of words: 2·precision·recall / (precision + recall)."""
+    predicted, right = texts.prediction.split(), texts.reference.split()
+    common = (Counter(predicted) & Counter(right)).total()
+    return 2 * common / (len(predicted) + len(right)) if common else 0.0
+
+
+def em(texts: Pair) -> float:
+    """1 where they are equal."""
+    return float(texts.prediction == texts.reference)
+
+
+def rouge_l(texts: Pair, mode: Mode) -> float:
+    """F-measure of the longest common subsequence of words (Lin 2004), by ``rouge_score``.
+
+    Its own words are of a–z and 0–9 alone: a text in another script scores 0 in ``official``.
+    """
+    scores = _rouge(mode).score(texts.reference, texts.prediction)
+    return float(scores["rougeL"].fmeasure)
+
+
+def sacrebleu(texts: Pair, mode: Mode) -> float:
+    """Sentence BLEU-4 by ``sacrebleu``: 13a tokens, exponential smoothing (Post 2018).
+
+    ``official`` takes no effective order: a text of fewer than four tokens scores 0, even if equal.
+    """
+    return float(_bleu(mode).corpus_score([texts.prediction], [[texts.reference]]).score) / 100
+
+
+OVERLAPS: dict[str, Callable[[Pair, Mode], float]] = {
+    "f1": lambda texts, mode: f1(texts),
+    "em": lambda texts, mode: em(texts),
+    "rouge-l": rouge_l,
+    "sacrebleu": sacrebleu,
+}
+
+
+def overlap(name: str, texts: Pair, mode: Mode) -> float:
+    """The score, from 0 to 1, of the scorer called ``name``."""
+    score = OVERLAPS[name](texts, mode)
+    return round(score * 100, 2) / 100 if mode == "official" else score
+
+
+def preload(name: str) -> None:
+    """Import what the scorer called ``name`` needs: the first row should not wait for it."""
+    if name == "rouge-l":
+        _rouge("official")
+    elif name == "sacrebleu":
+        _bleu("official")
+
+
+def _official(text: str) -> str:
+    rounded = _DECIMAL.sub(lambda found: str(round(float(found[0]), 1)), text)
+    plain = rounded.lower().translate(_NO_PUNCTUATION)
+    return " ".join(_ARTICLE.sub(" ", plain).split())
+
+
+def _fixed(text: str) -> str:
+    plain = unicodedata.normalize("NFKC", text).lower()
+    plain = plain.replace("\u2212", "-").replace("\u2019", "'")
+    plain = _THOUSANDS.sub("", plain)
+    words, end = [], 0
+    for number in _NUMBER.finditer(plain):
+        words += _words(plain[end : number.start()])
+        words.append(f"{round(float(number[0]), 1):.15g}" if _is_long(number[0]) else number[0])
+        end = number.end()
+    return " ".join(words + _words(plain[end:]))
+
+
+def _is_long(number: str) -> bool:
+    return "." in number or "e" in number
+
+
+def _words(text: str) -> list[str]:
+    """The words of a text without numbers. A comma or a slash parts words; an apostrophe does not."""
+    parted = re.sub(r"[^\w\s']|_", " ", text).replace("'", "")
+    return _ARTICLE.sub(" ", parted).split()
+
+
+@cache
+def _rouge(mode: Mode) -> Any:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    if mode == "official":
+        return RougeScorer(["rougeL"], use_stemmer=False)
+    return RougeScorer(["rougeL"], tokenizer=_SplitAtSpaces())
+
+
+@cache
+def _bleu(mode: Mode) -> Any:
+    from sacrebleu.metrics.bleu import BLEU
+
+    return BLEU(effective_order=mode == "fixed")
+
+
+class _SplitAtSpaces:
+    """The tokenizer that ``rouge_score`` takes for words of any script."""
+
+    def tokenize(self, text: str) -> list[str]:
+        return text.split()

@@ -1,0 +1,56 @@
+"""Scorers of values: numbers within a tolerance, and one of several choices."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+_NUMBER = re.compile(
+    r"(?<![\w.])[-+−]?\s?[$€£¥]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3})?"
+)
+
+
+def numbers_in(text: str) -> list[float]:
+    """The numbers of ``text`` in their order; ``1,234`` is one number, ``1955,62170`` two."""
+    found = []
+    for match in _NUMBER.findall(text.replace("\u2212", "-")):
+        number = float(re.sub(r"[,\s$€£¥+]", "", match))
+        if math.isfinite(number):
+            found.append(number)
+    return found
+
+
+def numeric(prediction: str, reference: str, tolerance: float) -> float | None:
+    """1 where both hold the same numbers in the same order, each within its tolerance.
+
+    ``tolerance`` is a share of the reference. None where the reference holds no number.
+    """
+    right, found = numbers_in(reference), numbers_in(prediction)
+    if not right:
+        return None
+    close = (abs(x - y) <= tolerance * abs(y) + 1e-9 for x, y in zip(found, right, strict=False))
+    return float(len(found) == len(right) and all(close))
+
+
+def choice(prediction: str, reference: str, choices: Sequence[str]) -> float | None:
+    """1 where the one of ``choices`` that the prediction names is the reference's.
+
+    None where the reference is none of them.
+    """
+    right = _chosen(reference, choices)
+    return None if right is None else float(_chosen(prediction, choices) == right)
+
+
+def _chosen(text: str, choices: Sequence[str]) -> str | None:
+    """The choice that ``text`` is, else the only one that it names as a word of its own."""
+    plain = text.strip().strip(".()[]\"'*` ").casefold()
+    for name in choices:
+        if plain == name.casefold():
+            return name
+    named = [
+        name
+        for name in choices
+        if re.search(rf"(?<!\w){re.escape(name.casefold())}(?!\w)", text.casefold())
+    ]
+    return named[0] if len(named) == 1 else None
