@@ -1,0 +1,224 @@
+"""One chart's process, forked from the zygote: confined first, then given the code."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import contextlib
+import datetime
+import io
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+from batchkit.scoring.chart.answer import TABLE_NAME, TABLE_PATH
+from batchkit.scoring.chart.confine import confine, die_with_parent
+from batchkit.scoring.chart.mend import mended
+from batchkit.scoring.chart.messages import (
+    CONFINED,
+    DEFAULT_LIMITS,
+    MAX_Y_CHARS,
+    Run,
+    SandboxLimits,
+)
+from batchkit.scoring.chart.readings import fixed_readings, official_reading
+
+SCRATCH = "scratch"
+
+_PRINTED_CHARS = MAX_Y_CHARS
+_PROBLEM_CHARS = 1000
+_RESULT_FD = 3
+
+
+def preload() -> None:
+    """Import what charts need, and draw and read once, so that no fork has to load it."""
+    import_module("matplotlib").use("Agg")
+    pandas, pyplot = import_module("pandas"), import_module("matplotlib.pyplot")
+    _as_before(pandas)
+    table = io.BytesIO()
+    pandas.DataFrame({"k": ["a", "b"], "v": [1, 2]}).to_excel(table, index=False)
+    frame = pandas.read_excel(table)
+    frame.plot(kind="bar", x="k", y="v")
+    frame.groupby("k")["v"].sum().plot(kind="pie")
+    pyplot.scatter([1], [1])
+    pyplot.tight_layout()
+    pyplot.close("all")
+
+
+def probe(home: Path, result: int) -> NoReturn:
+    """End with 0 and say no more than CONFINED if code is confined as it should be."""
+    _guarded(home, result, DEFAULT_LIMITS, _escapes)
+
+
+def run_chart(run: Run, home: Path, result: int) -> NoReturn:
+    """Run the code in ``home``, which holds its table and its scratch folder."""
+    _guarded(home, result, run.limits, lambda: _result(run, home / TABLE_NAME))
+
+
+def _guarded(home: Path, result: int, limits: SandboxLimits, act: Callable[[], str]) -> NoReturn:
+    """Confine this process, say so, then send back what ``act`` returns. Never returns itself.
+
+    CONFINED goes out before ``act`` begins: code that runs then can't take it back.
+    """
+    returncode = 1
+    try:
+        try:
+            _leave_the_zygote(result, home / SCRATCH)
+            _limit(limits)
+            confine(readable=home, writable=home / SCRATCH)
+        except BaseException as error:
+            _send(f"{type(error).__name__}: {error}")
+        else:
+            _send(CONFINED)
+            _send(act())
+            returncode = 0
+    finally:
+        os._exit(returncode)  # threads of the code may still run
+
+
+def _leave_the_zygote(result: int, scratch: Path) -> None:
+    """Nothing of its files, its terminal, its folder, or its ways to be told something."""
+    os.setsid()
+    die_with_parent(signal.SIGKILL)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_DFL)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nothing, fd)
+    if result != _RESULT_FD:
+        os.dup2(result, _RESULT_FD)
+    for fd in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        if fd > _RESULT_FD:
+            with contextlib.suppress(OSError):  # the one that listed them
+                os.close(fd)
+    os.chdir(scratch)
+    for name in ("PYTHONPATH", "LD_LIBRARY_PATH"):
+        os.environ.pop(name, None)
+    os.environ["HOME"] = os.environ["TMPDIR"] = str(scratch)
+    tempfile.tempdir = None  # found anew, by TMPDIR
+
+
+def _limit(limits: SandboxLimits) -> None:
+    # If the machine runs out of memory, this process goes first, and not the run that waits for it.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    cpu_s = int(limits.timeout_s) + 2
+    for kind, value in (
+        (resource.RLIMIT_AS, pages * resource.getpagesize() + limits.memory_bytes),
+        (resource.RLIMIT_FSIZE, limits.file_bytes),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+    ):
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))  # SIGXCPU first: it says what it is
+
+
+def _send(text: str) -> None:
+    data = text.encode()
+    while data:
+        data = data[os.write(_RESULT_FD, data) :]
+
+
+def _escapes() -> str:
+    """What a chart must not be able to do, tried out."""
+    attempts: dict[str, Callable[[], object]] = {
+        "read the root folder": lambda: list(Path("/").iterdir()),
+        "read the code of batchkit": lambda: Path(__file__).read_bytes(),
+        "write beside its table": lambda: Path("../x").write_text(""),
+        "open a socket": lambda: socket.socket(socket.AF_UNIX).close(),
+        "fork": _fork,
+        "signal its parent": lambda: os.kill(os.getppid(), 0),
+    }
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except PermissionError:
+            continue
+        return f"the sandbox lets code {name}"
+    return ""
+
+
+def _fork() -> None:
+    if os.fork() == 0:
+        os._exit(0)
+
+
+def _result(run: Run, table: Path) -> str:
+    try:
+        y = _values(run, str(table))
+    except BaseException as error:  # SystemExit too: the code did not run to its end
+        text = f"{type(error).__name__}: {error}".removesuffix(": ")
+        problem = text.replace(str(table), TABLE_NAME)[:_PROBLEM_CHARS]
+        return json.dumps({"problem": problem})
+    return json.dumps({"y": [text[:MAX_Y_CHARS] for text in y]})
+
+
+def _values(run: Run, table: str) -> list[str]:
+    pyplot = import_module("matplotlib.pyplot")
+    printed = _Printed()
+    sys.stdout, sys.stderr = printed, _Printed()
+    code = run.code.replace(TABLE_PATH, table)
+    names = _names(pyplot)
+    if run.mode == "fixed":
+        pyplot.close = lambda *_, **__: None  # type: ignore[attr-defined]
+        exec(compile(mended(code), "<chart>", "exec"), names)
+        return fixed_readings(pyplot, run.chart_type)
+    _print_as_numpy_1()
+    # As the official runner has it: below an if, and with locals apart from the globals.
+    body = "".join(f"    {line}\n" for line in code.strip().split("\n"))
+    exec(compile(f"if __name__ == '__main__':\n{body}", "<chart>", "exec"), names, {})
+    y = official_reading(pyplot, run.chart_type)
+    return [f"{printed.getvalue()}{y}".strip() if y else ""]
+
+
+def _names(pyplot: Any) -> dict[str, Any]:
+    """What the official runner's module has imported: code is not asked to import it again."""
+    return {
+        "__name__": "__main__",
+        "__builtins__": __builtins__,
+        "pd": import_module("pandas"),
+        "np": import_module("numpy"),
+        "plt": pyplot,
+        **{module.__name__: module for module in (ast, base64, datetime, io, json, os, re, sys)},
+        "time": time,
+    }
+
+
+def _as_before(pandas: Any) -> None:
+    """Text in columns of objects, as in the pandas that the gold code and the models were made with."""
+    try:
+        pandas.set_option("future.infer_string", False)
+    except (KeyError, ValueError):  # pandas.errors.OptionError: not there any more, or not yet
+        return
+
+
+def _print_as_numpy_1() -> None:
+    """``[np.float64(1.0)]`` as ``[1.0]``: under numpy 2 the official PASS is false for every chart."""
+    numpy = import_module("numpy")
+    if int(numpy.__version__.split(".")[0]) >= 2:
+        numpy.set_printoptions(legacy="1.25")
+
+
+class _Printed(io.StringIO):
+    """Holds a bounded beginning of what is written."""
+
+    def write(self, text: str, /) -> int:
+        room = _PRINTED_CHARS - self.tell()
+        if room > 0:
+            super().write(text[:room])
+        return len(text)

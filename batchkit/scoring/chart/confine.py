@@ -1,0 +1,76 @@
+"""Takes from the calling process whatever a chart's code doesn't need, for good.
+
+Three walls, each closed if another should have a hole: Landlock (files), seccomp (system calls: no
+process, no network, no way to other processes), and no capability is left even to root. What stays
+possible: to see that a path exists, and the clock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from batchkit.scoring.chart.landlock import landlock_missing, restrict_files
+from batchkit.scoring.chart.seccomp import restrict_calls, seccomp_missing
+
+_PR_SET_PDEATHSIG = 1
+_CAPABILITY_VERSION_3 = 0x20080522
+_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
+_SYSTEM = (
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/usr/share/zoneinfo",
+    "/usr/share/fonts",
+    "/usr/local/share/fonts",
+    "/dev/urandom",
+)
+
+
+def what_is_missing() -> str | None:
+    """What this machine lacks to confine a process, None where it lacks nothing. Changes nothing."""
+    if sys.platform != "linux":
+        return f"the sandbox needs Linux (Landlock and seccomp), this is {sys.platform}"
+    return landlock_missing() or seccomp_missing()
+
+
+def confine(*, readable: Path, writable: Path) -> None:
+    """From here on this process, of one thread so far, may read below ``readable`` and what Python
+    needs, and write files in ``writable``; no more.
+
+    Raises:
+        OSError: a wall could not be put up. What is up stays up: run nothing.
+    """
+    restrict_files(
+        readable=[readable, *map(Path, _SYSTEM), *_python()],
+        files_writable_in=writable,
+        writable_file=Path(os.devnull),
+    )
+    _drop_capabilities()
+    restrict_calls()
+
+
+def die_with_parent(signum: int) -> None:
+    """Have ``signum`` sent to this process when its parent (the thread that started it) ends."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+def _python() -> Iterator[Path]:
+    """Where its modules and the libraries of these lie: not their parents, which may be a home."""
+    paths = sysconfig.get_paths()
+    yield from {Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    for entry in map(Path, sys.path):
+        if entry.name in ("site-packages", "dist-packages", "lib-dynload"):
+            yield entry
+    yield from map(Path, _LIBRARIES)
+
+
+def _drop_capabilities() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    if libc.capset(header, (ctypes.c_uint32 * 6)()) != 0:
+        raise OSError(ctypes.get_errno(), "capset failed")

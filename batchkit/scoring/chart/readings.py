@@ -1,0 +1,138 @@
+"""The y values of what was drawn, read from pyplot."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
+from typing import Any
+
+Axes = Any  # matplotlib.axes.Axes
+
+
+def official_reading(pyplot: Any, chart_type: str) -> str:
+    """As the official code prints them; "" where it fails to."""
+    read = _OFFICIAL.get(chart_type)
+    try:
+        return "" if read is None else repr(read(pyplot.gca()))
+    except Exception:
+        return ""
+
+
+def fixed_readings(pyplot: Any, chart_type: str) -> list[str]:
+    """All values of the figure, then those that the official code reads, where they differ.
+
+    Each as JSON with NaN for what is missing; a reading that fails, or has no values, is left out.
+    """
+    numbers = pyplot.get_fignums()
+    if not numbers or chart_type not in _FIXED:
+        return []
+    found = []
+    # The current figure; where nothing of this type is in it, the last that has something.
+    for number in [pyplot.gcf().number, *reversed(numbers)]:
+        values = _as_text(_FIXED[chart_type], pyplot.figure(number).axes)
+        if values is not None:
+            found.append(values)
+            break
+    current = _as_text(lambda axes: _OFFICIAL[chart_type](axes[-1]), [pyplot.gca()])
+    if current is not None and current not in found:
+        found.append(current)
+    return found
+
+
+def _as_text(read: Callable[[list[Axes]], list[Any]], axes: list[Axes]) -> str | None:
+    try:
+        values = _plain(read(axes))
+    except Exception:  # other artists than expected, or values that are no numbers
+        return None
+    return json.dumps(values) if any(value != [] for value in values) else None
+
+
+def _plain(values: Iterable[Any]) -> list[Any]:
+    """Lists of floats and ints, to any depth."""
+    return [_plain(value) if isinstance(value, list) else _number(value) for value in values]
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str | bytes):
+        raise TypeError(f"{value!r} is no number")
+    if value is None or import_module("pandas").isna(value):  # masked, NA and NaT as well
+        return math.nan
+    if hasattr(value, "mask"):
+        return math.nan
+    number = float(value)
+    return int(number) if isinstance(value, int) else number
+
+
+def _lines(axes: Axes) -> list[Any]:
+    return [list(line.get_ydata()) for line in axes.get_lines()]
+
+
+def _heights(axes: Axes) -> list[Any]:
+    return [patch.get_height() for patch in axes.patches]
+
+
+def _offsets(axes: Axes) -> list[Any]:
+    return [[point[1] for point in points.get_offsets()] for points in axes.collections]
+
+
+def _fractions(axes: Axes) -> list[Any]:
+    return [_fraction(patch) for patch in axes.patches]
+
+
+def _fraction(wedge: Any) -> Any:
+    return round((wedge.theta2 - wedge.theta1) / 360.0, 2)
+
+
+def _all_lines(figure: list[Axes]) -> list[Any]:
+    return [y for axes in figure for y in _lines(axes)]
+
+
+def _all_bars(figure: list[Axes]) -> list[Any]:
+    return [length for axes in figure for length in _bars(axes)]
+
+
+def _bars(axes: Axes) -> Iterator[Any]:
+    container = import_module("matplotlib.container").BarContainer
+    groups = [group for group in axes.containers if isinstance(group, container)]
+    for group in groups:
+        for bar in group:
+            yield bar.get_width() if group.orientation == "horizontal" else bar.get_height()
+    if not groups:
+        yield from _heights(axes)
+
+
+def _all_points(figure: list[Axes]) -> list[Any]:
+    return [y for axes in figure for y in _points(axes)]
+
+
+def _points(axes: Axes) -> Iterator[list[Any]]:
+    points = import_module("matplotlib.collections").PathCollection
+    for group in axes.collections:
+        if isinstance(group, points):
+            yield [point[1] for point in group.get_offsets()]
+    for line in axes.get_lines():
+        if line.get_linestyle() == "None" and line.get_marker() not in (None, "None", "", " "):
+            yield list(line.get_ydata())
+
+
+def _all_wedges(figure: list[Axes]) -> list[Any]:
+    wedge = import_module("matplotlib.patches").Wedge
+    return [
+        _fraction(patch) for axes in figure for patch in axes.patches if isinstance(patch, wedge)
+    ]
+
+
+_OFFICIAL: dict[str, Callable[[Axes], list[Any]]] = {
+    "LineChart": _lines,
+    "BarChart": _heights,
+    "ScatterChart": _offsets,
+    "PieChart": _fractions,
+}
+_FIXED: dict[str, Callable[[list[Axes]], list[Any]]] = {
+    "LineChart": _all_lines,
+    "BarChart": _all_bars,
+    "ScatterChart": _all_points,
+    "PieChart": _all_wedges,
+}

@@ -1,0 +1,133 @@
+"""From a chart's code to its score."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from batchkit.scoring.chart.answer import TABLE_NAME, chart_code, with_table
+from batchkit.scoring.chart.compare import passes, reference_values
+from batchkit.scoring.chart.messages import DEFAULT_LIMITS, Mode, Run, SandboxLimits
+from batchkit.scoring.chart.sandbox import Outcome, Sandbox, check_sandbox
+
+_AHEAD = 2  # charts per worker that are taken before the first of them is asked for
+
+
+class Chart(NamedTuple):
+    """One answer to run. ``table``: what its code reads; None: there is none."""
+
+    response: str
+    chart_type: str  # LineChart, BarChart, ScatterChart or PieChart
+    reference: str  # a Python list of y values, as text
+    table: Path | None
+
+
+class ChartScore(NamedTuple):
+    """``ecr``: the code ran. ``passed`` is None where the reference is of no use: unscored.
+
+    ``y``: the values found, as text, "" where none. ``problem``: why it did not run or pass, one
+    line for people.
+    """
+
+    ecr: bool
+    passed: bool | None
+    y: str
+    problem: str | None
+
+
+def score_charts(
+    charts: Iterable[Chart],
+    *,
+    mode: Mode,
+    workers: int | None = None,
+    limits: SandboxLimits = DEFAULT_LIMITS,
+) -> Iterator[ChartScore]:
+    """The scores in the order of ``charts``, which is read only a little ahead.
+
+    Each of the ``workers`` (None: one a core) is a thread with a sandbox of its own. Closing the
+    iterator ends what runs.
+
+    Raises:
+        SandboxError: at once, if code can't be confined here; none has run then.
+    """
+    check_sandbox()
+    return _scores(charts, mode, workers or len(os.sched_getaffinity(0)), limits)
+
+
+def score_chart(
+    chart: Chart, sandbox: Sandbox, mode: Mode, limits: SandboxLimits = DEFAULT_LIMITS
+) -> ChartScore:
+    """Run one in ``sandbox``; it is ready for the next then, whatever this one did.
+
+    Raises:
+        SandboxError: the sandbox can't be started, or confined this chart not.
+    """
+    reference = reference_values(chart.reference, mode)
+    unscored = None if reference is None else False
+    # Under official the names are replaced first, so that what is found has them replaced.
+    response = with_table(chart.response, mode) if mode == "official" else chart.response
+    code = chart_code(response, mode)
+    if code is None:
+        return ChartScore(False, unscored, "", "there is no code in the answer")
+    if mode == "fixed":
+        code = with_table(code, mode)
+    missing = chart.table is not None and not chart.table.is_file()
+    table = None if chart.table is None or missing else str(chart.table.resolve())
+    outcome = sandbox.run(Run(code, chart.chart_type, mode, table, limits))
+    if outcome.problem is not None:
+        problem = outcome.problem
+        if missing and "FileNotFoundError" in problem and TABLE_NAME in problem:
+            problem = f"table {chart.table.name if chart.table else ''} is missing"
+        return ChartScore(False, unscored, "", problem)
+    return _judged(chart, outcome, reference, mode)
+
+
+def _judged(
+    chart: Chart, outcome: Outcome, reference: list[object] | None, mode: Mode
+) -> ChartScore:
+    """Of code that ran."""
+    first = outcome.y[0] if outcome.y else ""
+    if reference is None:
+        return ChartScore(True, None, first, "the reference is no list of y values")
+    for y in outcome.y:
+        if passes(chart.chart_type, reference, y, mode):
+            return ChartScore(True, True, y, None)
+    if not first:
+        return ChartScore(True, False, "", f"no y values of a {chart.chart_type} can be read")
+    return ChartScore(True, False, first, "the y values differ from the reference")
+
+
+def _scores(
+    charts: Iterable[Chart], mode: Mode, workers: int, limits: SandboxLimits
+) -> Iterator[ChartScore]:
+    sandboxes = [Sandbox() for _ in range(workers)]
+    idle: SimpleQueue[Sandbox] = SimpleQueue()
+    for sandbox in sandboxes:
+        idle.put(sandbox)
+
+    def score(chart: Chart) -> ChartScore:
+        sandbox = idle.get()  # never waits: as many as threads
+        try:
+            return score_chart(chart, sandbox, mode, limits)
+        finally:
+            idle.put(sandbox)
+
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="chart")
+    running: deque[Future[ChartScore]] = deque()
+    try:
+        for chart in charts:
+            running.append(pool.submit(score, chart))
+            if len(running) >= workers * _AHEAD:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for sandbox in sandboxes:
+            sandbox.close()  # the threads would wait for their charts otherwise
+        pool.shutdown()

@@ -1,0 +1,557 @@
+"""Hostile code in a chart comes to nothing: each case alone, in the real sandbox."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+import pytest
+
+from batchkit.scoring.chart import (
+    Chart,
+    ChartScore,
+    Sandbox,
+    SandboxLimits,
+    score_chart,
+    score_charts,
+)
+
+pd = pytest.importorskip("pandas")
+pytest.importorskip("matplotlib")
+pytest.importorskip("openpyxl")
+
+IMPORTS = "import pandas as pd\nimport matplotlib.pyplot as plt\n"
+DRAWN = "plt.bar([1, 2], [1, 2])\nplt.show()\n"
+GOOD = Chart(IMPORTS + DRAWN, "BarChart", "[1, 2]", None)
+NORMAL = SandboxLimits()
+QUICK = SandboxLimits(timeout_s=0.8)
+SECRET = "batchkit-test-secret-5d1f"
+
+
+class Run(Protocol):
+    def __call__(self, body: str, limits: SandboxLimits = NORMAL) -> ChartScore: ...
+
+
+Refused = Callable[[str], str]
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    with Sandbox() as sandbox:
+        assert score_chart(GOOD, sandbox, "fixed").passed
+        yield sandbox
+
+
+@pytest.fixture
+def run(sandbox: Sandbox) -> Run:
+    """The score of a chart that does ``body`` before it draws what the reference has.
+
+    The same sandbox must score a good chart right after it.
+    """
+
+    def score(body: str, limits: SandboxLimits = NORMAL) -> ChartScore:
+        hostile = chart(f"{textwrap.dedent(body)}\n{DRAWN}")
+        found = score_chart(hostile, sandbox, "fixed", limits)
+        assert score_chart(GOOD, sandbox, "fixed").passed
+        return found
+
+    return score
+
+
+@pytest.fixture
+def refused(run: Run) -> Refused:
+    """The problem of a chart that must not run to its end."""
+
+    def problem(body: str) -> str:
+        found = run(body)
+        assert not found.ecr
+        assert not found.passed
+        assert found.problem is not None
+        return found.problem
+
+    return problem
+
+
+def chart(body: str, chart_type: str = "BarChart", reference: str = "[1, 2]") -> Chart:
+    return Chart(f"{IMPORTS}{body}", chart_type, reference, None)
+
+
+def left_behind() -> set[str]:
+    temporary = Path(tempfile.gettempdir())
+    return {
+        str(path)
+        for folder in temporary.glob("batchkit-chart-*")
+        for path in (folder, *folder.iterdir())
+    }
+
+
+def open_files() -> int:
+    return psutil.Process().num_fds()
+
+
+def descendants() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(sandbox: Sandbox) -> Iterator[None]:
+    folders, processes = left_behind(), {process.pid for process in descendants()}
+    yield
+    assert left_behind() == folders
+    assert {process.pid for process in descendants()} == processes
+
+
+# Time, memory, disk, output.
+
+
+def test_endless_loop_ends_with_its_time(run: Run) -> None:
+    began = time.monotonic()
+    assert run("while True: pass", QUICK).problem == "took longer than 0.8 s"
+    assert time.monotonic() - began < 10
+
+
+def test_endless_loop_that_catches_all_ends_too(run: Run) -> None:
+    body = """\
+    import signal
+    for number in range(1, 32):
+        try: signal.signal(number, signal.SIG_IGN)
+        except (OSError, ValueError): pass
+    while True:
+        try:
+            while True: pass
+        except BaseException: pass
+    """
+    assert run(body, QUICK).problem == "took longer than 0.8 s"
+
+
+def test_sleep_ends_with_its_time(run: Run) -> None:
+    assert run("import time; time.sleep(60)", QUICK).problem == "took longer than 0.8 s"
+
+
+def test_threads_that_never_end_keep_nobody_waiting(run: Run) -> None:
+    body = """\
+    import threading
+    def spin():
+        while True: pass
+    for _ in range(4):
+        threading.Thread(target=spin).start()
+    """
+    found = run(body, SandboxLimits(timeout_s=10))
+    assert (found.ecr, found.passed) in [(True, True), (False, False)]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "held = bytearray(10 * 2**30)",
+        "import numpy; held = numpy.ones(10 * 2**27)",
+        "held = []\nwhile True: held.append(bytearray(2**24))",
+        "import mmap; held = mmap.mmap(-1, 10 * 2**30)",
+    ],
+)
+def test_memory_has_an_end(refused: Refused, body: str) -> None:
+    problem = refused(body)
+    assert "memory" in problem.lower()
+
+
+def test_one_file_has_an_end(refused: Refused) -> None:
+    body = "open('big', 'wb').write(bytes(2**30 // 4))"
+    assert "too large" in refused(body).lower()
+
+
+def test_many_files_have_an_end(refused: Refused) -> None:
+    body = """\
+    import itertools
+    for number in itertools.count():
+        with open(f'part{number}', 'wb') as part: part.write(bytes(2**23))
+    """
+    assert "wrote" in refused(body)
+
+
+def test_print_without_end_takes_no_memory(run: Run) -> None:
+    found = run("while True: print('x' * 100_000)", QUICK)
+    assert found.problem == "took longer than 0.8 s"
+
+
+def test_output_below_python_goes_nowhere(run: Run) -> None:
+    assert run("import os\nfor _ in range(1000): os.write(1, b'x' * 65536)").passed
+
+
+# Files and secrets.
+
+
+@pytest.mark.parametrize(
+    "reading",
+    [
+        "open({path!r}).read()",
+        "import os; os.open({path!r}, os.O_RDONLY)",
+        "import pathlib; pathlib.Path({path!r}).read_bytes()",
+        "import ctypes; assert ctypes.CDLL(None).open({path!r}.encode(), 0) >= 0",
+    ],
+)
+def test_file_outside_is_not_read(refused: Refused, tmp_path: Path, reading: str) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text(SECRET)
+    assert SECRET not in refused(reading.format(path=str(secret)))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "~",
+        "/",
+        "/etc/shadow",
+        "/etc/passwd",
+        "/proc/self/environ",
+        "/proc/1/environ",
+        "/proc/{parent}/environ",
+        "/proc/{parent}/mem",
+        "{here}",
+        "/dev/mem",
+    ],
+)
+def test_home_and_system_are_not_read(refused: Refused, path: str) -> None:
+    name = path.format(parent=os.getpid(), here=Path(__file__)).replace("~", str(Path.home()))
+    body = f"import os\nos.listdir({name!r}) if os.path.isdir({name!r}) else open({name!r}).read(1)"
+    problem = refused(body)
+    assert "PermissionError" in problem or "FileNotFoundError" in problem
+
+
+@pytest.mark.parametrize(
+    "writing",
+    [
+        "open({path!r}, 'w')",
+        "import os; os.open({path!r}, os.O_RDONLY | os.O_TRUNC)",
+        "import os; os.truncate({path!r}, 0)",
+        "import os; os.remove({path!r})",
+        "import os; os.rename({path!r}, 'here')",
+        "import os; os.link({path!r}, 'here')",
+        "import os; os.chmod({path!r}, 0o777)",
+        "import os; os.utime({path!r})",
+        "import shutil; shutil.rmtree({path!r} + '/..')",
+    ],
+)
+def test_files_outside_and_of_python_are_not_changed(
+    refused: Refused, tmp_path: Path, writing: str
+) -> None:
+    kept = tmp_path / "kept.txt"
+    kept.write_text("kept")
+    python = Path(textwrap.__file__)  # may be read, so only the write is in question
+    before = python.stat()
+    for path in (kept, python):
+        refused(writing.format(path=str(path)))
+    assert kept.read_text() == "kept"
+    after = python.stat()
+    assert (after.st_size, after.st_mtime, after.st_mode) == (
+        before.st_size,
+        before.st_mtime,
+        before.st_mode,
+    )
+
+
+def test_table_outlives_the_chart_that_removes_it(sandbox: Sandbox, tmp_path: Path) -> None:
+    table = tmp_path / "health-table01.xlsx"
+    pd.DataFrame({"v": [1, 2]}).to_excel(table, index=False)
+    read = "df = pd.read_excel('table.xlsx')\nassert list(df['v']) == [1, 2]\n"
+    ends = ("import os; os.remove('table.xlsx')\n", "open('table.xlsx', 'wb')\n", "")
+    charts = [Chart(IMPORTS + read + end + DRAWN, "BarChart", "[1, 2]", table) for end in ends]
+    found = [score_chart(chart, sandbox, "fixed") for chart in charts]
+    assert [chart.passed for chart in found] == [False, False, True]
+    assert list(pd.read_excel(table)["v"]) == [1, 2]
+
+
+def test_environment_holds_no_secrets(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, SECRET)
+    problem = refused("import os; raise ValueError(sorted(os.environ.items()))")
+    assert "ValueError" in problem
+    assert SECRET not in problem
+    assert "TOKEN" not in problem
+
+
+def test_memory_holds_no_secrets(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the C library has as the environment is emptied, too."""
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    body = """\
+    import ctypes
+    libc = ctypes.CDLL(None)
+    libc.getenv.restype = ctypes.c_char_p
+    assert libc.getenv(b'HF_TOKEN') is None
+    """
+    assert run(body).passed
+
+
+# Processes, network, system calls.
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "import os\nwhile True: os.fork()",
+        "import os; os.system('touch escaped') and [][1]",
+        "import subprocess; subprocess.run(['true'])",
+        "import os; os.execv('/bin/true', ['true'])",
+        "import os; os.posix_spawn('/bin/true', ['true'], {})",
+        "import multiprocessing as m; p = m.Process(target=print); p.start()",
+        "import os; os.kill(os.getppid(), 9)",
+        "import os; os.kill(-1, 9)",
+        "import os; os.kill(1, 0)",
+        "import os; os.killpg(0, 9)",
+        "import os; os.setsid()",
+        "import os; os.memfd_create('x')",
+        "import os; os.mkfifo('x')",
+        "import os; os.symlink('/', 'x')",
+        "import os; os.chroot('/')",
+        "import os; os.setuid(0)",
+        "import os; os.pidfd_open(os.getppid())",
+    ],
+)
+def test_no_process_and_no_way_to_others(refused: Refused, body: str) -> None:
+    problem = refused(body)
+    assert "PermissionError" in problem or "Errno 1" in problem or "IndexError" in problem
+
+
+def test_limits_are_not_raised(refused: Refused) -> None:
+    assert "not allowed" in refused("import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))")
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("ptrace", 101),
+        ("mount", 165),
+        ("unshare", 272),
+        ("setns", 308),
+        ("bpf", 321),
+        ("io_uring_setup", 425),
+        ("keyctl", 250),
+        ("add_key", 248),
+        ("userfaultfd", 323),
+        ("process_vm_readv", 310),
+        ("process_vm_writev", 311),
+        ("perf_event_open", 298),
+        ("socketpair", 53),
+        ("vfork", 58),
+        ("execveat", 322),
+        ("init_module", 175),
+        ("reboot", 169),
+        ("open_by_handle_at", 304),
+        ("pidfd_getfd", 438),
+        ("clone3", 435),
+        ("fork as x32", 0x40000000 + 57),
+    ],
+)
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are those of x86_64")
+def test_system_call_is_refused(sandbox: Sandbox, name: str, number: int) -> None:
+    body = f"""\
+    import ctypes, errno
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.syscall({number}, 0, 0, 0, 0, 0) == -1
+    assert ctypes.get_errno() in (errno.EPERM, errno.ENOSYS), ctypes.get_errno()
+    """
+    code = f"{IMPORTS}{textwrap.dedent(body)}{DRAWN}"
+    found = score_chart(Chart(code, "BarChart", "[1, 2]", None), sandbox, "fixed")
+    assert found.passed or "killed" in (found.problem or ""), found.problem
+
+
+@pytest.mark.parametrize("family", ["AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK"])
+def test_no_socket_of_any_family(refused: Refused, family: str) -> None:
+    problem = refused(f"import socket; socket.socket(socket.{family}, socket.SOCK_DGRAM)")
+    assert problem.startswith("PermissionError")
+
+
+def test_listener_on_this_machine_hears_nothing(refused: Refused) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.2)
+        port = listener.getsockname()[1]
+        refused(f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)")
+        refused(f"pd.read_csv('http://127.0.0.1:{port}/x.csv')")
+        with pytest.raises(TimeoutError):
+            listener.accept()
+
+
+def test_crash_below_python_is_the_charts_own(refused: Refused) -> None:
+    assert refused("import ctypes; ctypes.string_at(0)") == "killed by SIGSEGV"
+
+
+# The way back.
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("import sys; sys.exit()", "SystemExit"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("import os; os._exit(0)", "ended itself with exit code 0"),
+        ("import os; os._exit(7)", "ended itself with exit code 7"),
+        ("import os; os.abort()", "killed by SIGABRT"),
+        ("import signal; signal.raise_signal(40)", "killed by signal 40"),
+    ],
+)
+def test_code_that_ends_its_process_did_not_run(refused: Refused, body: str, problem: str) -> None:
+    assert refused(body).startswith(problem)
+
+
+WRITE_EVERYWHERE = """\
+import os
+for fd in range(64):
+    try: os.write(fd, {data})
+    except OSError: pass
+"""
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "b'garbage'",
+        "b'[' * 60000",
+        "b'\\xff\\xfe'",
+        "b'null'",
+        "b'{}'",
+        """b'{"problem": null, "y": [{"a": 1}]}'""",
+        """b'{"problem": 5, "y": "x"}'""",
+        """b'{"unconfined": "no"}'""",
+    ],
+)
+@pytest.mark.parametrize("then", ["", "os._exit(0)"])
+def test_garbage_on_the_way_back_is_no_score(refused: Refused, data: str, then: str) -> None:
+    problem = refused(WRITE_EVERYWHERE.format(data=data) + then)
+    assert "result" in problem
+
+
+def test_flood_on_the_way_back_is_cut_off(refused: Refused) -> None:
+    problem = refused(
+        "while True:\n" + textwrap.indent(WRITE_EVERYWHERE.format(data="b'x' * 65536"), "  ")
+    )
+    assert "result" in problem
+
+
+def test_closed_way_back_is_no_score(refused: Refused) -> None:
+    assert "result" in refused("import os; os.closerange(0, 64)")
+
+
+def test_values_as_large_as_they_come_are_no_score(sandbox: Sandbox) -> None:
+    code = f"{IMPORTS}plt.plot(range(300_000))\nplt.show()"
+    found = score_chart(Chart(code, "LineChart", "[[1]]", None), sandbox, "fixed")
+    assert (found.ecr, found.passed) == (True, False)
+    assert found.problem is not None
+    assert len(found.y) < 2**20
+
+
+def test_what_comes_back_can_be_printed_and_stored(refused: Refused, sandbox: Sandbox) -> None:
+    assert refused("raise ValueError('\\x1b[2J\\ud800')") == "ValueError: ?[2J?"
+    code = f"{IMPORTS}print('\\ud800')\n{DRAWN}"
+    found = score_chart(Chart(code, "BarChart", "[1, 2]", None), sandbox, "official")
+    assert (found.ecr, found.passed) == (True, False)
+    assert found.y.encode()
+
+
+def test_evil_objects_in_the_chart_do_not_leave_it(sandbox: Sandbox) -> None:
+    body = """\
+    class Evil(float):
+        def __repr__(self): return '__import__("os").getpid()'
+    line, = plt.plot([1], [1])
+    line.get_ydata = lambda *_: [Evil(1)]
+    """
+    code = f"{IMPORTS}{textwrap.dedent(body)}plt.show()"
+    found = score_chart(Chart(code, "LineChart", "[[2]]", None), sandbox, "fixed")
+    assert not found.passed
+
+
+# What is left.
+
+
+def test_fifty_charts_leave_nothing_behind() -> None:
+    fds = open_files()
+    found = list(score_charts([GOOD] * 50, mode="fixed", workers=2))
+    assert all(chart.passed for chart in found)
+    assert open_files() == fds
+    # the fixture looks for processes and folders
+
+
+def test_charts_not_waited_for_leave_nothing_behind() -> None:
+    endless = Chart(f"{IMPORTS}while True: pass\nplt.show()", "BarChart", "[1]", None)
+    scores = score_charts([GOOD, endless, endless], mode="fixed", workers=2)
+    assert next(scores).passed
+    began = time.monotonic()
+    scores.close()
+    assert time.monotonic() - began < 12  # and not the 20 s that the charts have
+
+
+SCORER = """\
+import sys
+from batchkit.scoring.chart import Chart, score_charts
+code = "import pandas as pd\\nopen('began', 'w')\\nwhile True: pass\\nplt.show()"
+list(score_charts([Chart(code, "BarChart", "[1]", None)], mode="fixed", workers=1))
+"""
+
+
+def test_killed_run_leaves_nothing_behind(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", SCORER], env=environment) as scorer:
+        deadline = time.monotonic() + 30
+        while not list(tmp_path.rglob("began")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        started = psutil.Process(scorer.pid).children(recursive=True)
+        assert len(started) >= 2
+        scorer.kill()
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert not alive
+    while list(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not list(tmp_path.iterdir())
+
+
+def test_killed_worker_is_started_again() -> None:
+    charts = iter([GOOD, GOOD])
+    scores = score_charts(charts, mode="fixed", workers=1)
+    assert next(scores).passed
+    for process in descendants():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "batchkit.scoring.chart" in " ".join(process.cmdline()):
+                process.kill()
+    assert next(scores).passed
+    scores.close()
+
+
+WITHOUT_LANDLOCK = """\
+import ctypes, struct, sys
+from batchkit.scoring.chart import Chart, SandboxError, score_charts
+def step(code, constant, true=0, false=0): return struct.pack("@HBBI", code, true, false, constant)
+program = step(0x20, 0) + step(0x15, 444, 0, 1) + step(0x06, 0x50000 | 38) + step(0x06, 0x7FFF0000)
+held = ctypes.create_string_buffer(program)
+libc = ctypes.CDLL(None)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, struct.pack("@HP", 4, ctypes.addressof(held)), 0, 0) == 0
+def charts():
+    raise AssertionError("a chart was taken")
+    yield
+try:
+    score_charts(charts(), mode="fixed")
+except SandboxError as error:
+    print(error)
+"""
+
+
+def test_where_code_can_not_be_confined_none_is_run() -> None:
+    """A kernel without Landlock, by a filter that says so."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    refusal = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LANDLOCK],
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert "no Landlock" in refusal
+    assert "stay unscored" in refusal
