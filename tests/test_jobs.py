@@ -1,0 +1,478 @@
+"""The jobs that ship: each loads and validates, and its prompts ask for what its scorers can read.
+
+RealHiTBench is not part of batchkit: its jobs run here over a data set of the same layout with
+tables of our own, and over the real one where it is at hand.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from batchkit.config import JobConfig, load_job
+from batchkit.errors import MediaError, TemplateError
+from batchkit.processor import ProductionBatchProcessor
+from batchkit.prompts import PromptRenderer
+from batchkit.sources import read_rows
+from batchkit.types import Completion, Request, Row
+from batchkit.validate import validate
+from tests.conftest import batchkit
+
+JOBS = Path(__file__).parent.parent / "jobs"
+REWARD = JOBS / "data" / "reward"
+REALHIT = Path(__file__).parents[2] / "shared/realhit"
+
+MODALITIES = {"realhit_image": "image", "realhit_text": "text", "realhit_mix": "mix"}
+FORMATS = {"html": "html", "latex": "txt", "markdown": "md", "csv": "csv"}
+DRY = ("engine.kind=dry-run", "engine.options={}")
+
+ANALYSES = ["Rudimentary", "Summary", "Predictive", "Exploratory", "Anomaly"]
+KINDS = [
+    ("Fact Checking", "Value-Matching"),
+    ("Numerical Reasoning", "Calculation"),
+    ("Structure Comprehending", "Ranking"),  # QA_structure.json names other kinds here
+    ("Visualization", "BarChart Generation"),
+    *(("Data Analysis", f"{name} Analysis") for name in ANALYSES),
+]
+ASKED = {  # in the prompt of each kind: the form of its answer, and its closing line
+    "Fact Checking": (["Yes or No", "on one line", "commas"], "short value, short value, …"),
+    "Numerical Reasoning": (["two places", "on one line", "commas"], "value, value, …"),
+    "Structure Comprehending": (
+        ["Yes or No", "on one line", "commas", "headers"],
+        "short value, short value, …",
+    ),
+    "Rudimentary Analysis": (["two places", "statistic"], "value, value, …"),
+    "Summary Analysis": (["summary", "on one line"], "summary on one line"),
+    "Predictive Analysis": (["one name", "phrase for the trend"], "value, name or trend"),
+    "Exploratory Analysis": (
+        ["below 0.3 no", "0.3 to 0.7", "above 0.7", "Weak negative", "two places"],
+        "relation, coefficient",
+    ),
+    "Anomaly Analysis": (["conclusion", "on one line"], "conclusion on one line"),
+}
+
+
+def text_of(name: str, kind: str) -> str:
+    return f"A table in {kind} called {name}: apples 3, pears 4."
+
+
+def write_tables(root: Path, name: str) -> None:
+    for kind, ending in FORMATS.items():
+        path = root / kind / f"{name}.{ending}"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text_of(name, kind), encoding="utf-8")
+    (root / "image").mkdir(exist_ok=True)
+    Image.new("RGB", (64, 32)).save(root / "image" / f"{name}.png")
+
+
+def query(number: int, kind: str, subtype: str, table: str = "fruit-table01") -> dict[str, Any]:
+    return {
+        "id": number,
+        "FileName": table,
+        "Question": f"How many {subtype} fruits are there?",
+        "QuestionType": kind,
+        "SubQType": subtype,
+        "FinalAnswer": "" if kind == "Structure Comprehending" else "7",
+        "ProcessedAnswer": "[3, 4]",
+    }
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A data set of one table and its twin, with a question of each kind."""
+    root = tmp_path / "dataset"
+    (root / "data").mkdir(parents=True)
+    for name in ("fruit-table01", "fruit-table01_swap"):
+        write_tables(root, name)
+    write_queries(root, [query(n, *kind) for n, kind in enumerate(KINDS, start=1)])
+    return root
+
+
+def write_queries(root: Path, queries: list[dict[str, Any]], name: str = "QA_final") -> None:
+    text = json.dumps({"queries": queries})
+    (root / "data" / f"{name}.json").write_text(text, encoding="utf-8")
+
+
+def realhit_job(name: str, root: Path, *overrides: str) -> JobConfig:
+    output = f"output.dir={root.parent / 'output'}"
+    return load_job(JOBS / f"{name}.toml", [*DRY, f"vars.root={root}", output, *overrides])
+
+
+def prompt_of(renderer: PromptRenderer, row: Row) -> str:
+    """The user's text; an image in it reads <image>."""
+    messages = renderer.render(row).messages
+    assert messages is not None
+    content = messages[-1]["content"]
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "<image>") for part in content)
+
+
+def prompts(job: JobConfig) -> dict[str, str]:
+    """The prompt of each row, by its kind of task."""
+    renderer = PromptRenderer(job)
+    return {
+        row.fields["SubQType" if "Analysis" in row.fields["SubQType"] else "QuestionType"]: (
+            prompt_of(renderer, row)
+        )
+        for row in read_rows(job.input)
+    }
+
+
+def records_of(job: JobConfig) -> list[dict[str, Any]]:
+    return list(ProductionBatchProcessor(job).process().records())
+
+
+# All jobs
+
+
+@pytest.mark.parametrize("path", sorted(JOBS.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_job_that_ships_loads_and_names_its_run_after_itself(path: Path) -> None:
+    job = load_job(path)
+    assert job.name == path.stem
+    PromptRenderer(job)
+
+
+@pytest.mark.parametrize("path", sorted(JOBS.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_job_that_ships_validates(path: Path, root: Path) -> None:
+    is_realhit = path.stem.startswith("realhit")
+    found = validate(load_job(path, [*DRY, *([f"vars.root={root}"] if is_realhit else [])]))
+    assert found.rows > 0
+    missing = {"media": 1} if path.stem.startswith("reward") else {}  # on purpose
+    assert found.failed_by_kind == missing
+
+
+# RealHiTBench: the prompts
+
+
+@pytest.mark.parametrize("name", MODALITIES)
+def test_each_kind_of_task_elicits_the_form_that_is_scored(name: str, root: Path) -> None:
+    found = prompts(realhit_job(name, root))
+    assert found.keys() == {*ASKED, "Visualization"}
+    for kind, (words, closing) in ASKED.items():
+        for word in words:
+            assert word in found[kind], (kind, word)
+        assert found[kind].endswith(f"exactly this form:\n[Final Answer]: {closing}")
+    assert len(set(found.values())) == len(KINDS)
+
+
+@pytest.mark.parametrize("name", MODALITIES)
+def test_a_chart_is_asked_for_as_a_program(name: str, root: Path) -> None:
+    chart = prompts(realhit_job(name, root))["Visualization"]
+    for word in ("pandas", "matplotlib", "table.xlsx", "ascending order", "ends with plt.show()"):
+        assert word in chart
+    assert chart.endswith("[Final Answer]:\n```python\n…\n```")
+
+
+@pytest.mark.parametrize("name", MODALITIES)
+def test_every_prompt_has_four_steps_the_hint_on_totals_and_the_question(
+    name: str, root: Path
+) -> None:
+    for prompt in prompts(realhit_job(name, root)).values():
+        assert [f"\n{n}. " in prompt for n in range(1, 6)] == [True] * 4 + [False]
+        assert "total, sum, average or mean" in prompt
+        assert prompt.index("# Table\n") < prompt.index("# Question\nHow many ")
+        assert "\n\n\n" not in prompt
+        assert prompt == prompt.strip()
+
+
+def test_an_unknown_kind_is_asked_as_a_fact(root: Path) -> None:
+    kinds = [("Fact Checking", "x"), ("Poetry", "x"), ("Data Analysis", "x"), ("", "x")]
+    write_queries(root, [query(1, *kind) for kind in kinds])
+    job = realhit_job("realhit_image", root)
+    renderer = PromptRenderer(job)
+    assert len({prompt_of(renderer, row) for row in read_rows(job.input)}) == 1
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_each_modality_and_format_shows_the_table(format: str, root: Path) -> None:
+    label = {"html": "HTML", "latex": "LaTeX", "markdown": "Markdown", "csv": "CSV"}[format]
+    text = text_of("fruit-table01", format)
+    for name, modality in MODALITIES.items():
+        override = [] if modality == "image" else [f"vars.format={format}"]
+        for prompt in prompts(realhit_job(name, root, *override)).values():
+            assert (text in prompt) == (modality != "image")
+            assert (f"in {label} format" in prompt) == (modality != "image")
+            assert ("image of a table" in prompt) == (modality == "image")
+            assert ("The table is in the image." in prompt) == (modality == "image")
+            assert prompt.count("<image>") == (modality != "text")
+            assert prompt.startswith("<image>") == (modality != "text")
+
+
+def test_a_format_that_is_not_there_fails_each_row_by_name(root: Path) -> None:
+    found = validate(realhit_job("realhit_text", root, "vars.format=xml"))
+    assert found.failed_by_kind == {"template": len(KINDS)}
+    assert "xml" in found.problems[0].message
+
+
+def test_a_missing_table_fails_its_own_row_and_is_named(root: Path) -> None:
+    queries = [query(1, *KINDS[0]), query(2, *KINDS[0], table="labor-table68")]
+    write_queries(root, queries)
+    for name, file in (
+        ("realhit_image", "image/labor-table68.png"),
+        ("realhit_text", "latex/labor-table68.txt"),
+    ):
+        records = records_of(realhit_job(name, root))
+        assert [record["status"] for record in records] == ["ok", "failed"]
+        assert records[1]["error"]["kind"] == "media"
+        assert file in records[1]["error"]["message"]
+
+
+def test_a_table_that_was_cut_says_so(root: Path) -> None:
+    job = realhit_job("realhit_text", root)
+    renderer = PromptRenderer(job)
+    row = next(iter(read_rows(job.input)))
+    told = "a part of it is left out where […] stands"
+    assert told not in prompt_of(renderer, row)
+    path = root / "latex" / "fruit-table01.txt"
+    path.write_text("begin […] end", encoding="utf-8")
+    assert told in prompt_of(renderer, row)
+
+
+# RealHiTBench: asking again, scoring
+
+
+@pytest.mark.parametrize("name", MODALITIES)
+def test_charts_are_not_asked_again_and_all_others_are_with_a_note(name: str, root: Path) -> None:
+    job = realhit_job(name, root)
+    renderer = PromptRenderer(job)
+    for row in read_rows(job.input):
+        noted = renderer.with_note(renderer.render(row))
+        assert (noted is None) == (row.fields["QuestionType"] == "Visualization")
+        if noted is not None:
+            assert noted.messages is not None
+            assert "[Final Answer]: followed by the answer itself." in str(noted.messages[-1])
+
+
+def test_a_run_scores_each_row_by_the_rule_of_its_kind(root: Path) -> None:
+    """The engine answers without [Final Answer]: two more tries, then the text counts."""
+    job = realhit_job("realhit_text", root)
+    summary = ProductionBatchProcessor(job).process()
+    assert (summary.ok, summary.retried) == (len(KINDS), 2 * (len(KINDS) - 1))
+    overlaps = {"f1", "em", "rouge-l", "sacrebleu"}
+    for record in summary.records():
+        scores, kind = record["scores"], record["fields"]["QuestionType"]
+        subtype = record["fields"]["SubQType"]
+        if kind == "Visualization":
+            assert scores == {"ecr": None, "pass": None}  # its code may not be run
+        elif subtype in ("Summary Analysis", "Anomaly Analysis"):
+            assert scores == {"judge": None}  # there is no judge
+        elif kind == "Data Analysis":
+            assert scores.keys() == overlaps | {"judge"}
+            assert (scores["em"], scores["judge"]) == (0, None)
+        elif kind == "Structure Comprehending":
+            assert scores == dict.fromkeys(overlaps)  # its reference is empty
+        else:
+            assert scores.keys() == overlaps
+            assert scores["em"] == 0
+
+
+@pytest.mark.parametrize("name", ["realhit_structure", "realhit_text"])
+def test_structure_is_scored_against_the_models_own_answer_on_the_other_table(
+    name: str, root: Path
+) -> None:
+    where = "input.where.QuestionType=Structure Comprehending"
+    first = realhit_job(name, root, where)
+    assert [record["scores"]["em"] for record in records_of(first)] == [None]
+    second = realhit_job(
+        name, root, where, "vars.swap=_swap", "name=swap", f"scoring.reference_run={first.folder}"
+    )
+    (row,) = read_rows(second.input)
+    if name == "realhit_text":
+        assert text_of("fruit-table01_swap", "latex") in prompt_of(PromptRenderer(second), row)
+    assert [record["scores"]["em"] for record in records_of(second)] == [1]
+
+
+def test_twins_may_be_named_by_the_rows_themselves(root: Path) -> None:
+    filled = query(1, "Structure Comprehending", "x", table="fruit-table01_swap")
+    write_queries(root, [filled], "QA_final_sc_filled")
+    for name in MODALITIES:
+        job = realhit_job(name, root, "vars.qa=QA_final_sc_filled")
+        assert validate(job).ok == 1
+    (prompt,) = prompts(realhit_job("realhit_text", root, "vars.qa=QA_final_sc_filled")).values()
+    assert text_of("fruit-table01_swap", "latex") in prompt
+
+
+def uncommented_judge(name: str) -> str:
+    """The job file with the comment marks of its [scoring.judge] taken away."""
+    lines = (JOBS / f"{name}.toml").read_text(encoding="utf-8").splitlines()
+    start = lines.index("# [scoring.judge]")
+    return "\n".join([*lines[:start], *(line.removeprefix("#")[1:] for line in lines[start:])])
+
+
+@pytest.mark.parametrize("name", MODALITIES)
+def test_the_judge_that_is_commented_out_can_be_used(name: str, root: Path) -> None:
+    path = root / "job.toml"
+    path.write_text(uncommented_judge(name), encoding="utf-8")
+    prompt = f"scoring.judge.prompt.user_file={JOBS / 'prompts' / 'judge.j2'}"
+    user = f"prompt.user_file={JOBS / 'prompts' / 'realhit.j2'}"
+    job = load_job(path, [*DRY, f"vars.root={root}", prompt, user])
+    assert job.scoring.judge is not None
+    assert job.scoring.judge.engine.kind == "openai-server"
+    judging = job.model_copy(update={"prompt": job.scoring.judge.prompt})
+    answered = {"prediction": " Seven. ", "reference": "7", "text": "So: Seven."}
+    renderer = PromptRenderer(judging)
+    for row in read_rows(job.input):
+        text = prompt_of(renderer, Row(row.index, row.id, {**row.fields, **answered}))
+        is_free = row.fields["SubQType"] in ("Summary Analysis", "Anomaly Analysis")
+        assert (text_of("fruit-table01", "latex") in text) == is_free
+        assert "# Reference answer\n7\n\n# Answer to grade\nSeven.\n\n# How" in text
+        assert text.endswith("\n[Score]: xx/100")
+        assert "\n\n\n" not in text
+
+
+@pytest.mark.skipif(not REALHIT.exists(), reason="RealHiTBench is not here")
+@pytest.mark.parametrize("name", ["realhit_image", "realhit_text", "realhit_mix"])
+@pytest.mark.parametrize("qa", ["QA_final", "QA_final_sc_filled", "QA_long"])
+def test_the_real_sample_validates(name: str, qa: str, tmp_path: Path) -> None:
+    job = realhit_job(name, REALHIT / "sample", f"vars.qa={qa}", f"output.dir={tmp_path}")
+    assert validate(job).failed_by_kind == {}
+
+
+@pytest.mark.skipif(not REALHIT.exists(), reason="RealHiTBench is not here")
+@pytest.mark.parametrize(
+    ("qa", "rows"),
+    [("QA_final", 3071), ("QA_final_sc_filled", 3071), ("QA_long", 681), ("QA_structure", 396)],
+)
+def test_every_real_question_renders(qa: str, rows: int, tmp_path: Path) -> None:
+    """All tables but the sample's are missing; made up ones show that nothing else fails."""
+    path = f"input.path={REALHIT / 'full_qa' / f'{qa}.json'}"
+    sampled = realhit_job("realhit_text", REALHIT / "sample", path)
+    outcomes = Counter(
+        rendered.error.kind if isinstance(rendered, Completion) and rendered.error else "ok"
+        for rendered in map(PromptRenderer(sampled).render_or_fail, read_rows(sampled.input))
+    )
+    assert outcomes.keys() == {"ok", "media"}
+    assert outcomes.total() == rows
+
+    made_up = realhit_job("realhit_text", tmp_path, path)
+    names = {row.fields["FileName"] for row in read_rows(made_up.input)}
+    for name in names:
+        write_text_table(tmp_path, name)
+    renderer = PromptRenderer(made_up)
+    for row in read_rows(made_up.input):
+        prompt = prompt_of(renderer, row)
+        assert row.fields["Question"].strip() in prompt
+        assert "[Final Answer]:" in prompt.rpartition("# Question")[2]
+
+
+def write_text_table(root: Path, name: str) -> None:
+    path = root / "latex" / f"{name}.txt"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text_of(name, "latex"), encoding="utf-8")
+
+
+# Reward
+
+
+def reward_job(name: str, *overrides: str) -> JobConfig:
+    return load_job(JOBS / f"{name}.toml", [*DRY, *overrides])
+
+
+def outline(request: Request) -> Iterator[str]:
+    """The user's parts, an image as its width."""
+    assert request.messages is not None
+    for part in request.messages[-1]["content"]:
+        yield part["text"] if part["type"] == "text" else f"<{part['image_pil'].width}>"
+
+
+def edit(**fields: Any) -> Row:
+    row = {
+        "id": "1",
+        "category": "physical",
+        "original_description": "A red ball.",
+        "edit_instruction": "Let it fall.",
+        "original": "narrow.png",
+        "edited": "wide.png",
+    }
+    return Row(0, "1", {**row, **fields})
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> str:
+    """The override for a folder that holds two images."""
+    Image.new("RGB", (32, 32)).save(tmp_path / "narrow.png")
+    Image.new("RGB", (64, 32)).save(tmp_path / "wide.png")
+    return f"vars.root={tmp_path}"
+
+
+def test_compare_shows_the_original_then_the_edit_then_what_was_asked(pair: str) -> None:
+    *shown, text = outline(PromptRenderer(reward_job("reward_edit", pair)).render(edit()))
+    assert shown == ["Original image:", "<32>", "Edited image:", "<64>"]
+    assert "Description of the original image: A red ball.\n" in text
+    assert "Instruction to the editor: Let it fall.\n" in text
+    assert text.endswith("Answer with one number from 0.000 to 10.000 and nothing else.")
+
+
+def test_plain_shows_the_edit_alone(pair: str) -> None:
+    request = PromptRenderer(reward_job("reward_plain", pair)).render(edit(original="gone.png"))
+    image, text = outline(request)
+    assert image == "<64>"
+    assert "A red ball." in text
+    assert "original is not shown" in text
+
+
+@pytest.mark.parametrize("name", ["reward_edit", "reward_plain"])
+def test_each_category_has_its_own_system_prompt(name: str, pair: str) -> None:
+    renderer = PromptRenderer(reward_job(name, pair))
+    systems = set()
+    for category in ("physical", "environmental", "social", "causal", "referential"):
+        messages = renderer.render(edit(category=category)).messages
+        assert messages is not None
+        assert messages[0]["role"] == "system"
+        assert "from 0.000 (nothing is right) to 10.000" in messages[0]["content"]
+        systems.add(messages[0]["content"])
+    assert len(systems) == 5
+    with pytest.raises(TemplateError, match="culinary"):
+        renderer.render(edit(category="culinary"))
+    with pytest.raises(MediaError, match=r"gone\.png"):
+        renderer.render(edit(edited="gone.png"))
+
+
+def test_the_shipped_edits_are_ten_pairs_of_five_categories_one_without_its_edit() -> None:
+    rows = [json.loads(line) for line in (REWARD / "edits.jsonl").read_text().splitlines()]
+    categories = Counter(row["category"] for row in rows)
+    assert categories == dict.fromkeys(
+        ["physical", "environmental", "social", "causal", "referential"], 2
+    )
+    assert all((REWARD / row["original"]).exists() for row in rows)
+    assert [row["id"] for row in rows if not (REWARD / row["edited"]).exists()] == ["edit10"]
+    assert sum(path.stat().st_size for path in REWARD.rglob("*.png")) < 32 * 1024
+
+
+def test_the_script_writes_the_edits_that_are_checked_in(tmp_path: Path) -> None:
+    script = JOBS.parent / "scripts" / "make_reward_data.py"
+    subprocess.run([sys.executable, script, tmp_path], check=True)
+    made, kept = (
+        {path.relative_to(folder) for path in folder.rglob("*")} for folder in (tmp_path, REWARD)
+    )
+    assert made == kept
+    assert (tmp_path / "edits.jsonl").read_bytes() == (REWARD / "edits.jsonl").read_bytes()
+    for path in REWARD.rglob("*.png"):  # another Pillow packs them otherwise
+        with Image.open(path) as image, Image.open(tmp_path / path.relative_to(REWARD)) as again:
+            assert image.size == again.size
+
+
+def test_reward_runs_on_vllm_past_the_missing_image(demo_model: Path, tmp_path: Path) -> None:
+    done = batchkit(
+        *("run", JOBS / "reward_edit.toml", "--set", f"engine.model={demo_model}"), cwd=tmp_path
+    )
+    assert done.returncode == 3, done.stderr
+    lines = (tmp_path / "output/reward_edit/results.jsonl").read_text().splitlines()
+    records = {record["id"]: record for record in map(json.loads, lines)}
+    assert len(records) == 10
+    failed = records.pop("edit10")
+    assert failed["error"]["kind"] == "media"
+    assert "edited/referential10.png" in failed["error"]["message"]
+    for record in records.values():
+        assert record["status"] == "ok"
+        assert record["scores"] == {"reward": float(record["text"])}
+        assert 0 <= record["scores"]["reward"] <= 10
