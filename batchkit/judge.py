@@ -78,7 +78,7 @@ def _job(job: JobConfig, table: JudgeTable, folder: Path) -> JobConfig:
             "run": job.run,
             "retry": {
                 "attempts": job.retry.attempts,
-                "on_too_long": job.retry.on_too_long,
+                "on_too_long": "truncate-middle",
                 "reask": 2,
                 "reask_note": _NOTE,
             },

@@ -21,9 +21,9 @@ _NAMES = {
     "em": "EM",
     "rouge-l": "ROUGE-L",
     "sacrebleu": "SacreBLEU",
+    "judge": "GPT_EVAL",
     "ecr": "ECR",
     "pass": "PASS",
-    "judge": "GPT_EVAL",
 }
 
 
