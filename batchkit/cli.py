@@ -267,7 +267,7 @@ def export(run: str | None, as_json: bool, **formats: str | None) -> None:
     "--predictions",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Score these instead (JSONL, or the results JSON of RealHiTBench's harness); needs --job.",
+    help="Score these instead (JSONL, or the results JSON of RealHiTBench's harness).",
 )
 @click.option(
     "--job",
@@ -289,13 +289,10 @@ def score(
     Where RUN is a job file, or --job names one, its [scoring] counts; else that of the run. Scores
     are percentages, rewards 0 to 10. Failed rows are not scored, and unscored ones are no 0.
     """
-    from batchkit.config import load_job
     from batchkit.score import score_predictions, score_run
 
     if predictions is not None:
-        if job is None:
-            raise JobError("--predictions needs --job: the rows and how they are scored")
-        table, missing = score_predictions(load_job(job, overrides), predictions, _say)
+        table, missing = score_predictions(_job_of_rows(run, job, overrides), predictions, _say)
         found: dict[str, Any] = {**table.to_json(), "missing": missing}
     else:
         folder = _find(run)
@@ -318,17 +315,17 @@ def report(runs: tuple[str, ...], output: Path | None, no_images: bool, as_json:
 
     The page needs no network: the table, rates, lengths, failures, and every row to look through.
     With several runs, each is set against the first: differences with a 95 % interval, and the rows
-    that changed sides; no page is written.
+    that changed sides; --output writes that as a page, too.
     """
     from batchkit.compare import compare
-    from batchkit.report import write_report
+    from batchkit.report import write_comparison, write_report
     from batchkit.score import table_of
 
     folders = [_find(run) for run in runs] or [_find(None)]
     if len(folders) > 1:
-        if output is not None or no_images:
-            raise JobError("--output and --no-images are for the page of one run")
         comparison = compare(folders)
+        if output is not None:
+            write_comparison(comparison, output)
         click.echo(json.dumps(comparison.to_json()) if as_json else comparison.to_text())
         return
     table = table_of(folders[0])
@@ -449,10 +446,30 @@ def _job_to_score(
     from batchkit.config import load_job
     from batchkit.manifest import job_of_run
 
-    named = job or (Path(run) if run is not None and Path(run).is_file() else None)
+    named = job or _job_file(run)
     if named is None:
         return job_of_run(folder, overrides)
     return job_of_run(folder).model_copy(update={"scoring": load_job(named, overrides).scoring})
+
+
+def _job_of_rows(run: str | None, job: Path | None, overrides: tuple[str, ...]) -> Any:
+    """The job whose input has the rows that predictions are for: a job file's, or a run's."""
+    from batchkit.config import load_job
+    from batchkit.manifest import job_of_run
+
+    named = job or _job_file(run)
+    if named is not None:
+        return load_job(named, overrides)
+    if run is None:
+        raise JobError(
+            "--predictions needs the job: its rows, and how they are scored; name JOB (or a RUN)"
+        )
+    return job_of_run(_find(run), overrides)
+
+
+def _job_file(run: str | None) -> Path | None:
+    """``run`` where it is a job file and not a run folder."""
+    return Path(run) if run is not None and Path(run).is_file() else None
 
 
 def _say(text: str) -> None:

@@ -36,6 +36,7 @@ LAYERS: list[set[str]] = [  # from the bottom; a folder counts as one
         "scoring",
         "scorebook",
         "predictions",
+        "bootstrap",
     },
     {"inputs", "supervisor", "attempts", "join"},
     {"resume"},

