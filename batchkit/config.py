@@ -128,6 +128,12 @@ class MediaTable(Table):
         1605632, description="Larger images are downscaled to it, their aspect kept."
     )
     min_pixels: NonNegativeInt = Field(0, description="Smaller images are upscaled to it.")
+    factor: PositiveInt | None = Field(
+        None,
+        description="Both sides become multiples of it, by the rule of Qwen-VL's own `smart_resize`:"
+        " 32 for Qwen3-VL, 28 for Qwen2-VL and Qwen2.5-VL. Then the model sees the very size that"
+        " its processor would have made of the whole image.",
+    )
     max_decode_bytes: PositiveInt = Field(
         2**30, description="An image that would need more memory while decoding is refused."
     )
@@ -299,7 +305,10 @@ class OutputTable(Table):
     """What is written, and where."""
 
     dir: str = Field("output", description="The run folder is `<dir>/<name>`.")
-    keep: list[str] = Field([], description="Fields of the row copied into its record.")
+    keep: list[str] = Field(
+        [],
+        description="Fields of the row copied into its record, beside those that `[scoring]` reads.",
+    )
     prompt: bool = Field(False, description="Also store the rendered prompt in each record.")
 
 
@@ -425,6 +434,16 @@ class JobConfig(Table):
         """The run folder."""
         return Path(self.output.dir) / self.name
 
+    @model_validator(mode="after")
+    def _looks_for_what_it_asks_for(self) -> JobConfig:
+        extracts = {self.scoring.extract, *(rule.extract for rule in self.scoring.rules)}
+        if self.retry.reask and extracts <= {"text", None}:
+            raise ValueError(
+                'retry.reask: no answer lacks what scoring.extract = "text" looks for; say what to'
+                ' look for, as extract = "final-answer"'
+            )
+        return self
+
 
 def load_job(path: Path, overrides: Iterable[str] = ()) -> JobConfig:
     """The job in ``path`` with ``KEY=VALUE`` overrides laid over it, its paths made absolute.
@@ -522,7 +541,8 @@ def _problems(details: Iterable[Mapping[str, Any]]) -> list[str]:
     lines: dict[tuple[Any, ...], str] = {}
     for detail in details:
         location = _location(detail["loc"])
-        lines.setdefault(location, f"{'.'.join(map(str, location))}: {_problem(detail, location)}")
+        key = f"{'.'.join(map(str, location))}: " if location else ""
+        lines.setdefault(location, key + _problem(detail, location))
     return list(lines.values())
 
 

@@ -20,7 +20,7 @@ from batchkit.progress import LOG
 from batchkit.realhit import write_realhit
 from batchkit.runfolder import JOB, MANIFEST, replacing
 from batchkit.scorebook import SCORES, read_scored
-from batchkit.scoring import score_names
+from batchkit.scoring import kept_fields, score_names
 from batchkit.store import CHECKPOINT
 
 BATCH = 10_000
@@ -79,8 +79,8 @@ class Layout(NamedTuple):
     def of(cls, folder: Path) -> Layout:
         """Fixed by the job, so that every export of a run has the same columns."""
         job = job_of_run(folder)
-        keep = list(dict.fromkeys(job.output.keep))
-        return cls(score_names(job.scoring) if job.scoring.is_on else None, keep)
+        scores = score_names(job.scoring) if job.scoring.is_on else None
+        return cls(scores, kept_fields(job))
 
     def columns(self) -> dict[str, str]:
         """The columns' names and Arrow types, in their order."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from batchkit.config import JobConfig, JudgeTable
 from batchkit.ledger import RESULTS, read_newest
+from batchkit.manifest import without_masked
 from batchkit.processor import ProductionBatchProcessor
 from batchkit.prompts import names_in
 from batchkit.stopping import Interrupted, StopRequest
@@ -51,7 +52,7 @@ def judge(
     judges = ProductionBatchProcessor(
         _job(job, table, folder), on_change="requeue", stop=stop, command="score"
     )
-    names = _names(job, table)
+    names = names_read(job, table)
     rows = [_row(answer, names) for answer in answers]
     failed_before = {record["id"] for record in _failed(folder / FOLDER)}
     judged = judges.process(rows)
@@ -64,9 +65,15 @@ def judge(
     return {answer.index: _score(found.get(str(answer.index)), table) for answer in answers}
 
 
+def names_read(job: JobConfig, table: JudgeTable) -> set[str]:
+    """What the judge is to know of an answer: the row's fields, or of ``NAMES``."""
+    column = table.sampling.sampling_column
+    return names_in(job, table.prompt, ()) | (set() if column is None else {column})
+
+
 def _job(job: JobConfig, table: JudgeTable, folder: Path) -> JobConfig:
     """Keyed by the row's index, as text: ids need not be unique."""
-    return JobConfig.model_validate(
+    made = JobConfig.model_validate(
         {
             "name": FOLDER,
             "input": {"id": "_index"},
@@ -75,7 +82,7 @@ def _job(job: JobConfig, table: JudgeTable, folder: Path) -> JobConfig:
             "media": job.media,
             "engine": table.engine,
             "sampling": table.sampling,
-            "run": job.run,
+            "run": job.run.model_copy(update={"fail_on_error": False}),
             "retry": {
                 "attempts": job.retry.attempts,
                 "on_too_long": "truncate-middle",
@@ -86,11 +93,7 @@ def _job(job: JobConfig, table: JudgeTable, folder: Path) -> JobConfig:
             "scoring": {"extract": "regex", "pattern": _PATTERN},
         }
     )
-
-
-def _names(job: JobConfig, table: JudgeTable) -> set[str]:
-    column = table.sampling.sampling_column
-    return names_in(job, table.prompt, ()) | (set() if column is None else {column})
+    return made.model_copy(update={"engine": without_masked(made).engine})
 
 
 def _row(answer: Answer, names: set[str]) -> dict[str, Any]:

@@ -83,6 +83,7 @@ def identity(job: JobConfig) -> dict[str, Any]:
         "output.prompt": job.output.prompt,
         "media.max_pixels": job.media.max_pixels,
         "media.min_pixels": job.media.min_pixels,
+        "media.factor": job.media.factor,
     }
     found |= {f"vars.{name}": value for name, value in job.vars.items()}
     found |= {

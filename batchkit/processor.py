@@ -35,7 +35,7 @@ from batchkit.resume import OnChange, OpenRun, open_run
 from batchkit.rowhash import input_hash
 from batchkit.runfolder import is_run
 from batchkit.scorebook import references_of
-from batchkit.scoring import Scored, Scoring
+from batchkit.scoring import Scored, Scoring, kept_fields
 from batchkit.stopping import DRAIN_S, Interrupted, StopRequest
 from batchkit.store import Store
 from batchkit.summary import RunSummary
@@ -179,6 +179,7 @@ class _Loop:
         self._scoring = (
             Scoring(job.scoring, references, progress.event) if job.scoring.is_on else None
         )
+        self._kept = kept_fields(job)
         self._again = Attempts(job.retry, renderer, self._finds_nothing)
         self._in_flight = 0
         self._stopping = False
@@ -238,12 +239,15 @@ class _Loop:
             return self._summary(self._total.wait())
 
     def _look_at(self, first: Row) -> None:
-        """A kept field that the first row lacks is most likely misspelt; it may be rare, too."""
-        for name in self._job.output.keep:
+        """A field that the first row lacks is most likely misspelt; it may be rare, too."""
+        wanted = [("output.keep", name) for name in self._job.output.keep]
+        if self._scoring is not None:
+            wanted += [("scoring", name) for name in sorted(self._scoring.fields)]
+        for key, name in wanted:
             if first.error is None and name not in first.fields:
                 near = difflib.get_close_matches(name, map(str, first.fields), n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
-                self._progress.event(f"output.keep: the first row has no field {name!r}{hint}")
+                self._progress.event(f"{key}: the first row has no field {name!r}{hint}")
 
     def _generate(self, prefetch: Prefetch) -> None:
         started = time.monotonic()
@@ -383,7 +387,14 @@ class _Loop:
         if settled is None:
             return
         prefetch.release(settled.request)
-        self._store.append(to_record(settled, self._job.output, self._scored(settled)))
+        self._store.append(
+            to_record(
+                settled,
+                self._kept,
+                with_prompt=self._job.output.prompt,
+                scored=self._scored(settled),
+            )
+        )
         self._settled += 1
         self._failed += settled.error is not None
 

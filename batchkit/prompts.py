@@ -65,15 +65,20 @@ class PathTemplate:
 
 def names_in(job: JobConfig, prompt: PromptTable | None, templates: Iterable[str]) -> set[str]:
     """The row's fields that ``prompt`` and ``templates`` read."""
-    sources = list(templates)
+    environment = _environment()
+
+    def read_by(sources: Iterable[str]) -> set[str]:
+        trees = map(environment.parse, sources)
+        return set[str]().union(*map(find_undeclared_variables, trees))
+
+    names = read_by(templates)
     if prompt is not None:
         renderer = PromptRenderer(job.model_copy(update={"prompt": prompt}))
-        sources += [*renderer.sources, *prompt.images, *prompt.captions, *prompt.texts.values()]
-    environment = _environment()
-    names = set[str]().union(
-        *(find_undeclared_variables(environment.parse(source)) for source in sources)
-    )
-    return names - job.vars.keys() - (prompt.texts.keys() if prompt is not None else set())
+        names |= (
+            read_by([*renderer.sources, *prompt.images, *prompt.captions]) - prompt.texts.keys()
+        )
+        names |= read_by(prompt.texts.values())  # a path may read the field that its text hides
+    return names - job.vars.keys()
 
 
 class PromptRenderer:

@@ -22,18 +22,9 @@ from batchkit.join import with_fields
 from batchkit.manifest import job_of_run, read_manifest
 from batchkit.runfolder import is_run, replacing
 from batchkit.scorebook import read_scored
-from batchkit.scoring.metrics import OUT_OF_TEN
+from batchkit.scoring.metrics import OUT_OF_TEN, head
 
 _FIELDS = {"FileName", "QuestionType", "SubQType", "Question", "FinalAnswer", "ProcessedAnswer"}
-_NAMES = {
-    "f1": "F1",
-    "em": "EM",
-    "rouge-l": "ROUGE-L",
-    "sacrebleu": "SacreBLEU",
-    "judge": "GPT_EVAL",
-    "ecr": "ECR",
-    "pass": "Pass",
-}
 _YES_OR_NO = ("ECR", "Pass")
 
 
@@ -96,7 +87,7 @@ def _metrics(scores: Mapping[str, float | None]) -> dict[str, Any]:
     """What is unscored is left out."""
     metrics: dict[str, Any] = {}
     for name, score in scores.items():
-        called = _NAMES.get(name, name)
+        called = "Pass" if name == "pass" else head(name)
         if score is not None and called in _YES_OR_NO:
             metrics[called] = bool(score)
         elif score is not None:

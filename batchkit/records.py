@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
-from batchkit.config import OutputTable
 from batchkit.errors import EmptyTextError
 from batchkit.scoring import Scored
 from batchkit.types import Completion, ErrorInfo, Record, utc_now
 
 
-def to_record(completion: Completion, output: OutputTable, scored: Scored | None = None) -> Record:
-    """The line that tells how ``completion`` settled its row; ``scored``: where answers are scored."""
+def to_record(
+    completion: Completion,
+    keep: Iterable[str],
+    *,
+    with_prompt: bool = False,
+    scored: Scored | None = None,
+) -> Record:
+    """The line that tells how ``completion`` settled its row, with the row's fields in ``keep``.
+
+    ``scored`` is left out where nothing is scored.
+    """
     request, error = completion.request, completion.error
     row, first = request.row, completion.choices[0] if completion.choices else None
     several = len(completion.choices) > 1 or (first is not None and first.logprobs is not None)
@@ -26,10 +35,10 @@ def to_record(completion: Completion, output: OutputTable, scored: Scored | None
         latency_s=completion.latency_s,
         finished_at=utc_now(),
         error=None if error is None else ErrorInfo.of(error),
-        fields={name: row.fields.get(name) for name in output.keep},
+        fields={name: row.fields.get(name) for name in keep},
         input_hash=request.input_hash,
         choices=completion.choices if several and error is None else None,
-        prompt=completion.prompt if output.prompt else None,
+        prompt=completion.prompt if with_prompt else None,
         truncated_tokens=_truncated_tokens(completion),
         prediction=None if scored is None else scored.prediction,
         scores=None if scored is None else scored.scores,

@@ -16,7 +16,7 @@ from batchkit.processor import ProductionBatchProcessor
 from batchkit.resume import OnChange
 from batchkit.runfolder import is_run, latest_run
 from batchkit.score import Say, finish_scoring
-from batchkit.stopping import StopRequest
+from batchkit.stopping import Interrupted, StopRequest
 from batchkit.summary import RunSummary
 
 _LETHAL = (EngineCrashError.kind, RowOutOfMemoryError.kind)
@@ -63,6 +63,8 @@ def _finished(summary: RunSummary, job: JobConfig, stop: StopRequest, say: Say) 
     except BatchkitError as error:
         error.summary = replace(summary, exit=error.exit_code)
         raise
+    except Interrupted as interrupt:
+        return replace(summary, exit=128 + interrupt.signum)
     if table is not None:
         say(table.to_text())
     return summary

@@ -17,7 +17,7 @@ from typing import Any
 from batchkit.config import JobConfig
 from batchkit.errors import JobError, RowError
 from batchkit.join import with_fields
-from batchkit.judge import NAMES, Answer, judge
+from batchkit.judge import NAMES, Answer, judge, names_read
 from batchkit.ledger import RESULTS, read_newest
 from batchkit.manifest import job_of_run, read_manifest, scoring_of, write_job, write_manifest
 from batchkit.predictions import Prediction, read_predictions
@@ -258,9 +258,10 @@ def _names_of_deferred(job: JobConfig, scoring: Scoring) -> set[str]:
     templates: list[str] = []
     if "chart" in scoring.scorers and job.scoring.allow_code:
         templates += [job.scoring.chart_type, job.scoring.table or ""]
-    if "judge" in scoring.scorers and (table := job.scoring.judge) is not None:
-        return names_in(job, table.prompt, templates) - set(NAMES)
-    return names_in(job, None, templates)
+    names = names_in(job, None, templates)
+    if "judge" in scoring.scorers and job.scoring.judge is not None:
+        names |= names_read(job, job.scoring.judge) - set(NAMES)
+    return names
 
 
 def _check(job: JobConfig) -> None:

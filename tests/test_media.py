@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
@@ -30,6 +30,7 @@ from batchkit.config import MediaTable
 from batchkit.errors import MediaError
 from batchkit.media import load_image, target_size
 from batchkit.media.download import fetch
+from batchkit.media.size import LARGEST_ASPECT, smart_size
 
 RED, WHITE = (255, 0, 0), (255, 255, 255)
 
@@ -508,6 +509,47 @@ def test_target_size_keeps_what_is_within_the_limits() -> None:
 )
 def test_target_size_of(size: tuple[int, int], expected: tuple[int, int]) -> None:
     assert target_size(*size, min_pixels=200704, max_pixels=1605632) == expected
+
+
+SMART = {  # of smart_resize, by the limits
+    (200704, 1605632): {
+        (100, 50): (640, 320),
+        (449, 448): (448, 448),
+        (3518, 2252): (1568, 992),
+        (7448, 4353): (1632, 960),
+        (10526, 424): (6304, 224),
+        (5436, 42906): (448, 3552),
+    },
+    (65536, 16777216): {(100, 50): (384, 192), (800, 600): (800, 608), (7448, 4353): (5344, 3104)},
+}
+
+
+def test_smart_size_of() -> None:
+    for (low, high), sizes in SMART.items():
+        for size, expected in sizes.items():
+            assert smart_size(*size, factor=32, min_pixels=low, max_pixels=high) == expected
+
+
+def test_smart_size_is_what_the_processor_would_make() -> None:
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize  # takes seconds
+
+    sides = st.integers(1, 20_000)
+
+    @given(sides, sides, st.sampled_from([28, 32]), st.sampled_from(list(SMART)))
+    def check(width: int, height: int, factor: int, limits: tuple[int, int]) -> None:
+        assume(max(width, height) <= LARGEST_ASPECT * min(width, height))
+        size = smart_size(width, height, factor=factor, min_pixels=limits[0], max_pixels=limits[1])
+        assert size[::-1] == smart_resize(height, width, factor, *limits)
+        assert size[::-1] == smart_resize(*size[::-1], factor, *limits)  # and is left as it is
+
+    check()
+
+
+def test_image_becomes_the_size_that_the_model_takes() -> None:
+    media = MediaTable(factor=32, min_pixels=200704, max_pixels=1605632)
+    assert load_image(Image.new("RGB", (3518, 2252)), media).size == (1568, 992)
+    with pytest.raises(MediaError, match="2010×10 pixels: one side is over 200 times"):
+        load_image(Image.new("RGB", (2010, 10)), media)
 
 
 side = st.integers(1, 10**9)

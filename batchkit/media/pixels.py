@@ -26,7 +26,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 from batchkit.config import MediaTable
 from batchkit.errors import MediaError
-from batchkit.media.size import Size, target_size
+from batchkit.media.size import LARGEST_ASPECT, Size, smart_size, target_size
 
 # Opened by these and not by Image.open: it knows 40 more formats, and refuses images over
 # Image.MAX_IMAGE_PIXELS, a global of the user's process that is not ours to move.
@@ -82,7 +82,7 @@ def decode(data: bytes, name: str, media: MediaTable) -> Image.Image:
     with _translated(name, f"its {len(data)} bytes begin with {data[:16]!r}"):
         image = _open(data, name)
         full = Size(*image.size)
-        target = target_size(*full, min_pixels=media.min_pixels, max_pixels=media.max_pixels)
+        target = _target(full, name, media)
         drafted = image.draft(None, (_REDUCING_GAP * target.width, _REDUCING_GAP * target.height))
         extent = drafted[1][2:] if drafted else full
         need_bytes = _need_bytes(image, full, target, data)
@@ -108,8 +108,20 @@ def fit(image: Image.Image, name: str, media: MediaTable) -> Image.Image:
     with _translated(name, f"an image of mode {image.mode}"):
         image.load()
         full = Size(*image.size)
-        target = target_size(*full, min_pixels=media.min_pixels, max_pixels=media.max_pixels)
+        target = _target(full, name, media)
         return _upright(_scaled(image, full, target, name), _orientation(image))
+
+
+def _target(full: Size, name: str, media: MediaTable) -> Size:
+    limits = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
+    if media.factor is None:
+        return target_size(*full, **limits)
+    if max(full) > LARGEST_ASPECT * min(full):
+        raise MediaError(
+            f"{name}: {full.width}×{full.height} pixels: one side is over {LARGEST_ASPECT} times the"
+            " other, which Qwen-VL's image processor refuses; cut the image into pieces"
+        )
+    return smart_size(*full, factor=media.factor, **limits)
 
 
 @contextmanager

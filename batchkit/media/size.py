@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from math import isqrt
+from math import ceil, floor, isqrt, sqrt
 from typing import NamedTuple
+
+LARGEST_ASPECT = 200
 
 
 class Size(NamedTuple):
@@ -33,6 +35,23 @@ def target_size(width: int, height: int, *, min_pixels: int, max_pixels: int) ->
     if wide >= high:
         return Size(min(wide, max_pixels // high), high)
     return Size(wide, min(high, max_pixels // wide))
+
+
+def smart_size(width: int, height: int, *, factor: int, min_pixels: int, max_pixels: int) -> Size:
+    """As ``smart_resize`` of transformers' Qwen-VL image processors: both sides multiples of ``factor``.
+
+    Rounded to the nearest multiple within the limits; scaled by √(limit / pixels) outside of them,
+    down to a multiple when shrinking and up when growing. The processor leaves such a size as it is,
+    but refuses one whose sides are to each other as more than ``LARGEST_ASPECT`` to 1.
+    """
+    wide, high = (round(side / factor) * factor for side in (width, height))
+    if wide * high > max_pixels:
+        beta = sqrt(height * width / max_pixels)
+        wide, high = (max(factor, floor(s / beta / factor) * factor) for s in (width, height))
+    elif wide * high < min_pixels:
+        beta = sqrt(min_pixels / (height * width))
+        wide, high = (ceil(s * beta / factor) * factor for s in (width, height))
+    return Size(max(factor, wide), max(factor, high))
 
 
 def _root_up(numerator: int, denominator: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
-from batchkit.config import ScoringRule, ScoringTable
+from batchkit.config import JobConfig, ScoringRule, ScoringTable
 from batchkit.scoring.extract import EXTRACTORS
 from batchkit.scoring.overlap import OVERLAPS, Pair, overlap, pair, preload
 from batchkit.scoring.reward import parse_reward
@@ -24,6 +24,7 @@ from batchkit.scoring.values import choice, numeric
 T = TypeVar("T")
 
 DEFERRED = ("chart", "judge")
+_NO_ANSWER = "[ERROR]"  # how RealHiTBench's harness tells a failure
 SCORES_OF = {"chart": ("ecr", "pass")}  # of all others: one, by the scorer's own name
 
 
@@ -100,7 +101,12 @@ class Scoring:
 
     def finds_nothing(self, text: str, fields: Mapping[str, Any], row_id: str = "?") -> bool:
         """True where the answer lacks what its extractor looks for."""
-        return self._extracted(text, self.table_for(fields), row_id) is None
+        table = self.table_for(fields)
+        if table.extract == "final-answer" and text.startswith(_NO_ANSWER):
+            return False  # the official code takes it as it is, so that its calls can be compared
+        if table.default_reward is not None:  # it stands in for what is looked for
+            table = _laid_over(table, {"default_reward": None})
+        return self._extracted(text, table, row_id) is None
 
     def reference(self, fields: Mapping[str, Any], row_id: str) -> str | None:
         """The right answer, as text; None where there is none."""
@@ -130,6 +136,12 @@ def score_names(table: ScoringTable) -> list[str]:
     scorers = [name for part in parts for name in part.scorers or ()]
     names = [score for name in scorers for score in SCORES_OF.get(name, (name,))]
     return list(dict.fromkeys(names))
+
+
+def kept_fields(job: JobConfig) -> list[str]:
+    """The row's fields that a record keeps: those of ``output.keep``, and what its scoring reads."""
+    read = sorted(Scoring(job.scoring).fields) if job.scoring.is_on else []
+    return list(dict.fromkeys([*job.output.keep, *read]))
 
 
 class _Comparison:
