@@ -94,7 +94,7 @@ def run(
 
     The last line on stdout is a JSON object with the counts.
     """
-    from batchkit.config import load_job
+    from batchkit.job_file import load_job
     from batchkit.run import run_job
     from batchkit.summary import RunSummary
 
@@ -125,7 +125,7 @@ def validate(job: Path, rows: int | None, overrides: tuple[str, ...], as_json: b
 
     Writes nothing. Exits with 3 if a row would fail.
     """
-    from batchkit.config import load_job
+    from batchkit.job_file import load_job
     from batchkit.validate import validate as check
 
     found = check(load_job(job, overrides), rows)
@@ -443,7 +443,7 @@ def _job_to_score(
     run: str | None, job: Path | None, folder: Path, overrides: tuple[str, ...]
 ) -> Any:
     """The run's job, with the scoring of the job file that was named, if one was."""
-    from batchkit.config import load_job
+    from batchkit.job_file import load_job
     from batchkit.manifest import job_of_run
 
     named = job or _job_file(run)
@@ -454,7 +454,7 @@ def _job_to_score(
 
 def _job_of_rows(run: str | None, job: Path | None, overrides: tuple[str, ...]) -> Any:
     """The job whose input has the rows that predictions are for: a job file's, or a run's."""
-    from batchkit.config import load_job
+    from batchkit.job_file import load_job
     from batchkit.manifest import job_of_run
 
     named = job or _job_file(run)

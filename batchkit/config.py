@@ -1,18 +1,13 @@
-"""The job file: its tables, their defaults, and how a file becomes a ``JobConfig``.
+"""The job file: its tables and their defaults.
 
 Every default lives here, once. ``docs/job-file.md`` is generated from these classes.
 """
 
 from __future__ import annotations
 
-import difflib
-import glob
-import json
 import re
-import tomllib
-from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -24,12 +19,8 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    ValidationError,
     model_validator,
 )
-
-from batchkit.errors import JobError
-from batchkit.wording import in_words
 
 Format = Literal["auto", "jsonl", "json", "csv", "parquet", "openai-batch", "prompts"]
 Extract = Literal["text", "regex", "json", "number", "final-answer", "code", "reward"]
@@ -445,140 +436,6 @@ class JobConfig(Table):
         return self
 
 
-def load_job(path: Path, overrides: Iterable[str] = ()) -> JobConfig:
-    """The job in ``path`` with ``KEY=VALUE`` overrides laid over it, its paths made absolute.
-
-    Raises:
-        JobError: unreadable, not TOML, or any key wrong; all problems are in the one message.
-    """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise JobError(f"{path}: no such job file") from None
-    except IsADirectoryError:
-        raise JobError(f"{path}: is a folder; give the job file in it") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise JobError(f"{path}: can't be read: {error}") from error
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise JobError(f"{path}: not valid TOML: {error}") from error
-    return make_job(table, str(path), overrides, base=path.parent)
-
-
-def make_job(
-    table: dict[str, Any], origin: str, overrides: Iterable[str] = (), *, base: Path | None = None
-) -> JobConfig:
-    """As ``load_job``, from a table; ``base`` is where relative paths are looked up first."""
-    for override in overrides:
-        _override(table, override)
-    return resolve_paths(parse_job(table, origin), base or Path.cwd())
-
-
-def parse_job(table: Mapping[str, Any], origin: str) -> JobConfig:
-    """A checked job; ``origin`` names the file in errors.
-
-    Raises:
-        JobError: with one line per problem: key path, what was found, what was expected.
-    """
-    try:
-        return JobConfig.model_validate(table)
-    except ValidationError as error:
-        problems = _problems(error.errors(include_url=False))
-        count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
-        lines = "\n".join(f"  {problem}" for problem in problems)
-        raise JobError(f"{origin}: {count}\n{lines}") from None
-
-
-def parse_value(text: str) -> Any:
-    """``text`` as a TOML value where it is one (``0``, ``true``, ``["a"]``), else the text."""
-    try:
-        table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
-    return table["value"] if len(table) == 1 else text
-
-
-def _override(table: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
-        raise JobError(f"--set {override}: write KEY=VALUE, as in --set sampling.temperature=0.7")
-    for depth, part in enumerate(parts[:-1], start=1):
-        table = table.setdefault(part, {})
-        if not isinstance(table, dict):
-            raise JobError(f"--set {override}: {'.'.join(parts[:depth])} is a value, not a table")
-    value = parse_value(text)
-    # A folder named "2024" is a name and not a number: where text is wanted, text it stays.
-    table[parts[-1]] = text if _wants_text(parts) and not isinstance(value, str) else value
-
-
-def _wants_text(parts: list[str]) -> bool:
-    annotation = _annotation(parts)
-    return annotation in (str, str | None)
-
-
-def _annotation(parts: Iterable[str]) -> Any:
-    """The type of a dotted key, or None where any key is free (``vars``, ``options``)."""
-    annotation: Any = JobConfig
-    for part in parts:
-        fields = getattr(_table_in(annotation), "model_fields", {})
-        if part not in fields:
-            return None
-        annotation = fields[part].annotation
-    return annotation
-
-
-def _table_in(annotation: Any) -> type[Table] | None:
-    """The table that a value of this type is, or is a list of; None where it is no table."""
-    if isinstance(annotation, type) and issubclass(annotation, Table):
-        return annotation
-    return next(filter(None, map(_table_in, get_args(annotation))), None)
-
-
-def _problems(details: Iterable[Mapping[str, Any]]) -> list[str]:
-    """One line a key: of a union, every member complains."""
-    lines: dict[tuple[Any, ...], str] = {}
-    for detail in details:
-        location = _location(detail["loc"])
-        key = f"{'.'.join(map(str, location))}: " if location else ""
-        lines.setdefault(location, key + _problem(detail, location))
-    return list(lines.values())
-
-
-def _location(loc: Iterable[Any]) -> tuple[Any, ...]:
-    """The keys and list positions of ``loc``, without the members of unions between them."""
-    table: Any = JobConfig
-    location: list[Any] = []
-    for part in loc:
-        if isinstance(part, int):
-            location.append(part)
-        elif table is not None:
-            location.append(part)
-            field = table.model_fields.get(part)
-            table = _table_in(field.annotation) if field else None
-    return tuple(location)
-
-
-def _problem(detail: Mapping[str, Any], location: tuple[Any, ...]) -> str:
-    """What one of pydantic's error details says about the key at ``location``."""
-    kind, found = detail["type"], detail["input"]
-    if kind == "extra_forbidden":
-        known = _known_keys(location[:-1])
-        near = difflib.get_close_matches(str(location[-1]), known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-        return f"unknown key; {hint}"
-    if kind == "missing":
-        return f"this {'table' if len(location) == 1 else 'key'} is missing"
-    if kind == "value_error":
-        return str(detail["msg"]).removeprefix("Value error, ")
-    annotation, limits = _type(location)
-    expected = in_words(annotation, limits)
-    near = difflib.get_close_matches(str(found), _literals(annotation), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"found {_shown(found)}, expected {expected}{hint}"
-
-
 def _is_base_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
@@ -587,98 +444,3 @@ def _is_base_url(url: str) -> bool:
         return False
     is_plain = not (parts.query or parts.fragment or parts.username or parts.password)
     return parts.scheme in ("http", "https") and bool(parts.hostname) and is_plain
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "…"
-
-
-def _known_keys(location: Iterable[Any]) -> list[str]:
-    keys = [part for part in location if isinstance(part, str)]
-    return list(getattr(_table_in(_annotation(keys)), "model_fields", {}))
-
-
-def _type(location: tuple[Any, ...]) -> tuple[Any, Sequence[Any]]:
-    """The type and limits of the key at ``location``, or of a member of the list there."""
-    keys = [part for part in location if isinstance(part, str)]
-    table = _table_in(_annotation(keys[:-1]))
-    assert table is not None  # a problem stands at a key of a table
-    field = table.model_fields[keys[-1]]
-    if location[-1] == keys[-1]:
-        return field.annotation, field.metadata
-    lists = [field.annotation, *get_args(field.annotation)]
-    return next(get_args(part)[0] for part in lists if get_origin(part) is list), ()
-
-
-def _literals(annotation: Any) -> list[str]:
-    parts = get_args(annotation)
-    if get_origin(annotation) is Literal:
-        return [str(part) for part in parts]
-    return [choice for part in parts for choice in _literals(part)]
-
-
-def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
-    """The job with its relative paths made absolute, so that it means the same from anywhere."""
-    update: dict[str, Any] = {
-        "prompt": _with_files_found(job.prompt, base, "prompt"),
-        "scoring": _scoring_resolved(job.scoring, base),
-        "media": job.media.model_copy(
-            update={
-                "root": str(_find(_fill(job.media.root, job, "media.root"), base, "media.root"))
-            }
-        ),
-        "output": job.output.model_copy(update={"dir": str(Path(job.output.dir).resolve())}),
-    }
-    if job.input.path is not None:
-        path = _fill(job.input.path, job, "input.path")
-        if "://" not in path:
-            path = str(_find(path, base, "input.path"))
-        update["input"] = job.input.model_copy(update={"path": path})
-    return job.model_copy(update=update)
-
-
-def _with_files_found(prompt: PromptTable, base: Path, key: str) -> PromptTable:
-    files = {
-        name: str(_find(value, base, f"{key}.{name}"))
-        for name in ("system_file", "user_file")
-        if (value := getattr(prompt, name)) is not None
-    }
-    return prompt.model_copy(update=files)
-
-
-def _scoring_resolved(scoring: ScoringTable, base: Path) -> ScoringTable:
-    update: dict[str, Any] = {}
-    if scoring.reference_run is not None:
-        run = _find(scoring.reference_run, base, "scoring.reference_run")
-        update["reference_run"] = str(run)
-    if scoring.judge is not None:
-        prompt = _with_files_found(scoring.judge.prompt, base, "scoring.judge.prompt")
-        update["judge"] = scoring.judge.model_copy(update={"prompt": prompt})
-    return scoring.model_copy(update=update)
-
-
-def _fill(template: str, job: JobConfig, key: str) -> str:
-    """``template`` with the job's ``[vars]`` filled in."""
-    if "{" not in template:
-        return template
-    from jinja2 import StrictUndefined
-    from jinja2.sandbox import SandboxedEnvironment
-
-    try:
-        environment = SandboxedEnvironment(undefined=StrictUndefined)
-        return environment.from_string(template).render(job.vars)
-    except Exception as error:  # a template may compute anything
-        raise JobError(f"{key}: {template!r}: {error}; [vars] holds {list(job.vars)}") from error
-
-
-def _find(path: str, base: Path, key: str) -> Path:
-    """``path`` beside the job file where something stands there, else in the working directory."""
-    beside, here = base.resolve() / path, Path.cwd() / path
-    try:
-        for candidate in (beside, here):
-            if candidate.exists() or (glob.has_magic(path) and glob.glob(str(candidate))):
-                return candidate
-    except OSError as error:  # no leave to look there, or a text that is no path
-        raise JobError(f"{key}: {_shown(path)}: {error.strerror}") from error
-    return beside

@@ -20,8 +20,9 @@ import orjson
 import tomlkit
 
 import batchkit
-from batchkit.config import JobConfig, ScoringRule, ScoringTable, load_job
+from batchkit.config import JobConfig, ScoringRule, ScoringTable
 from batchkit.errors import StoreError
+from batchkit.job_file import load_job
 from batchkit.runfolder import JOB, MANIFEST, write_atomically
 from batchkit.types import utc_now
 

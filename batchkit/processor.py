@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from batchkit.attempts import Attempts
-from batchkit.config import JobConfig, load_job, resolve_paths
+from batchkit.config import JobConfig
 from batchkit.engines import open_engine, open_preflight
 from batchkit.engines.base import Engine
 from batchkit.engines.launcher import LOG, Launcher
@@ -24,6 +24,7 @@ from batchkit.errors import (
     TooManyFailuresError,
 )
 from batchkit.inputs import Input, Total, from_job, from_python
+from batchkit.job_file import load_job, resolve_paths
 from batchkit.ladder import Ladder
 from batchkit.ledger import RESULTS, failure_kind, read_newest
 from batchkit.manifest import write_manifest

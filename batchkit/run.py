@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from batchkit.config import JobConfig, load_job, make_job
+from batchkit.config import JobConfig
 from batchkit.errors import BatchkitError, EngineCrashError, JobError, RowOutOfMemoryError
+from batchkit.job_file import load_job, make_job
 from batchkit.ledger import RESULTS, failure_kind, read_newest
 from batchkit.manifest import job_of_run, without_masked
 from batchkit.processor import ProductionBatchProcessor

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from batchkit.config import JobConfig, make_job
+from batchkit.config import JobConfig
+from batchkit.job_file import make_job
 
 # Two engines beside each other on two cores: their OpenMP threads would spin against one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

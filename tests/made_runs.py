@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from PIL import Image, ImageDraw
 
 from batchkit.cli import cli
-from batchkit.config import load_job
+from batchkit.job_file import load_job
 from batchkit.scoring import Scoring
 
 GROUPS = ("Data Analysis", "Fact Checking", "Numerical Reasoning")

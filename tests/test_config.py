@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from batchkit.config import JobConfig, Table, load_job, make_job, parse_job, parse_value
+from batchkit.config import JobConfig, Table
 from batchkit.errors import JobError
+from batchkit.job_file import load_job, make_job, parse_job, parse_value
 
 TABLES = [
     name

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from batchkit.config import load_job
 from batchkit.demo_model import build_demo_model
 from batchkit.errors import JobError
+from batchkit.job_file import load_job
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "jobs" / "data" / "quickstart"

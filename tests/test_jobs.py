@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from batchkit.config import JobConfig, load_job
+from batchkit.config import JobConfig
 from batchkit.errors import MediaError, TemplateError
+from batchkit.job_file import load_job
 from batchkit.processor import ProductionBatchProcessor
 from batchkit.prompts import PromptRenderer
 from batchkit.sources import read_rows

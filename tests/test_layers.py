@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "batchkit"
 
 LAYERS: list[set[str]] = [  # from the bottom; a folder counts as one
     {"errors", "indexset", "wording"},
-    {"types", "config", "ledger", "stopping", "rowhash", "faults"},
+    {"types", "config", "job_file", "job_problems", "ledger", "stopping", "rowhash", "faults"},
     {
         "sources",
         "media",
@@ -58,6 +58,9 @@ LAYERS: list[set[str]] = [  # from the bottom; a folder counts as one
     {"cli"},
 ]
 WITHIN_A_LAYER = {
+    ("job_file", "config"): "a job file becomes the tables of config",
+    ("job_file", "job_problems"): "what is wrong with it is told in words",
+    ("job_problems", "config"): "the words come from the tables",
     ("prompts", "media"): "rendering a row loads its images",
     ("prompts", "openai_body"): "a row may bring an OpenAI request",
     ("prompts", "retry"): "a first attempt has its temperature too",

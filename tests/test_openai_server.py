@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from batchkit.cli import cli
-from batchkit.config import JobConfig, make_job
+from batchkit.config import JobConfig
 from batchkit.engines import open_engine, open_preflight
 from batchkit.engines.base import Engine
 from batchkit.engines.openai_api import retry_after_s
@@ -32,6 +32,7 @@ from batchkit.errors import (
     RowTimeoutError,
     ServerError,
 )
+from batchkit.job_file import make_job
 from batchkit.processor import ProductionBatchProcessor
 from batchkit.types import Completion, Request, Row
 from tests.chat_server import MODEL, ChatServer, HangUp, Refused, error, serving

@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from batchkit.config import JobConfig, make_job
+from batchkit.config import JobConfig
 from batchkit.errors import JobError, MediaError, RequestError, RowError, TemplateError
+from batchkit.job_file import make_job
 from batchkit.prompts import PromptRenderer, input_hash
 from batchkit.types import Completion, Request, Row
 

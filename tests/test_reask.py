@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from batchkit.config import JobConfig, make_job
+from batchkit.config import JobConfig
 from batchkit.errors import ChangedError, JobError
+from batchkit.job_file import make_job
 from batchkit.ledger import RESULTS, read_newest
 from batchkit.processor import ProductionBatchProcessor
 from tests.chat_server import MODEL, ChatServer, Refused, error, serving

@@ -22,8 +22,9 @@ import tomlkit
 from click.testing import CliRunner
 
 from batchkit.cli import cli
-from batchkit.config import JobConfig, make_job
+from batchkit.config import JobConfig
 from batchkit.errors import ChangedError, JobError
+from batchkit.job_file import make_job
 from batchkit.processor import ProductionBatchProcessor
 
 RUN = Path("output/a")

@@ -21,9 +21,10 @@ import pytest
 import tomlkit
 from PIL import Image
 
-from batchkit.config import JobConfig, ScoringTable, load_job, make_job
+from batchkit.config import JobConfig, ScoringTable
 from batchkit.errors import InputError, JobError, StoreError
 from batchkit.export import export
+from batchkit.job_file import load_job, make_job
 from batchkit.ledger import RESULTS, read_newest
 from batchkit.manifest import job_of_run
 from batchkit.processor import ProductionBatchProcessor

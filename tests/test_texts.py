@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from batchkit.config import JobConfig, make_job
+from batchkit.config import JobConfig
 from batchkit.errors import ChangedError, JobError
+from batchkit.job_file import make_job
 from batchkit.processor import ProductionBatchProcessor
 from batchkit.prompts import PromptRenderer, names_in
 from batchkit.types import Request, Row

@@ -16,8 +16,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
-from batchkit.config import make_job
 from batchkit.errors import JobError, PromptTooLongError
+from batchkit.job_file import make_job
 from batchkit.prompts import PromptRenderer
 from batchkit.truncation import MARK, cut_at, longest_text, next_cut
 from batchkit.types import Cut, Request, Row

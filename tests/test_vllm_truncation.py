@@ -11,9 +11,10 @@ from PIL import Image
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from batchkit import ProductionBatchProcessor
-from batchkit.config import JobConfig, make_job
+from batchkit.config import JobConfig
 from batchkit.engines import open_preflight
 from batchkit.errors import PromptTooLongError
+from batchkit.job_file import make_job
 from batchkit.ledger import RESULTS, read_newest
 from batchkit.truncation import MARK
 from batchkit.types import Cut, Request, Row

@@ -1,0 +1,154 @@
+"""How a job file becomes a ``JobConfig``: read, overridden, checked, its paths made absolute."""
+
+from __future__ import annotations
+
+import glob
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from batchkit.config import JobConfig, PromptTable, ScoringTable
+from batchkit.errors import JobError
+from batchkit.job_problems import annotation_of, problems_in, shown
+
+
+def load_job(path: Path, overrides: Iterable[str] = ()) -> JobConfig:
+    """The job in ``path`` with ``KEY=VALUE`` overrides laid over it, its paths made absolute.
+
+    Raises:
+        JobError: unreadable, not TOML, or any key wrong; all problems are in the one message.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise JobError(f"{path}: no such job file") from None
+    except IsADirectoryError:
+        raise JobError(f"{path}: is a folder; give the job file in it") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"{path}: can't be read: {error}") from error
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise JobError(f"{path}: not valid TOML: {error}") from error
+    return make_job(table, str(path), overrides, base=path.parent)
+
+
+def make_job(
+    table: dict[str, Any], origin: str, overrides: Iterable[str] = (), *, base: Path | None = None
+) -> JobConfig:
+    """As ``load_job``, from a table; ``base`` is where relative paths are looked up first."""
+    for override in overrides:
+        _override(table, override)
+    return resolve_paths(parse_job(table, origin), base or Path.cwd())
+
+
+def parse_job(table: Mapping[str, Any], origin: str) -> JobConfig:
+    """A checked job; ``origin`` names the file in errors.
+
+    Raises:
+        JobError: with one line per problem: key path, what was found, what was expected.
+    """
+    try:
+        return JobConfig.model_validate(table)
+    except ValidationError as error:
+        problems = problems_in(error.errors(include_url=False))
+        count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise JobError(f"{origin}: {count}\n{lines}") from None
+
+
+def parse_value(text: str) -> Any:
+    """``text`` as a TOML value where it is one (``0``, ``true``, ``["a"]``), else the text."""
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return table["value"] if len(table) == 1 else text
+
+
+def _override(table: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise JobError(f"--set {override}: write KEY=VALUE, as in --set sampling.temperature=0.7")
+    for depth, part in enumerate(parts[:-1], start=1):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise JobError(f"--set {override}: {'.'.join(parts[:depth])} is a value, not a table")
+    value = parse_value(text)
+    # A folder named "2024" is a name and not a number: where text is wanted, text it stays.
+    table[parts[-1]] = text if _wants_text(parts) and not isinstance(value, str) else value
+
+
+def _wants_text(parts: list[str]) -> bool:
+    annotation = annotation_of(parts)
+    return annotation in (str, str | None)
+
+
+def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
+    """The job with its relative paths made absolute, so that it means the same from anywhere."""
+    update: dict[str, Any] = {
+        "prompt": _with_files_found(job.prompt, base, "prompt"),
+        "scoring": _scoring_resolved(job.scoring, base),
+        "media": job.media.model_copy(
+            update={
+                "root": str(_find(_fill(job.media.root, job, "media.root"), base, "media.root"))
+            }
+        ),
+        "output": job.output.model_copy(update={"dir": str(Path(job.output.dir).resolve())}),
+    }
+    if job.input.path is not None:
+        path = _fill(job.input.path, job, "input.path")
+        if "://" not in path:
+            path = str(_find(path, base, "input.path"))
+        update["input"] = job.input.model_copy(update={"path": path})
+    return job.model_copy(update=update)
+
+
+def _with_files_found(prompt: PromptTable, base: Path, key: str) -> PromptTable:
+    files = {
+        name: str(_find(value, base, f"{key}.{name}"))
+        for name in ("system_file", "user_file")
+        if (value := getattr(prompt, name)) is not None
+    }
+    return prompt.model_copy(update=files)
+
+
+def _scoring_resolved(scoring: ScoringTable, base: Path) -> ScoringTable:
+    update: dict[str, Any] = {}
+    if scoring.reference_run is not None:
+        run = _find(scoring.reference_run, base, "scoring.reference_run")
+        update["reference_run"] = str(run)
+    if scoring.judge is not None:
+        prompt = _with_files_found(scoring.judge.prompt, base, "scoring.judge.prompt")
+        update["judge"] = scoring.judge.model_copy(update={"prompt": prompt})
+    return scoring.model_copy(update=update)
+
+
+def _fill(template: str, job: JobConfig, key: str) -> str:
+    """``template`` with the job's ``[vars]`` filled in."""
+    if "{" not in template:
+        return template
+    from jinja2 import StrictUndefined
+    from jinja2.sandbox import SandboxedEnvironment
+
+    try:
+        environment = SandboxedEnvironment(undefined=StrictUndefined)
+        return environment.from_string(template).render(job.vars)
+    except Exception as error:  # a template may compute anything
+        raise JobError(f"{key}: {template!r}: {error}; [vars] holds {list(job.vars)}") from error
+
+
+def _find(path: str, base: Path, key: str) -> Path:
+    """``path`` beside the job file where something stands there, else in the working directory."""
+    beside, here = base.resolve() / path, Path.cwd() / path
+    try:
+        for candidate in (beside, here):
+            if candidate.exists() or (glob.has_magic(path) and glob.glob(str(candidate))):
+                return candidate
+    except OSError as error:  # no leave to look there, or a text that is no path
+        raise JobError(f"{key}: {shown(path)}: {error.strerror}") from error
+    return beside
