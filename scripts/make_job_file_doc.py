@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from batchkit.config import JobConfig, Table
+from batchkit.config import JobConfig, JudgeTable, ScoringRule, Table
 from batchkit.wording import in_words
 
 _CODE = re.compile(r'"[^"]*"|\btrue\b|\bfalse\b|\^\S+')
@@ -70,15 +70,16 @@ JOB.toml --dry-run` prints the first rows as the model would get them.
 - **Names.** A key is written with its table: `temperature` under `[sampling]` is
   `sampling.temperature`. A key or table that is not on this page is an error, and so is a value of
   another type; all mistakes are reported together. Free are only the names in `[vars]`,
-  `[engine.options]`, `[sampling]`, `[input.where]` and `[prompt.chat_template_kwargs]`.
+  `[engine.options]`, `[sampling]`, `[input.where]`, `[prompt.texts]` and
+  `[prompt.chat_template_kwargs]`.
 - **Overrides.** `--set KEY=VALUE` lays one value over the file, for any key and as often as needed:
   `--set sampling.temperature=0 --set engine.options.max_num_seqs=64 --set vars.language=French`.
   The value is read as TOML (`0`, `true`, `["a", "b"]`), and what isn't TOML is text.
 - **Paths.** `input.path`, `media.root`, `prompt.system_file` and `prompt.user_file` are looked up
   beside the job file first, then in the working directory. `engine.model`, `engine.lora` and
   `output.dir` start from the working directory.
-- **Templates.** `{{{{ name }}}}` in `prompt.system`, `user`, `images` and `captions` is a field of
-  the row or a name from `[vars]`; where both have it, the row's field counts. They are
+- **Templates.** `{{{{ name }}}}` in `prompt.system`, `user`, `images`, `captions` and `texts` is a
+  field of the row or a name from `[vars]`; where both have it, the row's field counts. They are
   [Jinja2](https://jinja.palletsprojects.com/templates/), with its loops, conditions and filters.
 - **Rows without templates.** With neither `system`, `user` nor `images`, a row's own `messages`
   (OpenAI's chat shape), `body` (an OpenAI batch request) or `prompt` is sent.
@@ -92,6 +93,19 @@ Free names for the templates, and for `input.path` and `media.root`: text, numbe
 They make one job file serve several runs, as in `--set vars.language=French`.
 """
 
+JUDGE = """
+## `[scoring.judge]`
+
+{text}
+
+`max_score` ({limits}) is the best score that it can give. The rest are tables of their own, with the
+keys that they have at top level: `[scoring.judge.engine]`, `[scoring.judge.sampling]` and
+`[scoring.judge.prompt]`.
+""".format(
+    text=" ".join((JudgeTable.__doc__ or "").split()),
+    limits=f"default {JudgeTable.model_fields['max_score'].default:g}",
+)
+
 
 def document() -> str:
     """The page."""
@@ -103,7 +117,13 @@ def document() -> str:
         if _is_table(field) and field.annotation is not None
     ]
     top = _table({name: field for name, field in plain.items() if name != "vars"})
-    return HEAD.format(example=EXAMPLE, top=top) + "".join(sections)
+    return HEAD.format(example=EXAMPLE, top=top) + "".join(sections) + JUDGE + _rules()
+
+
+def _rules() -> str:
+    """A table that may stand in the file several times."""
+    keys = _table(ScoringRule.model_fields)
+    return f"\n## `[[scoring.rules]]`\n\n{_sentence(ScoringRule)}\n\n{keys}"
 
 
 def _table(fields: dict[str, FieldInfo]) -> str:
