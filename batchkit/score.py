@@ -205,8 +205,7 @@ def _deferred(
         say(f"{len(charts):,} charts are unscored: scoring.allow_code = true runs their code")
     elif charts:
         say(f"running the code of {len(charts):,} charts")
-        for index, scores in _charts(job, scoring, charts, say):
-            found.setdefault(index, {}).update(scores)
+        found.update(_charts(job, scoring, charts, say))
     if judged and job.scoring.judge is None:
         say(f"{len(judged):,} answers are not judged: [scoring.judge] names no model")
     elif judged and job.scoring.judge is not None:
@@ -223,7 +222,7 @@ def _deferred(
 def _charts(
     job: JobConfig, scoring: Scoring, answers: Iterable[_Answered], say: Say
 ) -> Iterator[tuple[int, dict[str, float | None]]]:
-    from batchkit.scoring.chart import Chart, score_charts
+    from batchkit.scoring.chart import Chart, SandboxError, score_charts
 
     kind = PathTemplate("scoring.chart_type", job.scoring.chart_type, job)
     table = job.scoring.table
@@ -239,7 +238,11 @@ def _charts(
             )
         except RowError as error:
             say(f"row {answered.id}: its chart is unscored: {error}")
-    results = score_charts(list(charts.values()), mode=job.scoring.mode)
+    try:
+        results = score_charts(list(charts.values()), mode=job.scoring.mode)
+    except SandboxError as error:  # this kernel can't confine a program: none is run
+        say(f"charts are unscored: {error}")
+        return
     for index, chart in zip(charts, results, strict=True):
         passed = None if chart.passed is None else float(chart.passed)
         yield index, {"ecr": float(chart.ecr), "pass": passed}
