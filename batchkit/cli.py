@@ -295,7 +295,13 @@ def score(
         table, missing = score_predictions(_job_of_rows(run, job, overrides), predictions, _say)
         found: dict[str, Any] = {**table.to_json(), "missing": missing}
     else:
-        folder = _find(run)
+        for override in overrides:
+            if not override.startswith(("scoring.", "name=", "output.dir=")):
+                raise JobError(
+                    f"--set {override}: the answers are there; what can be set for `score` is"
+                    " scoring.…, and name or output.dir to say which run"
+                )
+        folder = _find(run, overrides)
         table = score_run(folder, _job_to_score(run, job, folder, overrides), say=_say)
         missing, found = 0, table.to_json()
     click.echo(json.dumps(found) if as_json else table.to_text())
@@ -429,11 +435,11 @@ def doctor(as_json: bool) -> None:
     raise SystemExit(0 if all(finding.ok for finding in findings) else 1)
 
 
-def _find(run: str | None) -> Path:
+def _find(run: str | None, overrides: tuple[str, ...] = ()) -> Path:
     """The run folder; where it was not named, say on stderr which one it is."""
     from batchkit.run import find_run
 
-    folder = find_run(run)
+    folder = find_run(run, overrides)
     if run is None:
         click.echo(f"batchkit: {folder}", err=True)
     return folder
@@ -448,7 +454,7 @@ def _job_to_score(
 
     named = job or _job_file(run)
     if named is None:
-        return job_of_run(folder, overrides)
+        return job_of_run(folder, [o for o in overrides if o.startswith("scoring.")])
     return job_of_run(folder).model_copy(update={"scoring": load_job(named, overrides).scoring})
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from batchkit.bootstrap import bootstrap_interval
 from batchkit.errors import JobError
+from batchkit.join import with_group
 from batchkit.manifest import differences, job_of_run, read_manifest
 from batchkit.scorebook import read_scored
 from batchkit.scoring.metrics import ALL, OUT_OF_TEN, ScoreTable, head, markdown, tabulate
@@ -31,11 +32,11 @@ class Delta:
     """One run against the baseline, one group, one scorer; over the ``n`` rows both have scored.
 
     ``delta`` and its 95 % interval ``low`` … ``high`` are in percent points (reward: points of 10).
-    ``better`` and ``worse`` count the rows that flipped.
+    ``better`` and ``worse`` count the rows that flipped. ``group`` is None over all rows.
     """
 
     run: str
-    group: str
+    group: str | None
     scorer: str
     n: int
     delta: float
@@ -112,10 +113,10 @@ class Comparison:
             f" more (reward: {_REWARD_STEP:g})."
         )
 
-    def mean(self, run: str, group: str, scorer: str) -> str:
+    def mean(self, run: str, group: str | None, scorer: str) -> str:
         """As a table shows it; ``–`` where there is none."""
         table = self.tables[self.runs.index(run)]
-        found = table.overall if group == ALL else table.groups.get(group)
+        found = table.overall if group is None else table.groups.get(group)
         mean = None if found is None else found.mean(scorer)
         return "–" if mean is None else f"{mean:.2f}"
 
@@ -135,7 +136,7 @@ class Comparison:
             mark = " *" if delta.is_clear else ""
             rows.append(
                 [
-                    delta.group,
+                    ALL if delta.group is None else delta.group,
                     head(delta.scorer),
                     str(delta.n),
                     self.mean(self.runs[0], delta.group, delta.scorer),
@@ -181,6 +182,8 @@ def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) ->
     """
     if len(folders) < 2:
         raise JobError("a comparison needs two runs or more")
+    for folder in folders:
+        read_manifest(folder)  # says so where it is no run
     names = _names(folders)
     group_by = job_of_run(folders[0]).scoring.group_by
     sides = [_read(folder, group_by) for folder in folders]
@@ -283,9 +286,11 @@ class _Columns:
 
 
 def _read(folder: Path, group_by: str | None) -> _Side:
-    read_manifest(folder)
+    job = job_of_run(folder)
+    scoring = job.scoring.model_copy(update={"group_by": group_by})
+    records = with_group(read_scored(folder), job.model_copy(update={"scoring": scoring}))
     columns = _Columns(group_by)
-    table = tabulate(columns.watch(read_scored(folder)), group_by)
+    table = tabulate(columns.watch(records), group_by)
     n = len(columns.groups)
     scores = {
         name: np.pad(np.array(found), (0, n - len(found)), constant_values=np.nan)
@@ -316,12 +321,14 @@ def _deltas(found: _Found, resamples: int, seed: int) -> Iterator[Delta]:
     scored = ~np.isnan(before) & ~np.isnan(after)
     flipped = found.flipped()
     groups = np.array(found.baseline.groups, dtype=object)[found.pairs.before]
-    masks = [(name, scored & (groups == name)) for name in found.baseline.table.groups]
-    for name, chosen in [*masks, (ALL, scored)]:
+    masks: list[tuple[str | None, NDArray[np.bool_]]] = [
+        (name, scored & (groups == name)) for name in found.baseline.table.groups
+    ]
+    for name, chosen in [*masks, (None, scored)]:
         if not chosen.any():
             continue
         change = (after - before)[chosen]
-        rng = np.random.default_rng([seed, *name.encode(), *found.scorer.encode()])
+        rng = np.random.default_rng([seed, *(name or "").encode(), *found.scorer.encode()])
         low, high = bootstrap_interval(change, resamples=resamples, rng=rng)
         yield Delta(
             run=found.run,
@@ -374,9 +381,8 @@ def _warnings(folders: Sequence[Path], names: Sequence[str], group_by: str | Non
             found.append(f"{name}: {len(lines) - _SHOWN_DIFFERENCES} more differences")
         scoring, then = job_of_run(folder).scoring, job_of_run(folders[0]).scoring
         if scoring.model_dump() != then.model_dump():
-            changed = [
-                key for key, value in scoring.model_dump().items() if value != getattr(then, key)
-            ]
+            before = then.model_dump()
+            changed = [key for key, value in scoring.model_dump().items() if value != before[key]]
             found.append(f"{name}: scored otherwise: {', '.join(changed)}")
         if group_by is not None and scoring.group_by != group_by:
             found.append(f"{name}: grouped by {group_by} here, as {names[0]} is")

@@ -387,10 +387,10 @@ class ScoringTable(Table):
     def _coherent(self) -> ScoringTable:
         parts: list[ScoringTable | ScoringRule] = [self, *self.rules]
         used = {name for part in parts for name in part.scorers or ()}
-        extracts = {part.extract for part in parts}
+        laid = [(part.extract or self.extract, part.pattern or self.pattern) for part in parts]
+        if any(extract == "regex" and pattern is None for extract, pattern in laid):
+            raise ValueError('extract = "regex" needs a pattern, here or in each rule that has it')
         patterns = [part.pattern for part in parts if part.pattern is not None]
-        if "regex" in extracts and not patterns:
-            raise ValueError('extract = "regex" needs a pattern')
         for pattern in patterns:
             try:
                 re.compile(pattern)

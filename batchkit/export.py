@@ -16,12 +16,11 @@ import orjson
 from batchkit.errors import StoreError
 from batchkit.ledger import RESULTS
 from batchkit.manifest import job_of_run, read_manifest
-from batchkit.progress import LOG
+from batchkit.outputs import refuse_own_file
 from batchkit.realhit import write_realhit
-from batchkit.runfolder import JOB, MANIFEST, replacing
-from batchkit.scorebook import SCORES, read_scored
+from batchkit.runfolder import replacing
+from batchkit.scorebook import read_scored
 from batchkit.scoring import kept_fields, score_names
-from batchkit.store import CHECKPOINT
 
 BATCH = 10_000
 
@@ -52,9 +51,7 @@ def export(folder: Path, format_name: str, path: Path | None = None) -> list[Exp
     if not log.exists():
         raise StoreError(f"{folder}: nothing to export: no row has finished yet")
     path = path or folder / _NAMES[format_name]
-    for name, role in _OWN_FILES.items():
-        if path.exists() and (own := folder / name).exists() and path.samefile(own):
-            raise StoreError(f"{path}: is the run's {role}; export to another file")
+    refuse_own_file(path, folder)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         written = _WRITERS[format_name](folder, path)
@@ -263,14 +260,6 @@ _WRITERS: dict[str, Callable[[Path, Path], dict[Path, int]]] = {
     "csv": _write_csv,
     "openai": _write_openai,
     "realhit": write_realhit,
-}
-_OWN_FILES = {
-    RESULTS: "ledger",
-    CHECKPOINT: "checkpoint",
-    MANIFEST: "manifest",
-    JOB: "job",
-    LOG: "log",
-    SCORES: "scores",
 }
 _NAMES = {
     "parquet": "results.parquet",

@@ -121,6 +121,8 @@ def _scoring_resolved(scoring: ScoringTable, base: Path) -> ScoringTable:
     update: dict[str, Any] = {}
     if scoring.reference_run is not None:
         run = _find(scoring.reference_run, base, "scoring.reference_run")
+        if not run.exists():  # then it is meant where runs are made
+            run = Path.cwd() / scoring.reference_run
         update["reference_run"] = str(run)
     if scoring.judge is not None:
         prompt = _with_files_found(scoring.judge.prompt, base, "scoring.judge.prompt")

@@ -82,6 +82,11 @@ def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     entries = whole if isinstance(whole, list) else None
     if isinstance(whole, dict) and isinstance(whole.get("results"), list):
         entries = whole["results"]
+    if isinstance(whole, dict) and entries is None and data.count(b"\n", 0, -1):
+        raise JobError(
+            f"{path}: a JSON object without a list of `results`; it has"
+            f" {', '.join(map(str, whole))}. Give one object a line, a list, or `results`"
+        )
     places = (
         ((f"{path} entry {number}", entry) for number, entry in enumerate(entries))
         if entries is not None

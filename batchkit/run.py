@@ -126,8 +126,12 @@ def retry_failed(
     return Retry(len(attempts), dict(by_kind), mended, summary)
 
 
-def find_run(target: str | None, output: Path = Path("output")) -> Path:
+def find_run(
+    target: str | None, overrides: Sequence[str] = (), output: Path = Path("output")
+) -> Path:
     """The run folder that ``target`` means: a run folder, a job file, or the last run if None.
+
+    ``overrides`` are laid over the job file: its ``name`` may be one of them.
 
     Raises:
         JobError: there is no such run.
@@ -135,7 +139,7 @@ def find_run(target: str | None, output: Path = Path("output")) -> Path:
     if target is None:
         return latest_run(output)
     path = Path(target)
-    folder = load_job(path).folder if path.is_file() else path
+    folder = load_job(path, overrides).folder if path.is_file() else path
     if not is_run(folder):
         raise JobError(
             f"{folder}: no run there; start one with `batchkit run {target}`"

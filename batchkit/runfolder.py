@@ -92,7 +92,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary file beside ``path`` that takes its name once all went well."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
         temporary.replace(path)

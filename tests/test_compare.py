@@ -47,7 +47,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def test_difference_is_over_the_rows_that_both_scored(runs: list[Path]) -> None:
     found = compare(runs)
-    (em,) = [d for d in found.deltas if d.scorer == "em" and d.group == "all"]
+    (em,) = [d for d in found.deltas if d.scorer == "em" and d.group is None]
     assert em.n == N - 5 - 1
     assert (em.better, em.worse) == (20, 1)
     assert em.delta == pytest.approx(100 * 19 / 54)
@@ -55,7 +55,7 @@ def test_difference_is_over_the_rows_that_both_scored(runs: list[Path]) -> None:
     assert em.is_clear
     assert found.only_in_baseline == {"b": 5}
     assert found.only_in_run == {"b": 0}
-    groups = [d for d in found.deltas if d.scorer == "em" and d.group != "all"]
+    groups = [d for d in found.deltas if d.scorer == "em" and d.group is not None]
     assert sum(d.n for d in groups) == em.n
     assert sum(d.delta * d.n for d in groups) == pytest.approx(em.delta * em.n)
 

@@ -352,7 +352,7 @@ def test_export_never_writes_over_the_ledger(name: str) -> None:
     for option in ("--jsonl", "--parquet", "--csv", "--openai"):
         done = batchkit("export", "job.toml", option, str(RUN / name))
         assert done.exit_code == 1
-        assert "is the run's ledger" in done.stderr
+        assert "is the ledger of a run" in done.stderr
     assert LOG.read_bytes() == before
 
 

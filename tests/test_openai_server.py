@@ -108,6 +108,19 @@ def test_a_chat_is_answered_with_its_text_reason_usage_and_time() -> None:
     ]
 
 
+@pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": 3}, {"completion_tokens": None}])
+def test_an_answer_without_a_whole_count_is_an_answer(usage: Any) -> None:
+    parts = [{"type": "text", "text": "some"}, {"type": "text", "text": " tea"}]
+    choice = {"index": 0, "message": {"content": parts}, "finish_reason": "stop"}
+
+    def answer(text: str, body: dict[str, Any]) -> None:
+        raise Refused(200, {"choices": [choice], "usage": usage})
+
+    with serving(answer) as server, opened(server) as engine:
+        (done,) = ask(engine, [request(0)])
+    assert (done.error, done.choices[0].text, done.usage) == (None, "some tea", None)
+
+
 def test_images_travel_as_png() -> None:
     image = Image.effect_noise((64, 48), 100).convert("RGB")
     parts = [

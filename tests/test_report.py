@@ -258,3 +258,30 @@ def test_long_tail_is_kept_in_the_last_bin() -> None:
     assert spread.top <= 2_000
     assert spread.overflow == 1
     assert spread.largest == 1_000_000
+
+
+def test_a_page_never_lands_on_what_a_run_lives_on(run: Path, tmp_path: Path) -> None:
+    other = make_run(tmp_path, rows(3, 9), right, name="other")
+    before = {path.name: path.read_bytes() for path in other.iterdir() if path.is_file()}
+    for path in (other / "results.jsonl", other / "manifest.json", tmp_path / "page.txt"):
+        for runs in ([run], [run, other]):
+            done = CliRunner().invoke(cli, ["report", *map(str, runs), "--output", str(path)])
+            assert done.exit_code == 1
+            assert "a report is a web page" in done.stderr
+    for suffix in ("jsonl", "csv"):
+        for name in ("results.jsonl", "job.toml", "scores.jsonl"):
+            done = CliRunner().invoke(cli, ["export", str(run), f"--{suffix}", str(other / name)])
+            assert done.exit_code == 1
+            assert "of a run; write to another file" in done.stderr
+    assert {path.name: path.read_bytes() for path in other.iterdir() if path.is_file()} == before
+
+
+def test_rows_are_grouped_by_a_field_that_the_run_did_not_keep(tmp_path: Path) -> None:
+    made = make_run(tmp_path, rows(6, 9), right)
+    done = CliRunner().invoke(
+        cli, ["score", str(made), "--set", "scoring.group_by=FileName", "--json"]
+    )
+    groups = set(json.loads(done.stdout)["metrics"])
+    assert len(groups) > 1
+    page = write_report(made).read_text(encoding="utf-8")
+    assert {row["group"] for row in embedded(page, "data")["rows"]} == groups

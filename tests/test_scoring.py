@@ -179,6 +179,8 @@ def test_no_text_breaks_an_extractor(text: str, extract: str) -> None:
 def test_numbers() -> None:
     assert numbers_in("−3.5, $1,200 and 7% of 2e3") == [-3.5, 1200, 7, 2000]
     assert numbers_in("v1.2.3 is no number, x2 neither") == []
+    assert numbers_in("12,62170 and 1,1955") == [12, 62170, 1, 1955]
+    assert numbers_in("- 42 things, 3 - 5, -7") == [42, 3, 5, -7]
     assert numeric("about 101", "100", 0.01) == 1
     assert numeric("102", "100", 0.01) == 0
     assert numeric("1, 2", "1, 2, 3", 0.01) == 0
@@ -193,6 +195,9 @@ def test_choices() -> None:
     assert choice("yes or no", "No", words) == 0
     assert choice("nothing of it", "No", words) == 0
     assert choice("yes", "Perhaps", words) is None
+    assert choice("I see a dog", "A", list("ABCD")) == 0
+    assert choice("The answer is B, as a cat shows", "B", list("ABCD")) == 1
+    assert choice("b", "B", list("ABCD")) == 1
 
 
 def test_what_cannot_be_told_is_unscored_and_no_zero() -> None:
@@ -200,6 +205,26 @@ def test_what_cannot_be_told_is_unscored_and_no_zero() -> None:
     assert scoring.score("5", {"a": ""}, "1").scores == {"em": None, "numeric": None}
     assert scoring.score("5", {}, "1").scores == {"em": None, "numeric": None}
     assert scoring.score("no number", {"a": "5"}, "1") == (None, {"em": None, "numeric": None})
+
+
+def test_a_reference_run_that_answered_nothing_leaves_its_row_unscored() -> None:
+    scoring = Scoring(ScoringTable(scorers=["em"]), {"1": " ", "2": "x"})
+    assert scoring.score("x", {}, "1").scores == {"em": None}
+    assert scoring.score("x", {}, "2").scores == {"em": 1.0}
+    assert scoring.score("x", {}, "3").scores == {"em": None}
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"extract": "regex"},
+        {"extract": "regex", "rules": [{"where": {"a": 1}, "pattern": "x"}]},
+        {"rules": [{"where": {"a": 1}, "extract": "regex"}]},
+    ],
+)
+def test_regex_without_a_pattern_is_refused(table: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="needs a pattern"):
+        ScoringTable.model_validate(table)
 
 
 def test_the_first_rule_that_fits_a_row_is_its_rule() -> None:

@@ -148,11 +148,9 @@ def completion_of(request: Request, answer: Any, latency_s: float) -> Completion
         choices = [
             _choice(choice) for choice in sorted(answer["choices"], key=lambda c: c.get("index", 0))
         ]
-        usage = answer.get("usage")
-        tokens = usage and Usage(int(usage["prompt_tokens"]), int(usage["completion_tokens"]))
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
-    return Completion(request, choices, tokens or None, latency_s) if choices else None
+    return Completion(request, choices, _usage(answer), latency_s) if choices else None
 
 
 def refusal_of(status: int, content: bytes) -> Refusal:
@@ -187,12 +185,11 @@ def _counts(error: Mapping[str, Any], message: str) -> tuple[int | None, int | N
     return None, None
 
 
-def status_in(answer: Any) -> int:
-    """What the HTTP status should have been: some servers answer 200 and say it in the body. An
-    answer of no known shape is 500."""
+def status_in(answer: Any) -> int | None:
+    """What the HTTP status should have been, where a server answers 200 and says it in the body."""
     error = answer.get("error") if isinstance(answer, Mapping) else None
     code = error.get("code") if isinstance(error, Mapping) else None
-    return code if isinstance(code, int) and code >= 400 else 500
+    return code if isinstance(code, int) and code >= 400 else None
 
 
 def too_long(refusal: Refusal, max_model_len: int | None) -> PromptTooLongError:
@@ -293,9 +290,20 @@ def _data_uri(image: Image) -> str:
     return "data:image/png;base64," + base64.b64encode(png.getbuffer()).decode()
 
 
+def _usage(answer: Mapping[str, Any]) -> Usage | None:
+    """None where the server does not count, or not all: the answer is worth no less."""
+    try:
+        counts = answer["usage"]
+        return Usage(int(counts["prompt_tokens"]), int(counts["completion_tokens"]))
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
 def _choice(choice: Mapping[str, Any]) -> Choice:
     message = choice.get("message")
     text = choice["text"] if message is None else message.get("content")
+    if isinstance(text, list):  # parts, as some servers give them
+        text = "".join(part["text"] for part in text if part.get("type") == "text")
     if not isinstance(text, str | None):
         raise TypeError(f"text is {type(text).__name__}")
     return Choice(text or "", choice.get("finish_reason"), _logprobs(choice.get("logprobs")))

@@ -146,7 +146,11 @@ class Remote:
             completion = api.completion_of(request, answer, loop.time() - began)
             if completion is not None:
                 return completion
-            status = api.status_in(answer)
+            told = api.status_in(answer)
+            if told is None:
+                shape = received[:200].decode("utf-8", "replace")
+                raise Fault(f"{url}: the answer has no shape of OpenAI's: {shape}")
+            status = told
             self._check(status, received, url, {})
         refusal = api.refusal_of(status, received)
         if refusal.is_of_the_model:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from batchkit.errors import StoreError
+from batchkit.join import with_group
 from batchkit.ledger import RESULTS
 from batchkit.manifest import job_of_run, read_manifest
 from batchkit.report.comparison import write_comparison
 from batchkit.report.figures import Tally
-from batchkit.report.page import render
+from batchkit.report.page import check_page, render
 from batchkit.report.pictures import Pictures
 from batchkit.report.rows import show
 from batchkit.runfolder import replacing
@@ -35,10 +36,10 @@ def write_report(folder: Path, path: Path | None = None, *, images: bool = True)
     path = path or folder / REPORT
     if not (folder / RESULTS).exists():
         raise StoreError(f"{folder}: nothing to report: no row has finished yet")
-    if path.suffix not in (".html", ".htm"):  # never the ledger itself
-        raise StoreError(f"{path}: a report is a web page; name it …{path.stem}.html")
+    check_page(path)
     tally = Tally()
-    table = tabulate(tally.watch(read_scored(folder)), job.scoring.group_by)
+    records = with_group(read_scored(folder), job)
+    table = tabulate(tally.watch(records), job.scoring.group_by)
     if not tally.rows:
         raise StoreError(f"{folder}: nothing to report: no row has finished yet")
     with Pictures(job.media) as pictures:

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from batchkit.compare import Comparison, Delta
 from batchkit.errors import StoreError
 from batchkit.report.figures import nice
-from batchkit.report.page import page
+from batchkit.report.page import check_page, page
 from batchkit.runfolder import replacing
 from batchkit.scoring.metrics import head
 
@@ -46,8 +46,9 @@ def write_comparison(comparison: Comparison, path: Path) -> Path:
     """Write ``comparison`` as one web page without references to anything else.
 
     Raises:
-        StoreError: the file can't be written.
+        StoreError: the file can't be written, or is no web page by its name.
     """
+    check_page(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:

@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 import batchkit
 from batchkit.config import JobConfig
+from batchkit.errors import StoreError
 from batchkit.report.charts import bar, charts, shares
 from batchkit.report.figures import Tally
 from batchkit.report.heading import about, facts, notes, picture_notes, subtitle, when
@@ -96,6 +97,12 @@ def render(
         ),
         pictures=as_json([picture.to_json() for picture in pictures]),
     )
+
+
+def check_page(path: Path) -> None:
+    """Raises StoreError where ``path`` is no web page by its name: it might be a ledger."""
+    if path.suffix not in (".html", ".htm"):
+        raise StoreError(f"{path}: a report is a web page; name it …{path.stem}.html")
 
 
 def page(template: str, **names: Any) -> Iterator[str]:

@@ -15,13 +15,15 @@ from jinja2.meta import find_undeclared_variables
 
 from batchkit.config import JobConfig
 from batchkit.errors import BatchkitError, JobError, RowError
+from batchkit.join import with_group
 from batchkit.ledger import failure_kind
 from batchkit.manifest import job_of_run, without_masked
 from batchkit.prompts import PromptRenderer
 from batchkit.report.figures import Tally
 from batchkit.report.pictures import Pictures
+from batchkit.rowhash import input_hash
 from batchkit.scorebook import read_scored, references_of
-from batchkit.scoring import Scoring
+from batchkit.scoring import Scoring, kept_fields
 from batchkit.sources import read_rows
 from batchkit.types import Row
 
@@ -76,11 +78,11 @@ def show(folder: Path, tally: Tally, pictures: Pictures | None) -> Shown:
     reader = _Reader(job, _scoring(job, notes), pictures, inputs.renderer, limit, n_rows)
     details = [
         reader.read(record, inputs.row(record))
-        for record in read_scored(folder)
+        for record in with_group(read_scored(folder), job)
         if chosen is None or record["index"] in chosen
     ]
     if inputs.problem:
-        left = "only the kept fields are shown" if job.output.keep else "no fields are shown"
+        left = "only the kept fields are shown" if kept_fields(job) else "no fields are shown"
         notes.append(f"Where the input can't be read as it was, {left}: {inputs.problem}")
     return _packed(details, job, notes, reader.field_limit)
 
@@ -129,6 +131,9 @@ class _Inputs:
         if self._next.id != record["id"]:
             found = f"row {record['index']} is now {self._next.id!r}, not {record['id']!r}"
             self.problem = self.problem or found
+            return None
+        if record.get("input_hash") not in (None, input_hash(self._next.fields)):
+            self.problem = self.problem or f"row {record['index']} is not what was answered"
             return None
         return self._next
 

@@ -111,9 +111,10 @@ class Scoring:
     def reference(self, fields: Mapping[str, Any], row_id: str) -> str | None:
         """The right answer, as text; None where there is none."""
         if self._references is not None:
-            return self._references.get(row_id)
-        name = self.table_for(fields).reference
-        found = None if name is None else fields.get(name)
+            found: Any = self._references.get(row_id)
+        else:
+            name = self.table_for(fields).reference
+            found = None if name is None else fields.get(name)
         text = None if found is None else _as_text(found)
         return text if text and text.strip() else None
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 _NUMBER = re.compile(
-    r"(?<![\w.])[-+−]?\s?[$€£¥]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3})?"
+    r"(?<![\w.])[-+]?[$€£¥]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3})?"
 )
 
 
@@ -15,7 +15,7 @@ def numbers_in(text: str) -> list[float]:
     """The numbers of ``text`` in their order; ``1,234`` is one number, ``1955,62170`` two."""
     found = []
     for match in _NUMBER.findall(text.replace("\u2212", "-")):
-        number = float(re.sub(r"[,\s$€£¥+]", "", match))
+        number = float(re.sub(r"[,$€£¥+]", "", match))
         if math.isfinite(number):
             found.append(number)
     return found
@@ -43,14 +43,19 @@ def choice(prediction: str, reference: str, choices: Sequence[str]) -> float | N
 
 
 def _chosen(text: str, choices: Sequence[str]) -> str | None:
-    """The choice that ``text`` is, else the only one that it names as a word of its own."""
-    plain = text.strip().strip(".()[]\"'*` ").casefold()
+    """The choice that ``text`` is, else the only one that it names as a word of its own.
+
+    Its case counts, unless none is named in the right case; that of a letter always does: "a" within
+    a sentence is the article.
+    """
+    plain = text.strip().strip(".()[]\"'*` ")
     for name in choices:
-        if plain == name.casefold():
+        if plain.casefold() == name.casefold():
             return name
-    named = [
-        name
-        for name in choices
-        if re.search(rf"(?<!\w){re.escape(name.casefold())}(?!\w)", text.casefold())
-    ]
+    words = [name for name in choices if len(name) > 1]
+    named = _named(text, choices, re.NOFLAG) or _named(text, words, re.IGNORECASE)
     return named[0] if len(named) == 1 else None
+
+
+def _named(text: str, choices: Sequence[str], flags: re.RegexFlag) -> list[str]:
+    return [name for name in choices if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text, flags)]
