@@ -9,10 +9,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from batchkit.errors import BatchkitError, StoreError
+from batchkit.errors import BatchkitError
 from batchkit.indexset import IndexSet
 from batchkit.ladder import Ladder
-from batchkit.ledger import RESULTS, failure_kind, read_lines
+from batchkit.ledger import RESULTS, failure_kind, log_of, read_lines
 from batchkit.manifest import job_of_run, read_manifest
 from batchkit.runfolder import held_by
 from batchkit.sources import count_rows
@@ -83,7 +83,7 @@ def status(folder: Path) -> Status:
     Raises:
         StoreError: not a run folder, or its log is gone.
     """
-    manifest, log = read_manifest(folder), _log(folder)
+    manifest, log = read_manifest(folder), log_of(folder)
     totals, offset = trusted_checkpoint(folder)
     for line in read_lines(log, offset):
         if line.record is not None:
@@ -120,7 +120,7 @@ def verify(folder: Path) -> Verification:
     """
     manifest = read_manifest(folder)
     checkpoint, offset = read_checkpoint(folder) or (Totals(), 0)  # before the log, which grows
-    size = _log(folder).stat().st_size
+    size = log_of(folder).stat().st_size
     totals, at_checkpoint = Totals(), Totals()
     once, twice = IndexSet(), IndexSet()
     torn = 0
@@ -148,13 +148,6 @@ def verify(folder: Path) -> Verification:
         or (0 < offset <= size and _told(checkpoint) == _told(at_checkpoint)),
         torn_bytes=torn,
     )
-
-
-def _log(folder: Path) -> Path:
-    path = folder / RESULTS
-    if not path.is_file():
-        raise StoreError(f"{path}: is missing; its rows must be run again: batchkit run --fresh")
-    return path
 
 
 def _pending(total: int | None, totals: Totals, manifest: Mapping[str, Any]) -> int | None:

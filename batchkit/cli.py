@@ -325,7 +325,7 @@ def report(runs: tuple[str, ...], output: Path | None, no_images: bool, as_json:
     """
     from batchkit.compare import compare
     from batchkit.report import write_comparison, write_report
-    from batchkit.score import table_of
+    from batchkit.score import is_mixed, table_of
 
     folders = [_find(run) for run in runs] or [_find(None)]
     if len(folders) > 1:
@@ -335,6 +335,8 @@ def report(runs: tuple[str, ...], output: Path | None, no_images: bool, as_json:
         click.echo(json.dumps(comparison.to_json()) if as_json else comparison.to_text())
         return
     table = table_of(folders[0])
+    if is_mixed(folders[0]):
+        _say(f"{folders[0]}: its rows are scored in more than one way; `batchkit score` mends that")
     path = write_report(folders[0], output, images=not no_images)
     if as_json:
         click.echo(json.dumps({**table.to_json(), "path": str(path)}))

@@ -32,6 +32,18 @@ class Line(NamedTuple):
     record: dict[str, Any] | None
 
 
+def log_of(folder: Path) -> Path:
+    """The ledger of a run.
+
+    Raises:
+        StoreError: it is gone.
+    """
+    path = folder / RESULTS
+    if not path.is_file():
+        raise StoreError(f"{path}: is missing; its rows must be run again: batchkit run --fresh")
+    return path
+
+
 def read_lines(path: Path, offset: int = 0) -> Iterator[Line]:
     """The ledger's lines from byte ``offset`` on, in the order in which they were written."""
     if not path.exists():

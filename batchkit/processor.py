@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -23,6 +22,7 @@ from batchkit.errors import (
     JobError,
     TooManyFailuresError,
 )
+from batchkit.hints import hints
 from batchkit.inputs import Input, Total, from_job, from_python
 from batchkit.job_file import load_job, resolve_paths
 from batchkit.ladder import Ladder
@@ -101,14 +101,18 @@ class ProductionBatchProcessor:
         attempts: Mapping[int, int],
         *,
         convicted: Collection[int] = (),
-        rows: Sequence[Any] | None = None,
+        rows: Sequence[Any] | Input | None = None,
     ) -> RunSummary:
         """Run the rows in ``attempts`` again, whatever their record says.
 
-        ``attempts`` maps a row's index to the number of its last attempt; the ``convicted`` ones
-        killed the engine, and are run alone. ``rows`` and errors as with ``process``.
+        ``attempts`` maps a row's index to the number of its last attempt, 0 where it has no record
+        yet; the ``convicted`` ones killed the engine, and are run alone. ``rows`` (or where they
+        come from) and errors as with ``process``.
         """
-        source = from_job(self.job) if rows is None else from_python(rows, self.job.input)
+        if rows is None:
+            source = from_job(self.job)
+        else:
+            source = rows if isinstance(rows, Input) else from_python(rows, self.job.input)
         return self._run(source, attempts, convicted)
 
     def _run(
@@ -197,7 +201,7 @@ class _Loop:
     def retry(self, attempts: Mapping[int, int], convicted: Collection[int]) -> RunSummary:
         """Settle the rows in ``attempts`` anew; the numbers are those of their last attempts."""
         self._attempts, self._convicted = attempts, convicted
-        self._resumed -= len(attempts)
+        self._resumed -= sum(map(self._store.totals.is_settled, attempts))
         rows = self._source.everything(lambda index: index not in attempts)
         return self._settle_all(self._readable(rows))
 
@@ -240,15 +244,9 @@ class _Loop:
             return self._summary(self._total.wait())
 
     def _look_at(self, first: Row) -> None:
-        """A field that the first row lacks is most likely misspelt; it may be rare, too."""
-        wanted = [("output.keep", name) for name in self._job.output.keep]
-        if self._scoring is not None:
-            wanted += [("scoring", name) for name in sorted(self._scoring.fields)]
-        for key, name in wanted:
-            if first.error is None and name not in first.fields:
-                near = difflib.get_close_matches(name, map(str, first.fields), n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                self._progress.event(f"{key}: the first row has no field {name!r}{hint}")
+        if first.error is None:
+            for hint in hints(self._job, first.fields):
+                self._progress.event(hint)
 
     def _generate(self, prefetch: Prefetch) -> None:
         started = time.monotonic()

@@ -7,7 +7,6 @@ found here alone.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from batchkit.config import JobConfig
-from batchkit.errors import JobError, RowError
+from batchkit.errors import InputError, JobError, RowError
+from batchkit.hints import scoring_hints
 from batchkit.join import with_fields
-from batchkit.judge import NAMES, Answer, judge, names_read
-from batchkit.ledger import RESULTS, read_newest
+from batchkit.judge import FOLDER, NAMES, Answer, judge, names_read
+from batchkit.ledger import RESULTS, log_of, read_newest
 from batchkit.manifest import job_of_run, read_manifest, scoring_of, write_job, write_manifest
 from batchkit.predictions import Prediction, read_predictions
 from batchkit.prompts import PathTemplate, names_in
@@ -53,7 +53,7 @@ def score_run(
 
     Raises:
         JobError: nothing is scored, or the rows that the scoring needs are gone.
-        StoreError: another process works on the run.
+        StoreError: another process works on the run, or its results are gone.
     """
     with ExitStack() as held:
         stop = stop or held.enter_context(StopRequest().installed())
@@ -72,14 +72,19 @@ def finish_scoring(
     if scoring.reference_run is not None:  # it may have gone on while the rows of this one finished
         reference = Path(scoring.reference_run)
         made_from = [folder / RESULTS, reference / RESULTS, reference / SCORES]
-    if _is_mixed(folder, job) or (made_from and not _is_newer(folder / SCORES, made_from)):
+    if _is_other(folder, job) or (made_from and not _is_newer(folder / SCORES, made_from)):
         with claim(folder):
             return _score_run(folder, job, stop, say)
     return table_of(folder, job)
 
 
 def table_of(folder: Path, job: JobConfig | None = None) -> ScoreTable:
-    """The table of the scores that a run has."""
+    """The table of the scores that a run has.
+
+    Raises:
+        StoreError: its results are gone.
+    """
+    log_of(folder)
     job = job or job_of_run(folder)
     group_by = job.scoring.group_by
     names = set() if group_by is None else {group_by}
@@ -87,10 +92,19 @@ def table_of(folder: Path, job: JobConfig | None = None) -> ScoreTable:
     return tabulate(({**record, "fields": fields} for record, fields in pairs), group_by)
 
 
+def is_mixed(folder: Path) -> bool:
+    """True where some of a run's rows may have been scored in another way than others.
+
+    So it is between a change of ``[scoring]`` and the next `run` or `score` that comes to its end.
+    """
+    return read_manifest(folder).get("scoring", "") is None
+
+
 def score_predictions(job: JobConfig, path: Path, say: Say = print) -> tuple[ScoreTable, int]:
     """Score the predictions in ``path`` against the rows of ``job``'s input, found by id.
 
-    Also gives how many rows of the input have no prediction.
+    Also gives how many rows of the input have no prediction. Judgements are kept beside ``path``,
+    in the folder ``<its name>.judge``.
 
     Raises:
         JobError: nothing is scored; the file can't be read; none of its ids is in the input.
@@ -107,6 +121,8 @@ def score_predictions(job: JobConfig, path: Path, say: Say = print) -> tuple[Sco
         )
     if strangers := made.keys() - rows.keys():
         say(f"{len(strangers):,} predictions have no row in the input, as id {min(strangers)!r}")
+    for hint in scoring_hints(job.scoring, next(iter(rows.values())).fields):
+        say(hint)
     known = [(rows[name], made[name]) for name in rows if name in made]
     answers = [
         _Answered(row.index, row.id, row.fields, found.text or found.prediction or "", scored)
@@ -114,10 +130,9 @@ def score_predictions(job: JobConfig, path: Path, say: Say = print) -> tuple[Sco
         if not found.failed
         for scored in [_of_prediction(scoring, found, row.fields, row.id)]
     ]
-    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        stop = StopRequest()
-        stack.enter_context(stop.installed())
-        later = _deferred(job, scoring, answers, Path(scratch), stop, say)
+    with StopRequest().installed() as stop:
+        judgements = path.with_name(f"{path.name}.judge")
+        later = _deferred(job, scoring, answers, judgements, stop, say)
     records: list[dict[str, Any]] = [
         {"status": "ok", "fields": a.fields, "scores": {**a.known.scores, **later.get(a.index, {})}}
         for a in answers
@@ -141,6 +156,9 @@ def _rows_by_id(job: JobConfig) -> dict[str, Row]:
 
 def _score_run(folder: Path, job: JobConfig, stop: StopRequest, say: Say) -> ScoreTable:
     _check(job)
+    log_of(folder)
+    for hint in scoring_hints(job.scoring, _first_row(job)):
+        say(hint)
     scoring = Scoring(job.scoring, references_of(job), say)
     names = scoring.fields | _names_of_deferred(job, scoring)
     later: dict[int, dict[str, float | None]] = {}
@@ -150,7 +168,7 @@ def _score_run(folder: Path, job: JobConfig, stop: StopRequest, say: Say) -> Sco
             for record, fields in _answers(folder, job, names)
             if _is_deferred(scoring.table_for(fields).scorers)
         ]
-        later = _deferred(job, scoring, needs_later, folder, stop, say)
+        later = _deferred(job, scoring, needs_later, folder / FOLDER, stop, say)
 
     def lines() -> Iterator[ScoreLine]:
         for record, fields in _answers(folder, job, names):
@@ -163,9 +181,20 @@ def _score_run(folder: Path, job: JobConfig, stop: StopRequest, say: Say) -> Sco
                 {**scored.scores, **later.get(index, {})},
             )
 
-    write_scores(folder, lines())
+    write_scores(folder, lines(), before=lambda: _forget(folder, job))
     _remember(folder, job)
     return table_of(folder, job)
+
+
+def _first_row(job: JobConfig) -> Mapping[str, Any] | None:
+    """The fields of the input's first row; None where it can't be read any more."""
+    if job.input.path is None:
+        return None
+    try:
+        row = next(read_rows(job.input), None)
+    except InputError:  # what was kept of the rows may do
+        return None
+    return None if row is None or row.error is not None else row.fields
 
 
 def _answers(
@@ -189,11 +218,11 @@ def _deferred(
     job: JobConfig,
     scoring: Scoring,
     answers: Iterable[_Answered],
-    folder: Path,
+    judgements: Path,
     stop: StopRequest,
     say: Say,
 ) -> dict[int, dict[str, float | None]]:
-    """The scores that need more than the record, by the row's index."""
+    """The scores that need more than the record, by the row's index; ``judgements``: a folder."""
     found: dict[int, dict[str, float | None]] = {}
     charts: list[_Answered] = []
     judged: list[_Answered] = []
@@ -214,7 +243,8 @@ def _deferred(
             for a in judged
             for reference in [scoring.reference(a.fields, a.id)]
         ]
-        for index, score in judge(job, job.scoring.judge, rows, folder, stop).items():
+        scores = judge(job, job.scoring.judge, rows, judgements, stop, say)
+        for index, score in scores.items():
             found.setdefault(index, {})["judge"] = score
     return found
 
@@ -275,8 +305,8 @@ def _check(job: JobConfig) -> None:
         )
 
 
-def _is_mixed(folder: Path, job: JobConfig) -> bool:
-    """True where some rows may have been scored in another way than others."""
+def _is_other(folder: Path, job: JobConfig) -> bool:
+    """True where some rows of the run may have been scored in another way than ``job``'s."""
     return bool(read_manifest(folder).get("scoring", scoring_of(job)) != scoring_of(job))
 
 
@@ -288,8 +318,12 @@ def _is_newer(path: Path, than: Iterable[Path]) -> bool:
     return all(ours >= other.stat().st_mtime_ns for other in than if other.exists())
 
 
+def _forget(folder: Path, job: JobConfig) -> None:
+    """Before scores of another kind take their place: killed now, the run must not seem of one."""
+    if _is_other(folder, job):
+        write_manifest(folder, read_manifest(folder) | {"scoring": None})
+
+
 def _remember(folder: Path, job: JobConfig) -> None:
-    manifest = read_manifest(folder)
-    manifest["scoring"] = scoring_of(job)
-    write_manifest(folder, manifest)
     write_job(folder, job_of_run(folder).model_copy(update={"scoring": job.scoring}))
+    write_manifest(folder, read_manifest(folder) | {"scoring": scoring_of(job)})

@@ -9,7 +9,7 @@ that came to stand at another row's index (``--on-change requeue``).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,10 @@ def read_scored(folder: Path) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def write_scores(folder: Path, lines: Iterable[ScoreLine]) -> None:
+def write_scores(folder: Path, lines: Iterable[ScoreLine], *, before: Callable[[], None]) -> None:
     """Replace the scores of a run in one step; ``lines`` in the order of the input.
+
+    ``before`` is called when all of them are on disk and the old ones still stand.
 
     Raises:
         StoreError: the file can't be written.
@@ -67,6 +69,7 @@ def write_scores(folder: Path, lines: Iterable[ScoreLine]) -> None:
                 file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
             file.flush()
             os.fsync(file.fileno())
+            before()
     except OSError as error:
         raise StoreError(f"{path}: can't write: {error.strerror or error}") from error
 

@@ -38,7 +38,7 @@ LAYERS: list[set[str]] = [  # from the bottom; a folder counts as one
         "predictions",
         "bootstrap",
     },
-    {"inputs", "supervisor", "attempts", "join", "outputs"},
+    {"inputs", "supervisor", "attempts", "join", "outputs", "hints"},
     {"resume"},
     {"processor"},
     {

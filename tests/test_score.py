@@ -22,7 +22,7 @@ import tomlkit
 from PIL import Image
 
 from batchkit.config import JobConfig, ScoringTable
-from batchkit.errors import InputError, JobError, StoreError
+from batchkit.errors import BatchkitError, InputError, JobError, StoreError
 from batchkit.export import export
 from batchkit.job_file import load_job, make_job
 from batchkit.ledger import RESULTS, read_newest
@@ -30,7 +30,7 @@ from batchkit.manifest import job_of_run
 from batchkit.processor import ProductionBatchProcessor
 from batchkit.run import retry_failed, run_job
 from batchkit.runfolder import claim
-from batchkit.score import score_predictions, score_run
+from batchkit.score import is_mixed, score_predictions, score_run, table_of
 from batchkit.scorebook import SCORES, read_scored
 from batchkit.scoring.extract import EXTRACTORS
 from tests.chat_server import MODEL, ChatServer, Refused, error, serving
@@ -467,6 +467,109 @@ def test_a_misspelt_reference_is_said_at_once(tmp_path: Path) -> None:
     assert "scoring: the first row has no field 'anwser'; did you mean 'answer'?" in said
 
 
+@pytest.mark.parametrize("key", ["reference", "group_by"])
+def test_a_misspelt_field_is_said_by_score_too(tmp_path: Path, key: str) -> None:
+    folder = run(job(tmp_path, counted(2, answer="x"), scoring=NUMBER))
+    changed = job_of_run(folder).scoring.model_copy(update={key: "anwser"})
+    made = job_of_run(folder).model_copy(update={"scoring": changed})
+    hint = "scoring: the first row has no field 'anwser'; did you mean 'answer'?"
+    for _ in range(2):
+        said: list[str] = []
+        score_run(folder, made, say=said.append)
+        assert said == [hint]
+    path = write_jsonl(tmp_path / "made.jsonl", [{"id": "q1", "prediction": "1"}])
+    said = []
+    score_predictions(made, path, said.append)
+    assert said == [hint]
+
+
+def test_a_misspelt_field_is_said_by_a_run_that_has_nothing_left_but_to_score(
+    tmp_path: Path,
+) -> None:
+    run(job(tmp_path, counted(2, answer="x"), scoring=NUMBER))
+    said: list[str] = []
+    misspelt = {**NUMBER, "reference": "anwser"}
+    run_job(job(tmp_path, counted(2, answer="x"), scoring=misspelt), say=said.append)
+    assert said[0] == "scoring: the first row has no field 'anwser'; did you mean 'answer'?"
+
+
+def test_scorers_without_anything_to_compare_with_are_told(tmp_path: Path) -> None:
+    rules = [{"where": {"kind": "x"}, "reference": "a"}, {"where": {"kind": "y"}}]
+    scoring = {"extract": "number", "scorers": ["em", "reward", "judge"], "rules": rules}
+    made = job(tmp_path, counted(2), scoring=scoring)
+    folder = run(made)
+    hint = "scoring: em needs a right answer to compare with: set scoring.reference"
+    assert hint in (folder / "run.log").read_text()
+    said: list[str] = []
+    score_run(folder, say=said.append)
+    assert any(text.startswith(hint) for text in said)
+    told = {**scoring, "rules": [], "scorers": ["reward", "judge"]}
+    said = []
+    score_run(folder, job(tmp_path, counted(2), scoring=told), say=said.append)
+    assert said == ["2 answers are not judged: [scoring.judge] names no model"]
+
+
+def test_scores_that_were_replaced_by_a_score_that_was_killed_are_known_to_be_mixed(
+    tmp_path: Path, answered: Path
+) -> None:
+    """As if it had been killed between the new scores and the note of how they were made."""
+    assert not is_mixed(answered)
+    kept = {name: (answered / name).read_bytes() for name in ("job.toml", "manifest.json")}
+    changed = job_of_run(answered).scoring.model_copy(update={"scorers": ["em"]})
+    made = job_of_run(answered).model_copy(update={"scoring": changed})
+
+    class Killed(BaseException):
+        """Nothing catches it, as nothing does SIGKILL."""
+
+    real = os.replace
+    for name in kept:  # each of the files that are written after the scores
+
+        def dies(source: Any, target: Any, name: str = name) -> None:
+            if Path(target).name == name and (answered / SCORES).exists():
+                raise Killed
+            real(source, target)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Path, "replace", dies)
+            with pytest.raises(Killed):
+                score_run(answered, made, say=quiet)
+        assert is_mixed(answered)
+        run_job(job_of_run(answered), say=quiet)
+        assert not is_mixed(answered)
+        (answered / SCORES).unlink()
+        for other, content in kept.items():
+            (answered / other).write_bytes(content)
+
+
+def test_a_scoring_that_fails_leaves_nothing_mixed(tmp_path: Path) -> None:
+    folder = without_fields(tmp_path, counted(3))
+    write_jsonl(tmp_path / "rows.jsonl", counted(3)[::-1])
+    with pytest.raises(InputError):
+        score_run(folder, by_kind(folder), say=quiet)
+    assert not is_mixed(folder)
+
+
+def test_a_run_that_was_stopped_after_its_scoring_changed_is_mixed(tmp_path: Path) -> None:
+    first = job(tmp_path, counted(9), input={"limit": 3}, scoring=NUMBER)
+    ProductionBatchProcessor(first, quiet=True).process()
+    assert not is_mixed(first.folder)
+    f1 = {**NUMBER, "scorers": ["f1"]}
+    ProductionBatchProcessor(job(tmp_path, counted(9), scoring=f1), quiet=True).process()
+    assert is_mixed(first.folder)
+    score_run(first.folder, say=quiet)
+    assert not is_mixed(first.folder)
+
+
+def test_a_run_whose_log_is_gone_is_not_scored(answered: Path) -> None:
+    score_run(answered, say=quiet)
+    scores = (answered / SCORES).read_bytes()
+    (answered / RESULTS).unlink()
+    for act in (score_run, table_of):
+        with pytest.raises(StoreError, match=r"results\.jsonl: is missing"):
+            act(answered)
+    assert (answered / SCORES).read_bytes() == scores
+
+
 def test_three_thousand_rows(tmp_path: Path) -> None:
     rows = [{"id": n, "say": "?", "a": str(n - n % 3), "kind": "abc"[n % 3]} for n in range(3000)]
     folder = run(job(tmp_path, rows, scoring={**NUMBER, "group_by": "kind"}))
@@ -629,6 +732,9 @@ def test_a_reference_run_that_can_t_serve_is_refused_before_anything_happens(
 # A judge
 
 
+NO_MODEL = {"kind": "openai-server", "model": "typo"}
+
+
 class Judge:
     """Answers questions with what they say, and judges by ``verdicts``, one after another."""
 
@@ -670,10 +776,16 @@ def test_a_judge_s_score_is_read_clamped_and_asked_for_again(tmp_path: Path) -> 
             "q3": ["**[Score]:** 250/100"],
             "q4": ["hard to tell", "[Score]: 12.5"],
             "q5": ["no idea"],
+            "q6": ["**Score**: 85"],
+            "q7": ["**[Score]**: 86/100"],
+            "q8": ["Score: -5"],
+            "q9": ["Score: .5"],
+            "q10": ["[Score]: 3\nno, rather\n**[Score]: 4**"],
+            "q11": ["Score: \u22125", "[Score]: 5"],
         }
     )
     with serving(judge) as server:
-        folder = run(judged_job(tmp_path, server, counted(6)))
+        folder = run(judged_job(tmp_path, server, counted(12)))
     assert {name: scores["judge"] for name, (_, scores) in scored(folder).items()} == {
         "q0": 0.8,
         "q1": 0.07,
@@ -681,11 +793,19 @@ def test_a_judge_s_score_is_read_clamped_and_asked_for_again(tmp_path: Path) -> 
         "q3": 1.0,
         "q4": 0.125,
         "q5": None,
+        "q6": 0.85,
+        "q7": 0.86,
+        "q8": 0.0,
+        "q9": 0.005,
+        "q10": 0.04,
+        "q11": 0.05,
     }
-    assert judge.asked == {"q0": 1, "q1": 1, "q2": 1, "q3": 1, "q4": 2, "q5": 3}
+    again = {"q4": 2, "q5": 3, "q11": 2}
+    assert judge.asked == {f"q{n}": again.get(f"q{n}", 1) for n in range(12)}
     assert judge.prompts[0].startswith("JUDGE q0 0 / 0")
     found = score_run(folder, say=quiet).to_json()["overall"]
-    assert found["judge"] == pytest.approx((80 + 7 + 90 + 100 + 12.5) / 5)
+    scores = [80, 7, 90, 100, 12.5, 85, 86, 0, 0.5, 4, 5]
+    assert found["judge"] == pytest.approx(sum(scores) / 11)
     assert found["unscored_by"] == {"judge": 1}
 
 
@@ -749,6 +869,77 @@ def test_a_judgement_that_failed_is_tried_again_by_the_next_score(tmp_path: Path
     assert judge.asked == {"q0": 1, "q1": 2, "q2": 1}
 
 
+def test_judgements_outlive_whatever_is_tried_in_between(tmp_path: Path) -> None:
+    """Another model, another prompt, another reference; and back."""
+    judge, said = Judge({}), list[str]()
+    with serving(judge) as server:
+        made = judged_job(tmp_path, server, counted(3, b="7"))
+        folder = run(made)
+        before = scored(folder)
+        away = judged_job(
+            tmp_path,
+            server,
+            counted(3, b="7"),
+            judge={"engine": NO_MODEL | {"base_url": server.url}},
+        )
+        with pytest.raises(BatchkitError, match="typo"):
+            score_run(folder, away, say=quiet)
+        misspelt = {"prompt": {"user": "JUDGE {{ id }} {{ predicton }}"}}
+        other = judged_job(tmp_path, server, counted(3, b="7"), judge=misspelt)
+        score_run(folder, other, say=said.append)
+        assert judge.asked.total() == 3
+        score_run(folder, made, say=quiet)
+        assert judge.asked.total() == 3
+        assert scored(folder) == before
+        reference = made.scoring.model_copy(update={"reference": "b"})
+        score_run(folder, made.model_copy(update={"scoring": reference}), say=quiet)
+        assert judge.asked.total() == 6  # it is shown another reference: that is another question
+        score_run(folder, made, say=quiet)
+        score_run(folder, made.model_copy(update={"scoring": reference}), say=quiet)
+    assert judge.asked.total() == 6
+    assert any(
+        t.startswith("3 of 3 judgements failed, the first with template: ") and "'predicton'" in t
+        for t in said
+    )
+
+
+def test_rows_that_come_and_go_keep_their_judgements(tmp_path: Path) -> None:
+    judge = Judge({})
+
+    def requeue(rows: list[dict[str, Any]]) -> None:
+        made = judged_job(tmp_path, server, rows, engine={"kind": "dry-run"}, scoring=text)
+        run_job(made, on_change="requeue", say=quiet)
+
+    text = {"extract": "regex", "pattern": "^."}  # dry-run's answers name their rows' indexes
+    with serving(judge) as server:
+        folder = run(judged_job(tmp_path, server, counted(4), scoring=text))
+        requeue([{"id": "new", "say": "?", "a": "x", "kind": "k"}, *counted(4)])
+        assert judge.asked == {"q0": 1, "q1": 1, "q2": 1, "q3": 1, "new": 1}
+        requeue(counted(2))
+        requeue(counted(4)[::-1])
+        assert judge.asked.total() == 5
+    assert {scores["judge"] for _, scores in scored(folder).values()} == {0.5}
+
+
+def test_answers_that_show_a_judge_the_same_are_judged_once(tmp_path: Path) -> None:
+    judge = Judge({})
+    prompt = {"user": "JUDGE all {{ reference }}"}
+    with serving(judge) as server:
+        rows = [{**row, "a": "same"} for row in counted(5)]
+        folder = run(judged_job(tmp_path, server, rows, judge={"prompt": prompt}))
+    assert judge.asked == {"all": 1}
+    assert [scores["judge"] for _, scores in scored(folder).values()] == [0.5] * 5
+
+
+def test_a_secret_that_the_judge_does_not_read_is_no_part_of_it(tmp_path: Path) -> None:
+    """It is masked in the run's job.toml, from which `score` goes on."""
+    judge = Judge({})
+    with serving(judge) as server:
+        folder = run(judged_job(tmp_path, server, vars={"api_key": "sk-secret"}))
+        score_run(folder, say=quiet)
+    assert judge.asked.total() == 3
+
+
 @pytest.mark.parametrize(("command", "signum"), [("score", signal.SIGINT), ("run", signal.SIGTERM)])
 def test_judging_may_be_interrupted_and_goes_on(tmp_path: Path, command: str, signum: int) -> None:
     judge = Judge({})
@@ -788,6 +979,36 @@ def test_judging_may_be_interrupted_and_goes_on(tmp_path: Path, command: str, si
         assert batchkit(command, "job.toml", cwd=tmp_path).returncode == 0
     assert {scores["judge"] for _, scores in scored(made.folder).values()} == {0.5}
     assert 60 <= judge.asked.total() <= 64  # what was in flight as it stopped
+
+
+def test_judging_that_was_killed_pays_again_only_for_what_was_in_flight(tmp_path: Path) -> None:
+    judge = Judge({})
+
+    def slowly(text: str, body: dict[str, Any]) -> str:
+        time.sleep(0.05)
+        return judge(text, body)
+
+    with serving(slowly) as server:
+        slow = {**engine(server), "options": {"max_num_seqs": 2}}
+        made = judged_job(tmp_path, server, counted(40), judge={"engine": slow})
+        write_job(tmp_path, made)
+        for goal in (8, 16):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "batchkit", "run", "job.toml"],
+                cwd=tmp_path,
+                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            deadline = time.monotonic() + 20
+            while judge.asked.total() < goal and time.monotonic() < deadline:
+                time.sleep(0.01)
+            process.kill()
+            process.wait()
+        server.before = judge
+        run(made)
+    assert {scores["judge"] for _, scores in scored(made.folder).values()} == {0.5}
+    assert 40 <= judge.asked.total() <= 40 + 2 * 3  # two in flight, and one being written
 
 
 def test_only_the_rows_of_a_rule_are_judged_with_their_texts_and_images(tmp_path: Path) -> None:
@@ -874,6 +1095,29 @@ def test_predictions_from_elsewhere_are_judged_too(tmp_path: Path) -> None:
         "failed": 0,
     }
     assert not (tmp_path / "output").exists()
+
+
+def test_judgements_of_predictions_from_elsewhere_are_kept_beside_them(tmp_path: Path) -> None:
+    judge = Judge({})
+    made_elsewhere = [{"id": f"q{n}", "prediction": str(n)} for n in range(3)]
+    path = write_jsonl(tmp_path / "made.jsonl", made_elsewhere)
+
+    def dies_after_two(text: str, body: dict[str, Any]) -> str:
+        if judge.asked.total() == 2:
+            raise Refused(401, error("Incorrect API key provided"))
+        return judge(text, body)
+
+    with serving(dies_after_two) as server:
+        one = {**engine(server), "options": {"max_num_seqs": 1}}
+        made = judged_job(tmp_path, server, judge={"engine": one})
+        with pytest.raises(BatchkitError):
+            score_predictions(made, path, quiet)
+        server.before = judge
+        for _ in range(2):
+            found, _ = score_predictions(made, path, quiet)
+            assert found.to_json()["overall"]["judge"] == 50
+    assert judge.asked == {"q0": 1, "q1": 1, "q2": 1}
+    assert (tmp_path / "made.jsonl.judge").is_dir()
 
 
 # Exports

@@ -58,6 +58,8 @@ def notes(folder: Path, manifest: Mapping[str, Any], tally: Tally) -> list[str]:
         found.append(
             f"{total - tally.rows:,} rows have not been run yet: the scores are not final."
         )
+    if manifest.get("scoring", "") is None:
+        found.append("The rows are scored in more than one way: `batchkit score` scores all anew.")
     if tally.cut:
         found.append(
             f"{tally.cut:,} answers ({_percent(tally.cut, tally.rows)}) ended at max_tokens, before"
