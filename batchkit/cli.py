@@ -344,6 +344,124 @@ def report(runs: tuple[str, ...], output: Path | None, no_images: bool, as_json:
         click.echo(f"{table.to_text()}\n\n{path}")
 
 
+@cli.command("find-bs")
+@JOB
+@click.option("--low", type=click.IntRange(1), default=1, show_default=True, help="Smallest size.")
+@click.option(
+    "--high", type=click.IntRange(1), default=1024, show_default=True, help="Largest size."
+)
+@click.option("--rows", type=click.IntRange(1), help="Try with the first N rows only.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0, min_open=True),
+    default=30.0,
+    show_default=True,
+    help="Measure each size for at most this long, after at most as long to fill the engine.",
+)
+@click.option("--write", is_flag=True, help="Set the best size in JOB; all else in it stays.")
+@SET
+@JSON
+def find_bs(
+    job: Path,
+    low: int,
+    high: int,
+    rows: int | None,
+    seconds: float,
+    write: bool,
+    overrides: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Find the batch size that suits JOB on this machine, with its own rows and images.
+
+    An engine that batches continuously has no batches. Batch size here is how many requests it runs
+    at once (engine.options.max_num_seqs: costs memory of the GPU); where a number at
+    run.max_in_flight, the window of requests handed to it, is less than that, it is the window
+    (costs memory of the host), and the first lines say so.
+
+    Each size is tried with an engine of its own: doubled from --low on, then narrowed down to the
+    largest that fits. Stops where twice the size gains less than 3 %. Exits with 1 if no size fits.
+    """
+    from batchkit.job_file import load_job
+    from batchkit.tuning.find import find_batch_size
+
+    loaded = load_job(job, overrides)
+    found = find_batch_size(
+        loaded,
+        low=low,
+        high=high,
+        rows=rows,
+        seconds=seconds,
+        write_to=job if write else None,
+        say=_say,
+        tell=(lambda line: None) if as_json else click.echo,
+    )
+    click.echo(json.dumps(found.to_json()) if as_json else found.to_text())
+    raise SystemExit(found.exit_code)
+
+
+@cli.command()
+@JOB
+@click.option(
+    "--batch-sizes",
+    default="1,4,16,64",
+    show_default=True,
+    metavar="N,N,…",
+    help="How many requests run at once.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="How often each size is measured, the sizes in turn.",
+)
+@click.option("--rows", type=click.IntRange(1), help="Measure with the first N rows only.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0, min_open=True),
+    default=20.0,
+    show_default=True,
+    help="At most this long per round, after at most as long to fill the engine.",
+)
+@click.option(
+    "--html", type=click.Path(dir_okay=False, path_type=Path), help="Also draw the curve."
+)
+@SET
+@JSON
+def bench(
+    job: Path,
+    batch_sizes: str,
+    rounds: int,
+    rows: int | None,
+    seconds: float,
+    html: Path | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Measure JOB at several batch sizes: throughput, latency, memory.
+
+    Batch size is what it is for find-bs: how many requests run at once. Each figure is the median of
+    the rounds, which begin when the engine is warm and full. p50 and p99 are latencies of a request,
+    from its entry into the engine's queue. The table ends with one line of JSON.
+    """
+    from batchkit.job_file import load_job
+    from batchkit.tuning.bench import bench as measure
+    from batchkit.tuning.bench import sizes_in
+    from batchkit.tuning.curve import write_curve
+
+    if html is not None and not html.resolve().parent.is_dir():
+        raise JobError(f"--html {html}: no folder {html.parent}")
+    loaded, sizes = load_job(job, overrides), sizes_in(batch_sizes)
+    found = measure(loaded, sizes, rounds=rounds, rows=rows, seconds=seconds, say=_say)
+    if not as_json:
+        click.echo(found.table.to_text())
+    if html is not None:
+        write_curve(found, html)
+        _say(f"the curve is in {html}")
+    click.echo(json.dumps(found.to_json()))
+    raise SystemExit(found.exit_code)
+
+
 @cli.command()
 @RUN
 @JSON

@@ -55,6 +55,7 @@ LAYERS: list[set[str]] = [  # from the bottom; a folder counts as one
         "report",
         "compare",
     },
+    {"tuning"},
     {"cli"},
 ]
 WITHIN_A_LAYER = {

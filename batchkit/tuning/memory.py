@@ -1,0 +1,105 @@
+"""How much memory an engine takes at most: of the GPUs where one answers, else of the host."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import threading
+from importlib import import_module
+from typing import Any, Literal, NamedTuple
+
+import psutil
+
+INTERVAL_S = 0.5
+_LEAST_GPU_BYTES = 64 * 2**20  # less than a CUDA context: the engine runs on the host
+
+
+class Memory(NamedTuple):
+    """In units of 2**30 bytes, as nvidia-smi and ``run.max_host_gb`` count them."""
+
+    gb: float
+    of: Literal["gpu", "host"]
+
+
+class MemoryMeter:
+    """Begin it before the engine is opened: what the GPUs hold by then is not the engine's.
+
+    Threads: one of ours looks twice a second, since asking a driver may take long; the trial's
+    thread calls the rest. They meet in ``_pid`` and the two peaks.
+    """
+
+    def __init__(self) -> None:
+        self._gpu_before = gpu_bytes()
+        self._gpu_peak = self._host_peak = 0
+        self._pid: int | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="memory-meter", daemon=True)
+        self._thread.start()
+
+    def follow(self, pid: int | None) -> None:
+        """The engine's process, where it has one of its own; it may not live until the next look."""
+        if pid is not None:
+            self._host_peak = host_bytes(pid)
+        self._pid = pid
+
+    def close(self) -> Memory | None:
+        """Stop, and the peak; None where it is not known. May be called twice."""
+        self._closing.set()
+        self._thread.join(timeout=10)
+        if self._gpu_peak >= _LEAST_GPU_BYTES:
+            return Memory(self._gpu_peak / 2**30, "gpu")
+        return Memory(self._host_peak / 2**30, "host") if self._host_peak else None
+
+    def _look(self) -> None:
+        while True:
+            is_last = self._closing.wait(INTERVAL_S)
+            if self._gpu_before is not None and (now := gpu_bytes()) is not None:
+                self._gpu_peak = max(self._gpu_peak, now - self._gpu_before)
+            if self._pid is not None:
+                self._host_peak = max(self._host_peak, host_bytes(self._pid))
+            if is_last:
+                return
+
+
+def host_bytes(pid: int) -> int:
+    """Resident, of the process and what it started; 0 where it is gone."""
+    total = 0
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for each in [process, *process.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                total += int(each.memory_info().rss)
+    return total
+
+
+def gpu_bytes() -> int | None:
+    """In use on all GPUs together, by whomever: inside a container a driver does not know the
+    processes by the numbers that they have there. None where no GPU answers."""
+    try:
+        return _nvml_bytes(import_module("pynvml"))
+    except ImportError:
+        return _smi_bytes()
+    except Exception:  # NVMLError; its classes are made when the library is loaded
+        return None
+
+
+def _nvml_bytes(pynvml: Any) -> int:
+    pynvml.nvmlInit()
+    try:
+        devices = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return sum(int(pynvml.nvmlDeviceGetMemoryInfo(device).used) for device in devices)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _smi_bytes() -> int | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        asked = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+        sizes = [int(line) for line in asked.stdout.split()]
+    except (OSError, subprocess.SubprocessError, ValueError):  # "[N/A]" where it can't tell
+        return None
+    return sum(sizes) * 2**20 if sizes else None
