@@ -136,6 +136,8 @@ class PromptRenderer:
             input_hash=input_hash(row.fields),
             attempt=attempt,
         )
+        if not request.images:
+            return request
         pixels = sum(image.width * image.height for image in request.images)
         return replace(request, media_bytes=BYTES_PER_PIXEL * pixels)
 
@@ -409,10 +411,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 def _compiled(environment: ImmutableSandboxedEnvironment, key: str, text: str) -> Template:
     try:
-        return environment.from_string(text)
+        template = environment.from_string(text)
     except JinjaError as error:
         line = getattr(error, "lineno", 1)
         raise JobError(f"{key}: line {line}: {error}") from error
+    template.globals = dict(template.globals)  # a ChainMap is walked anew for every row
+    return template
 
 
 def _render(template: Template, names: Mapping[str, Any]) -> str:

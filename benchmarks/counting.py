@@ -1,0 +1,215 @@
+"""What a row costs when the model costs nothing: rate, memory, resume and checkpoint.
+
+    python benchmarks/counting.py [--rounds 3] [--rows 1000000] [--quick]
+
+The dry-run engine only counts; everything else is as in any run: rows from a file, a template, a
+record a row on disk, fsync and checkpoint every five seconds. Each start is a fresh command. A
+resume is timed from the start of its process to the first new record on disk, after as many rows
+were done as ``--rows`` says: with the checkpoint that the run left, with one that is a tenth of
+the rows old (as after kill -9), and without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FEW = 10_000
+NEW = 1_000  # rows that a resume finds to do
+ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
+STATES = ["current", "a tenth old", "missing"]
+JOB = """
+name = "counting"
+[input]
+path = "rows.jsonl"
+id = "id"
+[prompt]
+user = "Answer in one sentence: {{ question }}"
+[engine]
+kind = "dry-run"
+"""
+OLDER = """
+import sys
+from pathlib import Path
+from batchkit.store import Store
+Store(Path(sys.argv[1])).close()
+"""
+
+
+class Start(NamedTuple):
+    """One command: its summary, its peak of resident memory, and when its first record was there."""
+
+    summary: dict[str, Any]
+    peak_mib: float
+    first_record_s: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--quick", action="store_true", help="one round of 100,000 rows")
+    args = parser.parse_args()
+    n_rounds, n_rows = (1, 100_000) if args.quick else (args.rounds, args.rows)
+    few: list[Start] = []
+    many: list[Start] = []
+    resumes: dict[str, list[float]] = {state: [] for state in STATES}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "job.toml").write_text(JOB)
+        write_rows(folder / "rows.jsonl", n_rows + NEW)
+        for _ in range(n_rounds):
+            few.append(start(folder, FEW))
+            shutil.rmtree(folder / "output")
+            many.append(start(folder, n_rows))
+            for state, seconds in resumed(folder).items():
+                resumes[state].append(seconds)
+            shutil.rmtree(folder / "output")
+    found = {"rows": n_rows, **rates(few, many), **resume_times(resumes, n_rows)}
+    found |= {"checkpoints": checkpoints(1_000_000 if args.quick else 10_000_000)}
+    print(json.dumps({"benchmark": "counting", "rounds": n_rounds, **found}))
+
+
+def rates(few: Sequence[Start], many: Sequence[Start]) -> dict[str, Any]:
+    """Rows per second with the engine up, and what a hundred times the rows add in memory."""
+    print(f"{'rows':>10} {'rows/s':>9} {'spread':>15} {'peak MiB':>9} {'spread':>13}")
+    for starts in (few, many):
+        speeds, peaks = speeds_of(starts), [one.peak_mib for one in starts]
+        print(
+            f"{starts[0].summary['ok']:>10,} {statistics.median(speeds):>9,.0f} {spread(speeds, 0):>15}"
+            f" {statistics.median(peaks):>9.1f} {spread(peaks, 1):>13}"
+        )
+    extra = [more.peak_mib - less.peak_mib for less, more in zip(few, many, strict=True)]
+    growth = [b / a for a, b in zip(speeds_of(few), speeds_of(many), strict=True)]
+    print(
+        f"extra memory {statistics.median(extra):.1f} MiB ({spread(extra, 1)}),"
+        f" rate against {FEW:,} rows {statistics.median(growth):.2f} × ({spread(growth, 2)})\n"
+    )
+    return {
+        "rows_per_s": statistics.median(speeds_of(many)),
+        "rows_per_s_rounds": speeds_of(many),
+        "extra_mib": round(statistics.median(extra), 1),
+        "extra_mib_rounds": [round(mib, 1) for mib in extra],
+        "rate_ratio": round(statistics.median(growth), 3),
+    }
+
+
+def resume_times(resumes: dict[str, list[float]], n_rows: int) -> dict[str, Any]:
+    print(
+        f"{'resume after ' + format(n_rows, ',') + ' rows':>28} {'first new row s':>16} {'spread':>13}"
+    )
+    medians = {state: round(statistics.median(times), 3) for state, times in resumes.items()}
+    for state, times in resumes.items():
+        print(f"{'checkpoint ' + state:>28} {medians[state]:>16.2f} {spread(times, 2):>13}")
+    print()
+    return {"resume_s": medians}
+
+
+def checkpoints(most: int) -> list[dict[str, Any]]:
+    """The figures of ``checkpoint.py``, and how they grow from the least rows to the most."""
+    script = Path(__file__).with_name("checkpoint.py")
+    done = subprocess.run(
+        [sys.executable, script, "--max", str(most)], stdout=subprocess.PIPE, text=True, check=True
+    )
+    *table, line = done.stdout.splitlines()
+    print("\n".join(table))
+    results: list[dict[str, Any]] = json.loads(line)["results"]
+    for order in ("in order", "scattered"):
+        first, *_, last = (found for found in results if found["order"] == order)
+        print(
+            f"checkpoint {order}: {last['completions'] / first['completions']:,.0f} × the rows,"
+            f" {last['write_s'] / first['write_s']:,.0f} × the time to write"
+        )
+    return results
+
+
+def start(folder: Path, limit: int | None) -> Start:
+    """Run or resume the job, watching its log.
+
+    The peak is the child's own as long as it is above ours: Linux counts in what the memory held
+    that it shared with us before its exec. So this process imports nothing large.
+    """
+    log = folder / "output" / "counting" / "results.jsonl"
+    before = log.stat().st_size if log.exists() else 0
+    command = [sys.executable, "-m", "batchkit", "run", "job.toml"]
+    command += [] if limit is None else ["--limit", str(limit)]
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    first_record_s = None
+    while first_record_s is None and not os.waitid(os.P_PID, process.pid, ENDED):
+        if log.exists() and log.stat().st_size > before:
+            first_record_s = time.perf_counter() - began
+        time.sleep(0.002)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode or first_record_s is None or process.stdout is None:
+        raise SystemExit(f"{command}: exit code {process.returncode}")
+    with process.stdout:
+        summary = json.loads(process.stdout.read())
+    return Start(summary, usage.ru_maxrss / 1024, first_record_s)
+
+
+def resumed(folder: Path) -> dict[str, float]:
+    """Seconds to the first new record, for each state of the checkpoint."""
+    run = folder / "output" / "counting"
+    log, checkpoint = run / "results.jsonl", run / "checkpoint.json"
+    size = log.stat().st_size
+    older_checkpoint(run, folder / "older")
+    checkpoint.rename(folder / "current.json")
+    seconds = {}
+    for state in STATES:
+        os.truncate(log, size)
+        if state == "missing":
+            checkpoint.unlink()
+        else:
+            kept = "current.json" if state == "current" else "older/checkpoint.json"
+            shutil.copy(folder / kept, checkpoint)
+        found = start(folder, None)
+        if found.summary["total"] - found.summary["skipped"] != NEW:
+            raise SystemExit(f"resume, checkpoint {state}: {found.summary}")
+        seconds[state] = found.first_record_s
+    return seconds
+
+
+def older_checkpoint(run: Path, folder: Path) -> None:
+    """The checkpoint that ``run`` had when nine tenths of its log were written, in ``folder``."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    with (run / "results.jsonl").open("rb") as log, (folder / "results.jsonl").open("wb") as copy:
+        left = os.fstat(log.fileno()).st_size * 9 // 10
+        while left > 0:
+            left -= copy.write(log.read(min(left, 2**20)))
+        copy.write(log.readline())
+    subprocess.run([sys.executable, "-c", OLDER, str(folder)], check=True)
+    (folder / "results.jsonl").unlink()
+
+
+def write_rows(path: Path, n: int) -> None:
+    with path.open("w") as file:
+        for index in range(n):
+            row = {"id": f"q{index}", "question": f"what is the capital of country {index}?"}
+            file.write(json.dumps(row) + "\n")
+
+
+def speeds_of(starts: Sequence[Start]) -> list[float]:
+    return [one.summary["rows_per_s"] for one in starts]
+
+
+def spread(found: Sequence[float], digits: int) -> str:
+    return f"{min(found):,.{digits}f}-{max(found):,.{digits}f}"
+
+
+if __name__ == "__main__":
+    main()

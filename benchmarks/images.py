@@ -1,0 +1,87 @@
+"""batchkit against a plain script around vLLM: images from files.
+
+    python benchmarks/images.py [--rounds 3] [--rows 120] [--quick]
+
+Real vLLM on the demo model: once computed on the CPU, once with a simulated accelerator (8 ms a step,
+20 µs a token, 10 ms an image; accelerator.py). Each row has an image of its own, 1.6 megapixels, PNG
+and JPEG by turns, which both sides scale to 608 × 416. The script loads all images, then calls
+``LLM.generate``; loading is counted. What else is: sides.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageChops, ImageFilter
+from sides import GENERATE_ALL, Setting, compare
+
+from batchkit.demo_model import build_demo_model
+
+STEP = {"step_ms": 8, "token_us": 20, "image_ms": 10}
+FILE_SIZE, SEEN_SIZE = (1536, 1024), (608, 416)
+OPTIONS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 1024,
+    "max_num_seqs": 32,
+    "kv_cache_memory_bytes": 2**30,
+    "mm_processor_cache_gb": 0,  # no image comes twice
+    "limit_mm_per_prompt": {"image": 1, "video": 0},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=120)
+    parser.add_argument("--set", action="append", default=[], help="KEY=VALUE of batchkit's job")
+    parser.add_argument("--quick", action="store_true", help="one round, few rows")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.rows = 1, 48
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        build_demo_model(folder / "model")
+        rows = write(folder, args.rows)
+        settings = [
+            Setting("CPU", rows, None, {GENERATE_ALL: 1.0}),
+            Setting("simulated", rows, STEP, {GENERATE_ALL: 1.3}),
+        ]
+        job = {
+            "prompt": {"user": "{{ q }}", "images": ["{{ file }}"]},
+            # By the rule of Qwen's own processor, 262144 pixels at most: SEEN_SIZE.
+            "media": {"root": str(folder), "max_pixels": 262144, "factor": 32},
+            "engine": {"model": str(folder / "model"), "options": OPTIONS},
+            "sampling": {"temperature": 0, "sampling_column": "params"},
+            "output": {"dir": str(folder / "output")},
+        }
+        compare("images", settings, [GENERATE_ALL], job, rounds=args.rounds, overrides=args.set)
+
+
+def write(folder: Path, n: int) -> Path:
+    """Each image is the same clouds elsewhere, with a box of its own."""
+    draw = random.Random(0)
+    noise = Image.effect_noise(FILE_SIZE, 90).filter(ImageFilter.GaussianBlur(1))
+    clouds = Image.merge("RGB", [ImageChops.offset(noise, 211 * c, 83 * c) for c in range(3)])
+    rows: list[dict[str, Any]] = []
+    for i in range(n):
+        image = ImageChops.offset(clouds, 97 * i, 61 * i)
+        image.paste((i * 7 % 256, i * 13 % 256, 90), (5 * i % 1200, 100, 5 * i % 1200 + 250, 600))
+        name = f"{i}.{'png' if i % 2 else 'jpg'}"
+        image.save(folder / name, quality=90, compress_level=1)
+        tokens = draw.randint(8, 40)
+        params = {"min_tokens": tokens, "max_tokens": tokens}
+        size = {"size": SEEN_SIZE}
+        rows.append({"q": f"what is in picture {i}?", "file": name, "params": params, **size})
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+if __name__ == "__main__":
+    main()

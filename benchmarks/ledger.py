@@ -1,0 +1,204 @@
+"""What the ledger costs at the highest rate there is: fsync, checkpoint, writing, on and off.
+
+    python benchmarks/ledger.py [--rounds 3] [--rows 200000] [--interval-s 5] [--quick]
+
+The dry-run engine answers at once, so nothing hides behind a model: on any real one the shares are
+smaller by as much as it is slower. Each start is a fresh command, interleaved; rates are rows/s
+with the engine up, relative to the run as it is in the same round. A last kind of start leaves the
+ledger as it is and takes the time of its parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+JOB = """
+name = "ledger"
+[input]
+path = "rows.jsonl"
+id = "id"
+[prompt]
+user = "Answer in one sentence: {{ question }}"
+[engine]
+kind = "dry-run"
+"""
+AS_IT_IS, TIMED = "as it is", "timed"
+OFF = {
+    "no fsync": "os.fsync does nothing",
+    "no checkpoint": "neither fsync nor checkpoint",
+    "no writing": "records are made and counted, nothing is written",
+    "no ledger": "records are dropped as they come",
+}
+PARTS = {
+    "encode": "record to JSON",
+    "flush": "write and count",
+    "fsync": "fsync of the log",
+    "checkpoint": "checkpoint, its fsyncs included",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=200_000)
+    parser.add_argument("--interval-s", type=float, default=5.0, help="between two checkpoints")
+    parser.add_argument(
+        "--quick", action="store_true", help="one round of 40,000 rows, every 0.5 s"
+    )
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child is not None:
+        child(args.child, args.interval_s)
+        return
+    n_rounds, n_rows = (1, 40_000) if args.quick else (args.rounds, args.rows)
+    interval_s = 0.5 if args.quick else args.interval_s
+    found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in (AS_IT_IS, *OFF, TIMED)}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "job.toml").write_text(JOB)
+        write_rows(folder / "rows.jsonl", n_rows)
+        for _ in range(n_rounds):
+            for mode, results in found.items():
+                results.append(start(folder, mode, interval_s))
+                shutil.rmtree(folder / "output")
+    shares = {**off_shares(found), **part_shares(found[TIMED])}
+    settings = {"rows": n_rows, "rounds": n_rounds, "interval_s": interval_s}
+    print(json.dumps({"benchmark": "ledger", **settings, **shares}))
+
+
+def off_shares(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """How much faster a run is without a part, and the share of the time that this part took."""
+    print(f"{'':>16} {'rows/s':>9} {'ratio':>7} {'spread':>13} {'share':>7}")
+    speeds = {mode: [one["rows_per_s"] for one in found[mode]] for mode in (AS_IT_IS, *OFF)}
+    ratios = {}
+    for mode, rates in speeds.items():
+        each = [off / on for off, on in zip(rates, speeds[AS_IT_IS], strict=True)]
+        ratios[mode] = statistics.median(each)
+        print(
+            f"{mode:>16} {statistics.median(rates):>9,.0f} {ratios[mode]:>7.3f}"
+            f" {f'{min(each):.3f}-{max(each):.3f}':>13} {1 - 1 / ratios[mode]:>7.1%}"
+            f"  {OFF.get(mode, '')}"
+        )
+    print()
+    return {
+        "rows_per_s": statistics.median(speeds[AS_IT_IS]),
+        "ratios": {mode: round(ratio, 4) for mode, ratio in ratios.items()},
+    }
+
+
+def part_shares(timed: list[dict[str, Any]]) -> dict[str, Any]:
+    """By the clock, and the processor's own: a write lets other threads render meanwhile."""
+    print(f"{'':>16} {'share':>7} {'spread':>13} {'CPU µs/row':>11}")
+    shares = {}
+    for part, meaning in PARTS.items():
+        each = [one["wall"][part] / one["seconds"] for one in timed]
+        cpu_us = statistics.median(one["cpu"][part] / one["ok"] for one in timed) * 1e6
+        shares[part] = {"share": round(statistics.median(each), 5), "cpu_us": round(cpu_us, 3)}
+        print(
+            f"{part:>16} {statistics.median(each):>7.2%} {f'{min(each):.2%}-{max(each):.2%}':>13}"
+            f" {cpu_us:>11.2f}  {meaning}"
+        )
+    return {"parts": shares}
+
+
+def start(folder: Path, mode: str, interval_s: float) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, __file__, "--child", mode, "--interval-s", str(interval_s)],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        check=True,
+    )
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def child(mode: str, interval_s: float) -> None:
+    """Run the job in the working directory with the ledger changed as ``mode`` says.
+
+    There is no such switch in batchkit, and there shall be none: a run without a ledger can't be
+    resumed. So this script lays its own functions over the store's.
+    """
+    from batchkit import store
+    from batchkit.job_file import load_job
+    from batchkit.processor import ProductionBatchProcessor
+
+    clock = Clock()
+    ledger: Any = store.Store
+    if mode in ("no fsync", "no checkpoint"):
+        os.fsync = nothing  # type: ignore[assignment]
+    if mode in ("no checkpoint", "no writing", "no ledger"):
+        ledger.sync = only_flush
+    if mode == "no writing":
+        ledger.flush = only_count
+    if mode == "no ledger":
+        ledger.append = ledger.flush = nothing
+    if mode == TIMED:
+        os.fsync = clock.around("fsync", os.fsync)
+        ledger.append = clock.around("encode", ledger.append)
+        ledger.flush = clock.around("flush", ledger.flush)
+        ledger.checkpoint = clock.around("checkpoint", ledger.checkpoint)
+    job = load_job(Path("job.toml"), [f"run.checkpoint_interval_s={interval_s}"])
+    summary = ProductionBatchProcessor(job, quiet=True).process()
+    print(json.dumps({**summary.to_json(), "wall": clock.wall, "cpu": clock.cpu}))
+
+
+def only_flush(store: Any) -> float:
+    store.flush()
+    return 0.0
+
+
+def only_count(store: Any) -> None:
+    pending, store._lines, store._pending = store._pending, [], []
+    for line in pending:
+        store.totals.add(line)
+
+
+def nothing(*args: Any) -> None:
+    """In place of a method."""
+
+
+class Clock:
+    """Adds up the seconds of each part; what runs inside another part counts to the outer alone."""
+
+    def __init__(self) -> None:
+        self.wall = dict.fromkeys(PARTS, 0.0)
+        self.cpu = dict.fromkeys(PARTS, 0.0)
+        self._busy = False
+
+    def around(self, part: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            if self._busy:
+                return work(*args)
+            self._busy = True
+            wall, cpu = time.perf_counter(), time.thread_time()
+            try:
+                return work(*args)
+            finally:
+                self.wall[part] += time.perf_counter() - wall
+                self.cpu[part] += time.thread_time() - cpu
+                self._busy = False
+
+        return timed
+
+
+def write_rows(path: Path, n: int) -> None:
+    with path.open("w") as file:
+        for index in range(n):
+            row = {"id": f"q{index}", "question": f"what is the capital of country {index}?"}
+            file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()

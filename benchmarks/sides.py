@@ -1,0 +1,254 @@
+"""batchkit beside the ways of plain scripts: same rows, same vLLM, a fresh process for each run.
+
+What text.py and images.py share; as a program (task as JSON on stdin) it is one such process.
+The clock runs from the loaded model to the last record written: reading rows, loading images, chat
+template, tokenizer and image processor are in it. batchkit would decode images while the model
+loads; its rows are held back until then (all but the first, which it looks at before). It keeps its
+ledger with its checkpoints and their fsync, but for the last, which comes after the clock; the
+scripts write plain lines and never fsync. All have OMP_NUM_THREADS unset, as most users do.
+batchkit's engine has a process of its own, its default; the scripts' vLLM runs in theirs, where
+nothing is serialised.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+COSTS = "SIMULATED_ACCELERATOR"
+GENERATE_ALL = "generate(all)"
+BATCHES = {GENERATE_ALL: None, "batches of 32": 32, "batches of 64": 64}
+TIME_LIMIT_S = 900
+
+
+class Setting(NamedTuple):
+    """The engine's rows, and what its worker costs: None is the real one, on the CPU.
+
+    ``wanted``: by how much batchkit shall be faster, by the other side's name (DESIGN 7).
+    """
+
+    name: str
+    rows: Path
+    costs: Mapping[str, float] | None
+    wanted: Mapping[str, float]
+
+
+class Line(NamedTuple):
+    """A side in a setting; a ratio is its time by batchkit's in the same round."""
+
+    setting: str
+    side: str
+    seconds: float
+    rows_per_s: float
+    ratios: Sequence[float]
+    wanted: float | None
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.ratios)
+
+    @property
+    def verdict(self) -> str:
+        if self.wanted is None:
+            return ""
+        return f"{self.wanted:.2f} {'holds' if self.ratio >= self.wanted else 'MISSED'}"
+
+
+def compare(
+    benchmark: str,
+    settings: Sequence[Setting],
+    sides: Sequence[str],
+    job: Mapping[str, Any],
+    *,
+    rounds: int,
+    overrides: Sequence[str] = (),
+) -> None:
+    """Run all, interleaved; print a table and one JSON line. Exits with 1 where answers differ."""
+    lines: list[Line] = []
+    for setting in settings:
+        seconds: dict[str, list[float]] = {side: [] for side in ["batchkit", *sides]}
+        answers: list[Any] = []
+        for number in range(rounds):
+            for side in seconds:
+                found = _run(setting, side, job, f"{setting.name}-{number}", overrides)
+                seconds[side].append(found["seconds"])
+                answers = answers or found["answers"]
+                _check(f"{setting.name}, {side}, round {number + 1}", found["answers"], answers)
+                told = f"loaded in {found['load_s']:.1f} s, ran {found['seconds']:.2f} s"
+                print(f"{setting.name} {number + 1} {side}: {told}", file=sys.stderr, flush=True)
+        lines += _lines(setting, seconds, len(answers))
+    print(f"{'setting':>10} {'side':>14} {'rows':>5} {'s':>7} {'rows/s':>7}", end="")
+    print(f" {'ratio':>6} {'spread':>12}  wanted")
+    for line in lines:
+        rows = round(line.seconds * line.rows_per_s)
+        spread = f"{min(line.ratios):.2f}–{max(line.ratios):.2f}"
+        print(
+            f"{line.setting:>10} {line.side:>14} {rows:>5} {line.seconds:>7.2f}"
+            f" {line.rows_per_s:>7.1f} {line.ratio:>6.2f} {spread:>12}  {line.verdict}".rstrip()
+        )
+    results = [{**line._asdict(), "ratio": line.ratio} for line in lines]
+    told = {"rounds": rounds, "overrides": list(overrides), "answers_equal": True}
+    print(json.dumps({"benchmark": benchmark, **told, "results": results}))
+
+
+def _lines(setting: Setting, seconds: Mapping[str, Sequence[float]], rows: int) -> Iterator[Line]:
+    for side, took in seconds.items():
+        ratios = [other / ours for ours, other in zip(seconds["batchkit"], took, strict=True)]
+        median = statistics.median(took)
+        wanted = setting.wanted.get(side)
+        yield Line(setting.name, side, median, rows / median, ratios, wanted)
+
+
+def _run(
+    setting: Setting, side: str, job: Mapping[str, Any], name: str, overrides: Sequence[str]
+) -> dict[str, Any]:
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    environment |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    engine = job["engine"]
+    if setting.costs is not None:
+        environment[COSTS] = json.dumps(setting.costs)
+        worker = {"worker_cls": "accelerator.SimulatedWorker"}
+        engine = {**engine, "options": {**engine["options"], **worker}}
+    task = {
+        "side": side,
+        "job": {**job, "name": name, "engine": engine},
+        "rows": str(setting.rows),
+        "overrides": list(overrides),
+    }
+    done = subprocess.run(
+        [sys.executable, __file__],
+        input=json.dumps(task),
+        capture_output=True,
+        text=True,
+        cwd=setting.rows.parent,
+        env=environment,
+        timeout=TIME_LIMIT_S,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{setting.name}, {side}: {done.stderr[-4000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _check(where: str, found: Sequence[Any], expected: Sequence[Any]) -> None:
+    """An answer is its text and the number of its tokens."""
+    different = [
+        n for n, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]
+    ]
+    if len(found) != len(expected) or different:
+        told = f"{len(found)} answers of {len(expected)}, {len(different)} differ"
+        example = "".join(
+            f"\n{a}\n{b}" for n in different[:1] for a, b in [(found[n], expected[n])]
+        )
+        raise SystemExit(f"{where}: {told}{example}")
+
+
+def main() -> None:
+    task = json.load(sys.stdin)
+    rows = Path(task["rows"])
+    if task["side"] == "batchkit":
+        found = run_batchkit(task["job"], rows, task["overrides"])
+    else:
+        found = run_script(task["job"], rows, BATCHES[task["side"]])
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # vLLM takes its time over going
+
+
+def run_batchkit(table: dict[str, Any], rows: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Its answers are what its ledger holds."""
+    from batchkit.job_file import make_job
+    from batchkit.processor import ProductionBatchProcessor
+
+    job = make_job(table, "benchmark", overrides)
+    processor = ProductionBatchProcessor(job, quiet=True)
+    summary = processor.process(held_back(rows, job.folder / "run.log"))
+    records = list(summary.records())
+    asked = read(rows)
+    indexes = [record["index"] for record in records if record["status"] == "ok"]
+    if summary.exit or indexes != list(range(len(asked))):
+        raise SystemExit(f"the ledger holds {len(indexes)} of {len(asked)} rows: {summary}")
+    return {
+        "seconds": summary.seconds,
+        "load_s": summary.load_seconds,
+        "answers": [[record["text"], record["usage"]["completion_tokens"]] for record in records],
+    }
+
+
+def held_back(rows: Path, log: Path) -> Iterator[dict[str, Any]]:
+    """All but the first only once ``log`` says that the model is loaded."""
+    first, *others = read(rows)
+    yield first
+    while "generating;" not in log.read_text():
+        time.sleep(0.005)
+    yield from others
+
+
+def run_script(table: Mapping[str, Any], rows: Path, size: int | None) -> dict[str, Any]:
+    """As one writes it: batch by batch, each written when it is done; one batch of all for None."""
+    from vllm import LLM, SamplingParams
+
+    began = time.monotonic()
+    llm = LLM(table["engine"]["model"], **table["engine"]["options"])
+    tokenizer = llm.get_tokenizer()
+    answers = []
+    loaded = time.monotonic()
+    asked = read(rows)
+    size = size or len(asked)
+    with Path(f"{table['name']}.jsonl").open("w") as results:
+        for start in range(0, len(asked), size):
+            batch = asked[start : start + size]
+            prompts = [prompt(tokenizer, row) for row in batch]
+            params = [SamplingParams(temperature=0, **row["params"]) for row in batch]
+            for row, output in zip(
+                batch, llm.generate(prompts, params, use_tqdm=False), strict=True
+            ):
+                answer = output.outputs[0]
+                results.write(json.dumps({"q": row["q"], "text": answer.text}) + "\n")
+                answers.append([answer.text, len(answer.token_ids)])
+            results.flush()
+    return {
+        "seconds": time.monotonic() - loaded,
+        "load_s": loaded - began,
+        "answers": answers,
+    }
+
+
+def prompt(tokenizer: Any, row: Mapping[str, Any]) -> Any:
+    content: Any = row["q"]
+    if "file" in row:
+        content = [{"type": "image"}, {"type": "text", "text": content}]
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    if "file" not in row:
+        return text
+    return {"prompt": text, "multi_modal_data": {"image": picture(row["file"], row["size"])}}
+
+
+def picture(path: str, size: Sequence[int]) -> Any:
+    from PIL import Image
+
+    with Image.open(path) as image:
+        return image.convert("RGB").resize(tuple(size), Image.Resampling.LANCZOS)
+
+
+def read(rows: Path) -> list[dict[str, Any]]:
+    with rows.open() as lines:
+        return [json.loads(line) for line in lines]
+
+
+if __name__ == "__main__":
+    main()
