@@ -379,13 +379,18 @@ class ScoringTable(Table):
     rules: list[ScoringRule] = Field([], description="Rows that are scored otherwise.")
 
     @property
+    def parts(self) -> list[ScoringTable | ScoringRule]:
+        """The table itself, then its rules as they stand in the file."""
+        return [self, *self.rules]
+
+    @property
     def is_on(self) -> bool:
         """True where anything is to be read from the answers."""
         return bool(self.scorers or self.rules) or self.extract != "text"
 
     @model_validator(mode="after")
     def _coherent(self) -> ScoringTable:
-        parts: list[ScoringTable | ScoringRule] = [self, *self.rules]
+        parts = self.parts
         used = {name for part in parts for name in part.scorers or ()}
         laid = [(part.extract or self.extract, part.pattern or self.pattern) for part in parts]
         if any(extract == "regex" and pattern is None for extract, pattern in laid):

@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from batchkit.config import JobConfig, ScoringRule, ScoringTable
-from batchkit.scoring import Scoring
+from batchkit.config import JobConfig, ScoringTable
+from batchkit.scoring import fields_of
 
 _NEED_NO_REFERENCE = {"reward", "judge"}
 
@@ -22,7 +22,7 @@ def hints(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
 def scoring_hints(table: ScoringTable, first: Mapping[str, Any] | None) -> Iterator[str]:
     """As ``hints``, of the scoring alone; ``first`` may be unknown."""
     if first is not None:
-        yield from _absent("scoring", sorted(Scoring(table).fields), first)
+        yield from _absent("scoring", sorted(fields_of(table)), first)
     if lost := _without_reference(table):
         need = "needs" if len(lost) == 1 else "need"
         yield (
@@ -44,10 +44,9 @@ def _without_reference(table: ScoringTable) -> list[str]:
     """The scorers of the parts of ``[scoring]`` that name no reference."""
     if table.reference_run is not None:
         return []
-    parts: list[ScoringTable | ScoringRule] = [table, *table.rules]
     found = {
         name
-        for part in parts
+        for part in table.parts
         if (part.reference or table.reference) is None
         for name in (table.scorers if part.scorers is None else part.scorers)
     }

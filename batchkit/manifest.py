@@ -20,7 +20,7 @@ import orjson
 import tomlkit
 
 import batchkit
-from batchkit.config import JobConfig, ScoringRule, ScoringTable
+from batchkit.config import JobConfig
 from batchkit.errors import StoreError
 from batchkit.job_file import load_job
 from batchkit.runfolder import JOB, MANIFEST, write_atomically
@@ -255,9 +255,9 @@ def _reask(job: JobConfig) -> Any:
     """When a row is asked again, and what is added then; None where it never is."""
     if not job.retry.reask:
         return None
-    parts: list[ScoringTable | ScoringRule] = [job.scoring, *job.scoring.rules]
     looked_for = [
-        (getattr(part, "where", None), part.extract, part.pattern, part.key) for part in parts
+        (getattr(part, "where", None), part.extract, part.pattern, part.key)
+        for part in job.scoring.parts
     ]
     return [job.retry.reask, job.retry.reask_note, looked_for]
 

@@ -24,7 +24,7 @@ from batchkit.predictions import Prediction, read_predictions
 from batchkit.prompts import PathTemplate, names_in
 from batchkit.runfolder import claim
 from batchkit.scorebook import SCORES, ScoreLine, read_scored, references_of, write_scores
-from batchkit.scoring import DEFERRED, Scored, Scoring
+from batchkit.scoring import DEFERRED, Scored, Scoring, scorers_of
 from batchkit.scoring.metrics import ScoreTable, tabulate
 from batchkit.sources import read_rows
 from batchkit.stopping import StopRequest
@@ -68,7 +68,7 @@ def finish_scoring(
     if not job.scoring.is_on:
         return None
     scoring = job.scoring
-    made_from = [folder / RESULTS] if _is_deferred(Scoring(scoring).scorers) else []
+    made_from = [folder / RESULTS] if _is_deferred(scorers_of(scoring)) else []
     if scoring.reference_run is not None:  # it may have gone on while the rows of this one finished
         reference = Path(scoring.reference_run)
         made_from = [folder / RESULTS, reference / RESULTS, reference / SCORES]

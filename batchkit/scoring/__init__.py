@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
-from batchkit.config import JobConfig, ScoringRule, ScoringTable
+from batchkit.config import JobConfig, ScoringTable
 from batchkit.scoring.extract import EXTRACTORS
 from batchkit.scoring.overlap import OVERLAPS, Pair, overlap, pair, preload
 from batchkit.scoring.reward import parse_reward
@@ -49,6 +49,7 @@ class Scoring:
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._say = say
+        self._table = table
         self._rules = [
             (rule.where, _laid_over(table, rule.model_dump(exclude={"where"}, exclude_none=True)))
             for rule in table.rules
@@ -60,16 +61,13 @@ class Scoring:
 
     @property
     def scorers(self) -> list[str]:
-        """The names of the scorers, in the order of the job file."""
-        return list(dict.fromkeys(name for _, table in self._rules[::-1] for name in table.scorers))
+        """The names of the scorers, over all rules."""
+        return scorers_of(self._table)
 
     @property
     def fields(self) -> set[str]:
         """The fields of a row that are read."""
-        found = {name for where, _ in self._rules for name in where}
-        for _, table in self._rules:
-            found |= {name for name in (table.reference, table.group_by) if name is not None}
-        return found
+        return fields_of(self._table)
 
     def table_for(self, fields: Mapping[str, Any]) -> ScoringTable:
         """The scoring of a row: its first fitting rule laid over the rest."""
@@ -131,17 +129,27 @@ class Scoring:
             return None
 
 
+def scorers_of(table: ScoringTable) -> list[str]:
+    """The names of the scorers, over all rules, in the order of the job file."""
+    return list(dict.fromkeys(name for part in table.parts for name in part.scorers or ()))
+
+
+def fields_of(table: ScoringTable) -> set[str]:
+    """The fields of a row that its scoring reads."""
+    read = {name for rule in table.rules for name in rule.where}
+    read |= {part.reference for part in table.parts if part.reference is not None}
+    return read if table.group_by is None else read | {table.group_by}
+
+
 def score_names(table: ScoringTable) -> list[str]:
     """The names of the scores that a record has, over all rules, in the order of the job file."""
-    parts: list[ScoringTable | ScoringRule] = [table, *table.rules]
-    scorers = [name for part in parts for name in part.scorers or ()]
-    names = [score for name in scorers for score in SCORES_OF.get(name, (name,))]
+    names = [score for name in scorers_of(table) for score in SCORES_OF.get(name, (name,))]
     return list(dict.fromkeys(names))
 
 
 def kept_fields(job: JobConfig) -> list[str]:
     """The row's fields that a record keeps: those of ``output.keep``, and what its scoring reads."""
-    read = sorted(Scoring(job.scoring).fields) if job.scoring.is_on else []
+    read = sorted(fields_of(job.scoring)) if job.scoring.is_on else []
     return list(dict.fromkeys([*job.output.keep, *read]))
 
 
