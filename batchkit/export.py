@@ -6,8 +6,8 @@ Each writer streams; the file appears under its name only when it is whole.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,16 +15,12 @@ import orjson
 
 from batchkit.errors import StoreError
 from batchkit.ledger import RESULTS
-from batchkit.manifest import job_of_run, read_manifest
+from batchkit.manifest import read_manifest
 from batchkit.outputs import refuse_own_file
 from batchkit.realhit import write_realhit
 from batchkit.runfolder import replacing
 from batchkit.scorebook import read_scored
-from batchkit.scoring import kept_fields, score_names
-
-BATCH = 10_000
-
-Records = Iterable[dict[str, Any]]
+from batchkit.table import Layout, read_batches, schema_of
 
 
 class Exported(NamedTuple):
@@ -61,103 +57,22 @@ def export(folder: Path, format_name: str, path: Path | None = None) -> list[Exp
     return [Exported(p, rows, p.stat().st_size, source_bytes) for p, rows in written.items()]
 
 
-class Layout(NamedTuple):
-    """What a table of records has besides the record's own columns.
-
-    ``scores``: a column ``scores.<name>`` each, and one for the prediction; None: nothing is scored.
-    ``keep``: the kept fields, as text; one that bears the name of another column gets ``fields.``
-    before it.
-    """
-
-    scores: Sequence[str] | None
-    keep: Sequence[str]
-
-    @classmethod
-    def of(cls, folder: Path) -> Layout:
-        """Fixed by the job, so that every export of a run has the same columns."""
-        job = job_of_run(folder)
-        scores = score_names(job.scoring) if job.scoring.is_on else None
-        return cls(scores, kept_fields(job))
-
-    def columns(self) -> dict[str, str]:
-        """The columns' names and Arrow types, in their order."""
-        found = dict(_COLUMNS)
-        if self.scores is not None:
-            found |= {"prediction": "string"}
-            found |= {f"scores.{name}": "double" for name in self.scores}
-        return found | {
-            name if name not in found else f"fields.{name}": "string" for name in self.keep
-        }
-
-    def values(self, record: Mapping[str, Any]) -> list[Any]:
-        """The record's values in the order of ``columns``."""
-        usage, error = record.get("usage") or {}, record.get("error") or {}
-        fields, choices = record.get("fields") or {}, record.get("choices")
-        values = [
-            record["index"],
-            record["id"],
-            record["status"],
-            record.get("attempt"),
-            record.get("text"),
-            record.get("finish_reason"),
-            usage.get("prompt_tokens"),
-            usage.get("completion_tokens"),
-            record.get("latency_s"),
-            record.get("finished_at"),
-            error.get("kind"),
-            error.get("type"),
-            error.get("message"),
-            None if choices is None else orjson.dumps(choices).decode(),
-            record.get("prompt"),
-            record.get("truncated_tokens"),
-        ]
-        if self.scores is not None:
-            scores = record.get("scores") or {}
-            values += [record.get("prediction"), *(scores.get(name) for name in self.scores)]
-        return values + [_as_text(fields.get(name)) for name in self.keep]
-
-
-_COLUMNS = {
-    "index": "int64",
-    "id": "string",
-    "status": "string",
-    "attempt": "int32",
-    "text": "string",
-    "finish_reason": "string",
-    "prompt_tokens": "int64",
-    "completion_tokens": "int64",
-    "latency_s": "double",
-    "finished_at": "string",
-    "error_kind": "string",
-    "error_type": "string",
-    "error_message": "string",
-    "choices": "string",
-    "prompt": "string",
-    "truncated_tokens": "int64",
-}
-
-
 def _write_parquet(folder: Path, path: Path) -> dict[Path, int]:
     """The schema is fixed by the job, so a column may be null for any number of rows."""
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    layout = Layout.of(folder)
-    schema = pa.schema(
-        [pa.field(name, pa.type_for_alias(kind)) for name, kind in layout.columns().items()]
-    )
-    rows, records = 0, read_scored(folder)
+    layout, rows = Layout.of(folder), 0
+    batches = read_batches(folder, layout)
     with (
         replacing(path) as temporary,
-        pq.ParquetWriter(temporary, schema, compression="zstd") as writer,
+        pq.ParquetWriter(temporary, schema_of(layout), compression="zstd") as writer,
+        ThreadPoolExecutor(1) as pool,  # reads the next batch while this thread writes one
     ):
-        while batch := [layout.values(record) for record in islice(records, BATCH)]:
-            arrays = [
-                pa.array(values, field.type)
-                for values, field in zip(zip(*batch, strict=True), schema, strict=True)
-            ]
-            writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
-            rows += len(batch)
+        coming = pool.submit(next, batches, None)
+        while (batch := coming.result()) is not None:
+            coming = pool.submit(next, batches, None)
+            writer.write_table(batch)
+            rows += batch.num_rows
     return {path: rows}
 
 
@@ -246,12 +161,6 @@ def _openai_error(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _line(value: Mapping[str, Any]) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE)
-
-
-def _as_text(value: Any) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    return orjson.dumps(value).decode()
 
 
 _WRITERS: dict[str, Callable[[Path, Path], dict[Path, int]]] = {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from array import array
 from collections.abc import Iterator, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 RESULTS = "results.jsonl"
 _HEAD = b'{"index":'
+_LONGEST_START = len(_HEAD) + len(f"{INDEX_LIMIT},")
+_BLOCK_BYTES = 1 << 20
 
 
 class Line(NamedTuple):
@@ -64,6 +66,17 @@ def failure_kind(record: Mapping[str, Any]) -> str | None:
     return None if any((text or "").strip() for text in texts) else "empty"
 
 
+class Newest(NamedTuple):
+    """Where the newest record of each row stands, ordered by row index.
+
+    Line n of the log goes from byte ``bounds[n]`` to ``bounds[n + 1]``; ``lines`` holds the number
+    of each row's line. Both are int64 arrays.
+    """
+
+    bounds: np.ndarray[Any, Any]
+    lines: np.ndarray[Any, Any]
+
+
 def read_newest(path: Path) -> Iterator[dict[str, Any]]:
     """The newest record of each row, in the order of the input.
 
@@ -74,44 +87,101 @@ def read_newest(path: Path) -> Iterator[dict[str, Any]]:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
         for start in offsets.tolist():
-            try:
-                record: dict[str, Any] = orjson.loads(view[start : view.find(b"\n", start)])
-            except orjson.JSONDecodeError as error:
-                raise StoreError(
-                    f"{path}: the record at byte {start} is damaged: {error}"
-                ) from error
-            yield record
+            yield whole_record(view[start : view.find(b"\n", start)], path, start)
+
+
+def whole_record(raw: bytes, path: Path, offset: int) -> dict[str, Any]:
+    """The record in the line ``raw``, which stands at byte ``offset`` of ``path``.
+
+    Raises:
+        StoreError: it is damaged.
+    """
+    try:
+        record: dict[str, Any] = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise StoreError(f"{path}: the record at byte {offset} is damaged: {error}") from error
+    return record
 
 
 def newest_offsets(path: Path) -> np.ndarray[Any, Any]:
     """int64 array: the byte offset of each row's newest record, ordered by row index."""
+    bounds, lines = newest_lines(path)
+    offsets: np.ndarray[Any, Any] = bounds[lines]
+    return offsets
+
+
+def newest_lines(path: Path) -> Newest:
+    """One pass over the log; a missing or empty one holds no line."""
     import numpy as np
 
-    indexes, offsets, offset = array("q"), array("q"), 0
-    if path.exists():
-        with path.open("rb") as file:
-            for raw in file:
-                if (index := _index(raw)) is not None:
-                    indexes.append(index)
-                    offsets.append(offset)
-                offset += len(raw)
-    by_row = np.array(indexes, dtype=np.int64)
+    offset, ends, indexes = 0, [np.zeros(1, np.int64)], [np.zeros(0, np.int64)]
+    for block in _blocks(path):
+        ends_here = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + 1
+        found = _plain_indexes(block, ends_here)
+        if found is None:
+            found = np.array([_index(raw) for raw in BytesIO(block)], np.int64)
+        ends.append(ends_here + offset)
+        indexes.append(found)
+        offset += len(block)
+    by_row = np.concatenate(indexes)
     order = np.argsort(by_row, kind="stable")  # stable: the newest of a row stays the last
     by_row = by_row[order]
-    is_newest = np.append(by_row[1:] != by_row[:-1], True)[: len(by_row)]
-    newest: np.ndarray[Any, Any] = np.array(offsets, dtype=np.int64)[order[is_newest]]
-    return newest
+    is_newest = np.append(by_row[1:] != by_row[:-1], True)[: len(by_row)] & (by_row >= 0)
+    return Newest(np.concatenate(ends), order[is_newest])
 
 
-def _index(raw: bytes) -> int | None:
-    """The row index of a line. A line as the store writes them is not parsed as a whole."""
+def _blocks(path: Path) -> Iterator[bytes]:
+    """The log in blocks of whole lines, without a torn last line."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES) + file.readline():
+            whole = block[: block.rfind(b"\n") + 1]
+            if whole:
+                yield whole
+            if len(whole) < len(block):
+                return
+
+
+def _plain_indexes(block: bytes, ends: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
+    """The row index of each line; None where one does not look as the store writes them.
+
+    Such a line starts with an index, holds no second start of a line nor a NUL, and ends in "}".
+    """
+    import numpy as np
+
+    text, starts = np.frombuffer(block, np.uint8), np.append(0, ends[:-1])
+    n_head = len(_HEAD)
+    if b"\0" in block or block.count(_HEAD) != len(ends) or (ends - starts).min() < _LONGEST_START:
+        return None
+    first = text[starts[:, None] + np.arange(_LONGEST_START)]
+    digits = first[:, n_head:].astype(np.int64) - ord("0")
+    n_digits = ((digits < 0) | (digits > 9)).argmax(axis=1)  # 0 where there is none but digits
+    looks_whole = (
+        (first[:, :n_head] == np.frombuffer(_HEAD, np.uint8)).all()
+        and n_digits.all()
+        and (first[np.arange(len(first)), n_head + n_digits] == ord(",")).all()
+        and (text[ends - 2] == ord("}")).all()
+    )
+    if not looks_whole:
+        return None
+    powers = n_digits[:, None] - 1 - np.arange(digits.shape[1])
+    indexes: np.ndarray[Any, Any] = (digits * 10 ** powers.clip(0) * (powers >= 0)).sum(axis=1)
+    return indexes
+
+
+def _index(raw: bytes) -> int:
+    """The row index of a line, -1 where it is no record.
+
+    A line as the store writes them is not parsed as a whole.
+    """
     looks_whole = raw.startswith(_HEAD) and raw.endswith(b"}\n")
     if looks_whole and raw.find(_HEAD, 1) < 0 and b"\0" not in raw:
         digits = raw[len(_HEAD) : raw.find(b",", len(_HEAD))]
         if digits.isdigit():
             return int(digits)
     record = _parse(raw)
-    return None if record is None else record["index"]
+    return -1 if record is None else int(record["index"])
 
 
 def _parse(raw: bytes) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ LAYERS: list[set[str]] = [  # from the bottom; a folder counts as one
         "engines",
         "prompts",
         "openai_body",
+        "ordering",
         "prefetch",
         "window",
         "retry",
@@ -38,7 +39,7 @@ LAYERS: list[set[str]] = [  # from the bottom; a folder counts as one
         "predictions",
         "bootstrap",
     },
-    {"inputs", "supervisor", "attempts", "join", "outputs", "hints"},
+    {"inputs", "supervisor", "attempts", "join", "outputs", "hints", "table"},
     {"resume"},
     {"processor"},
     {
