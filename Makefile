@@ -11,7 +11,7 @@ quickstart: setup
 	.venv/bin/batchkit run jobs/quickstart.toml
 
 test: setup
-	.venv/bin/pytest
+	.venv/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: setup
 	.venv/bin/ruff check .

@@ -229,6 +229,12 @@ class RunTable(Table):
     render_threads: PositiveInt = Field(
         4, description="Threads that render prompts and decode images ahead of the engine."
     )
+    look_ahead: NonNegativeInt = Field(
+        1024,
+        description="Rows read ahead, so that those that share an image or their beginning are in"
+        " flight together, and at the end of the input those with the largest `max_tokens` come"
+        " first; 0 keeps the input's order.",
+    )
     checkpoint_interval_s: PositiveFloat = Field(
         5.0, description="Seconds between checkpoints (fsync, then the checkpoint)."
     )

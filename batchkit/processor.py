@@ -28,6 +28,7 @@ from batchkit.job_file import load_job, resolve_paths
 from batchkit.ladder import Ladder
 from batchkit.ledger import RESULTS, failure_kind, read_newest
 from batchkit.manifest import write_manifest
+from batchkit.ordering import well_ordered
 from batchkit.prefetch import Prefetch
 from batchkit.progress import Progress, State
 from batchkit.prompts import PromptRenderer
@@ -447,6 +448,9 @@ class _Loop:
             self._next_sync = now + took + interval
 
     def _prefetch(self, rows: Iterator[Row]) -> Prefetch:
+        look_ahead = self._job.run.look_ahead
+        if look_ahead > 1 and self._source.files is not None:  # an iterator's may come one by one
+            rows = well_ordered(rows, self._renderer.outlook, look_ahead)
         return Prefetch(
             rows,
             lambda row: self._renderer.render_or_fail(row, self._attempts.get(row.index, 0) + 1),

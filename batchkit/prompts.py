@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import orjson
 from jinja2 import StrictUndefined, Template, UndefinedError
@@ -28,7 +29,7 @@ from batchkit.openai_body import messages_of, sampling_of
 from batchkit.retry import with_temperature
 from batchkit.rowhash import input_hash
 from batchkit.truncation import Place, cut_at, longest_text, next_cut
-from batchkit.types import Completion, Request, Row
+from batchkit.types import Completion, Outlook, Request, Row
 
 _LONE_EXPRESSION = re.compile(r"\A\s*\{\{[-+]?(?P<expression>[^{}]+?)[-+]?\}\}\s*\Z")
 
@@ -36,6 +37,7 @@ Message = Mapping[str, Any]
 
 _IMAGE_PARTS = ("image_url", "image", "image_pil")
 BYTES_PER_PIXEL = 4  # what Pillow takes for RGB
+_BEGINNING = 4096  # characters by which prompts are told to be alike
 
 
 class _Source(NamedTuple):
@@ -206,6 +208,26 @@ class PromptRenderer:
             return _sources_in(messages_of(row.fields["body"])[0])
         names = {**self._job.vars, **row.fields}
         return [found for source in self._images for found in _as_list(source(names))]
+
+    def outlook(self, row: Row) -> Outlook:
+        """Nothing is opened. A row that can't be rendered is like no other."""
+        try:
+            names = {**self._job.vars, **row.fields}
+            files = [*self.image_sources(row), *(_render(t, names) for t in self._texts.values())]
+            beginning = "\n".join(map(_known_by, files)) or self._beginning(row, names)
+            max_tokens = self._row_sampling(row.fields).get("max_tokens")
+        except RowError:
+            return Outlook("", 0)
+        return Outlook(beginning, max_tokens if isinstance(max_tokens, int) else 0)
+
+    def _beginning(self, row: Row, names: Mapping[str, Any]) -> str:
+        """The first of a prompt without files."""
+        own = self._own_prompt(row.fields)
+        if own is not None:
+            return str(row.fields.get(own))[:_BEGINNING]
+        system = "" if self._system is None else _render(self._system, names)
+        user = "" if self._user is None else _render(self._user, names)
+        return (system + user)[:_BEGINNING]
 
     def _note_for(self, row: Row) -> str:
         if self._note is None:
@@ -394,6 +416,13 @@ def _source_in(part: Mapping[str, Any]) -> Any:
         url = part.get("image_url")
         return url.get("url") if isinstance(url, Mapping) else url
     return part.get("image") or part.get("image_pil")
+
+
+def _known_by(source: Any) -> str:
+    """A path or URL itself; what holds the image, by its content or its identity."""
+    if isinstance(source, str):
+        return source if len(source) < _BEGINNING else str(crc32(source.encode()))
+    return str(crc32(source)) if isinstance(source, bytes) else str(id(source))
 
 
 def _with_text(message: Message, text: str) -> Message:

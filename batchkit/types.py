@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from batchkit.errors import RowError
 
@@ -87,6 +87,17 @@ class Request:
             for part in message["content"]
             if part["type"] == "image_pil"
         ]
+
+
+class Outlook(NamedTuple):
+    """What a row's request will be like, told from its fields alone.
+
+    ``beginning``: equal where requests begin with the same images or the same text. ``max_tokens``:
+    the longest answer that it may get, 0 where that is not said.
+    """
+
+    beginning: str
+    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

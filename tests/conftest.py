@@ -28,6 +28,11 @@ SMALL = {
 }
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first: `make test` gives whole files to two processes (pytest-xdist)."""
+    items.sort(key=lambda item: not item.path.name.startswith("test_vllm_"))
+
+
 @pytest.fixture(scope="session")
 def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Qwen3-VL's architecture, random weights."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections import Counter
@@ -525,13 +526,14 @@ def test_a_base_url_without_v1_is_told_at_the_start() -> None:
 
 
 def test_a_server_that_is_not_there_is_told_at_the_start() -> None:
-    server = ChatServer()
-    server.kill()
-    began = time.monotonic()
-    with pytest.raises(EngineError) as refused:
-        open_engine(job(server))
+    with socket.socket() as silent:  # bound, so that no other test's server comes to stand there
+        silent.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
+        began = time.monotonic()
+        with serving() as server, pytest.raises(EngineError) as refused:
+            open_engine(job(server, engine={"base_url": url}))
     assert time.monotonic() - began < 8
-    for part in (server.url, "ConnectError", "start the server"):
+    for part in (url, "ConnectError", "start the server"):
         assert part in str(refused.value)
 
 

@@ -34,6 +34,7 @@ from batchkit.types import Request
 
 HEARTBEAT_S = 0.5
 POLL_S = 0.02  # what comes in meanwhile is taken in that much later
+BURST_S, BURST_GAP_S = 0.05, 0.003  # an idle engine waits so long for the requests behind the first
 _PR_SET_PDEATHSIG = 1
 
 Inbox = queue.SimpleQueue[tuple[int, Request] | None]
@@ -108,7 +109,7 @@ def _serve(connection: Connection, engine: Engine, inbox: Inbox) -> None:
     in_flight: dict[int, tuple[int, Request]] = {}
     last_sent = 0.0
     while True:
-        for message in _come_in(inbox, wait_s=0 if in_flight else HEARTBEAT_S):
+        for message in _come_in(inbox) if in_flight else _burst(inbox):
             if message is None:
                 return
             in_flight[id(message[1])] = message
@@ -131,14 +132,20 @@ def _serve(connection: Connection, engine: Engine, inbox: Inbox) -> None:
             connection.send(Turn(done, engine.load()))
 
 
-def _come_in(inbox: Inbox, wait_s: float) -> Iterator[tuple[int, Request] | None]:
-    """All that has come in by now; waits for the first."""
-    try:
-        yield inbox.get(timeout=wait_s) if wait_s else inbox.get_nowait()
+def _come_in(inbox: Inbox) -> Iterator[tuple[int, Request] | None]:
+    """All that has come in by now."""
+    with contextlib.suppress(queue.Empty):
         while True:
             yield inbox.get_nowait()
-    except queue.Empty:
-        return
+
+
+def _burst(inbox: Inbox) -> Iterator[tuple[int, Request] | None]:
+    """Wait for the first, and for those that come right behind it, so that they begin together."""
+    with contextlib.suppress(queue.Empty):
+        yield inbox.get(timeout=HEARTBEAT_S)
+        until = time.monotonic() + BURST_S
+        while time.monotonic() < until:
+            yield inbox.get(timeout=BURST_GAP_S)
 
 
 def _receive(connection: Connection, inbox: Inbox) -> None:

@@ -48,6 +48,7 @@ _MEMORY_OPTIONS = ("kv_cache_memory_bytes", "gpu_memory_utilization")
 _QUIET = "CRITICAL"
 _TOO_LONG = ("input_tokens", "input_text")
 _STUCK_CHECK_S = _MEMORY_LOOK_S = 1.0
+_BURST_GAP_S = 0.003  # many times what a text prompt takes to prepare, less than an image does
 _MOST_TRIES = 3  # of preparing a request whose images the engine turns out not to have
 
 
@@ -252,7 +253,7 @@ class VllmEngine:
     def poll(self, timeout_s: float) -> Sequence[Completion]:
         self._check_rendering()
         deadline = time.monotonic() + timeout_s
-        done = self._admit(wait_s=0 if self._running else timeout_s)
+        done = self._admit(wait_s=0) if self._running else self._admit_burst(timeout_s)
         while self._running and not done:
             # What a step gave is paid for: nothing else is tried before it is handed on.
             done = self._step() or self._abort_stuck() or self._admit(wait_s=0)
@@ -317,6 +318,20 @@ class VllmEngine:
             message = f"no end for {took_s:.0f} s (run.row_timeout_s = {self._row_timeout_s:g})"
             fault = Fault("timeout", "preparing its prompt", message)
             raise EngineDied(fault, request=request)
+
+    def _admit_burst(self, timeout_s: float) -> list[Completion]:
+        """Wait for the first request, and for those that come right behind it.
+
+        A step with one of them would let the others wait for its end, and the batch never be full
+        at once.
+        """
+        refused = self._admit(timeout_s)
+        while self._preparing and len(self._running) < self.max_num_seqs:
+            running = len(self._running)
+            refused += self._admit(_BURST_GAP_S)
+            if len(self._running) == running:
+                break
+        return refused
 
     def _admit(self, wait_s: float) -> list[Completion]:
         """Add what has been prepared to the engine; what could not be comes back failed."""

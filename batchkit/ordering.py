@@ -1,0 +1,65 @@
+"""The order in which rows meet the engine: what is alike together, and long answers first at the end.
+
+The engine keeps what it computed of an image or of a prompt's beginning only for a while, so rows
+that share one should be in flight together. And a long answer that begins last is alone in the
+engine at the end. Both are mended within a bounded look-ahead; rows that share nothing keep their
+order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from os.path import commonprefix
+from typing import Any
+
+from batchkit.types import Outlook, Row
+
+LOOK_AHEAD_BYTES = 32 * 2**20  # of the rows' own text and bytes
+_SAME = 256  # characters that must agree behind what all have in common
+
+_Seen = tuple[Outlook, Row]
+
+
+def well_ordered(
+    rows: Iterator[Row], outlook: Callable[[Row], Outlook], look_ahead: int
+) -> Iterator[Row]:
+    """All of ``rows``, none after more than ``look_ahead`` that stood behind it.
+
+    What reading them raises is raised once everything read before has been handed out.
+    """
+    held: list[_Seen] = []
+    held_bytes = 0
+    broken: Exception | None = None
+    try:
+        for row in rows:
+            held.append((outlook(row), row))
+            held_bytes += _size(row.fields)
+            if len(held) >= look_ahead or held_bytes >= LOOK_AHEAD_BYTES:
+                first, held = held[: len(held) // 2 or 1], held[len(held) // 2 or 1 :]
+                held_bytes = sum(_size(row.fields) for _, row in held)
+                yield from (row for _, row in _alike_together(first))
+    except Exception as error:
+        broken = error
+    last = sorted(_alike_together(held), key=lambda seen: -seen[0].max_tokens)
+    yield from (row for _, row in last)
+    if broken is not None:
+        raise broken
+
+
+def _alike_together(rows: list[_Seen]) -> list[_Seen]:
+    """Groups of rows that begin alike, in the order of their first rows."""
+    beginnings = [outlook.beginning for outlook, _ in rows if outlook.beginning]
+    shared = len(commonprefix(beginnings))  # noqa: RUF071 - of characters is meant
+    groups: dict[str, list[_Seen]] = {}
+    for seen in rows:
+        groups.setdefault(seen[0].beginning[shared : shared + _SAME], []).append(seen)
+    return [seen for group in groups.values() for seen in group]
+
+
+def _size(value: Any) -> int:
+    """Characters and bytes, however deep they stand."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_size, value.values()))
+    return sum(map(_size, value)) if isinstance(value, list) else 0
