@@ -1,7 +1,7 @@
 # Everything from an empty clone: make quickstart. PYTHON and BUILD: see scripts/setup.sh.
 export PYTHON BUILD
 
-.PHONY: setup quickstart test check clean
+.PHONY: setup quickstart test check bench clean
 
 setup:
 	@scripts/setup.sh
@@ -17,6 +17,9 @@ check: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy --strict batchkit
+
+bench: setup
+	.venv/bin/python benchmarks/all.py
 
 clean:
 	rm -rf .venv .demo-model .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

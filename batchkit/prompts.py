@@ -24,7 +24,7 @@ from batchkit.errors import (
     RowError,
     TemplateError,
 )
-from batchkit.media import load_image, load_text
+from batchkit.media import SharedImages, load_image, load_text
 from batchkit.openai_body import messages_of, sampling_of
 from batchkit.retry import with_temperature
 from batchkit.rowhash import input_hash
@@ -84,7 +84,7 @@ def names_in(job: JobConfig, prompt: PromptTable | None, templates: Iterable[str
 
 
 class PromptRenderer:
-    """Renders rows for one job. Immutable, so that several threads may share it.
+    """Renders rows for one job. Several threads may share it.
 
     Raises:
         JobError: a template or template file of the job can't be used.
@@ -113,6 +113,7 @@ class PromptRenderer:
         note = self._template("retry.reask_note", job.retry.reask_note)
         self._note = note if job.retry.reask else None
         self._sampling = job.sampling.params()
+        self._shared = SharedImages()
         captions = [_Source("", source) for source in prompt.captions]
         self._names = self._names_in([system, user, *captions])
 
@@ -309,7 +310,11 @@ class PromptRenderer:
         return parts + text_part
 
     def _image_part(self, source: Any) -> dict[str, Any]:
-        return {"type": "image_pil", "image_pil": load_image(source, self._job.media)}
+        if isinstance(source, str) and len(source) < _BEGINNING:  # a path or a URL
+            image = self._shared.get(source, lambda: load_image(source, self._job.media))
+        else:
+            image = load_image(source, self._job.media)
+        return {"type": "image_pil", "image_pil": image}
 
     def _load_parts(self, messages: Any) -> list[Message]:
         """Chat messages as they stand in a row, their image parts loaded."""

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
+from models import FIRST_WORD, WORDS
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 COSTS = "SIMULATED_ACCELERATOR"
-FIRST_WORD, WORDS = 440, 180  # the demo model's whole words, roughly
 
 
 class Prompt(NamedTuple):

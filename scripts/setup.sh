@@ -60,7 +60,7 @@ fi
 
 if [ $build = cuda ]; then
     say "NVIDIA GPU: installing vLLM for CUDA, several GB: about ten minutes"
-    quiet_pip -e '.[vllm,charts,dev]'
+    quiet_pip -e '.[vllm,charts,ray,dev]'
 else
     say "vLLM for the CPU: installing the $(grep -c == $lock) packages of $lock, two to four minutes"
     # A registry has torch for CUDA only. Its +cpu build comes from where pip was told to look,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import io
 import json
 import os
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +30,7 @@ from PIL import Image, PngImagePlugin
 
 from batchkit.config import MediaTable
 from batchkit.errors import MediaError
-from batchkit.media import load_image, target_size
+from batchkit.media import SharedImages, load_image, target_size
 from batchkit.media.download import fetch
 from batchkit.media.size import LARGEST_ASPECT, smart_size
 
@@ -919,3 +921,41 @@ def test_what_a_url_carries_in_its_query_stays_out_of_messages(server: Server) -
     message = refused(server.url("/a?token=secret"), server.media())
     assert message.startswith(f"{server.url('/a')}?…: 127.0.0.1 answered 500")
     assert "secret" not in message
+
+
+def test_an_image_is_decoded_once_for_all_who_hold_it() -> None:
+    shared, began, loads = SharedImages(), threading.Barrier(8), []
+
+    def load() -> Image.Image:
+        loads.append(1)
+        time.sleep(0.05)  # long enough for the others to ask
+        return Image.new("RGB", (8, 8))
+
+    def get() -> Image.Image:
+        began.wait()
+        return shared.get("a.png", load)
+
+    with ThreadPoolExecutor(8) as pool:
+        futures = [pool.submit(get) for _ in range(8)]
+        images = [future.result() for future in futures]
+    assert len(loads) == 1
+    assert all(image is images[0] for image in images)
+    assert shared.get("b.png", load) is not images[0]
+    gone = weakref.ref(images[0])
+    del images, futures
+    gc.collect()
+    assert gone() is None  # nothing is kept for its own sake
+    shared.get("a.png", load)
+    assert len(loads) == 3
+
+
+def test_a_failed_image_is_tried_by_each_who_names_it() -> None:
+    shared = SharedImages()
+
+    def fail() -> Image.Image:
+        raise MediaError("broken")
+
+    for _ in range(2):
+        with pytest.raises(MediaError, match="broken"):
+            shared.get("a.png", fail)
+    assert shared.get("a.png", lambda: Image.new("RGB", (8, 8))).size == (8, 8)

@@ -2,7 +2,7 @@
 
 ``load_image`` and ``load_text`` are the doors. ``source`` turns a name into bytes and keeps to the media root,
 ``download`` does the same for URLs and keeps to the listed hosts, ``pixels`` turns bytes into the
-image, ``size`` knows the size rule.
+image, ``size`` knows the size rule. ``shared`` lets rows have an image in common.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from batchkit.config import MediaTable
 from batchkit.errors import MediaError
 from batchkit.media.download import fetch
 from batchkit.media.pixels import decode, fit
+from batchkit.media.shared import SharedImages
 from batchkit.media.size import Size, target_size
 from batchkit.media.source import is_url, read_data_uri, read_file, shown
 
-__all__ = ["Size", "Source", "load_image", "load_text", "target_size"]
+__all__ = ["SharedImages", "Size", "Source", "load_image", "load_text", "target_size"]
 
 Source = str | os.PathLike[str] | bytes | bytearray | memoryview | Mapping[str, Any] | Image.Image
 

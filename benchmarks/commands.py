@@ -1,0 +1,251 @@
+"""batchkit's command beside another tool's: same rows, same vLLM, whole processes.
+
+The rows are those of text.py: answers from 4 to 256 tokens, heavy-tailed, the same lengths for all
+tools. Once computed on the CPU, once with a simulated accelerator whose steps take 15 ms. A tool
+loads the model in its command, so there are three clocks, the same for all; the last two begin with
+a time that the worker leaves (stamped.py), and end with the last write to the results (the file's):
+
+- **whole command**: from its start to its exit.
+- **after load**, which the wanted ratios are about: from the loaded model. What a tool does before it,
+  it has for free: batchkit and Ray Data read rows and fill in templates, Ray Data also tokenises;
+  run-batch begins after it. batchkit's fsyncs are in it, but for the last.
+- **from the first step** of the engine: leaves out how long a tool takes from a loaded model to the
+  first request, which weighs nothing in a run of hours.
+
+Everywhere the engine has one process, with its executor in it (``uni``, as with one GPU): on a CPU
+vLLM would give the worker one more, which ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` prevents.
+OMP_NUM_THREADS is unset, as most users have it. A command that leaves a process behind, or exits
+with an error, ends the benchmark.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import tomlkit
+from sides import COSTS, TIME_LIMIT_S, Setting, check
+from text import STEP
+
+HERE = Path(__file__).parent
+STAMPS = "STAMPS"  # as in stamped.py, which imports vLLM
+LEAVE_S = 20
+PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
+
+
+class Tool(NamedTuple):
+    """A command that runs in a folder of its own.
+
+    ``command``: its words, for the rows, the engine's options and that folder.
+    ``results``: a pattern for the files that it writes there.
+    ``answers``: what they hold, in the order of the rows: text and number of tokens.
+    """
+
+    name: str
+    command: Callable[[Path, Mapping[str, Any], Path], Sequence[str]]
+    results: str
+    answers: Callable[[Sequence[Path]], list[Any]]
+
+
+class Took(NamedTuple):
+    whole_s: float
+    after_load_s: float
+    from_first_step_s: float
+
+
+class Line(NamedTuple):
+    """A tool in a setting, medians; a ratio is its time by batchkit's in the same round."""
+
+    setting: str
+    tool: str
+    rows: int
+    times: Took
+    ratios: Sequence[Took]
+    wanted: float | None
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(ratio.after_load_s for ratio in self.ratios)
+
+    @property
+    def verdict(self) -> str:
+        if self.wanted is None:
+            return ""
+        return f"{self.wanted:.2f} {'holds' if self.ratio >= self.wanted else 'MISSED'}"
+
+
+def arguments(doc: str, *, quick_rows: int) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=600)
+    parser.add_argument("--setting", choices=["CPU", "simulated"], help="left out: both")
+    parser.add_argument("--quick", action="store_true", help="one round, few rows")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.rows = 1, quick_rows
+    return args
+
+
+def settings(only: str | None, rows: Path, wanted: Mapping[str, float]) -> list[Setting]:
+    both = [Setting("CPU", rows, None, wanted), Setting("simulated", rows, STEP, wanted)]
+    return [setting for setting in both if only in (None, setting.name)]
+
+
+def compare(
+    benchmark: str,
+    folder: Path,
+    settings: Sequence[Setting],
+    job: Mapping[str, Any],
+    tools: Sequence[Tool],
+    *,
+    rounds: int,
+) -> None:
+    """Run all, interleaved; print a table and one JSON line. Exits with 1 where answers differ."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    lines: list[Line] = []
+    for setting in settings:
+        took: dict[str, list[Took]] = {}
+        expected: list[Any] = []
+        for number in range(rounds):
+            for tool in [batchkit(job), *tools]:
+                scratch = folder / f"{setting.name}-{number}-{tool.name}".replace(" ", "_")
+                scratch.mkdir()
+                times, answers = _run(tool, setting, job["engine"]["options"], scratch)
+                took.setdefault(tool.name, []).append(times)
+                expected = expected or answers
+                check(f"{setting.name}, {tool.name}, round {number + 1}", answers, expected)
+                told = f"{times.after_load_s:.2f} s after load, {times.whole_s:.1f} s in all"
+                print(
+                    f"{setting.name} {number + 1} {tool.name}: {told}", file=sys.stderr, flush=True
+                )
+        lines += _lines(setting, took, len(expected))
+    _print(lines)
+    results = [
+        {
+            **line._asdict(),
+            "times": line.times._asdict(),
+            "ratios": [ratio._asdict() for ratio in line.ratios],
+            "ratio": line.ratio,
+        }
+        for line in lines
+    ]
+    told = {"benchmark": benchmark, "rounds": rounds, "answers_equal": True, "results": results}
+    print(json.dumps(told))
+
+
+def batchkit(job: Mapping[str, Any]) -> Tool:
+    def command(rows: Path, options: Mapping[str, Any], folder: Path) -> list[str]:
+        engine = {**job["engine"], "options": dict(options)}
+        source = {**job.get("input", {}), "path": str(rows)}
+        table = {**job, "name": "batchkit", "input": source, "engine": engine}
+        (folder / "job.toml").write_text(tomlkit.dumps(table))
+        return [sys.executable, "-m", "batchkit", "run", "job.toml"]
+
+    def answers(files: Sequence[Path]) -> list[Any]:
+        records = [json.loads(line) for file in files for line in file.open()]
+        records.sort(key=lambda record: int(record["index"]))
+        return [[record["text"], record["usage"]["completion_tokens"]] for record in records]
+
+    return Tool("batchkit", command, "output/batchkit/results.jsonl", answers)
+
+
+def _lines(setting: Setting, took: Mapping[str, Sequence[Took]], rows: int) -> Iterator[Line]:
+    for name, theirs in took.items():
+        times = Took(*map(statistics.median, zip(*theirs, strict=True)))
+        ratios = [
+            Took(*(other / ours for ours, other in zip(*pair, strict=True)))
+            for pair in zip(took["batchkit"], theirs, strict=True)
+        ]
+        yield Line(setting.name, name, rows, times, ratios, setting.wanted.get(name))
+
+
+def _print(lines: Sequence[Line]) -> None:
+    """Seconds, their ratio to batchkit's, and the least and the greatest ratio of the rounds."""
+    clocks = {"after load": "after_load_s", "first step": "from_first_step_s", "whole": "whole_s"}
+    print(
+        f"{'setting':>10} {'tool':>14} {'rows':>5}", *(f"{name:>24}" for name in clocks), " wanted"
+    )
+    for line in lines:
+        print(f"{line.setting:>10} {line.tool:>14} {line.rows:>5}", end="")
+        for clock in clocks.values():
+            ratios = [getattr(ratio, clock) for ratio in line.ratios]
+            spread = f"({min(ratios):.2f}–{max(ratios):.2f})"
+            print(f" {getattr(line.times, clock):>6.2f} {statistics.median(ratios):>4.2f}", end="")
+            print(f" {spread:>12}", end="")
+        print(f"  {line.verdict}".rstrip())
+
+
+def _run(
+    tool: Tool, setting: Setting, options: Mapping[str, Any], folder: Path
+) -> tuple[Took, list[Any]]:
+    worker = "stamped.CpuWorker" if setting.costs is None else "stamped.SimulatedWorker"
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {
+        STAMPS: str(folder / "stamps"),
+        COSTS: json.dumps(setting.costs),
+        "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    command = tool.command(setting.rows, {**options, "worker_cls": worker}, folder)
+    with (folder / "output.log").open("wb") as output:
+        began = time.monotonic()
+        try:
+            done = subprocess.run(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                env=environment,
+                timeout=TIME_LIMIT_S,
+                check=False,
+            )
+            whole_s = time.monotonic() - began
+        finally:
+            left = _end_what_is_left()
+    where = f"{setting.name}, {tool.name}"
+    if done.returncode:
+        told = (folder / "output.log").read_text(errors="replace")[-4000:]
+        raise SystemExit(f"{where}: exit code {done.returncode}: {told}")
+    if left:
+        raise SystemExit(f"{where}: left these running: {left}")
+    files = sorted(folder.glob(tool.results))
+    if not files:
+        raise SystemExit(f"{where}: no results at {folder / tool.results}")
+    written = max(file.stat().st_mtime for file in files)
+    loaded, stepped = map(float, (folder / "stamps").read_text().split())
+    return Took(whole_s, written - loaded, written - stepped), tool.answers(files)
+
+
+def _end_what_is_left() -> list[str]:
+    """Names of processes that a command started and that outlived it; they are killed.
+
+    Orphans become children of this process (``compare``), whatever they call themselves.
+    """
+    deadline = time.monotonic() + LEAVE_S
+    while left := [child for child in psutil.Process().children(recursive=True) if _runs(child)]:
+        if time.monotonic() > deadline:
+            names = [str(process) for process in left]
+            for process in left:
+                process.kill()
+            return names
+        time.sleep(0.2)
+    return []
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        process.wait(0)
+    except psutil.TimeoutExpired:
+        return True
+    return False

@@ -1,0 +1,110 @@
+"""What the order of the rows is worth: batchkit with its look-ahead and without it.
+
+    python benchmarks/order.py [--rounds 3] [--quick]
+
+Real vLLM with a simulated accelerator (accelerator.py). Three inputs, in an order drawn at random:
+- lengths: as text.py's, where max_tokens tells how long an answer will be. A step takes 15 ms.
+- images: six questions to each image (RealHiTBench has 5.7). 8 ms a step, 20 µs a token, 10 ms an image.
+- documents: six questions to each of 100 texts of some 400 tokens; 16 requests at once, and a KV cache
+  that holds about a tenth of the texts beside them. 8 ms a step, 20 µs a token.
+The rows come from files on both sides, and are rendered while the model loads on both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import images
+import text
+from sides import IN_ORDER, Setting, compare
+
+from batchkit.demo_model import SAMPLE_TEXT, build_demo_model
+
+QUESTIONS = 6
+TOKENS = {"step_ms": 8, "token_us": 20, "image_ms": 0}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one round, half the rows")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds = 1
+    subjects = 25 if args.quick else 50
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        build_demo_model(folder / "text", text_only=True)
+        build_demo_model(folder / "model")
+        text_engine = {"model": str(folder / "text"), "options": text.OPTIONS}
+        small_cache = {
+            "max_model_len": 1024,
+            "max_num_seqs": 16,
+            "kv_cache_memory_bytes": 12 * 2**20,
+        }
+        settings = [
+            Setting("lengths", text.write(folder / "lengths.jsonl", 6 * subjects), text.STEP, {}),
+            Setting(
+                "images",
+                write_images(folder, subjects),
+                images.STEP,
+                {},
+                {
+                    "prompt": {"user": "{{ q }}", "images": ["{{ file }}"]},
+                    "media": {"root": str(folder), "max_pixels": 262144, "factor": 32},
+                    "engine": {
+                        "model": str(folder / "model"),
+                        "options": {**images.OPTIONS, "mm_processor_cache_gb": 0.25},
+                    },
+                },
+            ),
+            Setting(
+                "documents",
+                write_documents(folder / "documents.jsonl", 2 * subjects),
+                TOKENS,
+                {},
+                {"engine": {**text_engine, "options": {**text.OPTIONS, **small_cache}}},
+            ),
+        ]
+        job = {
+            "prompt": {"user": "{{ q }}"},
+            "engine": text_engine,
+            "sampling": {"temperature": 0, "sampling_column": "params"},
+            "output": {"dir": str(folder / "output")},
+        }
+        compare("order", settings, [IN_ORDER], job, rounds=args.rounds)
+
+
+def write_images(folder: Path, subjects: int) -> Path:
+    rows = [json.loads(line) for line in images.write(folder, subjects).open()]
+    asked = [{**row, "q": f"{n}: {row['q']}"} for row in rows for n in range(QUESTIONS)]
+    return shuffled(folder / "images.jsonl", asked)
+
+
+def write_documents(path: Path, subjects: int) -> Path:
+    draw = random.Random(1)
+    words = SAMPLE_TEXT.replace(".", "").replace(",", "").split()
+    rows: list[dict[str, Any]] = []
+    for _ in range(subjects):
+        document = " ".join(draw.choices(words, k=300))
+        for n in range(QUESTIONS):
+            tokens = draw.randint(8, 24)
+            params = {"min_tokens": tokens, "max_tokens": 24}
+            rows.append({"q": f"Read this: {document}. Question {n}?", "params": params})
+    return shuffled(path, rows)
+
+
+def shuffled(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    rows = random.Random(2).sample(rows, len(rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+if __name__ == "__main__":
+    main()
