@@ -1,6 +1,6 @@
 """What a checkpoint costs as completions grow, in order and scattered: write, size, read.
 
-    python benchmarks/checkpoint.py [--max 10000000]
+    python benchmarks/checkpoint.py [--max 10000000] [--quick]
 
 Scattered is the worst case (every second row done, at random); a run's own completions are nearly
 in order, and then a checkpoint is a few hundred bytes whatever the number of rows.
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from figures import Figure
 
 from batchkit.indexset import IndexSet
 from batchkit.store import CHECKPOINT, Store, read_checkpoint
@@ -27,7 +28,9 @@ ROUNDS = 3
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--max", type=int, default=10_000_000)
-    most = parser.parse_args().max
+    parser.add_argument("--quick", action="store_true", help="--max 1000000")
+    args = parser.parse_args()
+    most = min(args.max, 10**6) if args.quick else args.max
     random = np.random.default_rng(0)
     results = []
     print(
@@ -45,7 +48,14 @@ def main() -> None:
                 f"{rows:>12,} {order:>10} {found['ranges']:>10,} {found['bytes'] / 1e6:>8.1f}"
                 f" {found['write_s']:>9.3f} {found['read_s']:>9.3f}"
             )
-    print(json.dumps({"benchmark": "checkpoint", "results": results}))
+    figures = [
+        Figure(
+            f"{found['completions']:,} completions {found['order']}: write", found["write_s"], "s"
+        )
+        for found in results[-2:]
+    ]
+    told = {"results": results, "figures": [figure.to_json() for figure in figures]}
+    print(json.dumps({"benchmark": "checkpoint", **told}))
 
 
 def measure(completed: IndexSet) -> dict[str, float]:

@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from figures import Figure
+
 FEW = 10_000
 NEW = 1_000  # rows that a resume finds to do
 ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -58,9 +60,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--quick", action="store_true", help="one round of 100,000 rows")
+    parser.add_argument("--quick", action="store_true", help="one round of 300,000 rows")
     args = parser.parse_args()
-    n_rounds, n_rows = (1, 100_000) if args.quick else (args.rounds, args.rows)
+    n_rounds, n_rows = (1, 300_000) if args.quick else (args.rounds, args.rows)
     few: list[Start] = []
     many: list[Start] = []
     resumes: dict[str, list[float]] = {state: [] for state in STATES}
@@ -77,7 +79,8 @@ def main() -> None:
             shutil.rmtree(folder / "output")
     found = {"rows": n_rows, **rates(few, many), **resume_times(resumes, n_rows)}
     found |= {"checkpoints": checkpoints(1_000_000 if args.quick else 10_000_000)}
-    print(json.dumps({"benchmark": "counting", "rounds": n_rounds, **found}))
+    told = [figure.to_json() for figure in figures(found)]
+    print(json.dumps({"benchmark": "counting", "rounds": n_rounds, **found, "figures": told}))
 
 
 def rates(few: Sequence[Start], many: Sequence[Start]) -> dict[str, Any]:
@@ -102,6 +105,19 @@ def rates(few: Sequence[Start], many: Sequence[Start]) -> dict[str, Any]:
         "extra_mib_rounds": [round(mib, 1) for mib in extra],
         "rate_ratio": round(statistics.median(growth), 3),
     }
+
+
+def figures(found: dict[str, Any]) -> list[Figure]:
+    rows = f"{found['rows']:,} rows"
+    return [
+        Figure(f"dry-run engine, {rows}", found["rows_per_s"], "rows/s", 20_000),
+        Figure(f"extra memory of {rows}", found["extra_mib"], "MiB", 64, at_most=True),
+        *(
+            Figure(f"resume after {rows}, checkpoint {state}", seconds, "s", 2, at_most=True)
+            for state, seconds in found["resume_s"].items()
+            if state != "missing"
+        ),
+    ]
 
 
 def resume_times(resumes: dict[str, list[float]], n_rows: int) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from figures import Figure
+
 JOB = """
 name = "ledger"
 [input]
@@ -74,7 +76,8 @@ def main() -> None:
                 shutil.rmtree(folder / "output")
     shares = {**off_shares(found), **part_shares(found[TIMED])}
     settings = {"rows": n_rows, "rounds": n_rounds, "interval_s": interval_s}
-    print(json.dumps({"benchmark": "ledger", **settings, **shares}))
+    told = [figure.to_json() for figure in figures(n_rows, shares)]
+    print(json.dumps({"benchmark": "ledger", **settings, **shares, "figures": told}))
 
 
 def off_shares(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -110,6 +113,12 @@ def part_shares(timed: list[dict[str, Any]]) -> dict[str, Any]:
             f" {cpu_us:>11.2f}  {meaning}"
         )
     return {"parts": shares}
+
+
+def figures(n_rows: int, shares: dict[str, Any]) -> list[Figure]:
+    clocked = sum(shares["parts"][part]["share"] for part in ("fsync", "checkpoint"))
+    what = f"fsync and checkpoint, share of {n_rows:,} rows' time"
+    return [Figure(what, round(100 * clocked, 2), "%")]
 
 
 def start(folder: Path, mode: str, interval_s: float) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What the engine's own process costs: the same job in process and in its own, interleaved.
 
-    python benchmarks/own_process.py [--rounds 3] [--rows 800] [--images 240]
+    python benchmarks/own_process.py [--rounds 3] [--rows 800] [--images 240] [--quick]
 
 Real vLLM on the demo model, each run a fresh command; rows/s with the engine up, loading apart.
 """
@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from figures import Figure
 from PIL import Image
 
 from batchkit.demo_model import build_demo_model
@@ -50,7 +51,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=800)
     parser.add_argument("--images", type=int, default=240)
+    parser.add_argument("--quick", action="store_true", help="one round, half the rows")
     args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.rows, args.images = 1, 400, 120
     results = []
     print(f"{'rows':>8} {'in process/s':>14} {'own process/s':>14} {'ratio':>7} {'spread':>13}")
     with tempfile.TemporaryDirectory() as name:
@@ -83,7 +87,11 @@ def main() -> None:
                 f"{kind:>8} {found['in_process']:>14.1f} {found['own_process']:>14.1f}"
                 f" {found['ratio']:>7.2f} {spread:>13}"
             )
-    print(json.dumps({"benchmark": "own_process", "results": results}))
+    figures = [
+        Figure(f"{found['rows']}, of the rate in process", found["ratio"]) for found in results
+    ]
+    told = {"results": results, "figures": [figure.to_json() for figure in figures]}
+    print(json.dumps({"benchmark": "own_process", **told}))
 
 
 def _run(folder: Path, kind: str, *, in_process: bool) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from figures import Figure
+
 OURS, PANDAS, ARROW = "batchkit export", "pandas", "pandas, pyarrow"
 TO_PARQUET = """
 import sys
@@ -83,9 +85,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--records", type=int, default=1_000_000)
-    parser.add_argument("--quick", action="store_true", help="one round of 50,000 records")
+    parser.add_argument("--quick", action="store_true", help="one round of 500,000 records")
     args = parser.parse_args()
-    n_rounds, n_records = (1, 50_000) if args.quick else (args.rounds, args.records)
+    n_rounds, n_records = (1, 500_000) if args.quick else (args.rounds, args.records)
     found: dict[str, list[Made]] = {OURS: [], PANDAS: [], ARROW: []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -106,7 +108,13 @@ def main() -> None:
                 compare(folder)
     results = table(found)
     sizes = {"records": n_records, "log_mb": round(log_mb), "rounds": n_rounds}
-    print(json.dumps({"benchmark": "parquet", **sizes, "results": results}))
+    what = f"{n_records:,} records, pandas' {{}} over ours"
+    figures = [
+        Figure(what.format("time"), results[PANDAS]["time_ratio"], wanted=4),
+        Figure(what.format("memory"), results[PANDAS]["memory_ratio"], wanted=8),
+    ]
+    told = {"results": results, "figures": [figure.to_json() for figure in figures]}
+    print(json.dumps({"benchmark": "parquet", **sizes, **told}))
 
 
 def table(found: dict[str, list[Made]]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """How long a dead engine is missed, and what fifty of them leave behind.
 
-    python benchmarks/restarts.py [--rounds 3] [--restarts 50]
+    python benchmarks/restarts.py [--rounds 3] [--restarts 50] [--quick]
 
 Real vLLM on the demo model. From a SIGKILL of the engine's process to the next engine's first
 answer, side by side: forked from the launcher, as a run does it, and from a process that imports
@@ -21,6 +21,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import psutil
+from figures import Figure
 
 from batchkit.config import JobConfig
 from batchkit.demo_model import build_demo_model
@@ -42,7 +43,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--restarts", type=int, default=50)
+    parser.add_argument("--quick", action="store_true", help="one round, 5 restarts")
     args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.restarts = 1, 5
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         build_demo_model(folder / "model", text_only=True)
@@ -61,7 +65,12 @@ def main() -> None:
             after = belongings()
     left = {kind: after[kind] - before[kind] for kind in before}
     print(f"left behind by {args.restarts} restarts: {left}")
+    figures = [
+        Figure("an engine forked, faster than imported anew", ratio),
+        Figure(f"left behind by {args.restarts} restarts", sum(left.values()), "things"),
+    ]
     found = {"forked_s": forked, "anew_s": anew, "ratio": ratio, "left": left}
+    found["figures"] = [figure.to_json() for figure in figures]
     print(json.dumps({"benchmark": "restarts", "restarts": args.restarts, **found}))
 
 

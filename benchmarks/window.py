@@ -1,6 +1,6 @@
 """What the window is worth: the same rows with fixed windows and with the adaptive one, interleaved.
 
-    python benchmarks/window.py [--rounds 3] [--rows 600]
+    python benchmarks/window.py [--rounds 3] [--rows 600] [--quick]
 
 Real vLLM on the demo model, max_num_seqs 16, answers heavy-tailed; once with room for all of them in
 the KV cache, once with room for about half, so that requests are preempted. Rates are rows/s with the
@@ -18,10 +18,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from figures import Figure
+
 from batchkit.demo_model import build_demo_model
 
 MAX_NUM_SEQS = 16
 WINDOWS = ["auto", "4", "8", "16", "24", "64"]
+QUICK_WINDOWS = ["auto", "4", "24", "64"]
 KV_BLOCKS = {"ample": 512, "scarce": 24}
 JOB = """
 name = "window"
@@ -45,25 +48,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=600)
+    parser.add_argument("--quick", action="store_true", help="one round, few rows and windows")
     args = parser.parse_args()
+    windows = WINDOWS
+    if args.quick:
+        args.rounds, args.rows, windows = 1, 300, QUICK_WINDOWS
     results: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         build_demo_model(folder / "model", text_only=True)
         (folder / "job.toml").write_text(JOB)
         (folder / "rows.jsonl").write_text(rows(args.rows))
-        print(f"{'KV cache':>8} " + " ".join(f"{window:>6}" for window in WINDOWS))
+        print(f"{'KV cache':>8} " + " ".join(f"{window:>6}" for window in windows))
         for kv, blocks in KV_BLOCKS.items():
-            rates: dict[str, list[float]] = {window: [] for window in WINDOWS}
+            rates: dict[str, list[float]] = {window: [] for window in windows}
             for number in range(args.rounds):
-                for window in WINDOWS:
+                for window in windows:
                     rates[window].append(rate(folder, f"{kv}-{window}-{number}", window, blocks))
             results[kv] = {
                 window: statistics.median(map(ratio, found, rates["auto"]))
                 for window, found in rates.items()
             }
-            print(f"{kv:>8} " + " ".join(f"{results[kv][window]:>6.2f}" for window in WINDOWS))
-    print(json.dumps({"benchmark": "window", "max_num_seqs": MAX_NUM_SEQS, **results}))
+            print(f"{kv:>8} " + " ".join(f"{results[kv][window]:>6.2f}" for window in windows))
+    figures = [
+        Figure(f"KV cache {kv}: adaptive, against the best fixed", 1 / max(rest.values()))
+        for kv, found in results.items()
+        for rest in [{window: rate for window, rate in found.items() if window != "auto"}]
+    ]
+    told = {**results, "figures": [figure.to_json() for figure in figures]}
+    print(json.dumps({"benchmark": "window", "max_num_seqs": MAX_NUM_SEQS, **told}))
 
 
 def ratio(found: float, auto: float) -> float:

@@ -15,6 +15,7 @@ from PIL import Image
 from batchkit.config import JobConfig
 from batchkit.engines import open_engine, open_preflight
 from batchkit.engines.base import Engine
+from batchkit.engines.vllm import _unknown_images
 from batchkit.errors import EngineError, JobError
 from batchkit.types import Completion, Request, Row
 from tests.conftest import SMALL
@@ -282,3 +283,13 @@ def test_a_refused_prompt_does_not_take_along_others_with_its_image(engine: Engi
     assert [done.error and done.error.kind for done in first] == ["prompt_too_long", *[None] * 5]
     again = ask(engine, *(about(n, "what is it?") for n in range(6, 9)))
     assert {done.choices[0].text for done in [*first[1:], *again]} == {first[1].choices[0].text}
+
+
+def test_images_that_the_engine_lacks_are_known_by_either_error_of_vllm() -> None:
+    prompt = {"mm_hashes": {"image": ["a", "b"]}}
+    oldest = AssertionError("Expected a cached item for mm_hash='a'")  # vLLM 0.26: of all we know of
+    assert _unknown_images(oldest, prompt) == ["a", "b"]
+    newest = ValueError("missing")
+    newest.mm_hashes = ["b"]  # type: ignore[attr-defined]
+    assert _unknown_images(newest, prompt) == ["b"]
+    assert not _unknown_images(AssertionError("another"), prompt)

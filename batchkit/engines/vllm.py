@@ -160,8 +160,12 @@ class VllmRenderer:
         vLLM's renderer sends an image once; where that prompt was refused before it reached the
         engine, all later ones refer to an image that the engine never got.
         """
+        cache = self._renderer.mm_processor_cache
         for image in images:
-            self._renderer.mm_processor_cache.invalidate(image)
+            if hasattr(cache, "invalidate"):
+                cache.invalidate(image)
+            else:  # vLLM 0.26
+                cache._cache.pop(image, None)
 
     def _prompt(self, request: Request) -> Any:
         from vllm.renderers.inputs.preprocess import parse_model_prompt
@@ -361,7 +365,7 @@ class VllmEngine:
             return _refusal(error)
         except Exception as error:  # no forward pass has run: whatever it is, it is the row's own
             self._engine.abort_request([number])
-            unknown: Sequence[str] = getattr(error, "mm_hashes", ())  # MultiModalCacheMissError
+            unknown = _unknown_images(error, prepared.prompt)
             if not unknown or prepared.tries > _MOST_TRIES:
                 return RequestError(_cause(error))
             self._queue(_Unprepared(prepared.request, unknown, prepared.tries))
@@ -582,6 +586,14 @@ def _lora_request(job: JobConfig) -> Any:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("adapter", 1, job.engine.lora)
+
+
+def _unknown_images(error: Any, prompt: Mapping[str, Any]) -> Sequence[str]:
+    """The hashes of the images that the engine should have had from an earlier request."""
+    if isinstance(error, AssertionError) and "Expected a cached item" in str(error):  # vLLM 0.26
+        return [image for hashes in prompt["mm_hashes"].values() for image in hashes]
+    missing: Sequence[str] = getattr(error, "mm_hashes", ())  # MultiModalCacheMissError
+    return missing
 
 
 def _refusal(error: Any) -> RowError:

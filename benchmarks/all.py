@@ -1,0 +1,119 @@
+"""Every benchmark in its quick form, one after the other, and what came of them in one table.
+
+    python benchmarks/all.py [--only text,counting,…]        (make bench)
+
+Each is a fresh process; its table is printed as it comes. Quick forms have few rows and one round:
+a figure that misses here by little asks for the script itself on a quiet machine, not for a verdict.
+Not among them: soak.py (half an hour of faults), gold_charts.py (needs its data) and gpu.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import bounded
+from figures import Figure, figures_of
+
+HERE = Path(__file__).parent
+LIMIT_S = 600  # for each; the longest takes a third of it on two cores
+SCRIPTS = [
+    "startup",
+    "counting",
+    "checkpoint",
+    "ledger",
+    "parquet",
+    "text",
+    "images",
+    "order",
+    "run_batch",
+    "ray_data",
+    "own_process",
+    "window",
+    "restarts",
+]
+NEEDS = {"ray_data": "ray"}
+
+
+class Ran(NamedTuple):
+    """A script that was run, or was not: ``problem`` says why there are no figures."""
+
+    script: str
+    seconds: float
+    figures: list[Figure]
+    problem: str = ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default=",".join(SCRIPTS), metavar="NAME,…")
+    chosen = parser.parse_args().only.split(",")
+    if unknown := [name for name in chosen if name not in SCRIPTS]:
+        parser.error(f"--only: no {', '.join(unknown)}; there are {', '.join(SCRIPTS)}")
+    began = time.monotonic()
+    runs = [run(script) for script in chosen if is_there(script)]
+    seconds = time.monotonic() - began
+    table(runs)
+    failed = [ran for ran in runs if ran.problem]
+    print(f"{len(runs)} benchmarks in {seconds / 60:.1f} min, {len(failed)} failed")
+    results = [
+        ran._asdict() | {"figures": [figure.to_json() for figure in ran.figures]} for ran in runs
+    ]
+    print(json.dumps({"benchmark": "all", "seconds": round(seconds, 1), "results": results}))
+    raise SystemExit(1 if failed else 0)
+
+
+def is_there(script: str) -> bool:
+    needed = NEEDS.get(script)
+    if needed is None or find_spec(needed) is not None:
+        return True
+    print(f"\n{script}: skipped, {needed} is not installed", flush=True)
+    return False
+
+
+def run(script: str) -> Ran:
+    print(f"\n{script} --quick", flush=True)
+    began = time.monotonic()
+    done = bounded.run(
+        [sys.executable, str(HERE / f"{script}.py"), "--quick"],
+        cwd=HERE.parent,
+        limit_s=LIMIT_S,
+        environment={**os.environ, "PYTHONUNBUFFERED": "1"},
+        tell=lambda line: None if line.startswith('{"benchmark"') else print(line, flush=True),
+    )
+    seconds = round(time.monotonic() - began, 1)
+    if done.code or done.is_late:
+        print(f"{script} FAILED: {done.told}", flush=True)
+        how = "took too long" if done.is_late else f"exit code {done.code}"
+        return Ran(script, seconds, [], f"failed: {how}")
+    return Ran(script, seconds, list(figures_of(json.loads(done.stdout[-1]))))
+
+
+def table(runs: list[Ran]) -> None:
+    print(f"\n{'benchmark':>12} {'s':>5}  {'what':<52} {'found':>12} {'wanted':>10}")
+    for ran in runs:
+        if ran.problem:
+            print(f"{ran.script:>12} {ran.seconds:>5.0f}  {ran.problem}")
+        for figure in ran.figures:
+            found = f"{number(figure.found)} {figure.unit}"
+            wanted = ""
+            if figure.wanted is not None:
+                wanted = f"{'≤' if figure.at_most else '≥'} {number(figure.wanted)}"
+            print(
+                f"{ran.script:>12} {ran.seconds:>5.0f}  {figure.what:<52} {found:>12} {wanted:>10}"
+                f"  {figure.verdict}".rstrip()
+            )
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:,.2f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""A command that ends in time, and with it all that it started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+INTERRUPTED_S = 60  # what an interrupted command has to come to its end
+
+
+class Done(NamedTuple):
+    """``code`` is negative where a signal ended it; ``stderr`` is its end."""
+
+    code: int
+    stdout: list[str]
+    stderr: str
+    is_late: bool
+
+    @property
+    def told(self) -> str:
+        how = "it took too long" if self.is_late else f"exit code {self.code}"
+        return f"{how}: {self.stderr.strip()}"
+
+
+def run(
+    words: Sequence[str],
+    *,
+    cwd: Path,
+    limit_s: float,
+    environment: Mapping[str, str] = os.environ,
+    stdin: str = "",
+    tell: Callable[[str], object] = len,
+    interrupt: bool = False,
+) -> Done:
+    """Each line of stdout goes to ``tell`` as it comes.
+
+    When time is up the command is killed; with ``interrupt`` it gets SIGINT first, and a minute.
+
+    Threads: this one reads, one waits for the command's end, one for the end of its time. The command
+    is not reaped before they are done, so that its number stays its own.
+    """
+    gone, late = threading.Event(), threading.Event()
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        process = subprocess.Popen(
+            words,
+            cwd=cwd,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            start_new_session=True,
+        )
+        threading.Thread(target=_clear_up, args=[process.pid, gone], daemon=True).start()
+        watch = threading.Timer(max(1.0, limit_s), _end, [process.pid, gone, late, interrupt])
+        watch.daemon = True
+        watch.start()
+        lines: list[str] = []
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            with suppress(BrokenPipeError), process.stdin:
+                process.stdin.write(stdin)
+            with process.stdout:
+                for line in process.stdout:
+                    lines.append(line.rstrip("\n"))
+                    tell(lines[-1])
+            gone.wait()
+        except BaseException:
+            _kill(process.pid)
+            gone.wait()
+            raise
+        finally:
+            watch.cancel()
+            code = process.wait()
+        said.seek(0)
+        return Done(code, lines, said.read()[-4000:], late.is_set())
+
+
+def _clear_up(pid: int, gone: threading.Event) -> None:
+    """What the command left behind would hold its stdout, and a card's memory."""
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    gone.set()
+
+
+def _end(pid: int, gone: threading.Event, late: threading.Event, interrupt: bool) -> None:
+    late.set()
+    if interrupt:
+        os.kill(pid, signal.SIGINT)
+        gone.wait(INTERRUPTED_S)
+    if not gone.is_set():
+        _kill(pid)
+
+
+def _kill(pid: int) -> None:
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+    os.kill(pid, signal.SIGKILL)

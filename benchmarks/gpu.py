@@ -1,0 +1,292 @@
+"""batchkit on an NVIDIA GPU: beside plain scripts, and when the card's memory runs out.
+
+    python benchmarks/gpu.py [--only text,images,ledger,find-bs,ladder] [--models 0.5B,7B] [--tiny]
+
+Where there is a GPU and no network: unpack vLLM for CUDA (0.26 to 0.33) and batchkit's own
+dependencies, set in the environment what they need, then ``python benchmarks/gpu.py`` in a checkout.
+Nothing is downloaded: the models have the shapes of Qwen2-0.5B, Qwen2.5-7B and Qwen3-VL-2B, and
+weights that vLLM draws at load (shapes.py). With torch.compile and CUDA graphs a load takes a minute
+or so, the first longer: there are five for each model in text, four in images, four in ledger. Where
+time is short choose with ``--only`` and ``--models``, or leave compiling out with ``--eager``, which
+costs rate on all sides. find-bs and ladder are always eager, with some ten loads each.
+``--tiny`` runs the same on a CPU with the demo model's shape and few rows, for a test.
+
+- **text**: rows as text.py's, vLLM's own defaults. In ``generate(all)`` vLLM runs in the script's
+  process, as it does in batchkit's engine process; ``own`` is vLLM's default, a process of its own.
+  Each row says how long its answer will be, so batchkit begins the longest; ``in order`` is without
+  that. Batches of 64 get the first rows only, for they take much longer. Ratios are of rows/s.
+- **images**: as images.py; then find-bs with one batch size, for what binds.
+- **ledger**: as ledger.py, with the 0.5B shape in place of the engine that only counts.
+- **find-bs**, **ladder**: too many requests at once end in the device's own error: CUDA's out of
+  memory, on a CPU the kernel's refusal (gpu_memory.py). On a GPU, ladder also claims more than is
+  free at load, and has a neighbour take the card's memory while a run goes on.
+
+All is in bfloat16, where the composition of a batch changes rounding: every row must have as many
+tokens on all sides, and the share of equal texts is told. A section that fails says why in the last
+line (JSON) and leaves the others alone; the exit code is 1 then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import bounded
+import images
+import shapes
+import text
+import tomlkit
+from gpu_memory import find_bs_section, ladder_section
+from gpu_place import (
+    Found,
+    Place,
+    SectionError,
+    answer,
+    environment,
+    find_bs,
+    wait_for_card,
+)
+from ledger import AS_IT_IS, TIMED
+from sides import GENERATE_ALL, IN_ORDER
+
+HERE = Path(__file__).parent
+MACHINE = """
+import json, torch, vllm
+card = torch.cuda.is_available()
+print(json.dumps({
+    "vllm": vllm.__version__, "torch": torch.__version__,
+    "card": torch.cuda.get_device_name() if card else None,
+    "card_bytes": torch.cuda.mem_get_info()[1] if card else None,
+}))
+"""
+
+
+class Way(NamedTuple):
+    """How a side runs its rows; ``side`` is sides.py's name for it."""
+
+    name: str
+    side: str
+    rows: int | None = None  # the first so many; None is all
+    own_process: bool = False
+    wanted: float | None = None  # batchkit's rate over this one's, at least
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default=",".join(SECTIONS), metavar="SECTION,…")
+    parser.add_argument("--models", default="0.5B,7B", metavar="SHAPE,…", help="of text")
+    parser.add_argument("--rows", type=int, default=20_000, help="of text; images get a 50th")
+    parser.add_argument("--limit-s", type=float, default=540, help="for each section")
+    parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
+    parser.add_argument("--tiny", action="store_true", help="on a CPU: tiny shapes, few rows")
+    args = parser.parse_args()
+    chosen = args.only.split(",")
+    if unknown := [name for name in chosen if name not in SECTIONS]:
+        parser.error(f"--only: no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
+    models = ["tiny"] if args.tiny else args.models.split(",")
+    if unknown := [name for name in models if name not in TEXT_SHAPES]:
+        parser.error(f"--models: no shape {', '.join(unknown)}; there are {', '.join(TEXT_SHAPES)}")
+    options: dict[str, Any] = {"dtype": "bfloat16", "load_format": "dummy", "max_model_len": 2048}
+    if args.tiny:
+        small = {"enforce_eager": True, "max_num_seqs": 16, "kv_cache_memory_bytes": 2**27}
+        options |= {**small, "max_model_len": 512}
+    else:  # less than vLLM's own 0.92: what ran before may still be leaving the card
+        options |= {"gpu_memory_utilization": 0.85, "enforce_eager": args.eager}
+    with tempfile.TemporaryDirectory() as name:
+        machine = look(Path(name))
+        sections: dict[str, Found] = {}
+        for section in chosen:
+            folder = Path(name, section)
+            folder.mkdir()
+            began = time.monotonic()
+            rows = 24 if args.tiny else args.rows
+            until = began + args.limit_s
+            place = Place(folder, args.tiny, rows, models, machine, options, until)
+            found = sections[section] = {"error": None}
+            print(f"\n{section}", flush=True)
+            try:
+                if not args.tiny and machine["card"] is None:
+                    raise SectionError("torch finds no GPU; --tiny runs on a CPU")
+                SECTIONS[section](place, found)
+            except Exception as error:  # a section's failure is a result, and the others go on
+                told = "" if isinstance(error, SectionError) else traceback.format_exc()
+                found["error"] = f"{type(error).__name__}: {error}"
+                print(f"{section} FAILED: {found['error']}\n{told}", flush=True)
+            found["seconds"] = round(time.monotonic() - began, 1)
+    about = {"benchmark": "gpu", "tiny": args.tiny, "eager": args.eager, "machine": machine}
+    print(json.dumps({**about, "sections": sections}))
+    raise SystemExit(1 if any(found["error"] for found in sections.values()) else 0)
+
+
+def look(folder: Path) -> dict[str, Any]:
+    """In another process: this one shall not hold a part of the card."""
+    done = bounded.run(
+        [sys.executable, "-c", MACHINE], cwd=folder, limit_s=300, environment=environment()
+    )
+    if done.code:
+        raise SystemExit(f"torch and vLLM can't be imported: {done.told}")
+    machine: dict[str, Any] = json.loads(done.stdout[-1])
+    version = Path("/proc/driver/nvidia/version")
+    machine["driver"] = version.read_text().splitlines()[0] if version.is_file() else None
+    for name, value in machine.items():
+        print(f"{name}: {value}")
+    return machine
+
+
+def text_section(place: Place, found: Found) -> None:
+    ways = [Way("batchkit", "batchkit")]
+    ways.append(Way(GENERATE_ALL, GENERATE_ALL, wanted=0.97))
+    if not place.tiny:
+        ways.append(Way(f"{GENERATE_ALL}, own", GENERATE_ALL, own_process=True, wanted=0.97))
+        ways.append(Way(IN_ORDER, IN_ORDER))
+    ways.append(Way("batches of 64", "batches of 64", rows=min(place.rows, 1920)))
+    rows = text.write(place.folder / "rows.jsonl", place.rows)
+    for shape in place.models:
+        path = place.folder / shape
+        model = shapes.build_shape(path, TEXT_SHAPES[shape], text_only=True)
+        job = {"prompt": {"user": "{{ q }}"}, **place.job(model)}
+        beside(place, shape, rows, ways, job, found)
+
+
+def images_section(place: Place, found: Found) -> None:
+    rows = images.write(place.folder, 8 if place.tiny else max(1, place.rows // 50))
+    shape = shapes.TINY_VL if place.tiny else shapes.QWEN3_VL_2B
+    model = shapes.build_shape(place.folder / "model", shape, text_only=False)
+    options = {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"image": 1, "video": 0}}
+    job = {
+        "prompt": {"user": "{{ q }}", "images": ["{{ file }}"]},
+        # As images.py: by the rule of Qwen's own processor this is images.SEEN_SIZE.
+        "media": {"root": str(place.folder), "max_pixels": 262144, "factor": 32},
+        **place.job(model, max_model_len=1024, **options),
+    }
+    ways = [Way("batchkit", "batchkit"), Way(GENERATE_ALL, GENERATE_ALL, wanted=1.3)]
+    if not place.tiny:
+        ways.append(Way(f"{GENERATE_ALL}, own", GENERATE_ALL, own_process=True, wanted=1.3))
+    try:
+        beside(place, "tiny" if place.tiny else "VL-2B", rows, ways, job, found)
+    finally:  # what binds is worth knowing even where the sides could not all be run
+        size, seconds = (4, 2) if place.tiny else (128, 15)
+        with_input = {**job, "input": {"path": str(rows)}}
+        tried = find_bs(place, with_input, size, size, seconds=seconds)
+        (line,) = tried["batch_sizes"]
+        found["waits"], found["binds"] = line["waits"], tried["binds"]
+        shares = line["waits"] or {}
+        told = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+        print(f"engine had free places for want of: {told or 'unknown, too few rows'}")
+        if tried["binds"]:
+            print("what binds: {resource}: {reason}".format(**tried["binds"]))
+
+
+def ledger_section(place: Place, found: Found) -> None:
+    """Each start has an engine of its own; only ``timed`` tells shares free of their noise."""
+    rows = text.write(place.folder / "rows.jsonl", place.rows)
+    model = shapes.build_shape(place.folder / "model", place.half_b, text_only=True)
+    job = {"name": "ledger", "input": {"path": str(rows)}, "prompt": {"user": "{{ q }}"}}
+    (place.folder / "job.toml").write_text(tomlkit.dumps({**job, **place.job(model)}))
+    modes = [AS_IT_IS, TIMED] if place.tiny else [AS_IT_IS, "no fsync", "no checkpoint", TIMED]
+    results = found["results"] = []
+    print(f"{'':>16} {'rows/s':>9} {'ratio':>7}  share of the time")
+    for mode in modes:
+        wait_for_card()
+        shutil.rmtree(place.folder / "output", ignore_errors=True)
+        words = [str(HERE / "ledger.py"), "--child", mode, "--interval-s"]
+        summary = answer(place, [*words, "0.5" if place.tiny else "5"])
+        per_s = summary["rows_per_s"]
+        ratio = per_s / results[0]["rows_per_s"] if results else 1.0
+        shares = {part: s / summary["seconds"] for part, s in summary["wall"].items() if s}
+        results.append({"mode": mode, "rows_per_s": per_s, "ratio": ratio, "shares": shares})
+        told = ", ".join(f"{part} {share:.2%}" for part, share in shares.items())
+        print(f"{mode:>16} {per_s:>9,.1f} {ratio:>7.3f}  {told}".rstrip(), flush=True)
+        if summary["ok"] != place.rows:
+            raise SectionError(f"{mode}: {summary['ok']} rows of {place.rows} answered")
+
+
+SECTIONS: Mapping[str, Callable[[Place, Found], None]] = {
+    "text": text_section,
+    "images": images_section,
+    "ledger": ledger_section,
+    "find-bs": find_bs_section,
+    "ladder": ladder_section,
+}
+TEXT_SHAPES = {"tiny": shapes.TINY, "0.5B": shapes.QWEN2_HALF_B, "7B": shapes.QWEN25_7B}
+
+
+def beside(
+    place: Place,
+    shape: str,
+    rows: Path,
+    ways: Sequence[Way],
+    job: Mapping[str, Any],
+    found: Found,
+) -> None:
+    """Run all ways, batchkit's first; each line is told, and in ``found``, when it is there.
+
+    Raises:
+        SectionError: a side failed, or its answers' lengths are not batchkit's.
+    """
+    results = found.setdefault("results", [])
+    head = f"{'shape':>6} {'side':>20} {'rows':>6} {'load s':>7} {'s':>7} {'rows/s':>8}"
+    print(f"{head} {'ratio':>6} {'equal':>6}  wanted", flush=True)
+    ours: dict[str, Any] = {}
+    for way in ways:
+        wait_for_card()
+        got = side(place, shape, rows, way, job)
+        ours = ours or got
+        theirs, expected = got["answers"], ours["answers"][: len(got["answers"])]
+        if [tokens for _, tokens in theirs] != [tokens for _, tokens in expected]:
+            raise SectionError(f"{shape}, {way.name}: not as many tokens as batchkit's answers")
+        per_s = len(theirs) / got["seconds"]
+        equal = sum(a[0] == b[0] for a, b in zip(theirs, expected, strict=True)) / len(theirs)
+        line = {
+            "shape": shape,
+            "side": way.name,
+            "rows": len(theirs),
+            "load_s": got["load_s"],
+            "seconds": got["seconds"],
+            "rows_per_s": per_s,
+            "tokens": sum(tokens for _, tokens in theirs),
+            "ratio": len(ours["answers"]) / ours["seconds"] / per_s,
+            "equal_texts": equal,
+            "wanted": way.wanted,
+        }
+        results.append(line)
+        verdict = ""
+        if way.wanted is not None:
+            verdict = f"{way.wanted} {'holds' if line['ratio'] >= way.wanted else 'MISSED'}"
+        print(
+            f"{shape:>6} {way.name:>20} {len(theirs):>6} {got['load_s']:>7.1f}"
+            f" {got['seconds']:>7.2f} {per_s:>8.1f} {line['ratio']:>6.2f} {equal:>6.0%}"
+            f"  {verdict}".rstrip(),
+            flush=True,
+        )
+
+
+def side(place: Place, shape: str, rows: Path, way: Way, job: Mapping[str, Any]) -> dict[str, Any]:
+    """One run of sides.py, which takes its task from stdin."""
+    if way.rows is not None:
+        lines = rows.read_text().splitlines(keepends=True)[: way.rows]
+        rows = rows.with_name(f"first-{way.rows}.jsonl")
+        rows.write_text("".join(lines))
+    name = f"{shape}-{way.name}".replace(" ", "_").replace(",", "")
+    table = {"input": {"path": str(rows)}, **job, "name": name}
+    task = {
+        "side": way.side,
+        "job": table,
+        "rows": str(rows),
+        "overrides": [],
+        "hold_back": "images" in job["prompt"],  # as images.py
+    }
+    words = [str(HERE / "sides.py")]
+    return answer(place, words, stdin=json.dumps(task), own_process=way.own_process)
+
+
+if __name__ == "__main__":
+    main()

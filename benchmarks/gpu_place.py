@@ -1,0 +1,160 @@
+"""Where a section of gpu.py runs: its folder, its time, the machine, and commands there."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import bounded
+import psutil
+import shapes
+import tomlkit
+
+from batchkit.tuning.memory import gpu_bytes
+
+HERE = Path(__file__).parent
+HUNGRY_BYTES = "HUNGRY_BYTES"  # as in hungry.py, which imports vLLM
+GIB = 2**30
+
+Found = dict[str, Any]  # what a section found, as it goes into the JSON line
+
+
+class SectionError(Exception):
+    """The section can't go on; what it found so far stands."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """``options`` are vLLM's, for all models; ``until`` is the section's end, by time.monotonic()."""
+
+    folder: Path
+    tiny: bool
+    rows: int
+    models: Sequence[str]
+    machine: Mapping[str, Any]
+    options: Mapping[str, Any]
+    until: float
+
+    @property
+    def left_s(self) -> float:
+        left = self.until - time.monotonic()
+        if left < 1:
+            raise SectionError("no time left (--limit-s)")
+        return left
+
+    @property
+    def memory_bytes(self) -> int:
+        """All that the card has, or the machine where the engine is on its CPU."""
+        return int(self.machine["card_bytes"] or psutil.virtual_memory().total)
+
+    @property
+    def half_b(self) -> shapes.Shape:
+        return shapes.TINY if self.tiny else shapes.QWEN2_HALF_B
+
+    def job(self, model: Path, **options: Any) -> dict[str, Any]:
+        """What all jobs have in common; ``options`` go over the place's own."""
+        return {
+            "engine": {"model": str(model), "options": {**self.options, **options}},
+            "sampling": {"temperature": 0, "sampling_column": "params"},
+            "output": {"dir": str(self.folder / "output")},
+        }
+
+
+def answer(
+    place: Place,
+    words: Sequence[str],
+    *,
+    stdin: str = "",
+    own_process: bool = False,
+    hungry_bytes: int = 0,
+) -> dict[str, Any]:
+    """The JSON line that Python ends with, given ``words``.
+
+    Raises:
+        SectionError: it failed, or the section's time was up.
+    """
+    done = bounded.run(
+        [sys.executable, *words],
+        cwd=place.folder,
+        limit_s=place.left_s,
+        environment=environment(hungry_bytes, own_process=own_process),
+        stdin=stdin,
+    )
+    if done.code or not done.stdout:
+        raise SectionError(f"{Path(words[0]).name} {' '.join(words[1:3])}: {done.told}")
+    found: dict[str, Any] = json.loads(done.stdout[-1])
+    return found
+
+
+def find_bs(
+    place: Place,
+    job: Mapping[str, Any],
+    low: int,
+    high: int,
+    *,
+    seconds: float,
+    hungry_bytes: int = 0,
+) -> dict[str, Any]:
+    """Its JSON, and its table printed; where time is short it tells what it knows by then.
+
+    Raises:
+        SectionError: it told nothing.
+    """
+    wait_for_card()
+    path = place.folder / "find-bs.toml"
+    path.write_text(tomlkit.dumps({**job, "name": "tried"}))
+    words = [sys.executable, "-m", "batchkit", "find-bs", str(path), "--json"]
+    words += ["--low", str(low), "--high", str(high), "--seconds", str(seconds)]
+    done = bounded.run(
+        words,
+        cwd=place.folder,
+        limit_s=place.left_s - bounded.INTERRUPTED_S,
+        environment=environment(hungry_bytes),
+        interrupt=True,
+    )
+    if not done.stdout:
+        raise SectionError(f"find-bs: {done.told}")
+    tried: dict[str, Any] = json.loads(done.stdout[-1])
+    print(f"{'batch size':>10} {'status':>6} {'s':>6} {'rows/s':>8} {'memory':>15}  reason")
+    for line in tried["batch_sizes"]:
+        per_s = "" if line["rows_per_s"] is None else f"{line['rows_per_s']:.1f}"
+        memory = ""
+        if line["memory_gb"] is not None:
+            memory = f"{line['memory_gb']:.1f} GiB {line['memory_of']}"
+        told = (line["reason"] or line["status"].partition(":")[2])[:100]
+        print(
+            f"{line['batch_size']:>10} {line['status'][:5]:>6} {line['seconds']:>6.1f} {per_s:>8}"
+            f" {memory:>15}  {told}".rstrip()
+        )
+    print(f"best {tried['best']}, largest that fits {tried['largest']}", flush=True)
+    return tried
+
+
+def wait_for_card() -> None:
+    """Until its memory in use stays the same: a process that ended may hold its own a little longer."""
+    used, until = gpu_bytes(), time.monotonic() + 30
+    while used and time.monotonic() < until:
+        time.sleep(1)
+        before, used = used, gpu_bytes()
+        if used is None or abs(used - before) < GIB // 8:
+            return
+
+
+def environment(hungry_bytes: int = 0, *, own_process: bool = False) -> dict[str, str]:
+    """Of a command: batchkit and these scripts can be imported, and vLLM is as quiet as it can be."""
+    paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        HUNGRY_BYTES: str(hungry_bytes),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(own_process)),
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
