@@ -287,7 +287,9 @@ def test_a_refused_prompt_does_not_take_along_others_with_its_image(engine: Engi
 
 def test_images_that_the_engine_lacks_are_known_by_either_error_of_vllm() -> None:
     prompt = {"mm_hashes": {"image": ["a", "b"]}}
-    oldest = AssertionError("Expected a cached item for mm_hash='a'")  # vLLM 0.26: of all we know of
+    oldest = AssertionError(
+        "Expected a cached item for mm_hash='a'"
+    )  # vLLM 0.26: of all we know of
     assert _unknown_images(oldest, prompt) == ["a", "b"]
     newest = ValueError("missing")
     newest.mm_hashes = ["b"]  # type: ignore[attr-defined]
