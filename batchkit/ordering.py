@@ -8,7 +8,8 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, groupby
 from os.path import commonprefix
 from typing import Any
 
@@ -17,7 +18,7 @@ from batchkit.types import Outlook, Row
 LOOK_AHEAD_BYTES = 32 * 2**20  # of the rows' own text and bytes
 _SAME = 256  # characters that must agree behind what all have in common
 
-_Seen = tuple[Outlook, Row]
+_Seen = tuple[Outlook, Row, int]  # and what the row's own fields take
 
 
 def well_ordered(
@@ -32,28 +33,31 @@ def well_ordered(
     broken: Exception | None = None
     try:
         for row in rows:
-            held.append((outlook(row), row))
-            held_bytes += _size(row.fields)
+            n_bytes = sum(map(_size, row.fields.values()))
+            held.append((outlook(row), row, n_bytes))
+            held_bytes += n_bytes
             if len(held) >= look_ahead or held_bytes >= LOOK_AHEAD_BYTES:
-                first, held = held[: len(held) // 2 or 1], held[len(held) // 2 or 1 :]
-                held_bytes = sum(_size(row.fields) for _, row in held)
-                yield from (row for _, row in _alike_together(first))
+                half = len(held) // 2 or 1
+                first, held = held[:half], held[half:]
+                held_bytes -= sum(n_bytes for _, _, n_bytes in first)
+                yield from _alike_together(first)
     except Exception as error:
         broken = error
-    last = sorted(_alike_together(held), key=lambda seen: -seen[0].max_tokens)
-    yield from (row for _, row in last)
+    held.sort(key=lambda seen: -seen[0].max_tokens)
+    for _, equally_long in groupby(held, key=lambda seen: seen[0].max_tokens):
+        yield from _alike_together(list(equally_long))
     if broken is not None:
         raise broken
 
 
-def _alike_together(rows: list[_Seen]) -> list[_Seen]:
+def _alike_together(rows: Sequence[_Seen]) -> Iterator[Row]:
     """Groups of rows that begin alike, in the order of their first rows."""
-    beginnings = [outlook.beginning for outlook, _ in rows if outlook.beginning]
+    beginnings = [outlook.beginning for outlook, _, _ in rows if outlook.beginning]
     shared = len(commonprefix(beginnings))  # noqa: RUF071 - of characters is meant
-    groups: dict[str, list[_Seen]] = {}
-    for seen in rows:
-        groups.setdefault(seen[0].beginning[shared : shared + _SAME], []).append(seen)
-    return [seen for group in groups.values() for seen in group]
+    groups: dict[str, list[Row]] = {}
+    for outlook, row, _ in rows:
+        groups.setdefault(outlook.beginning[shared : shared + _SAME], []).append(row)
+    return chain.from_iterable(groups.values())
 
 
 def _size(value: Any) -> int:
