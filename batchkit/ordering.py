@@ -8,6 +8,7 @@ order.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from os.path import commonprefix
@@ -24,39 +25,42 @@ _Seen = tuple[Outlook, Row, int]  # and what the row's own fields take
 def well_ordered(
     rows: Iterator[Row], outlook: Callable[[Row], Outlook], look_ahead: int
 ) -> Iterator[Row]:
-    """All of ``rows``, none after more than ``look_ahead`` that stood behind it.
+    """All of ``rows``; ``look_ahead`` are held, and none is overtaken by more than twice as many.
 
     What reading them raises is raised once everything read before has been handed out.
     """
-    held: list[_Seen] = []
+    coming: list[_Seen] = []
+    going: deque[_Seen] = deque()
     held_bytes = 0
     broken: Exception | None = None
     try:
         for row in rows:
             n_bytes = sum(map(_size, row.fields.values()))
-            held.append((outlook(row), row, n_bytes))
+            coming.append((outlook(row), row, n_bytes))
             held_bytes += n_bytes
-            if len(held) >= look_ahead or held_bytes >= LOOK_AHEAD_BYTES:
-                half = len(held) // 2 or 1
-                first, held = held[:half], held[half:]
-                held_bytes -= sum(n_bytes for _, _, n_bytes in first)
-                yield from _alike_together(first)
+            while len(coming) + len(going) >= look_ahead or held_bytes >= LOOK_AHEAD_BYTES:
+                if not going:
+                    going.extend(_alike_together(coming))
+                    coming = []
+                _, first, n_bytes = going.popleft()
+                held_bytes -= n_bytes
+                yield first
     except Exception as error:
         broken = error
-    held.sort(key=lambda seen: -seen[0].max_tokens)
-    for _, equally_long in groupby(held, key=lambda seen: seen[0].max_tokens):
-        yield from _alike_together(list(equally_long))
+    last = sorted([*going, *coming], key=lambda seen: -seen[0].max_tokens)
+    for _, equally_long in groupby(last, key=lambda seen: seen[0].max_tokens):
+        yield from (row for _, row, _ in _alike_together(list(equally_long)))
     if broken is not None:
         raise broken
 
 
-def _alike_together(rows: Sequence[_Seen]) -> Iterator[Row]:
+def _alike_together(rows: Sequence[_Seen]) -> Iterator[_Seen]:
     """Groups of rows that begin alike, in the order of their first rows."""
-    beginnings = [outlook.beginning for outlook, _, _ in rows if outlook.beginning]
+    beginnings = [outlook.beginning for outlook, _, _ in rows]
     shared = len(commonprefix(beginnings))  # noqa: RUF071 - of characters is meant
-    groups: dict[str, list[Row]] = {}
-    for outlook, row, _ in rows:
-        groups.setdefault(outlook.beginning[shared : shared + _SAME], []).append(row)
+    groups: dict[str, list[_Seen]] = {}
+    for seen in rows:
+        groups.setdefault(seen[0].beginning[shared : shared + _SAME], []).append(seen)
     return chain.from_iterable(groups.values())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 from batchkit.types import Completion, Request, Row
 
@@ -14,10 +15,10 @@ class Prefetch:
 
     No row is begun while ``ahead`` rendered rows wait here, nor while ``max_bytes`` of decoded
     pixels are held by requests that wait or were handed out and not yet released. So each bound
-    is passed by at most one row per thread.
+    is passed by at most one row per thread; the first by ``at_once``, where rows have no images.
 
-    Threads: ``threads`` workers read rows one at a time under ``_reading`` and render them side
-    by side; the processor's thread calls ``get`` and ``release``; ``_changed`` guards the rest.
+    Threads: ``threads`` workers read a few rows at a time under ``_reading`` and render them side
+    by side (one at a time where rows have images: the others would wait for their thread); the processor's thread calls ``get`` and ``release``; ``_changed`` guards the rest.
     """
 
     def __init__(
@@ -28,11 +29,13 @@ class Prefetch:
         threads: int,
         ahead: int,
         max_bytes: int,
+        at_once: int = 1,
     ) -> None:
         self._rows = rows
         self._render = render
         self._ahead = ahead
         self._max_bytes = max_bytes
+        self._at_once = at_once
         self._reading = threading.Lock()
         self._changed = threading.Condition()
         self._ready: deque[Request | Completion] = deque()
@@ -93,24 +96,34 @@ class Prefetch:
 
     def _work(self) -> None:
         try:
+            wanted = 1
             while self._may_begin():
-                with self._reading:
-                    row = next(self._rows, None)
-                if row is None:
+                if not (rows := self._read(wanted)):
                     return
-                rendered = self._render(row)
+                rendered = [self._render(row) for row in rows]
+                n_bytes = sum(r.media_bytes for r in rendered if isinstance(r, Request))
                 with self._changed:
-                    if isinstance(rendered, Request):
-                        self._held_bytes += rendered.media_bytes
-                    self._ready.append(rendered)
+                    self._held_bytes += n_bytes
+                    self._ready.extend(rendered)
                     self._changed.notify_all()
-                del row, rendered  # else their pixels would stay until the next row is rendered
+                del rows, rendered  # else their pixels would stay until the next row is rendered
+                wanted = 1 if n_bytes else self._at_once
         except BaseException as error:  # carried over to the thread that calls get()
             self._error = self._error or error
         finally:
             with self._changed:
                 self._working -= 1
                 self._changed.notify_all()
+
+    def _read(self, wanted: int) -> list[Row]:
+        """Up to ``wanted`` rows, none at the end. What was read before an error is not lost."""
+        rows: list[Row] = []
+        with self._reading:
+            try:
+                rows.extend(islice(self._rows, wanted))
+            except Exception as error:
+                self._error = self._error or error
+        return rows
 
     def _may_begin(self) -> bool:
         """Wait for room; False once nothing more is wanted."""

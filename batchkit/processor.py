@@ -47,6 +47,7 @@ from batchkit.window import Window
 
 POLL_S = 0.05
 AHEAD = 256
+READ_AT_ONCE = 16
 MOST_EVENTS = 20
 _SHARE_FROM = 20  # a share of failed rows says nothing before this many are settled
 
@@ -448,8 +449,8 @@ class _Loop:
             self._next_sync = now + took + interval
 
     def _prefetch(self, rows: Iterator[Row]) -> Prefetch:
-        look_ahead = self._job.run.look_ahead
-        if look_ahead > 1 and self._source.files is not None:  # an iterator's may come one by one
+        look_ahead, may_wait = self._job.run.look_ahead, self._source.files is None
+        if look_ahead > 1 and not may_wait:  # an iterator's rows may come one by one
             rows = well_ordered(rows, self._renderer.outlook, look_ahead)
         return Prefetch(
             rows,
@@ -457,6 +458,7 @@ class _Loop:
             threads=self._job.run.render_threads,
             ahead=AHEAD,
             max_bytes=self._job.media.max_memory_bytes,
+            at_once=1 if may_wait else READ_AT_ONCE,
         )
 
     def _state(self) -> State:

@@ -13,6 +13,7 @@ import orjson
 from jinja2 import StrictUndefined, Template, UndefinedError
 from jinja2 import TemplateError as JinjaError
 from jinja2.meta import find_undeclared_variables
+from jinja2.nodes import Name
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchkit.config import JobConfig, PromptTable
@@ -116,6 +117,7 @@ class PromptRenderer:
         self._shared = SharedImages()
         captions = [_Source("", source) for source in prompt.captions]
         self._names = self._names_in([system, user, *captions])
+        self._names_in_order = [*self._order_of_names([system, user])]
 
     def render(self, row: Row, attempt: int = 1) -> Request:
         """The request for ``row``, its images decoded.
@@ -211,24 +213,27 @@ class PromptRenderer:
         return [found for source in self._images for found in _as_list(source(names))]
 
     def outlook(self, row: Row) -> Outlook:
-        """Nothing is opened. A row that can't be rendered is like no other."""
+        """Nothing is opened nor rendered. A row that can't be rendered is like no other."""
         try:
-            names = {**self._job.vars, **row.fields}
-            files = [*self.image_sources(row), *(_render(t, names) for t in self._texts.values())]
-            beginning = "\n".join(map(_known_by, files)) or self._beginning(row, names)
             max_tokens = self._row_sampling(row.fields).get("max_tokens")
+            beginning = self._files(row) or self._beginning(row)
         except RowError:
-            return Outlook("", 0)
+            return Outlook(str(row.index), 0)
         return Outlook(beginning, max_tokens if isinstance(max_tokens, int) else 0)
 
-    def _beginning(self, row: Row, names: Mapping[str, Any]) -> str:
-        """The first of a prompt without files."""
+    def _files(self, row: Row) -> str:
+        """The images and texts that its prompt takes in."""
+        if self._user is not None and not self._images and not self._texts:
+            return ""
+        names = {**self._job.vars, **row.fields}
+        files = [*self.image_sources(row), *(_render(text, names) for text in self._texts.values())]
+        return "\n".join(map(_known_by, files))
+
+    def _beginning(self, row: Row) -> str:
+        """What fills the prompt's templates, in their order, or the row's own prompt."""
         own = self._own_prompt(row.fields)
-        if own is not None:
-            return str(row.fields.get(own))[:_BEGINNING]
-        system = "" if self._system is None else _render(self._system, names)
-        user = "" if self._user is None else _render(self._user, names)
-        return (system + user)[:_BEGINNING]
+        names = self._names_in_order if own is None else [own]
+        return "\n".join([str(row.fields.get(name, row.index))[:_BEGINNING] for name in names])
 
     def _note_for(self, row: Row) -> str:
         if self._note is None:
@@ -375,6 +380,13 @@ class PromptRenderer:
         """What the templates read, from the row or from ``[vars]``."""
         trees = [self._environment.parse(source.text) for source in sources if source]
         return set().union(*map(find_undeclared_variables, trees))
+
+    def _order_of_names(self, sources: Sequence[_Source | None]) -> dict[str, None]:
+        """The row's fields that the templates read, as they come."""
+        trees = [self._environment.parse(source.text) for source in sources if source]
+        read = self._names - self._job.vars.keys()
+        found = (name.name for tree in trees for name in tree.find_all(Name))
+        return dict.fromkeys(name for name in found if name in read)
 
     def _template(self, key: str, text: str) -> Template:
         return _compiled(self._environment, key, text)

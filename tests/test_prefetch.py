@@ -39,8 +39,12 @@ def prefetch(
     threads: int = 2,
     ahead: int = 8,
     max_bytes: int = 2**30,
+    at_once: int = 1,
 ) -> closing[Prefetch]:
-    return closing(Prefetch(rows, render, threads=threads, ahead=ahead, max_bytes=max_bytes))
+    found = Prefetch(
+        rows, render, threads=threads, ahead=ahead, max_bytes=max_bytes, at_once=at_once
+    )
+    return closing(found)
 
 
 def take(queue: Prefetch) -> Request:
@@ -222,9 +226,10 @@ def broken_rows(count: int) -> Iterator[Row]:
     raise InputError("rows.csv: broken from here on")
 
 
+@pytest.mark.parametrize("at_once", [1, 7])
 @pytest.mark.parametrize("threads", [1, 4])
-def test_broken_source_is_raised_after_the_rows_before_it(threads: int) -> None:
-    with prefetch(broken_rows(20), threads=threads) as queue:
+def test_broken_source_is_raised_after_the_rows_before_it(threads: int, at_once: int) -> None:
+    with prefetch(broken_rows(20), threads=threads, at_once=at_once) as queue:
         assert sorted(take(queue).row.index for _ in range(20)) == list(range(20))
         for _ in range(2):
             with pytest.raises(InputError, match="broken from here on"):
@@ -251,6 +256,24 @@ def test_broken_source_waits_for_a_row_that_is_still_rendered() -> None:
         assert take(queue).row.index == 0
         with pytest.raises(InputError, match="broken"):
             queue.get(LONG_S)
+
+
+@pytest.mark.parametrize(("media_bytes", "begun"), [(0, 1 + 8), (1, 1 + 1)])
+def test_a_thread_takes_several_rows_only_where_they_have_no_images(
+    media_bytes: int, begun: int
+) -> None:
+    """Else the others would wait until one thread has decoded them all."""
+    rows, go_on = Counted(100), threading.Event()
+
+    def render(row: Row) -> Request:
+        assert row.index == 0 or go_on.wait(LONG_S)
+        return rendered(row, media_bytes)
+
+    with prefetch(iter(rows), render, threads=1, ahead=100, at_once=8) as queue:
+        assert take(queue).row.index == 0
+        assert rows.reach(begun)
+        assert not rows.reach(begun + 1, SHORT_S)
+        go_on.set()
 
 
 def test_bug_in_rendering_is_not_swallowed() -> None:
