@@ -5,7 +5,7 @@
 Real vLLM with a simulated accelerator (accelerator.py). Three inputs, in an order drawn at random:
 - lengths: as text.py's, where max_tokens tells how long an answer will be. A step takes 15 ms.
 - images: six questions to each image (RealHiTBench has 5.7). 8 ms a step, 20 µs a token, 10 ms an image.
-- documents: six questions to each of 100 texts of some 400 tokens; 16 requests at once, and a KV cache
+- documents: six questions to each of 100 texts of some 300 tokens; 16 requests at once, and a KV cache
   that holds about a tenth of the texts beside them. 8 ms a step, 20 µs a token.
 The rows come from files on both sides, and are rendered while the model loads on both.
 """
@@ -46,7 +46,7 @@ def main() -> None:
         small_cache = {
             "max_model_len": 1024,
             "max_num_seqs": 16,
-            "kv_cache_memory_bytes": 12 * 2**20,
+            "kv_cache_memory_bytes": 4 * 2**20,
         }
         settings = [
             Setting("lengths", text.write(folder / "lengths.jsonl", 6 * subjects), text.STEP, {}),

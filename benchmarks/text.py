@@ -40,10 +40,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=300)
     parser.add_argument("--set", action="append", default=[], help="KEY=VALUE of batchkit's job")
-    parser.add_argument("--quick", action="store_true", help="one round, few rows, two sides less")
+    parser.add_argument("--quick", action="store_true", help="one round, two sides less")
     args = parser.parse_args()
     if args.quick:
-        args.rounds, args.rows = 1, 200
+        args.rounds = 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         build_demo_model(folder / "model", text_only=True)
