@@ -7,6 +7,7 @@ Results go to stdout, progress and errors to stderr. Imports stand inside the co
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,12 @@ def cli() -> None:
 @click.option(
     "--limit", type=click.IntRange(1), help="Only the first N rows (after the job's filter)."
 )
+@click.option(
+    "--shard",
+    metavar="I/N",
+    help="Only share I (from 0) of N of those rows, in a run folder of its own,"
+    " <name>.shard-I-of-N. auto: I and N from a SLURM job array.",
+)
 @SET
 @click.option("--fresh", is_flag=True, help="Start a new run; the old folder is kept as <name>.1 …")
 @click.option(
@@ -84,6 +91,7 @@ def cli() -> None:
 def run(
     job: Path,
     limit: int | None,
+    shard: str | None,
     overrides: tuple[str, ...],
     fresh: bool,
     on_change: Any,
@@ -96,11 +104,14 @@ def run(
     """
     from batchkit.job_file import load_job
     from batchkit.run import run_job
+    from batchkit.shard import asked_for
     from batchkit.summary import RunSummary
 
     if limit is not None:
         overrides = (*overrides, f"input.limit={limit}")
     loaded = load_job(job, overrides)
+    if shard is not None:
+        loaded = loaded.of_shard(asked_for(shard, os.environ))
     if dry_run:
         _show_rows(loaded, 3 if limit is None else limit)
         return

@@ -19,8 +19,11 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_validator,
     model_validator,
 )
+
+from batchkit.shard import Shard, parse_shard
 
 Format = Literal["auto", "jsonl", "json", "csv", "parquet", "openai-batch", "prompts"]
 Extract = Literal["text", "regex", "json", "number", "final-answer", "code", "reward"]
@@ -57,6 +60,17 @@ class InputTable(Table):
     limit: PositiveInt | None = Field(
         None, description="Only the first rows, counted after `where`."
     )
+    shard: str | None = Field(
+        None,
+        description="Only this share of those rows, as `0/4` to `3/4`: told by a hash of the row's"
+        " id (of its index, where `id` is left out). `run --shard` sets it, and the run folder's name"
+        " with it.",
+    )
+
+    @field_validator("shard")
+    @classmethod
+    def _names_a_shard(cls, text: str | None) -> str | None:
+        return None if text is None else str(parse_shard(text))
 
 
 class PromptTable(Table):
@@ -435,6 +449,15 @@ class JobConfig(Table):
     def folder(self) -> Path:
         """The run folder."""
         return Path(self.output.dir) / self.name
+
+    def of_shard(self, shard: Shard) -> JobConfig:
+        """The job of one shard, with a run folder of its own: ``<name>.shard-<number>-of-<of>``."""
+        return self.model_copy(
+            update={
+                "name": f"{self.name}.shard-{shard.number}-of-{shard.of}",
+                "input": self.input.model_copy(update={"shard": str(shard)}),
+            }
+        )
 
     @model_validator(mode="after")
     def _looks_for_what_it_asks_for(self) -> JobConfig:

@@ -52,8 +52,10 @@ def from_python(rows: Iterable[Any], table: InputTable) -> Input:
     Raises:
         JobError: ``table`` asks for what only files can do.
     """
-    if table.where or table.limit:
-        raise JobError("input.where and input.limit are for files: give the rows that you want")
+    if table.where or table.limit or table.shard:
+        raise JobError(
+            "input.where, input.limit and input.shard are for files: give the rows that you want"
+        )
     if isinstance(rows, str | Mapping):
         rows = [rows]
 

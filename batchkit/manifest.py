@@ -86,6 +86,8 @@ def identity(job: JobConfig) -> dict[str, Any]:
         "media.min_pixels": job.media.min_pixels,
         "media.factor": job.media.factor,
     }
+    if job.input.shard is not None:  # left out elsewhere: a judge's folder is named after all of it
+        found["input.shard"] = job.input.shard
     found |= {f"vars.{name}": value for name, value in job.vars.items()}
     found |= {
         f"engine.options.{name}": value

@@ -139,8 +139,8 @@ def _settle_changes(
     news.append(f"changed since this run began: {'; '.join(changes)}")
     if on_change == "new":
         return True
-    # Another filter changes no answer: the records of the rows that it keeps still hold.
-    holds = all(change.startswith("input.where:") for change in job_changes)
+    # Another filter or share changes no answer: the records of the rows that it keeps still hold.
+    holds = all(change.startswith(("input.where:", "input.shard:")) for change in job_changes)
     rows = source.everything(lambda index: False) if holds else iter(())
     news.append(_requeue(folder, rows, by_id=source.has_ids))
     return False

@@ -14,7 +14,17 @@ PACKAGE = Path(__file__).parent.parent / "batchkit"
 
 LAYERS: list[set[str]] = [  # from the bottom; a folder counts as one
     {"errors", "indexset", "wording"},
-    {"types", "config", "job_file", "job_problems", "ledger", "stopping", "rowhash", "faults"},
+    {
+        "types",
+        "config",
+        "job_file",
+        "job_problems",
+        "ledger",
+        "stopping",
+        "rowhash",
+        "faults",
+        "shard",
+    },
     {
         "sources",
         "media",
@@ -61,6 +71,7 @@ LAYERS: list[set[str]] = [  # from the bottom; a folder counts as one
 ]
 WITHIN_A_LAYER = {
     ("job_file", "config"): "a job file becomes the tables of config",
+    ("config", "shard"): "a key of the input that is checked as the job is read",
     ("job_file", "job_problems"): "what is wrong with it is told in words",
     ("job_problems", "config"): "the words come from the tables",
     ("prompts", "media"): "rendering a row loads its images",

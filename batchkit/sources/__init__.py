@@ -13,6 +13,7 @@ from typing import Any
 
 from batchkit.config import InputTable
 from batchkit.errors import RequestError
+from batchkit.shard import parse_shard
 from batchkit.sources.files import input_files
 from batchkit.sources.fingerprint import FileFingerprint, fingerprint
 from batchkit.sources.formats import format_of, load_counter, load_reader
@@ -37,7 +38,7 @@ def never(index: int) -> bool:
 
 
 def read_rows(table: InputTable, *, skip: Callable[[int], bool] = never) -> Iterator[Row]:
-    """Rows of the input, lazily, filtered by ``where``, cut at ``limit``.
+    """Rows of the input, lazily, filtered by ``where``, cut at ``limit``, of them those of ``shard``.
 
     ``Row.index`` is the position in the unfiltered input, over all files in order. A row that can't
     be read comes with ``error`` set; it passes every filter, so that it becomes a failed record.
@@ -52,6 +53,18 @@ def read_rows(table: InputTable, *, skip: Callable[[int], bool] = never) -> Iter
     Raises:
         InputError: the input can't be read any further; the rows before it were yielded.
     """
+    if table.shard is None:
+        yield from _rows(table, skip)
+        return
+    shard = parse_shard(table.shard)
+    if has_ids(table):
+        yield from (row for row in _rows(table, skip) if shard.holds(row.id))
+    else:  # told by the index alone, so the rows of other shards need not be parsed
+        yield from _rows(table, lambda index: skip(index) or not shard.holds(str(index)))
+
+
+def _rows(table: InputTable, skip: Callable[[int], bool]) -> Iterator[Row]:
+    """As ``read_rows``, of all shards."""
     keeps, filtered = compile_where(table.where), bool(table.where)
     checked = not filtered  # the first readable row has shown that the fields in `where` exist
 
@@ -75,12 +88,13 @@ def read_rows(table: InputTable, *, skip: Callable[[int], bool] = never) -> Iter
 
 
 def count_rows(table: InputTable) -> int:
-    """How many rows ``read_rows`` would yield; no row is parsed unless ``where`` is set.
+    """How many rows ``read_rows`` would yield; no row is parsed unless ``where`` or ``shard`` is
+    set.
 
     Raises:
         InputError: as ``read_rows``, as far as it shows without parsing.
     """
-    if table.where:
+    if table.where or table.shard:
         return sum(1 for _ in read_rows(table))
     total = 0
     for path in input_files(table):

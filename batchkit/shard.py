@@ -1,0 +1,93 @@
+"""A static share of the input's rows, for jobs that run side by side and know nothing of each other."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from batchkit.errors import JobError
+
+_FORM = re.compile(r"(\d{1,9})/(\d{1,9})", re.ASCII)
+_NEEDED = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT")
+
+
+class Shard(NamedTuple):
+    """Share ``number`` (from 0) of ``of``; written ``number/of``.
+
+    Which shard a row belongs to is told by its id alone (``Row.id``: the index where the job names
+    no id), so it is the same in every run, and for ids wherever the row stands.
+    """
+
+    number: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+    def holds(self, row_id: str) -> bool:
+        digest = hashlib.blake2b(row_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        return int.from_bytes(digest, "big") % self.of == self.number
+
+
+def parse_shard(text: str) -> Shard:
+    """The shard that ``text`` names, as ``0/4``.
+
+    Raises:
+        ValueError: it names none.
+    """
+    found = _FORM.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is not a shard; write I/N, from 0/4 to 3/4 for four shards")
+    number, count = map(int, found.groups())
+    if not count:
+        raise ValueError(f"{text!r} is not a shard: there must be one at least")
+    if number >= count:
+        raise ValueError(
+            f"{text!r} is not a shard: the first of {count} is 0/{count}, the last"
+            f" {count - 1}/{count}"
+        )
+    return Shard(number, count)
+
+
+def asked_for(text: str, environ: Mapping[str, str]) -> Shard:
+    """What ``--shard`` asks for: ``I/N``, or ``auto`` for this task of a SLURM job array.
+
+    Raises:
+        JobError: it names no shard, or the variables in ``environ`` don't.
+    """
+    if text == "auto":
+        return _of_slurm(environ)
+    try:
+        return parse_shard(text)
+    except ValueError as error:
+        raise JobError(f"--shard: {error}; or auto, in a SLURM job array") from None
+
+
+def _of_slurm(environ: Mapping[str, str]) -> Shard:
+    """The task's place among its array's: https://slurm.schedmd.com/job_array.html."""
+    if missing := [name for name in _NEEDED if not environ.get(name)]:
+        raise JobError(
+            f"--shard auto: {' and '.join(missing)} not set, so this is no task of a SLURM job"
+            " array; start it with sbatch --array=0-N, or write --shard I/N"
+        )
+    task, count = (_number(environ, name) for name in _NEEDED)
+    first = _number(environ, "SLURM_ARRAY_TASK_MIN", 0)
+    step = _number(environ, "SLURM_ARRAY_TASK_STEP", 1)
+    number, rest = divmod(task - first, step or 1)
+    if rest or not 0 <= number < count:
+        raise JobError(
+            f"--shard auto: SLURM_ARRAY_TASK_ID={task} is not one of"
+            f" SLURM_ARRAY_TASK_COUNT={count} tasks from SLURM_ARRAY_TASK_MIN={first} in steps of"
+            f" SLURM_ARRAY_TASK_STEP={step}; start the array as --array=FIRST-LAST, or write"
+            " --shard I/N"
+        )
+    return Shard(number, count)
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name) or ("" if default is None else str(default))
+    if not (text.isascii() and text.isdigit()):
+        raise JobError(f"--shard auto: {name} is {text!r}, expected a whole number")
+    return int(text)
