@@ -474,6 +474,39 @@ def bench(
 
 
 @cli.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.option("--into", required=True, metavar="RUN", help="The new run folder (or its job file).")
+@click.option("--partial", is_flag=True, help="Also where rows are missing.")
+@JSON
+def merge(runs: tuple[str, ...], into: str, partial: bool, as_json: bool) -> None:
+    """Join several runs of one job, as its shards, into one run that is like any other.
+
+    The newest answer of a row counts, and a failure only where no RUN has an answer. Where rows are
+    missing nothing is written, unless --partial is given. Runs of different jobs are refused. RUN is
+    copied and stays as it is. Exits with 3 if rows are missing or failed.
+    """
+    from batchkit.merge import merge as join
+    from batchkit.run import folder_of
+
+    found = join([_find(run) for run in runs], folder_of(into), partial=partial)
+    if as_json:
+        click.echo(json.dumps(found.to_json()))
+    else:
+        click.echo(
+            f"{len(found.runs)} runs: {found.ok:,} ok, {found.failed:,} failed, {found.missing:,}"
+            f" missing of {found.total:,} rows"
+        )
+        click.echo(f"answered more than once: {found.double:,} with the same text", nl=False)
+        click.echo(f", {found.conflicting:,} with differing ones (the newest counts)")
+        _name_rows("missing", found.missing, found.missing_ids)
+        _name_rows("differing", found.conflicting, found.conflicting_ids)
+        click.echo("nothing written" if found.folder is None else found.folder)
+    if found.folder is None:
+        _say("rows are missing: run what remains, or --partial merges what is there")
+    raise SystemExit(found.exit)
+
+
+@cli.command()
 @RUN
 @JSON
 def verify(run: str | None, as_json: bool) -> None:
@@ -607,6 +640,13 @@ def _job_of_rows(run: str | None, job: Path | None, overrides: tuple[str, ...]) 
 def _job_file(run: str | None) -> Path | None:
     """``run`` where it is a job file and not a run folder."""
     return Path(run) if run is not None and Path(run).is_file() else None
+
+
+def _name_rows(what: str, count: int, ids: list[str]) -> None:
+    """The first of the rows that are ``what``; nothing where there are none."""
+    if count:
+        more = f" and {count - len(ids):,} more" if count > len(ids) else ""
+        click.echo(f"{what}: {', '.join(ids)}{more}")
 
 
 def _say(text: str) -> None:

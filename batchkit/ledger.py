@@ -54,7 +54,7 @@ def read_lines(path: Path, offset: int = 0) -> Iterator[Line]:
         file.seek(offset)
         for raw in file:
             end = offset + len(raw)
-            yield Line(offset, end, _parse(raw))
+            yield Line(offset, end, record_of(raw))
             offset = end
 
 
@@ -75,6 +75,14 @@ class Newest(NamedTuple):
 
     bounds: np.ndarray[Any, Any]
     lines: np.ndarray[Any, Any]
+
+
+class NewestRows(NamedTuple):
+    """As ``Newest``; ``rows`` holds the rows' indexes, ascending (int64)."""
+
+    bounds: np.ndarray[Any, Any]
+    lines: np.ndarray[Any, Any]
+    rows: np.ndarray[Any, Any]
 
 
 def read_newest(path: Path) -> Iterator[dict[str, Any]]:
@@ -112,6 +120,12 @@ def newest_offsets(path: Path) -> np.ndarray[Any, Any]:
 
 def newest_lines(path: Path) -> Newest:
     """One pass over the log; a missing or empty one holds no line."""
+    bounds, lines, _ = newest_rows(path)
+    return Newest(bounds, lines)
+
+
+def newest_rows(path: Path) -> NewestRows:
+    """As ``newest_lines``, and whose lines they are."""
     import numpy as np
 
     offset, ends, indexes = 0, [np.zeros(1, np.int64)], [np.zeros(0, np.int64)]
@@ -127,7 +141,7 @@ def newest_lines(path: Path) -> Newest:
     order = np.argsort(by_row, kind="stable")  # stable: the newest of a row stays the last
     by_row = by_row[order]
     is_newest = np.append(by_row[1:] != by_row[:-1], True)[: len(by_row)] & (by_row >= 0)
-    return Newest(np.concatenate(ends), order[is_newest])
+    return NewestRows(np.concatenate(ends), order[is_newest], by_row[is_newest])
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
@@ -180,11 +194,12 @@ def _index(raw: bytes) -> int:
         digits = raw[len(_HEAD) : raw.find(b",", len(_HEAD))]
         if digits.isdigit():
             return int(digits)
-    record = _parse(raw)
+    record = record_of(raw)
     return -1 if record is None else int(record["index"])
 
 
-def _parse(raw: bytes) -> dict[str, Any] | None:
+def record_of(raw: bytes) -> dict[str, Any] | None:
+    """The record in the line ``raw``, newline and all; None where it is none."""
     if not raw.endswith(b"\n"):
         return None
     try:

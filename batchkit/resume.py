@@ -126,7 +126,7 @@ def _settle_changes(
     folder = job.folder
     manifest = read_manifest(folder)
     job_changes = differences(manifest["identity"], new["identity"])
-    changes = job_changes + _input_changes(manifest["input"], new["input"])
+    changes = job_changes + input_changes(manifest["input"], new["input"])
     if not changes or not (folder / RESULTS).exists() or not (folder / RESULTS).stat().st_size:
         return False  # nothing was answered yet, so nothing can be mixed
     if on_change == "fail":
@@ -146,8 +146,8 @@ def _settle_changes(
     return False
 
 
-def _input_changes(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
-    """Files compare by content: moving or touching one changes nothing."""
+def input_changes(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
+    """One line for each file that differs, by content: moving or touching one changes nothing."""
     if [file["sha256"] for file in then] == [file["sha256"] for file in now]:
         return []
     old = {file["path"]: file for file in then}

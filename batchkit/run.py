@@ -15,7 +15,7 @@ from batchkit.ledger import RESULTS, failure_kind, read_newest
 from batchkit.manifest import job_of_run, without_masked
 from batchkit.processor import ProductionBatchProcessor
 from batchkit.resume import OnChange
-from batchkit.runfolder import is_run, latest_run
+from batchkit.runfolder import MANIFEST, is_run, latest_run
 from batchkit.score import Say, finish_scoring
 from batchkit.stopping import Interrupted, StopRequest
 from batchkit.summary import RunSummary
@@ -126,6 +126,12 @@ def retry_failed(
     return Retry(len(attempts), dict(by_kind), mended, summary)
 
 
+def folder_of(target: str, overrides: Sequence[str] = ()) -> Path:
+    """The run folder that ``target`` means, be there a run or not: a folder, or a job file."""
+    path = Path(target)
+    return load_job(path, overrides).folder if path.is_file() else path
+
+
 def find_run(
     target: str | None, overrides: Sequence[str] = (), output: Path = Path("output")
 ) -> Path:
@@ -138,9 +144,13 @@ def find_run(
     """
     if target is None:
         return latest_run(output)
-    path = Path(target)
-    folder = load_job(path, overrides).folder if path.is_file() else path
+    path, folder = Path(target), folder_of(target, overrides)
     if not is_run(folder):
+        if shards := len([*folder.parent.glob(f"{folder.name}.shard-*-of-*/{MANIFEST}")]):
+            raise JobError(
+                f"{folder}: no run there, but {shards} shards of it: name one of them, or"
+                f" `batchkit merge {folder}.shard-* --into {target}` first"
+            )
         raise JobError(
             f"{folder}: no run there; start one with `batchkit run {target}`"
             if path.is_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,11 +83,16 @@ def write_atomically(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Until the names in ``folder`` outlive a power cut."""
+    opened = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(opened)
     finally:
-        os.close(folder)
+        os.close(opened)
 
 
 @contextmanager
@@ -98,6 +104,21 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def building(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside ``folder`` that takes its name once all went well, else goes."""
+    process = f"{socket.gethostname()}-{os.getpid()}"
+    temporary = folder.with_name(f".{folder.name}.{process}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        temporary.rename(folder)
+        _sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def is_run(folder: Path) -> bool:

@@ -67,15 +67,22 @@ def finish_scoring(
     """What is left to score when a run has ended; its table, or None where nothing is scored."""
     if not job.scoring.is_on:
         return None
+    if not is_scored(folder, job):
+        with claim(folder):
+            return _score_run(folder, job, stop, say)
+    return table_of(folder, job)
+
+
+def is_scored(folder: Path, job: JobConfig) -> bool:
+    """True where the run has every score that ``job.scoring`` asks for."""
     scoring = job.scoring
     made_from = [folder / RESULTS] if _is_deferred(scorers_of(scoring)) else []
     if scoring.reference_run is not None:  # it may have gone on while the rows of this one finished
         reference = Path(scoring.reference_run)
         made_from = [folder / RESULTS, reference / RESULTS, reference / SCORES]
-    if _is_other(folder, job) or (made_from and not _is_newer(folder / SCORES, made_from)):
-        with claim(folder):
-            return _score_run(folder, job, stop, say)
-    return table_of(folder, job)
+    if _is_other(folder, job):
+        return False
+    return not made_from or _is_newer(folder / SCORES, made_from)
 
 
 def table_of(folder: Path, job: JobConfig | None = None) -> ScoreTable:

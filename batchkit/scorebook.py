@@ -9,7 +9,7 @@ that came to stand at another row's index (``--on-change requeue``).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,19 @@ def read_scored(folder: Path) -> Iterator[dict[str, Any]]:
         if line is not None and all(line[key] == record.get(key) for key in _KEYS):
             record["prediction"], record["scores"] = line["prediction"], line["scores"]
         yield record
+
+
+def join_scores(folders: Sequence[Path], chosen: Iterable[tuple[int, int]]) -> Iterator[ScoreLine]:
+    """For each (row index, number of a folder), indexes ascending, the row's line there, if any."""
+    books = [_lines(folder / SCORES) for folder in folders]
+    lines = [next(book, None) for book in books]
+    for index, number in chosen:
+        line = lines[number]
+        while line is not None and line["index"] < index:
+            line = next(books[number], None)
+        lines[number] = line
+        if line is not None and line["index"] == index:
+            yield ScoreLine(**{name: line[name] for name in _NAMES})
 
 
 def write_scores(folder: Path, lines: Iterable[ScoreLine], *, before: Callable[[], None]) -> None:

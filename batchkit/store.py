@@ -113,6 +113,11 @@ class Store:
         self._lines.append(_encode(line))
         self._pending.append(line)
 
+    def copy(self, raw: bytes, record: dict[str, Any]) -> None:
+        """Collect a line of another store as it stands, newline and all; ``record`` is what it says."""
+        self._lines.append(raw)
+        self._pending.append(record)
+
     def flush(self) -> None:
         """Write what was appended; after this the rows count as settled."""
         if not self._lines:

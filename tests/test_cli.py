@@ -126,6 +126,9 @@ def test_no_command_shows_the_help() -> None:
         ["validate", "job.toml", "--rows", "-1"],
         ["generate", "--prompts", "a"],
         ["status", "a", "b"],
+        ["run", "job.toml", "--shard"],
+        ["merge", "--into", "output/b"],
+        ["merge", "job.toml"],
     ],
 )
 def test_wrong_command_line_exits_with_2_and_says_so_on_stderr(
@@ -157,6 +160,8 @@ def test_wrong_command_line_exits_with_2_and_says_so_on_stderr(
         (["export", "nowhere", "--jsonl"], "neither a run folder"),
         (["export", "job.toml"], "name a format"),
         (["retry-failed", "job.toml"], "no run there"),
+        (["merge", "job.toml", "--into", "output/b"], "no run there"),
+        (["run", "job.toml", "--shard", "2/2"], "the last 1/2"),
         (["retry-failed", "job.toml", "--kind", "bad"], "known kinds are template, media"),
         (["generate", "--model", "m"], "no prompt"),
         (["generate", "--model", "m", "--prompts"], "no prompt"),
