@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,13 @@ from batchkit.config import JobConfig, JudgeTable
 from batchkit.inputs import Input
 from batchkit.job_file import resolve_paths
 from batchkit.ledger import RESULTS, failure_kind, read_newest
-from batchkit.manifest import identity, without_masked
+from batchkit.manifest import identity, read_manifest, without_masked, write_manifest
 from batchkit.processor import ProductionBatchProcessor
 from batchkit.prompts import names_in
 from batchkit.rowhash import input_hash
-from batchkit.runfolder import claim
+from batchkit.runfolder import JOB, MANIFEST, claim, is_run
 from batchkit.stopping import Interrupted, StopRequest
+from batchkit.store import Store
 from batchkit.types import Row
 
 FOLDER = "judge"  # of a run: holds a folder for each judge
@@ -78,6 +81,27 @@ def judge(
         judged = {r["id"]: r for r in _records(judging) if r["id"] in questions}
     _tell_failures([judged[key] for key in questions], say)
     return {index: _score(judged[key].get("prediction"), table) for index, key in key_of.items()}
+
+
+def join_judgements(folders: Sequence[Path], into: Path) -> None:
+    """Give the run folder ``into`` every judgement that the runs ``folders`` paid for."""
+    names = {path.parent.name for run in folders for path in run.glob(f"{FOLDER}/*/{MANIFEST}")}
+    for name in sorted(names):
+        places = [run / FOLDER / name for run in folders if is_run(run / FOLDER / name)]
+        joined = into / FOLDER / name
+        joined.mkdir(parents=True)
+        known: set[str] = set()
+        with closing(Store(joined)) as store:
+            for place in places:
+                for record in read_newest(place / RESULTS):
+                    if failure_kind(record) is None and record["id"] not in known:
+                        record["index"] = len(known)
+                        known.add(record["id"])
+                        line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+                        store.copy(line, record)
+                store.flush()
+        shutil.copyfile(places[0] / JOB, joined / JOB)
+        write_manifest(joined, read_manifest(places[0]) | {"total": len(known)})
 
 
 def names_read(job: JobConfig, table: JudgeTable) -> set[str]:

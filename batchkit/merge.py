@@ -16,6 +16,7 @@ from batchkit.errors import ChangedError, JobError, StoreError
 from batchkit.indexset import IndexSet
 from batchkit.inputs import from_job
 from batchkit.job_file import load_job
+from batchkit.judge import join_judgements
 from batchkit.ledger import log_of
 from batchkit.manifest import (
     differences,
@@ -207,6 +208,7 @@ def _write(into: Path, parts: Sequence[_Part], logs: JoinedLogs, merged: Merged)
                 picked = zip(map(int, logs.rows), chosen, strict=True)
                 lines = join_scores([part.folder for part in parts], picked)
                 write_scores(folder, lines, before=lambda: None)
+            join_judgements([part.folder for part in parts], folder)
             write_job(folder, job)
             write_manifest(folder, _manifest(newest, parts, job, merged))
     except OSError as error:

@@ -87,6 +87,7 @@ WITHIN_A_LAYER = {
     ("scorebook", "runfolder"): "the scores are replaced in one step",
     ("doctor", "machine"): "the doctor judges what the machine found",
     ("run", "score"): "what waits for the end of a run is scored then",
+    ("merge", "judge"): "what a judge was paid for goes along",
     ("merge", "score"): "a merged run is scored where all its parts are",
     ("score", "judge"): "a judge is one of the scorers",
     ("export", "realhit"): "one of the formats",

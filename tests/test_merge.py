@@ -19,7 +19,13 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from batchkit.merge import merge as join
+from batchkit.processor import ProductionBatchProcessor
+from batchkit.run import run_job
 from batchkit.runfolder import claim
+from batchkit.score import is_mixed, score_run, table_of
+from batchkit.shard import Shard
+from tests.chat_server import serving
 from tests.conftest import SMALL
 from tests.conftest import batchkit as in_a_process
 from tests.test_resume import (
@@ -37,6 +43,8 @@ from tests.test_resume import (
     write_job,
     write_rows,
 )
+from tests.test_score import Judge, counted, judged_job
+from tests.test_score import run as run_scored
 
 MERGED = Path("output/merged")
 SCORING = {"extract": "text", "reference": "a", "scorers": ["em", "f1"], "group_by": "kind"}
@@ -425,6 +433,40 @@ def test_runs_scored_in_several_ways_are_mixed_until_scored_again() -> None:
     assert "more than one way" in report(MERGED).stderr
     score(MERGED)
     assert manifest(MERGED)["scoring"] is not None
+
+
+def test_judgements_come_along_and_are_paid_for_once(tmp_path: Path) -> None:
+    judge = Judge({"q3": ["[Score]: 70/100"], "q5": ["no idea"]})
+    with serving(judge) as server:
+        job = judged_job(tmp_path, server, counted(12))
+        shards = [run_scored(job.of_shard(Shard(number, 3))) for number in range(3)]
+        asked = judge.asked.total()
+        join(shards, MERGED)
+        found = table_of(MERGED)
+        assert not is_mixed(MERGED)
+        assert found.to_json()["overall"]["judge"] == pytest.approx((10 * 50 + 70) / 11)
+        assert score_run(MERGED, say=lambda text: None) == found
+        assert judge.asked.total() == asked
+        more = [{"id": f"q{n}", "say": "?", "a": str(n), "kind": "k"} for n in range(14)]
+        wider = judged_job(tmp_path, server, more, name="merged", output={"dir": "output"})
+        run_job(wider, on_change="requeue", say=lambda text: None)
+        assert judge.asked.total() == asked + 2, "of the new rows alone"
+    (folder,) = (MERGED / "judge").glob("*/")
+    assert verify(folder)["duplicates"] == 0
+
+
+def test_shard_without_its_judgements_is_judged_after_the_merge(tmp_path: Path) -> None:
+    judge = Judge({})
+    with serving(judge) as server:
+        job = judged_job(tmp_path, server, counted(8))
+        first = run_scored(job.of_shard(Shard(0, 2)))
+        asked = judge.asked.total()
+        second = ProductionBatchProcessor(job.of_shard(Shard(1, 2)), quiet=True).process()
+        join([first, Path(second.folder)], MERGED)
+        assert is_mixed(MERGED)
+        assert score_run(MERGED, say=lambda text: None).to_json()["overall"]["judge"] == 50
+        assert judge.asked.total() == 8 > asked > 0
+        assert not is_mixed(MERGED)
 
 
 # What is refused
