@@ -89,7 +89,7 @@ def test_find_bs_finds_what_fits(folder: Path) -> None:
     """Eight do not even load, and six run out of memory once they run together."""
     before = (folder / "job.toml").read_text()
     args = ("find-bs", "job.toml", "--low", "2", "--seconds", "4", "--write")
-    ended, found = tune(folder, *args, load_over=7, over=5, step_s=0.01)
+    ended, found = tune(folder, *args, load_over=7, over=5, step_s=0.03)
     assert ended.returncode == 0, ended.stderr
     assert statuses(found) == {2: "ok", 4: "ok", 5: "ok", 6: "OOM", 8: "OOM"}
     assert found["largest"] == 5
