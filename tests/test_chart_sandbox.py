@@ -86,6 +86,14 @@ def chart(body: str, chart_type: str = "BarChart", reference: str = "[1, 2]") ->
     return Chart(f"{IMPORTS}{body}", chart_type, reference, None)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _folder_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests in another process have sandboxes, too, and theirs are none of what is left behind here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("sandboxes")))
+        yield
+
+
 def left_behind() -> set[str]:
     temporary = Path(tempfile.gettempdir())
     return {
