@@ -7,6 +7,10 @@ from typing import Any, NamedTuple, Protocol
 
 from batchkit.types import Completion, Request
 
+# So long an idle engine waits for the next request of a burst, so that all of it begins together:
+# many times what a text prompt takes to arrive and be prepared, less than an image does.
+BURST_GAP_S = 0.003
+
 
 class EngineLoad(NamedTuple):
     """How busy the engine was in its last step, and the memory that its process holds."""

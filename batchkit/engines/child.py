@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 
 from batchkit.config import JobConfig
 from batchkit.engines import load_engine, preload_engine
-from batchkit.engines.base import Engine
+from batchkit.engines.base import BURST_GAP_S, Engine
 from batchkit.engines.launcher import send_number
 from batchkit.engines.messages import Died, Done, NotStarted, Ready, Refused, Turn
 from batchkit.errors import JobError
@@ -34,7 +34,7 @@ from batchkit.types import Request
 
 HEARTBEAT_S = 0.5
 POLL_S = 0.02  # what comes in meanwhile is taken in that much later
-BURST_S, BURST_GAP_S = 0.05, 0.003  # an idle engine waits so long for the requests behind the first
+BURST_S = 0.05  # an idle engine takes in no burst longer than this before it begins
 _PR_SET_PDEATHSIG = 1
 
 Inbox = queue.SimpleQueue[tuple[int, Request] | None]

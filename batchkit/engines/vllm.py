@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from batchkit.config import JobConfig
-from batchkit.engines.base import EngineLoad, RenderedPrompt
+from batchkit.engines.base import BURST_GAP_S, EngineLoad, RenderedPrompt
 from batchkit.engines.startup import explain
 from batchkit.errors import (
     JobError,
@@ -48,7 +48,6 @@ _MEMORY_OPTIONS = ("kv_cache_memory_bytes", "gpu_memory_utilization")
 _QUIET = "CRITICAL"
 _TOO_LONG = ("input_tokens", "input_text")
 _STUCK_CHECK_S = _MEMORY_LOOK_S = 1.0
-_BURST_GAP_S = 0.003  # many times what a text prompt takes to prepare, less than an image does
 _MOST_TRIES = 3  # of preparing a request whose images the engine turns out not to have
 
 
@@ -332,7 +331,7 @@ class VllmEngine:
         refused = self._admit(timeout_s)
         while self._preparing and len(self._running) < self.max_num_seqs:
             running = len(self._running)
-            refused += self._admit(_BURST_GAP_S)
+            refused += self._admit(BURST_GAP_S)
             if len(self._running) == running:
                 break
         return refused
