@@ -29,7 +29,7 @@ from batchkit.prompts import names_in
 from batchkit.rowhash import input_hash
 from batchkit.runfolder import JOB, MANIFEST, claim, is_run
 from batchkit.stopping import Interrupted, StopRequest
-from batchkit.store import Store
+from batchkit.store import Line, Store
 from batchkit.types import Row
 
 FOLDER = "judge"  # of a run: holds a folder for each judge
@@ -98,7 +98,7 @@ def join_judgements(folders: Sequence[Path], into: Path) -> None:
                         record["index"] = len(known)
                         known.add(record["id"])
                         line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
-                        store.copy(line, record)
+                        store.copy(Line(line, record))
                 store.flush()
         shutil.copyfile(places[0] / JOB, joined / JOB)
         write_manifest(joined, read_manifest(places[0]) | {"total": len(known)})

@@ -31,7 +31,7 @@ from batchkit.resume import input_changes
 from batchkit.runfolder import JOB, building, claim
 from batchkit.score import is_scored
 from batchkit.scorebook import SCORES, join_scores, write_scores
-from batchkit.store import Store
+from batchkit.store import Line, Store
 from batchkit.types import utc_now
 from batchkit.winners import JoinedLogs, Winner
 
@@ -222,7 +222,7 @@ def _copy(folder: Path, logs: Iterable[Winner], merged: Merged) -> array[int]:
         for winner in logs:
             merged.add(winner)
             chosen.append(winner.log)
-            store.copy(winner.raw, winner.record)
+            store.copy(Line(winner.raw, winner.record))
             if len(chosen) % 1000 == 0:
                 store.flush()
     return chosen

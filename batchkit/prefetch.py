@@ -6,11 +6,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
+from typing import Generic, TypeVar
 
-from batchkit.types import Completion, Request, Row
+from batchkit.types import Request
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 
 
-class Prefetch:
+class Prefetch(Generic[Given, Made]):
     """An out-of-order queue of rendered rows; a slow image holds up no other row.
 
     No row is begun while ``ahead`` rendered rows wait here, nor while ``max_bytes`` of decoded
@@ -23,8 +27,8 @@ class Prefetch:
 
     def __init__(
         self,
-        rows: Iterator[Row],
-        render: Callable[[Row], Request | Completion],
+        rows: Iterator[Given],
+        render: Callable[[Given], Made],
         *,
         threads: int,
         ahead: int,
@@ -38,7 +42,7 @@ class Prefetch:
         self._at_once = at_once
         self._reading = threading.Lock()
         self._changed = threading.Condition()
-        self._ready: deque[Request | Completion] = deque()
+        self._ready: deque[Made] = deque()
         self._held_bytes = 0
         self._working = threads
         self._stopped = False
@@ -50,7 +54,7 @@ class Prefetch:
         for thread in self._threads:
             thread.start()
 
-    def get(self, timeout_s: float) -> Request | Completion | None:
+    def get(self, timeout_s: float) -> Made | None:
         """The next rendered row, or None where none was ready within ``timeout_s``.
 
         A row that can't be rendered is a Completion with its error. Raises what reading the rows
@@ -115,9 +119,9 @@ class Prefetch:
                 self._working -= 1
                 self._changed.notify_all()
 
-    def _read(self, wanted: int) -> list[Row]:
+    def _read(self, wanted: int) -> list[Given]:
         """Up to ``wanted`` rows, none at the end. What was read before an error is not lost."""
-        rows: list[Row] = []
+        rows: list[Given] = []
         with self._reading:
             try:
                 rows.extend(islice(self._rows, wanted))

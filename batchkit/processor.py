@@ -5,16 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from batchkit.attempts import Attempts
 from batchkit.config import JobConfig
-from batchkit.engines import open_engine, open_preflight
-from batchkit.engines.base import Engine
-from batchkit.engines.launcher import LOG, Launcher
+from batchkit.engines import open_preflight
+from batchkit.engines.launcher import LOG
 from batchkit.errors import (
     BatchkitError,
     BrokenInputError,
@@ -25,29 +22,22 @@ from batchkit.errors import (
 from batchkit.hints import hints
 from batchkit.inputs import Input, Total, from_job, from_python
 from batchkit.job_file import load_job, resolve_paths
-from batchkit.ladder import Ladder
 from batchkit.ledger import RESULTS, failure_kind, read_newest
 from batchkit.manifest import write_manifest
 from batchkit.ordering import well_ordered
-from batchkit.prefetch import Prefetch
 from batchkit.progress import Progress, State
 from batchkit.prompts import PromptRenderer
-from batchkit.records import to_record, without_blank
 from batchkit.resume import OnChange, OpenRun, open_run
 from batchkit.rowhash import input_hash
 from batchkit.runfolder import is_run
 from batchkit.scorebook import references_of
-from batchkit.scoring import Scored, Scoring, kept_fields
 from batchkit.stopping import DRAIN_S, Interrupted, StopRequest
-from batchkit.store import Store
+from batchkit.store import Line, Store
 from batchkit.summary import RunSummary
-from batchkit.supervisor import Lessons, SupervisedEngine
-from batchkit.types import Completion, Request, Row, Usage
-from batchkit.window import Window
+from batchkit.supervisor import Lessons
+from batchkit.types import Row, Task, Usage
+from batchkit.worker import Crew, Listener, Worker
 
-POLL_S = 0.05
-AHEAD = 256
-READ_AT_ONCE = 16
 MOST_EVENTS = 20
 _SHARE_FROM = 20  # a share of failed rows says nothing before this many are settled
 
@@ -179,16 +169,12 @@ class _Loop:
         self._source = source
         self._attempts: Mapping[int, int] = {}
         self._convicted: Collection[int] = ()
+        self._references = references
         self._total = Total(source)
         self._resumed = run.store.totals.ok + run.store.totals.failed
         self._elsewhere = 0
         self._tokens_before = _tokens(run.store)
-        self._scoring = (
-            Scoring(job.scoring, references, progress.event) if job.scoring.is_on else None
-        )
-        self._kept = kept_fields(job)
-        self._again = Attempts(job.retry, renderer, self._finds_nothing)
-        self._in_flight = 0
+        self._crew: Crew | None = None
         self._stopping = False
         self._settled = self._failed = 0
         self._next_sync = 0.0
@@ -235,9 +221,10 @@ class _Loop:
         if self._resumed:
             of = "" if (total := self._total.wait(timeout_s=1)) is None else f" of {total:,}"
             self._progress.event(f"resumed {self._resumed:,}{of} rows")
-        with closing(self._prefetch(chain([first], rows))) as prefetch:
+        with closing(self._new_crew(chain([first], rows))) as crew:
+            self._crew = crew
             try:
-                self._generate(prefetch)
+                self._generate(crew)
             except BatchkitError as error:
                 error.summary = self._summary(self._total.now(), error.exit_code)
                 raise
@@ -250,47 +237,44 @@ class _Loop:
             for hint in hints(self._job, first.fields):
                 self._progress.event(hint)
 
-    def _generate(self, prefetch: Prefetch) -> None:
+    def _generate(self, crew: Crew) -> None:
         started = time.monotonic()
         model = self._job.engine.model or self._job.engine.kind
         self._progress.event(f"loading model {model}, rendering the first rows meanwhile")
-        with (
-            closing(Launcher(self._folder / LOG)) as launcher,
-            closing(self._engine(launcher)) as engine,
-        ):
-            loaded = time.monotonic()
-            self._load_s = loaded - started
-            self._manifest["starts"][-1]["engine"] = dict(engine.versions)
-            self._progress.event(
-                f"generating; model loaded in {self._load_s:.0f} s,"
-                f" up to {engine.max_num_seqs} requests run at once"
-            )
-            try:
-                with self._stop.deferred():
-                    self._feed(engine, prefetch)
-            finally:
-                self._seconds = time.monotonic() - loaded
+        engine = crew.open(self._known())
+        loaded = time.monotonic()
+        self._load_s = loaded - started
+        self._manifest["starts"][-1]["engine"] = dict(engine.versions)
+        self._progress.event(
+            f"generating; model loaded in {self._load_s:.0f} s,"
+            f" up to {engine.max_num_seqs} requests run at once"
+        )
+        try:
+            with self._stop.deferred():
+                self._feed(crew)
+        finally:
+            self._seconds = time.monotonic() - loaded
 
-    def _engine(self, launcher: Launcher) -> SupervisedEngine:
-        """The engine, with the settings that an earlier start found to be safe."""
-        ladder = Ladder(self._known_steps())
-        if ladder.steps:
-            self._progress.event(f"engine settings remembered: {dict(ladder.overrides)}")
-        return SupervisedEngine(
+    def _new_crew(self, rows: Iterator[Row]) -> Crew:
+        look_ahead, may_wait = self._job.run.look_ahead, self._source.files is None
+        if look_ahead > 1 and not may_wait:  # an iterator's rows may come one by one
+            rows = well_ordered(rows, self._renderer.outlook, look_ahead)
+        return Worker(
             self._job,
-            self._tell,
-            note=self._progress.note,
-            remember=self._remember,
-            ladder=ladder,
+            self._renderer,
+            (Task(row, self._attempts.get(row.index, 0) + 1) for row in rows),
+            Listener(self._progress.event, self._tell, self._progress.note, self._remember),
+            log=self._folder / LOG,
+            references=self._references,
             convicted=self._convicted,
-            among_accidents=self._manifest.get("engine_accidents", False),
-            open_engine=partial(self._open, launcher),
+            may_wait=may_wait,
+            # May take minutes, and nothing is in flight meanwhile: a signal ends it at once.
+            opening=self._stop.immediate,
         )
 
-    def _open(self, launcher: Launcher, job: JobConfig) -> Engine:
-        """May take minutes, and nothing is in flight meanwhile: a signal ends it at once."""
-        with self._stop.immediate():
-            return open_engine(job, launcher)
+    def _known(self) -> Lessons:
+        """What earlier starts have learned."""
+        return Lessons(0, self._known_steps(), self._manifest.get("engine_accidents", False))
 
     def _known_steps(self) -> list[dict[str, Any]]:
         """What an earlier start found to be safe, if it had the same engine options."""
@@ -302,27 +286,21 @@ class _Loop:
         self._manifest["engine_steps"] = steps
         return list(steps)
 
-    def _feed(self, engine: SupervisedEngine, prefetch: Prefetch) -> None:
-        """Until every row is settled or a stop is due: fill, poll, settle."""
-        window = Window(engine.max_num_seqs, fixed=_fixed(self._job))
+    def _feed(self, crew: Crew) -> None:
+        """Until every row is settled or a stop is due: fill, poll, write down."""
         try:
             while True:
-                self._fill(engine, prefetch, window.size)
-                self._commit()
-                if self._stop.signum is not None and self._must_stop():
+                self._write(crew.fill(taking=self._stop.signum is None))
+                if self._stop.signum is not None and self._must_stop(crew):
                     break
-                if not self._in_flight and not self._again and prefetch.exhausted:
+                if crew.is_done:
                     break
                 try:
-                    self._poll(engine, prefetch)
+                    lines = crew.poll()
                 except Interrupted:  # while the engine was restarted: nothing is in flight to drain
                     break
-                self._commit()
-                change = window.fit(engine.max_num_seqs)
-                change = change or window.adapt(engine.load(), self._in_flight)
-                if change is not None:
-                    self._progress.event(f"window {change.old} → {change.new}: {change.reason}")
-                self._housekeeping()
+                self._write(lines)
+                self._housekeeping(crew)
         finally:
             self._store.flush()
             self._progress.update(self._state(), force=True)
@@ -341,80 +319,22 @@ class _Loop:
         self._manifest["engine_accidents"] = lessons.among_accidents
         write_manifest(self._folder, self._manifest)
 
-    def _fill(self, engine: Engine, prefetch: Prefetch, size: int) -> None:
-        """Submit what is rendered while there is room; wait only if the engine has nothing to do.
-
-        Bounded, so that a stretch of rows that can't be rendered reaches the disk on the way.
-        """
-        for _ in range(AHEAD):
-            if self._in_flight >= size or self._stop.signum is not None:
-                return
-            rendered = self._again.pop_due() or self._next_row(prefetch)
-            if rendered is None:
-                return
-            if isinstance(rendered, Completion):
-                self._settle(rendered, prefetch)
-            else:
-                engine.submit(rendered)
-                self._in_flight += 1
-
-    def _next_row(self, prefetch: Prefetch) -> Request | Completion | None:
-        if self._in_flight and prefetch.broken:
-            return None  # what is in flight is paid for: settle it before the error is raised
-        return prefetch.get(timeout_s=0 if self._in_flight else POLL_S)
-
-    def _poll(self, engine: Engine, prefetch: Prefetch) -> None:
-        if not self._in_flight:
-            if self._again:
-                time.sleep(POLL_S)  # all that is left waits for its next try
-            return
-        for completion in engine.poll(POLL_S):
-            self._in_flight -= 1
-            self._settle(completion, prefetch)
-
-    def _must_stop(self) -> bool:
+    def _must_stop(self, crew: Crew) -> bool:
         """A stop was asked for: say so once, and wait for what is in flight while that is wanted."""
-        if not self._stopping and self._in_flight and not self._stop.is_due:
+        if not self._stopping and crew.in_flight and not self._stop.is_due:
             self._stopping = True
             self._progress.event(
-                f"stopping: up to {DRAIN_S:.0f} s for {self._in_flight} rows in flight;"
+                f"stopping: up to {DRAIN_S:.0f} s for {crew.in_flight} rows in flight;"
                 " interrupt again to stop now"
             )
-        return self._stop.is_due or not self._in_flight
+        return self._stop.is_due or not crew.in_flight
 
-    def _settle(self, completion: Completion, prefetch: Prefetch) -> None:
-        """Write the row's record, unless it is tried again."""
-        settled = self._again.settle(without_blank(completion))
-        if settled is None:
-            return
-        prefetch.release(settled.request)
-        self._store.append(
-            to_record(
-                settled,
-                self._kept,
-                with_prompt=self._job.output.prompt,
-                scored=self._scored(settled),
-            )
-        )
-        self._settled += 1
-        self._failed += settled.error is not None
-
-    def _scored(self, completion: Completion) -> Scored | None:
-        if self._scoring is None:
-            return None
-        if completion.error is not None:
-            return Scored(None, {})
-        row = completion.request.row
-        return self._scoring.score(completion.choices[0].text, row.fields, row.id)
-
-    def _finds_nothing(self, completion: Completion) -> bool:
-        if self._scoring is None:
-            return False
-        row = completion.request.row
-        return self._scoring.finds_nothing(completion.choices[0].text, row.fields, row.id)
-
-    def _commit(self) -> None:
+    def _write(self, lines: Sequence[Line]) -> None:
         """What was settled reaches the log; then see whether too much of it failed."""
+        for line in lines:
+            self._store.copy(line)
+            self._failed += line.told["status"] != "ok"
+        self._settled += len(lines)
         self._store.flush()
         if self._failed and self._too_many_failed(self._job.run.fail_on_error):
             raise TooManyFailuresError(
@@ -429,10 +349,10 @@ class _Loop:
         if isinstance(limit, int):
             return self._failed > limit
         # A row that can't be rendered fails at once, while good ones are still in flight.
-        begun = self._settled + self._in_flight
+        begun = self._settled + (self._crew.in_flight if self._crew else 0)
         return begun >= _SHARE_FROM and self._failed > limit * begun
 
-    def _housekeeping(self) -> None:
+    def _housekeeping(self, crew: Crew) -> None:
         """Progress at every turn, a checkpoint when its interval is over.
 
         A checkpoint that takes long is made less often, so that it costs at most a fiftieth of
@@ -448,19 +368,6 @@ class _Loop:
             interval = max(self._job.run.checkpoint_interval_s, 50 * took)
             self._next_sync = now + took + interval
 
-    def _prefetch(self, rows: Iterator[Row]) -> Prefetch:
-        look_ahead, may_wait = self._job.run.look_ahead, self._source.files is None
-        if look_ahead > 1 and not may_wait:  # an iterator's rows may come one by one
-            rows = well_ordered(rows, self._renderer.outlook, look_ahead)
-        return Prefetch(
-            rows,
-            lambda row: self._renderer.render_or_fail(row, self._attempts.get(row.index, 0) + 1),
-            threads=self._job.run.render_threads,
-            ahead=AHEAD,
-            max_bytes=self._job.media.max_memory_bytes,
-            at_once=1 if may_wait else READ_AT_ONCE,
-        )
-
     def _state(self) -> State:
         totals, before = self._store.totals, self._tokens_before
         now = _tokens(self._store)
@@ -469,7 +376,7 @@ class _Loop:
             ok=totals.ok,
             failed=totals.failed,
             resumed=self._resumed,
-            in_flight=self._in_flight,
+            in_flight=self._crew.in_flight if self._crew else 0,
             prompt_tokens=now.prompt_tokens - before.prompt_tokens,
             completion_tokens=now.completion_tokens - before.completion_tokens,
         )
@@ -493,7 +400,7 @@ class _Loop:
             ok=state.ok,
             failed=state.failed,
             skipped=self._resumed + self._elsewhere,
-            retried=self._again.retried,
+            retried=self._crew.retried if self._crew else 0,
             seconds=round(self._seconds, 3),
             load_seconds=round(self._load_s, 3),
             prompt_tokens=state.prompt_tokens,
@@ -512,7 +419,3 @@ def _ok_ids(folder: Path) -> set[str]:
 
 def _tokens(store: Store) -> Usage:
     return Usage(store.totals.prompt_tokens, store.totals.completion_tokens)
-
-
-def _fixed(job: JobConfig) -> int | None:
-    return None if job.run.max_in_flight == "auto" else job.run.max_in_flight

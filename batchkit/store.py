@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -29,6 +29,20 @@ CHECKPOINT = "checkpoint.json"
 VERSION = 1
 COUNTS = ("records", "prompt_tokens", "completion_tokens")
 _DEEPEST = 100  # orjson gives up at 254 levels, the record's own included
+
+
+class Line(NamedTuple):
+    """A record as it stands in the log, newline and all, and what it says: at least ``index``,
+    ``status``, ``usage`` and ``error``."""
+
+    raw: bytes
+    told: dict[str, Any]
+
+
+def line_of(record: Record) -> Line:
+    """The line that tells of ``record``."""
+    told = record.to_json()
+    return Line(_encode(told), told)
 
 
 @dataclass
@@ -109,14 +123,12 @@ class Store:
 
     def append(self, record: Record) -> None:
         """Collect ``record`` for the next ``flush``."""
-        line = record.to_json()
-        self._lines.append(_encode(line))
-        self._pending.append(line)
+        self.copy(line_of(record))
 
-    def copy(self, raw: bytes, record: dict[str, Any]) -> None:
-        """Collect a line of another store as it stands, newline and all; ``record`` is what it says."""
-        self._lines.append(raw)
-        self._pending.append(record)
+    def copy(self, line: Line) -> None:
+        """Collect a line that was made elsewhere, as it stands."""
+        self._lines.append(line.raw)
+        self._pending.append(line.told)
 
     def flush(self) -> None:
         """Write what was appended; after this the rows count as settled."""

@@ -43,6 +43,13 @@ class Row:
     error: RowError | None = None
 
 
+class Task(NamedTuple):
+    """A row that is to be answered, and which try of it this is, from 1."""
+
+    row: Row
+    attempt: int
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How a row's longest text was cut in the middle to make its prompt fit.

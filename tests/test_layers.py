@@ -51,7 +51,7 @@ LAYERS: list[set[str]] = [  # from the bottom; a folder counts as one
         "bootstrap",
     },
     {"inputs", "supervisor", "attempts", "join", "outputs", "hints", "table"},
-    {"resume"},
+    {"resume", "worker"},
     {"processor"},
     {
         "run",

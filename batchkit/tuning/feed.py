@@ -17,7 +17,7 @@ from batchkit.records import without_blank
 from batchkit.sources import read_rows
 from batchkit.tuning.idle import Idle, IdleMeter
 from batchkit.tuning.rounds import Answer, Budget, Round, Rounds
-from batchkit.types import Completion, Request
+from batchkit.types import Completion, Request, Row
 from batchkit.window import Window
 
 POLL_S = 0.05
@@ -69,7 +69,7 @@ class _Feed:
         job: JobConfig,
         engine: Engine,
         renderer: PromptRenderer,
-        prefetch: Prefetch,
+        prefetch: Prefetch[Row, Request | Completion],
         batch_size: int,
         budget: Budget,
         *,
