@@ -26,7 +26,8 @@ class Status:
     """Where a run stands. ``total`` None: its rows can't be counted (rows given from Python).
 
     ``engine_settings``: options that memory running out has made smaller than the job's.
-    ``engine_events``: what befell the engine in the last start, the newest twenty lines.
+    ``engine_events``: what befell the engine in the last start, the newest twenty lines. ``workers``:
+    how each of several did in it, as of the last checkpoint.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Status:
     engine_restarts: int
     engine_settings: Mapping[str, Any]
     engine_events: Sequence[str]
+    workers: Sequence[Mapping[str, Any]]
     starts: int
     held_by: Mapping[str, Any] | None
 
@@ -91,6 +93,7 @@ def status(folder: Path) -> Status:
     total = _total(folder, manifest)
     pending = _pending(total, totals, manifest)
     holder = held_by(folder)
+    last_start: Mapping[str, Any] = manifest["starts"][-1] if manifest["starts"] else {}
     rate = _rate(log) if holder else None
     return Status(
         name=manifest["name"],
@@ -105,7 +108,8 @@ def status(folder: Path) -> Status:
         rows_per_s=rate,
         eta_s=pending / rate if rate and pending is not None else None,
         engine_settings=Ladder(manifest.get("engine_steps")).overrides,
-        engine_events=manifest["starts"][-1].get("engine_events", []) if manifest["starts"] else [],
+        engine_events=last_start.get("engine_events", []),
+        workers=last_start.get("workers", []),
         engine_restarts=sum(start.get("engine_restarts", 0) for start in manifest["starts"]),
         starts=len(manifest["starts"]),
         held_by=holder,

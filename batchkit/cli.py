@@ -71,6 +71,16 @@ def cli() -> None:
     help="Only share I (from 0) of N of those rows, in a run folder of its own,"
     " <name>.shard-I-of-N. auto: I and N from a SLURM job array.",
 )
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    help="N engines on Ray, each with its own GPUs (tensor_parallel_size × pipeline_parallel_size).",
+)
+@click.option(
+    "--ray-address",
+    metavar="ADDRESS",
+    help="The cluster that --workers run on; left out, RAY_ADDRESS, or else this machine alone.",
+)
 @SET
 @click.option("--fresh", is_flag=True, help="Start a new run; the old folder is kept as <name>.1 …")
 @click.option(
@@ -92,6 +102,8 @@ def run(
     job: Path,
     limit: int | None,
     shard: str | None,
+    workers: int | None,
+    ray_address: str | None,
     overrides: tuple[str, ...],
     fresh: bool,
     on_change: Any,
@@ -109,6 +121,10 @@ def run(
 
     if limit is not None:
         overrides = (*overrides, f"input.limit={limit}")
+    if workers is not None:
+        overrides = (*overrides, f"run.workers={workers}")
+    if ray_address is not None:
+        overrides = (*overrides, f"run.ray_address={ray_address}")
     loaded = load_job(job, overrides)
     if shard is not None:
         loaded = loaded.of_shard(asked_for(shard, os.environ))
@@ -177,6 +193,13 @@ def status(run: str | None, as_json: bool) -> None:
     click.echo(f"starts: {found.starts}, engine restarts: {found.engine_restarts}")
     for event in found.engine_events[-5:]:
         click.echo(f"  {event}")
+    for worker in found.workers:
+        gpus = f", GPU {', '.join(map(str, worker['gpus']))}" if worker["gpus"] else ""
+        click.echo(
+            f"worker {worker['worker']} on {worker['node'] or 'no node'}{gpus}: {worker['state']},"
+            f" {worker['rows_per_s']:.1f} rows/s, {worker['in_flight']} in flight,"
+            f" {worker['restarts']} restarts, {worker['engine_restarts']} of its engine"
+        )
     for name, value in found.engine_settings.items():
         click.echo(f"memory ran out, so now {name} = {value}")
     if held is None:

@@ -273,6 +273,25 @@ class RunTable(Table):
     max_host_gb: PositiveFloat | None = Field(
         None, description="The engine's process is restarted between rows when it grows past this."
     )
+    workers: PositiveInt | None = Field(
+        None,
+        description="So many engines on Ray, each with its own GPUs; left out, one engine and no Ray.",
+    )
+    ray_address: str | None = Field(
+        None,
+        description="The cluster that they run on, as `ray.init` takes it; left out, `RAY_ADDRESS`, or"
+        " else Ray is started on this machine for the run.",
+    )
+    worker_gpus: NonNegativeFloat | None = Field(
+        None,
+        description="GPUs of one worker, a fraction to share one; left out, `tensor_parallel_size` ×"
+        " `pipeline_parallel_size`, or none where the cluster has none.",
+    )
+    worker_cpus: PositiveFloat | None = Field(
+        None,
+        description="Cores of one worker, and its OpenMP threads; left out, 1 beside a GPU, else its"
+        " share of all cores.",
+    )
     seed: int = Field(0, description="The engine's seed.")
 
 

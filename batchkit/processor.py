@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from batchkit.cluster import RayCrew
 from batchkit.config import JobConfig
 from batchkit.engines import open_preflight
 from batchkit.engines.launcher import LOG
@@ -259,18 +260,38 @@ class _Loop:
         look_ahead, may_wait = self._job.run.look_ahead, self._source.files is None
         if look_ahead > 1 and not may_wait:  # an iterator's rows may come one by one
             rows = well_ordered(rows, self._renderer.outlook, look_ahead)
+        tasks = (Task(row, self._attempts.get(row.index, 0) + 1) for row in rows)
+        listener = Listener(self._progress.event, self._tell, self._progress.note, self._remember)
+        # Loading may take minutes, and nothing is in flight meanwhile: a signal ends it at once.
+        opening = self._stop.immediate
+        if self._job.run.workers is not None:
+            return RayCrew(
+                self._job,
+                tasks,
+                listener,
+                left=self._left,
+                references=self._references,
+                convicted=self._convicted,
+                opening=opening,
+            )
         return Worker(
             self._job,
             self._renderer,
-            (Task(row, self._attempts.get(row.index, 0) + 1) for row in rows),
-            Listener(self._progress.event, self._tell, self._progress.note, self._remember),
+            tasks,
+            listener,
             log=self._folder / LOG,
             references=self._references,
             convicted=self._convicted,
             may_wait=may_wait,
-            # May take minutes, and nothing is in flight meanwhile: a signal ends it at once.
-            opening=self._stop.immediate,
+            opening=opening,
         )
+
+    def _left(self) -> int | None:
+        """How many rows of this start have no record yet."""
+        if self._attempts:
+            return len(self._attempts) - self._settled
+        total = self._total.now()
+        return None if total is None else total - self._elsewhere - self._resumed - self._settled
 
     def _known(self) -> Lessons:
         """What earlier starts have learned."""
@@ -303,6 +324,7 @@ class _Loop:
                 self._housekeeping(crew)
         finally:
             self._store.flush()
+            self._note_workers(crew)
             self._progress.update(self._state(), force=True)
 
     def _tell(self, text: str) -> None:
@@ -367,6 +389,13 @@ class _Loop:
             took = self._store.sync()
             interval = max(self._job.run.checkpoint_interval_s, 50 * took)
             self._next_sync = now + took + interval
+            self._note_workers(crew)
+
+    def _note_workers(self, crew: Crew) -> None:
+        """For ``status``: how each of several workers does."""
+        if workers := crew.workers():
+            self._manifest["starts"][-1]["workers"] = workers
+            write_manifest(self._folder, self._manifest)
 
     def _state(self) -> State:
         totals, before = self._store.totals, self._tokens_before

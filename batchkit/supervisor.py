@@ -84,7 +84,7 @@ class SupervisedEngine:
         self._tell_lessons = remember
         self._open_engine = open_engine
         self.ladder = ladder or Ladder()
-        self._suspects = Suspects(among_accidents=among_accidents)
+        self._suspects = Suspects[Request](among_accidents=among_accidents)
         self._convicted = set(convicted)
         self._in_flight: dict[int, Request] = {}
         self._held: deque[Request] = deque()

@@ -14,30 +14,34 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
-
-from batchkit.types import Request
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 PROOF, PROOF_AMONG_ACCIDENTS = 2, 3
 
+T = TypeVar("T")
 
-class _Group(NamedTuple):
+
+@dataclass(frozen=True, slots=True)
+class _Group(Generic[T]):
     """Requests to be replayed together. ``deaths``: the causes of those that a lone one died."""
 
-    requests: Sequence[Request]
+    requests: Sequence[T]
     deaths: tuple[str, ...] = ()
     is_convict: bool = False
 
 
-class Suspects:
+class Suspects(Generic[T]):
     """Groups of requests that have yet to be replayed, each without any other request beside it.
+
+    What a request is, and what it kills, is the caller's: an engine's Request, a worker's Task.
 
     ``among_accidents``: an earlier search has ended without a conviction.
     """
 
     def __init__(self, *, among_accidents: bool = False) -> None:
-        self._groups: deque[_Group] = deque()
-        self._replaying: _Group | None = None
+        self._groups: deque[_Group[T]] = deque()
+        self._replaying: _Group[T] | None = None
         self.among_accidents = among_accidents
         self._without_conviction = False
 
@@ -49,7 +53,7 @@ class Suspects:
         """Requests that wait for their replay."""
         return sum(len(group.requests) for group in self._groups)
 
-    def died(self, in_flight: Sequence[Request], cause: str) -> Request | None:
+    def died(self, in_flight: Sequence[T], cause: str) -> T | None:
         """The engine died with these in flight. The poison row, if that is proven now; else None."""
         if not self:
             self._without_conviction = True
@@ -65,11 +69,11 @@ class Suspects:
         self._groups += [_Group(g) for g in (in_flight[:half], in_flight[half:]) if g]
         return None
 
-    def suspect(self, request: Request) -> None:
+    def suspect(self, request: T) -> None:
         """Replay ``request`` alone; it was convicted before, so that one death proves it."""
         self._groups.append(_Group([request], is_convict=True))
 
-    def interpose(self, requests: Sequence[Request]) -> None:
+    def interpose(self, requests: Sequence[T]) -> None:
         """Play these next. They are under no suspicion; they show whether the engine is sound."""
         self._groups.appendleft(_Group(requests))
 
@@ -82,7 +86,7 @@ class Suspects:
                 self._groups.append(_Group(largest.requests[1:]))
                 self._groups.appendleft(_Group(largest.requests[:1]))
 
-    def next_group(self) -> Sequence[Request]:
+    def next_group(self) -> Sequence[T]:
         """The group to replay now that nothing is in flight; empty when all are cleared."""
         self._replaying = self._groups.popleft() if self._groups else None
         if self._replaying is not None:

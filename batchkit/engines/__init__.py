@@ -14,7 +14,7 @@ ENGINES = {
     "dry-run": "batchkit.engines.dry_run",
     "openai-server": "batchkit.engines.openai_server",
 }
-_LIGHT = ("dry-run", "openai-server")  # no model in them that could take the run's process along
+LIGHT = ("dry-run", "openai-server")  # no model in them that could take the run's process along
 
 
 def open_preflight(job: JobConfig) -> Preflight:
@@ -36,7 +36,7 @@ def open_engine(job: JobConfig, launcher: Launcher | None = None) -> Engine:
         JobError: the engine's options or sampling parameters can't be right.
         EngineError: the model can't be loaded.
     """
-    if job.engine.in_process or job.engine.kind in _LIGHT:
+    if job.engine.in_process or job.engine.kind in LIGHT:
         return load_engine(job)
     from batchkit.engines.process import ProcessEngine
 
