@@ -120,7 +120,10 @@ class MediaTable(Table):
     """What may be opened as an image, and how large it may be."""
 
     root: str = Field(
-        ".", description="Files outside this folder are refused, symbolic links resolved."
+        ".",
+        description="Folder, or fsspec URL (`s3://bucket/images`, `gs://`, `hf://`), that images and"
+        " texts are looked up in; what lies outside is refused, a folder's symbolic links resolved."
+        " A store's keys and passwords stand in the environment.",
     )
     allow_urls: list[str] = Field(
         [],

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from batchkit.config import JobConfig, PromptTable, ScoringTable
 from batchkit.errors import JobError
+from batchkit.fsspec_urls import bare, is_remote, scheme_with_password
 from batchkit.job_problems import annotation_of, problems_in, shown
 
 
@@ -93,11 +94,7 @@ def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
     update: dict[str, Any] = {
         "prompt": _with_files_found(job.prompt, base, "prompt"),
         "scoring": _scoring_resolved(job.scoring, base),
-        "media": job.media.model_copy(
-            update={
-                "root": str(_find(_fill(job.media.root, job, "media.root"), base, "media.root"))
-            }
-        ),
+        "media": job.media.model_copy(update={"root": _media_root(job, base)}),
         "output": job.output.model_copy(update={"dir": str(Path(job.output.dir).resolve())}),
     }
     if job.input.path is not None:
@@ -106,6 +103,24 @@ def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
             path = str(_find(path, base, "input.path"))
         update["input"] = job.input.model_copy(update={"path": path})
     return job.model_copy(update=update)
+
+
+def _media_root(job: JobConfig, base: Path) -> str:
+    """A folder made absolute; a URL of fsspec as it is."""
+    root = _fill(job.media.root, job, "media.root")
+    if not is_remote(root):
+        return str(_find(root, base, "media.root"))
+    if scheme := scheme_with_password(root):  # job.toml would keep it
+        raise JobError(
+            f"media.root: {bare(root)} is given with a password; leave it out, and set it in the"
+            f" environment as FSSPEC_{scheme.upper()}_PASSWORD (or what the store itself reads)"
+        )
+    if job.scoring.table is not None and job.scoring.allow_code:
+        raise JobError(
+            f"scoring.table: charts read their tables from a folder, and media.root is {bare(root)};"
+            " set media.root to a folder that holds them, or leave scoring.table out"
+        )
+    return root
 
 
 def _with_files_found(prompt: PromptTable, base: Path, key: str) -> PromptTable:

@@ -25,7 +25,7 @@ from batchkit.errors import (
     RowError,
     TemplateError,
 )
-from batchkit.media import SharedImages, load_image, load_text
+from batchkit.media import SharedImages, check_root, load_image, load_text
 from batchkit.openai_body import messages_of, sampling_of
 from batchkit.retry import with_temperature
 from batchkit.rowhash import input_hash
@@ -88,13 +88,16 @@ class PromptRenderer:
     """Renders rows for one job. Several threads may share it.
 
     Raises:
-        JobError: a template or template file of the job can't be used.
+        JobError: a template or template file of the job can't be used, or its ``media.root`` is a
+            URL that can't be opened.
     """
 
     def __init__(self, job: JobConfig) -> None:
         self._job = job
         self._environment = _environment()
         prompt = job.prompt
+        if prompt.images or prompt.texts:
+            check_root(job.media)
         system = self._source("system", prompt.system, prompt.system_file)
         user = self._source("user", prompt.user, prompt.user_file)
         self.sources = [source.text for source in (system, user) if source is not None]

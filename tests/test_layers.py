@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "batchkit"
 
 LAYERS: list[set[str]] = [  # from the bottom; a folder counts as one
-    {"errors", "indexset", "wording"},
+    {"errors", "fsspec_urls", "indexset", "wording"},
     {
         "types",
         "config",

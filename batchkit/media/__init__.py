@@ -1,8 +1,9 @@
 """Images and texts: from what a row names to RGB pixels of the right size, or to text.
 
 ``load_image`` and ``load_text`` are the doors. ``source`` turns a name into bytes and keeps to the media root,
-``download`` does the same for URLs and keeps to the listed hosts, ``pixels`` turns bytes into the
-image, ``size`` knows the size rule. ``shared`` lets rows have an image in common.
+``remote`` does the same where that is an fsspec URL, ``download`` for web addresses and keeps to the listed
+hosts, ``pixels`` turns bytes into the image, ``size`` knows the size rule. ``shared`` lets rows have an
+image in common.
 """
 
 from __future__ import annotations
@@ -15,13 +16,23 @@ from PIL import Image
 
 from batchkit.config import MediaTable
 from batchkit.errors import MediaError
+from batchkit.fsspec_urls import is_remote
 from batchkit.media.download import fetch
 from batchkit.media.pixels import decode, fit
+from batchkit.media.remote import check_root, read_remote
 from batchkit.media.shared import SharedImages
 from batchkit.media.size import Size, target_size
-from batchkit.media.source import is_url, read_data_uri, read_file, shown
+from batchkit.media.source import is_for_fetch, read_data_uri, read_file, shown
 
-__all__ = ["SharedImages", "Size", "Source", "load_image", "load_text", "target_size"]
+__all__ = [
+    "SharedImages",
+    "Size",
+    "Source",
+    "check_root",
+    "load_image",
+    "load_text",
+    "target_size",
+]
 
 Source = str | os.PathLike[str] | bytes | bytearray | memoryview | Mapping[str, Any] | Image.Image
 
@@ -29,9 +40,10 @@ Source = str | os.PathLike[str] | bytes | bytearray | memoryview | Mapping[str, 
 def load_image(source: Source, media: MediaTable) -> Image.Image:
     """A new RGB image, fully decoded, upright by its EXIF, scaled to the limits of ``media``.
 
-    ``source`` is a path below ``media.root`` (absolute, relative to it, or ``file://``), a
-    base64 ``data:`` URI, an http(s) URL on ``media.allow_urls``, the bytes of an image file,
-    ``{"bytes": …, "path": …}`` as Hugging Face datasets store it, or an image (left as it is).
+    ``source`` is a path below ``media.root`` (absolute, relative to it, ``file://`` or, where the
+    root is an fsspec URL, a URL that begins with it), a base64 ``data:`` URI, an http(s) URL on
+    ``media.allow_urls``, the bytes of an image file, ``{"bytes": …, "path": …}`` as Hugging Face
+    datasets store it, or an image (left as it is).
     Read are PNG, JPEG, WebP, GIF, BMP and TIFF, told apart by their content; of an animation the
     first frame. Transparency becomes white; gray of more than 8 bits is scaled to 8, not clipped.
 
@@ -57,7 +69,7 @@ def load_text(path: str, media: MediaTable) -> str:
     Raises:
         MediaError: missing, outside the root, over ``media.max_bytes``. The only exception.
     """
-    return read_file(path, shown(path), media).decode("utf-8-sig", errors="replace")
+    return _read(path, shown(path), media).decode("utf-8-sig", errors="replace")
 
 
 def _load(source: Source, media: MediaTable) -> Image.Image:
@@ -72,14 +84,19 @@ def _load(source: Source, media: MediaTable) -> Image.Image:
         case {"path": str(path)}:
             return _load(path, media)
         case os.PathLike():
-            return decode(read_file(os.fspath(source), name, media), name, media)
+            return decode(_read(os.fspath(source), name, media), name, media)
         case str() if source[:5].lower() == "data:":
             return decode(read_data_uri(source, name, media), name, media)
-        case str() if is_url(source):
+        case str() if is_for_fetch(source, media):
             return decode(fetch(source, name, media), name, media)
         case str():
-            return decode(read_file(source, name, media), name, media)
+            return decode(_read(source, name, media), name, media)
     raise MediaError(
         f"{name}: an image is a path, a data: URI, a URL, the bytes of a file,"
         ' {"bytes": …, "path": …} or a PIL image; check the template in prompt.images'
     )
+
+
+def _read(source: str, name: str, media: MediaTable) -> bytes:
+    """The bytes of a file under ``media.root``, wherever that is."""
+    return (read_remote if is_remote(media.root) else read_file)(source, name, media)

@@ -93,7 +93,7 @@ def _allowed(url: str, name: str, media: MediaTable) -> _Address:
     if parts.scheme not in ("http", "https"):
         raise MediaError(
             f"{at}: images can't be read from {parts.scheme}://;"
-            " use http(s), or download them under media.root"
+            " use http(s), set media.root to a URL that they lie below, or download them under it"
         )
     if parts.username is not None or not parts.hostname:
         raise MediaError(f"{at}: holds a user name or no host; write https://host/path")

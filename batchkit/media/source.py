@@ -14,14 +14,21 @@ from PIL import Image
 
 from batchkit.config import MediaTable
 from batchkit.errors import MediaError
+from batchkit.fsspec_urls import bare, is_remote
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
-def is_url(source: str) -> bool:
-    """Whether it is for ``fetch``: any ``scheme://`` but ``file://``."""
+def has_scheme(source: str) -> bool:
+    return _SCHEME.match(source) is not None
+
+
+def is_for_fetch(source: str, media: MediaTable) -> bool:
+    """Whether it is a URL and not of a file: with a folder as root, any but ``file://``."""
     scheme = _SCHEME.match(source)
-    return scheme is not None and scheme[0].lower() != "file://"
+    if scheme is None or scheme[0].lower() == "file://":
+        return False
+    return scheme[0].lower() in ("http://", "https://") or not is_remote(media.root)
 
 
 def read_file(source: str, name: str, media: MediaTable) -> bytes:
@@ -102,38 +109,40 @@ def shown(source: object) -> str:
         case bytes() | bytearray() | memoryview():
             return f"image of {memoryview(source).nbytes} bytes"
         case {"bytes": bytes(data), "path": str(path)}:
-            return f"{_line(path)} of {len(data)} bytes"
+            return f"{line(path)} of {len(data)} bytes"
         case {"bytes": bytes(data)}:
             return f"image of {len(data)} bytes"
         case Mapping():
-            return f"image with the keys {_line(', '.join(map(str, source)))}"
+            return f"image with the keys {line(', '.join(map(str, source)))}"
         case os.PathLike():
-            return _line(os.fspath(source))
+            return line(os.fspath(source))
         case str() if source[:5].lower() == "data:":
-            return f"{_line(source[:40])}… ({len(source)} characters)"
-        case str() if is_url(source):
-            scheme, _, rest = source.partition("://")
-            authority, slash, path = rest.partition("/")
-            path, query, _ = path.partition("?")
-            host = authority.rpartition("@")[2]
-            return _line(f"{scheme}://{host}{slash}{path}{query and '?…'}")
+            return f"{line(source[:40])}… ({len(source)} characters)"
+        case str() if "://" in source:
+            return line(bare(source))
         case str():
-            return _line(source) or "empty path"
-    return f"image {_line(repr(source))} ({type(source).__name__})"
+            return line(source) or "empty path"
+    return f"image {line(repr(source))} ({type(source).__name__})"
 
 
-def _line(text: object) -> str:
-    line = text if isinstance(text, str) else repr(text)
-    if not line.isprintable():
-        line = repr(line)
-    return line if len(line) <= 200 else f"{line[:120]}… ({len(line)} characters)"
+def line(text: object) -> str:
+    """``text`` on one printable line, its end left out where it is long."""
+    found = text if isinstance(text, str) else repr(text)
+    if not found.isprintable():
+        found = repr(found)
+    return found if len(found) <= 200 else f"{found[:120]}… ({len(found)} characters)"
 
 
-def _file_path(source: str, name: str) -> str:
+def check_named(source: str, name: str) -> None:
+    """Raises MediaError for a source without any text."""
     if not source:
         raise MediaError(
             f"{name}: the template in prompt.images or prompt.texts gave no text; check the row's field"
         )
+
+
+def _file_path(source: str, name: str) -> str:
+    check_named(source, name)
     if source[:5].lower() != "file:":
         return source
     try:

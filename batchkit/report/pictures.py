@@ -45,8 +45,8 @@ class Picture(NamedTuple):
 class Pictures:
     """Makes thumbnails while the rows are read; used as a context manager.
 
-    ``media`` is the job's: nothing is opened here that the run would have refused. Nothing is
-    fetched over the network. ``add`` may be called from one thread only.
+    ``media`` is the job's: nothing is opened here that the run would have refused. Of the network
+    only its root is read, where that is a URL. ``add`` may be called from one thread only.
     """
 
     def __init__(self, media: MediaTable) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from batchkit.config import InputTable
 from batchkit.errors import InputError
+from batchkit.fsspec_urls import failure
 
 BLOCK_BYTES = 2**20
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")  # undone on the fly, by name, as fsspec does
@@ -153,5 +154,4 @@ def _begin_text(path: str, file: io.BufferedReader[Any]) -> None:
 
 def remote_error(path: str, error: Exception) -> InputError:
     """What to tell of a filesystem that can't be set up: no package, no access, no such protocol."""
-    hint = "; pip install batchkit[remote]" if isinstance(error, ImportError) else ""
-    return InputError(f"{path}: can't be opened: {error or type(error).__name__}{hint}")
+    return InputError(f"{path}: can't be opened: {failure(error, path)}")
