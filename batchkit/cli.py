@@ -197,7 +197,7 @@ def status(run: str | None, as_json: bool) -> None:
         gpus = f", GPU {', '.join(map(str, worker['gpus']))}" if worker["gpus"] else ""
         click.echo(
             f"worker {worker['worker']} on {worker['node'] or 'no node'}{gpus}: {worker['state']},"
-            f" {worker['rows_per_s']:.1f} rows/s, {worker['in_flight']} in flight,"
+            f" {worker['rows']:,} rows, {worker['rows_per_s']:.1f} rows/s, {worker['in_flight']} in flight,"
             f" {worker['restarts']} restarts, {worker['engine_restarts']} of its engine"
         )
     for name, value in found.engine_settings.items():

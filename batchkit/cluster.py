@@ -40,12 +40,12 @@ from batchkit.supervisor import Lessons
 from batchkit.types import Completion, Request, Task
 from batchkit.worker import POLL_S, EngineFacts, Listener, Worker
 
-MOST_IN_A_LEASE = 256
 READ_AHEAD = 1024
 READ_AT_ONCE = 16
 GATHER_S = 0.1  # records that come within it travel together
 HEARTBEAT_S = 0.5  # without any, a call comes back after it
 CLOSE_S = 30.0
+CONNECT_S = 10.0
 PLACE_S = 15.0  # so long a worker may wait for its place before that is told
 _OBJECT_STORE_BYTES = 512 * 2**20
 _TOLD = ("index", "status", "usage", "error")  # what the ledger counts of a record
@@ -224,7 +224,7 @@ class _Seat:
         self.place: Place | None = None
         self.engine: EngineFacts | None = None
         self.in_flight = 0
-        self.deaths = 0
+        self.rows = self.deaths = 0
         self.state = "starting"
         self.told_to_wait = False
         # Of this life of the worker's, and of those before it.
@@ -300,13 +300,16 @@ class RayCrew:
 
     def fill(self, *, taking: bool) -> list[Line]:
         """Call every worker that is not being called, with as many rows as it may have."""
+        if self._tasks.broken and self._leases.are_settled:  # not before: what is out is paid for
+            self._tasks.get(timeout_s=0)
         for seat in self._seats:
             if seat.call is None and seat.number in self._leases.holders:
                 if seat.place is None:
                     seat.call = seat.actor.begin.remote(self._known)
                 else:
-                    tasks = self._next_tasks(seat.number) if taking else []
-                    self._leases.holders[seat.number].take(tasks)
+                    tasks: Sequence[Task] = []
+                    if taking:
+                        tasks = self._leases.lease(seat.number, self._unread(), self._next_task)
                     seat.call = seat.actor.exchange.remote(tasks, taking)
                 seat.called_at = time.monotonic()
         return []
@@ -372,25 +375,8 @@ class RayCrew:
         for seat in self._seats:
             ray.kill(seat.actor)
 
-    def _next_tasks(self, number: int) -> Sequence[Task]:
-        """The next lease of this worker: suspects alone, else new rows while it may have some."""
-        suspects = self._leases.replay(number)
-        if suspects is not None:
-            return suspects
-        tasks: list[Task] = []
-        room = self._leases.room(number, self._unread())
-        while len(tasks) < min(room, MOST_IN_A_LEASE):
-            # Before an error in reading is raised, all that is out must have come back.
-            if self._tasks.broken and self._leases.n_held + len(tasks):
-                break
-            task = self._tasks.get(timeout_s=0)
-            if task is None:
-                break
-            tasks.append(task)
-        holder = self._leases.holders[number]
-        if holder.appetite and not tasks and not holder.held and self._leases.adopt(number):
-            return self._leases.replay(number) or []
-        return tasks
+    def _next_task(self) -> Task | None:
+        return None if self._tasks.broken else self._tasks.get(timeout_s=0)
 
     def _unread(self) -> int | None:
         """How many rows have not been handed out yet; None where nobody knows."""
@@ -424,6 +410,7 @@ class RayCrew:
             self._listener.event(f"worker {seat.number} is up{_at(seat.place)}")
         seat.in_flight, seat.retried = report.in_flight, report.retried
         holder.appetite = report.appetite
+        seat.rows += len(report.lines)
         holder.settle([line.told["index"] for line in report.lines])
         if report.failure is not None:
             self._give_up(seat, report.failure)
@@ -523,6 +510,7 @@ class RayCrew:
             "state": seat.state,
             "node": None if seat.place is None else seat.place.node,
             "gpus": [] if seat.place is None else list(seat.place.gpus),
+            "rows": seat.rows,
             "rows_per_s": 0.0 if holder is None else round(holder.rate, 3),
             "in_flight": seat.in_flight,
             "restarts": seat.deaths,
@@ -552,12 +540,17 @@ def _session(job: JobConfig) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="batchkit-ray-", ignore_cleanup_errors=True) as scratch:
         try:
             if address:
+                _knock(address)
                 ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
             else:
                 _begin_local(job, scratch)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            where = f" at {address}" if address else ""
-            raise JobError(f"run.workers: Ray{where}: {_shortened(error)}") from error
+        except (OSError, ValueError, RuntimeError) as error:
+            raise JobError(
+                f"run.workers: can't join Ray at {address} ({_shortened(error)}); give the address that"
+                " `ray start --head` printed, or none to begin Ray on this machine"
+                if address
+                else f"run.workers: Ray can't be started here: {_shortened(error)}"
+            ) from error
         finally:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own there
@@ -565,6 +558,13 @@ def _session(job: JobConfig) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Raises OSError where nobody is at ``host:port``: Ray itself would wait there for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
 
 
 def _begin_local(job: JobConfig, scratch: str) -> None:

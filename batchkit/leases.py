@@ -15,10 +15,12 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import islice
 
 from batchkit.suspects import Suspects
 from batchkit.types import Task
 
+MOST_IN_A_LEASE = 256
 RATE_SPAN_S = 30.0
 _SAMPLES = 8
 
@@ -105,40 +107,51 @@ class Leases:
         if gone.suspects:
             self._orphans.append(gone.suspects)
 
-    def replay(self, number: int) -> Sequence[Task] | None:
-        """The suspects that this worker is to be given now, alone; None where it may get other rows.
+    def lease(
+        self, number: int, left: int | None, next_task: Callable[[], Task | None]
+    ) -> Sequence[Task]:
+        """What this worker is given now: suspects alone, else new rows as far as it may have some.
 
-        While it still holds rows that is an empty list: they must come back first.
+        ``next_task`` gives the next row, or None where there is none now; ``left`` is how many there
+        are to come, or None where nobody knows.
         """
         holder = self.holders[number]
+        tasks = self._suspects(holder)
+        if tasks is None:
+            new = iter(next_task, None)
+            tasks = list(islice(new, min(self._room(holder, left), MOST_IN_A_LEASE)))
+        if holder.appetite and not tasks and not holder.held and self._adopt(holder):
+            tasks = self._suspects(holder) or []
+        holder.take(tasks)
+        return tasks
+
+    def _suspects(self, holder: Holder) -> Sequence[Task] | None:
+        """Those that it is to replay now; none while it still holds others. None: it has no suspects."""
         if not holder.suspects:
             return None
         return [] if holder.held else (holder.suspects.next_group() or None)
 
-    def adopt(self, number: int) -> bool:
-        """This idle worker takes over what waits for its replay elsewhere, if anything does."""
+    def _adopt(self, idle: Holder) -> bool:
+        """``idle`` takes over what waits for its replay elsewhere, if anything does."""
         if self._orphans:
-            self.holders[number].suspects = self._orphans.popleft()
+            idle.suspects = self._orphans.popleft()
             return True
         for other in self.holders.values():
             if other.suspects and not other.held and not other.appetite:  # dead, not yet up again
-                adopted, other.suspects = other.suspects, Suspects()
-                self.holders[number].suspects = adopted
+                idle.suspects, other.suspects = other.suspects, Suspects()
                 return True
         return False
 
-    def room(self, number: int, left: int | None) -> int:
-        """How many rows more this worker may hold; ``left`` rows have not been handed out (None:
-        nobody knows)."""
-        holder = self.holders[number]
+    def _room(self, holder: Holder, left: int | None) -> int:
+        """How many rows more it may hold."""
         room = holder.appetite - len(holder.held)
         if left is None or room <= 0:
             return max(0, room)
         at_work = [one for one in self.holders.values() if one.appetite]
         rates = [one.rate for one in at_work]
-        if not holder.rate:
-            half_a_share = math.ceil(left / (2 * len(at_work)))
-            return max(0, min(room, half_a_share - len(holder.held)))
+        if not holder.rate:  # it may be a slow one: at first no more than its engine runs at once
+            share = min(math.ceil((left + self.n_held) / len(at_work)), holder.appetite // 2)
+            return max(0, min(room, share - len(holder.held)))
         end_s = (left + self.n_held) / sum(rates)
         soonest_s = min(
             (len(one.held) + 1) / rate for one, rate in zip(at_work, rates, strict=True) if rate

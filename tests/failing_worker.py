@@ -1,6 +1,7 @@
 """A real vLLM worker that is made to fail, by what the environment and the requests say.
 
-``BATCHKIT_TEST_FAULTS`` is JSON. Kinds of faults: oom, error, kill, hang.
+``BATCHKIT_TEST_FAULTS`` is JSON. Kinds of faults: oom, error, kill, hang, and kill-worker: the Ray
+worker's process that the engine belongs to.
 
 - ``once``: {kind: step} fails at that step, the first time only; a marker in ``folder`` tells
 - ``over``: more running requests than this run out of memory
@@ -9,6 +10,7 @@
 - ``prompt_over``: so does a step with a prompt longer than this
 - ``random``: {seed, kinds, mean_s, until} fails once in each engine's life, ``mean_s`` after its
   first step on average, but not after that time of day (seconds since 1970)
+- ``slow_one_s``: of all engines the first to come takes this much longer over each step
 - ``step_s``: each step takes this much longer; ``leak_mb``: and loses this much memory for good
 
 A request whose ``extra_args`` has ``poison`` (a kind) fails whenever it runs. Where there is a
@@ -24,6 +26,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -48,6 +51,9 @@ class FailingWorker(CPUWorker):
         self.leaked: list[bytes] = []
         self.poison: dict[str, str] = {}
         self.chance = self._draw() if "random" in self.faults else None
+        self.step_s: float = self.faults.get("step_s", 0)
+        if "slow_one_s" in self.faults and self._is_first():
+            self.step_s = self.faults["slow_one_s"]
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         limit = self.faults.get("load_over")
@@ -80,9 +86,16 @@ class FailingWorker(CPUWorker):
                 self._fail(kind, "once")
         if self.chance is not None and self._is_due(self.chance):
             self._fail(self.chance.kind, "random")
-        time.sleep(self.faults.get("step_s", 0))
+        time.sleep(self.step_s)
         self.leaked.append(b"x" * (self.faults.get("leak_mb", 0) * 2**20))
         return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def _is_first(self) -> bool:
+        try:
+            (Path(self.faults["folder"]) / "slow").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
     def _draw(self) -> Chance:
         """By the seed and the number of this engine, so that the kinds are the same each time."""
@@ -109,6 +122,9 @@ def fail(kind: str) -> None:
         raise RuntimeError("planted: device-side assert")
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "kill-worker":  # the engine's process is the launcher's child, and that the worker's
+        os.kill(psutil.Process().parent().parent().pid, signal.SIGKILL)
+        time.sleep(3600)
     if kind == "hang":
         time.sleep(3600)
 
