@@ -47,6 +47,7 @@ HEARTBEAT_S = 0.5  # without any, a call comes back after it
 CLOSE_S = 30.0
 CONNECT_S = 10.0
 PLACE_S = 15.0  # so long a worker may wait for its place before that is told
+_ASK_AGAIN_S = 1.0
 _OBJECT_STORE_BYTES = 512 * 2**20
 _TOLD = ("index", "status", "usage", "error")  # what the ledger counts of a record
 
@@ -225,7 +226,8 @@ class _Seat:
         self.engine: EngineFacts | None = None
         self.in_flight = 0
         self.rows = self.deaths = 0
-        self.state = "starting"
+        self.state = "waiting for a place"
+        self.begins_at = self.waits_since = time.monotonic()
         self.told_to_wait = False
         # Of this life of the worker's, and of those before it.
         self.engine_restarts = self.engine_restarts_before = 0
@@ -236,7 +238,9 @@ class _Seat:
         self.place = self.engine = None
         self.in_flight = 0
         self.deaths += 1
-        self.state = "restarting"
+        self.state = "waiting for a place"
+        self.begins_at = self.waits_since = time.monotonic()
+        self.told_to_wait = False
         self.engine_restarts_before += self.engine_restarts
         self.retried_before += self.retried
         self.engine_restarts = self.retried = 0
@@ -305,6 +309,8 @@ class RayCrew:
         for seat in self._seats:
             if seat.call is None and seat.number in self._leases.holders:
                 if seat.place is None:
+                    if time.monotonic() < seat.begins_at:
+                        continue
                     seat.call = seat.actor.begin.remote(self._known)
                 else:
                     tasks: Sequence[Task] = []
@@ -320,6 +326,9 @@ class RayCrew:
 
         seats = {seat.call: seat for seat in self._seats if seat.call is not None}
         lines: list[Line] = []
+        if not seats:
+            time.sleep(POLL_S)
+            return lines
         came, pending = ray.wait(list(seats), timeout=POLL_S)
         if came and pending:
             came += ray.wait(pending, num_returns=len(pending), timeout=0)[0]
@@ -387,10 +396,15 @@ class RayCrew:
 
     def _received(self, seat: _Seat, call: Any) -> list[Line]:
         import ray
-        from ray.exceptions import RayError
+        from ray.exceptions import ActorUnavailableError, RayError
 
         try:
             told = ray.get(call)
+        except ActorUnavailableError as error:
+            if seat.place is not None:
+                return self._bury(seat, error)
+            seat.begins_at = time.monotonic() + _ASK_AGAIN_S  # it has no place yet
+            return []
         except RayError as error:
             return self._bury(seat, error)
         if isinstance(told, Place):
@@ -430,10 +444,11 @@ class RayCrew:
     def _bury(self, seat: _Seat, error: Exception) -> list[Line]:
         """The worker is dead, or can't be reached: Ray starts another in its place."""
         import ray
-        from ray.exceptions import ActorDiedError
+        from ray.exceptions import ActorDiedError, ActorUnavailableError
 
         holder = self._leases.holders[seat.number]
-        cause = _shortened(error)
+        is_gone = isinstance(error, ActorUnavailableError)  # whose message says no more than that
+        cause = "its process or its node is gone" if is_gone else _shortened(error)
         self._listener.engine_event(
             f"worker {seat.number} died{_at(seat.place)} with {len(holder.held)} rows: {cause}"
         )
@@ -486,16 +501,16 @@ class RayCrew:
 
         now = time.monotonic()
         for seat in self._seats:
-            if seat.call is None or seat.number not in self._leases.holders:
+            if seat.number not in self._leases.holders:
                 continue
             silent_s = now - seat.called_at
             if seat.place is None:
-                if silent_s >= PLACE_S and not seat.told_to_wait:
+                if now - seat.waits_since >= PLACE_S and not seat.told_to_wait:
                     seat.told_to_wait = True
                     self._listener.event(
                         f"worker {seat.number} waits for a place: it needs {_shown_needs(self._job)}"
                     )
-            elif silent_s >= self._job.run.stall_timeout_s:
+            elif seat.call is not None and silent_s >= self._job.run.stall_timeout_s:
                 seat.called_at = now
                 self._listener.engine_event(
                     f"worker {seat.number} is silent for {silent_s:.0f} s"

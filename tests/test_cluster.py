@@ -130,19 +130,23 @@ def test_a_slow_worker_answers_its_share_and_no_more(
 
 
 def test_a_node_that_is_gone_costs_nothing_but_a_second_run_of_its_rows(
-    calm: list[str], tmp_path: Path, text_model: Path, tmp_path_factory: pytest.TempPathFactory
+    calm: list[str], tmp_path: Path, text_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ray.cluster_utils import Cluster
 
+    # A worker has the environment of its node.
+    monkeypatch.setenv("BATCHKIT_TEST_FAULTS", json.dumps({"step_s": 0.1}))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
     )
     try:
         other = cluster.add_node(num_cpus=1)
-        settings = [*TWO, f"run.ray_address={cluster.address}"]
-        rows = [row for _ in range(3) for row in question_rows({})]
-        with running(tmp_path, text_model, rows, {"step_s": 0.1}, settings) as process:
-            wait_for_records(tmp_path, 8)
+        address = f"run.ray_address={cluster.address}"
+        rows = [row for _ in range(6) for row in question_rows({})]
+        settings = [*TWO, address, "run.checkpoint_interval_s=0.5"]
+        with running(tmp_path, text_model, rows, {}, settings) as process:
+            wait_for_records(tmp_path, 1)
             seen = {worker["worker"] for worker in wait_for_workers(tmp_path, 2)}
             raylet = other.all_processes["raylet"][0].process
             os.kill(raylet.pid, signal.SIGKILL)
@@ -150,9 +154,10 @@ def test_a_node_that_is_gone_costs_nothing_but_a_second_run_of_its_rows(
     finally:
         cluster.shutdown()
     assert seen == {0, 1}
-    assert [record["text"] for record in ended.records] == calm * 3
+    assert [record["text"] for record in ended.records] == calm * 6
     assert ended.exit == 0
-    assert sum(worker["restarts"] for worker in status(tmp_path / "output/faulty").workers) >= 1
+    lost = [worker for worker in status(tmp_path / "output/faulty").workers if worker["restarts"]]
+    assert [(one["restarts"], one["state"]) for one in lost] == [(1, "waiting for a place")]
     assert verify(tmp_path / "output/faulty").is_sound
 
 
