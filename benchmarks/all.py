@@ -29,6 +29,7 @@ SCRIPTS = [
     "checkpoint",
     "ledger",
     "parquet",
+    "merge",
     "text",
     "images",
     "order",
@@ -37,8 +38,9 @@ SCRIPTS = [
     "own_process",
     "window",
     "restarts",
+    "workers",
 ]
-NEEDS = {"ray_data": "ray"}
+NEEDS = {"ray_data": "ray", "workers": "ray"}
 
 
 class Ran(NamedTuple):

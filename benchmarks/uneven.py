@@ -1,0 +1,27 @@
+"""The simulated accelerator, of which the first engine to come is ten times slower than all others.
+
+    worker_cls = "uneven.UnevenWorker"
+
+``UNEVEN`` is the path of a file that is not there yet: whoever makes it is the slow one.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from accelerator import SimulatedWorker
+
+FIRST = "UNEVEN"
+TIMES = 10
+
+
+class UnevenWorker(SimulatedWorker):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        try:
+            Path(os.environ[FIRST]).touch(exist_ok=False)
+            self.costs = {name: TIMES * cost for name, cost in self.costs.items()}
+        except FileExistsError:
+            pass
