@@ -241,7 +241,12 @@ class _Loop:
     def _generate(self, crew: Crew) -> None:
         started = time.monotonic()
         model = self._job.engine.model or self._job.engine.kind
-        self._progress.event(f"loading model {model}, rendering the first rows meanwhile")
+        workers = self._job.run.workers
+        self._progress.event(
+            f"loading model {model}, rendering the first rows meanwhile"
+            if workers is None
+            else f"starting {workers} {'worker' if workers == 1 else 'workers'}, model {model}"
+        )
         engine = crew.open(self._known())
         loaded = time.monotonic()
         self._load_s = loaded - started

@@ -542,6 +542,7 @@ def test_smart_size_is_what_the_processor_would_make() -> None:
         assume(max(width, height) <= LARGEST_ASPECT * min(width, height))
         size = smart_size(width, height, factor=factor, min_pixels=limits[0], max_pixels=limits[1])
         assert size[::-1] == smart_resize(height, width, factor, *limits)
+        assume(max(size) <= LARGEST_ASPECT * min(size))
         assert size[::-1] == smart_resize(*size[::-1], factor, *limits)  # and is left as it is
 
     check()
@@ -552,6 +553,8 @@ def test_image_becomes_the_size_that_the_model_takes() -> None:
     assert load_image(Image.new("RGB", (3518, 2252)), media).size == (1568, 992)
     with pytest.raises(MediaError, match="2010×10 pixels: one side is over 200 times"):
         load_image(Image.new("RGB", (2010, 10)), media)
+    with pytest.raises(MediaError, match="64×15424 pixels: one side is over 200 times"):
+        load_image(Image.new("RGB", (84, 16721)), MediaTable(factor=32, max_pixels=1_200_000))
 
 
 side = st.integers(1, 10**9)

@@ -116,12 +116,14 @@ def _target(full: Size, name: str, media: MediaTable) -> Size:
     limits = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
     if media.factor is None:
         return target_size(*full, **limits)
-    if max(full) > LARGEST_ASPECT * min(full):
-        raise MediaError(
-            f"{name}: {full.width}×{full.height} pixels: one side is over {LARGEST_ASPECT} times the"
-            " other, which Qwen-VL's image processor refuses; cut the image into pieces"
-        )
-    return smart_size(*full, factor=media.factor, **limits)
+    size = smart_size(*full, factor=media.factor, **limits)
+    for wide, high in (full, size):  # rounding to the factor may stretch it
+        if max(wide, high) > LARGEST_ASPECT * min(wide, high):
+            raise MediaError(
+                f"{name}: {wide}×{high} pixels: one side is over {LARGEST_ASPECT} times the other,"
+                " which Qwen-VL's image processor refuses; cut the image into pieces"
+            )
+    return size
 
 
 @contextmanager
