@@ -364,9 +364,9 @@ class RayCrew:
     def _hire(self) -> None:
         import ray
 
-        needs = _needs(self._job)
+        its_needs = needs(self._job)
         hire = ray.remote(Actor).options(
-            **needs, max_restarts=-1, max_task_retries=0, scheduling_strategy="SPREAD"
+            **its_needs, max_restarts=-1, max_task_retries=0, scheduling_strategy="SPREAD"
         )
         references = None if self._references is None else ray.put(self._references)
         for number in self._leases.holders:
@@ -598,7 +598,7 @@ def _begin_local(job: JobConfig, scratch: str) -> None:
         log_to_driver=False,
         _temp_dir=scratch,
     )
-    gpus, here = _needs(job)["num_gpus"], ray.cluster_resources().get("GPU", 0)
+    gpus, here = needs(job)["num_gpus"], ray.cluster_resources().get("GPU", 0)
     if gpus * workers > here:
         ray.shutdown()
         raise JobError(
@@ -607,7 +607,7 @@ def _begin_local(job: JobConfig, scratch: str) -> None:
         )
 
 
-def _needs(job: JobConfig) -> dict[str, float]:
+def needs(job: JobConfig) -> dict[str, float]:
     """What a worker is to have for itself, as Ray names it.
 
     Left to us, GPUs are those that the engine asks for, where there are any at all; without one, the
@@ -630,8 +630,8 @@ def _needs(job: JobConfig) -> dict[str, float]:
 
 
 def _shown_needs(job: JobConfig) -> str:
-    needs = _needs(job)
-    return f"{needs['num_cpus']:g} CPUs and {needs['num_gpus']:g} GPUs on one node"
+    told = needs(job)
+    return f"{told['num_cpus']:g} CPUs and {told['num_gpus']:g} GPUs on one node"
 
 
 def _engine_log(folder: Path, number: int) -> Path:

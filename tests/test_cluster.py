@@ -21,7 +21,7 @@ import pytest
 from PIL import Image
 
 from batchkit.audit import status, verify
-from batchkit.cluster import Actor
+from batchkit.cluster import Actor, needs
 from batchkit.config import JobConfig
 from batchkit.errors import BrokenInputError, EngineError, JobError, TooManyFailuresError
 from batchkit.ledger import RESULTS, read_newest
@@ -220,6 +220,7 @@ def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     ray.init(
         address="local",
         num_cpus=4,
+        num_gpus=4,  # Ray counts them and does not look: nothing here touches one
         include_dashboard=False,
         logging_level=logging.ERROR,
         log_to_driver=False,
@@ -253,6 +254,30 @@ def test_rows_from_python_are_answered_in_a_ray_that_is_there(
     assert process(job(), ["tea", "milk"]).ok == 2
     assert process(job(), (f"cup {n}" for n in range(300))).ok == 300
     assert ray_here.is_initialized()
+
+
+@pytest.mark.parametrize(("share", "gpus"), [(2, [[0, 1], [2, 3]]), (0.5, [[0], [0]])])
+def test_each_worker_has_gpus_of_its_own(
+    share: float, gpus: list[list[int]], in_a_folder: Path
+) -> None:
+    process(job(run={"worker_gpus": share}), [f"cup {n}" for n in range(200)])
+    workers = status(in_a_folder / "output/batch").workers
+    assert sorted(worker["gpus"] for worker in workers) == gpus
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus"),
+    [
+        ({}, 1),
+        ({"tensor_parallel_size": 2}, 2),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, 6),
+    ],
+)
+def test_a_worker_gets_the_gpus_that_its_engine_asks_for(
+    options: dict[str, int], gpus: int, ray_here: Any
+) -> None:
+    assert needs(job(engine={"model": "m", "options": options}))["num_gpus"] == gpus
+    assert needs(job(engine={"kind": "dry-run"}))["num_gpus"] == 0
 
 
 def test_images_are_opened_by_the_workers(in_a_folder: Path) -> None:
