@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from batchkit.server_command import check_command
 from batchkit.shard import Shard, parse_shard
 
 Format = Literal["auto", "jsonl", "json", "csv", "parquet", "openai-batch", "prompts"]
@@ -157,6 +158,35 @@ class MediaTable(Table):
         return self
 
 
+class ServerTable(Table):
+    """A server of its own for `openai-server`: it starts with the run and ends with it.
+
+    Left empty where `engine.model` is a `.gguf` file, it is `llama-server` with room for
+    `engine.options.max_num_seqs` requests of `engine.options.max_model_len` tokens each.
+    """
+
+    command: str | None = Field(
+        None,
+        description="What starts it, as `llama-server -m model.gguf -c 8192 -np 8 --port {port}`; no"
+        " shell reads it. `{port}` becomes a port that is free, `{host}` 127.0.0.1. It has the run's"
+        " environment, so that keys stand there.",
+    )
+    health: str = Field(
+        "/health",
+        pattern="^/",
+        description="The path that answers once it is ready; a server that has none is asked for its"
+        " models.",
+    )
+    start_timeout_s: PositiveFloat = Field(600.0, description="By when it must be ready.")
+
+    @field_validator("command")
+    @classmethod
+    def _can_be_started(cls, command: str | None) -> str | None:
+        if command is not None:
+            check_command(command)
+        return command
+
+
 class EngineTable(Table):
     """The model, and what runs it."""
 
@@ -172,7 +202,11 @@ class EngineTable(Table):
     )
     base_url: str | None = Field(
         None,
-        description="With `openai-server`: where its API begins, as `http://localhost:8000/v1`.",
+        description="With `openai-server`: where the API of one that runs already begins, as"
+        " `http://localhost:8000/v1`.",
+    )
+    server: ServerTable | None = Field(
+        None, description="… or the table `[engine.server]`: one that the run starts."
     )
     api_key_env: str = Field(
         "OPENAI_API_KEY",
@@ -184,8 +218,9 @@ class EngineTable(Table):
         {},
         description="Given to `vllm.LLM` as they are; vLLM's own classes check them first. With"
         " `openai-server`: `max_num_seqs`, requests at a time (32); `give_up_s`, how long the server"
-        " may be away before the run stops (300); `extra_body`, fields laid over each request's"
-        " body; `drop`, names left out of it.",
+        " may be away before the run stops (300); `max_model_len`, tokens that prompt and answer of a"
+        " request may have together, where the server does not tell; `extra_body`, fields laid over"
+        " each request's body; `drop`, names left out of it.",
     )
     in_process: bool = Field(
         False, description="For debugging: no process of its own; a crash takes the run with it."
@@ -193,6 +228,11 @@ class EngineTable(Table):
     lora: str | None = Field(
         None, description="Folder of a LoRA adapter, used for every row (sets `enable_lora`)."
     )
+
+    @property
+    def is_gguf(self) -> bool:
+        """True where the model is a file for llama.cpp."""
+        return self.model.endswith(".gguf")
 
     @model_validator(mode="after")
     def _has_model(self) -> EngineTable:
@@ -205,9 +245,22 @@ class EngineTable(Table):
         is_server = self.kind == "openai-server"
         if not is_server and self.base_url is not None:
             raise ValueError(f'base_url is for kind = "openai-server"; kind is "{self.kind}"')
-        if is_server and self.base_url is None:
+        if not is_server and self.server is not None:
+            raise ValueError(f'server is for kind = "openai-server"; kind is "{self.kind}"')
+        if is_server and self.base_url is None and self.server is None:
             raise ValueError(
-                "base_url is missing: where its API begins, as http://localhost:8000/v1"
+                "base_url is missing: where its API begins, as http://localhost:8000/v1; or let the"
+                " run start a server, with a table [engine.server]"
+            )
+        if self.base_url is not None and self.server is not None:
+            raise ValueError(
+                "base_url and [engine.server] are both given: a server that runs already has a"
+                " base_url, one that the run starts is told its port; keep one"
+            )
+        if self.server is not None and self.server.command is None and not self.is_gguf:
+            raise ValueError(
+                "server.command is missing: what starts it, as llama-server -m model.gguf --port"
+                " {port}; only for a model that is a .gguf file batchkit knows a command itself"
             )
         if is_server and self.lora is not None:
             raise ValueError("lora: the server loads it; give the name it has there as model")

@@ -27,7 +27,7 @@ FaultKind = Literal["oom", "engine_crash", "stall", "timeout"]
 
 # Types by name: torch is not imported here, and its CUDA and generic classes are one.
 _OOM_TYPES = ("OutOfMemoryError", "MemoryError")
-# What has no type of its own: the CPU allocator, vLLM's KV cache, and CUDA's libraries.
+# What has no type of its own: the CPU allocator, vLLM's KV cache, CUDA's libraries, and llama.cpp.
 _OVER_CLAIM_WORDS = (
     "less than requested memory for kv",
     "less than desired GPU memory utilization",
@@ -41,6 +41,7 @@ _OOM_WORDS = (
     "out of memory",
     "std::bad_alloc",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "failed to allocate buffer",
     _WITHOUT_CACHE_WORDS,
     *_OVER_CLAIM_WORDS,
 )
@@ -103,7 +104,7 @@ def fault_of(error: BaseException) -> Fault:
     is_oom = (
         any(name in _OOM_TYPES for name in names)
         or getattr(error, "errno", None) == errno.ENOMEM
-        or _tells_of_memory(message)
+        or tells_of_memory(message)
     )
     return Fault("oom" if is_oom else "engine_crash", names[0], message)
 
@@ -116,7 +117,7 @@ def fault_of_exit(code: int | None, last_words: str) -> Fault:
     if code is not None and code < 0:
         known = {number.value: number.name for number in signal.Signals}
         how = known.get(-code, f"signal {-code}")
-    return Fault("oom" if _tells_of_memory(last_words) else "engine_crash", how, last_words)
+    return Fault("oom" if tells_of_memory(last_words) else "engine_crash", how, last_words)
 
 
 def with_log(fault: Fault, log: str) -> Fault:
@@ -129,10 +130,10 @@ def with_log(fault: Fault, log: str) -> Fault:
     if fault.kind == "oom" or (is_told and fault.kind != "stall"):
         return fault
     for line in reversed(log.splitlines()):
-        if _tells_of_memory(line):
+        if tells_of_memory(line):
             return Fault("oom", fault.type, " ".join(line.split())[:_LONGEST_MESSAGE])
     return fault
 
 
-def _tells_of_memory(text: str) -> bool:
+def tells_of_memory(text: str) -> bool:
     return any(words in text for words in (*_OOM_WORDS, *_OOM_TYPES))

@@ -24,6 +24,7 @@ from batchkit.config import JobConfig
 from batchkit.errors import StoreError
 from batchkit.job_file import load_job
 from batchkit.runfolder import JOB, MANIFEST, write_atomically
+from batchkit.server_command import what_decides_answers
 from batchkit.types import utc_now
 
 VERSION = 1
@@ -86,6 +87,8 @@ def identity(job: JobConfig) -> dict[str, Any]:
         "media.min_pixels": job.media.min_pixels,
         "media.factor": job.media.factor,
     }
+    if engine.server is not None and engine.server.command is not None:
+        found["engine.server.command"] = what_decides_answers(engine.server.command)
     if job.input.shard is not None:  # left out elsewhere: a judge's folder is named after all of it
         found["input.shard"] = job.input.shard
     found |= {f"vars.{name}": value for name, value in job.vars.items()}
@@ -233,16 +236,16 @@ def job_of_run(folder: Path, overrides: Sequence[str] = ()) -> JobConfig:
 
 
 def model_fingerprint(model: str) -> str | None:
-    """Hash over a model folder's files: small ones whole, of large ones both ends; None for a name.
+    """Hash over a model's file or files: small ones whole, of large ones both ends; None for a name.
 
     Reading all of a large model would take minutes; weights that were trained further differ in
     their first and last MiB.
     """
-    folder, end = Path(model), 2**20
-    if not model or not folder.is_dir():
+    place, end = Path(model), 2**20
+    if not model or not (place.is_dir() or place.is_file()):
         return None
     digest = hashlib.sha256()
-    for path in sorted(p for p in folder.iterdir() if p.is_file()):
+    for path in sorted(p for p in place.iterdir() if p.is_file()) if place.is_dir() else [place]:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from batchkit.config import JobConfig, JudgeTable, ScoringRule, Table
+from batchkit.config import JobConfig, JudgeTable, ScoringRule, ServerTable, Table
 from batchkit.wording import in_words
 
 _CODE = re.compile(r'"[^"]*"|\btrue\b|\bfalse\b|\^\S+')
@@ -112,18 +112,22 @@ def document() -> str:
     fields = JobConfig.model_fields
     plain = {name: field for name, field in fields.items() if not _is_table(field)}
     sections = [
-        f"\n## `[{name}]`\n\n{_sentence(field.annotation)}\n\n{_table(field.annotation.model_fields)}"
+        _section(name, field.annotation)
+        + (_section("engine.server", ServerTable) * (name == "engine"))
         for name, field in fields.items()
-        if _is_table(field) and field.annotation is not None
+        if _is_table(field)
     ]
     top = _table({name: field for name, field in plain.items() if name != "vars"})
-    return HEAD.format(example=EXAMPLE, top=top) + "".join(sections) + JUDGE + _rules()
+    return (
+        HEAD.format(example=EXAMPLE, top=top)
+        + "".join(sections)
+        + JUDGE
+        + _section("[scoring.rules]", ScoringRule)
+    )
 
 
-def _rules() -> str:
-    """A table that may stand in the file several times."""
-    keys = _table(ScoringRule.model_fields)
-    return f"\n## `[[scoring.rules]]`\n\n{_sentence(ScoringRule)}\n\n{keys}"
+def _section(name: str, table: Any) -> str:
+    return f"\n## `[{name}]`\n\n{_sentence(table)}\n\n{_table(table.model_fields)}"
 
 
 def _table(fields: dict[str, FieldInfo]) -> str:

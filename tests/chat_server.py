@@ -1,13 +1,17 @@
 """A small server that speaks OpenAI's API over real HTTP: no model, but honest in everything else.
 
-Its answer says what it was asked. Tokens are words, so that a test can count along.
+Its answer says what it was asked. Tokens are words, so that a test can count along. As a program
+(``python -m tests.chat_server --port N``) it can also be made to die, to hang and to load slowly.
 """
 
 from __future__ import annotations
 
+import argparse
 import base64
 import io
 import json
+import os
+import signal
 import socket
 import threading
 import time
@@ -15,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 from PIL import Image
@@ -43,7 +48,8 @@ class ChatServer:
     """``before`` sees each prompt's text and body first; it may raise, or return what to say.
 
     A prompt that is too long is refused in llama.cpp's way, its tokens counted; without ``counts`` in
-    vLLM's, which has ``/tokenize`` for that. ``answered`` counts the prompts that got an answer; ``most`` is how many were in here at once.
+    vLLM's, which has ``/tokenize`` for that. ``model`` is what its list of models tells besides the
+    name. ``answered`` counts the prompts that got an answer; ``most`` is how many were in here at once.
     """
 
     def __init__(
@@ -55,9 +61,12 @@ class ChatServer:
         context: int = 4096,
         key: str | None = None,
         counts: bool = True,
+        ready_at: float = 0.0,
+        model: dict[str, Any] | None = None,
     ) -> None:
         self.before, self.latency_s, self.context, self.key = before, latency_s, context, key
-        self.counts = counts
+        self.counts, self.ready_at = counts, ready_at
+        self.model = {"max_model_len": context} if model is None else model
         self.bodies: list[dict[str, Any]] = []
         self.answered: Counter[str] = Counter()
         self.inside = self.most = 0
@@ -203,8 +212,9 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
         def _models(self) -> dict[str, Any]:
             if self.path != "/v1/models":
                 raise Refused(404, {"detail": "Not Found"})
-            model = {"id": MODEL, "owned_by": "tests", "max_model_len": server.context}
-            return {"object": "list", "data": [model]}
+            if time.monotonic() < server.ready_at:
+                raise Refused(503, error("Loading model", "unavailable_error", code=503))
+            return {"object": "list", "data": [{"id": MODEL, "owned_by": "tests", **server.model}]}
 
         def _completions(self, sent: bytes) -> dict[str, Any]:
             if self.path == "/tokenize" and not server.counts:
@@ -260,3 +270,31 @@ def _said(words: list[str], body: dict[str, Any], is_chat: bool) -> dict[str, An
             "text_offset": list(range(len(words))),
         }
     return said
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--latency-s", type=float, default=0.0)
+    parser.add_argument("--loads-s", type=float, default=0.0, help="it answers 503 so long")
+    parser.add_argument("--dies-of", metavar="WORD", help="a prompt that holds it ends it")
+    parser.add_argument("--hangs-once", type=Path, metavar="FILE", help="if FILE is not there yet")
+    args = parser.parse_args()
+    hangs = args.hangs_once is not None and not args.hangs_once.exists()
+    if hangs:
+        args.hangs_once.touch()
+
+    def before(text: str, body: dict[str, Any]) -> None:
+        if args.dies_of in text.split():
+            os._exit(3)
+        if hangs and server.answered.total() >= 10:
+            time.sleep(3600)
+
+    ready_at = time.monotonic() + args.loads_s
+    server = ChatServer(before, port=args.port, latency_s=args.latency_s, ready_at=ready_at)
+    print(f"serving at {server.url}", flush=True)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main()

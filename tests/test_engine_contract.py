@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -17,7 +18,19 @@ from batchkit.types import Completion, Request, Row
 from tests.chat_server import MODEL, ChatServer, serving
 from tests.conftest import SMALL
 
-KINDS = ["dry-run", "vllm", "openai-server", "vllm in a process of its own"]
+ROOT = Path(__file__).parents[1]
+
+KINDS = [
+    "dry-run",
+    "vllm",
+    "openai-server",
+    "vllm in a process of its own",
+    "openai-server of the run's own",
+]
+
+OWN_SERVER = {
+    "command": f"{sys.executable} -P {ROOT}/tests/chat_server.py --port {{port}} --latency-s 0.01"
+}
 
 
 def request(index: int, text: str = "tell me about tea", **sampling: Any) -> Request:
@@ -57,8 +70,8 @@ def _job(kind: str, model: Any, server: ChatServer, folder: Path) -> JobConfig:
         "dry-run": {"options": {"latency_s": 0.01, "max_num_seqs": 16}},
         "openai-server": {
             "model": MODEL,
-            "base_url": server.url,
             "options": {"max_num_seqs": 16},
+            **({"base_url": server.url} if kind == "openai-server" else {"server": OWN_SERVER}),
         },
         "vllm": {"model": str(model), "options": SMALL, "in_process": kind == "vllm"},
     }

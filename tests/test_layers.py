@@ -24,6 +24,7 @@ LAYERS: list[set[str]] = [  # from the bottom; a folder counts as one
         "rowhash",
         "faults",
         "shard",
+        "server_command",
     },
     {
         "sources",
@@ -76,6 +77,7 @@ LAYERS: list[set[str]] = [  # from the bottom; a folder counts as one
 WITHIN_A_LAYER = {
     ("job_file", "config"): "a job file becomes the tables of config",
     ("config", "shard"): "a key of the input that is checked as the job is read",
+    ("config", "server_command"): "a key of the engine that is checked as the job is read",
     ("job_file", "job_problems"): "what is wrong with it is told in words",
     ("job_problems", "config"): "the words come from the tables",
     ("prompts", "media"): "rendering a row loads its images",

@@ -207,7 +207,8 @@ def test_a_mistyped_parameter_is_refused_before_it_is_passed_over() -> None:
     ("options", "message"),
     [
         ({"max_num_seqs": 0}, "engine.options.max_num_seqs: found 0, expected a whole number"),
-        ({"max_model_len": 5}, "engine.options.max_model_len: unknown"),
+        ({"max_model_length": 5}, "engine.options.max_model_length: unknown"),
+        ({"max_model_len": 0}, "engine.options.max_model_len: found 0, expected a whole number"),
         ({"extra_body": {"stream": True}}, "engine.options.extra_body.stream: set by batchkit"),
         ({"drop": "n"}, "engine.options.drop: found 'n', expected a list"),
     ],
@@ -274,15 +275,24 @@ def test_a_prompt_that_is_too_long_is_told_by_its_code(refusal: dict[str, Any]) 
     assert isinstance(done.error, PromptTooLongError)
 
 
-@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize(
+    ("server_tells", "options"),
+    [
+        ({"counts": True}, {}),
+        ({"counts": False}, {}),
+        ({"counts": False, "model": {"meta": {"n_ctx": 100}}}, {}),
+        ({"counts": False, "model": {}}, {"max_model_len": 100}),
+    ],
+)
 def test_a_prompt_that_is_too_long_is_cut_where_the_server_counts_it(
-    counts: bool, tmp_path: Path
+    server_tells: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    with serving(context=100, counts=counts) as server:
+    with serving(context=100, **server_tells) as server:
         made = make_job(
             table(
                 server,
                 tmp_path,
+                engine={"options": options},
                 prompt={"user": "Read: {{ text }} And now?"},
                 retry={"on_too_long": "truncate-middle"},
                 sampling={"max_tokens": 40},

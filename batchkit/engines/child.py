@@ -8,7 +8,6 @@ longer than the run, and leave SIGINT and SIGTERM to it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import os
@@ -26,6 +25,7 @@ from multiprocessing.connection import Connection
 from batchkit.config import JobConfig
 from batchkit.engines import load_engine, preload_engine
 from batchkit.engines.base import BURST_GAP_S, Engine
+from batchkit.engines.guard import die_with_parent
 from batchkit.engines.launcher import send_number
 from batchkit.engines.messages import Died, Done, NotStarted, Ready, Refused, Turn
 from batchkit.errors import JobError
@@ -35,14 +35,13 @@ from batchkit.types import Request
 HEARTBEAT_S = 0.5
 POLL_S = 0.02  # what comes in meanwhile is taken in that much later
 BURST_S = 0.05  # an idle engine takes in no burst longer than this before it begins
-_PR_SET_PDEATHSIG = 1
 
 Inbox = queue.SimpleQueue[tuple[int, Request] | None]
 
 
 def main() -> None:
     kind, control = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
-    _die_with_parent()
+    die_with_parent()
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)  # the parent decides when it is over
     faulthandler.enable()
@@ -75,7 +74,7 @@ def _wait_for_all(pid: int) -> int:
 
 
 def _serve_as_fork(fd: int) -> int:
-    _die_with_parent()
+    die_with_parent()
     try:
         _serve_one(Connection(fd))
     except BaseException:
@@ -159,14 +158,6 @@ def _receive(connection: Connection, inbox: Inbox) -> None:
         traceback.print_exc()
     finally:
         os._exit(1)  # without this thread, requests would be lost while signs of life go on
-
-
-def _die_with_parent() -> None:
-    """Linux only; elsewhere the closed socket does it, a step later."""
-    try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    except (OSError, AttributeError):
-        return
 
 
 if __name__ == "__main__":

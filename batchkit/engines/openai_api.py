@@ -200,6 +200,13 @@ def too_long(refusal: Refusal, max_model_len: int | None) -> PromptTooLongError:
     return error
 
 
+def max_model_len(model: Mapping[str, Any]) -> int | None:
+    """A request's context, where the list of models tells it: vLLM's way, or llama.cpp's of a slot."""
+    meta = model.get("meta")
+    told = model.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, Mapping) else None)
+    return told if isinstance(told, int) else None
+
+
 def retry_after_s(value: str | None) -> float | None:
     """The header's seconds, whether it counts them or names a date (RFC 9110, 10.2.3)."""
     if not value:

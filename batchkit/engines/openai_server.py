@@ -1,5 +1,7 @@
 """A server that speaks OpenAI's API: OpenAI's own, ``vllm serve``, llama.cpp's ``llama-server``.
 
+It runs already, at ``engine.base_url``, or is started for the run (``own_server.py``).
+
 The server batches; here requests are kept on their way to it, and what can go wrong on it is one of
 three:
 
@@ -12,8 +14,12 @@ three:
 A 500, a broken connection and an answer that is none may be either. The row is tried again a few
 times, and fails with ``server`` if others, or a request of one word, are answered meanwhile.
 
-Options: ``max_num_seqs`` (requests at a time), ``give_up_s``, ``extra_body`` (fields laid over every
-request's body), ``drop`` (names left out of it).
+A server of our own that ends, or is given up, is an engine that died: EngineDied. So the supervisor
+starts another, and finds the row that it dies of.
+
+Options: ``max_num_seqs`` (requests at a time), ``give_up_s``, ``max_model_len`` (a request's context,
+where the server does not tell), ``extra_body`` (fields laid over every request's body), ``drop`` (names
+left out of it).
 """
 
 from __future__ import annotations
@@ -27,8 +33,9 @@ from typing import Any, NamedTuple
 from batchkit.config import JobConfig
 from batchkit.engines import openai_api as api
 from batchkit.engines.base import EngineLoad, RenderedPrompt
+from batchkit.engines.own_server import OwnServer
 from batchkit.engines.pace import Pace, pause_s
-from batchkit.engines.remote import Fault, Remote, TurnedAway
+from batchkit.engines.remote import Remote, ServerFault, TurnedAway
 from batchkit.errors import (
     EngineError,
     JobError,
@@ -37,6 +44,8 @@ from batchkit.errors import (
     RowTimeoutError,
     ServerError,
 )
+from batchkit.faults import EngineDied, Fault
+from batchkit.server_command import llama_server
 from batchkit.types import Completion, Request, Row
 
 MOST_FAULTS = 3
@@ -49,6 +58,7 @@ class Options(NamedTuple):
 
     max_num_seqs: int = 32
     give_up_s: float = 300.0
+    max_model_len: int | None = None
     extra_body: Mapping[str, Any] = {}
     drop: Sequence[str] = ()
 
@@ -61,17 +71,21 @@ class OpenAIServerEngine:
     answered before it.
 
     Raises:
-        JobError: an option or a sampling parameter can't be right.
+        JobError: an option or a sampling parameter can't be right, or there is no such program.
         EngineError: the server does not answer, or refuses the key.
+        StartFailed: the run's own server did not come up.
     """
 
     def __init__(self, job: JobConfig) -> None:
         self._options = options_of(job)
         self._row_timeout_s = job.run.row_timeout_s
+        self._own = _own_server(job, self._options, self.limits)
         self._remote = Remote(
             job,
+            self._own.base_url if self._own else job.engine.base_url or "",
             extra_body=self._options.extra_body,
             drop=self._options.drop,
+            max_model_len=self._options.max_model_len,
         )
         self._pace = Pace(self._options.max_num_seqs)
         self._in_flight = 0
@@ -84,7 +98,9 @@ class OpenAIServerEngine:
         self._thread = threading.Thread(target=self._run, name="openai-server", daemon=True)
         self._thread.start()
         try:
-            asyncio.run_coroutine_threadsafe(self._remote.reach(), self._loop).result()
+            if self._own is not None:
+                self._own.start()
+            asyncio.run_coroutine_threadsafe(self._reach(), self._loop).result()
         except BaseException:
             self.close()
             raise
@@ -101,7 +117,8 @@ class OpenAIServerEngine:
     def versions(self) -> Mapping[str, str]:
         owners = {str(model["owned_by"]) for model in self._remote.models if "owned_by" in model}
         told = {"owned_by": owners.pop()} if len(owners) == 1 else {}
-        return {"server": self._remote.base_url, **told}
+        where = self._own.command if self._own else self._remote.base_url
+        return {"server": where, **told}
 
     def submit(self, request: Request) -> None:
         self._in_flight += 1
@@ -129,6 +146,8 @@ class OpenAIServerEngine:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join(_CLOSE_S)
+        if self._own is not None:
+            self._own.stop()
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
@@ -142,6 +161,17 @@ class OpenAIServerEngine:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await self._remote.close()
+
+    async def _reach(self) -> None:
+        """See that the server is there, and stays there where it is ours."""
+        if self._own is not None:
+            await self._own.come_up(self._remote.is_ready)
+            self._tasks.add(self._loop.create_task(self._watch_over(self._own)))
+        else:
+            await self._remote.reach()
+
+    async def _watch_over(self, own: OwnServer) -> None:
+        self._end(EngineDied(await own.death()))
 
     def _begin(self, request: Request) -> None:
         if self._ended is None:
@@ -181,7 +211,7 @@ class OpenAIServerEngine:
                 self._pace.turned_away(
                     sent_at, is_down=away.is_down, retry_after_s=away.retry_after_s
                 )
-            except (Fault, RowTimeoutError) as error:
+            except (ServerFault, RowTimeoutError) as error:
                 problem = error
                 self._pace.is_troubled()
             finally:
@@ -189,7 +219,7 @@ class OpenAIServerEngine:
             self._lose_patience(problem)
             if isinstance(problem, RowTimeoutError):
                 raise problem
-            if isinstance(problem, Fault):
+            if isinstance(problem, ServerFault):
                 answers = answers if tries else self._answers
                 faults, tries = faults + problem.weight, tries + 1
                 others_fare_better = self._answers > answers
@@ -222,7 +252,7 @@ class OpenAIServerEngine:
         )
         try:
             await self._ask(word)
-        except (RowTimeoutError, TurnedAway, Fault):
+        except (RowTimeoutError, TurnedAway, ServerFault):
             return False
         except RowError:
             pass
@@ -238,10 +268,15 @@ class OpenAIServerEngine:
         if self._pace.running:
             limit_s = max(limit_s, self._row_timeout_s)
         if since is not None and self._loop.time() - since >= limit_s:
+            told = (
+                f"no row answered for {self._loop.time() - since:.0f} s (engine.options.give_up_s ="
+                f" {self._options.give_up_s:g}); last: {problem}"
+            )
+            if self._own is not None:
+                raise EngineDied(Fault("stall", "stall", told))
             raise EngineError(
-                f"{self._remote.base_url}: no row answered for {self._loop.time() - since:.0f} s"
-                f" (engine.options.give_up_s = {self._options.give_up_s:g}); last: {problem}. Every"
-                " finished row is on disk: see to the server, then run the same command again"
+                f"{self._remote.base_url}: {told}. Every finished row is on disk: see to the server,"
+                " then run the same command again"
             )
 
 
@@ -291,9 +326,27 @@ def options_of(job: JobConfig) -> Options:
         api.check_names(job.sampling.params())
     except RequestError as error:
         problems.append(str(error))
+    server = job.engine.server
+    if server is not None and server.command is None and "max_model_len" not in found:
+        problems.append(
+            "engine.options.max_model_len is missing: llama-server is started with room for"
+            " max_num_seqs requests of so many tokens each, prompt and answer together"
+        )
     if problems:
         raise JobError("\n".join(problems))
     return Options(**found)
+
+
+def _own_server(job: JobConfig, options: Options, limits: Mapping[str, Any]) -> OwnServer | None:
+    table = job.engine.server
+    if table is None:
+        return None
+    command = table.command or llama_server(
+        job.engine.model,
+        max_model_len=options.max_model_len or 0,  # checked: it is given
+        max_num_seqs=options.max_num_seqs,
+    )
+    return OwnServer(job, table, command, limits)
 
 
 class _Check(NamedTuple):
@@ -303,6 +356,7 @@ class _Check(NamedTuple):
 
 _CHECKS = {
     "max_num_seqs": _Check(lambda v: type(v) is int and v >= 1, "a whole number ≥ 1"),
+    "max_model_len": _Check(lambda v: type(v) is int and v >= 1, "a whole number ≥ 1"),
     "give_up_s": _Check(lambda v: type(v) in (int, float) and v >= 0, "a number ≥ 0"),
     "extra_body": _Check(lambda v: isinstance(v, Mapping), "a table"),
     "drop": _Check(

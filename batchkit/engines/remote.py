@@ -35,7 +35,7 @@ class TurnedAway(Exception):
         self.retry_after_s = retry_after_s
 
 
-class Fault(Exception):
+class ServerFault(Exception):
     """The server failed over the request; ``weight`` says how much of that is the request's doing."""
 
     def __init__(self, told: str, weight: float = 1.0) -> None:
@@ -44,7 +44,8 @@ class Fault(Exception):
 
 
 class Remote:
-    """The job's server. ``extra_body`` is laid over every body, ``drop`` is left out of it.
+    """The server at ``base_url``. ``extra_body`` is laid over every body, ``drop`` is left out of it.
+    ``max_model_len`` counts where it does not tell its own.
 
     Belongs to one event loop, once it is made.
 
@@ -55,21 +56,25 @@ class Remote:
     def __init__(
         self,
         job: JobConfig,
+        base_url: str,
         *,
         extra_body: Mapping[str, Any],
         drop: Sequence[str],
+        max_model_len: int | None = None,
     ) -> None:
         import httpx
 
         engine = job.engine
-        self.base_url = (engine.base_url or "").rstrip("/")
+        self.base_url = base_url.rstrip("/")
         self.models: list[Mapping[str, Any]] = []
         self._model, self._key_name = engine.model, engine.api_key_env
         self._chat_template_kwargs = job.prompt.chat_template_kwargs
         self._extra_body, self._drop = extra_body, drop
+        self._asked_max_model_len = max_model_len
         self._timeout_s = job.run.row_timeout_s
         self._counts = job.retry.on_too_long != "fail"
         self._key = _key(engine.api_key_env)
+        self._may_be_far = engine.server is None  # no proxy stands before a server of our own
         self._idle: list[httpx.AsyncClient] = []
         try:
             self._certificates = httpx.create_ssl_context()
@@ -95,9 +100,25 @@ class Remote:
         return httpx.AsyncClient(
             headers=headers,
             verify=self._certificates,
+            trust_env=self._may_be_far,
             timeout=httpx.Timeout(None, connect=_CONNECT_S),
             limits=httpx.Limits(max_connections=1, keepalive_expiry=_KEEP_ALIVE_S),
         )
+
+    async def is_ready(self, path: str) -> bool:
+        """Whether a server that is starting is well at ``path``, if it knows that, and lists its models.
+
+        Raises:
+            EngineError: as ``reach``.
+        """
+        url = f"{self.base_url.removesuffix('/v1')}{path}"
+        try:
+            status, _ = await self._exchange("GET", url, None, _CONNECT_S)
+            if status < 500:
+                self.models = await self._list_models()
+        except (TurnedAway, ServerFault, RowTimeoutError):
+            return False
+        return status < 500
 
     async def reach(self) -> None:
         """See that somebody is there who lets us in; one that is not yet there gets ``START_S``.
@@ -111,7 +132,7 @@ class Remote:
             try:
                 self.models = await self._list_models()
                 return
-            except (TurnedAway, Fault) as problem:
+            except (TurnedAway, ServerFault) as problem:
                 if loop.time() + _START_PAUSE_S >= deadline:
                     raise EngineError(
                         f"{self.base_url}: no answer ({problem}); start the server, or mend"
@@ -125,7 +146,7 @@ class Remote:
         Raises:
             RowError: the request's own.
             EngineError: no request fares better.
-            TurnedAway, Fault: try again.
+            TurnedAway, ServerFault: try again.
         """
         body = api.body_of(
             request,
@@ -142,14 +163,14 @@ class Remote:
             try:
                 answer = orjson.loads(received)
             except orjson.JSONDecodeError as error:
-                raise Fault(f"{url}: the answer is no JSON: {error}") from None
+                raise ServerFault(f"{url}: the answer is no JSON: {error}") from None
             completion = api.completion_of(request, answer, loop.time() - began)
             if completion is not None:
                 return completion
             told = api.status_in(answer)
             if told is None:
                 shape = received[:200].decode("utf-8", "replace")
-                raise Fault(f"{url}: the answer has no shape of OpenAI's: {shape}")
+                raise ServerFault(f"{url}: the answer has no shape of OpenAI's: {shape}")
             status = told
             self._check(status, received, url, {})
         refusal = api.refusal_of(status, received)
@@ -159,7 +180,7 @@ class Remote:
             raise api.too_long(await self._counted(refusal, request), self._max_model_len)
         if status < 500 or status == 501:
             raise RequestError(f"the server answered {refusal}")
-        raise Fault(f"the server answered {refusal}")
+        raise ServerFault(f"the server answered {refusal}")
 
     async def _counted(self, refusal: api.Refusal, request: Request) -> api.Refusal:
         """With the prompt's tokens, where a cut needs them.
@@ -177,7 +198,7 @@ class Remote:
         try:
             status, received = await self._exchange("POST", url, content, self._timeout_s)
             count = orjson.loads(received)["count"] if status == 200 else None
-        except (RowTimeoutError, Fault, orjson.JSONDecodeError, KeyError, TypeError):
+        except (RowTimeoutError, ServerFault, orjson.JSONDecodeError, KeyError, TypeError):
             count = None
         return refusal._replace(prompt_tokens=count if isinstance(count, int) else None)
 
@@ -223,7 +244,7 @@ class Remote:
             raise TurnedAway(_told(error), is_down=True) from error
         except httpx.HTTPError as error:
             # Half: it may as well be the server that went away.
-            raise Fault(f"the connection broke: {_told(error)}", weight=0.5) from error
+            raise ServerFault(f"the connection broke: {_told(error)}", weight=0.5) from error
         finally:
             self._idle.append(connection)
         status, received = response.status_code, response.content
@@ -260,7 +281,7 @@ class Remote:
     async def _without_model(self, refusal: api.Refusal) -> str:
         try:
             self.models = await self._list_models()
-        except (TurnedAway, Fault, EngineError):
+        except (TurnedAway, ServerFault, EngineError):
             pass  # what it listed at the start will do
         names = ", ".join(str(model.get("id")) for model in self.models[:20]) or "nothing"
         return (
@@ -270,12 +291,12 @@ class Remote:
 
     @property
     def _max_model_len(self) -> int | None:
-        """As ``vllm serve`` tells it of the model."""
+        """As ``vllm serve`` and ``llama-server`` tell it of the model, else as the job says."""
         for model in self.models:
-            length = model.get("max_model_len")
-            if model.get("id") == self._model and isinstance(length, int):
-                return length
-        return None
+            told = api.max_model_len(model)
+            if told is not None and (model.get("id") == self._model or len(self.models) == 1):
+                return told
+        return self._asked_max_model_len
 
 
 def _key(name: str) -> str:
