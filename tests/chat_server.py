@@ -69,7 +69,7 @@ class ChatServer:
         self.model = {"max_model_len": context} if model is None else model
         self.bodies: list[dict[str, Any]] = []
         self.answered: Counter[str] = Counter()
-        self.inside = self.most = 0
+        self.inside = self.most = self.connections = 0
         self.lock = threading.Lock()  # each request has a thread of its own
         self._sockets: set[socket.socket] = set()
         self._http = _Http(("127.0.0.1", port), _handler(self))
@@ -164,6 +164,7 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
             super().setup()
             self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             server._sockets.add(self.connection)
+            server.connections += 1
 
         def finish(self) -> None:
             server._sockets.discard(self.connection)

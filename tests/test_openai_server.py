@@ -374,6 +374,25 @@ def test_retry_after_is_respected_by_all_rows() -> None:
     assert 1 <= arrivals[1] - arrivals[0] < 2
 
 
+def test_a_server_that_is_too_slow_for_so_many_gets_fewer_at_a_time() -> None:
+    def before(text: str, body: dict[str, Any]) -> None:
+        if server.inside > 4:
+            time.sleep(1)
+
+    options = {"max_num_seqs": 16}
+    with serving(before) as server, opened(server, options, run={"row_timeout_s": 0.4}) as engine:
+        done = ask(engine, map(request, range(80)), within_s=60)
+    late = [c for c in done if isinstance(c.error, RowTimeoutError)]
+    assert 0 < len(late) < 50
+    assert sum(c.error is None for c in done) == 80 - len(late)
+
+
+def test_connections_are_used_again() -> None:
+    with serving() as server, opened(server, {"max_num_seqs": 4}) as engine:
+        ask(engine, map(request, range(100)))
+        assert server.connections <= 4
+
+
 def test_retry_after_may_be_a_date() -> None:
     assert retry_after_s("3") == 3
     assert retry_after_s("nonsense") is retry_after_s(None) is None

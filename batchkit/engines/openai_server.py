@@ -211,7 +211,10 @@ class OpenAIServerEngine:
                 self._pace.turned_away(
                     sent_at, is_down=away.is_down, retry_after_s=away.retry_after_s
                 )
-            except (ServerFault, RowTimeoutError) as error:
+            except RowTimeoutError as error:
+                problem = error
+                self._pace.timed_out(sent_at)
+            except ServerFault as error:
                 problem = error
                 self._pace.is_troubled()
             finally:

@@ -20,15 +20,16 @@ def pause_s(tries: int) -> float:
 
 
 class Pace:
-    """At most ``most`` at a time: half of it whenever the server says that it is busy, one by one
-    while it can't be reached, a little more with each answer. Belongs to one event loop."""
+    """At most ``most`` at a time: half of it whenever the server says that it is busy or lets a request
+    wait too long, one by one while it can't be reached, a little more with each answer. Belongs to one
+    event loop."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._limit = float(most)
         self._line: deque[asyncio.Future[None]] = deque()
         self._pause: asyncio.TimerHandle | None = None
-        self._paused_at = float("-inf")
+        self._slowed_at = float("-inf")
         self._pauses = 0
         self._is_down = False
         self.running = 0
@@ -69,20 +70,35 @@ class Pace:
         """A request sent at ``sent_at`` was not taken in: nothing is sent for a while, which the
         server may name.
 
-        Of those that were sent before the last pause began, only the first says something new.
+        Of those that were sent before, only the first says something new.
         """
         self.is_troubled()
-        if sent_at >= self._paused_at:
+        if self._is_news(sent_at):
             self._pauses += 1
             self._is_down = self._is_down or is_down
             if not is_down:
-                self._limit = max(1.0, self._limit / 2)
+                self._halve()
             if retry_after_s is None:
                 self._hold(pause_s(self._pauses))
-            self._paused_at = asyncio.get_running_loop().time()
         if retry_after_s is not None:
             wait_s = min(max(retry_after_s, LEAST_RETRY_AFTER_S), LONGEST_RETRY_AFTER_S)
             self._hold(wait_s * random.uniform(1.0, 1.1))
+
+    def timed_out(self, sent_at: float) -> None:
+        """A request sent at ``sent_at`` waited too long: most likely there are too many at a time."""
+        self.is_troubled()
+        if self._is_news(sent_at):
+            self._halve()
+
+    def _is_news(self, sent_at: float) -> bool:
+        """Whether the request was sent since it was last slowed down; if so, that is now."""
+        if sent_at < self._slowed_at:
+            return False
+        self._slowed_at = asyncio.get_running_loop().time()
+        return True
+
+    def _halve(self) -> None:
+        self._limit = max(1.0, self._limit / 2)
 
     def _hold(self, wait_s: float) -> None:
         loop = asyncio.get_running_loop()
