@@ -1,0 +1,113 @@
+"""A real vLLM server that the run starts: images and shapes over HTTP, and a death in the middle."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import tomlkit
+from PIL import Image
+
+from tests.conftest import SMALL, batchkit, write_jsonl
+
+ROWS = 120
+CHOICES = ["yes", "no", "the picture has no colour"]
+
+
+def _command(model: Path) -> str:
+    """The CPU build has no ``vllm serve``; this is what that calls."""
+    options = [
+        word
+        for name, value in SMALL.items()
+        for word in (f"--{name.replace('_', '-')}", value if isinstance(value, str) else json.dumps(value))
+        if name != "enforce_eager"
+    ]  # fmt: skip
+    module = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    return shlex.join([sys.executable, *module, "--enforce-eager", *options, "--port", "{port}"])
+
+
+def _write(folder: Path, model: Path) -> None:
+    """Each row has an image, and every fourth must choose."""
+    rows: list[dict[str, Any]] = []
+    for n in range(ROWS):
+        row: dict[str, Any] = {"id": f"q{n}", "text": f"tell me about number {n}", "params": {}}
+        Image.effect_noise((96, 64), n + 1).convert("RGB").save(folder / f"q{n}.png")
+        if n % 4 == 0:
+            row["params"] = {"structured_outputs": {"choice": CHOICES}}
+        rows.append(row)
+    write_jsonl(folder / "rows.jsonl", rows)
+    job = {
+        "name": "a",
+        "input": {"path": "rows.jsonl", "id": "id"},
+        "prompt": {"user": "{{ text }}", "images": ["{{ id }}.png"]},
+        "media": {"root": "."},
+        "engine": {
+            "kind": "openai-server",
+            "model": str(model),
+            "server": {"command": _command(model)},
+            "options": {"max_num_seqs": 16},
+        },
+        "sampling": {"max_tokens": 64, "sampling_column": "params"},
+    }
+    (folder / "job.toml").write_text(tomlkit.dumps(job))
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "results.jsonl").read_text().splitlines()
+    return sorted(map(json.loads, lines), key=lambda record: record["index"])
+
+
+def _kill_server(run: subprocess.Popen[str]) -> list[psutil.Process]:
+    """What the server had started; the server itself is gone at once."""
+    for process in psutil.Process(run.pid).children(recursive=True):
+        if "api_server" in " ".join(process.cmdline()) and "guard.py" not in str(process.cmdline()):
+            children = process.children(recursive=True)
+            process.kill()
+            return children
+    raise AssertionError("no server")
+
+
+def test_a_server_killed_in_the_middle_is_replaced_and_all_answer_as_the_engine_does(
+    demo_model: Path, tmp_path: Path
+) -> None:
+    _write(tmp_path, demo_model)
+    folder = tmp_path / "output" / "a"
+    log = folder / "results.jsonl"
+    run = subprocess.Popen(
+        [sys.executable, "-m", "batchkit", "run", "job.toml"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while run.poll() is None and not (log.exists() and log.read_bytes().count(b"\n") >= 16):
+        time.sleep(0.01)
+    assert run.returncode is None
+    left = _kill_server(run)
+    _, err = run.communicate(timeout=240)
+    assert run.returncode == 0, err
+    assert left
+    assert not any(process.is_running() for process in left)
+    found = _records(folder)
+    assert [r["index"] for r in found] == list(range(ROWS))
+    assert {r["status"] for r in found} == {"ok"}
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["starts"][0]["engine"]["owned_by"] == "vllm"
+    assert manifest["starts"][0]["engine_restarts"] >= 1
+
+    here = {"kind": "vllm", "model": str(demo_model), "options": SMALL}
+    job = tomlkit.parse((tmp_path / "job.toml").read_text()) | {"name": "b", "engine": here}
+    (tmp_path / "job.toml").write_text(tomlkit.dumps(job))
+    ran = batchkit("run", "job.toml", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    expected = _records(folder.with_name("b"))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine["text"], mine["usage"]) == (theirs["text"], theirs["usage"])
+        assert mine["finish_reason"] == theirs["finish_reason"]
+        assert mine["text"] in CHOICES or mine["index"] % 4
