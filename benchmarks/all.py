@@ -39,6 +39,7 @@ SCRIPTS = [
     "window",
     "restarts",
     "workers",
+    "llama_slots",
 ]
 NEEDS = {"ray_data": "ray", "workers": "ray"}
 

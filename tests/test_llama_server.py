@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -18,17 +17,10 @@ import pytest
 import tomlkit
 
 from tests.conftest import batchkit, write_jsonl
-from tests.gguf_model import write_gguf
+from tests.llama_cpp import NONE_FOUND, llama_server, write_gguf
 
-LLAMA_SERVER = (
-    os.environ.get("LLAMA_SERVER")
-    or shutil.which("llama-server")
-    or shutil.which("llama-server", path=Path(sys.executable).parent)
-)
-pytestmark = pytest.mark.skipif(
-    LLAMA_SERVER is None,
-    reason="no llama-server: none on PATH or beside Python, and LLAMA_SERVER names none",
-)
+LLAMA_SERVER = llama_server()
+pytestmark = pytest.mark.skipif(LLAMA_SERVER is None, reason=NONE_FOUND)
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,16 @@
-"""A model as llama.cpp reads it, made of a folder with a Qwen2: weights, tokenizer, chat template.
+"""What a test or a benchmark with llama.cpp needs: its server, and a model as it reads it.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, as much of it as that takes.
+The model is made of a folder with a Qwen2: weights, tokenizer, chat template. The format is
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, as much of it as that takes.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import struct
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,17 @@ LAYER = {
     "mlp.down_proj": "ffn_down",
 }
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+NONE_FOUND = "no llama-server: none on PATH or beside Python, and LLAMA_SERVER names none"
+
+
+def llama_server() -> str | None:
+    """The program's path, if there is one."""
+    return (
+        os.environ.get("LLAMA_SERVER")
+        or shutil.which("llama-server")
+        or shutil.which("llama-server", path=Path(sys.executable).parent)
+    )
 
 
 def write_gguf(folder: Path, path: Path) -> Path:
