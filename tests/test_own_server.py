@@ -247,19 +247,16 @@ def test_a_port_that_is_never_opened_is_told_after_the_time_limit(tmp_path: Path
     assert "\n  thinking" in told
 
 
-def test_a_server_that_ran_out_of_memory_at_load_is_started_smaller(tmp_path: Path) -> None:
-    code = (
-        "import os, sys; tried = sys.argv[1]\n"
-        "if not os.path.exists(tried): open(tried, 'w'); sys.exit('cudaMalloc failed: out of memory')\n"
-        f"os.execv({sys.executable!r}, [{sys.executable!r}, '-m', 'tests.chat_server', *sys.argv[2:]])"
-    )
-    command = shlex.join([sys.executable, "-c", code, str(tmp_path / "tried"), "--port", "{port}"])
-    folder = write(tmp_path, 20, command, engine={"options": {"max_num_seqs": 8}})
+def test_a_command_of_the_jobs_own_that_runs_out_of_memory_is_not_tried_again(
+    tmp_path: Path,
+) -> None:
+    """batchkit can't make it smaller."""
+    code = "import sys; print('starting'); sys.exit('cudaMalloc failed: out of memory')"
+    folder = write(tmp_path, 20, shlex.join([sys.executable, "-c", code, "{port}"]))
     ran = batchkit("run", "job.toml", cwd=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    assert "out of memory at load" in ran.stderr
-    assert "next try with max_num_seqs = 4" in ran.stderr
-    assert len(records(folder)) == 20
+    assert ran.returncode == 1
+    assert "\n  cudaMalloc failed: out of memory" in ran.stderr
+    assert (folder / "engine.log").read_text().count("starting") == 1
 
 
 # --- a server that runs

@@ -38,7 +38,12 @@ def main() -> None:
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)  # the run decides when it is over
     threading.Thread(target=_end_with_run, args=(control, server.pid), daemon=True).start()
-    os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)  # not reaped: the number stays its own
+    if hasattr(os, "waitid"):  # macOS has it since Python 3.13
+        os.waitid(
+            os.P_PID, server.pid, os.WEXITED | os.WNOWAIT
+        )  # not reaped: its number stays its own
+    else:
+        server.wait()
     _signal(server.pid, signal.SIGKILL)  # what it left behind
     with contextlib.suppress(OSError):
         control.send(b"%d" % server.wait())

@@ -344,7 +344,9 @@ def _own_server(job: JobConfig, options: Options, limits: Mapping[str, Any]) -> 
     table = job.engine.server
     if table is None:
         return None
-    command = table.command or llama_server(
+    if table.command is not None:
+        return OwnServer(job, table, table.command, {"max_num_seqs": 1})  # it gets no smaller
+    command = llama_server(
         job.engine.model,
         max_model_len=options.max_model_len or 0,  # checked: it is given
         max_num_seqs=options.max_num_seqs,

@@ -34,7 +34,7 @@ class OwnServer:
     """``command``'s server, at a port of its own; what it prints is appended to ``engine.log``.
 
     A process beside it (``guard.py``) ends it with the run. Not started before ``start``. ``limits``
-    are the options that decide its memory.
+    are the options that decide how much memory it claims at its start.
     """
 
     def __init__(
