@@ -159,17 +159,19 @@ class MediaTable(Table):
 
 
 class ServerTable(Table):
-    """A server of its own for `openai-server`: it starts with the run and ends with it.
+    """With `openai-server`, instead of `engine.base_url`: a server that starts and ends with the run.
 
-    Left empty where `engine.model` is a `.gguf` file, it is `llama-server` with room for
-    `engine.options.max_num_seqs` requests of `engine.options.max_model_len` tokens each.
+    The table may be empty where `engine.model` is a `.gguf` file: then it is `llama-server` with room
+    for `engine.options.max_num_seqs` requests of `max_model_len` tokens each, and as many threads as
+    `OMP_NUM_THREADS` says, or as there are cores.
     """
 
     command: str | None = Field(
         None,
-        description="What starts it, as `llama-server -m model.gguf -c 8192 -np 8 --port {port}`; no"
-        " shell reads it. `{port}` becomes a port that is free, `{host}` 127.0.0.1. It has the run's"
-        " environment, so that keys stand there.",
+        description="What starts it, as `llama-server -m model.gguf -c 32768 -np 8 --port {port}` (8"
+        " requests at a time share that context: 4096 tokens each); no shell reads it. `{port}` becomes"
+        " a port that is free, `{host}` 127.0.0.1. The server has the run's environment: keys stand"
+        " there.",
     )
     health: str = Field(
         "/health",
@@ -177,7 +179,10 @@ class ServerTable(Table):
         description="The path that answers once it is ready; a server that has none is asked for its"
         " models.",
     )
-    start_timeout_s: PositiveFloat = Field(600.0, description="By when it must be ready.")
+    start_timeout_s: PositiveFloat = Field(
+        600.0,
+        description="Seconds until it must be ready; then the run stops, with its last words.",
+    )
 
     @field_validator("command")
     @classmethod
