@@ -126,13 +126,17 @@ def with_log(fault: Fault, log: str) -> Fault:
     An engine with worker processes only hears that one of them failed; the worker's error is in the
     log. So is that of a worker that the others wait for until it is called a stall.
     """
-    is_told = not any(words in fault.message for words in _ELSEWHERE_WORDS)
-    if fault.kind == "oom" or (is_told and fault.kind != "stall"):
+    if fault.kind == "oom" or (fault.kind != "stall" and not points_elsewhere(fault.message)):
         return fault
     for line in reversed(log.splitlines()):
         if tells_of_memory(line):
             return Fault("oom", fault.type, " ".join(line.split())[:_LONGEST_MESSAGE])
     return fault
+
+
+def points_elsewhere(text: str) -> bool:
+    """Whether it only says that the cause was told before."""
+    return any(words in text for words in _ELSEWHERE_WORDS)
 
 
 def tells_of_memory(text: str) -> bool:

@@ -20,6 +20,7 @@ import tomlkit
 
 from batchkit.engines import open_engine, open_preflight
 from batchkit.errors import EngineError, JobError
+from batchkit.faults import StartFailed
 from batchkit.job_file import make_job
 from batchkit.manifest import differences, identity
 from batchkit.server_command import llama_server, what_decides_answers
@@ -235,6 +236,20 @@ def test_a_server_that_exits_at_once_is_told_with_its_last_words(tmp_path: Path)
     assert "it ended before it was ready (exit code 5" in told
     assert "\n  unknown model tiny" in told
     assert str(tmp_path / "output" / "a" / "engine.log") in told
+
+
+def test_the_cause_is_the_last_error_that_tells_one(tmp_path: Path) -> None:
+    lines = [
+        "WARNING: failed to raise a limit",
+        "RuntimeError: device-side assert",
+        "EngineDeadError: EngineCore died. See stack trace (above) for the root cause.",
+        'INFO: 127.0.0.1 - "POST /v1/chat/completions HTTP/1.1" 500 Internal Server Error',
+        "shutting down",
+    ]
+    command = shlex.join([sys.executable, "-c", f"print(*{lines}, sep='\\n')", "{port}"])
+    with pytest.raises(StartFailed) as failed:
+        open_engine(make_job(table(tmp_path, command, input={}), "test"))
+    assert str(failed.value.fault) == "exit code 0: RuntimeError: device-side assert"
 
 
 def test_a_port_that_is_never_opened_is_told_after_the_time_limit(tmp_path: Path) -> None:

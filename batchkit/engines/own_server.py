@@ -18,7 +18,7 @@ from batchkit.config import JobConfig, ServerTable
 from batchkit.engines.guard import GRACE_S
 from batchkit.engines.launcher import LOG
 from batchkit.errors import EngineError, JobError
-from batchkit.faults import Fault, StartFailed, fault_of_exit, tells_of_memory
+from batchkit.faults import Fault, StartFailed, fault_of_exit, points_elsewhere, tells_of_memory
 from batchkit.server_command import HOST, words_of
 
 _GUARD = Path(__file__).with_name("guard.py")
@@ -27,6 +27,7 @@ _STOP_S = GRACE_S + 5.0
 _LAST_LINES = 12
 _LAST_BYTES = 65536
 _LONGEST_CAUSE = 300
+_ACCESS = " HTTP/1."  # … 500 Internal Server Error, one line a request
 _ERROR = re.compile(r"error|exception|assert|fatal|failed", re.IGNORECASE)
 
 
@@ -166,5 +167,9 @@ def _free_port() -> int:
 def _cause(log: str) -> str:
     """The last line that tells of memory, else of an error: a server says much else besides."""
     lines = [" ".join(line.split()) for line in reversed(log.splitlines())]
-    errors = filter(_ERROR.search, lines)
+    errors = (
+        line
+        for line in lines
+        if _ERROR.search(line) and _ACCESS not in line and not points_elsewhere(line)
+    )
     return next(filter(tells_of_memory, lines), next(errors, ""))[:_LONGEST_CAUSE]
