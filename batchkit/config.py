@@ -203,7 +203,7 @@ class EngineTable(Table):
     model: str = Field(
         "",
         description="A folder, or a name on the Hugging Face hub; with `openai-server`, the name"
-        " that the server knows it by.",
+        " that the server knows it by, or a `.gguf` file for `[engine.server]`.",
     )
     base_url: str | None = Field(
         None,
