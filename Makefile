@@ -1,16 +1,19 @@
 # Everything from an empty clone: make quickstart. PYTHON and BUILD: see scripts/setup.sh.
 export PYTHON BUILD
 
-.PHONY: setup quickstart test check bench clean
+.PHONY: setup llama-server quickstart test check bench clean
 
 setup:
 	@scripts/setup.sh
+
+llama-server: setup
+	@scripts/llama_server.sh
 
 quickstart: setup
 	@test -f .demo-model/config.json || .venv/bin/batchkit demo-model .demo-model
 	.venv/bin/batchkit run jobs/quickstart.toml
 
-test: setup
+test: setup llama-server
 	.venv/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: setup
