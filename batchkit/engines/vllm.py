@@ -10,7 +10,6 @@ are, and the scheduler's figures can be read after each step.
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import queue
@@ -20,13 +19,13 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
 from batchkit.config import JobConfig
 from batchkit.engines.base import BURST_GAP_S, EngineLoad, RenderedPrompt
+from batchkit.engines.refusal import cause, chat_template, check_length, missing_folder, near
 from batchkit.engines.startup import explain
 from batchkit.errors import (
     JobError,
@@ -117,7 +116,7 @@ class VllmRenderer:
         self._max_model_len: int = self._model_config.max_model_len
         self._is_limited = job.retry.on_too_long == "fail"  # else a cut needs the whole count
         self._chat_params = ChatParams(
-            chat_template=_chat_template(job.engine.options),
+            chat_template=chat_template(job.engine.options),
             chat_template_kwargs={
                 "add_generation_prompt": True,
                 "continue_final_message": False,
@@ -149,8 +148,8 @@ class VllmRenderer:
         except Exception as error:
             # The model's own processor runs here, and raises whatever it likes for one odd image.
             kind = MediaError if request.media_bytes else RequestError
-            raise kind(_cause(error)) from error
-        self._check_length(request, len(prompt.get("prompt_token_ids") or ()))
+            raise kind(cause(error)) from error
+        check_length(request, len(prompt.get("prompt_token_ids") or ()), self._max_model_len)
         return _Prepared(request, prompt, params)
 
     def forget(self, images: Iterable[str]) -> None:
@@ -183,18 +182,6 @@ class VllmRenderer:
     def _counting_all(self, tokenization: Any) -> Any:
         """vLLM stops counting at its limit, which is enough to refuse a prompt but not to cut it."""
         return tokenization if self._is_limited else replace(tokenization, max_total_tokens=None)
-
-    def _check_length(self, request: Request, prompt_tokens: int) -> None:
-        """One token of an answer must fit; after a cut, the room that the cut was to make."""
-        limit = self._max_model_len
-        room = 1 if request.cut is None else request.cut.answer_tokens
-        if prompt_tokens + room <= limit:
-            return
-        told = f"the prompt has {prompt_tokens} tokens; max_model_len {limit}"
-        wanted = "an answer" if room == 1 else f"an answer of {room}"
-        error = PromptTooLongError(f"{told} leaves no room for {wanted}")
-        error.prompt_tokens, error.max_model_len = prompt_tokens, limit
-        raise error
 
 
 class VllmEngine:
@@ -305,7 +292,7 @@ class VllmEngine:
             except RowError as error:
                 self._prepared.put(Completion(request, error=error))
             except Exception as error:  # a dead thread would leave its requests waiting for ever
-                self._prepared.put(Completion(request, error=RequestError(_cause(error))))
+                self._prepared.put(Completion(request, error=RequestError(cause(error))))
             self._rendering = None
             if self._closing:
                 return
@@ -366,7 +353,7 @@ class VllmEngine:
             self._engine.abort_request([number])
             unknown = _unknown_images(error, prepared.prompt)
             if not unknown or prepared.tries > _MOST_TRIES:
-                return RequestError(_cause(error))
+                return RequestError(cause(error))
             self._queue(_Unprepared(prepared.request, unknown, prepared.tries))
             return None
         self._running[number] = _Running(prepared.request)
@@ -464,7 +451,7 @@ def sampling_params(sampling: Mapping[str, Any]) -> Any:
     known = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
     for name in sampling:
         if name not in known:
-            raise RequestError(f"sampling.{name}: vLLM has no such parameter{_near(name, known)}")
+            raise RequestError(f"sampling.{name}: vLLM has no such parameter{near(name, known)}")
     values = dict(sampling)
     if isinstance(values.get("logit_bias"), Mapping):  # JSON and TOML keys are text
         values["logit_bias"] = {_token_id(key): v for key, v in values["logit_bias"].items()}
@@ -488,7 +475,7 @@ def _check_config(job: JobConfig) -> Any:
     options = job.engine.options
     known = list(EngineArgs.__dataclass_fields__)
     problems = [
-        f"engine.options.{name}: vLLM has no such option{_near(name, known)}"
+        f"engine.options.{name}: vLLM has no such option{near(name, known)}"
         for name in options
         if name not in known and name != "chat_template"
     ]
@@ -497,17 +484,13 @@ def _check_config(job: JobConfig) -> Any:
         for name in ("model", "disable_log_stats")
         if name in options
     ]
-    for check in (lambda: sampling_params(job.sampling.params()), lambda: _chat_template(options)):
+    for check in (lambda: sampling_params(job.sampling.params()), lambda: chat_template(options)):
         try:
             check()
         except (RequestError, JobError) as error:
             problems.append(str(error))
-    model = Path(job.engine.model)
-    if not model.exists() and (model.is_absolute() or job.engine.model.startswith(".")):
-        problems.append(
-            f"engine.model: no folder {job.engine.model}; give a model's folder or its name on the"
-            " hub (the demo model is built by: batchkit demo-model PATH)"
-        )
+    if (missing := missing_folder(job.engine.model)) is not None:
+        problems.append(missing)
     if problems:
         raise JobError("\n".join(problems))
     args = {k: v for k, v in _llm_options(job).items() if k != "chat_template"}
@@ -568,17 +551,6 @@ def _limits(vllm_config: Any) -> dict[str, Any]:
     return {**limits, "gpu_memory_utilization": cache.gpu_memory_utilization}
 
 
-def _chat_template(options: Mapping[str, Any]) -> str | None:
-    """As ``vllm.LLM(chat_template=…)``: a file, or the template itself; None is the model's own."""
-    template = options.get("chat_template")
-    if template is None or any(c in template for c in "{}\n"):
-        return template
-    try:
-        return Path(template).read_text(encoding="utf-8")
-    except OSError as error:
-        raise JobError(f"engine.options.chat_template: {error}") from error
-
-
 def _lora_request(job: JobConfig) -> Any:
     if job.engine.lora is None:
         return None
@@ -598,13 +570,6 @@ def _unknown_images(error: Any, prompt: Mapping[str, Any]) -> Sequence[str]:
 def _refusal(error: Any) -> RowError:
     kind = PromptTooLongError if error.parameter in _TOO_LONG else RequestError
     return kind(str(error))
-
-
-def _cause(error: BaseException) -> str:
-    """The innermost error: the processors wrap theirs in pages of arguments."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {error}"
 
 
 def _logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[dict[str, Any]] | None:
@@ -627,11 +592,6 @@ def _logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[dict[str, Any]] |
 
 def _token_id(key: Any) -> Any:
     return int(key) if isinstance(key, str) and key.lstrip("-").isdigit() else key
-
-
-def _near(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _resident_bytes(process: psutil.Process) -> int:

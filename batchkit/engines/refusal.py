@@ -1,0 +1,66 @@
+"""What the engines that hold a model refuse, or read from the job, in the same way."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from batchkit.errors import JobError, PromptTooLongError
+from batchkit.types import Request
+
+
+def check_length(request: Request, prompt_tokens: int, max_model_len: int) -> None:
+    """One token of an answer must fit; after a cut, the room that the cut was to make.
+
+    Raises:
+        PromptTooLongError: with its numbers, by which the prompt can be cut.
+    """
+    room = 1 if request.cut is None else request.cut.answer_tokens
+    if prompt_tokens + room <= max_model_len:
+        return
+    told = f"the prompt has {prompt_tokens} tokens; max_model_len {max_model_len}"
+    wanted = "an answer" if room == 1 else f"an answer of {room}"
+    error = PromptTooLongError(f"{told} leaves no room for {wanted}")
+    error.prompt_tokens, error.max_model_len = prompt_tokens, max_model_len
+    raise error
+
+
+def missing_folder(model: str) -> str | None:
+    """What is wrong where ``model`` is written as a folder and there is none."""
+    folder = Path(model)
+    if folder.exists() or not (folder.is_absolute() or model.startswith(".")):
+        return None
+    return (
+        f"engine.model: no folder {model}; give a model's folder or its name on the hub (the demo"
+        " model is built by: batchkit demo-model PATH)"
+    )
+
+
+def chat_template(options: Mapping[str, Any]) -> str | None:
+    """As ``vllm.LLM(chat_template=…)``: a file, or the template itself; None is the model's own.
+
+    Raises:
+        JobError: the file can't be read.
+    """
+    template = options.get("chat_template")
+    if template is None or any(c in template for c in "{}\n"):
+        return template
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except OSError as error:
+        raise JobError(f"engine.options.chat_template: {error}") from error
+
+
+def cause(error: BaseException) -> str:
+    """The innermost error: the processors wrap theirs in pages of arguments."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
+
+
+def near(name: str, known: Sequence[str]) -> str:
+    """The end of a message about an unknown ``name``."""
+    found = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
