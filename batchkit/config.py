@@ -31,7 +31,7 @@ Extract = Literal["text", "regex", "json", "number", "final-answer", "code", "re
 ScorerName = Literal[
     "f1", "em", "rouge-l", "sacrebleu", "numeric", "choice", "chart", "judge", "reward"
 ]
-EngineKind = Literal["vllm", "openai-server", "dry-run"]
+EngineKind = Literal["vllm", "transformers", "openai-server", "dry-run"]
 
 
 class Table(BaseModel):
@@ -197,8 +197,9 @@ class EngineTable(Table):
 
     kind: EngineKind = Field(
         "vllm",
-        description="`openai-server` sends every row to a server that speaks OpenAI's API; `dry-run`"
-        " answers at once without a model.",
+        description="`transformers` runs the model without vLLM, in static batches: slower;"
+        " `openai-server` sends every row to a server that speaks OpenAI's API; `dry-run` answers at"
+        " once without a model.",
     )
     model: str = Field(
         "",
@@ -222,6 +223,10 @@ class EngineTable(Table):
     options: dict[str, Any] = Field(
         {},
         description="Given to `vllm.LLM` as they are; vLLM's own classes check them first. With"
+        " `transformers`: `max_num_seqs`, rows in a batch (8), halved while memory runs out;"
+        " `shrink_on_oom = false` restarts the engine instead; `dtype`, `device_map`,"
+        " `attn_implementation`, `max_model_len`, `revision`, `trust_remote_code`, `chat_template`,"
+        " `mm_processor_kwargs`. With"
         " `openai-server`: `max_num_seqs`, requests at a time (32); `give_up_s`, how long the server"
         " may be away before the run stops (300); `max_model_len`, tokens that prompt and answer of a"
         " request may have together, where the server does not tell; `extra_body`, fields laid over"
@@ -231,7 +236,9 @@ class EngineTable(Table):
         False, description="For debugging: no process of its own; a crash takes the run with it."
     )
     lora: str | None = Field(
-        None, description="Folder of a LoRA adapter, used for every row (sets `enable_lora`)."
+        None,
+        description="Folder of a LoRA adapter, used for every row (sets `enable_lora`; with"
+        " `transformers` it needs peft).",
     )
 
     @property
@@ -278,7 +285,10 @@ class EngineTable(Table):
 
 
 class SamplingTable(Table):
-    """Given to `vllm.SamplingParams` as they are: any of its names may stand here."""
+    """Given to `vllm.SamplingParams` as they are: any of its names may stand here.
+
+    `transformers` knows those that choose and end tokens, and refuses the others.
+    """
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True)
 

@@ -69,7 +69,10 @@ def _vllm(facts: Facts) -> Finding:
     found = ", ".join(f"{name} {facts.versions[name]}" for name in installed)
     if not installed:
         remedy = f"{SETUP}; or, for an NVIDIA GPU, pip install 'batchkit[vllm]'"
-        return Finding("vllm", False, "not installed (export, status and verify work)", remedy)
+        works = "export, status, verify"
+        if {"torch", "transformers"} <= facts.versions.keys():
+            works += ', and engine.kind = "transformers"'
+        return Finding("vllm", False, f"not installed (what works: {works})", remedy)
     if len(installed) == 2:
         remedy = f"they overwrite each other's files; {SETUP}"
         return Finding("vllm", False, f"both {found}", remedy)

@@ -36,6 +36,8 @@ _SPEED_ONLY = frozenset(
     [
         "max_num_seqs",
         "give_up_s",
+        "shrink_on_oom",
+        "device_map",
         "max_num_batched_tokens",
         "gpu_memory_utilization",
         "kv_cache_memory_bytes",

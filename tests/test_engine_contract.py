@@ -20,11 +20,11 @@ from tests.conftest import SMALL
 
 ROOT = Path(__file__).parents[1]
 
+IN_PROCESS = ["dry-run", "vllm", "transformers", "openai-server"]
 KINDS = [
-    "dry-run",
-    "vllm",
-    "openai-server",
+    *IN_PROCESS,
     "vllm in a process of its own",
+    "transformers in a process of its own",
     "openai-server of the run's own",
 ]
 
@@ -74,6 +74,11 @@ def _job(kind: str, model: Any, server: ChatServer, folder: Path) -> JobConfig:
             **({"base_url": server.url} if kind == "openai-server" else {"server": OWN_SERVER}),
         },
         "vllm": {"model": str(model), "options": SMALL, "in_process": kind == "vllm"},
+        "transformers": {
+            "model": str(model),
+            "options": {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16},
+            "in_process": kind == "transformers",
+        },
     }
     name = kind.partition(" ")[0]
     return JobConfig(engine={"kind": name, **engines[name]}, output={"dir": str(folder)})
@@ -135,7 +140,7 @@ def test_close_drops_what_is_in_flight_and_may_be_repeated(
     opened.close()
 
 
-@pytest.mark.parametrize("kind", KINDS[:3])
+@pytest.mark.parametrize("kind", IN_PROCESS)
 def test_preflight_renders_without_the_model(
     kind: str, demo_model: Any, server: ChatServer, tmp_path: Path
 ) -> None:

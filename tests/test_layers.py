@@ -84,6 +84,7 @@ WITHIN_A_LAYER = {
     ("prompts", "openai_body"): "a row may bring an OpenAI request",
     ("prompts", "retry"): "a first attempt has its temperature too",
     ("prompts", "truncation"): "a text that was cut is rendered anew",
+    ("engines", "ladder"): "a batch of transformers that ran out of memory goes the same way down",
     ("window", "engines"): "it adapts to EngineLoad, a part of the engines' contract",
     ("manifest", "runfolder"): "the names of the files in a run folder",
     ("store", "runfolder"): "both replace a file in one step",
@@ -101,8 +102,26 @@ WITHIN_A_LAYER = {
 OUTSIDE = {"__init__", "__main__", "torchvision_mend"}  # doors, and a part of set-up
 FOREIGN_HOMES = {  # who alone may import it; never when the module itself is imported
     "vllm": {"engines.vllm"},
-    "torch": {"demo_model", "torchvision_mend", "engines.vllm"},
-    "transformers": {"demo_model", "engines.vllm"},
+    "torch": {
+        "demo_model",
+        "torchvision_mend",
+        "engines.vllm",
+        "engines.transformers.answer",
+        "engines.transformers.batch",
+        "engines.transformers.decoding",
+        "engines.transformers.device",
+        "engines.transformers.engine",
+    },
+    "transformers": {
+        "demo_model",
+        "engines.vllm",
+        "engines.transformers",
+        "engines.transformers.answer",
+        "engines.transformers.decoding",
+        "engines.transformers.engine",
+        "engines.transformers.loading",
+        "engines.transformers.rendering",
+    },
     "torchvision": {"torchvision_mend"},
     "httpx": {"engines.remote"},
     "pandas": set(),
@@ -216,7 +235,13 @@ def test_engines_are_reached_only_through_their_door() -> None:
     users = {
         found.module
         for found in IMPORTS
-        if found.target in {f"batchkit.engines.{n}" for n in ("vllm", "dry_run", "openai_server")}
+        if found.target.startswith(
+            tuple(
+                f"batchkit.engines.{name}"
+                for name in ("vllm", "transformers", "dry_run", "openai_server")
+            )
+        )
+        and not found.module.startswith("engines.transformers")
     }
     assert not users
 

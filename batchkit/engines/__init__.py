@@ -11,9 +11,12 @@ from batchkit.engines.launcher import Launcher
 
 ENGINES = {
     "vllm": "batchkit.engines.vllm",
+    "transformers": "batchkit.engines.transformers",
     "dry-run": "batchkit.engines.dry_run",
     "openai-server": "batchkit.engines.openai_server",
 }
+# Where the job does not set it; an engine without a model in it says so itself. vLLM's least.
+MAX_NUM_SEQS = {"vllm": 256, "transformers": 8}
 LIGHT = ("dry-run", "openai-server")  # no model in them that could take the run's process along
 
 

@@ -12,12 +12,10 @@ import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
 from batchkit.config import JobConfig
-from batchkit.engines import open_engine
+from batchkit.engines import MAX_NUM_SEQS, open_engine
 from batchkit.errors import JobError
 from batchkit.runfolder import write_atomically
 from batchkit.window import START
-
-VLLM_DEFAULT = 256  # of max_num_seqs, where the job does not set it: vLLM's least
 
 
 class Knob(NamedTuple):
@@ -53,14 +51,20 @@ def knob_of(job: JobConfig) -> Knob:
 
 
 def with_size(job: JobConfig, knob: Knob, size: int) -> JobConfig:
-    """The job with ``size`` at the knob, its engine in a process of its own."""
+    """The job with ``size`` at the knob, its engine in a process of its own.
+
+    An engine that would go on with less when memory runs out is kept from it: the trial is of this
+    size.
+    """
+    options, run = dict(job.engine.options), job.run
     if knob.key == "run.max_in_flight":
-        engine = job.engine.model_copy(update={"in_process": False})
-        run = job.run.model_copy(update={"max_in_flight": size})
-        return job.model_copy(update={"engine": engine, "run": run})
-    options = {**job.engine.options, "max_num_seqs": size}
+        run = run.model_copy(update={"max_in_flight": size})
+    else:
+        options["max_num_seqs"] = size
+    if job.engine.kind == "transformers":
+        options["shrink_on_oom"] = False
     engine = job.engine.model_copy(update={"in_process": False, "options": options})
-    return job.model_copy(update={"engine": engine})
+    return job.model_copy(update={"engine": engine, "run": run})
 
 
 def patch(knob: Knob, size: int) -> str:
@@ -130,7 +134,7 @@ def _max_num_seqs(job: JobConfig) -> int:
     seqs = job.engine.options.get("max_num_seqs")
     if isinstance(seqs, int):
         return seqs
-    if job.engine.kind == "vllm":
-        return VLLM_DEFAULT
+    if job.engine.kind in MAX_NUM_SEQS:
+        return MAX_NUM_SEQS[job.engine.kind]
     with closing(open_engine(job)) as engine:  # it holds no model
         return engine.max_num_seqs

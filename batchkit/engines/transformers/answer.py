@@ -1,0 +1,196 @@
+"""One answer as it grows: which token is next, and when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from batchkit.engines.transformers.rendering import Prepared
+from batchkit.types import Choice
+
+
+class TokenLogprobs(NamedTuple):
+    """A token that was chosen, and the likeliest ones, by id."""
+
+    token_id: int
+    logprob: float
+    top: Sequence[tuple[int, float]]
+
+
+class Answer:
+    """The ``number``-th of the ``n`` answers to a request.
+
+    ``seed`` decides what is sampled: the same whatever stands beside it in a batch. ``eos_ids``: the
+    model's own ends.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        number: int,
+        *,
+        tokenizer: Any,
+        eos_ids: frozenset[int],
+        seed: int,
+    ) -> None:
+        self.prepared = prepared
+        self.number = number
+        self._tokenizer = tokenizer
+        self._stop_ids = frozenset(prepared.sampling.stop_token_ids or ())
+        if not prepared.sampling.ignore_eos:
+            self._stop_ids |= eos_ids
+        self._muted = self._stop_ids | eos_ids  # before min_tokens
+        self._seed = seed
+        self.begin()
+
+    def begin(self) -> None:
+        """From the prompt: for the first time, or again."""
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self._text: str | None = None
+        self._logprobs: list[TokenLogprobs] = []
+        self._generator: Any = None
+
+    @property
+    def takes_the_likeliest(self) -> bool:
+        """Nothing is to be done with the logits but to look for the greatest."""
+        asked = self.prepared.sampling
+        changes = (asked.presence_penalty, asked.frequency_penalty, asked.logit_bias)
+        is_plain = not any(changes) and asked.repetition_penalty == 1.0
+        is_free = asked.allowed_token_ids is None and len(self.token_ids) >= asked.min_tokens
+        return asked.is_greedy and is_plain and is_free
+
+    def choose(self, logits: Any) -> Any:
+        """The next token, drawn from ``logits`` in the order of vLLM's sampler."""
+        import torch
+
+        asked = self.prepared.sampling
+        scores = self._penalized(self._allowed(logits))
+        if asked.is_greedy:
+            return scores.argmax()
+        if self._generator is None:
+            self._generator = torch.Generator(scores.device).manual_seed(self._seed)
+        for warp in self._warpers():
+            scores = warp(None, scores)
+        return torch.multinomial(scores.softmax(-1), 1, generator=self._generator)[0, 0]
+
+    def take(self, token_id: int, logits: Any) -> None:
+        """Add the token; ``logits`` are those that it was chosen from, before any change."""
+        asked = self.prepared.sampling
+        self.token_ids.append(token_id)
+        if asked.logprobs is not None:
+            self._logprobs.append(_logprobs_of(token_id, logits, asked.logprobs))
+        if (
+            len(self.token_ids) >= asked.min_tokens and token_id in self._stop_ids
+        ) or self._has_stop_text():
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self.prepared.max_tokens:
+            self.finish_reason = "length"
+
+    def to_choice(self) -> Choice:
+        text = self._decoded() if self._text is None else self._text
+        return Choice(text, self.finish_reason, self._told_logprobs())
+
+    def _allowed(self, logits: Any) -> Any:
+        """A changed copy, shape (1, vocabulary)."""
+        asked, scores = self.prepared.sampling, logits.clone()
+        if asked.allowed_token_ids is not None:
+            scores[:] = -float("inf")
+            scores[asked.allowed_token_ids] = logits[asked.allowed_token_ids]
+        if len(self.token_ids) < asked.min_tokens:
+            scores[list(self._muted)] = -float("inf")
+        for token_id, bias in (asked.logit_bias or {}).items():
+            scores[token_id] += bias
+        return scores[None]
+
+    def _penalized(self, scores: Any) -> Any:
+        import torch
+        from transformers import RepetitionPenaltyLogitsProcessor
+
+        asked = self.prepared.sampling
+        if asked.repetition_penalty != 1.0:
+            answered = torch.tensor([self.token_ids], dtype=torch.long)
+            seen = torch.cat([self.prepared.inputs["input_ids"], answered], dim=-1)
+            repetition = RepetitionPenaltyLogitsProcessor(asked.repetition_penalty)
+            scores = repetition(seen.to(scores.device), scores)
+        if self.token_ids and (asked.frequency_penalty or asked.presence_penalty):
+            found, counts = torch.tensor(self.token_ids, device=scores.device).unique(
+                return_counts=True
+            )
+            scores[0, found] -= asked.frequency_penalty * counts + asked.presence_penalty
+        return scores
+
+    def _warpers(self) -> Iterable[Callable[[Any, Any], Any]]:
+        from transformers import (
+            MinPLogitsWarper,
+            TemperatureLogitsWarper,
+            TopKLogitsWarper,
+            TopPLogitsWarper,
+        )
+
+        asked = self.prepared.sampling
+        yield TemperatureLogitsWarper(asked.temperature)
+        if asked.min_p > 0:
+            yield MinPLogitsWarper(asked.min_p)
+        if asked.top_k > 0:
+            yield TopKLogitsWarper(asked.top_k)
+        if asked.top_p < 1:
+            yield TopPLogitsWarper(asked.top_p)
+
+    def _has_stop_text(self) -> bool:
+        """If so, the text is cut there. What was said within ``min_tokens`` ends nothing."""
+        asked = self.prepared.sampling
+        if not asked.stops:
+            return False
+        text = self._decode(self.token_ids)
+        after = len(self._decode(self.token_ids[: asked.min_tokens]))
+        found = [
+            (at, stop)
+            for stop in asked.stops
+            if (at := text.find(stop, max(0, after - len(stop) + 1))) >= 0
+        ]
+        if not found:
+            return False
+        at, stop = min(found)
+        self._text = text[: at + len(stop)] if asked.include_stop_str_in_output else text[:at]
+        return True
+
+    def _decoded(self) -> str:
+        """Without the token that ended it, unless that is wanted."""
+        is_ended = self.finish_reason == "stop" and self.token_ids[-1] in self._stop_ids
+        if is_ended and not self.prepared.sampling.include_stop_str_in_output:
+            return self._decode(self.token_ids[:-1])
+        return self._decode(self.token_ids)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(
+            token_ids,
+            skip_special_tokens=self.prepared.sampling.skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+        return text.rstrip("\N{REPLACEMENT CHARACTER}")  # of a character whose rest has not come
+
+    def _told_logprobs(self) -> list[dict[str, Any]] | None:
+        """In OpenAI's shape, as engines/vllm.py."""
+        if self.prepared.sampling.logprobs is None:
+            return None
+        return [
+            {
+                "token": self._tokenizer.decode([found.token_id]),
+                "logprob": found.logprob,
+                "top_logprobs": [
+                    {"token": self._tokenizer.decode([token_id]), "logprob": logprob}
+                    for token_id, logprob in found.top
+                ],
+            }
+            for found in self._logprobs
+        ]
+
+
+def _logprobs_of(token_id: int, logits: Any, top: int) -> TokenLogprobs:
+    """The ``top`` likeliest and the chosen one, likeliest first."""
+    logprobs = logits.log_softmax(-1)
+    values, token_ids = logprobs.topk(min(top, len(logprobs)))
+    likeliest = dict(zip(token_ids.tolist(), values.tolist(), strict=True))
+    chosen = likeliest.setdefault(token_id, float(logprobs[token_id]))
+    return TokenLogprobs(token_id, chosen, list(likeliest.items()))

@@ -1,0 +1,31 @@
+"""The device that the model is on."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+
+def default_device() -> str:
+    """The first GPU, where there is one."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def free_memory() -> None:
+    """Give back what nothing refers to any more."""
+    import torch
+
+    gc.collect()  # an error and its frames, which hold tensors, refer to each other
+    torch.cuda.empty_cache()  # does nothing where no GPU is in use
+
+
+def is_sound(device: Any) -> bool:
+    """Whether it still computes: a GPU that has failed once fails for all that comes after."""
+    import torch
+
+    try:
+        return bool(torch.ones(1, device=device).add(1).item() == 2)
+    except RuntimeError:
+        return False

@@ -1,0 +1,59 @@
+"""What ``[engine.options]`` may hold for this engine."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from batchkit.config import JobConfig, Table
+from batchkit.engines import MAX_NUM_SEQS, refusal
+from batchkit.engines.transformers.sampling import sampling_of
+from batchkit.engines.transformers.tables import problems_with
+from batchkit.errors import JobError, RequestError
+
+
+class Options(Table):
+    """By vLLM's names, or else by transformers'."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: as in the checkpoint
+    device_map: str | dict[str, str | int] | None = None  # None: one GPU, or the CPU without one
+    attn_implementation: str | None = None
+    max_model_len: PositiveInt | None = None  # None: the model's own
+    max_num_seqs: PositiveInt = MAX_NUM_SEQS["transformers"]
+    shrink_on_oom: bool = True  # false: the engine dies of it, as find-bs and bench want to see
+    revision: str | None = None
+    trust_remote_code: bool = False
+    chat_template: str | None = None
+    mm_processor_kwargs: dict[str, Any] = Field({})
+
+
+def options_of(job: JobConfig) -> Options:
+    """The job's options, ``chat_template`` read; its sampling, model and adapter are checked too.
+
+    Raises:
+        JobError: all that is wrong with them, one line each.
+    """
+    given, template = job.engine.options, None
+    problems = [f"engine.options.{problem}" for problem in problems_with(Options, given)]
+    if not problems:
+        try:
+            template = refusal.chat_template(given)
+        except JobError as error:
+            problems.append(str(error))
+    try:
+        sampling_of(job.sampling.params())
+    except RequestError as error:
+        problems.append(str(error))
+    if (missing := refusal.missing_folder(job.engine.model)) is not None:
+        problems.append(missing)
+    for key, value, package in (
+        ("engine.lora", job.engine.lora, "peft"),
+        ("engine.options.device_map", given.get("device_map"), "accelerate"),
+    ):
+        if value is not None and find_spec(package) is None:
+            problems.append(f"{key} needs the package {package}: pip install {package}")
+    if problems:
+        raise JobError("\n".join(problems))
+    return Options(**{**given, "chat_template": template})

@@ -1,0 +1,146 @@
+"""Requests as the model's own tensors: chat template, tokenizer, image processor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from batchkit.config import JobConfig
+from batchkit.engines.base import RenderedPrompt
+from batchkit.engines.refusal import cause, check_length
+from batchkit.engines.startup import explain
+from batchkit.engines.transformers.options import Options
+from batchkit.engines.transformers.sampling import Sampling, sampling_of
+from batchkit.errors import JobError, MediaError, RequestError, RowError
+from batchkit.types import Request
+
+
+class Prepared(NamedTuple):
+    """A request as the model takes it.
+
+    ``inputs``: its tensors by the names of ``forward``, a batch of one on the CPU. ``max_tokens``:
+    what is left of the context, or what the request asks for if that is less.
+    """
+
+    request: Request
+    sampling: Sampling
+    text: str
+    inputs: Mapping[str, Any]
+    max_tokens: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        return int(self.inputs["input_ids"].shape[1])
+
+
+class TransformersRenderer:
+    """The model's processor, or its tokenizer where it takes text alone.
+
+    Raises:
+        JobError: the model's files are missing, or ``max_model_len`` is more than it can do.
+    """
+
+    def __init__(self, job: JobConfig, options: Options) -> None:
+        from transformers import AutoConfig, AutoProcessor
+
+        self._model = job.engine.model
+        source = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+        source = {name: value for name, value in source.items() if value is not None}
+        try:
+            self.config = AutoConfig.from_pretrained(job.engine.model, **source)
+            self._processor = AutoProcessor.from_pretrained(job.engine.model, **source)
+        except Exception as error:  # a damaged file raises what its parser raises
+            raise JobError(f"engine: {explain(error, job.engine.model)}") from error
+        self._takes_images = hasattr(self._processor, "image_processor")
+        self.tokenizer = getattr(self._processor, "tokenizer", self._processor)
+        text_config = self.config.get_text_config()
+        self._vocab_size: int = text_config.vocab_size
+        self.max_model_len = _max_model_len(text_config, options.max_model_len)
+        own = getattr(self._processor, "chat_template", None) or self.tokenizer.chat_template
+        self._template: dict[str, Any] = {
+            "chat_template": options.chat_template or own,
+            "add_generation_prompt": True,
+            **job.prompt.chat_template_kwargs,
+            "tokenize": False,
+        }
+        self._processor_kwargs = options.mm_processor_kwargs
+
+    def render(self, request: Request) -> RenderedPrompt:
+        prepared = self.prepare(request)
+        return RenderedPrompt(prepared.text, prepared.prompt_tokens)
+
+    def prepare(self, request: Request) -> Prepared:
+        """The request, tokenised and its images processed.
+
+        Raises:
+            RowError: the model can't take it.
+        """
+        sampling = sampling_of(request.sampling)
+        for token_id in sampling.token_ids:
+            if token_id >= self._vocab_size:
+                known = f"the model's vocabulary ends at {self._vocab_size - 1}"
+                raise RequestError(f"sampling: token id {token_id}: {known}")
+        try:
+            text = self._text(request)
+            inputs = self._inputs(request, text)
+        except RowError:
+            raise
+        except Exception as error:
+            # The model's own processor runs here, and raises whatever it likes for one odd image.
+            kind = MediaError if request.media_bytes else RequestError
+            raise kind(cause(error)) from error
+        prompt_tokens = inputs["input_ids"].shape[1]
+        if not prompt_tokens:
+            raise RequestError("the prompt is empty")
+        check_length(request, prompt_tokens, self.max_model_len)
+        room = self.max_model_len - prompt_tokens
+        return Prepared(request, sampling, text, inputs, min(room, sampling.max_tokens or room))
+
+    def _text(self, request: Request) -> str:
+        if request.messages is None:
+            return request.prompt or ""
+        content = self._parts if self._takes_images else self._plain
+        conversation = [{**m, "content": content(m["content"])} for m in request.messages]
+        text: str = self._processor.apply_chat_template(conversation, **self._template)
+        return text
+
+    def _inputs(self, request: Request, text: str) -> Mapping[str, Any]:
+        if not self._takes_images:
+            add = request.messages is None  # a chat template writes them itself
+            return dict(self._processor([text], return_tensors="pt", add_special_tokens=add))
+        return dict(
+            self._processor(
+                text=[text],
+                images=request.images or None,
+                return_tensors="pt",
+                add_special_tokens=request.messages is None,
+                **self._processor_kwargs,
+            )
+        )
+
+    def _parts(self, content: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """As the chat templates of models with images want it; the images come beside the text."""
+        if isinstance(content, str):
+            return [{"type": "text", "text": content}]
+        return [
+            {"type": "image"} if part["type"] == "image_pil" else dict(part) for part in content
+        ]
+
+    def _plain(self, content: str | Sequence[Mapping[str, Any]]) -> str:
+        """As vLLM does for a chat template that knows of no parts."""
+        if isinstance(content, str):
+            return content
+        if any(part["type"] != "text" for part in content):
+            raise RequestError(f"{self._model} takes text alone: its processor knows no images")
+        return "\n".join(part["text"] for part in content)
+
+
+def _max_model_len(text_config: Any, wanted: int | None) -> int:
+    most: int | None = getattr(text_config, "max_position_embeddings", None)
+    limit = most if wanted is None else wanted
+    if limit is None:
+        raise JobError("engine.options.max_model_len: the model's config does not say it; set it")
+    if most is not None and limit > most:
+        told = f"engine.options.max_model_len: found {limit}"
+        raise JobError(f"{told}, expected at most the model's own max_position_embeddings, {most}")
+    return limit
