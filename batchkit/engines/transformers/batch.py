@@ -9,19 +9,25 @@ from batchkit.engines.transformers.answer import Answer
 
 
 def next_batch(waiting: Sequence[Answer], size: int) -> list[Answer]:
-    """The one that has waited longest, and those whose prompts are nearest to its own in length.
+    """The one that has waited longest, and those that are most like it in length.
 
-    Of all the runs of ``size`` among the prompts sorted by length that hold it, the one whose
-    shortest and longest differ least: little is padded, and none waits for ever.
+    First of all in how long their answers may get: until a batch ends, a row whose answer has ended
+    costs as much as the others. Then in their prompts, so that little is padded. Of all the runs of
+    ``size`` among those sorted so that hold the one, it is the run with the least spread: none waits
+    for ever.
     """
-    ordered = sorted(waiting, key=lambda answer: answer.prepared.prompt_tokens)
+    ordered = sorted(waiting, key=lambda a: (a.prepared.max_tokens, a.prepared.prompt_tokens))
     if len(ordered) <= size:
         return ordered
-    lengths = [answer.prepared.prompt_tokens for answer in ordered]
     oldest = next(n for n, answer in enumerate(ordered) if answer is waiting[0])
     starts = range(max(0, oldest - size + 1), min(oldest, len(ordered) - size) + 1)
-    start = min(starts, key=lambda n: lengths[n + size - 1] - lengths[n])
-    return ordered[start : start + size]
+    return min((ordered[n : n + size] for n in starts), key=_spread)
+
+
+def _spread(run: Sequence[Answer]) -> tuple[int, int]:
+    prompts = [answer.prepared.prompt_tokens for answer in run]
+    answers = [answer.prepared.max_tokens for answer in run]
+    return max(answers) - min(answers), max(prompts) - min(prompts)
 
 
 def collate(prompts: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, Any]:
