@@ -40,6 +40,7 @@ SCRIPTS = [
     "restarts",
     "workers",
     "llama_slots",
+    "transformers_batch",
 ]
 NEEDS = {"ray_data": "ray", "workers": "ray"}
 
