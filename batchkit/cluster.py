@@ -35,6 +35,7 @@ from batchkit.prompts import PromptRenderer
 from batchkit.records import to_record
 from batchkit.rowhash import input_hash
 from batchkit.scoring import Scored, kept_fields
+from batchkit.stopping import Interrupted
 from batchkit.store import Line, line_of
 from batchkit.supervisor import Lessons
 from batchkit.types import Completion, Request, Task
@@ -118,7 +119,13 @@ class Actor:
         return Place(socket.gethostname(), ray.get_gpu_ids())
 
     def exchange(self, tasks: Sequence[Task], taking: bool) -> Report:
-        """Take ``tasks``; bring what has been settled since, after a wait for it."""
+        """Take ``tasks``; bring what has been settled since, after a wait for it.
+
+        Raises:
+            RuntimeError: Ray has restarted this process since ``begin``, unseen by the run.
+        """
+        if self._thread is None:
+            raise RuntimeError("its process is a new one")
         self._taking = taking
         for task in tasks:
             self._inbox.put(task)
@@ -264,6 +271,7 @@ class RayCrew:
         left: Callable[[], int | None],
         references: Mapping[str, str | None] | None = None,
         convicted: Collection[int] = (),
+        may_wait: bool = False,
         opening: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._job = job
@@ -276,6 +284,7 @@ class RayCrew:
         self._leases = Leases(job.run.workers or 1)
         self._seats: list[_Seat] = []
         self._known = Lessons(0, [], False)
+        self._broken: BatchkitError | None = None
         self._held = ExitStack()
         # On a thread of its own, as reading may wait; what it reads is rendered by the workers.
         self._tasks = Prefetch(
@@ -284,7 +293,7 @@ class RayCrew:
             threads=1,
             ahead=READ_AHEAD,
             max_bytes=job.media.max_memory_bytes,
-            at_once=READ_AT_ONCE,
+            at_once=1 if may_wait else READ_AT_ONCE,
         )
         self._held.enter_context(closing(self._tasks))
 
@@ -303,7 +312,13 @@ class RayCrew:
                         return seat.engine
 
     def fill(self, *, taking: bool) -> list[Line]:
-        """Call every worker that is not being called, with as many rows as it may have."""
+        """Call every worker that is not being called, with as many rows as it may have.
+
+        Raises:
+            JobError, EngineError: no worker is left, or none can load the model.
+        """
+        if self._broken is not None:  # raised here, as poll() may have had lines to hand on
+            raise self._broken
         if self._tasks.broken and self._leases.are_settled:  # not before: what is out is paid for
             self._tasks.get(timeout_s=0)
         for seat in self._seats:
@@ -322,16 +337,14 @@ class RayCrew:
 
     def poll(self) -> list[Line]:
         """What came back, of all workers that have something."""
-        import ray
-
         seats = {seat.call: seat for seat in self._seats if seat.call is not None}
         lines: list[Line] = []
         if not seats:
             time.sleep(POLL_S)
             return lines
-        came, pending = ray.wait(list(seats), timeout=POLL_S)
-        if came and pending:
-            came += ray.wait(pending, num_returns=len(pending), timeout=0)[0]
+        came = _wait(list(seats), 1, POLL_S)
+        if came and (pending := [call for call in seats if call not in came]):
+            came += _wait(pending, len(pending), 0)
         for call in came:
             seats[call].call = None
             lines += self._received(seats[call], call)
@@ -378,9 +391,10 @@ class RayCrew:
             return
         import ray
 
-        farewells = [seat.actor.close.remote() for seat in self._seats if seat.place is not None]
+        # Those that are loading hear nothing before they are done, and have nothing to end.
+        farewells = [seat.actor.close.remote() for seat in self._seats if seat.engine is not None]
         if farewells:
-            ray.wait(farewells, num_returns=len(farewells), timeout=CLOSE_S)
+            _wait(farewells, len(farewells), CLOSE_S)
         for seat in self._seats:
             ray.kill(seat.actor)
 
@@ -443,7 +457,6 @@ class RayCrew:
 
     def _bury(self, seat: _Seat, error: Exception) -> list[Line]:
         """The worker is dead, or can't be reached: Ray starts another in its place."""
-        import ray
         from ray.exceptions import ActorDiedError, ActorUnavailableError
 
         holder = self._leases.holders[seat.number]
@@ -460,7 +473,6 @@ class RayCrew:
         elif isinstance(error, ActorDiedError):  # for good
             self._give_up(seat, Failure(cause, is_of_the_job=False))
         elif holder.deaths_in_a_row > self._job.run.max_engine_restarts:
-            ray.kill(seat.actor)
             told = f"it died {holder.deaths_in_a_row} times without one answer; last: {cause}"
             self._give_up(seat, Failure(told, is_of_the_job=False))
         return lines
@@ -474,25 +486,22 @@ class RayCrew:
         return line_of(to_record(Completion(request, error=error), self._kept, scored=scored))
 
     def _give_up(self, seat: _Seat, failure: Failure) -> None:
-        """Go on without it, if there are others.
+        """Go on without it, if there are others that would fare better."""
+        import ray
 
-        Raises:
-            JobError, EngineError: there are none, or they would fare no better.
-        """
         if failure.is_of_the_job and not any(one.engine for one in self._seats):
-            raise JobError(failure.message)
-        holder = self._leases.holders[seat.number]
-        if holder.held:
-            holder.die("given up")
+            self._broken = JobError(failure.message)
+            return
         self._leases.give_up(seat.number)
         seat.state, seat.in_flight = "given up", 0
-        if not self._leases.holders:
-            raise EngineError(
-                failure.message
-                if len(self._seats) == 1
-                else f"all {len(self._seats)} workers failed; the last: {failure.message}"
-            )
-        self._listener.engine_event(f"worker {seat.number} is given up: {failure.message}")
+        ray.kill(seat.actor)  # else it would keep its GPUs from those that wait for a place
+        if self._leases.holders:
+            self._listener.engine_event(f"worker {seat.number} is given up: {failure.message}")
+        elif len(self._seats) == 1:
+            self._broken = EngineError(failure.message)
+        else:
+            told = f"all {len(self._seats)} workers failed; the last: {failure.message}"
+            self._broken = EngineError(told)
 
     def _watch(self) -> None:
         """A worker that does not answer a call is ended, and so restarted; one that has no place
@@ -551,28 +560,37 @@ def _session(job: JobConfig) -> Iterator[None]:
         return
     address = job.run.ray_address or os.environ.get("RAY_ADDRESS")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    on_sigterm = signal.getsignal(signal.SIGTERM)
     with tempfile.TemporaryDirectory(prefix="batchkit-ray-", ignore_cleanup_errors=True) as scratch:
         try:
-            if address:
-                _knock(address)
-                ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
-            else:
-                _begin_local(job, scratch)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise JobError(
-                f"run.workers: can't join Ray at {address} ({_shortened(error)}); give the address that"
-                " `ray start --head` printed, or none to begin Ray on this machine"
-                if address
-                else f"run.workers: Ray can't be started here: {_shortened(error)}"
-            ) from error
-        finally:
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own there
-        try:
+            _join(job, address, scratch)
             yield
         finally:
             ray.shutdown()
+
+
+def _join(job: JobConfig, address: str | None, scratch: str) -> None:
+    """Join Ray at ``address``, or begin one whose files are in ``scratch``."""
+    import ray
+
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    try:
+        if address:
+            _knock(address)
+            ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+        else:
+            _begin_local(job, scratch)
+    except SystemExit as error:  # what Ray's own handler of SIGTERM makes of one meanwhile
+        raise Interrupted(signal.SIGTERM) from error
+    except (OSError, ValueError, RuntimeError) as error:
+        raise JobError(
+            f"run.workers: can't join Ray at {address} ({_shortened(error)}); give the address that"
+            " `ray start --head` printed, or none to begin Ray on this machine"
+            if address
+            else f"run.workers: Ray can't be started here: {_shortened(error)}"
+        ) from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def _knock(address: str) -> None:
@@ -600,7 +618,6 @@ def _begin_local(job: JobConfig, scratch: str) -> None:
     )
     gpus, here = needs(job)["num_gpus"], ray.cluster_resources().get("GPU", 0)
     if gpus * workers > here:
-        ray.shutdown()
         raise JobError(
             f"run.workers = {workers} need {gpus * workers:g} GPUs, {gpus:g} each; this machine has"
             f" {here:g}. Ask for fewer, set run.worker_gpus, or join a cluster (run.ray_address)"
@@ -627,6 +644,22 @@ def needs(job: JobConfig) -> dict[str, float]:
         fair = range(sum(nodes) // n_workers if not gpus else 1, 1, -1)
         cpus = next((n for n in fair if sum(cpu // n for cpu in nodes) >= n_workers), 1)
     return {"num_cpus": cpus, "num_gpus": gpus}
+
+
+def _wait(calls: Sequence[Any], n: int, timeout_s: float) -> list[Any]:
+    """Those of ``calls`` that have ended, once ``n`` of them have or the time is over.
+
+    Raises:
+        Interrupted: as itself, and not as the SystemError that Ray's compiled code makes of it.
+    """
+    import ray
+
+    try:
+        return list(ray.wait(calls, num_returns=n, timeout=timeout_s)[0])
+    except SystemError as error:
+        if isinstance(error.__cause__, Interrupted):
+            raise error.__cause__ from None
+        raise
 
 
 def _shown_needs(job: JobConfig) -> str:

@@ -72,6 +72,12 @@ class Holder:
         self._samples = deque([(0.0, self.settled)])
         return self.suspects.died(held, cause) if held else None
 
+    def forfeit(self) -> None:
+        """It is given up, by no fault of what it holds: that is to be replayed as it stands."""
+        if self.held:
+            self.suspects.interpose(list(self.held.values()))
+            self.held = {}
+
     @property
     def rate(self) -> float:
         """Rows per second, over the last half minute that it held any; 0 where none came back."""
@@ -102,8 +108,9 @@ class Leases:
         return not (self.n_held or suspected or self._orphans)
 
     def give_up(self, number: int) -> None:
-        """This worker gets nothing more; what it was suspected of is another's to replay."""
+        """This worker gets nothing more; what it held, or was suspected of, is another's to replay."""
         gone = self.holders.pop(number)
+        gone.forfeit()
         if gone.suspects:
             self._orphans.append(gone.suspects)
 

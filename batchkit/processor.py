@@ -277,6 +277,7 @@ class _Loop:
                 left=self._left,
                 references=self._references,
                 convicted=self._convicted,
+                may_wait=may_wait,
                 opening=opening,
             )
         return Worker(

@@ -11,8 +11,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,16 @@ import pytest
 from PIL import Image
 
 from batchkit.audit import status, verify
-from batchkit.cluster import Actor, needs
+from batchkit.cluster import Actor, RayCrew, needs
 from batchkit.config import JobConfig
 from batchkit.errors import BrokenInputError, EngineError, JobError, TooManyFailuresError
 from batchkit.ledger import RESULTS, read_newest
 from batchkit.processor import ProductionBatchProcessor
 from batchkit.summary import RunSummary
+from batchkit.supervisor import Lessons
+from batchkit.types import Row, Task
+from batchkit.worker import Listener
+from tests.chat_server import MODEL, ChatServer
 from tests.conftest import batchkit, write_jsonl
 from tests.faulty_runs import (
     IN,
@@ -174,6 +180,47 @@ def test_a_signal_stops_all_workers_and_keeps_what_is_finished(
     assert process.returncode == summary["exit"] == 128 + signum, stderr
     assert 4 <= summary["ok"] < N_ROWS
     assert not psutil.wait_procs(family, timeout=30)[1], "nothing is left behind"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_ray_starts_ends_the_run_at_once(
+    signum: signal.Signals, tmp_path: Path
+) -> None:
+    (tmp_path / "job.toml").write_text(
+        'name = "faulty"\n[input]\npath = "rows.jsonl"\n[prompt]\nuser = "{{ q }}"\n'
+        '[engine]\nkind = "dry-run"\n[run]\nworkers = 2\n'
+    )
+    write_jsonl(tmp_path / "rows.jsonl", [{"q": "a"}])
+    command = [sys.executable, "-m", "batchkit", "run", "job.toml"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        family = psutil.Process(process.pid)
+        while not any(one.name() == "gcs_server" for one in family.children()):
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signum)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum, stderr
+    assert f"stopped by {signum.name}" in stderr
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_models_load_ends_the_run_at_once(
+    signum: signal.Signals, tmp_path: Path, text_model: Path
+) -> None:
+    with running(tmp_path, text_model, question_rows({}), {}, TWO) as process:
+        while not any(one.name() == "ray::Actor.exchange" for one in workers_of(process.pid)):
+            assert process.poll() is None
+            time.sleep(0.05)
+        workers = workers_of(process.pid)
+        family = [*workers, *(child for one in workers for child in one.children(recursive=True))]
+        process.send_signal(signum)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum, stderr
+    assert f"stopped by {signum.name}" in stderr
+    assert not psutil.wait_procs(family, timeout=30)[1], "no worker, and nothing of its engine"
 
 
 def test_a_model_that_can_not_be_loaded_stops_the_run_with_its_remedy(tmp_path: Path) -> None:
@@ -343,9 +390,77 @@ def test_an_engine_that_can_not_start_stops_the_run_when_all_have_failed(in_a_fo
         process(job(engine=engine), ["a"])
 
 
-def test_a_worker_that_the_run_takes_for_dead_ends(ray_here: Any) -> None:
-    from batchkit.supervisor import Lessons
+def test_a_worker_that_is_given_up_leaves_its_place_to_the_next(
+    in_a_folder: Path,
+) -> None:
+    engine = {"kind": "openai-server", "model": "m", "base_url": "http://127.0.0.1:9/v1"}
+    with pytest.raises(EngineError, match="all 2 workers failed"):
+        process(job(engine=engine, run={"worker_cpus": 3}), ["a"])  # of 4
 
+
+def test_what_a_worker_answered_before_it_failed_is_handed_on(ray_here: Any) -> None:
+    def before(text: str, body: dict[str, Any]) -> None:
+        if text == "hang":
+            dead.wait()
+        elif text == "late":
+            time.sleep(2)
+
+    dead, server = threading.Event(), ChatServer(before)
+    options = {"give_up_s": 0.5, "max_num_seqs": 4}
+    engine = {"kind": "openai-server", "model": MODEL, "base_url": server.url, "options": options}
+    made = job(engine=engine, prompt={"user": "{{ q }}"}, run={"workers": 1})
+    tasks = [Task(Row(n, str(n), {"q": q}), 1) for n, q in enumerate(["now", "late", "hang"])]
+    heard = Listener(*[lambda text: None] * 3, lambda lessons: None)
+    crew = RayCrew(made, iter(tasks), heard, left=lambda: None)
+    answered: list[int] = []
+
+    def answer(enough: Callable[[], object]) -> None:
+        while not enough():
+            answered.extend(line.told["index"] for line in crew.fill(taking=True) + crew.poll())
+
+    with closing(crew):
+        crew.open(Lessons(0, [], False))
+        answer(lambda: answered)
+        crew.fill(taking=True)
+        while "late" not in server.answered:
+            time.sleep(0.1)
+        server.kill()
+        dead.set()
+        time.sleep(5)  # the worker fails while the run is elsewhere
+        with pytest.raises(EngineError):
+            answer(lambda: False)
+    assert sorted(answered) == [0, 1]
+
+
+def test_rows_that_come_one_by_one_are_answered_as_they_come(in_a_folder: Path) -> None:
+    def rows() -> Iterator[str]:
+        for n in range(20):
+            yield f"cup {n}"
+            deadline = time.monotonic() + 30
+            while len(newest(in_a_folder)) <= n:
+                assert time.monotonic() < deadline, "no answer while the next row is waited for"
+                time.sleep(0.01)
+
+    assert process(job(), rows()).ok == 20
+
+
+def exchanged_once_it_is_up(ray_here: Any, actor: Any) -> Any:
+    while True:
+        try:
+            return ray_here.get(actor.exchange.remote([], True))
+        except ray_here.exceptions.ActorUnavailableError:
+            time.sleep(0.2)
+
+
+def test_a_process_that_was_restarted_unseen_refuses_rows(ray_here: Any) -> None:
+    actor = ray_here.remote(Actor).options(max_restarts=-1).remote(0, job(), None, ())
+    ray_here.get(actor.begin.remote(Lessons(0, [], False)))
+    ray_here.kill(actor, no_restart=False)
+    with pytest.raises(RuntimeError, match="a new one"):
+        exchanged_once_it_is_up(ray_here, actor)
+
+
+def test_a_worker_that_the_run_takes_for_dead_ends(ray_here: Any) -> None:
     actor = ray_here.remote(Actor).options(max_restarts=0).remote(0, job(), None, ())
     ray_here.get(actor.begin.remote(Lessons(0, [], False)))
     with pytest.raises(ray_here.exceptions.RayActorError):

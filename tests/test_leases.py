@@ -182,6 +182,18 @@ def test_what_a_worker_held_that_is_given_up_goes_to_the_others() -> None:
     assert replayed == [0, 1]
 
 
+def test_a_lone_row_is_not_lost_however_many_workers_are_given_up() -> None:
+    leases = Leases(5)
+    for holder in leases.holders.values():
+        holder.appetite = 8
+    new = iter([task(0)])
+    for number in range(4):
+        assert [one.row.index for one in leases.lease(number, 1, lambda: next(new, None))] == [0]
+        leases.give_up(number)
+    assert not leases.are_settled
+    assert [one.row.index for one in leases.lease(4, 0, lambda: None)] == [0]
+
+
 def test_a_rate_counts_only_the_time_in_which_rows_were_held() -> None:
     clock = Clock()
     holder = Holder(clock)
