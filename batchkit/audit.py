@@ -123,7 +123,8 @@ def verify(folder: Path) -> Verification:
         StoreError: not a run folder, or its log is gone.
     """
     manifest = read_manifest(folder)
-    checkpoint, offset = read_checkpoint(folder) or (Totals(), 0)  # before the log, which grows
+    read = read_checkpoint(folder)  # before the log, which grows
+    checkpoint, offset = read or (Totals(), 0)
     size = log_of(folder).stat().st_size
     totals, at_checkpoint = Totals(), Totals()
     once, twice = IndexSet(), IndexSet()
@@ -149,7 +150,7 @@ def verify(folder: Path) -> Verification:
         lost=sum(not totals.is_settled(index) for index in claimed),
         duplicates=len(twice),
         checkpoint_matches=not (folder / CHECKPOINT).exists()
-        or (0 < offset <= size and _told(checkpoint) == _told(at_checkpoint)),
+        or (read is not None and offset <= size and _told(checkpoint) == _told(at_checkpoint)),
         torn_bytes=torn,
     )
 

@@ -195,8 +195,9 @@ def status(run: str | None, as_json: bool) -> None:
         click.echo(f"  {event}")
     for worker in found.workers:
         gpus = f", GPU {', '.join(map(str, worker['gpus']))}" if worker["gpus"] else ""
+        state = f" {worker['state']}," if held or worker["state"] == "given up" else ""
         click.echo(
-            f"worker {worker['worker']} on {worker['node'] or 'no node'}{gpus}: {worker['state']},"
+            f"worker {worker['worker']} on {worker['node'] or 'no node'}{gpus}:{state}"
             f" {worker['rows']:,} rows, {worker['rows_per_s']:.1f} rows/s, {worker['in_flight']} in flight,"
             f" {worker['restarts']} restarts, {worker['engine_restarts']} of its engine"
         )

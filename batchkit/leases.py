@@ -47,13 +47,12 @@ class Holder:
             self._busy_since = self._clock()
         self.held |= {task.row.index: task for task in tasks}
 
-    def settle(self, indices: Collection[int]) -> None:
+    def settle(self, indices: Collection[int]) -> list[Task]:
         """The records of these came back."""
         if not indices:
-            return
+            return []
         now = self._busy()
-        for index in indices:
-            del self.held[index]
+        settled = [self.held.pop(index) for index in indices]
         if not self.held:
             self._busy_s = now
         self.settled += len(indices)
@@ -62,6 +61,7 @@ class Holder:
             self._samples.append((now, self.settled))
         while len(self._samples) > 2 and now - self._samples[1][0] >= RATE_SPAN_S:
             self._samples.popleft()
+        return settled
 
     def die(self, cause: str) -> Task | None:
         """It is dead: what it held becomes suspect. The row at fault, once that is proven."""
@@ -90,9 +90,19 @@ class Holder:
 
 
 class Leases:
-    """``holders`` are the workers that may get rows, by their number."""
+    """``holders`` are the workers that may get rows, by their number.
 
-    def __init__(self, n_workers: int, clock: Callable[[], float] = time.monotonic) -> None:
+    ``convicted``: indices of rows that killed an engine or a worker before; each goes out alone.
+    """
+
+    def __init__(
+        self,
+        n_workers: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        convicted: Collection[int] = (),
+    ) -> None:
+        self._convicted = convicted
         self.holders = {number: Holder(clock) for number in range(n_workers)}
         self._orphans: deque[Suspects[Task]] = deque()
 
@@ -127,6 +137,10 @@ class Leases:
         if tasks is None:
             new = iter(next_task, None)
             tasks = list(islice(new, min(self._room(holder, left), MOST_IN_A_LEASE)))
+            for task in tasks:
+                if task.row.index in self._convicted:
+                    holder.suspects.suspect(task)
+            tasks = [task for task in tasks if task.row.index not in self._convicted]
         if holder.appetite and not tasks and not holder.held and self._adopt(holder):
             tasks = self._suspects(holder) or []
         holder.take(tasks)

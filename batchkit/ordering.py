@@ -35,7 +35,7 @@ def well_ordered(
     broken: Exception | None = None
     try:
         for row in rows:
-            n_bytes = sum(map(_size, row.fields.values()))
+            n_bytes = size_of(row.fields)
             coming.append((outlook(row), row, n_bytes))
             held_bytes += n_bytes
             while len(coming) + len(going) >= look_ahead or held_bytes >= LOOK_AHEAD_BYTES:
@@ -64,10 +64,10 @@ def _alike_together(rows: Sequence[_Seen]) -> Iterator[_Seen]:
     return chain.from_iterable(groups.values())
 
 
-def _size(value: Any) -> int:
+def size_of(value: Any) -> int:
     """Characters and bytes, however deep they stand."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, Mapping):
-        return sum(map(_size, value.values()))
-    return sum(map(_size, value)) if isinstance(value, list) else 0
+        return sum(map(size_of, value.values()))
+    return sum(map(size_of, value)) if isinstance(value, list) else 0

@@ -14,6 +14,10 @@ Given = TypeVar("Given")
 Made = TypeVar("Made")
 
 
+def _pixel_bytes(made: object) -> int:
+    return made.media_bytes if isinstance(made, Request) else 0
+
+
 class Prefetch(Generic[Given, Made]):
     """An out-of-order queue of rendered rows; a slow image holds up no other row.
 
@@ -34,12 +38,14 @@ class Prefetch(Generic[Given, Made]):
         ahead: int,
         max_bytes: int,
         at_once: int = 1,
+        weigh: Callable[[Made], int] = _pixel_bytes,
     ) -> None:
         self._rows = rows
         self._render = render
         self._ahead = ahead
         self._max_bytes = max_bytes
         self._at_once = at_once
+        self._weigh = weigh
         self._reading = threading.Lock()
         self._changed = threading.Condition()
         self._ready: deque[Made] = deque()
@@ -83,11 +89,11 @@ class Prefetch(Generic[Given, Made]):
         with self._changed:
             return self._error is not None and not self._ready and not self._working
 
-    def release(self, request: Request) -> None:
-        """``request`` is settled: its pixels no longer count."""
-        if request.media_bytes:
+    def release(self, made: Made) -> None:
+        """It is settled: its bytes no longer count."""
+        if n_bytes := self._weigh(made):
             with self._changed:
-                self._held_bytes -= request.media_bytes
+                self._held_bytes -= n_bytes
                 self._changed.notify_all()
 
     def close(self) -> None:
@@ -105,7 +111,7 @@ class Prefetch(Generic[Given, Made]):
                 if not (rows := self._read(wanted)):
                     return
                 rendered = [self._render(row) for row in rows]
-                n_bytes = sum(r.media_bytes for r in rendered if isinstance(r, Request))
+                n_bytes = sum(map(self._weigh, rendered))
                 with self._changed:
                     self._held_bytes += n_bytes
                     self._ready.extend(rendered)

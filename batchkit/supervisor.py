@@ -232,6 +232,7 @@ class SupervisedEngine:
                 self._make_smaller(fault, alone=len(in_flight) <= 1)
             else:  # a row that runs out of memory alone says nothing about the batch
                 self.ladder.steps = list(self._safe_steps)
+                self._remember(self.ladder.steps)
         if poison is None:
             return []
         row = f"row {poison.row.index} (id {poison.row.id})"

@@ -1,7 +1,7 @@
 """An engine that is kept going, and all that it takes to make records of rows with it.
 
 A run on one machine is one Worker, called by the run's own thread; with ``run.workers`` there is one
-in each process that Ray starts (``cluster.py``). Both are a Crew to the processor's loop.
+in each process that Ray starts (``cluster/``). Both are a Crew to the processor's loop.
 """
 
 from __future__ import annotations

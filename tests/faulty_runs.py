@@ -51,6 +51,7 @@ cli()
 
 class Ended(NamedTuple):
     exit: int
+    stdout: str
     stderr: str
     records: list[dict[str, Any]]
     log: str
@@ -87,10 +88,11 @@ def start(*args: Any, **options: Any) -> Ended:
 
 def ended_in(folder: Path, process: subprocess.Popen[str]) -> Ended:
     """How the run in ``folder`` ends, and what it leaves."""
-    _, stderr = process.communicate(timeout=280)
+    stdout, stderr = process.communicate(timeout=280)
     output = folder / "output/faulty"
     return Ended(
         process.returncode,
+        stdout,
         stderr,
         list(read_newest(output / RESULTS)),
         (output / "run.log").read_text(),

@@ -125,7 +125,7 @@ FOREIGN_HOMES = {  # who alone may import it; never when the module itself is im
     "torchvision": {"torchvision_mend"},
     "httpx": {"engines.remote"},
     "pandas": set(),
-    "ray": {"cluster"},
+    "ray": {"cluster.actor", "cluster.crew", "cluster.session"},
 }
 
 

@@ -165,6 +165,18 @@ def test_a_row_that_kills_every_worker_at_the_end_of_the_input_is_found() -> Non
     assert play(5, [0.3, 0.3], poison=[4]).convicted == [4]
 
 
+def test_a_row_that_is_known_to_kill_goes_out_alone() -> None:
+    leases = Leases(1, convicted=[1])
+    leases.holders[0].appetite = 8
+    new = map(task, range(3))
+    first = leases.lease(0, 3, lambda: next(new, None))
+    assert [one.row.index for one in first] == [0, 2]
+    assert leases.lease(0, 0, lambda: None) == []
+    leases.holders[0].settle([0, 2])
+    assert [one.row.index for one in leases.lease(0, 0, lambda: None)] == [1]
+    assert leases.holders[0].die("worker died") == task(1), "one death proves it"
+
+
 def test_what_a_worker_held_that_is_given_up_goes_to_the_others() -> None:
     leases = Leases(2)
     for holder in leases.holders.values():
