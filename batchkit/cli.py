@@ -498,6 +498,75 @@ def bench(
 
 
 @cli.command()
+@JOB
+@click.option(
+    "--engines",
+    required=True,
+    metavar="A,B",
+    help="Two engine kinds, as vllm,transformers; the same one twice with --set-a or --set-b.",
+)
+@click.option(
+    "--rows",
+    type=click.IntRange(1),
+    default=100,
+    show_default=True,
+    help="Only the first N rows (after the job's filter).",
+)
+@SET
+@click.option(
+    "--set-a",
+    "only_a",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="As --set, for A alone; a key of the engine: engine.model=PATH. May be repeated.",
+)
+@click.option("--set-b", "only_b", multiple=True, metavar="KEY=VALUE", help="As --set-a, for B.")
+@click.option(
+    "--tie",
+    type=click.FloatRange(0),
+    default=0.01,
+    show_default=True,
+    help="A difference with a smaller gap is a tie. bfloat16 needs more, as 0.25.",
+)
+@JSON
+def parity(
+    job: Path,
+    engines: str,
+    rows: int,
+    overrides: tuple[str, ...],
+    only_a: tuple[str, ...],
+    only_b: tuple[str, ...],
+    tie: float,
+    as_json: bool,
+) -> None:
+    """Put the same rows of JOB through two engines, greedy, and tell where their answers part.
+
+    First A answers, then B; only one model is loaded at a time. The gap of a difference is by how
+    much (of a logprob) the surer side preferred its own token to the other's: near 0 it is a tie that
+    was broken otherwise, a large one is a real difference. Where an engine gives no logprobs, answers
+    are compared by words and the gap is unknown.
+
+    What only one kind of engine knows is left out, and named: options of JOB for the other side,
+    parameters of its sampling for both. Nothing is written to the run folder.
+
+    Exits with 0 if all rows are equal or ties, with 3 if some differ, fail on one side alone, or
+    none was answered on both.
+    """
+    from batchkit.job_file import load_job
+    from batchkit.parity import parity as compare
+    from batchkit.stopping import Interrupted
+
+    loaded = load_job(job, overrides)
+    try:
+        found = compare(loaded, engines, rows=rows, tie=tie, settings=(only_a, only_b), say=_say)
+    except Interrupted as stop:
+        _say(f"stopped by {stop}; nothing is kept")
+        raise SystemExit(128 + stop.signum) from None
+    click.echo(json.dumps(found.to_json()) if as_json else found.to_text())
+    raise SystemExit(found.exit_code)
+
+
+@cli.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 @click.option("--into", required=True, metavar="RUN", help="The new run folder (or its job file).")
 @click.option("--partial", is_flag=True, help="Also where rows are missing.")

@@ -129,6 +129,8 @@ def test_no_command_shows_the_help() -> None:
         ["run", "job.toml", "--shard"],
         ["merge", "--into", "output/b"],
         ["merge", "job.toml"],
+        ["parity", "job.toml"],
+        ["parity", "job.toml", "--engines", "dry-run,dry-run", "--tie", "-1"],
     ],
 )
 def test_wrong_command_line_exits_with_2_and_says_so_on_stderr(

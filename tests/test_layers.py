@@ -70,6 +70,7 @@ LAYERS: list[set[str]] = [  # from the bottom; a folder counts as one
         "report",
         "compare",
         "merge",
+        "parity",
     },
     {"tuning"},
     {"cli"},
