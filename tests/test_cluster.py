@@ -107,7 +107,8 @@ def test_a_driver_that_is_killed_goes_on_from_its_ledger(
 def test_a_row_that_kills_workers_is_found_and_fails_alone(
     calm: list[str], tmp_path: Path, text_model: Path
 ) -> None:
-    ended = start(tmp_path, text_model, question_rows({9: "kill-worker"}), {}, TWO)
+    settings = [*TWO, "engine.options.max_num_seqs=2"]  # few rows in a lease: few deaths
+    ended = start(tmp_path, text_model, question_rows({9: "kill-worker"}), {}, settings)
     assert_only_failed(ended, calm, {9: "engine_crash"})
     assert "row 9 (id 9) alone kills workers: failed" in ended.stderr
 

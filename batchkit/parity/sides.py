@@ -28,7 +28,7 @@ MODEL_OPTIONS = (
 _OPTIONS = {
     "vllm": MODEL_OPTIONS,
     "transformers": MODEL_OPTIONS,
-    "openai-server": ("max_num_seqs",),
+    "openai-server": ("max_num_seqs", "max_model_len"),
     "dry-run": ("max_num_seqs",),
 }
 # Keys of any engine; `lora` is for those that load a model, and the others say where a server is.
