@@ -286,7 +286,8 @@ def test_options_of_the_job_go_over_to_an_engine_that_knows_them(
     own = options_for("vllm,transformers", "engine.options.attn_implementation=eager")[0]
     assert own == {**shared, "attn_implementation": "eager"}
     address = "engine.base_url=http://localhost:1/v1"
-    assert options_for("vllm,openai-server", address)[0] == {"max_num_seqs": 4}
+    seen_by_all = {"max_model_len": 256, "max_num_seqs": 4}
+    assert options_for("vllm,openai-server", address)[0] == seen_by_all
 
 
 def test_keys_of_a_server_stay_with_it(write: Write) -> None:
