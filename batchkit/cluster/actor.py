@@ -29,6 +29,7 @@ from batchkit.worker import POLL_S, EngineFacts, Listener, Worker
 
 GATHER_S = 0.1  # records that come within it travel together
 HEARTBEAT_S = 0.5  # without any, a call comes back after it
+MOST_CALLS_PER_S = 200.0  # of all workers: a call takes the driver about 1 ms
 CLOSE_S = 30.0
 _TOLD = ("index", "status", "usage", "error")  # what the ledger counts of a record
 
@@ -75,6 +76,8 @@ class Actor:
         self._references = references
         self._convicted = convicted
         self._inbox: SimpleQueue[Task | None] = SimpleQueue()
+        spacing_s = (job.run.workers or 1) / MOST_CALLS_PER_S
+        self._gather_s, self._heartbeat_s = max(GATHER_S, spacing_s), max(HEARTBEAT_S, spacing_s)
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._taking = True
@@ -112,12 +115,12 @@ class Actor:
         with self._changed:
             self._unsettled += len(tasks)
             self._changed.wait_for(
-                lambda: self._lines or self._events or self._failure, HEARTBEAT_S
+                lambda: self._lines or self._events or self._failure, self._heartbeat_s
             )
             if self._lines:
                 enough = self._unsettled // 2
                 self._changed.wait_for(
-                    lambda: len(self._lines) >= enough or self._failure, GATHER_S
+                    lambda: len(self._lines) >= enough or self._failure, self._gather_s
                 )
             lines, self._lines = self._lines, []
             events, self._events = self._events, []
