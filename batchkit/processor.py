@@ -395,13 +395,14 @@ class _Loop:
             took = self._store.sync()
             interval = max(self._job.run.checkpoint_interval_s, 50 * took)
             self._next_sync = now + took + interval
-            self._note_workers(crew)
+            if self._note_workers(crew):
+                write_manifest(self._folder, self._manifest)
 
-    def _note_workers(self, crew: Crew) -> None:
-        """For ``status``: how each of several workers does."""
+    def _note_workers(self, crew: Crew) -> bool:
+        """For ``status``: how each of several workers does. Whether there are any to tell of."""
         if workers := crew.workers():
             self._manifest["starts"][-1]["workers"] = workers
-            write_manifest(self._folder, self._manifest)
+        return bool(workers)
 
     def _state(self) -> State:
         totals, before = self._store.totals, self._tokens_before

@@ -19,19 +19,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from counting import JOB, write_rows
 from figures import Figure
 
 SHARDS = 4
-JOB = """
-name = "merged"
-[input]
-path = "rows.jsonl"
-id = "id"
-[prompt]
-user = "Answer in one sentence: {{ question }}"
-[engine]
-kind = "dry-run"
-"""
 
 
 def main() -> None:
@@ -44,13 +35,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "job.toml").write_text(JOB)
-        with (folder / "rows.jsonl").open("w") as file:
-            for index in range(n_rows):
-                row = {"id": f"q{index}", "question": f"what is the capital of country {index}?"}
-                file.write(json.dumps(row) + "\n")
+        write_rows(folder / "rows.jsonl", n_rows)
         for number in range(SHARDS):
             run(folder, "run", "job.toml", "--shard", f"{number}/{SHARDS}")
-        shards = [f"output/merged.shard-{number}-of-{SHARDS}" for number in range(SHARDS)]
+        shards = [f"output/counting.shard-{number}-of-{SHARDS}" for number in range(SHARDS)]
         took = []
         for _ in range(n_rounds):
             shutil.rmtree(folder / "output/merged", ignore_errors=True)

@@ -48,6 +48,17 @@ class Failure(NamedTuple):
     is_of_the_job: bool
 
 
+class Load(NamedTuple):
+    """``in_flight``: rows that its engine is at. ``appetite``: how many rows it can use at a time."""
+
+    in_flight: int
+    retried: int
+    appetite: int
+
+
+IDLE = Load(0, 0, 0)
+
+
 class Report(NamedTuple):
     """What a worker tells: ``events`` are (name of a Listener's ear, text)."""
 
@@ -56,9 +67,7 @@ class Report(NamedTuple):
     lessons: Lessons | None
     engine: EngineFacts | None
     failure: Failure | None
-    in_flight: int
-    retried: int
-    appetite: int
+    load: Load
 
 
 class Actor:
@@ -88,7 +97,7 @@ class Actor:
         self._lessons: Lessons | None = None
         self._engine: EngineFacts | None = None
         self._failure: Failure | None = None
-        self._load = (0, 0, 0)
+        self._load = IDLE
 
     def begin(self, known: Lessons) -> Place:
         """Load the model, on a thread of its own."""
@@ -125,17 +134,7 @@ class Actor:
             lines, self._lines = self._lines, []
             events, self._events = self._events, []
             self._unsettled -= len(lines)
-            in_flight, retried, appetite = self._load
-            return Report(
-                lines,
-                events,
-                self._lessons,
-                self._engine,
-                self._failure,
-                in_flight,
-                retried,
-                appetite,
-            )
+            return Report(lines, events, self._lessons, self._engine, self._failure, self._load)
 
     def close(self) -> None:
         """Drop what is in flight and give the GPU back."""
@@ -183,7 +182,7 @@ class Actor:
 
     def _bring(self, worker: Worker, lines: Sequence[Line]) -> None:
         with self._changed:
-            self._load = (worker.in_flight, worker.retried, worker.appetite)
+            self._load = Load(worker.in_flight, worker.retried, worker.appetite)
             for line in lines:
                 self._lines.append(Line(line.raw, {name: line.told[name] for name in _TOLD}))
             if lines:

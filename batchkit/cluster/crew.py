@@ -8,9 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
-from batchkit.cluster.actor import CLOSE_S, Actor, Failure, Place, Report
+from batchkit.cluster.actor import CLOSE_S, IDLE, Actor, Failure, Load, Place, Report
 from batchkit.cluster.session import needs, session, shortened
 from batchkit.config import JobConfig
 from batchkit.errors import BatchkitError, EngineCrashError, EngineError, JobError
@@ -33,37 +34,54 @@ HEAVY_ROW_BYTES = 16 * 1024
 _ASK_AGAIN_S = 1.0
 
 
+@dataclass
+class _Life:
+    """One life of a worker: from its wait for a place to its death. ``steps``: down the ladder."""
+
+    began_at: float
+    steps: Sequence[Mapping[str, Any]] = ()
+    place: Place | None = None
+    engine: EngineFacts | None = None
+    load: Load = IDLE
+    engine_restarts: int = 0
+    is_said_to_wait: bool = False
+
+
 class _Seat:
-    """A worker as the run sees it, through all its restarts. ``call`` is the one under way."""
+    """A worker as the run sees it, through all its lives. ``call`` is the one under way."""
 
     def __init__(self, number: int, actor: Any) -> None:
         self.number = number
         self.actor = actor
         self.call: Any = None
-        self.called_at = 0.0
-        self.place: Place | None = None
-        self.engine: EngineFacts | None = None
-        self.in_flight = 0
-        self.rows = self.deaths = 0
-        self.state = "waiting for a place"
-        self.begins_at = self.waits_since = time.monotonic()
-        self.told_to_wait = False
-        self.steps: Sequence[Mapping[str, Any]] = ()  # its engine's, down the ladder
-        # Of this life of the worker's, and of those before it.
-        self.engine_restarts = self.engine_restarts_before = 0
-        self.retried = self.retried_before = 0
+        self.called_at = self.begins_at = time.monotonic()
+        self.rows = 0
+        self.life = _Life(self.called_at)
+        self._before: list[_Life] = []
 
     def bury(self) -> None:
         """This life is over."""
-        self.place = self.engine = None
-        self.in_flight = 0
-        self.deaths += 1
-        self.state = "waiting for a place"
-        self.begins_at = self.waits_since = time.monotonic()
-        self.told_to_wait = False
-        self.engine_restarts_before += self.engine_restarts
-        self.retried_before += self.retried
-        self.engine_restarts = self.retried = 0
+        self._before.append(self.life)
+        self.begins_at = time.monotonic()
+        self.life = _Life(self.begins_at, self.life.steps)
+
+    @property
+    def deaths(self) -> int:
+        return len(self._before)
+
+    @property
+    def engine_restarts(self) -> int:
+        return sum(life.engine_restarts for life in (*self._before, self.life))
+
+    @property
+    def retried(self) -> int:
+        return sum(life.load.retried for life in (*self._before, self.life))
+
+    @property
+    def state(self) -> str:
+        if self.life.place is None:
+            return "waiting for a place"
+        return "loading" if self.life.engine is None else "working"
 
 
 class RayCrew:
@@ -123,8 +141,8 @@ class RayCrew:
                 if self.poll():
                     raise AssertionError("no row is handed out before an engine is up")
                 for seat in self._seats:
-                    if seat.engine is not None:
-                        return seat.engine
+                    if seat.life.engine is not None:
+                        return seat.life.engine
 
     def fill(self, *, taking: bool) -> list[Line]:
         """Call every worker that is not being called, with as many rows as it may have.
@@ -136,12 +154,12 @@ class RayCrew:
             raise self._broken
         if self._tasks.broken and self._leases.are_settled:  # not before: what is out is paid for
             self._tasks.get(timeout_s=0)
-        for seat in self._seats:
-            if seat.call is None and seat.number in self._leases.holders:
-                if seat.place is None:
+        for seat in self._at_work():
+            if seat.call is None:
+                if seat.life.place is None:
                     if time.monotonic() < seat.begins_at:
                         continue
-                    seat.steps = self._known.steps
+                    seat.life.steps = self._known.steps
                     seat.call = seat.actor.begin.remote(self._known)
                 else:
                     tasks: Sequence[Task] = []
@@ -173,11 +191,11 @@ class RayCrew:
 
     @property
     def in_flight(self) -> int:
-        return sum(seat.in_flight for seat in self._seats)
+        return sum(seat.life.load.in_flight for seat in self._at_work())
 
     @property
     def retried(self) -> int:
-        return sum(seat.retried + seat.retried_before for seat in self._seats)
+        return sum(seat.retried for seat in self._seats)
 
     def workers(self) -> list[dict[str, Any]]:
         """One table each: its place, its rate, and what befell it."""
@@ -208,11 +226,15 @@ class RayCrew:
         import ray
 
         # Those that are loading hear nothing before they are done, and have nothing to end.
-        farewells = [seat.actor.close.remote() for seat in self._seats if seat.engine is not None]
+        farewells = [seat.actor.close.remote() for seat in self._seats if seat.life.engine]
         if farewells:
             _wait(farewells, len(farewells), CLOSE_S)
         for seat in self._seats:
             ray.kill(seat.actor)
+
+    def _at_work(self) -> list[_Seat]:
+        """All that are not given up."""
+        return [seat for seat in self._seats if seat.number in self._leases.holders]
 
     def _next_task(self) -> Task | None:
         return None if self._tasks.broken else self._tasks.get(timeout_s=0)
@@ -231,15 +253,14 @@ class RayCrew:
         try:
             told = ray.get(call)
         except ActorUnavailableError as error:
-            if seat.place is not None:
+            if seat.life.place is not None:
                 return self._bury(seat, error)
             seat.begins_at = time.monotonic() + _ASK_AGAIN_S  # it has no place yet
             return []
         except RayError as error:
             return self._bury(seat, error)
         if isinstance(told, Place):
-            seat.place = told
-            seat.state = "loading"
+            seat.life.place = told
             return []
         return self._take_in(seat, told)
 
@@ -249,11 +270,12 @@ class RayCrew:
             getattr(self._listener, ear)(f"worker {seat.number}: {text}")
         if report.lessons is not None:
             self._learn(seat, report.lessons)
-        if report.engine is not None and seat.engine is None:
-            seat.engine, seat.state = report.engine, "working"
-            self._listener.event(f"worker {seat.number} is up{_at(seat.place)}")
-        seat.in_flight, seat.retried = report.in_flight, report.retried
-        holder.appetite = report.appetite
+        life = seat.life
+        if report.engine is not None and life.engine is None:
+            life.engine = report.engine
+            self._listener.event(f"worker {seat.number} is up{_at(life.place)}")
+        life.load = report.load
+        holder.appetite = report.load.appetite
         seat.rows += len(report.lines)
         for task in holder.settle([line.told["index"] for line in report.lines]):
             self._tasks.release(task)
@@ -263,9 +285,9 @@ class RayCrew:
 
     def _learn(self, seat: _Seat, lessons: Lessons) -> None:
         """What one worker's engine taught holds for all that start from now on: they are alike."""
-        seat.engine_restarts, seat.steps = lessons.restarts, lessons.steps
-        steps = max((one.steps for one in self._seats), key=len)
-        restarts = sum(one.engine_restarts + one.engine_restarts_before for one in self._seats)
+        seat.life.engine_restarts, seat.life.steps = lessons.restarts, lessons.steps
+        steps = max((one.life.steps for one in self._seats), key=len)
+        restarts = sum(one.engine_restarts for one in self._seats)
         among_accidents = self._known.among_accidents or lessons.among_accidents
         learned = Lessons(restarts, steps, among_accidents)
         if learned != self._known:
@@ -280,7 +302,7 @@ class RayCrew:
         is_gone = isinstance(error, ActorUnavailableError)  # whose message says no more than that
         cause = "its process or its node is gone" if is_gone else shortened(error)
         self._listener.engine_event(
-            f"worker {seat.number} died{_at(seat.place)} with {len(holder.held)} rows: {cause}"
+            f"worker {seat.number} died{_at(seat.life.place)} with {len(holder.held)} rows: {cause}"
         )
         seat.bury()
         poison = holder.die("worker died")
@@ -307,11 +329,10 @@ class RayCrew:
         """Go on without it, if there are others that would fare better."""
         import ray
 
-        if failure.is_of_the_job and not any(one.engine for one in self._seats):
+        if failure.is_of_the_job and not any(one.life.engine for one in self._seats):
             self._broken = JobError(failure.message)
             return
         self._leases.give_up(seat.number)
-        seat.state, seat.in_flight = "given up", 0
         ray.kill(seat.actor)  # else it would keep its GPUs from those that wait for a place
         if self._leases.holders:
             self._listener.engine_event(f"worker {seat.number} is given up: {failure.message}")
@@ -327,13 +348,11 @@ class RayCrew:
         import ray
 
         now = time.monotonic()
-        for seat in self._seats:
-            if seat.number not in self._leases.holders:
-                continue
-            silent_s = now - seat.called_at
-            if seat.place is None:
-                if now - seat.waits_since >= PLACE_S and not seat.told_to_wait:
-                    seat.told_to_wait = True
+        for seat in self._at_work():
+            silent_s, life = now - seat.called_at, seat.life
+            if life.place is None:
+                if now - life.began_at >= PLACE_S and not life.is_said_to_wait:
+                    life.is_said_to_wait = True
                     self._listener.event(
                         f"worker {seat.number} waits for a place: it needs"
                         f" {self._needs['num_cpus']:g} CPUs and {self._needs['num_gpus']:g} GPUs on"
@@ -348,17 +367,17 @@ class RayCrew:
                 ray.kill(seat.actor, no_restart=False)
 
     def _told(self, seat: _Seat) -> dict[str, Any]:
-        holder = self._leases.holders.get(seat.number)
+        holder, place = self._leases.holders.get(seat.number), seat.life.place
         return {
             "worker": seat.number,
-            "state": seat.state,
-            "node": None if seat.place is None else seat.place.node,
-            "gpus": [] if seat.place is None else list(seat.place.gpus),
+            "state": "given up" if holder is None else seat.state,
+            "node": None if place is None else place.node,
+            "gpus": [] if place is None else list(place.gpus),
             "rows": seat.rows,
             "rows_per_s": 0.0 if holder is None else round(holder.rate, 3),
-            "in_flight": seat.in_flight,
+            "in_flight": 0 if holder is None else seat.life.load.in_flight,
             "restarts": seat.deaths,
-            "engine_restarts": seat.engine_restarts + seat.engine_restarts_before,
+            "engine_restarts": seat.engine_restarts,
         }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from importlib import import_module
 from typing import Any
 
@@ -50,6 +51,12 @@ def load_engine(job: JobConfig) -> Engine:
     """As ``open_engine``, always in this process."""
     engine: Engine = _module(job).open_engine(job)
     return engine
+
+
+def sampling_names(kind: str) -> Collection[str] | None:
+    """What ``[sampling]`` may hold for an engine of ``kind``; None where it does not say."""
+    names: Collection[str] | None = getattr(import_module(ENGINES[kind]), "SAMPLING", None)
+    return names
 
 
 def preload_engine(kind: str) -> None:

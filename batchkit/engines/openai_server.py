@@ -49,6 +49,7 @@ from batchkit.server_command import llama_server
 from batchkit.types import Completion, Request, Row
 
 MOST_FAULTS = 3
+SAMPLING = api.SAMPLING
 _CLOSE_S = 10.0
 _NOT_EXTRA = ("model", "messages", "prompt", "stream", "stream_options")
 

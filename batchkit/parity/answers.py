@@ -18,7 +18,7 @@ from batchkit.prefetch import Prefetch
 from batchkit.prompts import PromptRenderer
 from batchkit.sources import read_rows
 from batchkit.types import Choice, Completion, Request, Row
-from batchkit.window import START
+from batchkit.window import Window
 
 POLL_S = 0.05
 
@@ -92,7 +92,7 @@ def answers_of(side: Side, renderer: PromptRenderer, launcher: Launcher) -> Answ
 def _ask(side: Side, engine: Engine, renderer: PromptRenderer) -> Iterator[Completion]:
     """A failure is final: what is tried again with fewer pixels, say, is another prompt."""
     job, in_flight = side.job, 0
-    window = round(START * engine.max_num_seqs)
+    window = Window(engine.max_num_seqs).size
 
     def render(row: Row) -> Request | Completion:
         rendered = renderer.render_or_fail(row)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from batchkit.config import EngineKind, EngineTable, JobConfig, SamplingTable
-from batchkit.engines.openai_api import SAMPLING as SERVER_SAMPLING
+from batchkit.engines import sampling_names
+from batchkit.engines.refusal import near
 from batchkit.errors import JobError
 from batchkit.job_file import make_job
 
@@ -33,25 +33,7 @@ _OPTIONS = {
 }
 # Keys of any engine; `lora` is for those that load a model, and the others say where a server is.
 _KEYS = ("kind", "model", "options", "in_process")
-# Whose names are not vLLM's. What is wrong with a name that is none, vLLM says itself.
-TRANSFORMERS_SAMPLING = (
-    "max_tokens",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-)
-_SAMPLING: Mapping[str, Sequence[str]] = {
-    "transformers": TRANSFORMERS_SAMPLING,
-    "openai-server": SERVER_SAMPLING,
-}
+# The one that is OpenAI's alone. What is wrong with a name that is none, vLLM says itself.
 _NOT_VLLM = "reasoning_effort"
 # What greedy decoding has no use for, and what is asked for here.
 _CHOSEN = ("temperature", "n", "seed", "top_p", "top_k", "min_p", "logprobs")
@@ -168,16 +150,16 @@ def _kinds_in(engines: str) -> tuple[str, str]:
         )
     for kind in kinds:
         if kind not in KINDS:
-            near = difflib.get_close_matches(kind, KINDS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(KINDS)}"
-            raise JobError(f"--engines {engines}: no engine {kind!r}; {hint}")
+            hint = near(kind, KINDS) or f"; known: {', '.join(KINDS)}"
+            raise JobError(f"--engines {engines}: no engine {kind!r}{hint}")
     return kinds[0], kinds[1]
 
 
 def _knows(kind: str, name: str) -> bool:
     if kind == "vllm":
         return name != _NOT_VLLM
-    return kind not in _SAMPLING or name in _SAMPLING[kind]
+    names = sampling_names(kind)
+    return names is None or name in names
 
 
 def _told(name: str, kind: str) -> str:

@@ -14,6 +14,9 @@ from batchkit.config import JobConfig
 from batchkit.engines.transformers.engine import TransformersEngine
 from batchkit.engines.transformers.options import options_of
 from batchkit.engines.transformers.rendering import TransformersRenderer
+from batchkit.engines.transformers.sampling import Sampling
+
+SAMPLING = Sampling.model_fields
 
 
 def preload() -> None:
