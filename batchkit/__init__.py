@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as typing's own, whose import takes longer than all else here
 if TYPE_CHECKING:
+    from typing import Any
+
     from batchkit.config import JobConfig as JobConfig
     from batchkit.processor import ProductionBatchProcessor as ProductionBatchProcessor
     from batchkit.summary import RunSummary as RunSummary

@@ -1,4 +1,7 @@
-"""The further tries of a row: after a failure, of a shorter prompt, or for a missing answer."""
+"""The further tries of a row: after a failure, of a shorter prompt, or for a missing answer.
+
+Where the note on the format fails, the answer that is there counts.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from batchkit.config import RetryTable
-from batchkit.errors import PromptTooLongError
+from batchkit.errors import PromptTooLongError, RowError
 from batchkit.prompts import PromptRenderer
 from batchkit.retry import Waiting, next_attempt, next_sampling, wait_s
 from batchkit.types import Completion, Request
@@ -66,7 +69,10 @@ class Attempts:
         if shorter is None:
             return False
         if shorter.row.index in self._asked:  # rendered anew, so the note is gone
-            shorter = self._renderer.with_note(shorter) or shorter
+            try:
+                shorter = self._renderer.with_note(shorter) or shorter
+            except RowError:
+                return False
         self._waiting.add(shorter, wait_s=0)
         return True
 
@@ -85,7 +91,12 @@ class Attempts:
             return False
         if not self._finds_nothing(completion):
             return False
-        again = self._renderer.with_note(completion.request) if times == 0 else completion.request
+        try:
+            again = (
+                self._renderer.with_note(completion.request) if times == 0 else completion.request
+            )
+        except RowError:  # it was rendered before, as the row's prompt was checked
+            return False
         if again is None:
             return False
         self._asked[completion.request.row.index] = _Asked(times + 1, completion)

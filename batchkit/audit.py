@@ -1,4 +1,4 @@
-"""``status`` and ``verify``: what a run folder holds, told without an engine."""
+"""``status``: where a run is, found without an engine and without reading all of its log."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from batchkit.errors import BatchkitError
-from batchkit.indexset import IndexSet
 from batchkit.ladder import Ladder
-from batchkit.ledger import RESULTS, failure_kind, log_of, read_lines
+from batchkit.ledger import log_of, read_lines
 from batchkit.manifest import job_of_run, read_manifest
 from batchkit.runfolder import held_by
 from batchkit.sources import count_rows
-from batchkit.store import CHECKPOINT, Totals, read_checkpoint, trusted_checkpoint
+from batchkit.store import Totals, is_sealed, read_checkpoint
 
 _RATE_BYTES = 256 * 1024  # of the log's end: some hundred records
 
@@ -52,46 +51,25 @@ class Status:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """The ledger's audit.
-
-    ``lost``: rows that the checkpoint counts but the log does not hold. ``duplicates``: rows with
-    more than one answer; an ok record that is blank is none. A missing checkpoint matches: it is a
-    cache; a damaged one does not. ``torn_bytes``: bytes of the log that are no record.
-    """
-
-    rows: int | None
-    records: int
-    ok: int
-    failed: int
-    pending: int | None
-    lost: int
-    duplicates: int
-    checkpoint_matches: bool
-    torn_bytes: int
-
-    @property
-    def is_sound(self) -> bool:
-        return not self.lost and not self.duplicates and self.checkpoint_matches
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
 def status(folder: Path) -> Status:
     """Reads the log past the checkpoint, the manifest, and the lock. Safe while the run works.
+
+    It believes the checkpoint and does not hold the log against it, as ``verify`` does.
 
     Raises:
         StoreError: not a run folder, or its log is gone.
     """
     manifest, log = read_manifest(folder), log_of(folder)
-    totals, offset = trusted_checkpoint(folder)
+    checkpoint = read_checkpoint(folder) if is_sealed(folder) else None
+    if checkpoint is None or checkpoint.checksum.end > log.stat().st_size:
+        totals, offset = Totals(), 0
+    else:
+        totals, offset = checkpoint.totals, checkpoint.checksum.end
     for line in read_lines(log, offset):
         if line.record is not None:
             totals.add(line.record)
-    total = _total(folder, manifest)
-    pending = _pending(total, totals, manifest)
+    total = total_rows(folder, manifest)
+    pending = pending_rows(total, totals, manifest)
     holder = held_by(folder)
     last_start: Mapping[str, Any] = manifest["starts"][-1] if manifest["starts"] else {}
     rate = _rate(log) if holder else None
@@ -116,46 +94,7 @@ def status(folder: Path) -> Status:
     )
 
 
-def verify(folder: Path) -> Verification:
-    """Reads the whole log and holds the checkpoint against it.
-
-    Raises:
-        StoreError: not a run folder, or its log is gone.
-    """
-    manifest = read_manifest(folder)
-    read = read_checkpoint(folder)  # before the log, which grows
-    checkpoint, offset = read or (Totals(), 0)
-    size = log_of(folder).stat().st_size
-    totals, at_checkpoint = Totals(), Totals()
-    once, twice = IndexSet(), IndexSet()
-    torn = 0
-    for line in read_lines(folder / RESULTS):
-        if line.record is None:
-            torn += line.end - line.offset
-            continue
-        totals.add(line.record)
-        if line.end <= offset:
-            at_checkpoint.add(line.record)
-        if failure_kind(line.record) is None:
-            index = line.record["index"]
-            (twice if index in once else once).add(index)
-    total = _total(folder, manifest)
-    claimed = checkpoint.completed | checkpoint.failed_rows
-    return Verification(
-        rows=total,
-        records=totals.records,
-        ok=totals.ok,
-        failed=totals.failed,
-        pending=_pending(total, totals, manifest),
-        lost=sum(not totals.is_settled(index) for index in claimed),
-        duplicates=len(twice),
-        checkpoint_matches=not (folder / CHECKPOINT).exists()
-        or (read is not None and offset <= size and _told(checkpoint) == _told(at_checkpoint)),
-        torn_bytes=torn,
-    )
-
-
-def _pending(total: int | None, totals: Totals, manifest: Mapping[str, Any]) -> int | None:
+def pending_rows(total: int | None, totals: Totals, manifest: Mapping[str, Any]) -> int | None:
     """Rows without a record, those that ``--skip-from`` left to another run not counted."""
     if total is None:
         return None
@@ -163,14 +102,7 @@ def _pending(total: int | None, totals: Totals, manifest: Mapping[str, Any]) -> 
     return int(max(0, total - totals.ok - totals.failed - elsewhere))
 
 
-def _told(totals: Totals) -> tuple[object, ...]:
-    """What a checkpoint tells of ``totals``."""
-    by_kind = {kind: rows for kind, rows in totals.failed_by_kind.items() if len(rows)}
-    tokens = totals.prompt_tokens, totals.completion_tokens
-    return totals.completed, by_kind, totals.records, *tokens
-
-
-def _total(folder: Path, manifest: Mapping[str, Any]) -> int | None:
+def total_rows(folder: Path, manifest: Mapping[str, Any]) -> int | None:
     """From the manifest where a start got to count them, else counted now."""
     if manifest["total"] is not None:
         return int(manifest["total"])

@@ -15,6 +15,8 @@ import click
 
 from batchkit import __version__
 from batchkit.errors import BatchkitError, JobError
+from batchkit.masking import masked, masked_text
+from batchkit.terminal import plain
 
 JOB = click.argument("job", type=click.Path(path_type=Path))
 RUN = click.argument("run", required=False)
@@ -37,13 +39,22 @@ class Cli(click.Group):
         try:
             return super().invoke(ctx)
         except BatchkitError as error:
-            click.echo(f"batchkit: error: {error}", err=True)
+            _print(f"batchkit: error: {error}", err=True)
             ctx.exit(error.exit_code)
+        except click.UsageError as error:  # it quotes what stands on the command line
+            told = error.format_message()
+            if (shown := plain(masked_text(told))) == told:
+                raise
+            raise click.UsageError(shown, error.ctx) from None
         except Interrupted as stop:
-            click.echo(f"batchkit: stopped by {stop}; run the same command to go on", err=True)
+            _print(f"batchkit: stopped by {stop}; run the same command to go on", err=True)
             ctx.exit(128 + stop.signum)
         except KeyboardInterrupt:
+            _print("batchkit: interrupted", err=True)
             ctx.exit(130)
+        except (RecursionError, MemoryError) as error:  # the last resort: of these no trace helps
+            _print(f"batchkit: error: {_told(error)}", err=True)
+            ctx.exit(1)
 
 
 @click.group(cls=Cli, context_settings={"help_option_names": ["-h", "--help"]})
@@ -135,10 +146,10 @@ def run(
         summary = run_job(loaded, fresh=fresh, on_change=on_change, skip_from=skip_from, say=_say)
     except BatchkitError as error:
         if isinstance(error.summary, RunSummary) and error.exit_code == 1:
-            click.echo(json.dumps(error.summary.to_json()))
+            _print(json.dumps(error.summary.to_json()))
         raise
     _tell(summary, f"batchkit retry-failed {summary.folder}")
-    click.echo(json.dumps(summary.to_json()))
+    _print(json.dumps(summary.to_json()))
     raise SystemExit(summary.exit)
 
 
@@ -157,15 +168,15 @@ def validate(job: Path, rows: int | None, overrides: tuple[str, ...], as_json: b
 
     found = check(load_job(job, overrides), rows)
     if as_json:
-        click.echo(json.dumps(found.to_json()))
+        _print(json.dumps(found.to_json()))
     else:
         tokens = ", ".join(f"{name} {count:,.0f}" for name, count in found.prompt_tokens.items())
-        click.echo(f"{found.rows:,} rows: {found.ok:,} ok, {found.failed:,} would fail")
-        click.echo(f"prompt tokens: {tokens or ('not counted' if found.ok else 'none')}")
+        _print(f"{found.rows:,} rows: {found.ok:,} ok, {found.failed:,} would fail")
+        _print(f"prompt tokens: {tokens or ('not counted' if found.ok else 'none')}")
         for problem in found.problems:
-            click.echo(f"  row {problem.index} (id {problem.id}) {problem.kind}: {problem.message}")
+            _print(f"  row {problem.index} (id {problem.id}) {problem.kind}: {problem.message}")
         if found.failed > len(found.problems):
-            click.echo(f"  … and {found.failed - len(found.problems):,} more")
+            _print(f"  … and {found.failed - len(found.problems):,} more")
     raise SystemExit(3 if found.failed else 0)
 
 
@@ -179,36 +190,35 @@ def status(run: str | None, as_json: bool) -> None:
 
     found = look(_find(run))
     if as_json:
-        click.echo(json.dumps(found.to_json()))
+        _print(json.dumps(found.to_json()))
         return
     held = found.held_by
     total = "?" if found.total is None else f"{found.total:,}"
     pending = "?" if found.pending is None else f"{found.pending:,}"
-    click.echo(
-        f"{found.name}: {found.ok:,} ok, {found.failed:,} failed, {pending} of {total} to do"
-    )
+    _print(f"{found.name}: {found.ok:,} ok, {found.failed:,} failed, {pending} of {total} to do")
     for kind, count in found.failed_by_kind.items():
-        click.echo(f"  failed by {kind}: {count:,}")
-    click.echo(f"tokens: {found.prompt_tokens:,} prompt, {found.completion_tokens:,} completion")
-    click.echo(f"starts: {found.starts}, engine restarts: {found.engine_restarts}")
+        _print(f"  failed by {kind}: {count:,}")
+    _print(f"tokens: {found.prompt_tokens:,} prompt, {found.completion_tokens:,} completion")
+    _print(f"starts: {found.starts}, engine restarts: {found.engine_restarts}")
     for event in found.engine_events[-5:]:
-        click.echo(f"  {event}")
+        _print(f"  {event}")
     for worker in found.workers:
         gpus = f", GPU {', '.join(map(str, worker['gpus']))}" if worker["gpus"] else ""
         state = f" {worker['state']}," if held or worker["state"] == "given up" else ""
-        click.echo(
+        _print(
             f"worker {worker['worker']} on {worker['node'] or 'no node'}{gpus}:{state}"
             f" {worker['rows']:,} rows, {worker['rows_per_s']:.1f} rows/s, {worker['in_flight']} in flight,"
             f" {worker['restarts']} restarts, {worker['engine_restarts']} of its engine"
         )
+    _print("the log was not checked for damage; `batchkit verify` does that")
     for name, value in found.engine_settings.items():
-        click.echo(f"memory ran out, so now {name} = {value}")
+        _print(f"memory ran out, so now {name} = {value}")
     if held is None:
-        click.echo("no process works on it")
+        _print("no process works on it")
     else:
         eta = "" if found.eta_s is None else f", {duration(found.eta_s)} left"
         rate = "" if found.rows_per_s is None else f": {found.rows_per_s:.1f} rows/s{eta}"
-        click.echo(f"process {held['pid']} on {held['host']} works on it{rate}")
+        _print(f"process {held['pid']} on {held['host']} works on it{rate}")
 
 
 @cli.command("retry-failed")
@@ -226,7 +236,8 @@ def retry_failed(
 ) -> None:
     """Run again the rows of RUN that failed or came back empty, and append what comes of it.
 
-    Rows that are ok are not touched. --set holds for this start alone.
+    Rows that are ok are not touched. --set holds for this start alone. Secrets are not kept in a run
+    folder: where RUN is the job file, they are read from there.
     """
     from batchkit.run import retry_failed as again
     from batchkit.types import ERROR_KINDS
@@ -234,20 +245,20 @@ def retry_failed(
     for kind in kinds:
         if kind not in ERROR_KINDS:
             raise JobError(f"--kind {kind}: known kinds are {', '.join(ERROR_KINDS)}")
-    folder = _find(run)
-    found = again(folder, kinds=kinds, overrides=overrides, say=_say)
+    folder = _find_to_read(run)
+    found = again(folder, kinds=kinds, overrides=overrides, job_file=_job_file(run), say=_say)
     by_kind = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.items())
     if as_json:
-        click.echo(
+        _print(
             json.dumps(
                 {"rows": found.rows, "by_kind": found.by_kind, "mended": found.mended}
                 | ({} if found.summary is None else found.summary.to_json())
             )
         )
     elif found.summary is None:
-        click.echo("nothing to retry: no row failed" + (f" by {', '.join(kinds)}" if kinds else ""))
+        _print("nothing to retry: no row failed" + (f" by {', '.join(kinds)}" if kinds else ""))
     else:
-        click.echo(f"retried {found.rows} rows ({by_kind}): {found.mended} mended")
+        _print(f"retried {found.rows} rows ({by_kind}): {found.mended} mended")
     if found.summary is not None:
         _tell(found.summary, f"batchkit status {folder}")
         raise SystemExit(found.summary.exit)
@@ -261,6 +272,11 @@ def retry_failed(
 )
 @click.option("--csv", is_flag=False, flag_value="", metavar="[PATH]", help="The Parquet columns.")
 @click.option(
+    "--safe-csv",
+    is_flag=True,
+    help="As --csv, for a spreadsheet: a text that it would run as a formula gets a ' in front.",
+)
+@click.option(
     "--openai", is_flag=False, flag_value="", metavar="[PATH]", help="OpenAI batch output files."
 )
 @click.option(
@@ -271,7 +287,7 @@ def retry_failed(
     help="results_<time>.json and checkpoint.json of RealHiTBench's harness.",
 )
 @JSON
-def export(run: str | None, as_json: bool, **formats: str | None) -> None:
+def export(run: str | None, safe_csv: bool, as_json: bool, **formats: str | None) -> None:
     """Write the newest record of each row of RUN, with its newest scores, in the order of the input.
 
     PATH left out: a file (--realhit: a folder) in the run folder.
@@ -279,18 +295,20 @@ def export(run: str | None, as_json: bool, **formats: str | None) -> None:
     from batchkit.export import export as write
 
     wanted = {name: path for name, path in formats.items() if path is not None}
+    if safe_csv:
+        wanted["safe-csv"] = wanted.pop("csv", "")
     if not wanted:
         raise JobError("name a format: --parquet, --jsonl, --csv, --openai or --realhit")
     run = run or _run_taken_for_path(wanted)
-    folder = _find(run)
+    folder = _find_to_read(run)
     for name, path in wanted.items():
         for file in write(folder, name, Path(path) if path else None):
             ratio = file.bytes / file.source_bytes if file.source_bytes else 0.0
             if as_json:
                 line = file._asdict() | {"path": str(file.path), "format": name}
-                click.echo(json.dumps(line | {"ratio": round(ratio, 4)}))
+                _print(json.dumps(line | {"ratio": round(ratio, 4)}))
             else:
-                click.echo(
+                _print(
                     f"{file.path}: {file.rows:,} rows, {file.bytes:,} bytes,"
                     f" {ratio:.2f} of results.jsonl's {file.source_bytes:,}"
                 )
@@ -336,12 +354,12 @@ def score(
                     f"--set {override}: the answers are there; what can be set for `score` is"
                     " scoring.…, and name or output.dir to say which run"
                 )
-        folder = _find(run, overrides)
+        folder = _find_to_read(run, overrides)
         table = score_run(folder, _job_to_score(run, job, folder, overrides), say=_say)
         missing, found = 0, table.to_json()
-    click.echo(json.dumps(found) if as_json else table.to_text())
+    _print(json.dumps(found) if as_json else table.to_text())
     if missing and not as_json:
-        click.echo(f"\n{missing:,} rows of the input have no prediction")
+        _print(f"\n{missing:,} rows of the input have no prediction")
 
 
 @cli.command()
@@ -362,21 +380,21 @@ def report(runs: tuple[str, ...], output: Path | None, no_images: bool, as_json:
     from batchkit.report import write_comparison, write_report
     from batchkit.score import is_mixed, table_of
 
-    folders = [_find(run) for run in runs] or [_find(None)]
+    folders = [_find_to_read(run) for run in runs] or [_find_to_read(None)]
     if len(folders) > 1:
         comparison = compare(folders)
         if output is not None:
             write_comparison(comparison, output)
-        click.echo(json.dumps(comparison.to_json()) if as_json else comparison.to_text())
+        _print(json.dumps(comparison.to_json()) if as_json else comparison.to_text())
         return
     table = table_of(folders[0])
     if is_mixed(folders[0]):
         _say(f"{folders[0]}: its rows are scored in more than one way; `batchkit score` mends that")
     path = write_report(folders[0], output, images=not no_images)
     if as_json:
-        click.echo(json.dumps({**table.to_json(), "path": str(path)}))
+        _print(json.dumps({**table.to_json(), "path": str(path)}))
     else:
-        click.echo(f"{table.to_text()}\n\n{path}")
+        _print(f"{table.to_text()}\n\n{path}")
 
 
 @cli.command("find-bs")
@@ -428,9 +446,9 @@ def find_bs(
         seconds=seconds,
         write_to=job if write else None,
         say=_say,
-        tell=(lambda line: None) if as_json else click.echo,
+        tell=(lambda line: None) if as_json else _print,
     )
-    click.echo(json.dumps(found.to_json()) if as_json else found.to_text())
+    _print(json.dumps(found.to_json()) if as_json else found.to_text())
     raise SystemExit(found.exit_code)
 
 
@@ -489,11 +507,11 @@ def bench(
     loaded, sizes = load_job(job, overrides), sizes_in(batch_sizes)
     found = measure(loaded, sizes, rounds=rounds, rows=rows, seconds=seconds, say=_say)
     if not as_json:
-        click.echo(found.table.to_text())
+        _print(found.table.to_text())
     if html is not None:
         write_curve(found, html)
         _say(f"the curve is in {html}")
-    click.echo(json.dumps(found.to_json()))
+    _print(json.dumps(found.to_json()))
     raise SystemExit(found.exit_code)
 
 
@@ -562,7 +580,7 @@ def parity(
     except Interrupted as stop:
         _say(f"stopped by {stop}; nothing is kept")
         raise SystemExit(128 + stop.signum) from None
-    click.echo(json.dumps(found.to_json()) if as_json else found.to_text())
+    _print(json.dumps(found.to_json()) if as_json else found.to_text())
     raise SystemExit(found.exit_code)
 
 
@@ -583,17 +601,17 @@ def merge(runs: tuple[str, ...], into: str, partial: bool, as_json: bool) -> Non
 
     found = join([_find(run) for run in runs], folder_of(into), partial=partial)
     if as_json:
-        click.echo(json.dumps(found.to_json()))
+        _print(json.dumps(found.to_json()))
     else:
-        click.echo(
+        _print(
             f"{len(found.runs)} runs: {found.ok:,} ok, {found.failed:,} failed, {found.missing:,}"
             f" missing of {found.total:,} rows"
         )
-        click.echo(f"answered more than once: {found.double:,} with the same text", nl=False)
-        click.echo(f", {found.conflicting:,} with differing ones (the newest counts)")
+        _print(f"answered more than once: {found.double:,} with the same text", nl=False)
+        _print(f", {found.conflicting:,} with differing ones (the newest counts)")
         _name_rows("missing", found.missing, found.missing_ids)
         _name_rows("differing", found.conflicting, found.conflicting_ids)
-        click.echo("nothing written" if found.folder is None else found.folder)
+        _print("nothing written" if found.folder is None else found.folder)
     if found.folder is None:
         _say("rows are missing: run what remains, or --partial merges what is there")
     raise SystemExit(found.exit)
@@ -601,21 +619,30 @@ def merge(runs: tuple[str, ...], into: str, partial: bool, as_json: bool) -> Non
 
 @cli.command()
 @RUN
+@click.option(
+    "--repair",
+    is_flag=True,
+    help="First set aside what is damaged, and rebuild the checkpoint from the log; rows whose"
+    " record is gone are run again by the next start.",
+)
 @JSON
-def verify(run: str | None, as_json: bool) -> None:
-    """Audit the ledger of RUN: every row accounted for, none twice, checkpoint = log.
+def verify(run: str | None, repair: bool, as_json: bool) -> None:
+    """Audit the ledger of RUN: every record is of its row, none twice, checkpoint = log.
 
-    Exits with 1 where it is not sound.
+    Reads the log and the input. Exits with 1 if it is not sound.
     """
-    from batchkit.audit import verify as audit
+    from batchkit.repair import repair as repair_run
+    from batchkit.verify import verify as audit
 
-    found = audit(_find(run))
-    if as_json:
-        click.echo(json.dumps(found.to_json()))
-    else:
-        for name, value in found.to_json().items():
-            click.echo(f"{name}: {value}")
-        click.echo("sound" if found.is_sound else "NOT SOUND")
+    folder = _find(run)
+    if repair:
+        done = repair_run(folder)
+        aside = "" if done.aside is None else f", {done.removed:,} lines set aside in {done.aside}"
+        _print(f"repaired: {done.kept:,} records kept{aside}", err=True)
+        if done.accepted is not None:
+            _print(f"accepted as it is: {done.accepted}", err=True)
+    found = audit(folder)
+    _print(json.dumps(found.to_json()) if as_json else found.to_text())
     raise SystemExit(0 if found.is_sound else 1)
 
 
@@ -657,10 +684,10 @@ def generate(
     summary = answer(model, wanted, overrides)
     for record in summary.records():
         if as_json:
-            click.echo(json.dumps(record, ensure_ascii=False))
+            _print(json.dumps(record, ensure_ascii=False))
         else:
             reply = record["text"] if record["error"] is None else f"({record['error']['message']})"
-            click.echo(f"> {wanted[record['index']]}\n{reply}\n")
+            _print(f"> {wanted[record['index']]}\n{reply}\n")
     _tell(summary, f"batchkit status {summary.folder}")
     raise SystemExit(summary.exit)
 
@@ -673,7 +700,7 @@ def demo_model(path: Path, text_only: bool) -> None:
     from batchkit.demo_model import build_demo_model
 
     build_demo_model(path, text_only=text_only)
-    click.echo(f"{path}: random weights; its answers mean nothing")
+    _print(f"{path}: random weights; its answers mean nothing")
 
 
 @cli.command()
@@ -686,10 +713,26 @@ def doctor(as_json: bool) -> None:
 
     findings = diagnose()
     if as_json:
-        click.echo(json.dumps([asdict(finding) for finding in findings]))
+        _print(json.dumps([asdict(finding) for finding in findings]))
     else:
-        click.echo(as_text(findings))
+        _print(as_text(findings))
     raise SystemExit(0 if all(finding.ok for finding in findings) else 1)
+
+
+def _find_to_read(run: str | None, overrides: tuple[str, ...] = ()) -> Path:
+    """As ``_find``; says which damaged lines of its log will be passed over."""
+    from batchkit.ledger import RESULTS
+    from batchkit.store import passed_over
+
+    folder = _find(run, overrides)
+    if (folder / RESULTS).exists() and (place := passed_over(folder)) is not None:
+        _print(
+            f"batchkit: {folder / RESULTS}: the line at byte {place} is no record and is passed over;"
+            f" its row may be missing below. `batchkit verify --repair {folder}` sets it aside, and"
+            " the next run answers the row again",
+            err=True,
+        )
+    return folder
 
 
 def _find(run: str | None, overrides: tuple[str, ...] = ()) -> Path:
@@ -698,7 +741,7 @@ def _find(run: str | None, overrides: tuple[str, ...] = ()) -> Path:
 
     folder = find_run(run, overrides)
     if run is None:
-        click.echo(f"batchkit: {folder}", err=True)
+        _print(f"batchkit: {folder}", err=True)
     return folder
 
 
@@ -739,11 +782,28 @@ def _name_rows(what: str, count: int, ids: list[str]) -> None:
     """The first of the rows that are ``what``; nothing where there are none."""
     if count:
         more = f" and {count - len(ids):,} more" if count > len(ids) else ""
-        click.echo(f"{what}: {', '.join(ids)}{more}")
+        _print(f"{what}: {', '.join(ids)}{more}")
+
+
+def _print(text: object, *, err: bool = False, nl: bool = True) -> None:
+    """Everything that is printed goes through here: rows and answers may hold escape sequences, and
+    messages secrets."""
+    click.echo(plain(masked_text(str(text)) if err else str(text)), err=err, nl=nl)
+
+
+def _told(error: Exception) -> str:
+    """One line for a limit of Python's that no check covers; the place is for the one who fixes it."""
+    import traceback
+
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{Path(frame.filename).name} line {frame.lineno}, {type(error).__name__}"
+    if isinstance(error, MemoryError):
+        return f"out of memory ({place}); give the machine more, or the job less at a time"
+    return f"something in the job or its files is nested too deeply ({place})"
 
 
 def _say(text: str) -> None:
-    click.echo(text if text.startswith("|") else f"batchkit: {text}", err=True)
+    _print(text if text.startswith("|") else f"batchkit: {text}", err=True)
 
 
 def _run_taken_for_path(wanted: dict[str, str]) -> str | None:
@@ -759,27 +819,27 @@ def _show_rows(job: Any, rows: int) -> None:
     from batchkit.validate import preview
 
     for row in preview(job, rows):
-        click.echo(f"--- row {row.index} (id {row.id})")
+        _print(f"--- row {row.index} (id {row.id})")
         if row.error is not None:
-            click.echo(f"would fail, {row.error}")
+            _print(f"would fail, {row.error}")
             continue
         sizes = ", ".join(f"{width}x{height}" for width, height in row.images)
         tokens = "uncounted" if row.prompt_tokens is None else f"{row.prompt_tokens:,}"
-        click.echo(f"{tokens} prompt tokens, images: {sizes or 'none'}")
-        click.echo(f"sampling: {json.dumps(row.sampling)}")
-        click.echo(row.prompt)
+        _print(f"{tokens} prompt tokens, images: {sizes or 'none'}")
+        _print(f"sampling: {json.dumps(masked(row.sampling, 'sampling'))}")
+        _print(row.prompt)
 
 
 def _tell(summary: Any, next_command: str) -> None:
     """The summary for people, on stderr."""
-    click.echo(
+    _print(
         f"batchkit: {summary.ok:,} ok, {summary.failed:,} failed of {summary.total:,} rows;"
         f" {summary.skipped:,} were done before; {summary.seconds:.1f} s,"
         f" {summary.rows_per_s:.1f} rows/s, {summary.completion_tokens_per_s:,.0f} output tok/s",
         err=True,
     )
     if summary.exit in (130, 143):
-        click.echo("batchkit: interrupted; run the same command to go on", err=True)
+        _print("batchkit: interrupted; run the same command to go on", err=True)
     elif summary.failed:
-        click.echo(f"batchkit: some rows failed; next: {next_command}", err=True)
-    click.echo(f"batchkit: results in {summary.folder}/results.jsonl", err=True)
+        _print(f"batchkit: some rows failed; next: {next_command}", err=True)
+    _print(f"batchkit: results in {summary.folder}/results.jsonl", err=True)

@@ -17,6 +17,7 @@ from batchkit.join import with_group
 from batchkit.manifest import differences, job_of_run, read_manifest
 from batchkit.scorebook import read_scored
 from batchkit.scoring.metrics import ALL, OUT_OF_TEN, ScoreTable, head, markdown, tabulate
+from batchkit.store import check_log
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -178,12 +179,13 @@ def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) ->
 
     Raises:
         JobError: fewer than two runs.
-        StoreError: one is not a run folder.
+        StoreError: one is not a run folder, or its log is damaged.
     """
     if len(folders) < 2:
         raise JobError("a comparison needs two runs or more")
     for folder in folders:
         read_manifest(folder)  # says so where it is no run
+        check_log(folder)
     names = _names(folders)
     group_by = job_of_run(folders[0]).scoring.group_by
     sides = [_read(folder, group_by) for folder in folders]

@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from batchkit.job_values import check_values, reason_of
 from batchkit.server_command import check_command
 from batchkit.shard import Shard, parse_shard
 
@@ -46,14 +47,19 @@ class InputTable(Table):
     path: str | None = Field(
         None,
         description="File, glob, or fsspec URL (`s3://`, `hf://`); relative paths are looked up"
-        " beside the job file, then in the working directory. May use `{{ name }}` from `[vars]`.",
+        " beside the job file, then in the working directory. May use `{{ name }}` from `[vars]`. A"
+        " URL's signature or password is used and not written down: to go on from the run folder"
+        " alone, give it again with `--set input.path=…`.",
     )
     format: Format = Field("auto", description="`auto` goes by the file's name.")
     records: str | None = Field(
         None, description="JSON only: the key (dotted) under which the list of rows stands."
     )
     id: str | None = Field(
-        None, description="The field that names a row; left out, its index in the input."
+        None,
+        description="The field that names a row; left out, its index in the input. A row that lacks it"
+        " fails, and is named `no-id:` and its index. Rows that need no id are named so too where they"
+        " are read together with OpenAI batch files.",
     )
     where: dict[str, Any] = Field(
         {}, description="Keep only rows whose field equals the value, or is in the list."
@@ -171,7 +177,7 @@ class ServerTable(Table):
         description="What starts it, as `llama-server -m model.gguf -c 32768 -np 8 --port {port}` (8"
         " requests at a time share that context: 4096 tokens each); no shell reads it. `{port}` becomes"
         " a port that is free, `{host}` 127.0.0.1. The server has the run's environment: keys stand"
-        " there.",
+        " there, and one in the command is refused.",
     )
     health: str = Field(
         "/health",
@@ -219,6 +225,12 @@ class EngineTable(Table):
         min_length=1,
         description="With `openai-server`: the name of the environment variable that holds its key,"
         " if it wants one.",
+    )
+    max_answer_bytes: PositiveInt = Field(
+        32 * 2**20,
+        description="With `openai-server`: how many bytes of an answer are read, unpacked if it comes"
+        " compressed. A row whose answer has more fails with `server`, and is not asked again. Text"
+        " of 100,000 tokens has less than 1 MB, with 20 logprobs for each token some 100 MB.",
     )
     options: dict[str, Any] = Field(
         {},
@@ -311,8 +323,11 @@ class RunTable(Table):
     max_in_flight: Literal["auto"] | PositiveInt = Field(
         "auto", description="Requests handed to the engine at a time; `auto` adapts."
     )
-    render_threads: PositiveInt = Field(
-        4, description="Threads that render prompts and decode images ahead of the engine."
+    render_threads: int = Field(
+        4,
+        ge=1,
+        le=256,
+        description="Threads that render prompts and decode images ahead of the engine.",
     )
     look_ahead: NonNegativeInt = Field(
         1024,
@@ -331,7 +346,8 @@ class RunTable(Table):
     row_timeout_s: PositiveFloat = Field(
         600.0,
         description="A running row that gets no token for this long, or whose prompt is not prepared"
-        " within it, is aborted with `timeout`, and tried again as `retry.attempts` says.",
+        " within it, is aborted with `timeout`, and tried again as `retry.attempts` says; one whose"
+        " template is not filled in within it fails with `timeout` at once.",
     )
     stall_timeout_s: PositiveFloat = Field(
         600.0,
@@ -342,7 +358,9 @@ class RunTable(Table):
         16, description="Stop when the engine died more often without one answer in between."
     )
     max_host_gb: PositiveFloat | None = Field(
-        None, description="The engine's process is restarted between rows when it grows past this."
+        None,
+        description="The engine's process, or the server that the run started, is restarted between"
+        " rows when it grows past this.",
     )
     workers: PositiveInt | None = Field(
         None,
@@ -478,7 +496,8 @@ class ScoringTable(Table):
     )
     table: str | None = Field(
         None,
-        description="For `chart`: template of the path, under `media.root`, of the row's table.",
+        description="For `chart`: template of the path, under `media.root`, of the row's table. It is"
+        " opened after the check: nobody else may be able to write below `media.root`.",
     )
     chart_type: str = Field(
         "{{ SubQType }}",
@@ -505,12 +524,10 @@ class ScoringTable(Table):
         laid = [(part.extract or self.extract, part.pattern or self.pattern) for part in parts]
         if any(extract == "regex" and pattern is None for extract, pattern in laid):
             raise ValueError('extract = "regex" needs a pattern, here or in each rule that has it')
-        patterns = [part.pattern for part in parts if part.pattern is not None]
-        for pattern in patterns:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from None
+        for place, part in enumerate(parts):
+            if part.pattern is not None:
+                key = f"rules.{place - 1}.pattern" if place else "pattern"
+                _check_pattern(key, part.pattern)
         if "choice" in used and not any(part.choices for part in parts):
             raise ValueError("the scorer choice needs choices")
         return self
@@ -549,6 +566,13 @@ class JobConfig(Table):
             }
         )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _can_be_written_down(cls, tables: Any) -> Any:
+        if isinstance(tables, dict):
+            check_values(tables)
+        return tables
+
     @model_validator(mode="after")
     def _looks_for_what_it_asks_for(self) -> JobConfig:
         extracts = {self.scoring.extract, *(rule.extract for rule in self.scoring.rules)}
@@ -558,6 +582,14 @@ class JobConfig(Table):
                 ' look for, as extract = "final-answer"'
             )
         return self
+
+
+def _check_pattern(key: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, MemoryError, OverflowError, ValueError) as error:
+        shown = repr(pattern if len(pattern) <= 80 else f"{pattern[:77]}…")
+        raise ValueError(f"{key} {shown} is no regular expression: {reason_of(error)}") from None
 
 
 def _is_base_url(url: str) -> bool:

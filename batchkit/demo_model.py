@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from batchkit.engines import require
 from batchkit.errors import JobError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 MARKER = "batchkit_demo_model.json"  # a folder that holds it may be replaced
 DTYPES = ("float32", "bfloat16", "float16")
+PACKAGES = ("torch", "safetensors", "tokenizers")
 
 HIDDEN, LAYERS, KV_HEADS, HEAD_DIM, MLP = 64, 2, 1, 32, 96  # vLLM on CPUs wants HEAD_DIM ≥ 32
 VISION_HIDDEN, VISION_DEPTH, VISION_MLP, PATCH, MERGE, POSITIONS = 16, 2, 32, 16, 2, 256
@@ -111,10 +113,12 @@ def build_demo_model(
     older demo model there is replaced.
 
     Raises:
-        JobError: ``path`` holds something else, can't be written, or ``dtype`` is unknown.
+        JobError: ``path`` holds something else, can't be written, ``dtype`` is unknown, or a package
+            is missing.
     """
     if dtype not in DTYPES:
         raise JobError(f"dtype {dtype!r}: a demo model has one of {', '.join(DTYPES)}")
+    require(PACKAGES, user="a demo model", extra="transformers")
     path = path.resolve()
     try:
         _refuse_foreign(path)

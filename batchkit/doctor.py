@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from batchkit.machine import Facts, Gpu, look
+from batchkit.masking import is_secret, masked_text
 
 VLLM_RANGE = ((0, 26), (0, 33))  # what engines/vllm.py is written for; as in pyproject.toml
 MIN_DISK_GIB = 5
@@ -21,7 +22,7 @@ VARIABLES = re.compile(
     r"(VLLM|HF|TRANSFORMERS|TORCH|PYTORCH|NCCL|RAY)_\w+|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS"
     r"|LD_PRELOAD|XDG_CACHE_HOME"
 )
-SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
+SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")  # wider than a job's names: it costs nothing here
 SETUP = "run `make clean setup` in batchkit's folder"
 
 
@@ -210,7 +211,7 @@ def _disk(facts: Facts) -> Finding:
 
 def _environment(facts: Facts) -> Finding:
     shown = ", ".join(
-        f"{name}={'(set)' if SECRET.search(name) else value}"
+        f"{name}={'(set)' if SECRET.search(name) or is_secret(name) else masked_text(value)}"
         for name, value in sorted(facts.env.items())
         if VARIABLES.fullmatch(name)
     )

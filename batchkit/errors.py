@@ -4,8 +4,10 @@ BatchkitError                  exit code
 ├── JobError                   2   the command line or the job file is wrong
 │   ├── InputError             2   the rows can't be read
 │   │   └── BrokenInputError   1   … from some row on
+│   │       └── ChangedInputError  1   … as it changed while the run read it
 │   └── ChangedError           2   the job or its input changed since the run began
 ├── StoreError                 1   the run folder can't be written, read or locked
+│   └── LostLockError          1   … any more: another process may have taken it
 ├── EngineError                1   the engine is dead, or never started
 ├── TooManyFailuresError       1   run.fail_on_error was reached
 └── RowError                   –   one row failed; the run goes on
@@ -14,9 +16,11 @@ BatchkitError                  exit code
     ├── PromptTooLongError     prompt_too_long
     ├── RequestError           invalid_request
     ├── RowTimeoutError        timeout
+    ├── RenderTimeoutError     timeout
     ├── RowOutOfMemoryError    oom
     ├── EngineCrashError       engine_crash
     ├── ServerError            server
+    │   └── AnswerTooLargeError  server
     └── EmptyTextError         empty
 
 A RowError becomes a failed record; every other error stops the run with the store consistent.
@@ -24,6 +28,7 @@ A RowError becomes a failed record; every other error stops the run with the sto
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import ClassVar
 
 
@@ -51,12 +56,24 @@ class BrokenInputError(InputError):
     exit_code = 1
 
 
+class ChangedInputError(BrokenInputError):
+    """``paths`` are no longer what this start began with; rows of both may have been answered."""
+
+    def __init__(self, message: str, paths: Collection[str]) -> None:
+        super().__init__(message)
+        self.paths = paths
+
+
 class ChangedError(JobError):
     """The job or its input is no longer what the run began with."""
 
 
 class StoreError(BatchkitError):
     """The run folder can't be written, read, or locked."""
+
+
+class LostLockError(StoreError):
+    """The run folder's lock is no longer this process's: it must write nothing there."""
 
 
 class EngineError(BatchkitError):
@@ -110,6 +127,12 @@ class RowTimeoutError(RowError):
     retryable = True
 
 
+class RenderTimeoutError(RowError):
+    """A template was not filled in with this row within ``run.row_timeout_s``; it never will be."""
+
+    kind = "timeout"
+
+
 class RowOutOfMemoryError(RowError):
     """This row alone makes the engine run out of memory; a smaller image may help."""
 
@@ -128,6 +151,12 @@ class ServerError(RowError):
 
     kind = "server"
     retryable = True
+
+
+class AnswerTooLargeError(ServerError):
+    """The server's answer has more than ``engine.max_answer_bytes``."""
+
+    retryable = False
 
 
 class EmptyTextError(RowError):

@@ -6,6 +6,7 @@ Each writer streams; the file appears under its name only when it is whole.
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,13 +15,18 @@ from typing import Any, NamedTuple
 import orjson
 
 from batchkit.errors import StoreError
+from batchkit.files import replacing
 from batchkit.ledger import RESULTS
 from batchkit.manifest import read_manifest
+from batchkit.openai_lines import answer_line, error_line
 from batchkit.outputs import refuse_own_file
 from batchkit.realhit import write_realhit
-from batchkit.runfolder import replacing
 from batchkit.scorebook import read_scored
+from batchkit.store import check_log
 from batchkit.table import Layout, read_batches, schema_of
+
+_FORMULA = re.compile(r"[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")  # the last four: full width
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 
 
 class Exported(NamedTuple):
@@ -33,19 +39,21 @@ class Exported(NamedTuple):
 
 
 def export(folder: Path, format_name: str, path: Path | None = None) -> list[Exported]:
-    """Write a run's records as ``parquet``, ``jsonl``, ``csv``, ``openai`` or ``realhit``.
+    """Write a run's records as ``parquet``, ``jsonl``, ``csv``, ``safe-csv``, ``openai`` or ``realhit``.
 
     ``path`` left out: ``results.<suffix>`` in the run folder (``results.newest.jsonl`` for jsonl,
-    since ``results.jsonl`` is the ledger). ``openai`` writes two files, answers and errors;
+    since ``results.jsonl`` is the ledger). ``safe-csv`` is a CSV that a spreadsheet may open: a text
+    that it would take for a formula has a ``'`` in front. ``openai`` writes two files, answers and errors;
     ``realhit`` the two of RealHiTBench's harness, into the folder ``path`` or as the file ``path``.
 
     Raises:
-        StoreError: not a run folder, or the file can't be written.
+        StoreError: not a run folder, its log is damaged, or the file can't be written.
     """
     read_manifest(folder)
     log = folder / RESULTS
     if not log.exists():
         raise StoreError(f"{folder}: nothing to export: no row has finished yet")
+    check_log(folder)
     path = path or folder / _NAMES[format_name]
     refuse_own_file(path, folder)
     try:
@@ -85,23 +93,38 @@ def _write_jsonl(folder: Path, path: Path) -> dict[Path, int]:
     return {path: rows}
 
 
-def _write_csv(folder: Path, path: Path) -> dict[Path, int]:
+def _write_csv(
+    folder: Path, path: Path, cell: Callable[[Any], Any] = lambda value: value
+) -> dict[Path, int]:
     layout, rows = Layout.of(folder), 0
     with (
         replacing(path) as temporary,
         temporary.open("w", newline="", encoding="utf-8") as file,
     ):
         writer = csv.writer(file)
-        writer.writerow(layout.columns())
+        writer.writerow(map(cell, layout.columns()))
         for record in read_scored(folder):
-            writer.writerow(layout.values(record))
+            writer.writerow(map(cell, layout.values(record)))
             rows += 1
     return {path: rows}
 
 
+def _write_safe_csv(folder: Path, path: Path) -> dict[Path, int]:
+    return _write_csv(folder, path, _safe_cell)
+
+
+def _safe_cell(value: Any) -> Any:
+    """``value``, a text that begins like a formula behind a ``'``; a number stays one.
+
+    As OWASP has it: https://owasp.org/www-community/attacks/CSV_Injection
+    """
+    is_formula = isinstance(value, str) and _FORMULA.match(value) and not _NUMBER.fullmatch(value)
+    return f"'{value}" if is_formula else value
+
+
 def _write_openai(folder: Path, path: Path) -> dict[Path, int]:
-    """OpenAI's batch output: https://platform.openai.com/docs/guides/batch, answers and errors."""
-    model = read_manifest(folder)["model"]["name"]
+    """OpenAI's batch output: one file of answers, one of errors."""
+    model = str(read_manifest(folder)["model"]["name"] or "")
     errors = path.with_name(f"{path.stem}.errors{path.suffix}")
     n_answers = n_errors = 0
     with (
@@ -112,51 +135,12 @@ def _write_openai(folder: Path, path: Path) -> dict[Path, int]:
     ):
         for record in read_scored(folder):
             if record["status"] == "ok":
-                answers_file.write(_line(_openai_answer(record, model)))
+                answers_file.write(_line(answer_line(record, model)))
                 n_answers += 1
             else:
-                errors_file.write(_line(_openai_error(record)))
+                errors_file.write(_line(error_line(record)))
                 n_errors += 1
     return {path: n_answers, errors: n_errors}
-
-
-def _openai_answer(record: Mapping[str, Any], model: str) -> dict[str, Any]:
-    usage = record.get("usage") or {"prompt_tokens": 0, "completion_tokens": 0}
-    choices = record.get("choices") or [record]
-    return {
-        "id": f"batch_req_{record['index']}",
-        "custom_id": record["id"],
-        "response": {
-            "status_code": 200,
-            "request_id": f"req_{record['index']}",
-            "body": {
-                "id": f"chatcmpl-{record['index']}",
-                "object": "chat.completion",
-                "model": model,
-                "choices": [
-                    {
-                        "index": number,
-                        "message": {"role": "assistant", "content": choice["text"]},
-                        "logprobs": (found := choice.get("logprobs")) and {"content": found},
-                        "finish_reason": choice["finish_reason"],
-                    }
-                    for number, choice in enumerate(choices)
-                ],
-                "usage": usage
-                | {"total_tokens": usage["prompt_tokens"] + usage["completion_tokens"]},
-            },
-        },
-        "error": None,
-    }
-
-
-def _openai_error(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "id": f"batch_req_{record['index']}",
-        "custom_id": record["id"],
-        "response": None,
-        "error": {"code": record["error"]["kind"], "message": record["error"]["message"]},
-    }
 
 
 def _line(value: Mapping[str, Any]) -> bytes:
@@ -167,6 +151,7 @@ _WRITERS: dict[str, Callable[[Path, Path], dict[Path, int]]] = {
     "parquet": _write_parquet,
     "jsonl": _write_jsonl,
     "csv": _write_csv,
+    "safe-csv": _write_safe_csv,
     "openai": _write_openai,
     "realhit": write_realhit,
 }
@@ -174,6 +159,7 @@ _NAMES = {
     "parquet": "results.parquet",
     "jsonl": "results.newest.jsonl",
     "csv": "results.csv",
+    "safe-csv": "results.csv",
     "openai": "results.openai.jsonl",
     "realhit": "realhit",
 }

@@ -49,11 +49,15 @@ _OOM_WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One death of an engine. ``type`` is the error's class, or the signal that ended it."""
+    """One death of an engine. ``type`` is the error's class, or the signal that ended it.
+
+    ``is_unexplained_kill``: SIGKILL from outside, without a sign that memory ran out.
+    """
 
     kind: FaultKind
     type: str
     message: str
+    is_unexplained_kill: bool = False
 
     @property
     def is_over_claim(self) -> bool:
@@ -109,10 +113,17 @@ def fault_of(error: BaseException) -> Fault:
     return Fault("oom" if is_oom else "engine_crash", names[0], message)
 
 
-def fault_of_exit(code: int | None, last_words: str) -> Fault:
-    """A process that ended without saying why. SIGKILL is the kernel's way to free memory."""
+def fault_of_exit(code: int | None, last_words: str, memory: str = "") -> Fault:
+    """A process that ended without saying why.
+
+    SIGKILL is the kernel's way to free memory, and not only the kernel's; ``memory`` is the evidence
+    that memory ran out (``host_memory.py``), empty if there is none.
+    """
     if code == -signal.SIGKILL:
-        return Fault("oom", "SIGKILL", "killed from outside, as the kernel does when memory is out")
+        if memory:
+            return Fault("oom", "SIGKILL", f"killed as memory ran out: {memory}")
+        message = "killed from outside, no sign of memory running out"
+        return Fault("engine_crash", "SIGKILL", message, is_unexplained_kill=True)
     how = f"exit code {code}"
     if code is not None and code < 0:
         known = {number.value: number.name for number in signal.Signals}

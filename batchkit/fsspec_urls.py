@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 
+from batchkit.masking import masked_text
+
 _ELSEWHERE = ("file", "local", "http", "https")  # folders, and hosts on media.allow_urls
 _IN_EXTRA = ("gcsfs", "huggingface_hub", "s3fs")  # what batchkit[remote] installs
 
 _QUERY = re.compile(r"\?\S*=\S*")  # some libraries quote a URL without its host
-_USER_INFO = re.compile(r"(?<=://)[^/\s]*@")
 _PASSWORD = re.compile(r"([a-z][a-z0-9+.-]*)://[^/@]*:[^/]*@", re.IGNORECASE)
 
 
@@ -33,7 +34,7 @@ def bare(url: str) -> str:
 
 def failure(error: Exception, url: str) -> str:
     """Why fsspec can't open or read ``url``: what is missing, and how to get it; no secrets."""
-    text = _QUERY.sub("?…", _USER_INFO.sub("", str(error))) or type(error).__name__
+    text = _QUERY.sub("?…", masked_text(str(error))) or type(error).__name__
     if isinstance(error, ImportError):
         package = getattr(error.__cause__ or error, "name", None)
         return f"{text}; pip install 'batchkit[remote]'" if package in _IN_EXTRA else text

@@ -61,6 +61,11 @@ class IndexSet:
         result._bits = self._bits | other._bits
         return result
 
+    def __sub__(self, other: IndexSet) -> IndexSet:
+        result = IndexSet()
+        result._bits = self._bits - other._bits
+        return result
+
     def ranges(self) -> np.ndarray[Any, Any]:
         """int64 array of shape (runs, 2): first and last index of each unbroken run, ascending.
 

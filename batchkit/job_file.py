@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import glob
+import os
 import tomllib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from batchkit.config import JobConfig, PromptTable, ScoringTable
 from batchkit.errors import JobError
 from batchkit.fsspec_urls import bare, is_remote, scheme_with_password
 from batchkit.job_problems import annotation_of, problems_in, shown
+from batchkit.job_values import place_in, reason_of
+from batchkit.masking import learn, learn_secret, masked, masked_text
 
 
 def load_job(path: Path, overrides: Iterable[str] = ()) -> JobConfig:
@@ -34,6 +38,8 @@ def load_job(path: Path, overrides: Iterable[str] = ()) -> JobConfig:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise JobError(f"{path}: not valid TOML: {error}") from error
+    except (RecursionError, ValueError) as error:  # ValueError: thousands of digits
+        raise JobError(f"{path}: {place_in(text, error)}: {reason_of(error)}") from None
     return make_job(table, str(path), overrides, base=path.parent)
 
 
@@ -52,6 +58,8 @@ def parse_job(table: Mapping[str, Any], origin: str) -> JobConfig:
     Raises:
         JobError: with one line per problem: key path, what was found, what was expected.
     """
+    with suppress(RecursionError):  # then it is refused
+        learn(os.environ, table)
     try:
         return JobConfig.model_validate(table)
     except ValidationError as error:
@@ -62,7 +70,11 @@ def parse_job(table: Mapping[str, Any], origin: str) -> JobConfig:
 
 
 def parse_value(text: str) -> Any:
-    """``text`` as a TOML value where it is one (``0``, ``true``, ``["a"]``), else the text."""
+    """``text`` as a TOML value where it is one (``0``, ``true``, ``["a"]``), else the text.
+
+    Raises:
+        RecursionError, ValueError: nested too deeply, or a number of thousands of digits.
+    """
     try:
         table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -70,16 +82,38 @@ def parse_value(text: str) -> Any:
     return table["value"] if len(table) == 1 else text
 
 
+def masked_override(override: str) -> str:
+    """``KEY=VALUE`` as it may be shown and written down."""
+    key, equals, text = override.partition("=")
+    if not equals:
+        return masked_text(override)
+    try:
+        value = parse_value(text)
+        shown_value = masked(value, key.strip())
+    except (RecursionError, ValueError):
+        value, shown_value = text, masked(text, key.strip())
+    if shown_value == value:
+        return override
+    return f"{key}={shown_value if isinstance(shown_value, str) else shown(shown_value)}"
+
+
 def _override(table: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
-        raise JobError(f"--set {override}: write KEY=VALUE, as in --set sampling.temperature=0.7")
+        raise JobError(
+            f"--set {masked_override(override)}: write KEY=VALUE, as in --set sampling.temperature=0.7"
+        )
     for depth, part in enumerate(parts[:-1], start=1):
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            raise JobError(f"--set {override}: {'.'.join(parts[:depth])} is a value, not a table")
-    value = parse_value(text)
+            raise JobError(
+                f"--set {masked_override(override)}: {'.'.join(parts[:depth])} is a value, not a table"
+            )
+    try:
+        value = parse_value(text)
+    except (RecursionError, ValueError) as error:
+        raise JobError(f"--set {key}: {reason_of(error)}") from None
     # A folder named "2024" is a name and not a number: where text is wanted, text it stays.
     table[parts[-1]] = text if _wants_text(parts) and not isinstance(value, str) else value
 
@@ -102,7 +136,10 @@ def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
         if "://" not in path:
             path = str(_find(path, base, "input.path"))
         update["input"] = job.input.model_copy(update={"path": path})
-    return job.model_copy(update=update)
+    job = job.model_copy(update=update)
+    learn(os.environ, job.model_dump())
+    learn_secret(os.environ.get(job.engine.api_key_env, "").strip())
+    return job
 
 
 def _media_root(job: JobConfig, base: Path) -> str:
@@ -156,7 +193,13 @@ def _fill(template: str, job: JobConfig, key: str) -> str:
         environment = SandboxedEnvironment(undefined=StrictUndefined)
         return environment.from_string(template).render(job.vars)
     except Exception as error:  # a template may compute anything
-        raise JobError(f"{key}: {template!r}: {error}; [vars] holds {list(job.vars)}") from error
+        raise JobError(
+            f"{key}: {_cut(repr(template))}: {reason_of(error)}; [vars] holds {list(job.vars)}"
+        ) from error
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 200 else text[:197] + "…"
 
 
 def _find(path: str, base: Path, key: str) -> Path:

@@ -16,9 +16,15 @@ def problems_in(details: Iterable[Mapping[str, Any]]) -> list[str]:
     lines: dict[tuple[Any, ...], str] = {}
     for detail in details:
         location = _location(detail["loc"])
-        key = f"{'.'.join(map(str, location))}: " if location else ""
+        key = f"{'.'.join(map(_printed, location))}: " if location else ""
         lines.setdefault(location, key + _problem(detail, location))
     return list(lines.values())
+
+
+def _printed(part: Any) -> str:
+    """A key on one line, whatever characters are in it."""
+    text = str(part)
+    return text if text.isprintable() else repr(text)[1:-1]
 
 
 def _location(loc: Iterable[Any]) -> tuple[Any, ...]:

@@ -29,7 +29,7 @@ from batchkit.prompts import names_in
 from batchkit.rowhash import input_hash
 from batchkit.runfolder import JOB, MANIFEST, claim, is_run
 from batchkit.stopping import Interrupted, StopRequest
-from batchkit.store import Line, Store
+from batchkit.store import Line, Store, check_log
 from batchkit.types import Row
 
 FOLDER = "judge"  # of a run: holds a folder for each judge
@@ -93,6 +93,7 @@ def join_judgements(folders: Sequence[Path], into: Path) -> None:
         known: set[str] = set()
         with closing(Store(joined)) as store:
             for place in places:
+                check_log(place)
                 for record in read_newest(place / RESULTS):
                     if failure_kind(record) is None and record["id"] not in known:
                         record["index"] = len(known)
@@ -191,6 +192,8 @@ def _growing(rows: Sequence[Row], size: int) -> Input:
 
 
 def _records(judging: JobConfig) -> Iterator[dict[str, Any]]:
+    if is_run(judging.folder):
+        check_log(judging.folder)
     return read_newest(judging.folder / RESULTS)
 
 

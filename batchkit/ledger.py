@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
@@ -12,13 +13,16 @@ import orjson
 
 from batchkit.errors import StoreError
 from batchkit.indexset import INDEX_LIMIT
+from batchkit.schema import fault_in
 
 if TYPE_CHECKING:
     import numpy as np
 
 RESULTS = "results.jsonl"
-_HEAD = b'{"index":'
-_LONGEST_START = len(_HEAD) + len(f"{INDEX_LIMIT},")
+IS_MISSING = "is missing; its rows must be run again: batchkit run --fresh"
+REQUEUE = ".requeue"  # a folder beside the log: what is about to take its place
+RECORD_HEAD = b'{"index":'
+_LONGEST_START = len(RECORD_HEAD) + len(f"{INDEX_LIMIT},")
 _BLOCK_BYTES = 1 << 20
 
 
@@ -38,11 +42,16 @@ def log_of(folder: Path) -> Path:
     """The ledger of a run.
 
     Raises:
-        StoreError: it is gone.
+        StoreError: it is gone, or it is being replaced.
     """
     path = folder / RESULTS
+    if os.path.lexists(folder / REQUEUE):
+        raise StoreError(
+            f"{folder}: --on-change requeue was interrupted while it replaced {RESULTS}; run the"
+            " job again to finish it"
+        )
     if not path.is_file():
-        raise StoreError(f"{path}: is missing; its rows must be run again: batchkit run --fresh")
+        raise StoreError(f"{path}: {IS_MISSING}")
     return path
 
 
@@ -106,8 +115,14 @@ def whole_record(raw: bytes, path: Path, offset: int) -> dict[str, Any]:
     """
     try:
         record: dict[str, Any] = orjson.loads(raw)
+        fault = fault_in(record)
     except orjson.JSONDecodeError as error:
-        raise StoreError(f"{path}: the record at byte {offset} is damaged: {error}") from error
+        fault = str(error)
+    if fault is not None:
+        raise StoreError(
+            f"{path}: the record at byte {offset} is damaged: {fault}. `batchkit verify --repair"
+            f" {path.parent}` sets it aside; its row is then run again"
+        )
     return record
 
 
@@ -165,14 +180,18 @@ def _plain_indexes(block: bytes, ends: np.ndarray[Any, Any]) -> np.ndarray[Any, 
     import numpy as np
 
     text, starts = np.frombuffer(block, np.uint8), np.append(0, ends[:-1])
-    n_head = len(_HEAD)
-    if b"\0" in block or block.count(_HEAD) != len(ends) or (ends - starts).min() < _LONGEST_START:
+    n_head = len(RECORD_HEAD)
+    if (
+        b"\0" in block
+        or block.count(RECORD_HEAD) != len(ends)
+        or (ends - starts).min() < _LONGEST_START
+    ):
         return None
     first = text[starts[:, None] + np.arange(_LONGEST_START)]
     digits = first[:, n_head:].astype(np.int64) - ord("0")
     n_digits = ((digits < 0) | (digits > 9)).argmax(axis=1)  # 0 where there is none but digits
     looks_whole = (
-        (first[:, :n_head] == np.frombuffer(_HEAD, np.uint8)).all()
+        (first[:, :n_head] == np.frombuffer(RECORD_HEAD, np.uint8)).all()
         and n_digits.all()
         and (first[np.arange(len(first)), n_head + n_digits] == ord(",")).all()
         and (text[ends - 2] == ord("}")).all()
@@ -189,9 +208,9 @@ def _index(raw: bytes) -> int:
 
     A line as the store writes them is not parsed as a whole.
     """
-    looks_whole = raw.startswith(_HEAD) and raw.endswith(b"}\n")
-    if looks_whole and raw.find(_HEAD, 1) < 0 and b"\0" not in raw:
-        digits = raw[len(_HEAD) : raw.find(b",", len(_HEAD))]
+    looks_whole = raw.startswith(RECORD_HEAD) and raw.endswith(b"}\n")
+    if looks_whole and raw.find(RECORD_HEAD, 1) < 0 and b"\0" not in raw:
+        digits = raw[len(RECORD_HEAD) : raw.find(b",", len(RECORD_HEAD))]
         if digits.isdigit():
             return int(digits)
     record = record_of(raw)
@@ -203,16 +222,7 @@ def record_of(raw: bytes) -> dict[str, Any] | None:
     if not raw.endswith(b"\n"):
         return None
     try:
-        record = orjson.loads(raw)
+        record: dict[str, Any] = orjson.loads(raw)
     except orjson.JSONDecodeError:
         return None
-    if not isinstance(record, dict) or record.get("status") not in ("ok", "failed"):
-        return None
-    usage = record.get("usage")
-    if not isinstance(usage, dict | None):
-        return None
-    counts = (usage.get("prompt_tokens"), usage.get("completion_tokens")) if usage else (0, 0)
-    numbers = (record.get("index"), *counts)
-    if all(type(number) is int and 0 <= number < INDEX_LIMIT for number in numbers):
-        return record
-    return None
+    return record if fault_in(record) is None else None

@@ -11,25 +11,29 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
 import tomlkit
+from pydantic import BaseModel, Field, ValidationError
 
 import batchkit
+from batchkit import masking
 from batchkit.config import JobConfig
-from batchkit.errors import StoreError
-from batchkit.job_file import load_job
-from batchkit.runfolder import JOB, MANIFEST, write_atomically
+from batchkit.errors import JobError, StoreError
+from batchkit.files import write_atomically
+from batchkit.job_file import load_job, masked_override
+from batchkit.masking import MASK, masked, masked_text
+from batchkit.regular_file import open_regular, read_text
+from batchkit.runfolder import JOB, MANIFEST
 from batchkit.server_command import what_decides_answers
 from batchkit.types import utc_now
 
 VERSION = 1
-MASK = "***"
-_SECRET = re.compile(r"(^|[_.])(token|secret|password|api_?key|authorization)$", re.IGNORECASE)
+_FINGERPRINT = re.compile(re.escape(MASK) + "[0-9a-f]{0,6}")
 # Options that change speed and memory, not answers. ``engine.base_url`` is not in the identity
 # either: a server comes back at another port or host, and the model's name stays.
 _SPEED_ONLY = frozenset(
@@ -63,6 +67,63 @@ _SPEED_ONLY = frozenset(
         "hf_token",
     ]
 )
+
+
+class _File(BaseModel, strict=True):
+    path: str
+    size: int
+    mtime_ns: int
+    sha256: str
+
+
+class _Worker(BaseModel, strict=True):
+    worker: int
+    node: str | None
+    gpus: list[Any]
+    state: str
+    rows: int
+    rows_per_s: float
+    in_flight: int
+    restarts: int
+    engine_restarts: int
+
+
+class _Start(BaseModel, strict=True):
+    started_at: str
+    engine_restarts: int = 0
+    engine_events: list[str] = []
+    workers: list[_Worker] = []
+    versions: dict[str, Any] | None = None
+
+
+class _Model(BaseModel, strict=True):
+    name: str | None
+
+
+class _Group(BaseModel, strict=True):
+    rows: dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], str]
+    deaths: list[str]
+    is_convict: bool
+
+
+class _Suspects(BaseModel, strict=True):
+    of: str
+    groups: list[_Group]
+
+
+class _Shape(BaseModel, strict=True):
+    """What every manifest has had since the first one, and its readers rely on."""
+
+    name: str
+    input: list[_File]
+    identity: dict[str, Any]
+    model: _Model
+    seed: int | None
+    total: int | None
+    skipped_elsewhere: int = 0
+    engine_steps: list[dict[str, Any]]
+    starts: list[_Start]
+    suspects: _Suspects = _Suspects(of="", groups=[])
 
 
 def identity(job: JobConfig) -> dict[str, Any]:
@@ -112,7 +173,7 @@ def identity(job: JobConfig) -> dict[str, Any]:
         "prompt.chat_template_kwargs": prompt.chat_template_kwargs,
     }
     plain: dict[str, Any] = orjson.loads(orjson.dumps(found, default=str))
-    return {key: _masked(value, key, _fingerprint_mask) for key, value in plain.items()}
+    return {key: masked(value, key, _fingerprint_mask) for key, value in plain.items()}
 
 
 def scoring_of(job: JobConfig) -> str:
@@ -123,13 +184,24 @@ def scoring_of(job: JobConfig) -> str:
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """One line for each key that differs: key, what it was, what it is.
 
-    A secret that was masked, its value unknown, differs from nothing.
+    A secret that was masked, its value unknown, differs from nothing. ``then`` may be of a version
+    that masked less.
     """
+    then = {key: masked(value, key, _fingerprint_mask) for key, value in then.items()}
     return [
         f"{key}: {_short(then.get(key))} → {_short(now.get(key))}"
         for key in sorted({*then, *now})
-        if then.get(key) != now.get(key) and MASK not in (then.get(key), now.get(key))
+        if known_of(now.get(key), then.get(key)) != known_of(then.get(key), now.get(key))
     ]
+
+
+def known_of(value: Any, other: Any) -> Any:
+    """``value``; each part that is masked and unknown is taken from the same place in ``other``."""
+    if isinstance(value, dict) and isinstance(other, dict):
+        return {name: known_of(part, other.get(name, part)) for name, part in value.items()}
+    if isinstance(value, list) and isinstance(other, list) and len(value) == len(other):
+        return [known_of(part, its) for part, its in zip(value, other, strict=True)]
+    return other if value == MASK else value
 
 
 def new_manifest(job: JobConfig, files: list[dict[str, Any]]) -> dict[str, Any]:
@@ -140,13 +212,13 @@ def new_manifest(job: JobConfig, files: list[dict[str, Any]]) -> dict[str, Any]:
         "name": job.name,
         "batchkit": batchkit.__version__,
         "created_at": utc_now(),
-        "input": files,
+        "input": [masked(file) for file in files],
         "identity": answers,
         "fingerprints": {
             section: _hash({k: v for k, v in answers.items() if k.startswith(section)})
             for section in ("prompt", "sampling", "engine")
         },
-        "model": {"name": job.engine.model, "revision": job.engine.options.get("revision")},
+        "model": {"name": masked(job.engine.model), "revision": job.engine.options.get("revision")},
         "seed": job.run.seed,
         "total": None,
         "skipped_elsewhere": 0,
@@ -167,7 +239,7 @@ def new_start(command: str, overrides: Sequence[str]) -> dict[str, Any]:
         "pid": os.getpid(),
         "python": platform.python_version(),
         "versions": _versions(),
-        "overrides": [_masked_override(override) for override in overrides],
+        "overrides": [masked_override(override) for override in overrides],
     }
 
 
@@ -179,7 +251,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        manifest: dict[str, Any] = orjson.loads(path.read_bytes())
+        with open_regular(path) as file:
+            manifest: dict[str, Any] = orjson.loads(file.read())
     except FileNotFoundError:
         raise StoreError(f"{folder}: not a run folder (no {MANIFEST})") from None
     except (OSError, orjson.JSONDecodeError) as error:
@@ -188,14 +261,23 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(manifest, dict) or manifest.get("version") != VERSION:
         raise StoreError(f"{path}: version {VERSION} expected; start anew with --fresh")
+    try:
+        _Shape.model_validate(manifest)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise StoreError(
+            f"{path}: damaged at {'.'.join(map(str, first['loc']))}: {first['msg']}; put a copy of it"
+            " back, or start a new run with --fresh (the old folder is kept)"
+        ) from error
     return manifest
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Replace the manifest in one step."""
     path = folder / MANIFEST
+    shown = {**manifest, "starts": [_masked_events(start) for start in manifest.get("starts", [])]}
     try:
-        write_atomically(path, orjson.dumps(manifest, option=orjson.OPT_INDENT_2, default=str))
+        write_atomically(path, orjson.dumps(shown, option=orjson.OPT_INDENT_2, default=str))
     except OSError as error:
         raise StoreError(f"{path}: can't write: {error.strerror}") from error
 
@@ -203,18 +285,34 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 def without_masked(job: JobConfig) -> JobConfig:
     """``job`` without the secrets that were masked in its ``job.toml``: the environment may give
     them; a template that uses one fails, naming it."""
-    options = {name: value for name, value in job.engine.options.items() if value != MASK}
-    names = {name: value for name, value in job.vars.items() if value != MASK}
+    options = masking.without_masked(job.engine.options, "engine.options")
+    names = masking.without_masked(job.vars, "vars")
     engine = job.engine.model_copy(update={"options": options})
     return job.model_copy(update={"engine": engine, "vars": names})
 
 
+def with_secrets_of(job: JobConfig, source: JobConfig) -> JobConfig:
+    """``job`` with what was masked in its ``job.toml`` as ``source``, the file it was made from, has it."""
+    return JobConfig.model_validate(masking.filled(job.model_dump(), source.model_dump()))
+
+
+def check_secrets(job: JobConfig) -> None:
+    """Refuse a job that is to run without its secrets, as one read from a ``job.toml`` would.
+
+    Raises:
+        JobError: naming the keys.
+    """
+    keys = [*masking.masked_keys(job.model_dump(exclude={"scoring"}))]
+    if keys:
+        raise JobError(
+            f"{', '.join(keys)}: a secret, of which a run folder keeps only {MASK}; name the job file"
+            " that has it, or give the whole value with --set"
+        )
+
+
 def write_job(folder: Path, job: JobConfig) -> None:
     """``job.toml``: the job as resolved, secrets masked."""
-    table = _without_none(job.model_dump())
-    where = table["input"].pop("where", {})  # a filter on a field named "token" is no secret
-    table = _masked(table)
-    table["input"]["where"] = where
+    table = masked(_without_none(job.model_dump()))
     try:
         write_atomically(folder / JOB, tomlkit.dumps(table).encode())
     except OSError as error:
@@ -279,20 +377,17 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _masked(value: Any, key: str = "", mask: Callable[[str], str] = lambda _: MASK) -> Any:
-    if isinstance(value, dict):
-        return {name: _masked(part, name, mask) for name, part in value.items()}
-    return mask(value) if isinstance(value, str) and _SECRET.search(key) else value
+def _masked_events(start: Mapping[str, Any]) -> dict[str, Any]:
+    """What an engine said of its life may hold anything."""
+    events = start.get("engine_events")
+    return {**start, **({"engine_events": [*map(masked_text, events)]} if events else {})}
 
 
 def _fingerprint_mask(secret: str) -> str:
     """Tells two secrets apart without giving either away; a secret masked before stays unknown."""
-    return MASK if secret == MASK else MASK + hashlib.sha256(secret.encode()).hexdigest()[:6]
-
-
-def _masked_override(override: str) -> str:
-    key = override.partition("=")[0]
-    return f"{key}={MASK}" if _SECRET.search(key) else override
+    if _FINGERPRINT.fullmatch(secret):
+        return secret
+    return MASK + hashlib.sha256(secret.encode()).hexdigest()[:6]
 
 
 def _without_none(value: Any) -> Any:
@@ -309,7 +404,7 @@ def _text(inline: str | None, path: str | None) -> str | None:
     if path is None:
         return inline
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
+        return read_text(path)
     except (OSError, UnicodeDecodeError):  # the renderer says so better
         return None
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from batchkit.config import JobConfig
 from batchkit.errors import ChangedError, JobError, StoreError
+from batchkit.files import building
 from batchkit.indexset import IndexSet
 from batchkit.inputs import from_job
 from batchkit.job_file import load_job
@@ -28,10 +29,10 @@ from batchkit.manifest import (
     write_manifest,
 )
 from batchkit.resume import input_changes
-from batchkit.runfolder import JOB, building, claim
-from batchkit.score import is_scored
+from batchkit.runfolder import JOB, claim
+from batchkit.score import is_scored, scored_from
 from batchkit.scorebook import SCORES, join_scores, write_scores
-from batchkit.store import Line, Store
+from batchkit.store import Line, Store, check_log
 from batchkit.types import utc_now
 from batchkit.winners import JoinedLogs, Winner
 
@@ -102,6 +103,7 @@ def merge(runs: Sequence[Path], into: Path, *, partial: bool = False) -> Merged:
         parts = []
         for folder in runs:
             held.enter_context(claim(folder))
+            check_log(folder)
             parts.append(_Part(folder, read_manifest(folder), job_of_run(folder)))
         _check_same_job(parts)
         logs = held.enter_context(closing(JoinedLogs([log_of(folder) for folder in runs])))
@@ -210,7 +212,7 @@ def _write(into: Path, parts: Sequence[_Part], logs: JoinedLogs, merged: Merged)
                 write_scores(folder, lines, before=lambda: None)
             join_judgements([part.folder for part in parts], folder)
             write_job(folder, job)
-            write_manifest(folder, _manifest(newest, parts, job, merged))
+            write_manifest(folder, _manifest(folder, newest, parts, job, merged))
     except OSError as error:
         raise StoreError(f"{into}: can't write: {error.strerror or error}") from error
 
@@ -229,7 +231,7 @@ def _copy(folder: Path, logs: Iterable[Winner], merged: Merged) -> array[int]:
 
 
 def _manifest(
-    newest: _Part, parts: Sequence[_Part], job: JobConfig, merged: Merged
+    folder: Path, newest: _Part, parts: Sequence[_Part], job: JobConfig, merged: Merged
 ) -> dict[str, Any]:
     """The newest run's, with the starts of all, and one for the merge.
 
@@ -253,6 +255,7 @@ def _manifest(
         "total": merged.total,
         "skipped_elsewhere": 0,
         "scoring": scoring_of(job) if in_one_way or not job.scoring.is_on else None,
+        "scored_from": scored_from(folder, job) if in_one_way else None,
         "starts": starts,
         "merged_from": merged.runs,
     }

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
-
 from batchkit.errors import JobError
+from batchkit.plain_json import parsed, valid
 
 _IDS = ("id", "Id", "custom_id", "query_id")
 _PREDICTIONS = ("prediction", "Prediction", "Model_Answer", "answer")
@@ -65,9 +64,9 @@ def _prediction(entry: Mapping[str, Any], where: str) -> Prediction:
 
 
 def _text(value: Any) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False)
+    if value is None:
+        return None
+    return valid(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
 def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -101,7 +100,7 @@ def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _whole(path: Path, data: bytes) -> Any:
     """The file as one JSON value; None where it is one a line."""
     try:
-        return _loads(data)
+        return parsed(data)
     except ValueError as error:
         if path.suffix == ".json" and b"\n{" not in data.strip():
             raise JobError(f"{path}: not JSON: {error}") from None
@@ -112,18 +111,10 @@ def _lines(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(data.split(b"\n"), start=1):
         if line.strip():
             try:
-                entry = _loads(line)
+                entry = parsed(line)
             except ValueError as error:
                 raise JobError(f"{path} line {number}: not JSON: {error}") from None
             yield f"{path} line {number}", entry
-
-
-def _loads(data: bytes) -> Any:
-    """JSON as Python writes it: the harness's files may hold NaN."""
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError:
-        return json.loads(data)
 
 
 def _first(entry: Mapping[str, Any], names: tuple[str, ...]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -12,6 +13,9 @@ from batchkit.types import Request
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
+
+_SLOW_S = 0.05  # rows that take longer are not kept back until their neighbours are rendered
+_CLOSE_S = 5.0
 
 
 def _pixel_bytes(made: object) -> int:
@@ -101,8 +105,9 @@ class Prefetch(Generic[Given, Made]):
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
+        deadline = time.monotonic() + _CLOSE_S
         for thread in self._threads:
-            thread.join(timeout=5)
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:
         try:
@@ -110,13 +115,18 @@ class Prefetch(Generic[Given, Made]):
             while self._may_begin():
                 if not (rows := self._read(wanted)):
                     return
-                rendered = [self._render(row) for row in rows]
-                n_bytes = sum(map(self._weigh, rendered))
-                with self._changed:
-                    self._held_bytes += n_bytes
-                    self._ready.extend(rendered)
-                    self._changed.notify_all()
-                del rows, rendered  # else their pixels would stay until the next row is rendered
+                n_bytes, rendered = 0, list[Made]()
+                began = time.monotonic()
+                for row in rows:
+                    rendered.append(self._render(row))
+                    if self._stopped:
+                        return
+                    if (now := time.monotonic()) - began > _SLOW_S:
+                        n_bytes += self._hand_out(rendered)
+                        began, rendered = now, []
+                n_bytes += self._hand_out(rendered)
+                # Else their pixels would stay until the next row is rendered.
+                del row, rows, rendered
                 wanted = 1 if n_bytes else self._at_once
         except BaseException as error:  # carried over to the thread that calls get()
             self._error = self._error or error
@@ -124,6 +134,15 @@ class Prefetch(Generic[Given, Made]):
             with self._changed:
                 self._working -= 1
                 self._changed.notify_all()
+
+    def _hand_out(self, rendered: list[Made]) -> int:
+        """Make them ready; how many bytes of pixels they hold."""
+        n_bytes = sum(map(self._weigh, rendered))
+        with self._changed:
+            self._held_bytes += n_bytes
+            self._ready.extend(rendered)
+            self._changed.notify_all()
+        return n_bytes
 
     def _read(self, wanted: int) -> list[Given]:
         """Up to ``wanted`` rows, none at the end. What was read before an error is not lost."""

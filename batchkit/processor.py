@@ -16,15 +16,16 @@ from batchkit.engines.launcher import LOG
 from batchkit.errors import (
     BatchkitError,
     BrokenInputError,
+    ChangedInputError,
     InputError,
     JobError,
     TooManyFailuresError,
 )
 from batchkit.hints import hints
-from batchkit.inputs import Input, Total, from_job, from_python
+from batchkit.inputs import Input, Total, distrusted, from_job, from_python, watched
 from batchkit.job_file import load_job, resolve_paths
-from batchkit.ledger import RESULTS, failure_kind, read_newest
-from batchkit.manifest import write_manifest
+from batchkit.ledger import RESULTS, failure_kind, newest_rows, read_newest, record_of
+from batchkit.manifest import check_secrets
 from batchkit.ordering import well_ordered
 from batchkit.progress import Progress, State
 from batchkit.prompts import PromptRenderer
@@ -32,10 +33,12 @@ from batchkit.resume import OnChange, OpenRun, open_run
 from batchkit.rowhash import input_hash
 from batchkit.runfolder import is_run
 from batchkit.scorebook import references_of
+from batchkit.sources import is_fallback
 from batchkit.stopping import DRAIN_S, Interrupted, StopRequest
-from batchkit.store import Line, Store
+from batchkit.store import Line, Store, check_log
 from batchkit.summary import RunSummary
 from batchkit.supervisor import Lessons
+from batchkit.suspects import Suspicion
 from batchkit.types import Row, Task, Usage
 from batchkit.worker import Crew, Listener, Worker
 
@@ -67,6 +70,7 @@ class ProductionBatchProcessor:
         self.job = (
             resolve_paths(job, Path.cwd()) if isinstance(job, JobConfig) else load_job(Path(job))
         )
+        check_secrets(self.job)
         self._begun_with = begun_with or self.job
         self._fresh = fresh
         self._on_change: OnChange = on_change
@@ -78,9 +82,10 @@ class ProductionBatchProcessor:
         self._overrides = overrides
 
     def process(self, rows: Iterable[Any] | None = None) -> RunSummary:
-        """Run the job's input, or ``rows``: prompts, chat messages, or dicts of template fields.
+        """Run the job's input, or ``rows``: prompts, chat messages, dicts of template fields, or a
+        DataFrame (pandas, polars; pyarrow's tables too), whose NaN is None.
 
-        A list of rows resumes like a file does. An iterator can't be compared with what an earlier
+        A list of rows, or a DataFrame, resumes like a file does. An iterator can't be compared with what an earlier
         call saw, so each call begins a new run; the old folder is moved aside.
 
         Raises:
@@ -164,6 +169,7 @@ class _Loop:
     ) -> None:
         self._job = job
         self._store, self._manifest, self._folder = run.store, run.manifest, run.folder
+        self._save_manifest = run.save
         self._renderer = renderer
         self._progress = progress
         self._stop = stop
@@ -176,7 +182,7 @@ class _Loop:
         self._elsewhere = 0
         self._tokens_before = _tokens(run.store)
         self._crew: Crew | None = None
-        self._stopping = False
+        self._stopping = self._all_read = False
         self._settled = self._failed = 0
         self._next_sync = 0.0
         self._load_s = 0.0
@@ -189,18 +195,37 @@ class _Loop:
 
     def retry(self, attempts: Mapping[int, int], convicted: Collection[int]) -> RunSummary:
         """Settle the rows in ``attempts`` anew; the numbers are those of their last attempts."""
+        attempts = self._still_due(attempts)
         self._attempts, self._convicted = attempts, convicted
         self._resumed -= sum(map(self._store.totals.is_settled, attempts))
         rows = self._source.everything(lambda index: index not in attempts)
         return self._settle_all(self._readable(rows))
 
+    def _still_due(self, attempts: Mapping[int, int]) -> dict[int, int]:
+        """Without the rows that another process tried again before this one held the folder."""
+        log = self._folder / RESULTS
+        newest = newest_rows(log)
+        due = dict(attempts)
+        with log.open("rb") as file:
+            for index, line in zip(newest.rows.tolist(), newest.lines.tolist(), strict=True):
+                if index in due:
+                    file.seek(newest.bounds[line])
+                    record = record_of(file.readline()) or {}
+                    if (record.get("attempt") or 1) != attempts[index]:
+                        del due[index]
+        return due
+
     def _readable(self, rows: Iterator[Row]) -> Iterator[Row]:
         """Where reading breaks off, a run that has begun can be carried on once that is mended."""
         begun = self._resumed > 0
         try:
-            for row in rows:
+            for row in watched(rows, self._source):
                 begun = True
                 yield row
+            self._all_read = True
+        except ChangedInputError as error:
+            self._distrust(error.paths)
+            raise
         except InputError as error:
             if not begun:
                 raise
@@ -214,8 +239,16 @@ class _Loop:
                 yield row
 
     def _settle_all(self, rows: Iterator[Row]) -> RunSummary:
+        try:
+            return self._settle(rows)
+        finally:
+            if not self._all_read and (changed := self._source.changes(False)):
+                self._distrust(changed.keys())
+
+    def _settle(self, rows: Iterator[Row]) -> RunSummary:
         first = next(rows, None)
         if first is None:
+            self._check_complete()
             self._progress.event("nothing left to run: every row has a record")
             return self._summary(self._total.wait())
         self._look_at(first)
@@ -226,12 +259,32 @@ class _Loop:
             self._crew = crew
             try:
                 self._generate(crew)
+                if self._stop.signum is None:
+                    self._check_complete()
             except BatchkitError as error:
                 error.summary = self._summary(self._total.now(), error.exit_code)
                 raise
             if self._stop.signum is not None:
                 return self._summary(self._total.now(), 128 + self._stop.signum)
             return self._summary(self._total.wait())
+
+    def _distrust(self, changed: Collection[str]) -> None:
+        """The next start must compare the rows that were answered with those that are there."""
+        self._manifest["input"] = distrusted(self._manifest["input"], changed)
+
+    def _check_complete(self) -> None:
+        """Every row was read: none may be left without a record."""
+        if self._attempts:
+            missing = len(self._attempts) - self._settled
+        else:
+            total = self._total.wait()
+            missing = 0 if total is None else total - self._elsewhere - self._state().settled
+        if missing > 0:
+            raise BrokenInputError(
+                f"{missing:,} rows have no record at the end: they were counted in the input or asked"
+                " for, and not there when it was read. What is finished is on disk; bring the whole"
+                " input back and run again"
+            )
 
     def _look_at(self, first: Row) -> None:
         if first.error is None:
@@ -247,6 +300,8 @@ class _Loop:
             if workers is None
             else f"starting {workers} {'worker' if workers == 1 else 'workers'}, model {model}"
         )
+        if self._job.engine.options.get("trust_remote_code"):
+            self._progress.event(f"trust_remote_code: Python code that comes with {model} is run")
         engine = crew.open(self._known())
         loaded = time.monotonic()
         self._load_s = loaded - started
@@ -301,7 +356,28 @@ class _Loop:
 
     def _known(self) -> Lessons:
         """What earlier starts have learned."""
-        return Lessons(0, self._known_steps(), self._manifest.get("engine_accidents", False))
+        among_accidents = self._manifest.get("engine_accidents", False)
+        return Lessons(0, self._known_steps(), among_accidents, self._known_suspicions())
+
+    def _known_suspicions(self) -> list[Suspicion]:
+        """Where the search for a poison row was when an earlier start was killed."""
+        known = self._manifest.get("suspects", {})
+        if known.get("of") != self._suspects_of():
+            return []
+        found = [Suspicion.of_json(group).only(self._may_come) for group in known["groups"]]
+        if n := sum(len(suspicion.rows) for suspicion in found):
+            self._progress.event(
+                f"the search for a row that kills the engine goes on: {n} rows are suspected"
+            )
+        return [suspicion for suspicion in found if suspicion.rows]
+
+    def _may_come(self, index: int) -> bool:
+        return index in self._attempts or not self._store.totals.is_settled(index)
+
+    def _suspects_of(self) -> str:
+        """Tells the settings that rows were suspected under; under others they may do no harm."""
+        options = self._job.engine.options
+        return input_hash({"identity": self._manifest["identity"], "options": options})
 
     def _known_steps(self) -> list[dict[str, Any]]:
         """What an earlier start found to be safe, if it had the same engine options."""
@@ -345,7 +421,11 @@ class _Loop:
         self._manifest["starts"][-1]["engine_restarts"] = lessons.restarts
         self._manifest["engine_steps"] = lessons.steps
         self._manifest["engine_accidents"] = lessons.among_accidents
-        write_manifest(self._folder, self._manifest)
+        self._manifest["suspects"] = {
+            "of": self._suspects_of(),
+            "groups": [suspicion.to_json() for suspicion in lessons.suspicions],
+        }
+        self._save_manifest()
 
     def _must_stop(self, crew: Crew) -> bool:
         """A stop was asked for: say so once, and wait for what is in flight while that is wanted."""
@@ -389,14 +469,14 @@ class _Loop:
         self._progress.update(self._state())
         if self._manifest["total"] is None and (total := self._total.now()) is not None:
             self._manifest["total"] = total  # so that status need not count again
-            write_manifest(self._folder, self._manifest)
+            self._save_manifest()
         now = time.monotonic()
         if now >= self._next_sync:
             took = self._store.sync()
             interval = max(self._job.run.checkpoint_interval_s, 50 * took)
             self._next_sync = now + took + interval
             if self._note_workers(crew):
-                write_manifest(self._folder, self._manifest)
+                self._save_manifest()
 
     def _note_workers(self, crew: Crew) -> bool:
         """For ``status``: how each of several workers does. Whether there are any to tell of."""
@@ -450,7 +530,12 @@ class _Loop:
 def _ok_ids(folder: Path) -> set[str]:
     if not is_run(folder):
         raise JobError(f"--skip-from {folder}: not a run folder")
-    return {r["id"] for r in read_newest(folder / RESULTS) if failure_kind(r) is None}
+    check_log(folder)
+    return {
+        r["id"]
+        for r in read_newest(folder / RESULTS)
+        if failure_kind(r) is None and not is_fallback(r["id"])
+    }
 
 
 def _tokens(store: Store) -> Usage:

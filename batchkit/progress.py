@@ -7,12 +7,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from tqdm import tqdm
 
 from batchkit.errors import StoreError
+from batchkit.files import open_log
+from batchkit.masking import masked_text
+from batchkit.terminal import plain
 from batchkit.types import utc_now
 
 LOG = "run.log"
@@ -63,8 +67,7 @@ class Progress:
     ) -> None:
         self._name = name
         self._path = folder / LOG
-        with _log_errors(self._path):
-            self._log = self._path.open("a", encoding="utf-8", buffering=1)
+        self._log = TextIOWrapper(open_log(self._path), encoding="utf-8", line_buffering=True)
         self._stream = stream or sys.stderr
         self._quiet = quiet
         self._on_terminal = not quiet and self._stream.isatty()
@@ -110,7 +113,7 @@ class Progress:
 
     def _write(self, line: str) -> None:
         with _log_errors(self._path):
-            self._log.write(f"{utc_now()} {line}\n")
+            self._log.write(f"{utc_now()} {plain(masked_text(line))}\n")
 
     def _rates(self, now: float, state: State) -> Rates:
         since, then = self._samples[0]
@@ -147,6 +150,7 @@ class Progress:
     def _say(self, text: str) -> None:
         if self._quiet:
             return
+        text = plain(masked_text(text))
         try:
             if self._bar is not None:
                 self._bar.write(f"batchkit: {text}", file=self._stream)

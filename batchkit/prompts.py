@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import orjson
-from jinja2 import StrictUndefined, Template, UndefinedError
-from jinja2 import TemplateError as JinjaError
-from jinja2.meta import find_undeclared_variables
-from jinja2.nodes import Name
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchkit.config import JobConfig, PromptTable
 from batchkit.errors import (
@@ -27,12 +21,13 @@ from batchkit.errors import (
 )
 from batchkit.media import SharedImages, check_root, load_image, load_text
 from batchkit.openai_body import messages_of, sampling_of
+from batchkit.regular_file import read_text
 from batchkit.retry import with_temperature
 from batchkit.rowhash import input_hash
+from batchkit.templates import RowTemplate
+from batchkit.templates.sandbox import fields_read, names_in_order
 from batchkit.truncation import Place, cut_at, longest_text, next_cut
 from batchkit.types import Completion, Outlook, Request, Row
-
-_LONE_EXPRESSION = re.compile(r"\A\s*\{\{[-+]?(?P<expression>[^{}]+?)[-+]?\}\}\s*\Z")
 
 Message = Mapping[str, Any]
 
@@ -53,11 +48,11 @@ class PathTemplate:
 
     def __init__(self, key: str, source: str, job: JobConfig) -> None:
         self._job = job
-        self._template = _compiled(_environment(), key, source)
+        self._template = RowTemplate(key, source, timeout_s=job.run.row_timeout_s)
 
     def render(self, fields: Mapping[str, Any]) -> str:
-        """Raises TemplateError where a name is missing."""
-        return _render(self._template, {**self._job.vars, **fields})
+        """Raises RowError as ``RowTemplate`` does, as where a name is missing."""
+        return self._template.text({**self._job.vars, **fields})
 
     def path(self, fields: Mapping[str, Any]) -> Path | None:
         """The file that it names, if there is one and it lies under ``media.root``."""
@@ -68,11 +63,9 @@ class PathTemplate:
 
 def names_in(job: JobConfig, prompt: PromptTable | None, templates: Iterable[str]) -> set[str]:
     """The row's fields that ``prompt`` and ``templates`` read."""
-    environment = _environment()
 
     def read_by(sources: Iterable[str]) -> set[str]:
-        trees = map(environment.parse, sources)
-        return set[str]().union(*map(find_undeclared_variables, trees))
+        return set[str]().union(*map(fields_read, sources))
 
     names = read_by(templates)
     if prompt is not None:
@@ -94,7 +87,6 @@ class PromptRenderer:
 
     def __init__(self, job: JobConfig) -> None:
         self._job = job
-        self._environment = _environment()
         prompt = job.prompt
         if prompt.images or prompt.texts:
             check_root(job.media)
@@ -103,7 +95,7 @@ class PromptRenderer:
         self.sources = [source.text for source in (system, user) if source is not None]
         self._system, self._user = self._compile(system), self._compile(user)
         self._images = [
-            self._compile_image(f"prompt.images.{n}", source)
+            self._template(f"prompt.images.{n}", source, keeps_type=True)
             for n, source in enumerate(prompt.images)
         ]
         self._captions = [
@@ -121,6 +113,11 @@ class PromptRenderer:
         captions = [_Source("", source) for source in prompt.captions]
         self._names = self._names_in([system, user, *captions])
         self._names_in_order = [*self._order_of_names([system, user])]
+        parts = [self._system, self._user, self._note, *self._captions, *self._images]
+        self.takes_long = any(
+            part is not None and part.is_apart for part in (*parts, *self._texts.values())
+        )
+        """True where each row's templates are rendered in a process of their own."""
 
     def render(self, row: Row, attempt: int = 1) -> Request:
         """The request for ``row``, its images decoded.
@@ -128,20 +125,24 @@ class PromptRenderer:
         Raises:
             RowError: the row's own fault; nothing else escapes but errors of the machine.
         """
+        return self._render(row, attempt, input_hash(row.fields))
+
+    def _render(self, row: Row, attempt: int, of_input: str) -> Request:
+        """As ``render``; ``of_input`` is the row's hash before any template saw it."""
         if row.error is not None:
             raise row.error
         self._note_for(row)  # a name that it misses shows now, and not after the first answer
-        return self._request(row, self._with_texts(row.fields), attempt)
+        return self._request(row, self._with_texts(row.fields), attempt, of_input)
 
-    def _request(self, row: Row, fields: Mapping[str, Any], attempt: int) -> Request:
-        """As ``render``; ``fields`` are the row's own, and the texts of its files."""
+    def _request(self, row: Row, fields: Mapping[str, Any], attempt: int, of_input: str) -> Request:
+        """As ``_render``; ``fields`` are the row's own, and the texts of its files."""
         messages, prompt = self._content(fields, {**self._job.vars, **fields})
         request = Request(
             row=row,
             messages=messages,
             prompt=prompt,
             sampling=with_temperature(self._row_sampling(fields), attempt, self._job.retry),
-            input_hash=input_hash(row.fields),
+            input_hash=of_input,
             attempt=attempt,
         )
         if not request.images:
@@ -151,10 +152,11 @@ class PromptRenderer:
 
     def render_or_fail(self, row: Row, attempt: int = 1) -> Request | Completion:
         """As ``render``; a row error comes back as a failed Completion."""
+        of_input = input_hash(row.fields)
         try:
-            return self.render(row, attempt)
+            return self._render(row, attempt, of_input)
         except RowError as error:
-            request = Request(row, None, None, {}, input_hash(row.fields), attempt)
+            request = Request(row, None, None, {}, of_input, attempt)
             return Completion(request, error=error)
 
     def shortened(self, request: Request, error: PromptTooLongError) -> Request | None:
@@ -173,14 +175,14 @@ class PromptRenderer:
             cut = place and next_cut(place.length, request.cut, error, max_tokens)
             if not place or not cut:
                 return None
-            shorter = self._request(row, cut_at(whole, place.path, cut.kept), request.attempt)
+            fields = cut_at(whole, place.path, cut.kept)
+            shorter = self._request(row, fields, request.attempt, request.input_hash)
         except RowError:  # its template makes something of the text that can't be cut
             return None
         return replace(
             shorter,
             row=row,
             sampling=request.sampling,
-            input_hash=request.input_hash,
             media_bytes=request.media_bytes,
             cut=cut,
         )
@@ -213,7 +215,7 @@ class PromptRenderer:
         if own == "body":
             return _sources_in(messages_of(row.fields["body"])[0])
         names = {**self._job.vars, **row.fields}
-        return [found for source in self._images for found in _as_list(source(names))]
+        return [found for source in self._images for found in _as_list(source.value(names))]
 
     def outlook(self, row: Row) -> Outlook:
         """Nothing is opened nor rendered. A row that can't be rendered is like no other."""
@@ -229,7 +231,9 @@ class PromptRenderer:
         if self._user is not None and not self._images and not self._texts:
             return ""
         names = {**self._job.vars, **row.fields}
-        files = [*self.image_sources(row), *(_render(text, names) for text in self._texts.values())]
+        if any(template.may_take_long for template in (*self._images, *self._texts.values())):
+            return ""  # all rows behind this one would wait for it
+        files = [*self.image_sources(row), *(text.text(names) for text in self._texts.values())]
         return "\n".join(map(_known_by, files))
 
     def _beginning(self, row: Row) -> str:
@@ -241,7 +245,7 @@ class PromptRenderer:
     def _note_for(self, row: Row) -> str:
         if self._note is None:
             return ""
-        return _render(self._note, {**self._job.vars, **row.fields}).strip()
+        return self._note.text({**self._job.vars, **row.fields}).strip()
 
     def _with_texts(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """The row's fields, and by its name each text of ``prompt.texts``."""
@@ -249,8 +253,7 @@ class PromptRenderer:
             return fields
         names = {**self._job.vars, **fields}
         texts = {
-            name: load_text(_render(path, names), self._job.media)
-            for name, path in self._texts.items()
+            name: load_text(path.text(names), self._job.media) for name, path in self._texts.items()
         }
         return {**fields, **texts}
 
@@ -285,7 +288,7 @@ class PromptRenderer:
             messages, prompt = messages_of(fields["body"])
             return (None, prompt) if prompt is not None else (self._load_parts(messages), None)
         if self._user is not None:
-            text = _render(self._user, names)
+            text = self._user.text(names)
         elif "prompt" in fields:
             text = fields["prompt"]
             if not isinstance(text, str):
@@ -301,7 +304,7 @@ class PromptRenderer:
             return None, text
         messages = [{"role": "user", "content": self._user_content(text, names)}]
         if self._system is not None:
-            messages.insert(0, {"role": "system", "content": _render(self._system, names)})
+            messages.insert(0, {"role": "system", "content": self._system.text(names)})
         return messages, None
 
     def _user_content(self, text: str, names: Mapping[str, Any]) -> str | list[dict[str, Any]]:
@@ -310,8 +313,8 @@ class PromptRenderer:
         parts: list[dict[str, Any]] = []
         for number, source in enumerate(self._images):
             if self._captions:
-                parts.append({"type": "text", "text": _render(self._captions[number], names)})
-            parts += [self._image_part(found) for found in _as_list(source(names))]
+                parts.append({"type": "text", "text": self._captions[number].text(names)})
+            parts += [self._image_part(found) for found in _as_list(source.value(names))]
         text_part = [{"type": "text", "text": text}] if text else []
         if self._job.prompt.order == "text-first":
             return text_part + parts
@@ -371,52 +374,28 @@ class PromptRenderer:
         if path is None:
             return None if text is None else _Source(f"prompt.{key}", text)
         try:
-            text = Path(path).read_text(encoding="utf-8-sig")
+            text = read_text(path)
         except (OSError, UnicodeDecodeError) as error:
-            raise JobError(f"prompt.{key}_file: {path}: can't be read: {error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise JobError(f"prompt.{key}_file: {path}: can't be read: {reason}") from error
         return _Source(f"prompt.{key}_file: {path}", text)
 
-    def _compile(self, source: _Source | None) -> Template | None:
+    def _compile(self, source: _Source | None) -> RowTemplate | None:
         return None if source is None else self._template(*source)
 
     def _names_in(self, sources: Sequence[_Source | None]) -> set[str]:
         """What the templates read, from the row or from ``[vars]``."""
-        trees = [self._environment.parse(source.text) for source in sources if source]
-        return set().union(*map(find_undeclared_variables, trees))
+        return set[str]().union(*(fields_read(source.text) for source in sources if source))
 
     def _order_of_names(self, sources: Sequence[_Source | None]) -> dict[str, None]:
         """The row's fields that the templates read, as they come."""
-        trees = [self._environment.parse(source.text) for source in sources if source]
         read = self._names - self._job.vars.keys()
-        found = (name.name for tree in trees for name in tree.find_all(Name))
+        found = (name for source in sources if source for name in names_in_order(source.text))
         return dict.fromkeys(name for name in found if name in read)
 
-    def _template(self, key: str, text: str) -> Template:
-        return _compiled(self._environment, key, text)
-
-    def _compile_image(self, key: str, source: str) -> Callable[[Mapping[str, Any]], Any]:
-        """A function of the row's names; a lone ``{{ expression }}`` keeps its type (bytes, list)."""
-        lone = _LONE_EXPRESSION.match(source)
-        if lone is None:
-            template = self._template(key, source)
-            return lambda names: _render(template, names)
-        try:
-            expression = self._environment.compile_expression(
-                lone["expression"], undefined_to_none=False
-            )
-        except JinjaError as error:
-            raise JobError(f"{key}: {source!r}: {error}") from error
-
-        def value(names: Mapping[str, Any]) -> Any:
-            try:
-                found = expression(names)  # not **names: a column may be called "self"
-            except Exception as error:
-                raise _template_error(error, names) from error
-            if isinstance(found, StrictUndefined):
-                raise TemplateError(f"{key}: {source!r} is undefined; the row has {_names(names)}")
-            return found
-
-        return value
+    def _template(self, key: str, text: str, *, keeps_type: bool = False) -> RowTemplate:
+        timeout_s = self._job.run.row_timeout_s
+        return RowTemplate(key, text, timeout_s=timeout_s, keeps_type=keeps_type)
 
 
 def _sources_in(messages: Any) -> list[Any]:
@@ -451,34 +430,6 @@ def _with_text(message: Message, text: str) -> Message:
     if isinstance(content, str):
         return {**message, "content": content + text}
     return {**message, "content": [*content, {"type": "text", "text": text}]}
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Immutable: a template that appends to a list would change the row, and its fingerprint."""
-    return ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
-
-
-def _compiled(environment: ImmutableSandboxedEnvironment, key: str, text: str) -> Template:
-    try:
-        template = environment.from_string(text)
-    except JinjaError as error:
-        line = getattr(error, "lineno", 1)
-        raise JobError(f"{key}: line {line}: {error}") from error
-    template.globals = dict(template.globals)  # a ChainMap is walked anew for every row
-    return template
-
-
-def _render(template: Template, names: Mapping[str, Any]) -> str:
-    try:
-        return template.render(names)
-    except Exception as error:  # a template may call anything on the row's values
-        raise _template_error(error, names) from error
-
-
-def _template_error(error: Exception, names: Mapping[str, Any]) -> TemplateError:
-    if isinstance(error, UndefinedError):
-        return TemplateError(f"{error}; the row has {_names(names)}")
-    return TemplateError(f"{type(error).__name__}: {error}")
 
 
 def _as_list(found: Any) -> list[Any]:

@@ -18,9 +18,10 @@ from typing import Any
 import orjson
 
 from batchkit.errors import StoreError
+from batchkit.files import replacing
 from batchkit.join import with_fields
 from batchkit.manifest import job_of_run, read_manifest
-from batchkit.runfolder import is_run, replacing
+from batchkit.runfolder import is_run
 from batchkit.scorebook import read_scored
 from batchkit.scoring.metrics import OUT_OF_TEN, head
 

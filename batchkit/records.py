@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from batchkit.errors import EmptyTextError
+from batchkit.errors import EmptyTextError, ServerError
+from batchkit.schema import is_count, seconds_of, usage_of
 from batchkit.scoring import Scored
-from batchkit.types import Completion, ErrorInfo, Record, utc_now
+from batchkit.types import BROKEN_OFF, Completion, ErrorInfo, Record, utc_now
 
 
 def to_record(
@@ -21,7 +22,7 @@ def to_record(
 
     ``scored`` is left out where nothing is scored.
     """
-    request, error = completion.request, completion.error
+    request, error, usage = completion.request, completion.error, completion.usage
     row, first = request.row, completion.choices[0] if completion.choices else None
     several = len(completion.choices) > 1 or (first is not None and first.logprobs is not None)
     return Record(
@@ -31,8 +32,8 @@ def to_record(
         attempt=request.attempt,
         text=first.text if error is None and first is not None else None,
         finish_reason=first.finish_reason if first is not None else None,
-        usage=completion.usage,
-        latency_s=completion.latency_s,
+        usage=usage and usage_of(usage.prompt_tokens, usage.completion_tokens),
+        latency_s=seconds_of(completion.latency_s),
         finished_at=utc_now(),
         error=None if error is None else ErrorInfo.of(error),
         fields={name: row.fields.get(name) for name in keep},
@@ -42,18 +43,31 @@ def to_record(
         truncated_tokens=_truncated_tokens(completion),
         prediction=None if scored is None else scored.prediction,
         scores=None if scored is None else scored.scores,
+        unscored=None if scored is None else scored.unscored,
     )
 
 
 def _truncated_tokens(completion: Completion) -> int | None:
     cut, usage = completion.request.cut, completion.usage
-    return None if cut is None or usage is None else cut.prompt_tokens - usage.prompt_tokens
+    if cut is None or usage is None:
+        return None
+    if not (is_count(cut.prompt_tokens) and is_count(usage.prompt_tokens)):
+        return None
+    tokens = cut.prompt_tokens - usage.prompt_tokens
+    return tokens if tokens >= 0 else None  # a server may count otherwise as it refuses
 
 
-def without_blank(completion: Completion) -> Completion:
-    """An answer that is only white space is a failure, and never an answer."""
-    if completion.error is not None or any(choice.text.strip() for choice in completion.choices):
+def failed_unless_whole(completion: Completion) -> Completion:
+    """An answer that the engine broke off, or that is only white space, is a failure."""
+    if completion.error is not None:
         return completion
-    reason = completion.choices[0].finish_reason if completion.choices else None
+    reasons = [choice.finish_reason for choice in completion.choices]
+    for reason in reasons:
+        if reason in BROKEN_OFF:
+            broken = ServerError(f"the answer broke off in the middle (finish_reason {reason})")
+            return replace(completion, error=broken)
+    if any(choice.text.strip() for choice in completion.choices):
+        return completion
+    reason = reasons[0] if reasons else None
     error = EmptyTextError(f"the model answered with no text (finish_reason {reason})")
     return replace(completion, error=error)

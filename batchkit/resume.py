@@ -7,33 +7,29 @@ begin a new run beside the old, or keep the records whose rows are still the sam
 
 from __future__ import annotations
 
-import os
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import orjson
-
 from batchkit.config import JobConfig
-from batchkit.errors import BatchkitError, ChangedError
+from batchkit.errors import BatchkitError, ChangedError, StoreError
 from batchkit.inputs import Input
-from batchkit.ledger import RESULTS, read_newest
+from batchkit.ledger import RESULTS
 from batchkit.manifest import (
-    MASK,
     differences,
+    known_of,
     new_manifest,
     new_start,
     read_manifest,
     write_job,
     write_manifest,
 )
-from batchkit.rowhash import input_hash
-from batchkit.runfolder import claim, is_run, move_aside
+from batchkit.requeue import finish_requeue, requeue
+from batchkit.runfolder import MANIFEST, Claim, claim, is_run, move_aside
 from batchkit.stopping import Interrupted
-from batchkit.store import CHECKPOINT, Store, free_name
-from batchkit.types import Row, utc_now
+from batchkit.store import CHECKPOINT, Store, check_log
+from batchkit.types import utc_now
 
 OnChange = Literal["fail", "new", "requeue"]
 
@@ -45,6 +41,17 @@ class OpenRun(NamedTuple):
     store: Store
     manifest: dict[str, Any]
     news: list[str]
+    lock: Claim
+
+    def save(self) -> None:
+        """Write the manifest.
+
+        Raises:
+            LostLockError: the folder may be another process's by now; nothing is written.
+            StoreError: the disk refuses.
+        """
+        self.lock.check()
+        write_manifest(self.folder, self.manifest)
 
 
 @contextmanager
@@ -68,37 +75,92 @@ def open_run(
     folder, news = job.folder, list[str]()
     new = new_manifest(job, source.files or [])
     with ExitStack() as held:
-        held.enter_context(claim(folder))
-        if is_run(folder) and (
-            fresh or source.files is None or _settle_changes(job, source, new, on_change, news)
-        ):
+        lock = held.enter_context(claim(folder))
+        if _must_move_aside(job, source, new, fresh=fresh, on_change=on_change, news=news):
             news.append(f"the earlier run is kept in {move_aside(folder)}")  # lock and all
             held.close()
-            held.enter_context(claim(folder))
+            lock = held.enter_context(claim(folder))
+            if _has_run(folder):
+                raise StoreError(
+                    f"{folder}: another process began a run here while the earlier one was moved"
+                    " aside; wait for it, then run the same command again"
+                )
         manifest = _merged(new, read_manifest(folder)) if is_run(folder) else new
         start = new_start(command, overrides)
         manifest["starts"].append(start)
         write_job(folder, job)
-        store = Store(folder)
+        store = Store(folder, check_lock=lock.check)
         if store.salvaged_bytes:
             news.append(
                 f"{RESULTS} ended in {store.salvaged_bytes} broken bytes; they are set aside"
             )
-        write_manifest(folder, manifest)
-        try:
-            yield OpenRun(folder, store, manifest, news)
-        except BatchkitError as error:
+        run = OpenRun(folder, store, manifest, news, lock)
+        run.save()
+        with _closing(run, start):
+            yield run
+
+
+@contextmanager
+def _closing(run: OpenRun, start: dict[str, Any]) -> Iterator[None]:
+    """Close the store and note in the manifest how this start ended, whatever ends it.
+
+    An error that ends the run is the one that is raised: if the disk is full, what can't be written
+    after it is only a note to it.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, BatchkitError):
             start["exit"] = error.exit_code
-            raise
-        except Interrupted as stop:
-            start["exit"] = 128 + stop.signum
-            raise
-        finally:
-            start["ended_at"] = utc_now()
-            try:
-                store.close()
-            finally:
-                write_manifest(folder, manifest)
+        elif isinstance(error, Interrupted):
+            start["exit"] = 128 + error.signum
+        try:
+            _close(run, start)
+        except StoreError as also:
+            if not isinstance(error, StoreError):
+                error.add_note(str(also))
+        raise
+    else:
+        _close(run, start)
+
+
+def _close(run: OpenRun, start: dict[str, Any]) -> None:
+    start["ended_at"] = utc_now()
+    try:
+        run.store.close()
+    finally:
+        run.save()
+
+
+def _must_move_aside(
+    job: JobConfig,
+    source: Input,
+    new: dict[str, Any],
+    *,
+    fresh: bool,
+    on_change: OnChange,
+    news: list[str],
+) -> bool:
+    """Settle what an earlier start left in the folder. True if it must give way to a new run.
+
+    Raises:
+        StoreError: there are records, and no manifest says what they were made from.
+        ChangedError: job or input changed, and ``on_change`` is "fail".
+    """
+    folder = job.folder
+    if not is_run(folder):
+        if _has_run(folder) and not fresh:
+            raise StoreError(
+                f"{folder}: has records ({RESULTS}, {CHECKPOINT}) but no {MANIFEST}, so nothing tells"
+                f" which job and input they were made from. Put {MANIFEST} back, or start a new run"
+                " with --fresh (the old folder is kept)"
+            )
+        return _has_run(folder)
+    if finish_requeue(folder) is not None:
+        news.append("an interrupted --on-change requeue was finished first")
+    if fresh or source.files is None:
+        return True
+    return _settle_changes(job, source, new, on_change, news)
 
 
 def _merged(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
@@ -108,17 +170,21 @@ def _merged(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
     if merged["scoring"] != new["scoring"]:
         merged["scoring"] = None  # of several kinds, until all is scored anew in one of them
     # A job that was read back from its job.toml has its secrets masked; their fingerprints stay.
-    known = {key: old["identity"].get(key, MASK) for key in new["identity"]}
-    merged["identity"] = {
-        key: known[key] if value == MASK else value for key, value in new["identity"].items()
-    }
+    merged["identity"] = known_of(new["identity"], old["identity"])
     return merged
+
+
+def _has_run(folder: Path) -> bool:
+    """True if the folder holds more than what a start makes before it writes the manifest."""
+    log = folder / RESULTS
+    has_records = log.exists() and log.stat().st_size > 0
+    return is_run(folder) or has_records or (folder / CHECKPOINT).exists()
 
 
 def _settle_changes(
     job: JobConfig,
     source: Input,
-    new: Mapping[str, Any],
+    new: dict[str, Any],
     on_change: OnChange,
     news: list[str],
 ) -> bool:
@@ -142,7 +208,8 @@ def _settle_changes(
     # Another filter or share changes no answer: the records of the rows that it keeps still hold.
     holds = all(change.startswith(("input.where:", "input.shard:")) for change in job_changes)
     rows = source.everything(lambda index: False) if holds else iter(())
-    news.append(_requeue(folder, rows, by_id=source.has_ids))
+    check_log(folder)
+    news.append(requeue(folder, rows, _merged(new, manifest), by_id=source.has_ids))
     return False
 
 
@@ -161,39 +228,3 @@ def input_changes(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> list
 
 def _described(file: Mapping[str, Any] | None) -> str:
     return "none" if file is None else f"{file['size']:,} bytes, {str(file['sha256'])[:12]}"
-
-
-def _requeue(folder: Path, rows: Iterable[Row], *, by_id: bool) -> str:
-    """Keep the records whose row is still in the input, under its present index; drop the others.
-
-    The old log stays beside the new one. A row is the same where its fields are, and it is looked
-    for by id where the job names one (the n-th row of an id for the n-th record of it), else by
-    index. Holds an index and a hash per row.
-    """
-    n_rows: Counter[str] = Counter()
-    n_records: Counter[str] = Counter()
-    present: dict[tuple[str, int], tuple[int, str]] = {}
-    for row in rows:
-        key = row.id if by_id else str(row.index)
-        present[key, n_rows[key]] = row.index, input_hash(row.fields)
-        n_rows[key] += 1
-    kept = dropped = 0
-    old, new = folder / RESULTS, folder / f"{RESULTS}.new"
-    with new.open("wb") as file:
-        for record in read_newest(old):
-            key = record["id"] if by_id else str(record["index"])
-            row_now = present.get((key, n_records[key]))
-            n_records[key] += 1
-            if row_now is None or record.get("input_hash") != row_now[1]:
-                dropped += 1
-                continue
-            kept += 1
-            record["index"] = row_now[0]
-            file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
-        file.flush()
-        os.fsync(file.fileno())
-    aside = free_name(old, "before")
-    os.link(old, aside)
-    (folder / CHECKPOINT).unlink(missing_ok=True)
-    new.replace(old)
-    return f"requeue: {kept:,} records kept, {dropped:,} rows to run again; old log: {aside.name}"

@@ -33,5 +33,15 @@ def _hashable(value: Any) -> str:
 def _as_text(fields: Mapping[str, Any]) -> str:
     try:
         return repr(sorted(fields.items(), key=lambda field: str(field[0])))
+    except ValueError:  # a number of more than 4,300 digits
+        return repr(_in_hex(fields))
     except RecursionError:
         return f"nested too deeply: {sorted(map(str, fields))}"
+
+
+def _in_hex(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return sorted((str(_in_hex(key)), _in_hex(part)) for key, part in value.items())
+    if isinstance(value, list | tuple):
+        return [_in_hex(part) for part in value]
+    return hex(value) if isinstance(value, int) else _hashable(value)

@@ -10,14 +10,16 @@ from typing import NamedTuple
 
 from batchkit.config import JobConfig
 from batchkit.errors import BatchkitError, EngineCrashError, JobError, RowOutOfMemoryError
-from batchkit.job_file import load_job, make_job
+from batchkit.job_file import load_job, make_job, masked_override
 from batchkit.ledger import RESULTS, failure_kind, read_newest
-from batchkit.manifest import job_of_run, without_masked
+from batchkit.manifest import job_of_run, read_manifest, with_secrets_of, without_masked
+from batchkit.masking import masked_keys
 from batchkit.processor import ProductionBatchProcessor
 from batchkit.resume import OnChange
 from batchkit.runfolder import MANIFEST, is_run, latest_run
 from batchkit.score import Say, finish_scoring
 from batchkit.stopping import Interrupted, StopRequest
+from batchkit.store import check_log
 from batchkit.summary import RunSummary
 
 _LETHAL = (EngineCrashError.kind, RowOutOfMemoryError.kind)
@@ -85,26 +87,31 @@ def retry_failed(
     *,
     kinds: Sequence[str] = (),
     overrides: Sequence[str] = (),
+    job_file: Path | None = None,
     say: Say = print,
 ) -> Retry:
     """Run again the rows of a run whose newest record failed, or is ok but blank.
 
     ``kinds`` keeps only failures of these kinds; a blank ok record counts as ``empty``.
-    ``overrides`` hold for this start alone, and are noted in the manifest.
+    ``overrides`` hold for this start alone, and are noted in the manifest. Secrets, which the run's
+    ``job.toml`` has not, come from ``job_file``; without it, from ``overrides`` or the environment.
     """
     for override in overrides:
         if override.strip().startswith("scoring."):
+            setting = masked_override(override)
             raise JobError(
-                f"--set {override}: a run is scored in one way; `batchkit score {folder} --set"
-                f" {override}` scores all of it anew"
+                f"--set {setting}: a run is scored in one way; `batchkit score {folder} --set"
+                f" {setting}` scores all of it anew"
             )
+    read_manifest(folder)
+    check_log(folder)
     attempts: dict[int, int] = {}
     by_kind: Counter[str] = Counter()
     convicted: set[int] = set()
     for record in read_newest(folder / RESULTS):
         kind = failure_kind(record)
         if kind is not None and (not kinds or kind in kinds):
-            attempts[record["index"]] = record.get("attempt", 1)
+            attempts[record["index"]] = record.get("attempt") or 1
             by_kind[kind] += 1
             if kind in _LETHAL:
                 convicted.add(record["index"])
@@ -112,7 +119,7 @@ def retry_failed(
         return Retry(0, {}, 0, None)
     with StopRequest().installed() as stop:
         summary = ProductionBatchProcessor(
-            without_masked(job_of_run(folder, overrides)),
+            _with_secrets(job_of_run(folder, overrides), job_file, say),
             begun_with=job_of_run(folder),
             overrides=overrides,
             stop=stop,
@@ -124,6 +131,20 @@ def retry_failed(
         for record in read_newest(folder / RESULTS)
     )
     return Retry(len(attempts), dict(by_kind), mended, summary)
+
+
+def _with_secrets(job: JobConfig, job_file: Path | None, say: Say) -> JobConfig:
+    """``job``, which was read from its ``job.toml``, with its secrets, as far as they are known."""
+    if job_file is not None:
+        job = with_secrets_of(job, load_job(job_file))
+    known = without_masked(job)
+    gone = sorted({*masked_keys(job.model_dump())} - {*masked_keys(known.model_dump())})
+    if gone:
+        say(
+            f"left out, for it is a secret and not kept: {', '.join(gone)}; where it is needed, name"
+            " the job file instead of the run folder, or give it with --set"
+        )
+    return known
 
 
 def folder_of(target: str, overrides: Sequence[str] = ()) -> Path:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import orjson
 from filelock import FileLock, Timeout
 
-from batchkit.errors import JobError, StoreError
+from batchkit.errors import JobError, LostLockError, StoreError
+from batchkit.files import write_atomically
+from batchkit.regular_file import open_regular
 from batchkit.types import utc_now
 
 JOB = "job.toml"
@@ -22,8 +24,37 @@ _LOCK = ".lock"
 _HOLDER = ".holder.json"
 
 
+class Claim:
+    """A run folder that this process holds, for as long as its lock file is the one it locked."""
+
+    def __init__(self, folder: Path) -> None:
+        self._lock = folder / _LOCK
+        self._file = self._lock_file()
+
+    def check(self) -> None:
+        """Call it before anything is written: without its lock file, the folder is free for others.
+
+        Raises:
+            LostLockError: the lock file was removed or replaced.
+        """
+        if self._lock_file() != self._file:
+            raise LostLockError(
+                f"{self._lock}: was removed while this run worked, so another process may be"
+                " working in the run folder now; this one stops and writes nothing more. If no"
+                " other works there, run the same command again"
+            )
+
+    def _lock_file(self) -> tuple[int, int] | None:
+        """Device and inode: of a file that is held open, no other file gets them."""
+        try:
+            found = self._lock.lstat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+
 @contextmanager
-def claim(folder: Path) -> Iterator[None]:
+def claim(folder: Path) -> Iterator[Claim]:
     """Hold ``folder`` for this process; the kernel lets go of it when the process ends.
 
     Raises:
@@ -43,82 +74,46 @@ def claim(folder: Path) -> Iterator[None]:
         ) from None
     except OSError as error:
         raise StoreError(f"{folder}: can't be used as a run folder: {error.strerror}") from error
+    held = Claim(folder)
     try:
         _sign(folder)
-        yield
+        yield held
     finally:
-        (folder / _HOLDER).unlink(missing_ok=True)
+        with suppress(LostLockError):
+            held.check()  # else it is another's name that is written there
+            (folder / _HOLDER).unlink(missing_ok=True)
         lock.release()
 
 
 def _sign(folder: Path) -> None:
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": utc_now()}
     try:
-        (folder / _HOLDER).write_bytes(orjson.dumps(holder))
+        write_atomically(folder / _HOLDER, orjson.dumps(holder))
     except OSError as error:
         raise StoreError(f"{folder}: can't write: {error.strerror}") from error
 
 
 def held_by(folder: Path) -> dict[str, Any] | None:
-    """Pid, host and start of the process that holds ``folder``, or None."""
-    if not (folder / _LOCK).exists():
+    """Pid, host and start of the process that holds ``folder``, or None.
+
+    Writes nothing, so that it also works in a folder that is mounted read-only.
+    """
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
         return None
     try:
-        with FileLock(folder / _LOCK, timeout=0):
-            return None
-    except Timeout:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except OSError:
         pass
+    finally:
+        os.close(lock)
     try:
         holder: dict[str, Any] = orjson.loads((folder / _HOLDER).read_bytes())
     except (OSError, orjson.JSONDecodeError):  # it is just starting or just ending
         return {"pid": None, "host": None, "since": None}
     return holder
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace ``path`` so that a reader sees either the old content or all of the new."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Until the names in ``folder`` outlive a power cut."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside ``path`` that takes its name once all went well."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def building(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside ``folder`` that takes its name once all went well, else goes."""
-    process = f"{socket.gethostname()}-{os.getpid()}"
-    temporary = folder.with_name(f".{folder.name}.{process}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        temporary.rename(folder)
-        _sync_folder(folder.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def is_run(folder: Path) -> bool:
@@ -148,7 +143,8 @@ def latest_run(output: Path) -> Path:
 
 def _last_start(folder: Path) -> str:
     try:
-        starts = orjson.loads((folder / MANIFEST).read_bytes())["starts"]
+        with open_regular(folder / MANIFEST) as file:
+            starts = orjson.loads(file.read())["starts"]
         return str(starts[-1]["started_at"])
     except (OSError, ValueError, LookupError, TypeError):
         return ""

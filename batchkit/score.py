@@ -18,7 +18,7 @@ from batchkit.errors import InputError, JobError, RowError
 from batchkit.hints import scoring_hints
 from batchkit.join import with_fields
 from batchkit.judge import FOLDER, NAMES, Answer, judge, names_read
-from batchkit.ledger import RESULTS, log_of, read_newest
+from batchkit.ledger import RESULTS, read_newest
 from batchkit.manifest import job_of_run, read_manifest, scoring_of, write_job, write_manifest
 from batchkit.predictions import Prediction, read_predictions
 from batchkit.prompts import PathTemplate, names_in
@@ -28,6 +28,7 @@ from batchkit.scoring import DEFERRED, Scored, Scoring, scorers_of
 from batchkit.scoring.metrics import ScoreTable, tabulate
 from batchkit.sources import read_rows
 from batchkit.stopping import StopRequest
+from batchkit.store import check_log
 from batchkit.types import Row
 
 Say = Callable[[str], None]
@@ -75,23 +76,32 @@ def finish_scoring(
 
 def is_scored(folder: Path, job: JobConfig) -> bool:
     """True where the run has every score that ``job.scoring`` asks for."""
-    scoring = job.scoring
-    made_from = [folder / RESULTS] if _is_deferred(scorers_of(scoring)) else []
-    if scoring.reference_run is not None:  # it may have gone on while the rows of this one finished
-        reference = Path(scoring.reference_run)
-        made_from = [folder / RESULTS, reference / RESULTS, reference / SCORES]
     if _is_other(folder, job):
         return False
-    return not made_from or _is_newer(folder / SCORES, made_from)
+    now = scored_from(folder, job)
+    return not now or read_manifest(folder).get("scored_from") == now
+
+
+def scored_from(folder: Path, job: JobConfig) -> list[list[int]]:
+    """Size and time of each file that scores are made from after the rows have finished.
+
+    They are compared as they are: which file is older says nothing where a clock was set.
+    """
+    made_from = [folder / RESULTS] if _is_deferred(scorers_of(job.scoring)) else []
+    if job.scoring.reference_run is not None:  # it may go on while the rows of this one finish
+        reference = Path(job.scoring.reference_run)
+        made_from = [folder / RESULTS, reference / RESULTS, reference / SCORES]
+    found = [path.stat() if path.exists() else None for path in made_from]
+    return [[0, 0] if stat is None else [stat.st_size, stat.st_mtime_ns] for stat in found]
 
 
 def table_of(folder: Path, job: JobConfig | None = None) -> ScoreTable:
     """The table of the scores that a run has.
 
     Raises:
-        StoreError: its results are gone.
+        StoreError: its results are gone or damaged.
     """
-    log_of(folder)
+    check_log(folder)
     job = job or job_of_run(folder)
     group_by = job.scoring.group_by
     names = set() if group_by is None else {group_by}
@@ -141,7 +151,12 @@ def score_predictions(job: JobConfig, path: Path, say: Say = print) -> tuple[Sco
         judgements = path.with_name(f"{path.name}.judge")
         later = _deferred(job, scoring, answers, judgements, stop, say)
     records: list[dict[str, Any]] = [
-        {"status": "ok", "fields": a.fields, "scores": {**a.known.scores, **later.get(a.index, {})}}
+        {
+            "status": "ok",
+            "fields": a.fields,
+            "scores": {**a.known.scores, **later.get(a.index, {})},
+            "unscored": a.known.unscored,
+        }
         for a in answers
     ]
     records += [{"status": "failed", "fields": row.fields} for row, found in known if found.failed]
@@ -163,9 +178,10 @@ def _rows_by_id(job: JobConfig) -> dict[str, Row]:
 
 def _score_run(folder: Path, job: JobConfig, stop: StopRequest, say: Say) -> ScoreTable:
     _check(job)
-    log_of(folder)
+    check_log(folder)
     for hint in scoring_hints(job.scoring, _first_row(job)):
         say(hint)
+    made_from = scored_from(folder, job)
     scoring = Scoring(job.scoring, references_of(job), say)
     names = scoring.fields | _names_of_deferred(job, scoring)
     later: dict[int, dict[str, float | None]] = {}
@@ -186,10 +202,11 @@ def _score_run(folder: Path, job: JobConfig, stop: StopRequest, say: Say) -> Sco
                 record["finished_at"],
                 scored.prediction,
                 {**scored.scores, **later.get(index, {})},
+                scored.unscored,
             )
 
     write_scores(folder, lines(), before=lambda: _forget(folder, job))
-    _remember(folder, job)
+    _remember(folder, job, made_from)
     return table_of(folder, job)
 
 
@@ -317,20 +334,14 @@ def _is_other(folder: Path, job: JobConfig) -> bool:
     return bool(read_manifest(folder).get("scoring", scoring_of(job)) != scoring_of(job))
 
 
-def _is_newer(path: Path, than: Iterable[Path]) -> bool:
-    """True where ``path`` is there and none of the others changed after it."""
-    if not path.exists():
-        return False
-    ours = path.stat().st_mtime_ns
-    return all(ours >= other.stat().st_mtime_ns for other in than if other.exists())
-
-
 def _forget(folder: Path, job: JobConfig) -> None:
     """Before scores of another kind take their place: killed now, the run must not seem of one."""
     if _is_other(folder, job):
         write_manifest(folder, read_manifest(folder) | {"scoring": None})
 
 
-def _remember(folder: Path, job: JobConfig) -> None:
+def _remember(folder: Path, job: JobConfig, made_from: list[list[int]]) -> None:
     write_job(folder, job_of_run(folder).model_copy(update={"scoring": job.scoring}))
-    write_manifest(folder, read_manifest(folder) | {"scoring": scoring_of(job)})
+    write_manifest(
+        folder, read_manifest(folder) | {"scoring": scoring_of(job), "scored_from": made_from}
+    )

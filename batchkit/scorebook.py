@@ -18,8 +18,11 @@ import orjson
 
 from batchkit.config import JobConfig
 from batchkit.errors import JobError, StoreError
+from batchkit.files import replacing
 from batchkit.ledger import RESULTS, read_newest
-from batchkit.runfolder import is_run, replacing
+from batchkit.runfolder import is_run
+from batchkit.schema import is_count
+from batchkit.store import check_log
 
 SCORES = "scores.jsonl"
 _KEYS = ("index", "input_hash", "finished_at")
@@ -37,9 +40,11 @@ class ScoreLine:
     finished_at: str
     prediction: str | None
     scores: Mapping[str, float | None]
+    unscored: str | None = None  # why some of them could not be found
 
 
 _NAMES = [field.name for field in fields(ScoreLine)]
+_ALWAYS = set(_NAMES) - {"unscored"}  # older lines lack it
 
 
 def read_scored(folder: Path) -> Iterator[dict[str, Any]]:
@@ -51,6 +56,7 @@ def read_scored(folder: Path) -> Iterator[dict[str, Any]]:
             line = next(lines, None)
         if line is not None and all(line[key] == record.get(key) for key in _KEYS):
             record["prediction"], record["scores"] = line["prediction"], line["scores"]
+            record["unscored"] = line.get("unscored")
         yield record
 
 
@@ -64,7 +70,7 @@ def join_scores(folders: Sequence[Path], chosen: Iterable[tuple[int, int]]) -> I
             line = next(books[number], None)
         lines[number] = line
         if line is not None and line["index"] == index:
-            yield ScoreLine(**{name: line[name] for name in _NAMES})
+            yield ScoreLine(**{name: line[name] for name in _NAMES if name in line})
 
 
 def write_scores(folder: Path, lines: Iterable[ScoreLine], *, before: Callable[[], None]) -> None:
@@ -98,6 +104,7 @@ def references_of(job: JobConfig) -> dict[str, str | None] | None:
     folder = Path(job.scoring.reference_run)
     if not is_run(folder):
         raise JobError(f"scoring.reference_run: {folder}: no run there; make that run first")
+    check_log(folder)
     found: dict[str, str | None] = {}
     for record in read_scored(folder):
         if record["status"] != "ok":
@@ -123,8 +130,10 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         for number, raw in enumerate(file, start=1):
             try:
                 line: dict[str, Any] = orjson.loads(raw)
-                if not all(name in line for name in _NAMES):
+                if not all(name in line for name in _ALWAYS):
                     raise ValueError("not a line of scores")
+                if not is_count(line["index"]) or not isinstance(line["scores"], dict):
+                    raise ValueError("index or scores is not what a line of scores has")
             except (ValueError, TypeError) as error:
                 raise StoreError(
                     f"{path} line {number}: damaged: {error}; `batchkit score` writes it anew"

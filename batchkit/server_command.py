@@ -9,10 +9,11 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+from batchkit.masking import MASK, is_secret, masked, masked_text
+
 PLACEHOLDERS = ("port", "host")
 HOST = "127.0.0.1"
 _PLACEHOLDER = re.compile(r"(?<!\{)\{(\w+)\}(?!\})")  # not JSON, and not Jinja
-_SECRET_OPTION = re.compile(r"-(api-?key|token|password|secret)(=|$)", re.IGNORECASE)
 # Options of llama-server and `vllm serve` that change where and how fast a server answers, not what.
 _SPEED_ONLY = frozenset(
     [
@@ -39,7 +40,9 @@ def check_command(command: str) -> None:
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise ValueError(f"command can't be split into words ({error}): {command}") from None
+        raise ValueError(
+            f"command can't be split into words ({error}): {masked_text(command)}"
+        ) from None
     if not words:
         raise ValueError("command is empty: give what starts the server")
     for name in _PLACEHOLDER.findall(command):
@@ -53,12 +56,21 @@ def check_command(command: str) -> None:
             " with --port {port}"
         )
     for word in words:
-        if word.startswith("-") and _SECRET_OPTION.search(word):
+        if (named := _names_a_secret(word)) is not None:
             raise ValueError(
-                f"command: {word.partition('=')[0]} would show the key in job.toml and to all who see"
-                " the processes; the server reads it from the environment (LLAMA_API_KEY,"
-                " VLLM_API_KEY, HF_TOKEN)"
+                f"command: {named} would show the key in job.toml and to all who see the processes;"
+                " the server reads it from the environment (LLAMA_API_KEY, VLLM_API_KEY, HF_TOKEN),"
+                " and has the run's own"
             )
+
+
+def _names_a_secret(word: str) -> str | None:
+    """What of ``word``, without it, gives a secret: an option, ``NAME=value``, a header, a URL."""
+    if word.startswith("-") and is_secret(word.partition("=")[0].lstrip("-")):
+        return word.partition("=")[0]
+    parts = [word, *word.split()]  # a shell's own command is one word
+    hidden = ((part, masked(part)) for part in parts if MASK not in part)
+    return next((without for part, without in hidden if without != part), None)
 
 
 def words_of(command: str, *, port: int) -> list[str]:

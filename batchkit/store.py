@@ -3,15 +3,17 @@
 The log is the truth; the checkpoint is a cache of what the log says up to ``offset``. A row counts
 as settled only once its record is in the log, and the checkpoint moves only after an fsync. So a
 kill at any instant costs nothing that was written, and a power cut nothing before the checkpoint.
+
+The checkpoint carries a checksum of the log up to ``offset``: what was damaged before it is noticed
+by whoever opens the log. A checkpoint that is missing or damaged itself is ignored.
 """
 
 from __future__ import annotations
 
-import base64
-import math
 import os
 import time
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,16 +21,18 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from batchkit.checksum import Checksum, Span
 from batchkit.errors import StoreError
+from batchkit.files import open_private, write_atomically
 from batchkit.indexset import IndexSet
-from batchkit.ledger import RESULTS, read_lines
-from batchkit.runfolder import write_atomically
+from batchkit.ledger import IS_MISSING, RESULTS, log_of, read_lines
+from batchkit.plain_json import encoded
 from batchkit.types import Record
 
 CHECKPOINT = "checkpoint.json"
 VERSION = 1
 COUNTS = ("records", "prompt_tokens", "completion_tokens")
-_DEEPEST = 100  # orjson gives up at 254 levels, the record's own included
+_SEAL = b',"seal":'
 
 
 class Line(NamedTuple):
@@ -42,7 +46,7 @@ class Line(NamedTuple):
 def line_of(record: Record) -> Line:
     """The line that tells of ``record``."""
     told = record.to_json()
-    return Line(_encode(told), told)
+    return Line(encoded(told), told)
 
 
 @dataclass
@@ -101,20 +105,24 @@ class Store:
 
     One process at a time (the folder's lock), one thread. ``append`` only collects; ``flush``
     writes all that was collected in one call, and from then on those rows are settled; ``sync``
-    makes them outlive a power cut and moves the checkpoint.
+    makes them outlive a power cut and moves the checkpoint. ``check_lock`` is called before each
+    write, and raises LostLockError if the folder's lock was lost: nothing is written then.
 
     Every method raises StoreError when the disk refuses; the log is then cut back to its last
-    whole line, and the store stays usable for reading.
+    whole line, and the store stays usable for reading. Opening a log that was damaged before its
+    checkpoint raises StoreError, too.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, check_lock: Callable[[], None] = lambda: None) -> None:
         self.folder = folder
         self.path = folder / RESULTS
         self.salvaged_bytes = 0
+        self._check_lock = check_lock
         try:
-            self._file = _open_log(self.path)
-            self.totals, offset = trusted_checkpoint(folder)
-            self._end = self._recover(offset)
+            self.totals, self._checksum = trusted_checkpoint(folder) or (Totals(), Checksum())
+            self._file = open_private(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            self._end = self._recover(self._checksum.end)
+            self._checksum.extend(self.path, self._end)
         except OSError as error:
             raise StoreError(f"{self.path}: {error.strerror or error}") from error
         self._lines: list[bytes] = []
@@ -135,11 +143,13 @@ class Store:
         if not self._lines:
             return
         block = b"".join(self._lines)
+        self._check_lock()
         try:
             written = os.write(self._file, block)
             while written < len(block):
                 written += os.write(self._file, block[written:])
             self._end += len(block)
+            self._checksum.add(block)
             pending, self._lines, self._pending = self._pending, [], []
         except BaseException as error:
             # Also after a KeyboardInterrupt: what is still collected will be written again.
@@ -156,6 +166,8 @@ class Store:
 
     def sync(self) -> float:
         """Flush, fsync, then move the checkpoint. Returns the seconds that it took."""
+        self._check_lock()
+        self._check_file()
         self.flush()
         started = time.monotonic()
         if self._synced_end == self._end:
@@ -172,7 +184,7 @@ class Store:
         return time.monotonic() - started
 
     def close(self) -> None:
-        """Sync and close; the file is closed even when the disk refuses."""
+        """Sync and close; the file is closed even when the disk refuses or the lock was lost."""
         try:
             self.sync()
         finally:
@@ -180,27 +192,45 @@ class Store:
 
     def checkpoint(self) -> None:
         """Replace the checkpoint by what the log says up to its end; ``sync`` is the safe way."""
-        totals = self.totals
-        content = orjson.dumps(
-            {
-                "version": VERSION,
-                "offset": self._end,
-                "completed": totals.completed.ranges(),
-                "failed": totals.failed_rows.ranges(),
-                "failed_by_kind": {
-                    kind: rows.ranges() for kind, rows in totals.failed_by_kind.items() if len(rows)
-                },
-                "counts": {
-                    "records": totals.records,
-                    "ok": totals.ok,
-                    "failed": totals.failed,
-                    "prompt_tokens": totals.prompt_tokens,
-                    "completion_tokens": totals.completion_tokens,
-                },
+        totals, checksum = self.totals, self._checksum
+        table = {
+            "version": VERSION,
+            "offset": checksum.end,
+            "completed": totals.completed.ranges(),
+            "failed": totals.failed_rows.ranges(),
+            "failed_by_kind": {
+                kind: rows.ranges() for kind, rows in totals.failed_by_kind.items() if len(rows)
             },
-            option=orjson.OPT_SERIALIZE_NUMPY,
-        )
-        write_atomically(self.folder / CHECKPOINT, content)
+            "counts": {
+                "records": totals.records,
+                "ok": totals.ok,
+                "failed": totals.failed,
+                "prompt_tokens": totals.prompt_tokens,
+                "completion_tokens": totals.completion_tokens,
+            },
+            "crc32": checksum.segments,
+        }
+        content = orjson.dumps(table, option=orjson.OPT_SERIALIZE_NUMPY)
+        write_atomically(self.folder / CHECKPOINT, _sealed(content))
+
+    def _check_file(self) -> None:
+        """What was written must still be there: else no checkpoint may say so.
+
+        Raises:
+            StoreError: the log was removed, replaced or cut.
+        """
+        ours = os.fstat(self._file)
+        try:
+            there = self.path.lstat()
+        except OSError:
+            there = None
+        is_there = there is not None and os.path.samestat(ours, there)
+        if not is_there or ours.st_size != self._end:
+            raise StoreError(
+                f"{self.path}: was removed, replaced or cut while this run worked, so records are"
+                " gone. Put it back, if there is a copy; `batchkit verify --repair"
+                f" {self.folder}` keeps what is left, and the next start runs the other rows"
+            )
 
     def _recover(self, offset: int) -> int:
         """Count the lines past ``offset``; where a line is broken, cut the rest off.
@@ -233,7 +263,11 @@ class Store:
     def _rewrite(self, end: int, lines: list[bytes]) -> None:
         """The log up to ``end``, then ``lines``: in one step, so that a kill loses none of them."""
         temporary = self.path.with_name(f"{RESULTS}.tmp")
-        with self.path.open("rb") as old, temporary.open("wb") as new:
+        temporary.unlink(missing_ok=True)  # of a process that was killed
+        with (
+            self.path.open("rb") as old,
+            open(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as new,
+        ):
             while (left := end - new.tell()) > 0:
                 new.write(old.read(min(left, 2**20)))
             new.writelines(lines)
@@ -241,13 +275,26 @@ class Store:
             os.fsync(new.fileno())
         temporary.replace(self.path)
         os.close(self._file)
-        self._file = _open_log(self.path)
+        self._file = open_private(self.path, os.O_RDWR | os.O_APPEND)
 
 
-def read_checkpoint(folder: Path) -> tuple[Totals, int] | None:
-    """What ``checkpoint.json`` says, and its offset; None where it is missing or damaged."""
+class Checkpoint(NamedTuple):
+    """What the log says up to ``checksum.end``."""
+
+    totals: Totals
+    checksum: Checksum
+
+    @property
+    def is_older(self) -> bool:
+        """True if it is of a version that made no checksum: then it is right, but not relied on."""
+        return self.checksum.end > 0 and not self.checksum.segments
+
+
+def read_checkpoint(folder: Path) -> Checkpoint | None:
+    """What ``checkpoint.json`` says, be it right or wrong; None if it says nothing."""
     try:
-        found = orjson.loads((folder / CHECKPOINT).read_bytes())
+        content = (folder / CHECKPOINT).read_bytes()
+        found = orjson.loads(content)
         if found["version"] != VERSION:
             return None
         totals = Totals(
@@ -258,21 +305,92 @@ def read_checkpoint(folder: Path) -> tuple[Totals, int] | None:
             },
             **{name: _count(found["counts"][name]) for name in COUNTS},
         )
-        return totals, _count(found["offset"])
+        segments = map(_count, found.get("crc32", ()))
+        return Checkpoint(totals, Checksum(segments, _count(found["offset"])))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def trusted_checkpoint(folder: Path) -> tuple[Totals, int]:
-    """The checkpoint where it fits the log; else nothing and 0: then the whole log is read."""
-    found = read_checkpoint(folder)
-    if found is not None and _ends_a_line(folder / RESULTS, found[1]):
-        return found
-    return Totals(), 0
+def is_sealed(folder: Path) -> bool:
+    """True if ``checkpoint.json`` is byte by byte what a store wrote."""
+    try:
+        content = (folder / CHECKPOINT).read_bytes()
+    except OSError:
+        return False
+    return content == _sealed(content.rpartition(_SEAL)[0] + b"}")
 
 
-def _open_log(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+def trusted_checkpoint(folder: Path) -> Checkpoint | None:
+    """The checkpoint, with the log held against it; None if it is missing or damaged itself.
+
+    Raises:
+        StoreError: the log is not what it was when the checkpoint was made.
+    """
+    found = read_checkpoint(folder) if is_sealed(folder) else None
+    if found is not None and (damage := log_damage(folder, found.checksum)) is not None:
+        raise StoreError(damage)
+    return found
+
+
+def check_log(folder: Path) -> None:
+    """Call it before a run's records are read: what its checkpoint covers must be as it was.
+
+    Raises:
+        StoreError: the log is missing or damaged.
+    """
+    log_of(folder)
+    trusted_checkpoint(folder)
+
+
+def passed_over(folder: Path) -> int | None:
+    """Byte position of the first line that readers pass over, though whole records follow it.
+
+    Only what no checksum covers is looked at: all of it where there is no trusted checkpoint.
+    """
+    checkpoint, broken = trusted_checkpoint(folder), None
+    for line in read_lines(folder / RESULTS, checkpoint.checksum.end if checkpoint else 0):
+        if line.record is None:
+            broken = line.offset if broken is None else broken
+        elif broken is not None:
+            return broken
+    return None
+
+
+def log_damage(folder: Path, checksum: Checksum) -> str | None:
+    """Where and how the log is no longer what ``checksum`` covers, and the remedy; None if it is."""
+    path = folder / RESULTS
+    if not path.exists():
+        return f"{path}: {IS_MISSING}"
+    repair = f"`batchkit verify --repair {folder}`"
+    remedy = f"{repair} sets the damage aside and keeps every whole record"
+    size = path.stat().st_size
+    span = Span(0, size) if size < checksum.end else checksum.difference(path)
+    if span is None:
+        return None
+    if (broken := _broken_line(path, span)) is not None:
+        return f"{path}: the record at byte {broken} is damaged; {remedy}"
+    if size < checksum.end:
+        return f"{path}: has {size} bytes, and had {checksum.end} at the last checkpoint; {remedy}"
+    return (
+        f"{path}: was changed since the last checkpoint, between byte {span.start} and {span.end},"
+        " and each line there is a whole record, so nothing tells what was changed. Bring a copy"
+        f" back, or accept the file as it is now with {repair}"
+    )
+
+
+def _broken_line(path: Path, span: Span) -> int | None:
+    """Byte position of the first line in ``span`` that is no record."""
+    for line in read_lines(path):
+        if line.offset >= span.end:
+            return None
+        if line.record is None and line.end > span.start:
+            return line.offset
+    return None
+
+
+def _sealed(content: bytes) -> bytes:
+    """The JSON object ``content`` with a checksum of itself as its last member."""
+    return content[:-1] + _SEAL + str(zlib.crc32(content)).encode() + b"}"
 
 
 def _count(value: Any) -> int:
@@ -281,48 +399,9 @@ def _count(value: Any) -> int:
     return value
 
 
-def _ends_a_line(path: Path, offset: int) -> bool:
-    if offset == 0:
-        return True
-    with path.open("rb") as file:
-        file.seek(offset - 1)
-        return file.read(1) == b"\n"
-
-
 def free_name(path: Path, suffix: str) -> Path:
     """``<path>.<suffix>-<n>`` with the first n that is not taken."""
     number = 1
     while (free := path.with_name(f"{path.name}.{suffix}-{number}")).exists():
         number += 1
     return free
-
-
-def _encode(line: dict[str, Any]) -> bytes:
-    try:
-        return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS)
-    except (TypeError, RecursionError):  # a kept field that JSON has no word for
-        return orjson.dumps(_plain(line), option=orjson.OPT_APPEND_NEWLINE)
-
-
-def _plain(value: Any, depth: int = 0) -> Any:
-    """``value`` in JSON's own types: bytes as base64, what is foreign as its text."""
-    if isinstance(value, Mapping | list | tuple) and depth > _DEEPEST:
-        return "(nested too deeply)"
-    if isinstance(value, Mapping):
-        return {_valid(str(key)): _plain(part, depth + 1) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part, depth + 1) for part in value]
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    if isinstance(value, str):
-        return _valid(value)
-    if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        return str(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if isinstance(value, bool | int | float | None) else _valid(str(value))
-
-
-def _valid(text: str) -> str:
-    """``text`` without lone surrogates, which UTF-8 has no word for."""
-    return text.encode("utf-8", "replace").decode()

@@ -29,7 +29,7 @@ from batchkit.errors import (
 )
 from batchkit.faults import EngineDied, Fault, StartFailed
 from batchkit.ladder import STRETCH, Ladder
-from batchkit.suspects import Suspects
+from batchkit.suspects import Expected, Group, Suspects, Suspicion
 from batchkit.types import Completion, Request
 
 Say = Callable[[str], None]
@@ -38,18 +38,21 @@ Say = Callable[[str], None]
 class Lessons(NamedTuple):
     """What the deaths of engines taught: the next start of the run needs it.
 
-    ``steps``: the ladder's. ``among_accidents``: engines have died of no row's fault.
+    ``steps``: the ladder's. ``among_accidents``: engines have died of no row's fault. ``suspicions``:
+    where the search for a poison row is.
     """
 
     restarts: int
     steps: Sequence[Mapping[str, Any]]
     among_accidents: bool
+    suspicions: Sequence[Suspicion] = ()
 
 
 GROWTH_SHARE = 0.05
 """At most this share of the time goes into restarts that only try a larger setting."""
 LONGEST_PAUSE_S = 10
 _GROWTH, _DEATH = "a stretch of success", "it died"
+_KILLED = "SIGKILL"
 _UNKNOWN_LIMITS = {"max_num_seqs": 256}  # vLLM's default, for an engine that died before it told
 
 
@@ -57,8 +60,8 @@ class SupervisedEngine:
     """``say`` gets one line per event, ``note`` what is too long for that.
 
     ``restarts`` counts attempts to open an engine after the first. ``remember`` is called
-    with what was learned, before the next engine is opened; ``among_accidents`` is what an earlier
-    start learned. ``convicted`` are the
+    with what was learned, before the next engine is opened and when a search ends;
+    ``among_accidents`` and ``suspicions`` are what an earlier start learned. ``convicted`` are the
     indices of rows that killed an engine in an earlier start: each is run alone, and once.
 
     Raises:
@@ -76,6 +79,7 @@ class SupervisedEngine:
         ladder: Ladder | None = None,
         convicted: Iterable[int] = (),
         among_accidents: bool = False,
+        suspicions: Iterable[Suspicion] = (),
         open_engine: Callable[[JobConfig], Engine] = open_engine,
     ) -> None:
         self._job = job
@@ -85,6 +89,8 @@ class SupervisedEngine:
         self._open_engine = open_engine
         self.ladder = ladder or Ladder()
         self._suspects = Suspects[Request](among_accidents=among_accidents)
+        self._expected = Expected(suspicions)
+        self._is_search_remembered = False
         self._convicted = set(convicted)
         self._in_flight: dict[int, Request] = {}
         self._held: deque[Request] = deque()
@@ -93,7 +99,7 @@ class SupervisedEngine:
         self._deaths = 0
         self._restart_due = ""
         self._host_gb_at_start: float | None = None
-        self._since_too_large = STRETCH
+        self._since_too_large = self._since_kill = STRETCH
         self.restarts = 0
         self._engine = self._open()
         self._safe_steps = list(self.ladder.steps)
@@ -111,8 +117,14 @@ class SupervisedEngine:
         return self._engine.versions
 
     def submit(self, request: Request) -> None:
+        known = self._expected.pop(request.row.index, request.input_hash)
+        if known is not None and known.suspicion.is_convict:
+            self._convicted.add(request.row.index)
         if request.row.index in self._convicted:
             self._suspects.suspect(request)
+        elif known is not None:
+            self._suspects.recall(request, known.group, known.suspicion.deaths)
+            self._is_search_remembered = True
         elif self._must_hold:
             self._held.append(request)
         else:
@@ -133,6 +145,8 @@ class SupervisedEngine:
     def load(self) -> EngineLoad:
         """As the engine's; what is held back here waits, too."""
         load = self._engine.load()
+        for text in load.events:
+            self._say(text)
         self._watch_memory(load.host_bytes / 2**30)
         return load._replace(waiting=load.waiting + len(self._held) + len(self._suspects))
 
@@ -155,6 +169,8 @@ class SupervisedEngine:
             self._prove_sound()
         for request in self._suspects.next_group():
             self._hand_over(request)
+        if self._is_search_remembered and not self._suspects:  # it has ended
+            self._remember(self.ladder.steps)
         while not self._suspects and self._held:
             self._hand_over(self._held.popleft())
 
@@ -187,6 +203,7 @@ class SupervisedEngine:
         self._answered = answered[-1]
         self._deaths = 0
         self._since_too_large += len(answered)
+        self._since_kill += len(answered)
         if self._suspects:
             return
         self._safe_steps = list(self.ladder.steps)
@@ -215,7 +232,7 @@ class SupervisedEngine:
 
         The next engine is opened when that is settled: it may take minutes, or never come up.
         """
-        fault = death.fault
+        fault = self._judged(death.fault)
         in_flight = [r for r in self._in_flight.values() if r is not self._canary]
         self._in_flight.clear()
         self._restart_due = _DEATH
@@ -232,7 +249,7 @@ class SupervisedEngine:
                 self._make_smaller(fault, alone=len(in_flight) <= 1)
             else:  # a row that runs out of memory alone says nothing about the batch
                 self.ladder.steps = list(self._safe_steps)
-                self._remember(self.ladder.steps)
+                self._remember(self.ladder.steps, convicted=poison)
         if poison is None:
             return []
         row = f"row {poison.row.index} (id {poison.row.id})"
@@ -243,10 +260,24 @@ class SupervisedEngine:
             self._say(f"{row} is what it died of: failed")
         return [Completion(poison, error=_row_error(fault))]
 
+    def _judged(self, fault: Fault) -> Fault:
+        """The second of two unexplained kills in a row is taken for memory that ran out: a person
+        seldom kills an engine twice, and not every host shows what the kernel did.
+
+        In a row: no other death between them, and less than a stretch of success.
+        """
+        comes_again = self._since_kill < STRETCH
+        self._since_kill = 0 if fault.type == _KILLED else STRETCH
+        if not (fault.is_unexplained_kill and comes_again):
+            return fault
+        return Fault("oom", fault.type, "killed from outside again; taken for memory that ran out")
+
     def _poison(self, death: EngineDied, in_flight: list[Request]) -> Request | None:
         """The row at fault: as the engine says itself, or as the search has proven."""
         if death.request not in in_flight:
-            return self._suspects.died(in_flight, f"{death.fault.kind} {death.fault.type}")
+            fault = death.fault
+            cause = _KILLED if fault.type == _KILLED else f"{fault.kind} {fault.type}"
+            return self._suspects.died(in_flight, cause)
         in_flight.remove(death.request)
         self._held.extendleft(reversed(in_flight))
         return death.request
@@ -256,7 +287,7 @@ class SupervisedEngine:
         self._deaths += 1
         if may_raise and self._deaths > self._job.run.max_engine_restarts:
             self.ladder.steps = list(self._safe_steps)
-            self._remember(self.ladder.steps)
+            self._remember(self.ladder.steps, proves=False)
             raise EngineError(
                 f"the engine died {self._deaths} times without one answer"
                 f" (run.max_engine_restarts); last: {cause}"
@@ -300,15 +331,19 @@ class SupervisedEngine:
                     )
                 )
             except StartFailed as error:
+                fault = self._judged(error.fault)
+                if fault.is_unexplained_kill:  # once says nothing; a second one is memory
+                    self._say(f"engine died at load ({fault}): tried once more")
+                    continue
                 step = None
-                if error.fault.kind == "oom":
+                if fault.kind == "oom":
                     limits = error.limits or {**_UNKNOWN_LIMITS, **options}
-                    step = self.ladder.step_down(limits, error.fault)
+                    step = self.ladder.step_down(limits, fault)
                 if step is None:
                     self.ladder.steps = before  # those steps did not help
                     self._remember(before)
                     raise
-                self._say(f"out of memory at load ({error.fault}): next try with {_shown(step)}")
+                self._say(f"out of memory at load ({fault}): next try with {_shown(step)}")
                 self._remember(self.ladder.steps)
             else:
                 self._opened_at = time.monotonic()
@@ -316,8 +351,31 @@ class SupervisedEngine:
                 self._host_gb_at_start = None
                 return engine
 
-    def _remember(self, steps: Sequence[Mapping[str, Any]]) -> None:
-        self._tell_lessons(Lessons(self.restarts, list(steps), self._suspects.among_accidents))
+    def _remember(
+        self,
+        steps: Sequence[Mapping[str, Any]],
+        *,
+        convicted: Request | None = None,
+        proves: bool = True,
+    ) -> None:
+        """``convicted``: a row whose failure has yet to be handed on, and so to reach the disk.
+        ``proves`` is false where deaths say nothing about the rows: the engine dies of all."""
+        groups = list(self._suspects.groups)
+        if convicted is not None:
+            groups.append(Group([convicted], is_convict=True))
+        suspicions = [
+            Suspicion(
+                {request.row.index: request.input_hash for request in group.requests},
+                group.deaths,
+                group.is_convict,
+            )
+            for group in groups
+        ] + self._expected.suspicions()
+        if not proves:
+            suspicions = [suspicion._replace(deaths=()) for suspicion in suspicions]
+        self._is_search_remembered = bool(groups)
+        among_accidents = self._suspects.among_accidents
+        self._tell_lessons(Lessons(self.restarts, list(steps), among_accidents, tuple(suspicions)))
 
     def _setting(self) -> str:
         return _shown(self.ladder.overrides) if self.ladder.steps else "the job's own settings"

@@ -6,6 +6,9 @@ is convicted when it has killed the engine alone twice in the same way: once may
 the machine. Where a search has ended without a conviction, accidents do happen, and it takes three
 times from then on.
 
+What is still suspected travels to the next start as ``Suspicion``s, so that a search that was killed
+goes on where it was.
+
 So k poison rows among n cost at most about k * (log2(n) + 2) restarts, and every other row is
 answered. Large groups go first: their answers show early that the engine is sound.
 """
@@ -13,22 +16,51 @@ answered. Large groups go first: their answers show early that the engine is sou
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, NamedTuple, TypeVar
 
 PROOF, PROOF_AMONG_ACCIDENTS = 2, 3
 
 T = TypeVar("T")
 
 
+class Suspicion(NamedTuple):
+    """A group of rows that have yet to be replayed together, as the next start may know it.
+
+    ``rows``: the index of each, with its ``input_hash``, which tells whether it is still the same
+    row. ``deaths`` and ``is_convict`` as a Group's.
+    """
+
+    rows: Mapping[int, str]
+    deaths: Sequence[str] = ()
+    is_convict: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        rows = {str(index): input_hash for index, input_hash in self.rows.items()}
+        return {"rows": rows, "deaths": list(self.deaths), "is_convict": self.is_convict}
+
+    @classmethod
+    def of_json(cls, group: Mapping[str, Any]) -> Suspicion:
+        rows = {int(index): input_hash for index, input_hash in group["rows"].items()}
+        return cls(rows, tuple(group["deaths"]), group["is_convict"])
+
+    def only(self, may_come: Callable[[int], bool]) -> Suspicion:
+        """Without the rows that will not come again."""
+        return self._replace(rows={i: known for i, known in self.rows.items() if may_come(i)})
+
+
 @dataclass(frozen=True, slots=True)
-class _Group(Generic[T]):
-    """Requests to be replayed together. ``deaths``: the causes of those that a lone one died."""
+class Group(Generic[T]):
+    """Requests to be replayed together. ``deaths``: the causes of those that a lone one died.
+
+    ``recalled_from``: the number of the earlier start's group that they belong to.
+    """
 
     requests: Sequence[T]
     deaths: tuple[str, ...] = ()
     is_convict: bool = False
+    recalled_from: int | None = None
 
 
 class Suspects(Generic[T]):
@@ -40,8 +72,8 @@ class Suspects(Generic[T]):
     """
 
     def __init__(self, *, among_accidents: bool = False) -> None:
-        self._groups: deque[_Group[T]] = deque()
-        self._replaying: _Group[T] | None = None
+        self._groups: deque[Group[T]] = deque()
+        self._replaying: Group[T] | None = None
         self.among_accidents = among_accidents
         self._without_conviction = False
 
@@ -53,6 +85,11 @@ class Suspects(Generic[T]):
         """Requests that wait for their replay."""
         return sum(len(group.requests) for group in self._groups)
 
+    @property
+    def groups(self) -> Sequence[Group[T]]:
+        """Those that wait for their replay, in their order."""
+        return list(self._groups)
+
     def died(self, in_flight: Sequence[T], cause: str) -> T | None:
         """The engine died with these in flight. The poison row, if that is proven now; else None."""
         if not self:
@@ -63,19 +100,30 @@ class Suspects(Generic[T]):
             if replayed.is_convict or deaths.count(cause) >= self._proof:
                 self._without_conviction = False
                 return in_flight[0]
-            self._groups.append(_Group(in_flight, deaths))
+            self._groups.append(Group(in_flight, deaths))
             return None
         half = (len(in_flight) + 1) // 2
-        self._groups += [_Group(g) for g in (in_flight[:half], in_flight[half:]) if g]
+        self._groups += [Group(g) for g in (in_flight[:half], in_flight[half:]) if g]
         return None
 
     def suspect(self, request: T) -> None:
         """Replay ``request`` alone; it was convicted before, so that one death proves it."""
-        self._groups.append(_Group([request], is_convict=True))
+        self._groups.append(Group([request], is_convict=True))
+
+    def recall(self, request: T, group: int, deaths: Sequence[str]) -> None:
+        """Suspect ``request`` as an earlier start did: in the group of that number, so far as it has
+        come and still waits."""
+        if not self:
+            self._without_conviction = True
+        for place, waiting in enumerate(self._groups):
+            if waiting.recalled_from == group:
+                self._groups[place] = replace(waiting, requests=[*waiting.requests, request])
+                return
+        self._groups.append(Group([request], tuple(deaths), recalled_from=group))
 
     def interpose(self, requests: Sequence[T]) -> None:
         """Play these next. They are under no suspicion; they show whether the engine is sound."""
-        self._groups.appendleft(_Group(requests))
+        self._groups.appendleft(Group(requests))
 
     def single_out(self) -> None:
         """Play one of the largest group next, alone: of a few poison rows among many, most are good."""
@@ -83,8 +131,8 @@ class Suspects(Generic[T]):
             largest = max(self._groups, key=lambda group: len(group.requests))
             if len(largest.requests) > 1:
                 self._groups.remove(largest)
-                self._groups.append(_Group(largest.requests[1:]))
-                self._groups.appendleft(_Group(largest.requests[:1]))
+                self._groups.append(Group(largest.requests[1:]))
+                self._groups.appendleft(Group(largest.requests[:1]))
 
     def next_group(self) -> Sequence[T]:
         """The group to replay now that nothing is in flight; empty when all are cleared."""
@@ -98,3 +146,31 @@ class Suspects(Generic[T]):
     @property
     def _proof(self) -> int:
         return PROOF_AMONG_ACCIDENTS if self.among_accidents else PROOF
+
+
+class Recalled(NamedTuple):
+    """A row of an earlier start's group number ``group``."""
+
+    group: int
+    suspicion: Suspicion
+
+
+class Expected:
+    """What an earlier start suspected, until those rows come."""
+
+    def __init__(self, suspicions: Iterable[Suspicion]) -> None:
+        self._rows = {
+            index: Recalled(group, suspicion)
+            for group, suspicion in enumerate(suspicions)
+            for index in suspicion.rows
+        }
+
+    def pop(self, index: int, input_hash: str) -> Recalled | None:
+        """What was known of the row that comes now; None if nothing was, or it is another row by now."""
+        known = self._rows.pop(index, None)
+        return known if known and known.suspicion.rows[index] == input_hash else None
+
+    def suspicions(self) -> list[Suspicion]:
+        """Of the rows that have not come yet."""
+        groups = {known.group: known.suspicion for known in self._rows.values()}
+        return [groups[number].only(self._rows.__contains__) for number in sorted(groups)]

@@ -16,6 +16,7 @@ import orjson
 
 from batchkit.ledger import RESULTS, Newest, newest_lines, whole_record
 from batchkit.manifest import job_of_run
+from batchkit.schema import COUNT_LIMIT
 from batchkit.scorebook import SCORES, read_scored
 from batchkit.scoring import kept_fields, score_names
 
@@ -73,7 +74,7 @@ class Layout(NamedTuple):
             record["status"],
             record.get("attempt"),
             record.get("text"),
-            record.get("finish_reason"),
+            _as_text(record.get("finish_reason")),
             usage.get("prompt_tokens"),
             usage.get("completion_tokens"),
             record.get("latency_s"),
@@ -211,7 +212,9 @@ class _Log:
         for column in columns:  # Arrow's parser also takes NaN and Infinity
             if column.type == "double" and not pc.all(pc.is_finite(column), min_count=0).as_py():
                 raise pa.ArrowInvalid("not a number")
-        return pa.Table.from_arrays(columns, schema=self._schema)
+        table = pa.Table.from_arrays(columns, schema=self._schema)
+        _check_values(table)
+        return table
 
     def _read(self, lines: np.ndarray[Any, Any]) -> pa.Table:
         """Record by record."""
@@ -253,6 +256,23 @@ def _check_utf8(text: pa.Buffer) -> None:
 
     bounds = pa.py_buffer(np.array([0, text.size]))
     pa.Array.from_buffers(pa.large_string(), 1, [None, bounds, text]).validate(full=True)
+
+
+def _check_values(table: pa.Table) -> None:
+    """What ``schema.fault_in`` asks of the columns besides their types. Raises ArrowInvalid."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    fits = [
+        table["id"].null_count == 0,
+        pc.all(pc.is_in(table["status"], pa.array(["ok", "failed"])), min_count=0).as_py(),
+        table["prompt_tokens"].is_null().equals(table["completion_tokens"].is_null()),
+    ]
+    for name in ("index", "attempt", "prompt_tokens", "completion_tokens"):
+        within = pc.min_max(table[name]).as_py()
+        fits.append(within["min"] is None or 0 <= within["min"] <= within["max"] < COUNT_LIMIT)
+    if not all(fits):
+        raise pa.ArrowInvalid("not a record")
 
 
 def _of_records(records: Iterable[Mapping[str, Any]], layout: Layout) -> pa.Table:

@@ -4,7 +4,9 @@ How many tokens a text has, only the engine knows; so a cut is estimated from wh
 came to, tried, and made larger where it was not enough. Two or three prompts do it.
 
 An estimate never takes away more than seven eighths of what the last one kept: where the middle of
-a text has far fewer tokens than its ends, the estimate goes too far.
+a text has far fewer tokens than its ends, the estimate goes too far. A prompt may be refused though
+it should fit by its count, as by a server that counts the whole answer in: then half is kept. Every
+cut is shorter than the one before, and a row is cut ``_MOST_CUTS`` times at most.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ MARK = " […] "
 _NO_TEXT = ("image", "image_pil", "image_url", "role", "tool_calls", "type")
 _MARK_TOKENS = len(MARK.encode())  # at most
 _LEAST_SHARE = 8
+_MOST_CUTS = 10
 
 
 class Place(NamedTuple):
@@ -43,7 +46,8 @@ def next_cut(
     Room is left for the answer of ``max_tokens``, if that is not more than half of the context.
     """
     tokens, max_model_len = error.prompt_tokens, error.max_model_len
-    if tokens is None or max_model_len is None:
+    times = 1 if last is None else last.times + 1
+    if tokens is None or max_model_len is None or times > _MOST_CUTS:
         return None
     # A little under what would do: else each try comes closer to it, and none gets there.
     room = max(1, min(max_tokens, max_model_len // 2))
@@ -54,7 +58,9 @@ def next_cut(
         kept, whole_tokens = last.kept, last.prompt_tokens
         per_token = (length - kept) / max(1, whole_tokens - tokens + _MARK_TOKENS)
         kept = max(kept - math.ceil((tokens - target) * per_token), kept // _LEAST_SHARE)
-    return Cut(kept, whole_tokens, room) if kept >= len(MARK) else None
+    before = length - len(MARK) if last is None else min(last.kept, length - len(MARK))
+    kept = min(kept, before - 1 if tokens > target else before // 2)
+    return Cut(kept, whole_tokens, room, times) if kept >= len(MARK) else None
 
 
 def cut_at(value: Any, path: Sequence[Any], kept: int) -> Any:

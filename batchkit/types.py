@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from batchkit.errors import RowError
+from batchkit.masking import masked_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -55,12 +56,13 @@ class Cut:
     """How a row's longest text was cut in the middle to make its prompt fit.
 
     ``kept``: characters of that text. ``prompt_tokens``: of the whole prompt before any cut.
-    ``answer_tokens``: the room that the cut is to leave.
+    ``answer_tokens``: the room that the cut is to leave. ``times``: how many cuts were tried, with it.
     """
 
     kept: int
     prompt_tokens: int
     answer_tokens: int
+    times: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,10 @@ class Outlook(NamedTuple):
     max_tokens: int
 
 
+BROKEN_OFF = ("abort", "error")
+"""Values of ``finish_reason`` with which a text is only the beginning of an answer: vLLM's, and a router's."""
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One of the ``n`` answers to a request. ``logprobs``: a list of tokens, or None."""
@@ -135,7 +141,7 @@ class ErrorInfo:
 
     @classmethod
     def of(cls, error: RowError) -> ErrorInfo:
-        return cls(error.kind, type(error).__name__, str(error), error.retryable)
+        return cls(error.kind, type(error).__name__, masked_text(str(error)), error.retryable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +165,8 @@ class Record:
 
     A failed record has ``text`` None and ``error`` set; an ok record the other way round.
     ``input_hash`` tells whether a later input holds the same row. ``truncated_tokens``: by how many
-    tokens the prompt was cut to fit. ``scores`` is None where the job scores nothing.
+    tokens the prompt was cut to fit. ``scores`` is None where the job scores nothing; ``unscored``
+    says why some of them could not be found.
     """
 
     index: int
@@ -179,11 +186,14 @@ class Record:
     truncated_tokens: int | None = None
     prediction: str | None = None
     scores: Mapping[str, float | None] | None = None
+    unscored: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The record as the contract spells it; optional fields only where they are set."""
         usage, error = self.usage, self.error
-        scored = {"prediction": self.prediction, "scores": self.scores}
+        scored: dict[str, Any] = {"prediction": self.prediction, "scores": self.scores}
+        if self.unscored is not None:
+            scored["unscored"] = self.unscored
         line: dict[str, Any] = {
             "index": self.index,
             "id": self.id,

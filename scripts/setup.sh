@@ -62,19 +62,21 @@ if [ $build = cuda ]; then
     say "NVIDIA GPU: installing vLLM for CUDA, several GB: about ten minutes"
     quiet_pip -e '.[vllm,charts,ray,dev]'
 else
-    say "vLLM for the CPU: installing the $(grep -c == $lock) packages of $lock, two to four minutes"
+    say "vLLM for the CPU: installing the $(grep -c '^[a-z].*==' $lock) packages of $lock, two to four minutes"
     # A registry has torch for CUDA only. Its +cpu build comes from where pip was told to look,
-    # or, failing that, from where uv knows it to be.
-    if quiet_pip --no-deps "$(grep '^torch==' $lock)" 2>/dev/null; then
-        quiet_pip --no-deps -r $lock
-    else
+    # or, failing that, from where uv knows it to be; there is a torchvision to match, too.
+    torch=$(grep '^torch==' $lock)
+    if ! quiet_pip --no-deps "$torch" 2>/dev/null; then
         say "pip finds no CPU build of torch; taking it by uv's --torch-backend cpu"
         quiet_pip uv
         "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps \
-            --torch-backend cpu -r $lock ||
-            fail "uv could not install $lock (above); check the network, or tell pip where" \
-                "$(grep '^torch==' $lock) is (pip config set global.find-links …), and run make setup again"
+            --torch-backend cpu "$torch" "$(grep -o '^torchvision==[^ ]*' $lock)" ||
+            fail "uv could not install $torch (above); check the network, or tell pip where" \
+                "it is (pip config set global.find-links …), and run make setup again"
     fi
+    quiet_pip --no-deps --require-hashes -r <(grep -v '^torch==' $lock) ||
+        fail "pip could not install $lock (above); check the network, and run make setup again." \
+            "If a hash differs, the file is not the one that was locked: ask whoever serves it"
     "$venv/bin/python" -m pip uninstall --quiet --yes torchaudio torchcodec 2>/dev/null
     quiet_pip --no-deps --no-build-isolation -e .
 fi

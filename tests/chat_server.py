@@ -40,6 +40,28 @@ class HangUp(Exception):
     """The connection breaks off in the middle of the answer."""
 
 
+class Raw(Exception):
+    """The server sends ``parts`` as they are, ``wait_s`` after one another."""
+
+    def __init__(self, *parts: bytes, wait_s: float = 0.0) -> None:
+        super().__init__()
+        self.parts, self.wait_s = parts, wait_s
+
+
+def http(body: Any) -> bytes:
+    """A whole HTTP response with ``body`` as JSON."""
+    content = json.dumps(body).encode()
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content)
+
+
+class Flood(Exception):
+    """The server sends ``chunk`` again and again, ``times`` in all, or until nobody listens."""
+
+    def __init__(self, chunk: bytes, times: int, *, status: int = 200) -> None:
+        super().__init__(status)
+        self.chunk, self.times, self.status = chunk, times, status
+
+
 def error(message: str, kind: str = "BadRequestError", **more: Any) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, **more}}
 
@@ -49,7 +71,8 @@ class ChatServer:
 
     A prompt that is too long is refused in llama.cpp's way, its tokens counted; without ``counts`` in
     vLLM's, which has ``/tokenize`` for that. ``model`` is what its list of models tells besides the
-    name. ``answered`` counts the prompts that got an answer; ``most`` is how many were in here at once.
+    name. ``answered`` counts the prompts that got an answer; ``most`` is how many were in here at once;
+    ``flooded`` counts the bytes that a ``Flood`` got rid of.
     """
 
     def __init__(
@@ -66,10 +89,11 @@ class ChatServer:
     ) -> None:
         self.before, self.latency_s, self.context, self.key = before, latency_s, context, key
         self.counts, self.ready_at = counts, ready_at
+        self.tokenize: Refused | None = None  # what it answers to that
         self.model = {"max_model_len": context} if model is None else model
         self.bodies: list[dict[str, Any]] = []
         self.answered: Counter[str] = Counter()
-        self.inside = self.most = self.connections = 0
+        self.inside = self.most = self.connections = self.flooded = 0
         self.lock = threading.Lock()  # each request has a thread of its own
         self._sockets: set[socket.socket] = set()
         self._http = _Http(("127.0.0.1", port), _handler(self))
@@ -203,12 +227,32 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
                 self.connection.shutdown(socket.SHUT_RDWR)
                 return
+            except Raw as raw:
+                for part in raw.parts:
+                    self.wfile.write(part)
+                    time.sleep(raw.wait_s)
+                return
+            except Flood as flood:
+                self._flood(flood)
+                return
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
+
+        def _flood(self, flood: Flood) -> None:
+            self.close_connection = True
+            self.send_response(flood.status)
+            self.send_header("Connection", "close")
+            self.end_headers()
+            try:
+                for _ in range(flood.times):
+                    self.wfile.write(flood.chunk)
+                    server.flooded += len(flood.chunk)
+            except OSError:
+                pass
 
         def _models(self) -> dict[str, Any]:
             if self.path != "/v1/models":
@@ -219,6 +263,8 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
 
         def _completions(self, sent: bytes) -> dict[str, Any]:
             if self.path == "/tokenize" and not server.counts:
+                if server.tokenize is not None:
+                    raise server.tokenize
                 return {"count": len(_read(json.loads(sent)["messages"])[0].split())}
             if self.path not in ("/v1/chat/completions", "/v1/completions"):
                 raise Refused(404, {"detail": "Not Found"})
@@ -280,12 +326,18 @@ def main() -> None:
     parser.add_argument("--loads-s", type=float, default=0.0, help="it answers 503 so long")
     parser.add_argument("--dies-of", metavar="WORD", help="a prompt that holds it ends it")
     parser.add_argument("--hangs-once", type=Path, metavar="FILE", help="if FILE is not there yet")
+    parser.add_argument("--leaks-mb", type=int, default=0, help="with each prompt")
+    parser.add_argument("--prints-mb", type=int, default=0, help="before it serves")
     args = parser.parse_args()
+    leaked: list[bytes] = []
+    for _ in range(args.prints_mb):
+        print(("x" * 1023 + "\n") * 1024, end="")
     hangs = args.hangs_once is not None and not args.hangs_once.exists()
     if hangs:
         args.hangs_once.touch()
 
     def before(text: str, body: dict[str, Any]) -> None:
+        leaked.append(b"x" * (args.leaks_mb * 2**20))
         if args.dies_of in text.split():
             os._exit(3)
         if hangs and server.answered.total() >= 10:

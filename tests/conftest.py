@@ -71,6 +71,12 @@ def vllm_job(demo_model: Path, tmp_path: Path) -> Callable[..., JobConfig]:
     return make
 
 
+@pytest.fixture
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory of the test, for ``tests/dry_runs.py``."""
+    monkeypatch.chdir(tmp_path)
+
+
 def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path

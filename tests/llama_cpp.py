@@ -31,7 +31,13 @@ LAYER = {
 }
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
-NONE_FOUND = "no llama-server: none on PATH or beside Python, and LLAMA_SERVER names none"
+_BESIDE_PYTHON = Path(sys.executable).parent
+_NOT_BUILT = _BESIDE_PYTHON.parent / ".llama-server-missing"  # scripts/llama_server.sh says why
+NONE_FOUND = (
+    _NOT_BUILT.read_text().strip()
+    if _NOT_BUILT.is_file()
+    else "no llama-server: none on PATH or beside Python, and LLAMA_SERVER names none"
+)
 
 
 def llama_server() -> str | None:
@@ -39,7 +45,7 @@ def llama_server() -> str | None:
     return (
         os.environ.get("LLAMA_SERVER")
         or shutil.which("llama-server")
-        or shutil.which("llama-server", path=Path(sys.executable).parent)
+        or shutil.which("llama-server", path=_BESIDE_PYTHON)
     )
 
 

@@ -462,3 +462,42 @@ def test_module_runs_as_the_command(folder: Path) -> None:
     assert ran.returncode == 0
     assert json.loads(ran.stdout)["ok"] == 5
     assert not ran.stderr
+
+
+# What nobody can compile
+
+PARENTHESES = f"{'(' * 5_000}1{')' * 5_000}"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "key"),
+    [
+        (f'user = "{{{{ {PARENTHESES} }}}}"', "prompt.user"),
+        (f'user = "a"\nimages = ["{{{{ {PARENTHESES} }}}}"]', "prompt.images.0"),
+        (f'user = "a"\nimages = ["x{{{{ {PARENTHESES} }}}}"]', "prompt.images.0"),
+        (f'user = "{{{{ {"9" * 5_000} }}}}"', "prompt.user"),
+        ('user_file = "deep.txt"', "prompt.user_file"),
+    ],
+    ids=range(5),
+)
+@pytest.mark.parametrize("command", ["run", "validate"])
+def test_template_that_nobody_can_compile_is_one_message(
+    folder: Path, command: str, prompt: str, key: str
+) -> None:
+    (folder / "deep.txt").write_text(f"{{{{ {PARENTHESES} }}}}")
+    write_job(folder, prompt)
+    result = call(command, "job.toml")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("batchkit: error: " + key), result.stderr[:300]
+    assert len(result.stderr) < 500
+    assert not (folder / "output").exists()
+
+
+@pytest.mark.parametrize("name", ["deep.json", "deep.jsonl"])
+def test_predictions_nested_too_deeply_are_one_message(folder: Path, name: str) -> None:
+    (folder / name).write_text('{"id": "q0", "text": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    job = ["job.toml", "--set", 'scoring.scorers=["em"]', "--set", "scoring.reference=q"]
+    result = call("score", *job, "--predictions", name)
+    assert result.exit_code == 2
+    assert "nested too deeply" in result.stderr
+    assert result.stderr.count("\n") == 1

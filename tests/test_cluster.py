@@ -9,12 +9,15 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,10 @@ import psutil
 import pytest
 from PIL import Image
 
-from batchkit.audit import status, verify
+from batchkit.audit import status
 from batchkit.cluster.actor import Actor
 from batchkit.cluster.crew import RayCrew
+from batchkit.cluster.local import private_folder
 from batchkit.cluster.session import needs
 from batchkit.config import JobConfig
 from batchkit.errors import BrokenInputError, EngineError, JobError, TooManyFailuresError
@@ -33,6 +37,7 @@ from batchkit.processor import ProductionBatchProcessor
 from batchkit.summary import RunSummary
 from batchkit.supervisor import Lessons
 from batchkit.types import Row, Task
+from batchkit.verify import verify
 from batchkit.worker import Listener
 from tests.chat_server import MODEL, ChatServer
 from tests.conftest import batchkit, write_jsonl
@@ -224,6 +229,131 @@ def test_a_signal_while_models_load_ends_the_run_at_once(
     assert process.returncode == 128 + signum, stderr
     assert f"stopped by {signum.name}" in stderr
     assert not psutil.wait_procs(family, timeout=30)[1], "no worker, and nothing of its engine"
+
+
+def dry_run_job(folder: Path) -> list[str]:
+    """The arguments of a run of one row in ``folder``, over two workers."""
+    (folder / "job.toml").write_text(
+        '[input]\npath = "rows.jsonl"\n[prompt]\nuser = "{{ q }}"\n[engine]\nkind = "dry-run"\n'
+    )
+    write_jsonl(folder / "rows.jsonl", [{"q": "a"}])
+    return ["run", "job.toml", "--workers", "2"]
+
+
+CLI_AFTER = "import sys; {first}; from batchkit.cli import cli; cli(sys.argv[1:])"
+
+
+def test_a_ray_of_the_run_listens_on_this_machine_alone(tmp_path: Path) -> None:
+    arguments = [*dry_run_job(tmp_path), "--set", "engine.options.latency_s=300"]
+    program = CLI_AFTER.format(first="import ray")  # which reads the environment
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    del environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"], environment["RAY_AUTH_TOKEN"]
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        env=environment,
+    ) as process:
+        try:
+            while not workers_of(process.pid):
+                assert process.poll() is None
+                time.sleep(0.1)
+            family = psutil.Process(process.pid).children(recursive=True)
+            listening = [
+                (one.name(), ip_address(connection.laddr.ip))
+                for one in [psutil.Process(process.pid), *family]
+                for connection in one.net_connections("inet")
+                if connection.status == psutil.CONN_LISTEN
+            ]
+        finally:
+            process.terminate()
+            process.communicate(timeout=60)
+    assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
+    assert [found for found in listening if not is_loopback(found[1])] == []
+
+
+def is_loopback(address: IPv4Address | IPv6Address) -> bool:
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def test_rays_folder_of_a_driver_that_was_killed_goes_at_the_next_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="b", dir="/tmp") as home:  # a short one, for Ray
+        monkeypatch.setattr(tempfile, "tempdir", home)
+        older = Path(home, "batchkit-ray-older")  # of a driver that locked nothing, and may live
+        older.mkdir()
+        (older / "session").touch()
+        killed = subprocess.run(
+            [
+                *(sys.executable, "-c"),
+                """if True:
+                import os
+                from batchkit.cluster.local import private_folder
+                with private_folder() as made:
+                    print(made, flush=True)
+                    os.kill(os.getpid(), 9)
+                """,
+            ],
+            env={**os.environ, "TMPDIR": home, "PYTHONPATH": str(Path(__file__).parents[1])},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        left = Path(killed.stdout.strip())
+        assert left.is_dir()
+        with private_folder() as first, private_folder() as second:
+            assert not left.exists()
+            assert set(Path(home).iterdir()) == {older, first, second}
+        assert set(Path(home).iterdir()) == {older}
+
+
+def test_ray_that_is_too_slow_to_start_is_one_message(tmp_path: Path) -> None:
+    slow = (
+        "import ray\ndef init(**_): raise Exception('The current node timed out during startup.')\n"
+        "ray.init = init\n"
+    )
+    program = CLI_AFTER.format(first="exec(sys.argv.pop(1))")
+    done = subprocess.run(
+        [sys.executable, "-c", program, slow, *dry_run_job(tmp_path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    errors = [line for line in done.stderr.splitlines() if "error:" in line]
+    assert len(errors) == 1
+    assert "Ray did not start on this machine (Exception: The current node timed out" in errors[0]
+    assert "run the same command again" in errors[0]
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", None])
+def test_an_address_that_listens_and_is_no_ray_is_refused_at_once(
+    answer: bytes | None, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        held: list[socket.socket] = []
+
+        def serve() -> None:
+            with suppress(OSError):  # closed
+                while True:
+                    connection, _ = server.accept()
+                    held.append(connection)
+                    if answer is not None:
+                        connection.sendall(answer)
+                        connection.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        arguments = [*dry_run_job(tmp_path), "--ray-address", address]
+        done = batchkit(*arguments, cwd=tmp_path, timeout_s=60)
+    assert done.returncode == 2
+    assert f"can't join Ray at {address}" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_settings_that_a_poison_row_cost_are_taken_back(
@@ -446,6 +576,24 @@ def test_what_a_worker_answered_before_it_failed_is_handed_on(ray_here: Any) -> 
         with pytest.raises(EngineError):
             answer(lambda: False)
     assert sorted(answered) == [0, 1]
+
+
+class Deadly:
+    """Ends the process that reads it."""
+
+    def __reduce__(self) -> tuple[Callable[[int], Any], tuple[int]]:
+        return os._exit, (3,)
+
+
+def test_a_worker_that_dies_before_its_first_answer_is_given_up(ray_here: Any) -> None:
+    heard: list[str] = []
+    listener = Listener(heard.append, heard.append, heard.append, lambda lessons: None)
+    made = job(run={"workers": 1, "max_engine_restarts": 1})
+    references: Any = Deadly()
+    crew = RayCrew(made, iter(()), listener, left=lambda: None, references=references)
+    with closing(crew), pytest.raises(EngineError, match="it died 2 times without one answer"):
+        crew.open(Lessons(0, [], False))
+    assert [line for line in heard if "worker 0 died with 0 rows: its process ended" in line]
 
 
 def test_rows_that_come_one_by_one_are_answered_as_they_come(in_a_folder: Path) -> None:

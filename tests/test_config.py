@@ -262,6 +262,14 @@ def test_any_value_makes_a_job_or_one_problem_in_plain_words(key: str, value: An
         assert len(keys) == len(set(keys))
 
 
+def test_key_that_breaks_lines_is_told_on_one() -> None:
+    message = complaint(lambda: job(input={"a\rb": 1, "c": 1}))
+    assert [line.partition(":")[0].strip() for line in message.splitlines()[1:]] == [
+        "input.a\\rb",
+        "input.c",
+    ]
+
+
 # --set
 
 
@@ -515,3 +523,62 @@ def test_jobs_share_no_default() -> None:
     fresh = JobConfig(engine={"kind": "dry-run"})
     assert fresh.model_dump() == parse_job(tables(), "x").model_dump()
     assert "leak" not in str(fresh)
+
+
+# What no reader or writer can cope with
+
+DEEP = 5_000
+HUGE = "9" * 5_000
+TOO_MUCH = {  # a job file, and what its one message names
+    "vars": (f"[vars]\nx = 1\na = {'[' * DEEP}{']' * DEEP}", "line 3 (vars.a): nested too deeply"),
+    "open vars": (f"vars.a = {'[' * DEEP}", "line 1 (vars.a): nested too deeply"),
+    "tables": (f"vars.a = {'{a=' * DEEP}1{'}' * DEEP}", "line 1 (vars.a"),
+    "less deep vars": (f"vars.a = {'[' * 150}{']' * 150}", "vars.a.0.0.0.0…: nested more than 100"),
+    "dotted vars": (f"vars{'.a' * DEEP} = 1", "vars.a.a.a.a.a…: nested more than 100 deep"),
+    "a table's name": (f"[vars{'.a' * DEEP}]\nb = 1", "vars.a.a.a.a.a…: nested more than 100 deep"),
+    "options": (f"engine.options.a{'.b' * 120} = 1", "engine.options.a.b.b.b…: nested more than"),
+    "seed": (f"run.seed = {HUGE}", "line 1 (run.seed): found a number of thousands of digits"),
+    "long seed": (f"run.seed = {HUGE[:4000]}", "run.seed: found a number of"),
+    "wide seed": (f"run.seed = {2**64}", "run.seed: found a number of 65 bits"),
+    "number": (f"vars.a = [1, {2**70}]", "vars.a.1: found a number of 71 bits"),
+    "pattern": (f"[scoring]\nextract = 'regex'\npattern = '{'(' * DEEP}{')' * DEEP}'", "scoring: patt"),
+    "repetition": ("scoring.extract = 'regex'\nscoring.pattern = 'a{99999999999}'", "scoring: patt"),
+    "input.path": (f"input.path = '{{{{ {'(' * DEEP}1{')' * DEEP} }}}}'", "input.path: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TOO_MUCH)
+def test_what_breaks_a_reader_is_one_message_that_names_the_key(case: str, tmp_path: Path) -> None:
+    text, expected = TOO_MUCH[case]
+    path = tmp_path / "job.toml"
+    engine = "[engine]\nkind" if text.startswith("[") else "engine.kind"
+    path.write_text(f"{text}\n{engine} = 'dry-run'\n")
+    told = refusal(lambda: load_job(path))
+    assert expected in told
+    assert len(told) < 500
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (f"vars.a={'[' * DEEP}", "--set vars.a: nested too deeply"),
+        (f"vars.a={'[' * 150}{']' * 150}", "vars.a.0.0.0.0…: nested more than 100 deep"),
+        (f"vars{'.a' * DEEP}=1", "nested more than 100 deep"),
+        (f"run.seed={HUGE}", "--set run.seed: found a number of thousands of digits"),
+        (f"run.seed={2**65}", "run.seed: found a number of 66 bits"),
+        ("vars.a=\udc80", "vars.a: found text that is no valid UTF-8"),
+    ],
+    ids=range(6),
+)
+def test_override_that_breaks_a_reader_is_one_message(override: str, expected: str) -> None:
+    told = refusal(lambda: job(override))
+    assert expected in told
+    assert len(told) < 500
+
+
+def test_values_at_the_limit_are_a_job() -> None:
+    deep: Any = 1
+    for _ in range(98):
+        deep = [deep]
+    made = job(vars={"a": deep, "b": [2**64 - 1, -(2**63)]}, run={"seed": 2**63})
+    assert made.vars["a"] == deep

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 from dataclasses import replace
@@ -279,7 +280,7 @@ def test_openai_output_and_errors_match_the_batch_format() -> None:
     assert body["choices"] == [
         {
             "index": 0,
-            "message": {"role": "assistant", "content": "yes"},
+            "message": {"role": "assistant", "content": "yes", "refusal": None},
             "logprobs": None,
             "finish_reason": "stop",
         }
@@ -290,7 +291,8 @@ def test_openai_output_and_errors_match_the_batch_format() -> None:
     assert [c["message"]["content"] for c in choices] == ["a", "b"]
     assert [c["index"] for c in choices] == [0, 1]
     assert [c["finish_reason"] for c in choices] == ["stop", "length"]
-    assert choices[0]["logprobs"] == {"content": [{"token": "a", "logprob": -0.5}]}
+    token = {"token": "a", "bytes": None, "logprob": -0.5, "top_logprobs": []}
+    assert choices[0]["logprobs"] == {"content": [token], "refusal": None}
     assert several["response"]["body"]["usage"]["total_tokens"] == 17
 
     assert failed["custom_id"] == "custom-c"
@@ -298,6 +300,58 @@ def test_openai_output_and_errors_match_the_batch_format() -> None:
     assert failed["error"] == {"code": "media", "message": "a.png: missing"}
     ids = [line["id"] for line in (plain, several, failed)]
     assert len(set(ids)) == 3
+
+
+@pytest.mark.parametrize(
+    ("reason", "known", "native"),
+    [
+        ("stop", "stop", ...),
+        ("content_filter", "content_filter", ...),
+        ("abort", "length", "abort"),
+        ("repetition", "length", "repetition"),
+        ("eos_token", "stop", "eos_token"),
+        (None, "stop", None),
+        ({"x": [1]}, "stop", {"x": [1]}),
+    ],
+)
+def test_openais_own_types_read_every_line(reason: Any, known: str, native: Any) -> None:
+    chat = pytest.importorskip("openai.types.chat")
+    tops = [{"token": None, "logprob": float("-inf")}, {"token": "é", "logprob": -1.0}]
+    choices = [
+        Choice("a", reason, [{"token": "é", "logprob": -0.5, "top_logprobs": tops}]),
+        Choice("", reason, []),
+        Choice("c", reason),
+    ]
+    run_of(
+        replace(OK, text="a", finish_reason=reason, choices=choices),
+        replace(OK, index=1, finish_reason=reason, usage=None),
+        replace(OK, index=2, finish_reason=reason, finished_at=""),
+    )
+    export("job.toml", "--openai")
+    lines = lines_of(RUN / "results.openai.jsonl")
+    bodies = [chat.ChatCompletion.model_validate(line["response"]["body"]) for line in lines]
+    assert [body.created for body in bodies] == [1795222923, 1795222923, 0]
+    assert [body.usage and body.usage.total_tokens for body in bodies] == [5, None, 5]
+    found = [choice for body in bodies for choice in body.choices]
+    assert [choice.message.content for choice in found] == ["a", "", "c", "yes", "yes"]
+    assert {choice.finish_reason for choice in found} == {known}
+    extra = [choice.model_extra.get("native_finish_reason", ...) for choice in found]
+    assert extra == [native] * len(found)
+    (token,) = found[0].logprobs.content
+    assert (token.token, token.bytes, token.logprob) == ("é", None, -0.5)
+    assert [(top.token, top.logprob) for top in token.top_logprobs] == [("", -9999.0), ("é", -1.0)]
+
+
+def test_a_reason_that_is_not_text_is_exported_as_json() -> None:
+    """As older versions wrote down what a server answered."""
+    odd = [{"x": 1}, [1, None], 3, True]
+    records = [replace(OK, index=n, finish_reason=reason) for n, reason in enumerate(odd)]  # type: ignore[arg-type]
+    run_of(*records, replace(OK, index=len(odd)))
+    found = [row["finish_reason"] for row in parquet()]
+    assert found == ['{"x":1}', "[1,null]", "3", "true", "stop"]
+    export("job.toml", "--csv", "--jsonl")
+    with (RUN / "results.csv").open(newline="") as file:
+        assert [row["finish_reason"] for row in csv.DictReader(file)] == found
 
 
 # The command
@@ -399,3 +453,45 @@ def test_export_without_a_format_or_a_run_is_refused() -> None:
     assert (done.exit_code, "--parquet" in done.stderr) == (2, True)
     done = batchkit("export", "nowhere", "--csv")
     assert (done.exit_code, "nowhere" in done.stderr) == (2, True)
+
+
+# What a spreadsheet would run
+
+FORMULAS = [
+    "=1+1",
+    "+1+1",
+    "-1+1|' /C calc'!A0",
+    "@SUM(1,1)",
+    "\t=1+1",
+    "\r=1+1",
+    "\n=1",
+    "\uff1d1",
+]
+HARMLESS = ["1=1", "-5", "+5", "-.5e-3", "a -b", "", "'=1", "ü"]
+
+
+def test_safe_csv_holds_nothing_that_a_spreadsheet_runs() -> None:
+    texts = [*FORMULAS, *HARMLESS]
+    kept = [
+        replace(OK, index=n, id=f"@{n}", text=t, fields={"=f": -n}) for n, t in enumerate(texts)
+    ]
+    run_of(*(replace(record, scores={"em": -0.5}) for record in kept), keep=["=f"])
+    export("job.toml", "--csv", "exact.csv")
+    export("job.toml", "--csv", "safe.csv", "--safe-csv")
+    assert "output/a/results.csv: " in export("job.toml", "--safe-csv").stdout
+    assert (RUN / "results.csv").read_bytes() == Path("safe.csv").read_bytes()
+    exact, safe = (
+        list(csv.reader(io.StringIO(Path(name).read_bytes().decode(), newline="")))
+        for name in ("exact.csv", "safe.csv")
+    )
+    assert exact[0] == [*COLUMNS, "=f"]
+    assert safe[0] == [*COLUMNS, "'=f"]
+    text, field = COLUMNS.index("text"), len(COLUMNS)
+    assert [row[text] for row in exact[1:]] == texts
+    assert [row[text] for row in safe[1:]] == [*(f"'{t}" for t in FORMULAS), *HARMLESS]
+    assert [row[field] for row in safe[1:]] == [str(-n) if n else "0" for n in range(len(texts))]
+    assert safe[1][COLUMNS.index("id")] == "'@0"
+
+
+def test_safe_csv_is_named_in_the_help() -> None:
+    assert "--safe-csv" in batchkit("export", "--help").stdout

@@ -140,7 +140,7 @@ def test_the_words_of_an_outer_error_do_not_count() -> None:
 @pytest.mark.parametrize(
     ("code", "kind", "type_name"),
     [
-        (-signal.SIGKILL, "oom", "SIGKILL"),
+        (-signal.SIGKILL, "engine_crash", "SIGKILL"),
         (-signal.SIGSEGV, "engine_crash", "SIGSEGV"),
         (-signal.SIGABRT, "engine_crash", "SIGABRT"),
         (-(signal.SIGRTMIN + 1), "engine_crash", f"signal {signal.SIGRTMIN + 1}"),
@@ -154,6 +154,17 @@ def test_a_process_that_says_nothing_is_told_by_its_exit_code(
 ) -> None:
     fault = fault_of_exit(code, "last words")
     assert (fault.kind, fault.type) == (kind, type_name)
+
+
+def test_a_kill_is_memory_only_where_something_says_so() -> None:
+    unexplained = fault_of_exit(-signal.SIGKILL, "")
+    assert unexplained.kind == "engine_crash"
+    assert unexplained.is_unexplained_kill
+    assert str(unexplained) == "SIGKILL: killed from outside, no sign of memory running out"
+    explained = fault_of_exit(-signal.SIGKILL, "", "2% of the memory was free shortly before")
+    assert explained.kind == "oom"
+    assert not explained.is_unexplained_kill
+    assert "2% of the memory was free" in explained.message
 
 
 def test_last_words_are_kept_where_the_exit_code_says_little() -> None:

@@ -13,9 +13,21 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "batchkit"
 
 LAYERS: list[set[str]] = [  # from the bottom; a folder counts as one
-    {"errors", "fsspec_urls", "indexset", "wording"},
+    {
+        "errors",
+        "fsspec_urls",
+        "indexset",
+        "job_values",
+        "masking",
+        "plain_json",
+        "regular_file",
+        "terminal",
+        "wording",
+    },
     {
         "types",
+        "checksum",
+        "files",
         "config",
         "job_file",
         "job_problems",
@@ -23,15 +35,19 @@ LAYERS: list[set[str]] = [  # from the bottom; a folder counts as one
         "stopping",
         "rowhash",
         "faults",
+        "host_memory",
         "shard",
         "server_command",
+        "schema",
     },
     {
         "sources",
         "media",
         "engines",
         "prompts",
+        "templates",
         "openai_body",
+        "openai_lines",
         "ordering",
         "prefetch",
         "window",
@@ -52,7 +68,7 @@ LAYERS: list[set[str]] = [  # from the bottom; a folder counts as one
         "predictions",
         "bootstrap",
     },
-    {"inputs", "supervisor", "attempts", "join", "outputs", "hints", "table"},
+    {"inputs", "supervisor", "attempts", "join", "outputs", "hints", "table", "requeue"},
     {"resume", "worker"},
     {"cluster"},
     {"processor"},
@@ -61,6 +77,8 @@ LAYERS: list[set[str]] = [  # from the bottom; a folder counts as one
         "validate",
         "export",
         "audit",
+        "verify",
+        "repair",
         "doctor",
         "machine",
         "demo_model",
@@ -76,28 +94,37 @@ LAYERS: list[set[str]] = [  # from the bottom; a folder counts as one
     {"cli"},
 ]
 WITHIN_A_LAYER = {
+    ("fsspec_urls", "masking"): "what is told of a URL that fails holds no secrets",
     ("job_file", "config"): "a job file becomes the tables of config",
     ("config", "shard"): "a key of the input that is checked as the job is read",
     ("config", "server_command"): "a key of the engine that is checked as the job is read",
+    ("schema", "types"): "what a foreign answer becomes",
+    ("ledger", "schema"): "a line is checked as it is read",
     ("job_file", "job_problems"): "what is wrong with it is told in words",
     ("job_problems", "config"): "the words come from the tables",
     ("prompts", "media"): "rendering a row loads its images",
     ("prompts", "openai_body"): "a row may bring an OpenAI request",
     ("prompts", "retry"): "a first attempt has its temperature too",
+    ("prompts", "templates"): "a prompt is made of templates",
+    ("templates", "engines"): "its processes end with the run, as the guard of a server does",
     ("prompts", "truncation"): "a text that was cut is rendered anew",
     ("engines", "ladder"): "a batch of transformers that ran out of memory goes the same way down",
     ("window", "engines"): "it adapts to EngineLoad, a part of the engines' contract",
     ("manifest", "runfolder"): "the names of the files in a run folder",
-    ("store", "runfolder"): "both replace a file in one step",
+    ("scoring", "engines"): "its process ends with the run, as the guard of a server does",
+    ("scoring", "templates"): "a pattern, as a template, needs a process that can be ended",
     ("records", "scoring"): "a record carries what its answer scored",
     ("leases", "suspects"): "what a dead worker held is replayed in halves",
-    ("scorebook", "runfolder"): "the scores are replaced in one step",
+    ("scorebook", "runfolder"): "the right answers may be those of another run",
+    ("scorebook", "store"): "whose log is checked before it is read",
     ("doctor", "machine"): "the doctor judges what the machine found",
     ("run", "score"): "what waits for the end of a run is scored then",
     ("merge", "judge"): "what a judge was paid for goes along",
     ("merge", "score"): "a merged run is scored where all its parts are",
     ("score", "judge"): "a judge is one of the scorers",
     ("export", "realhit"): "one of the formats",
+    ("verify", "audit"): "both count the rows that have no record",
+    ("repair", "verify"): "what verify finds is what is set aside",
     ("report", "compare"): "a page of several runs has what compare found",
 }
 OUTSIDE = {"__init__", "__main__", "torchvision_mend"}  # doors, and a part of set-up
@@ -124,9 +151,10 @@ FOREIGN_HOMES = {  # who alone may import it; never when the module itself is im
         "engines.transformers.rendering",
     },
     "torchvision": {"torchvision_mend"},
-    "httpx": {"engines.remote"},
+    "httpx": {"engines.connections"},
+    "httpcore": {"engines.wire"},
     "pandas": set(),
-    "ray": {"cluster.actor", "cluster.crew", "cluster.session"},
+    "ray": {"cluster.actor", "cluster.crew", "cluster.local", "cluster.session"},
 }
 
 
@@ -248,6 +276,6 @@ def test_engines_are_reached_only_through_their_door() -> None:
 
 
 def test_command_line_imports_its_commands_on_use() -> None:
-    allowed = {"batchkit.__version__", "batchkit.errors"}
+    allowed = {"batchkit.__version__", "batchkit.errors", "batchkit.masking", "batchkit.terminal"}
     at_top = {found.target for found in IMPORTS if found.module == "cli" and found.at_top}
     assert {target for target in at_top if target.startswith("batchkit")} <= allowed

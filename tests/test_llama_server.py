@@ -204,7 +204,9 @@ def test_a_model_that_can_not_be_loaded_is_told_in_the_servers_words(tmp_path: P
 def test_a_context_that_does_not_fit_is_tried_smaller(tmp_path: Path, model: Path) -> None:
     wrapped = tmp_path / "bin" / "llama-server"
     wrapped.unlink()
-    wrapped.write_text(f'#!/bin/sh\nulimit -v 1000000\nexec {LLAMA_SERVER} "$@"\n')  # KiB
+    # One arena: each more is 64 MiB of addresses, and how many there are depends on the cores.
+    limits = "export MALLOC_ARENA_MAX=1; ulimit -v 1100000"  # KiB
+    wrapped.write_text(f'#!/bin/sh\n{limits}\nexec {LLAMA_SERVER} "$@"\n')
     wrapped.chmod(0o755)
     room = {"max_model_len": 2**19, "max_num_seqs": 8}  # 128 MiB for each
     folder = write(tmp_path, model, prompts(3), engine={"options": room})

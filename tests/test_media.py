@@ -30,7 +30,7 @@ from PIL import Image, PngImagePlugin
 
 from batchkit.config import MediaTable
 from batchkit.errors import MediaError
-from batchkit.media import SharedImages, load_image, target_size
+from batchkit.media import SharedImages, load_image, load_text, target_size
 from batchkit.media.download import fetch
 from batchkit.media.size import LARGEST_ASPECT, smart_size
 
@@ -130,6 +130,28 @@ def test_a_link_within_the_root_is_followed_and_one_that_leaves_it_is_refused(
         assert str(outside / "b.png") in message or f"{tmp_path}/b.png" in message
         assert f"outside media.root {root}" in message
         assert "set media.root" in message
+
+
+@pytest.mark.parametrize("load", [load_image, load_text])
+def test_a_folder_that_becomes_a_link_before_it_is_opened_leads_nowhere(
+    load: Callable[[str, MediaTable], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    for folder in (root / "charts", outside):
+        folder.mkdir(parents=True)
+        gradient().save(folder / "a.png")
+    really_open = os.open
+
+    def open_after_the_swap(path: Any, *arguments: Any, **keys: Any) -> int:
+        if Path(path) == root / "charts" / "a.png":
+            (root / "charts").rename(root / "before")
+            (root / "charts").symlink_to(outside)
+        return really_open(path, *arguments, **keys)
+
+    monkeypatch.setattr(os, "open", open_after_the_swap)
+    with pytest.raises(MediaError) as refusal:
+        load("charts/a.png", media_table(root))
+    assert f"the file is {outside}/a.png, outside media.root {root}" in str(refusal.value)
 
 
 def test_a_root_that_is_itself_a_link_holds_its_files(tmp_path: Path) -> None:
@@ -808,6 +830,9 @@ def test_a_name_for_a_private_address_is_refused_though_listed(server: Server) -
         "::ffff:10.0.0.1",
         "2002:7f00:1::",
         "64:ff9b::a00:1",
+        "64:ff9b:1::a00:1",
+        "::a00:1",
+        "fec0::1",
     ],
 )
 def test_one_private_address_among_public_ones_refuses_the_name(

@@ -28,9 +28,8 @@ from batchkit.shard import Shard
 from tests.chat_server import serving
 from tests.conftest import SMALL
 from tests.conftest import batchkit as in_a_process
-from tests.test_resume import (
+from tests.dry_runs import (
     Ended,
-    _in_an_empty_folder,  # noqa: F401  (a fixture)
     batchkit,
     manifest,
     prepare,
@@ -45,6 +44,8 @@ from tests.test_resume import (
 )
 from tests.test_score import Judge, counted, judged_job
 from tests.test_score import run as run_scored
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 MERGED = Path("output/merged")
 SCORING = {"extract": "text", "reference": "a", "scorers": ["em", "f1"], "group_by": "kind"}

@@ -342,6 +342,26 @@ def test_a_server_that_is_killed_is_replaced_and_no_row_lost_or_twice(
     assert servers(tmp_path) == []
 
 
+def test_a_server_that_grows_too_large_is_replaced_between_rows(tmp_path: Path) -> None:
+    engine = {"options": {"max_num_seqs": 4}}
+    command = f"{SERVER} --latency-s 0.3 --leaks-mb 5"
+    folder = write(tmp_path, 60, command, engine={**table(tmp_path, command)["engine"], **engine})
+    ran = batchkit("run", "job.toml", "--set", "run.max_host_gb=0.2", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "engine restart: its process holds 0.2 GiB (run.max_host_gb = 0.2)" in ran.stderr
+    assert "engine died" not in ran.stderr
+    assert sorted(r["index"] for r in records(folder)) == list(range(60))
+
+
+def test_a_server_that_prints_much_does_not_fill_the_disk(tmp_path: Path) -> None:
+    command = f"{SERVER} --latency-s 0.3 --prints-mb 40 --dies-of w9"
+    folder = write(tmp_path, 10, command)
+    ran = batchkit("run", "job.toml", cwd=tmp_path)
+    assert ran.returncode == 3, ran.stderr
+    assert "serving at http://127.0.0.1:" in (folder / "engine.log").read_text()[-1000:]
+    assert (folder / "engine.log").stat().st_size < 33 * 2**20
+
+
 def test_the_row_that_kills_the_server_is_found_and_fails_alone(tmp_path: Path) -> None:
     folder = write(tmp_path, 60, f"{SERVER} --dies-of w37")
     ran = batchkit("run", "job.toml", cwd=tmp_path)

@@ -5,6 +5,7 @@ Where only the process and its socket matter, the dry-run engine stands in: it o
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ from batchkit.engines.launcher import LOG, Launcher
 from batchkit.engines.process import ProcessEngine
 from batchkit.errors import JobError
 from batchkit.faults import EngineDied, StartFailed
+from batchkit.host_memory import MemoryWatch
 from tests.conftest import SMALL
 from tests.test_engine_contract import collect, request
 
@@ -89,6 +91,7 @@ for next_job, times in [(job, 3), (dry_run, 50)]:
         for n in range(times):
             cycle(next_job, launcher, killed=n % 2 == 0)
 cycle(dry_run, None, killed=False)  # an engine with a launcher of its own
+found["temporary_files"] = os.listdir(os.environ["TMPDIR"])
 found["files_after"] = open_files() - before
 found["processes"] = [p.pid for p in psutil.Process().children(recursive=True)]
 found["modules"] = [name for name in ("torch", "vllm", "transformers") if name in sys.modules]
@@ -130,7 +133,8 @@ def dry_run(tmp_path: Path) -> Iterator[ProcessEngine]:
 def cycles(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a parent finds after each of several engines that answered one request."""
     job = make_job(text_model, tmp_path_factory.mktemp("cycles"))
-    with parent(CYCLES, job) as process:
+    temporary = tmp_path_factory.mktemp("temporary")
+    with parent(CYCLES, job, TMPDIR=str(temporary)) as process:
         out, _ = process.communicate(timeout=200)
     assert process.returncode == 0
     found: dict[str, Any] = json.loads(out)
@@ -161,10 +165,31 @@ def test_a_killed_engine_is_noticed_at_once(text_model: Path, tmp_path: Path) ->
         with pytest.raises(EngineDied, match="SIGKILL") as raised:  # noqa: PT012
             engine.poll(2.0)
             engine.poll(2.0)  # where the first brought what had finished before
-        assert raised.value.fault.kind == "oom"
+        assert raised.value.fault.kind == "engine_crash"
+        assert raised.value.fault.is_unexplained_kill
         engine.submit(request(99))
         with pytest.raises(EngineDied, match="SIGKILL"):
             engine.poll(0.05)
+
+
+def test_an_engine_that_is_killed_when_memory_is_short_ran_out_of_memory(tmp_path: Path) -> None:
+    free = iter([0.6, *[0.01] * 1000])
+    kills = iter([3, *[4] * 1000])
+    for memory, words in [
+        (MemoryWatch(free_share=lambda: next(free), kills=lambda: 3), "1% of the memory was free"),
+        (MemoryWatch(free_share=lambda: 0.6, kills=lambda: next(kills)), "oom_kill 3 → 4"),
+    ]:
+        job = JobConfig(engine={"kind": "dry-run"}, output={"dir": str(tmp_path)})
+        job.folder.mkdir(exist_ok=True)
+        with closing(ProcessEngine(job, memory=memory)) as engine:
+            until = time.monotonic() + 1.5
+            while time.monotonic() < until:
+                engine.poll(0.1)
+            os.kill(engine.pid, signal.SIGKILL)
+            with pytest.raises(EngineDied, match="SIGKILL") as raised:
+                within(10, engine, lambda: poll_until_it_fails(engine))
+        assert raised.value.fault.kind == "oom"
+        assert words in raised.value.fault.message
 
 
 def test_a_sign_of_life_is_no_reason_to_wait_longer(dry_run: ProcessEngine) -> None:
@@ -321,6 +346,13 @@ def test_a_file_beside_the_job_does_not_stand_in_for_a_module(
     with closing(ProcessEngine(job)) as engine:
         engine.submit(request(0))
         assert len(collect(engine, 1)) == 1
+
+
+def test_an_engine_leaves_no_temporary_file_whether_closed_or_killed(
+    cycles: dict[str, Any],
+) -> None:
+    cache = f"torchinductor_{getpass.getuser()}"  # torch's own; the same for all engines
+    assert [name for name in cycles["temporary_files"] if name != cache] == []
 
 
 def test_the_parent_imports_no_engine(cycles: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from PIL import Image
 from batchkit.config import JobConfig
 from batchkit.errors import JobError, MediaError, RequestError, RowError, TemplateError
 from batchkit.job_file import make_job
-from batchkit.prompts import PromptRenderer, input_hash
+from batchkit.prompts import PromptRenderer, input_hash, names_in
 from batchkit.types import Completion, Request, Row
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
@@ -552,3 +552,35 @@ def test_renderer_takes_a_job_from_python() -> None:
     job = JobConfig(engine={"kind": "dry-run"}, prompt={"user": "{{ a }}"})  # type: ignore[arg-type]
     found = PromptRenderer(job).render(Row(0, "0", {"a": "b"}))
     assert found.input_hash == input_hash({"a": "b"})
+
+
+def test_a_template_cannot_change_the_row_nor_its_hash_nor_vars() -> None:
+    source = "{{ mine | indent }}{{ tags | indent }}{% if fails %}{{ nowhere }}{% endif %}"
+    made = renderer(vars={"tags": ["a"]}, prompt={"user": source})
+    seen = []
+    for fails in (False, True, False):
+        fields = {"fails": fails, "mine": ["b"]}
+        found = made.render_or_fail(Row(0, "0", fields))
+        request = found.request if isinstance(found, Completion) else found
+        assert request.input_hash == input_hash({"fails": fails, "mine": ["b"]})
+        assert fields["mine"] == ["b"]
+        assert isinstance(found, Completion) == fails
+        seen.append(request.messages)
+    assert seen[0] == seen[2]
+
+
+def test_names_in_tells_fields_from_functions_that_are_called() -> None:
+    job = make_job(
+        {
+            "engine": {"kind": "dry-run"},
+            "prompt": {"user": "{{ range }}{% for i in range(2) %}{{ dict(a=i) }}{% endfor %}"},
+        },
+        "test",
+    )
+    assert names_in(job, job.prompt, ["{{ joiner }}"]) == {"range", "joiner"}
+
+
+def test_the_outlook_of_rows_is_alike_where_a_template_calls_a_function() -> None:
+    made = renderer(prompt={"user": "{% for i in range(2) %}{{ i }}{% endfor %}{{ q }}"})
+    first, second = (made.outlook(Row(n, str(n), {"q": "same"})) for n in range(2))
+    assert first == second

@@ -192,6 +192,53 @@ def test_a_note_that_misses_a_name_fails_its_row_before_anything_is_paid(tmp_pat
     assert script.calls == {}
 
 
+class Fickle:
+    """A value that is text once, as its row's prompt is checked, and then no more."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __str__(self) -> str:
+        self.times += 1
+        if self.times > 1:
+            raise OSError("the disk is gone")
+        return "kind"
+
+
+def test_where_a_note_fails_the_answer_that_is_there_counts(tmp_path: Path) -> None:
+    with serving(Script(r=["none"], s=["none", FOUND])) as server:
+        made = job(
+            server,
+            tmp_path,
+            [],
+            input=None,
+            prompt={"user": "{{ q }}"},
+            retry={"reask_note": "Mind {{ kind }}."},
+        )
+        rows = [{"q": "r", "a": "7", "kind": Fickle()}, {"q": "s", "a": "7", "kind": "it"}]
+        summary = ProductionBatchProcessor(made, quiet=True).process(rows)
+    assert [record["text"] for record in summary.records()] == ["none", FOUND]
+
+
+def test_where_a_note_fails_on_a_cut_prompt_the_answer_that_is_there_counts(tmp_path: Path) -> None:
+    with serving(lambda text, body: "none", context=60) as server:
+        made = job(
+            server,
+            tmp_path,
+            [],
+            input=None,
+            prompt={"user": "{{ q }}"},
+            sampling={"max_tokens": 5},
+            retry={"on_too_long": "truncate-middle", "reask_note": "{{ kind }} " + "it " * 20},
+        )
+        fickle = Fickle()
+        fickle.times = -1  # the note is added once
+        rows = [{"q": "r " + "w " * 45, "a": "7", "kind": fickle}]
+        summary = ProductionBatchProcessor(made, quiet=True).process(rows)
+    assert fickle.times == 2
+    assert [record["text"] for record in summary.records()] == ["none"]
+
+
 def test_asking_again_without_a_note_is_refused(tmp_path: Path) -> None:
     with serving() as server, pytest.raises(JobError, match="reask needs a reask_note"):
         job(server, tmp_path, [], retry={"reask_note": " "})

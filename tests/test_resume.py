@@ -18,17 +18,27 @@ from typing import Any
 
 import orjson
 import pytest
-import tomlkit
-from click.testing import CliRunner
 
-from batchkit.cli import cli
-from batchkit.config import JobConfig
 from batchkit.errors import ChangedError, JobError
-from batchkit.job_file import make_job
 from batchkit.processor import ProductionBatchProcessor
+from tests.dry_runs import (
+    LOG,
+    RUN,
+    batchkit,
+    manifest,
+    prepare,
+    process,
+    records,
+    run,
+    settled,
+    status,
+    verify,
+    write_job,
+    write_rows,
+)
 
-RUN = Path("output/a")
-LOG = RUN / "results.jsonl"
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
 KEYS_OF_THE_LAST_LINE = {
     "total",
     "ok",
@@ -40,82 +50,6 @@ KEYS_OF_THE_LAST_LINE = {
     "completion_tokens_per_s",
     "exit",
 }
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-class Ended:
-    """How a command ended."""
-
-    def __init__(self, exit_code: int, stdout: str, stderr: str) -> None:
-        self.exit, self.stdout, self.stderr = exit_code, stdout, stderr
-
-    @property
-    def json(self) -> dict[str, Any]:
-        """Its one line on stdout."""
-        (line,) = self.stdout.splitlines()
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-
-def batchkit(*args: str) -> Ended:
-    result = CliRunner().invoke(cli, list(args), catch_exceptions=False, prog_name="batchkit")
-    return Ended(result.exit_code, result.stdout, result.stderr)
-
-
-def run(*args: str) -> Ended:
-    return batchkit("run", "job.toml", *args)
-
-
-def write_job(**tables: dict[str, Any]) -> None:
-    job: dict[str, Any] = {
-        "name": "a",
-        "input": {"path": "in.jsonl"},
-        "prompt": {"user": "{{ q }}"},
-        "engine": {"kind": "dry-run"},
-    }
-    for name, table in tables.items():
-        job[name] = job.get(name, {}) | table
-    Path("job.toml").write_text(tomlkit.dumps(job))
-
-
-def write_rows(rows: list[dict[str, Any]] | int) -> list[dict[str, Any]]:
-    if isinstance(rows, int):
-        rows = [{"key": f"k{n}", "q": f"question {n}"} for n in range(rows)]
-    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return rows
-
-
-def prepare(n: int = 10, **tables: dict[str, Any]) -> None:
-    write_rows(n)
-    write_job(**tables)
-
-
-def records(log: Path = LOG) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in log.read_text().splitlines()]
-
-
-def settled(log: Path = LOG) -> dict[int, str]:
-    """Status of each row; fails where a row has two records."""
-    found = {record["index"]: record["status"] for record in records(log)}
-    assert len(found) == len(records(log))
-    return found
-
-
-def manifest(folder: Path = RUN) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
-    return found
-
-
-def status(folder: Path = RUN) -> dict[str, Any]:
-    return batchkit("status", str(folder), "--json").json
-
-
-def verify(folder: Path = RUN) -> dict[str, Any]:
-    return batchkit("verify", str(folder), "--json").json
 
 
 # Carrying on
@@ -139,6 +73,7 @@ def test_torn_run_is_mended_and_finished() -> None:
     run()
     lines = LOG.read_bytes().splitlines(keepends=True)
     LOG.write_bytes(b"".join(lines[:3]) + lines[3][:50])
+    (RUN / "checkpoint.json").unlink()  # a killed run has none that is ahead of its log
     found = run()
     assert "broken bytes" in found.stderr
     assert found.json["skipped"] == 3
@@ -224,14 +159,6 @@ def test_skipping_from_what_is_no_run_is_refused() -> None:
 
 
 # From Python
-
-
-def job(**tables: dict[str, Any]) -> JobConfig:
-    return make_job({"name": "a", "engine": {"kind": "dry-run"}, **tables}, "the test")
-
-
-def process(rows: Any, **options: Any) -> Any:
-    return ProductionBatchProcessor(job(), quiet=True, **options).process(rows)
 
 
 def test_list_of_prompts_resumes_like_a_file() -> None:
@@ -532,11 +459,11 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         return started[-1]
 
     yield start_one
-    for process in started:
-        process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+    for one in started:
+        one.kill()
+        one.wait()
+        if one.stdout is not None:
+            one.stdout.close()
 
 
 def await_that(what: str, is_so: Callable[[], object]) -> None:

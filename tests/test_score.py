@@ -435,7 +435,18 @@ def test_a_run_without_scoring_says_what_to_set(tmp_path: Path) -> None:
     assert "set [scoring] extract, reference and scorers" in done.stderr
 
 
-@pytest.mark.parametrize("damage", [b"{", b"7\n", b"{}\n", b'{"index":0}\n', b"\xff\n"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"{",
+        b"7\n",
+        b"{}\n",
+        b'{"index":0}\n',
+        b"\xff\n",
+        b'{"index":"0","input_hash":"","finished_at":"","prediction":null,"scores":{}}\n',
+        b'{"index":0,"input_hash":"","finished_at":"","prediction":null,"scores":3}\n',
+    ],
+)
 def test_damaged_scores_are_named_and_written_anew(answered: Path, damage: bytes) -> None:
     score_run(answered, say=quiet)
     before = scored(answered)
@@ -655,6 +666,7 @@ def test_predictions_from_the_command_line(tmp_path: Path) -> None:
         ),
         ("a.jsonl", '\n["q1"]\n{}', "a.jsonl line 2: found \"['q1']\""),
         ("a.json", '{\n  "results": [\n    {"id": 1},\n', "a.json: not JSON: "),
+        ("a.jsonl", '{"id": "q1", "text": ' + "[" * 100_000, "a.jsonl line 1: not JSON: nested"),
         ("a.json", "[3]", "a.json entry 0: found '3'"),
         ("a.json", "[]", "a.json: holds no prediction"),
         ("a.jsonl", '{"id": "77", "text": "x"}', "(first there: '77', here: 'q1'); set input.id"),

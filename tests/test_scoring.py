@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchkit.config import ScoringTable
-from batchkit.scoring import Scoring
+from batchkit.scoring import Scored, Scoring
 from batchkit.scoring.extract import EXTRACTORS
 from batchkit.scoring.metrics import tabulate
 from batchkit.scoring.overlap import OVERLAPS, Mode, normalise, overlap, pair
@@ -139,7 +139,7 @@ def test_the_final_answer(text: str, found: str | None) -> None:
 def test_without_a_marker_the_whole_text_is_the_prediction() -> None:
     scoring = Scoring(ScoringTable(extract="final-answer", reference="a", scorers=["em"]))
     assert scoring.finds_nothing("  y ", {"a": "y"})
-    assert scoring.score("  y ", {"a": "y"}, "1") == ("y", {"em": 1.0})
+    assert scoring.score("  y ", {"a": "y"}, "1") == Scored("y", {"em": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,8 @@ def test_what_cannot_be_told_is_unscored_and_no_zero() -> None:
     scoring = Scoring(ScoringTable(extract="number", reference="a", scorers=["em", "numeric"]))
     assert scoring.score("5", {"a": ""}, "1").scores == {"em": None, "numeric": None}
     assert scoring.score("5", {}, "1").scores == {"em": None, "numeric": None}
-    assert scoring.score("no number", {"a": "5"}, "1") == (None, {"em": None, "numeric": None})
+    found = scoring.score("no number", {"a": "5"}, "1")
+    assert found == Scored(None, {"em": None, "numeric": None})
 
 
 def test_a_reference_run_that_answered_nothing_leaves_its_row_unscored() -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import venv
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
+from zipfile import ZipFile
 
+import pip
 import pytest
 
 from batchkit import torchvision_mend
@@ -265,15 +271,83 @@ def test_pth_line_runs_at_start_up() -> None:
 # -- the lock ----------------------------------------------------------------------------------
 
 
+class Pin(NamedTuple):
+    requirement: str
+    hashes: list[str]
+
+
+def pins() -> list[Pin]:
+    text = (ROOT / "requirements-cpu.lock").read_text().replace("\\\n", " ")
+    lines = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
+    return [Pin(requirement, hashes) for requirement, *hashes in lines]
+
+
 def lock_lines() -> list[str]:
-    text = (ROOT / "requirements-cpu.lock").read_text()
-    return [line for line in text.splitlines() if line and not line.startswith("#")]
+    return [pin.requirement for pin in pins()]
 
 
 def test_lock_pins_every_package_and_names_no_address() -> None:
     assert [line for line in lock_lines() if not re.fullmatch(r"[a-z0-9-]+==[\w.+!]+", line)] == []
     for name in ("requirements-cpu.lock", "pyproject.toml", "scripts/setup.sh", "scripts/lock.sh"):
         assert "://" not in (ROOT / name).read_text(), name
+
+
+def test_lock_has_the_hashes_of_all_but_torch() -> None:
+    """No registry serves torch's CPU build."""
+    hashed = re.compile(r"--hash=sha256:[0-9a-f]{64}")
+    odd = [pin for pin in pins() if not pin.hashes or not all(map(hashed.fullmatch, pin.hashes))]
+    assert odd == [Pin("torch==2.13.0+cpu", [])]
+
+
+def test_set_up_refuses_a_file_that_is_not_the_locked_one(tmp_path: Path) -> None:
+    """Set-up up to its first download, which is of a package that somebody has replaced."""
+    clone = tmp_path / "clone"
+    (clone / "scripts").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "setup.sh", clone / "scripts")
+    for name in ("pyproject.toml", "batchkit/torchvision_mend.py"):
+        (clone / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, clone / name)
+    served = tmp_path / "served"
+    served.mkdir()
+    for name, version in (("torch", "2.13.0+cpu"), ("locked", "1.0")):
+        a_wheel(served, name, version)
+    (clone / "requirements-cpu.lock").write_text(
+        f"torch==2.13.0+cpu\nlocked==1.0 --hash=sha256:{'0' * 64}\n"
+    )
+    venv.create(clone / ".venv", symlinks=True)
+    (site,) = (clone / ".venv" / "lib").glob("*/site-packages")
+    (site / "pip").symlink_to(Path(pip.__file__).parent)
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PIP_NO_INDEX": "1"}
+    tried = subprocess.run(
+        [clone / "scripts" / "setup.sh"],
+        env={
+            **environment,
+            "PIP_FIND_LINKS": str(served),
+            "BUILD": "cpu",
+            "PYTHON": sys.executable,
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert tried.returncode == 1
+    assert "THESE PACKAGES DO NOT MATCH THE HASHES" in tried.stderr
+    assert "the file is not the one that was locked" in tried.stderr
+    assert (site / "torch.py").exists()
+    assert not (site / "locked.py").exists()
+
+
+def a_wheel(folder: Path, name: str, version: str) -> None:
+    info = f"{name}-{version}.dist-info"
+    with ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", "")
+        wheel.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", "")
 
 
 def test_lock_leaves_out_what_breaks_a_cpu_torch() -> None:

@@ -19,8 +19,7 @@ from batchkit.job_file import make_job
 from batchkit.processor import ProductionBatchProcessor
 from batchkit.shard import Shard, asked_for, parse_shard
 from batchkit.sources import count_rows, read_rows
-from tests.test_resume import (
-    _in_an_empty_folder,  # noqa: F401  (a fixture)
+from tests.dry_runs import (
     batchkit,
     manifest,
     prepare,
@@ -31,6 +30,8 @@ from tests.test_resume import (
     write_job,
     write_rows,
 )
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 def folder(number: int, count: int) -> Path:
@@ -154,6 +155,7 @@ def test_shard_carries_on_where_it_stopped(with_ids: bool) -> None:
     whole = settled(log)
     lines = log.read_bytes().splitlines(keepends=True)
     log.write_bytes(b"".join(lines[:5]) + lines[5][:40])
+    (folder(1, 2) / "checkpoint.json").unlink()  # a killed run has none that is ahead of its log
     found = run("--shard", "1/2")
     assert (found.exit, found.json["skipped"], found.json["total"]) == (0, 5, len(whole))
     assert settled(log) == whole

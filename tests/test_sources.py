@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import os
 import threading
+import time
 import tracemalloc
-from collections.abc import Callable, Iterator
-from itertools import islice
+from dataclasses import replace
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.spec import AbstractFileSystem
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -147,7 +150,7 @@ def test_id_is_the_index_unless_a_field_is_named(tmp_path: Path) -> None:
     assert [row.id for row in rows_of(path)] == ["0", "1", "2"]
     seven, null, missing = rows_of(path, id="n")
     assert (seven.id, seven.error) == ("7", None)
-    assert null.id == "1"
+    assert (null.id, missing.id) == ("no-id:1", "no-id:2")
     assert "row 1: input.id is 'n', which is null" in str(null.error)
     assert "known: m, name" in str(missing.error)
 
@@ -401,9 +404,9 @@ def test_a_text_file_holds_a_prompt_a_line(tmp_path: Path) -> None:
         ("x.csv", "a,b".encode("utf-32"), {}, "is UTF-32 text; save it as UTF-8"),
         ("x.jsonl", b"PAR1\x00", {}, 'set input.format = "parquet"'),
         ("x.csv", b"PK\x03\x04", {}, "an Excel workbook; unpack it, or save it as CSV"),
-        ("x.jsonl", gzip.compress(b"{}"), {}, "give its name the suffix .gz"),
+        ("x.jsonl", gzip.compress(b"{}", mtime=0), {}, "give its name the suffix .gz"),
         ("x.jsonl.gz", b"{}", {}, "can't be read: BadGzipFile"),
-        ("x.jsonl.gz", gzip.compress(b"{}" * 999)[:-9], {}, "can't be read: "),
+        ("x.jsonl.gz", gzip.compress(b"{}" * 999, mtime=0)[:-9], {}, "can't be read: "),
         ("x.jsonl", b'[\n{"a": 1}]', {}, 'set input.format = "json"'),
         ("x.jsonl", b'[{"a": 1}]', {}, 'set input.format = "json"'),
         ("x.jsonl", b'{\n "a": 1}', {}, 'set input.format = "json"'),
@@ -480,46 +483,35 @@ def test_where_is_checked_on_the_first_row_even_if_that_row_is_skipped(tmp_path:
 # Laziness
 
 
-@pytest.fixture
-def endless(tmp_path: Path) -> Iterator[Callable[[bytes, bytes], Path]]:
-    """A named pipe whose writer never stops by itself: ``first`` once, then ``again`` for ever."""
-    writers: list[threading.Thread] = []
-
-    def make(first: bytes, again: bytes) -> Path:
-        path = tmp_path / "pipe"
-        os.mkfifo(path)
-
-        def pour() -> None:
-            try:
-                with path.open("wb") as pipe:
-                    pipe.write(first)
-                    while True:
-                        pipe.write(again)
-            except BrokenPipeError:
-                pass
-
-        writers.append(threading.Thread(target=pour, daemon=True))
-        writers[0].start()
-        return path
-
-    yield make
-    writers[0].join(timeout=10)
-    assert not writers[0].is_alive()
+ENDLESS = {  # how a file begins, and what follows for ever
+    "jsonl": (b"", b'{"a": 1}\n'),
+    "csv": (b"a,b\n", b"1,2\n"),
+    "json": (b'[{"a": 1}', b', {"a": 1}'),
+    "prompts": (b"", b"hello\n"),
+}
 
 
-@pytest.mark.parametrize(
-    ("format_name", "first", "again"),
-    [
-        ("jsonl", b"", b'{"a": 1}\n'),
-        ("csv", b"a,b\n", b"1,2\n"),
-        ("json", b'[{"a": 1}', b', {"a": 1}'),
-        ("prompts", b"", b"hello\n"),
-    ],
-)
-def test_first_rows_come_before_the_input_ends(
-    endless: Callable[[bytes, bytes], Path], format_name: Any, first: bytes, again: bytes
-) -> None:
-    rows = read_rows(table(endless(first, again), format=format_name, limit=100_000))
+class _Endless(io.RawIOBase):
+    def __init__(self, first: bytes, again: bytes) -> None:
+        self.parts = chain([first] if first else [], repeat(again))
+
+    def read(self, size: int = -1) -> bytes:
+        return next(self.parts)
+
+
+class _EndlessFiles(AbstractFileSystem):  # type: ignore[misc]
+    """A file system whose files, named by their formats, never end."""
+
+    protocol = "endless"
+
+    def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
+        return _Endless(*ENDLESS[path])
+
+
+@pytest.mark.parametrize("format_name", list(ENDLESS))
+def test_first_rows_come_before_the_input_ends(format_name: Any) -> None:
+    fsspec.register_implementation("endless", _EndlessFiles, clobber=True)
+    rows = read_rows(table(f"endless://{format_name}", format=format_name, limit=100_000))
     assert [row.index for row in islice(rows, 3)] == [0, 1, 2]
     assert [row.index for row in rows][-1] == 99_999
 
@@ -597,10 +589,22 @@ def test_fingerprint_is_the_content_of_each_file(tmp_path: Path) -> None:
 def test_an_unchanged_file_keeps_its_fingerprint_unread(tmp_path: Path) -> None:
     path = write(tmp_path, "x.jsonl", b"one\n")
     [old] = fingerprint(table(path))
+    noted = replace(old, sha256="as it was noted")
+    assert fingerprint(table(path), [noted]) == [noted]
+    assert fingerprint(table(path), [replace(noted, ctime_ns=0)]) == [old]
+
+
+def test_a_file_rewritten_with_its_old_size_and_time_has_another_fingerprint(
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path, "x.jsonl", b"one\n")
+    [old] = fingerprint(table(path))
+    time.sleep(0.02)  # a kernel's clock for files may tick a hundred times a second only
     path.write_bytes(b"two\n")
     os.utime(path, ns=(old.mtime_ns, old.mtime_ns))
-    assert fingerprint(table(path), [old]) == [old]
-    assert fingerprint(table(path)) != [old]
+    [new] = fingerprint(table(path), [old])
+    assert (new.size, new.mtime_ns) == (old.size, old.mtime_ns)
+    assert new.sha256 == hashlib.sha256(b"two\n").hexdigest()
 
 
 def test_a_changed_remote_file_has_another_fingerprint() -> None:
@@ -615,3 +619,32 @@ def test_a_changed_remote_file_has_another_fingerprint() -> None:
 
 def test_never_skips_nothing() -> None:
     assert not never(0)
+
+
+@pytest.mark.parametrize("place", ["{}", "[{}]", '{{"deep": {}}}'])
+@pytest.mark.parametrize("number", [10**19 + 1, -(10**22) - 3, 12345678901234567890123])
+def test_whole_numbers_beyond_64_bits_keep_their_digits(
+    tmp_path: Path, place: str, number: int
+) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(
+        f'{{"n": {place.format(number)}}}\n{{"n": 1.5e300, "t": "12345678901234567890123"}}\n'
+    )
+    first, second = read_rows(InputTable(path=str(path)))
+    assert str(number) in str(first.fields["n"])
+    assert second.fields == {"n": 1.5e300, "t": "12345678901234567890123"}
+
+
+def test_whole_number_of_thousands_of_digits_fails_its_row_alone(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"n": %s}\n{"n": 1}\n' % ("9" * 5000))
+    first, second = read_rows(InputTable(path=str(path)))
+    assert "number is infinity" in str(first.error)
+    assert second.fields == {"n": 1}
+
+
+def test_json_list_with_such_a_number_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('[{"n": 12345678901234567890123}]')
+    with pytest.raises(InputError, match="beyond 64 bits; write it as text"):
+        list(read_rows(InputTable(path=str(path))))

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from batchkit.errors import StoreError
 from batchkit.ledger import RESULTS, newest_offsets, read_lines, read_newest
-from batchkit.store import CHECKPOINT, Store, Totals
+from batchkit.store import CHECKPOINT, Store, Totals, check_log
 from batchkit.types import Choice, ErrorInfo, Record, Usage
 
 
@@ -185,6 +185,7 @@ def test_last_record_without_its_newline_is_redone(tmp_path: Path) -> None:
     """Its bytes may be whole, but nothing says so."""
     whole = write(tmp_path, record(0), record(1))
     (tmp_path / RESULTS).write_bytes(whole[:-1])
+    (tmp_path / CHECKPOINT).unlink()
     assert reopened(tmp_path)["completed"] == [0]
 
 
@@ -245,13 +246,11 @@ def test_garbage_does_not_stop_reading_the_newest_records(tmp_path: Path, garbag
 
 def test_log_cut_at_any_byte_keeps_every_whole_record(tmp_path: Path) -> None:
     log = write(tmp_path / "whole", *MIXED)
-    checkpoint = (tmp_path / "whole" / CHECKPOINT).read_bytes()
     folder = tmp_path / "cut"
     for size in range(len(log) + 1):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         (folder / RESULTS).write_bytes(log[:size])
-        (folder / CHECKPOINT).write_bytes(checkpoint)
         n_whole = log[:size].count(b"\n")
         expected = Totals()
         for one in MIXED[:n_whole]:
@@ -336,13 +335,30 @@ def test_damaged_checkpoint_changes_nothing(tmp_path: Path, damage: Any) -> None
     assert reopened(folder) == read_whole(folder, tmp_path / "log-alone")
 
 
-def test_only_what_lies_past_the_checkpoint_is_read_again(tmp_path: Path) -> None:
-    """Shown by an older part of the log that no longer says what it said."""
-    whole = write(tmp_path, record(0), record(1))
-    (tmp_path / RESULTS).write_bytes(whole.replace(b'"status":"ok"', b'"status":"XX"'))
-    with (tmp_path / RESULTS).open("ab") as file:
-        file.write(orjson.dumps(record(2).to_json()) + b"\n")
-    assert reopened(tmp_path)["completed"] == [0, 1, 2]
+def test_any_changed_byte_before_the_checkpoint_is_noticed(tmp_path: Path) -> None:
+    write(tmp_path, *MIXED)
+    whole = write(tmp_path, record(7))
+    for place in range(0, len(whole), 7):
+        changed = bytearray(whole)
+        changed[place] ^= 1
+        (tmp_path / RESULTS).write_bytes(changed)
+        with pytest.raises(StoreError, match=r"results\.jsonl: .*verify --repair"):
+            Store(tmp_path)
+        with pytest.raises(StoreError, match=r"results\.jsonl: .*verify --repair"):
+            check_log(tmp_path)
+    (tmp_path / RESULTS).write_bytes(whole)
+    assert reopened(tmp_path)["completed"] == [0, 1, 2, 7]
+
+
+def test_what_was_cut_off_before_the_checkpoint_is_noticed(tmp_path: Path) -> None:
+    whole = write(tmp_path, *MIXED)
+    for size in range(0, len(whole), 11):
+        (tmp_path / RESULTS).write_bytes(whole[:size])
+        with pytest.raises(StoreError, match=r"results\.jsonl: .*verify --repair"):
+            Store(tmp_path)
+    (tmp_path / RESULTS).write_bytes(whole[: whole.index(b"\n") + 1])
+    with pytest.raises(StoreError, match=rf"has \d+ bytes, and had {len(whole)} at the last"):
+        Store(tmp_path)
 
 
 def test_checkpoint_says_what_the_contract_promises(tmp_path: Path) -> None:

@@ -6,11 +6,12 @@ that thousands of schedules of deaths can be gone through, and every engine and 
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -19,10 +20,10 @@ from hypothesis import strategies as st
 from batchkit.config import JobConfig
 from batchkit.engines.base import EngineLoad
 from batchkit.errors import EngineError, JobError, RequestError
-from batchkit.faults import EngineDied, Fault, FaultKind, StartFailed
+from batchkit.faults import EngineDied, Fault, FaultKind, StartFailed, fault_of_exit
 from batchkit.ladder import Ladder
 from batchkit.supervisor import GROWTH_SHARE, Lessons, SupervisedEngine
-from batchkit.suspects import PROOF
+from batchkit.suspects import PROOF, Suspicion
 from batchkit.types import Choice, Completion, Request, Row
 
 FAULTS: dict[FaultKind, Fault] = {
@@ -30,6 +31,7 @@ FAULTS: dict[FaultKind, Fault] = {
     "engine_crash": Fault("engine_crash", "RuntimeError", "planted"),
     "stall": Fault("stall", "stall", "planted"),
 }
+KILLED = fault_of_exit(-signal.SIGKILL, "")
 AT_LOAD = Fault("oom", "MemoryError", "planted")
 GIB = 2**30
 
@@ -66,8 +68,10 @@ class World:
     ``grows_bytes`` more with each poll.
     """
 
-    poison: dict[int, FaultKind] = field(default_factory=dict)
+    poison: Mapping[int, FaultKind | Literal["kill"]] = field(default_factory=dict)
     dies_at: dict[int, FaultKind] = field(default_factory=dict)
+    killed_at: set[int] = field(default_factory=set)
+    """Polls at which the engine's process is killed, and nothing says why."""
     refuses: set[int] = field(default_factory=set)
     over: int = 10**9
     load_over: int = 10**9
@@ -126,6 +130,7 @@ class World:
         max_num_seqs: int | None = 8,
         ladder: Ladder | None = None,
         convicted: Iterable[int] = (),
+        suspicions: Iterable[Suspicion] = (),
         remember: Callable[[Lessons], None] = lambda lessons: None,
         **run: Any,
     ) -> SupervisedEngine:
@@ -138,6 +143,7 @@ class World:
             remember=remember,
             ladder=ladder,
             convicted=convicted,
+            suspicions=suspicions,
             open_engine=self.open,
         )
 
@@ -177,10 +183,14 @@ class CountingEngine:
         if world.dies_with is not None:
             self._dead = True
             raise world.dies_with
+        if world.polls in world.killed_at:
+            self._dead = True
+            world.deaths_of.update(world.groups[-1])
+            raise EngineDied(KILLED)
         if kinds:
             self._dead = True
             world.deaths_of.update(world.groups[-1])
-            raise EngineDied(FAULTS[kinds[0]], stacks=world.stacks)
+            raise EngineDied(FAULTS.get(kinds[0], KILLED), stacks=world.stacks)
         done = running[: world.a_poll]
         del self._queue[: len(done)]
         return [self._answer(request) for request in done]
@@ -240,7 +250,107 @@ def kinds_of(done: Sequence[Completion]) -> dict[int, str]:
     return {c.request.row.index: c.error.kind for c in done if c.error is not None}
 
 
+class Killed(BaseException):
+    """The run is killed, while it opens an engine."""
+
+
+@dataclass
+class MortalWorld(World):
+    dies_after: int = 10**9
+
+    def open(self, job: JobConfig) -> CountingEngine:
+        if len(self.opened) == self.dies_after:
+            raise Killed
+        return super().open(job)
+
+
+def deaths_over_kills(
+    poison: dict[int, FaultKind], n: int, *, every: int
+) -> tuple[dict[int, str], int]:
+    """``n`` rows by a run that is killed after every ``every``-th engine's death, and started again.
+
+    What failed, and how many deaths it took.
+    """
+    failed: dict[int, str] = {}
+    left, learned, deaths = requests(0, n), Lessons(0, [], False), 0
+    for _ in range(50):
+        world, lessons = MortalWorld(poison=poison, dies_after=every), [learned]
+        engine = world.supervise(suspicions=learned.suspicions, remember=lessons.append)
+        with closing(engine):
+            for request in left:
+                engine.submit(request)
+            try:
+                while left:
+                    for completion in engine.poll(0.01):
+                        left = [request for request in left if request is not completion.request]
+                        failed |= kinds_of([completion])
+            except Killed:
+                pass
+        learned = lessons[-1]
+        deaths += engine.restarts
+        if not left:
+            return failed, deaths
+    raise AssertionError(f"50 starts, and {len(left)} rows left")
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("poison", [{13: "engine_crash"}, {0: "oom", 63: "oom", 40: "stall"}])
+def test_a_search_that_is_killed_again_and_again_goes_on_where_it_was(
+    poison: dict[int, FaultKind], every: int
+) -> None:
+    at_once = deaths_over_kills(poison, 64, every=10**9)
+    failed, deaths = deaths_over_kills(poison, 64, every=every)
+    assert failed == at_once[0] == known_kinds(World(poison=poison))
+    assert deaths <= at_once[1] + len(poison)
+
+
+def test_rows_that_have_changed_since_are_not_suspected() -> None:
+    known = [Suspicion({0: "old", 1: ""}), Suspicion({2: ""}, ("engine_crash RuntimeError",))]
+    world = World()
+    with closing(world.supervise(suspicions=known)) as engine:
+        answer_all(engine, requests(0, 6))
+    assert world.groups[:3] == [{0}, {1}, {2}], "row 0 came first; the others wait for its end"
+    assert world.groups[3] == {3, 4, 5}
+
+
+def test_a_search_that_has_ended_leaves_nothing_to_remember() -> None:
+    lessons: list[Lessons] = []
+    world = World(poison={5: "engine_crash"})
+    with closing(world.supervise(remember=lessons.append)) as engine:
+        answer_all(engine, requests(0, 8))
+        assert {len(told.suspicions) for told in lessons[:-1]} > {0} or lessons[0].suspicions
+        assert lessons[-1].suspicions == ()
+
+
+def test_a_row_that_was_convicted_before_a_kill_is_not_searched_for_again() -> None:
+    world = World(poison={2: "oom"})
+    with closing(world.supervise(suspicions=[Suspicion({2: ""}, (), is_convict=True)])) as engine:
+        assert kinds_of(answer_all(engine, requests(0, 8))) == {2: "oom"}
+        assert engine.restarts == 1
+
+
+def test_an_engine_that_dies_of_every_row_proves_nothing_for_the_next_start() -> None:
+    lessons: list[Lessons] = []
+    world = World(poison=dict.fromkeys(range(20), "engine_crash"))
+    with (
+        closing(world.supervise(remember=lessons.append, max_engine_restarts=5)) as engine,
+        pytest.raises(EngineError, match="without one answer"),
+    ):
+        answer_all(engine, requests(0, 20), window=1)
+    assert lessons[-1].suspicions
+    assert not any(suspicion.deaths for suspicion in lessons[-1].suspicions)
+
+
 KINDS: st.SearchStrategy[FaultKind] = st.sampled_from(["oom", "engine_crash", "stall"])
+
+
+@given(st.dictionaries(st.integers(0, 39), KINDS, max_size=4), st.integers(1, 5))
+def test_poison_rows_alone_fail_however_often_the_run_is_killed(
+    poison: dict[int, FaultKind], every: int
+) -> None:
+    assert deaths_over_kills(poison, 40, every=every)[0] == known_kinds(World(poison=poison))
+
+
 WORLDS = st.builds(
     World,
     poison=st.dictionaries(st.integers(0, 39), KINDS, max_size=6),
@@ -290,7 +400,9 @@ def test_that_accidents_happen_is_remembered_for_the_next_start() -> None:
     world = World(dies_at={2: "engine_crash", 9: "engine_crash"})
     with closing(world.supervise(remember=lessons.append)) as engine:
         answer_all(engine, requests(0, 40), window=4)
-    assert [lesson.among_accidents for lesson in lessons] == [False, True]
+    assert [lesson.among_accidents for lesson in lessons] == [False, True, True, True], (
+        "before each engine, and at the end of each search"
+    )
 
 
 @given(st.dictionaries(st.integers(1, 60), KINDS, max_size=PROOF), SIZES, WINDOWS)
@@ -397,6 +509,68 @@ def test_a_crash_does_not_make_the_batch_smaller() -> None:
         answer_all(engine, requests(0, 8))
         assert engine.ladder.steps == []
     assert world.opened == [8, 8, 8]
+
+
+def test_a_kill_without_a_sign_of_memory_does_not_make_the_batch_smaller() -> None:
+    world = World(killed_at={1}, a_poll=1)
+    with closing(world.supervise()) as engine:
+        assert kinds_of(answer_all(engine, requests(0, 40))) == {}
+        assert engine.ladder.steps == []
+    assert world.opened == [8, 8]
+    told = (
+        "engine died (engine_crash) with 40 rows in flight: SIGKILL: killed from outside, no sign"
+    )
+    assert world.said == [f"{told} of memory running out"]
+
+
+def test_a_second_kill_in_a_row_is_taken_for_memory() -> None:
+    world = World(killed_at={1, 20}, a_poll=1)
+    with closing(world.supervise()) as engine:
+        assert kinds_of(answer_all(engine, requests(0, 40))) == {}
+        assert engine.ladder.steps == [{"max_num_seqs": 4}]
+
+
+@pytest.mark.parametrize("between", ["a stretch of success", "another death"])
+def test_kills_that_are_far_apart_are_no_sign_of_memory(between: str) -> None:
+    rows = requests(0, 1200 if between == "a stretch of success" else 40)
+    far = 1100 if between == "a stretch of success" else 20
+    world = World(killed_at={1, far}, a_poll=1)
+    if between == "another death":
+        world.dies_at = {10: "engine_crash"}
+    with closing(world.supervise()) as engine:
+        assert kinds_of(answer_all(engine, rows)) == {}
+        assert engine.ladder.steps == []
+
+
+def test_a_row_that_has_its_engine_killed_is_found_and_costs_no_step() -> None:
+    world = World(poison={3: "kill"})
+    with closing(world.supervise()) as engine:
+        assert kinds_of(answer_all(engine, requests(0, 8))) == {3: "oom"}
+        assert engine.ladder.steps == []
+        assert engine.restarts <= 3 + PROOF
+
+
+def test_an_engine_that_is_killed_at_load_is_tried_once_more_as_it_was() -> None:
+    world = World()
+    open_one = world.open
+
+    def killed_at_first(job: JobConfig) -> CountingEngine:
+        if not world.failed_loads:
+            world.failed_loads.append(job.engine.options["max_num_seqs"])
+            raise StartFailed("its process died", KILLED, {})
+        return open_one(job)
+
+    world.open = killed_at_first  # type: ignore[method-assign]
+    with closing(world.supervise()) as engine:
+        assert engine.ladder.steps == []
+    assert (world.failed_loads, world.opened) == ([8], [8])
+
+
+def test_an_engine_that_is_killed_at_every_load_is_made_smaller() -> None:
+    world = World(load_error=StartFailed("its process died", KILLED, {}))
+    with pytest.raises(StartFailed):
+        world.supervise()
+    assert world.failed_loads == [8, 8, 4, 2, 1]
 
 
 @pytest.mark.parametrize("remembered", [[], [{"max_num_seqs": 6}]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -10,7 +11,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from batchkit.suspects import PROOF, PROOF_AMONG_ACCIDENTS, Suspects
+from batchkit.suspects import (
+    PROOF,
+    PROOF_AMONG_ACCIDENTS,
+    Expected,
+    Suspects,
+    Suspicion,
+)
 from batchkit.types import Request, Row
 
 
@@ -220,6 +227,47 @@ def test_a_death_between_two_groups_leaves_the_groups_that_wait() -> None:
     assert suspects.next_group() == [first]
     assert suspects.died([], "oom") is None, "it was answered just before"
     assert suspects.next_group() == [second]
+
+
+def test_rows_of_an_earlier_start_are_replayed_in_its_groups() -> None:
+    suspects, rows = Suspects(), [request(n) for n in range(5)]
+    for row, group in zip(rows, [0, 1, 0, 1, 2], strict=True):
+        suspects.recall(row, group, ())
+    assert [suspects.next_group() for _ in range(4)] == [
+        [rows[0], rows[2]], [rows[1], rows[3]], [rows[4]], (),
+    ]  # fmt: skip
+    assert suspects.among_accidents, "the death was an accident"
+
+
+def test_a_row_that_comes_while_its_group_is_replayed_gets_a_group_of_its_own() -> None:
+    suspects, first, late = Suspects(), request(0), request(1)
+    suspects.recall(first, 0, ())
+    assert suspects.next_group() == [first]
+    suspects.recall(late, 0, ())
+    assert suspects.died([first], "oom") is None
+    assert suspects.next_group() == [late]
+
+
+def test_the_deaths_of_a_lone_row_count_in_the_next_start() -> None:
+    suspects, lone = Suspects(), request(7)
+    suspects.recall(lone, 3, ("oom",))
+    assert suspects.next_group() == [lone]
+    assert suspects.died([lone], "oom") is lone
+
+
+def test_what_is_suspected_survives_its_way_through_json() -> None:
+    suspicion = Suspicion({7: "ab", 9: "cd"}, ("oom MemoryError",), is_convict=True)
+    assert Suspicion.of_json(json.loads(json.dumps(suspicion.to_json()))) == suspicion
+
+
+def test_what_was_suspected_of_rows_that_have_not_come_is_kept() -> None:
+    expected = Expected([Suspicion({1: "a", 2: "b"}), Suspicion({3: "c"}, ("oom",))])
+    assert expected.pop(9, "a") is None
+    assert expected.pop(1, "another row by now") is None
+    found = expected.pop(3, "c")
+    assert found is not None
+    assert (found.group, found.suspicion.deaths) == (1, ("oom",))
+    assert expected.suspicions() == [Suspicion({2: "b"})]
 
 
 @given(st.integers(0, 300))

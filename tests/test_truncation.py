@@ -18,9 +18,11 @@ from PIL import Image
 
 from batchkit.errors import JobError, PromptTooLongError
 from batchkit.job_file import make_job
+from batchkit.processor import ProductionBatchProcessor
 from batchkit.prompts import PromptRenderer
 from batchkit.truncation import MARK, cut_at, longest_text, next_cut
 from batchkit.types import Cut, Request, Row
+from tests.chat_server import MODEL, Refused, error, serving
 
 WORDS = "".join(f"w{n} " for n in range(500))
 DATA_URI = "data:image/png;base64," + "A" * 9000
@@ -223,6 +225,50 @@ def test_no_cut_without_a_count_or_where_the_text_is_not_what_is_too_long() -> N
     assert next_cut(1000, None, too_long(700, None), 16) is None
     assert next_cut(3, None, too_long(700), 16) is None
     assert len(list(Tokens(512, 600, lambda *_: 4).tries(100_000, 16))) <= 8
+
+
+@pytest.mark.parametrize("counts", [(200, 1000), (990, 1000), (10**9, 1000), (1, 10**9), (500, 1)])
+@pytest.mark.parametrize("length", [40, 5000, 10**7])
+def test_a_text_that_is_refused_for_ever_is_cut_ten_times_at_most(
+    length: int, counts: tuple[int, int]
+) -> None:
+    cut, sizes = None, [length]
+    while cut := next_cut(length, cut, too_long(*counts), 512):
+        sizes.append(cut.kept + len(MARK))
+        assert len(sizes) <= 11
+    assert all(later < earlier for earlier, later in itertools.pairwise(sizes))
+
+
+def test_a_prompt_that_is_refused_with_a_count_that_fits_is_made_shorter() -> None:
+    """As by a server that counts the whole answer in: 200 tokens and 900 are more than 1,000."""
+    cut = next_cut(800, None, too_long(200, 1000), 900)
+    assert cut is not None
+    assert cut.kept == (800 - len(MARK)) // 2
+
+
+def test_a_count_of_cut_tokens_below_zero_is_none(tmp_path: Path) -> None:
+    """The refusal told 30 tokens, the answer 40."""
+    seen: list[str] = []
+
+    def refused_once(text: str, body: dict[str, Any]) -> None:
+        if "w1" in text and not seen:
+            seen.append(text)
+            counts = {"n_prompt_tokens": 30, "n_ctx": 1000}
+            raise Refused(400, error("too long", "exceed_context_size_error", **counts))
+
+    with serving(refused_once) as server:
+        made = make_job(
+            {
+                "engine": {"kind": "openai-server", "model": MODEL, "base_url": server.url},
+                "output": {"dir": str(tmp_path)},
+                "retry": {"on_too_long": "truncate-middle"},
+            },
+            "test",
+        )
+        summary = ProductionBatchProcessor(made, quiet=True).process([{"prompt": WORDS}])
+    (record,) = summary.records()
+    assert record["usage"]["prompt_tokens"] > 30
+    assert record.get("truncated_tokens") is None
 
 
 def test_error_keeps_its_counts_between_processes() -> None:

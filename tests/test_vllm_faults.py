@@ -146,7 +146,7 @@ def test_three_poison_rows_in_one_window_are_found_and_not_tried_again(
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("kill", "engine died (oom) with"),
+        ("kill", "engine died (engine_crash) with"),
         ("error", "RuntimeError: planted: device-side assert"),
         ("hang", "no step ended for"),
     ],
@@ -160,6 +160,7 @@ def test_an_engine_that_dies_once_is_restarted(
     assert ("failing_worker.py" in ended.log) == (kind == "hang"), "its stacks are in run.log"
     assert "failing_worker.py" not in ended.stderr
     assert ended.manifest["starts"][-1]["engine_restarts"] == 1
+    assert ended.manifest["engine_steps"] == [], "nothing says that memory ran out"
 
 
 def test_a_signal_ends_the_run_while_its_engine_is_restarted(

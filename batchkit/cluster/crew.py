@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from batchkit.cluster.actor import CLOSE_S, IDLE, Actor, Failure, Load, Place, Report
@@ -24,6 +25,7 @@ from batchkit.scoring import Scored, kept_fields
 from batchkit.stopping import Interrupted
 from batchkit.store import Line, line_of
 from batchkit.supervisor import Lessons
+from batchkit.suspects import Suspicion
 from batchkit.types import Completion, Request, Task
 from batchkit.worker import POLL_S, EngineFacts, Listener
 
@@ -32,14 +34,19 @@ READ_AT_ONCE = 16
 PLACE_S = 15.0  # so long a worker may wait for its place before that is told
 HEAVY_ROW_BYTES = 16 * 1024
 _ASK_AGAIN_S = 1.0
+_LOOK_S = 1.0  # between two questions to Ray after a worker that has no place yet
 
 
 @dataclass
 class _Life:
-    """One life of a worker: from its wait for a place to its death. ``steps``: down the ladder."""
+    """One life of a worker: from its wait for a place to its death. ``steps``: down the ladder.
+
+    ``suspicions``: where its own search for a poison row is.
+    """
 
     began_at: float
     steps: Sequence[Mapping[str, Any]] = ()
+    suspicions: Sequence[Suspicion] = ()
     place: Place | None = None
     engine: EngineFacts | None = None
     load: Load = IDLE
@@ -54,7 +61,7 @@ class _Seat:
         self.number = number
         self.actor = actor
         self.call: Any = None
-        self.called_at = self.begins_at = time.monotonic()
+        self.called_at = self.begins_at = self.looked_at = time.monotonic()
         self.rows = 0
         self.life = _Life(self.called_at)
         self._before: list[_Life] = []
@@ -63,7 +70,7 @@ class _Seat:
         """This life is over."""
         self._before.append(self.life)
         self.begins_at = time.monotonic()
-        self.life = _Life(self.begins_at, self.life.steps)
+        self.life = _Life(self.begins_at, self.life.steps, self.life.suspicions)
 
     @property
     def deaths(self) -> int:
@@ -286,21 +293,24 @@ class RayCrew:
     def _learn(self, seat: _Seat, lessons: Lessons) -> None:
         """What one worker's engine taught holds for all that start from now on: they are alike."""
         seat.life.engine_restarts, seat.life.steps = lessons.restarts, lessons.steps
+        seat.life.suspicions = lessons.suspicions
         steps = max((one.life.steps for one in self._seats), key=len)
         restarts = sum(one.engine_restarts for one in self._seats)
         among_accidents = self._known.among_accidents or lessons.among_accidents
-        learned = Lessons(restarts, steps, among_accidents)
+        suspicions = tuple(chain.from_iterable(one.life.suspicions for one in self._seats))
+        learned = Lessons(restarts, steps, among_accidents, suspicions)
         if learned != self._known:
             self._known = learned
             self._listener.remember(learned)
 
-    def _bury(self, seat: _Seat, error: Exception) -> list[Line]:
-        """The worker is dead, or can't be reached: Ray starts another in its place."""
+    def _bury(self, seat: _Seat, error: Exception | None) -> list[Line]:
+        """The worker is dead, or can't be reached: Ray starts another in its place. ``error`` is None
+        where no call failed, as it died before its first."""
         from ray.exceptions import ActorDiedError, ActorUnavailableError
 
         holder = self._leases.holders[seat.number]
         is_gone = isinstance(error, ActorUnavailableError)  # whose message says no more than that
-        cause = "its process or its node is gone" if is_gone else shortened(error)
+        cause = "its process or its node is gone" if is_gone else _cause(error)
         self._listener.engine_event(
             f"worker {seat.number} died{_at(seat.life.place)} with {len(holder.held)} rows: {cause}"
         )
@@ -333,6 +343,7 @@ class RayCrew:
             self._broken = JobError(failure.message)
             return
         self._leases.give_up(seat.number)
+        seat.call = None  # else its end would be taken for one more death
         ray.kill(seat.actor)  # else it would keep its GPUs from those that wait for a place
         if self._leases.holders:
             self._listener.engine_event(f"worker {seat.number} is given up: {failure.message}")
@@ -344,13 +355,15 @@ class RayCrew:
 
     def _watch(self) -> None:
         """A worker that does not answer a call is ended, and so restarted; one that has no place
-        yet is spoken of once."""
+        yet is spoken of once, and one that dies before it has one is counted as dead."""
         import ray
 
         now = time.monotonic()
         for seat in self._at_work():
             silent_s, life = now - seat.called_at, seat.life
-            if life.place is None:
+            if self._died_unplaced(seat, now):
+                self._bury(seat, None)
+            elif life.place is None:
                 if now - life.began_at >= PLACE_S and not life.is_said_to_wait:
                     life.is_said_to_wait = True
                     self._listener.event(
@@ -366,6 +379,15 @@ class RayCrew:
                 )
                 ray.kill(seat.actor, no_restart=False)
 
+    def _died_unplaced(self, seat: _Seat, now: float) -> bool:
+        """Whether Ray has restarted it once more than it was seen to die. Its first call only waits."""
+        from ray._private.state import actors
+
+        if seat.life.place is not None or now < seat.looked_at + _LOOK_S:
+            return False
+        seat.looked_at = now
+        return int(actors(seat.actor._actor_id.hex()).get("NumRestarts", 0)) > seat.deaths
+
     def _told(self, seat: _Seat) -> dict[str, Any]:
         holder, place = self._leases.holders.get(seat.number), seat.life.place
         return {
@@ -379,6 +401,10 @@ class RayCrew:
             "restarts": seat.deaths,
             "engine_restarts": seat.engine_restarts,
         }
+
+
+def _cause(error: Exception | None) -> str:
+    return "its process ended before it could answer" if error is None else shortened(error)
 
 
 def _weight(task: Task) -> int:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import socket
-import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from uuid import uuid4
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
+from batchkit.cluster.local import begin, on_this_machine_alone, private_folder
 from batchkit.config import JobConfig
 from batchkit.engines import LIGHT
-from batchkit.errors import JobError
+from batchkit.errors import EngineError, JobError
 from batchkit.stopping import Interrupted
 
 CONNECT_S = 10.0
-LONGEST_TMP = 16  # Ray's sockets have long names below it, and 107 bytes are all that they may have
-_OBJECT_STORE_BYTES = 512 * 2**20
+# RFC 9113, 3.4: what a client begins with, and the type of the frame that its server begins with.
+_HTTP2_SETTINGS = b"\x04"
+_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _HTTP2_SETTINGS + bytes(5)
 
 
 @contextmanager
@@ -28,7 +28,8 @@ def session(job: JobConfig) -> Iterator[None]:
     """Ray, as long as this lasts: the one that the program has begun, a cluster's, or one of our own.
 
     Raises:
-        JobError: not installed, nobody at the address, or too small a machine.
+        JobError: not installed, no Ray at the address, or too small a machine.
+        EngineError: no Ray could be started here.
     """
     try:
         import ray
@@ -41,68 +42,67 @@ def session(job: JobConfig) -> Iterator[None]:
         return
     address = job.run.ray_address or os.environ.get("RAY_ADDRESS")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    home = tempfile.gettempdir()
-    scratch_in = home if len(home) <= LONGEST_TMP else "/tmp"
-    with tempfile.TemporaryDirectory(
-        prefix="batchkit-ray-", dir=scratch_in, ignore_cleanup_errors=True
-    ) as scratch:
-        try:
-            _join(job, address, scratch)
-            # Ray tells of dead workers on stdout, which is for our results; we tell of them ourselves.
-            ray._private.worker._worker_logs_enabled = False
-            yield
-        finally:
-            ray.shutdown()
+    with ExitStack() as held:
+        folder = None
+        if not address:
+            folder = held.enter_context(private_folder())
+            held.enter_context(on_this_machine_alone())
+        held.callback(ray.shutdown)
+        _join(job, address, folder)
+        # Ray tells of dead workers on stdout, which is for our results; we tell of them ourselves.
+        ray._private.worker._worker_logs_enabled = False
+        yield
 
 
-def _join(job: JobConfig, address: str | None, scratch: str) -> None:
-    """Join Ray at ``address``, or begin one whose files are in ``scratch``."""
+def _join(job: JobConfig, address: str | None, folder: Path | None) -> None:
+    """Join Ray at ``address``, or begin one whose files are in ``folder``."""
     import ray
 
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        if address:
-            _knock(address)
+        if folder is None:
+            _knock(address or "")
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
         else:
-            _begin_local(job, scratch)
+            begin(job, folder)
     except SystemExit as error:  # what Ray's own handler of SIGTERM makes of one meanwhile
         raise Interrupted(signal.SIGTERM) from error
-    except (OSError, ValueError, RuntimeError) as error:
-        raise JobError(
-            f"run.workers: can't join Ray at {address} ({shortened(error)}); give the address that"
-            " `ray start --head` printed, or none to begin Ray on this machine"
-            if address
-            else f"run.workers: Ray can't be started here: {shortened(error)}"
+    except Exception as error:  # of no narrower type where Ray's processes are too slow to start
+        if folder is None:
+            raise JobError(
+                f"run.workers: can't join Ray at {address} ({shortened(error)}); give the address that"
+                " `ray start --head` printed, or none to begin Ray on this machine"
+            ) from error
+        raise EngineError(
+            f"run.workers: Ray did not start on this machine ({shortened(error)}); if others keep it"
+            " busy, run the same command again later"
         ) from error
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)
+    if folder is not None:
+        _check_gpus(job)
 
 
 def _knock(address: str) -> None:
-    """Raises OSError where nobody is at ``host:port``: Ray itself would wait there for minutes."""
+    """Raises OSError where no Ray is at ``host:port``: Ray itself would wait there for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdigit():
-        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    if not (host and port.isdigit()):
+        return
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S) as connection:
+        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+            return
+        connection.sendall(_HTTP2_HELLO)
+        with connection.makefile("rb") as answer:
+            if answer.read(4)[3:] != _HTTP2_SETTINGS:
+                raise ConnectionError("what listens there does not speak gRPC, so it is no Ray")
 
 
-def _begin_local(job: JobConfig, scratch: str) -> None:
-    """Ray on this machine, for this run alone: heard on 127.0.0.1, gone with it."""
+def _check_gpus(job: JobConfig) -> None:
+    """Raises JobError where this machine has too few for all workers."""
     import ray
 
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # what makes it 127.0.0.1
-    os.environ.setdefault("RAY_AUTH_TOKEN", uuid4().hex)  # else Ray leaves one in the home folder
-    workers, run = job.run.workers or 1, job.run
-    ray.init(
-        address="local",
-        num_cpus=max(os.cpu_count() or 1, math.ceil(workers * (run.worker_cpus or 1))),
-        include_dashboard=False,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-        _temp_dir=scratch,
-    )
+    workers = job.run.workers or 1
     gpus, here = needs(job)["num_gpus"], ray.cluster_resources().get("GPU", 0)
     if gpus * workers > here:
         raise JobError(

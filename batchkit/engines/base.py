@@ -22,6 +22,8 @@ class EngineLoad(NamedTuple):
     """Requests preempted since the load was last asked for."""
     host_bytes: int = 0
     """Resident memory of the process that the engine runs in; 0 where it is not known, or not limited."""
+    events: Sequence[str] = ()
+    """What the run should report since the load was last asked for."""
 
 
 class Engine(Protocol):

@@ -3,6 +3,9 @@
 The launcher imports what an engine of KIND needs, and forks for each socket that comes over FD. The
 fork opens the job's engine, answers what comes over its socket, and says why it dies. Both live no
 longer than the run, and leave SIGINT and SIGTERM to it.
+
+Whatever goes over these sockets is pickled (``process.py`` says why that is safe): both ends are this
+package's own, and only the run and its own children ever hold one.
 """
 
 from __future__ import annotations
@@ -21,12 +24,13 @@ import traceback
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from tempfile import TemporaryDirectory
 
 from batchkit.config import JobConfig
 from batchkit.engines import load_engine, preload_engine
 from batchkit.engines.base import BURST_GAP_S, Engine
 from batchkit.engines.guard import die_with_parent
-from batchkit.engines.launcher import send_number
+from batchkit.engines.launcher import SCRATCH, send_number
 from batchkit.engines.messages import Died, Done, NotStarted, Ready, Refused, Turn
 from batchkit.errors import JobError
 from batchkit.faults import EngineDied, StartFailed
@@ -51,15 +55,18 @@ def main() -> None:
     gc.freeze()  # the forks need not look through what was imported, nor copy it
     while fds := socket.recv_fds(control, 1, 1)[1]:
         resource_tracker.ensure_running()  # outside the fork's group: it cleans up behind that
-        pid = os.fork()
-        if pid == 0:
-            control.close()
-            os._exit(_serve_as_fork(fds[0]))
-        os.close(fds[0])
-        with contextlib.suppress(OSError):  # it may have ended already
-            os.setpgid(pid, pid)  # so that what the engine starts can be ended with it
-        send_number(control, pid)
-        send_number(control, _wait_for_all(pid))
+        with TemporaryDirectory(prefix="batchkit-engine-", ignore_cleanup_errors=True) as scratch:
+            os.environ[SCRATCH] = scratch
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                os._exit(_serve_as_fork(fds[0]))
+            os.close(fds[0])
+            with contextlib.suppress(OSError):  # it may have ended already
+                os.setpgid(pid, pid)  # so that what the engine starts can be ended with it
+            send_number(control, pid)
+            code = _wait_for_all(pid)
+        send_number(control, code)
 
 
 def _wait_for_all(pid: int) -> int:

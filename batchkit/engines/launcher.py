@@ -16,16 +16,19 @@ import sys
 from pathlib import Path
 
 from batchkit.errors import EngineError
+from batchkit.files import open_log
 
 LOG = "engine.log"
+SCRATCH = "BATCHKIT_SCRATCH"  # in a fork's environment: a folder that goes with it
 NUMBER_BYTES = 4
 KILL_S = 60.0
+_LAST_WORDS_S = 20.0  # a process with many libraries takes its time to end
 
 
 class LaunchError(Exception):
-    """No process could be started; ``returncode`` is how the launcher ended."""
+    """No process could be started; ``returncode`` is how the launcher ended, None if it did not."""
 
-    def __init__(self, returncode: int) -> None:
+    def __init__(self, returncode: int | None) -> None:
         super().__init__(f"the launcher ended with {returncode}")
         self.returncode = returncode
 
@@ -90,8 +93,12 @@ class Launcher:
             self._control.settimeout(None)
             return Launched(_receive_number(self._control), self._control)
         except (OSError, EOFError):
+            self._control.close()  # it has hung up, so it is ending: let it say how
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_LAST_WORDS_S)
+            ended = LaunchError(process.returncode)
             self.close()
-            raise LaunchError(process.returncode) from None
+            raise ended from None
 
     def close(self) -> None:
         """End the launcher's own process, whatever it is at: it holds nothing that could be lost."""
@@ -105,7 +112,7 @@ class Launcher:
         self.close()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._control, theirs = socket.socketpair()
-        with theirs, self.log.open("ab") as log:
+        with theirs, open_log(self.log) as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "batchkit.engines.child", kind, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,

@@ -18,7 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 
 from batchkit.errors import PromptTooLongError, RequestError
-from batchkit.types import Choice, Completion, Request, Usage
+from batchkit.plain_json import encoded as as_json
+from batchkit.plain_json import parsed, valid
+from batchkit.schema import choice_of, is_count, usage_of
+from batchkit.types import BROKEN_OFF, Choice, Completion, Request, Usage
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -79,7 +82,9 @@ class Refusal(NamedTuple):
 
     @property
     def is_too_long(self) -> bool:
-        return self.prompt_tokens is not None or not self.signs.isdisjoint(_TOO_LONG)
+        return not self.signs.isdisjoint(_TOO_LONG) or (
+            self.prompt_tokens is not None or any(words.search(self.message) for words in _COUNTS)
+        )
 
     @property
     def is_of_the_model(self) -> bool:
@@ -142,29 +147,50 @@ def shown(request: Request) -> str:
     return orjson.dumps(told["messages"], option=orjson.OPT_INDENT_2).decode()
 
 
-def completion_of(request: Request, answer: Any, latency_s: float) -> Completion | None:
-    """What the server answered; None where that is no answer in OpenAI's shape."""
+def completion_of(request: Request, answer: Any, latency_s: float, n: int) -> Completion | None:
+    """What the server answered; None where that is no answer in OpenAI's shape.
+
+    Where ``n`` > 1 choices were asked for there must be as many, or one: some servers know no ``n``.
+    """
     try:
-        choices = [
-            _choice(choice) for choice in sorted(answer["choices"], key=lambda c: c.get("index", 0))
-        ]
+        found = answer["choices"]
+        places = [choice.get("index") for choice in found]
+        if all(place is None for place in places):
+            places = list(range(len(found)))
+        if n > 1 and len(found) > 0 and sorted(places) not in (list(range(n)), [0]):
+            return None
+        ordered = sorted(zip(places, found, strict=True), key=lambda placed: placed[0] or 0)
+        choices = [_choice(choice) for _, choice in ordered]
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
     return Completion(request, choices, _usage(answer), latency_s) if choices else None
 
 
+def failure_in(answer: Mapping[str, Any]) -> str | None:
+    """What went wrong, if an answer that has choices reports that its text is not the whole of it."""
+    failures = [
+        (f"finish_reason is {choice.get('finish_reason')}", choice.get("error"))
+        for choice in answer["choices"]
+        if choice.get("error") or choice.get("finish_reason") in BROKEN_OFF
+    ]
+    if answer.get("error"):
+        failures.append(("the answer has an error", answer["error"]))
+    return (
+        "; ".join(f"{how}: {_in_words(error)}" if error else how for how, error in failures) or None
+    )
+
+
 def refusal_of(status: int, content: bytes) -> Refusal:
     """What an error's body says, in any of the shapes that servers give it."""
     try:
-        body = orjson.loads(content)
-    except orjson.JSONDecodeError:
+        body = parsed(content)
+    except ValueError:
         text = " ".join(content[: 4 * _LONGEST_MESSAGE].decode("utf-8", "replace").split())
         return Refusal(status, text[:_LONGEST_MESSAGE], frozenset())
     found = body.get("error", body) if isinstance(body, Mapping) else body
     if not isinstance(found, Mapping):
-        return Refusal(status, str(found)[:_LONGEST_MESSAGE], frozenset())
-    text = str(found.get("message") or found.get("detail") or orjson.dumps(found).decode())
-    message = " ".join(text.split())[:_LONGEST_MESSAGE]
+        return Refusal(status, _in_words(found), frozenset())
+    message = _in_words(found.get("message") or found.get("detail") or found)
     signs = (found.get(name) for name in ("code", "type", "param"))
     return Refusal(
         status,
@@ -174,14 +200,21 @@ def refusal_of(status: int, content: bytes) -> Refusal:
     )
 
 
+def _in_words(told: Any) -> str:
+    text = valid(told) if isinstance(told, str) else as_json(told).decode()
+    return " ".join(text.split())[:_LONGEST_MESSAGE]
+
+
 def _counts(error: Mapping[str, Any], message: str) -> tuple[int | None, int | None]:
     """Tokens of the prompt, and how many the server takes, where it says so."""
     tokens, most = error.get("n_prompt_tokens"), error.get("n_ctx")  # llama.cpp
-    if isinstance(tokens, int) and isinstance(most, int):
+    if is_count(tokens) and is_count(most) and tokens:
         return tokens, most
     for pattern in _COUNTS:
         if told := pattern.search(message):
-            return int(told["n"]), int(told["most"])
+            tokens, most = int(told["n"]), int(told["most"])
+            if is_count(tokens) and is_count(most) and tokens:
+                return tokens, most
     return None, None
 
 
@@ -204,7 +237,7 @@ def max_model_len(model: Mapping[str, Any]) -> int | None:
     """A request's context, where the list of models tells it: vLLM's way, or llama.cpp's of a slot."""
     meta = model.get("meta")
     told = model.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, Mapping) else None)
-    return told if isinstance(told, int) else None
+    return told if is_count(told) and told else None
 
 
 def retry_after_s(value: str | None) -> float | None:
@@ -217,7 +250,7 @@ def retry_after_s(value: str | None) -> float | None:
         pass
     try:
         return max(0.0, parsedate_to_datetime(value).timestamp() - time())
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 
@@ -299,11 +332,10 @@ def _data_uri(image: Image) -> str:
 
 def _usage(answer: Mapping[str, Any]) -> Usage | None:
     """None where the server does not count, or not all: the answer is worth no less."""
-    try:
-        counts = answer["usage"]
-        return Usage(int(counts["prompt_tokens"]), int(counts["completion_tokens"]))
-    except (KeyError, TypeError, ValueError):
+    counts = answer.get("usage")
+    if not isinstance(counts, Mapping):
         return None
+    return usage_of(counts.get("prompt_tokens"), counts.get("completion_tokens"))
 
 
 def _choice(choice: Mapping[str, Any]) -> Choice:
@@ -313,31 +345,4 @@ def _choice(choice: Mapping[str, Any]) -> Choice:
         text = "".join(part["text"] for part in text if part.get("type") == "text")
     if not isinstance(text, str | None):
         raise TypeError(f"text is {type(text).__name__}")
-    return Choice(text or "", choice.get("finish_reason"), _logprobs(choice.get("logprobs")))
-
-
-def _logprobs(found: Any) -> list[dict[str, Any]] | None:
-    """A list of tokens, from either of the API's two shapes."""
-    if not found:
-        return None
-    if "content" in found:
-        return [
-            {
-                **_token(token),
-                "top_logprobs": [_token(other) for other in token.get("top_logprobs") or ()],
-            }
-            for token in found["content"] or ()
-        ]
-    tops = found.get("top_logprobs") or [None] * len(found["tokens"])
-    return [
-        {
-            "token": token,
-            "logprob": logprob,
-            "top_logprobs": [{"token": t, "logprob": lp} for t, lp in (top or {}).items()],
-        }
-        for token, logprob, top in zip(found["tokens"], found["token_logprobs"], tops, strict=True)
-    ]
-
-
-def _token(token: Mapping[str, Any]) -> dict[str, Any]:
-    return {"token": token["token"], "logprob": token["logprob"]}
+    return choice_of(text or "", choice.get("finish_reason"), choice.get("logprobs"))

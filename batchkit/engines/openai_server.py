@@ -7,9 +7,11 @@ three:
 
 - the row's own fault (400, 422, an answer that never comes): that row fails;
 - a server that is busy or away (429, 502, 503, 504, no connection): all wait, and it is tried again,
-  for ``give_up_s`` at most (``pace.py``);
+  for ``give_up_s`` at most (``pace.py``); a row that is turned away for so long while others are
+  answered fails with ``server``;
 - what no waiting mends (no access, no such model, no money, given up): EngineError. The run stops,
-  and goes on from there when it is started again.
+  and goes on from there when it is started again. A 402, 403, 404 or redirect is this only if a
+  request of one word gets it, too; else it is the row's own.
 
 A 500, a broken connection and an answer that is none may be either. The row is tried again a few
 times, and fails with ``server`` if others, or a request of one word, are answered meanwhile.
@@ -27,15 +29,17 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from batchkit.config import JobConfig
 from batchkit.engines import openai_api as api
 from batchkit.engines.base import EngineLoad, RenderedPrompt
+from batchkit.engines.connections import ServerFault, TurnedAway
 from batchkit.engines.own_server import OwnServer
-from batchkit.engines.pace import Pace, pause_s
-from batchkit.engines.remote import Remote, ServerFault, TurnedAway
+from batchkit.engines.pace import MOST_FAULTS, Away, Pace, pause_s
+from batchkit.engines.remote import Barred, Remote
 from batchkit.errors import (
     EngineError,
     JobError,
@@ -48,7 +52,6 @@ from batchkit.faults import EngineDied, Fault
 from batchkit.server_command import llama_server
 from batchkit.types import Completion, Request, Row
 
-MOST_FAULTS = 3
 SAMPLING = api.SAMPLING
 _CLOSE_S = 10.0
 _NOT_EXTRA = ("model", "messages", "prompt", "stream", "stream_options")
@@ -80,12 +83,14 @@ class OpenAIServerEngine:
     def __init__(self, job: JobConfig) -> None:
         self._options = options_of(job)
         self._row_timeout_s = job.run.row_timeout_s
+        self._events: deque[str] = deque()  # the loop's thread appends, the caller's takes
         self._own = _own_server(job, self._options, self.limits)
         self._remote = Remote(
             job,
             self._own.base_url if self._own else job.engine.base_url or "",
             extra_body=self._options.extra_body,
             drop=self._options.drop,
+            event=self._events.append,
             max_model_len=self._options.max_model_len,
         )
         self._pace = Pace(self._options.max_num_seqs)
@@ -95,7 +100,7 @@ class OpenAIServerEngine:
         self._ended: EngineError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
-        self._loop = asyncio.new_event_loop()
+        self._loop = asyncio.SelectorEventLoop()  # Ray sets uvloop, which lacks RFC 8305
         self._thread = threading.Thread(target=self._run, name="openai-server", daemon=True)
         self._thread.start()
         try:
@@ -141,7 +146,11 @@ class OpenAIServerEngine:
 
     def load(self) -> EngineLoad:
         running = min(self._pace.running, self._in_flight)
-        return EngineLoad(running, self._in_flight - running, 0.0, 0)
+        host_bytes = self._own.host_bytes if self._own else 0
+        waiting, events = self._in_flight - running, []
+        while self._events:
+            events.append(self._events.popleft())
+        return EngineLoad(running, waiting, 0.0, 0, host_bytes, events)
 
     def close(self) -> None:
         if self._thread.is_alive():
@@ -190,7 +199,7 @@ class OpenAIServerEngine:
             self._end(error)
             return
         except Exception as error:  # without this, the request would never come back
-            failed = RequestError(f"{type(error).__name__}: {error}")
+            failed = ServerError(f"{type(error).__name__}: {error}")
             completion = Completion(request, error=failed)
         self._done.put(completion)
 
@@ -203,23 +212,47 @@ class OpenAIServerEngine:
     async def _answer(self, request: Request) -> Completion:
         """Ask until there is an answer, or the row's own error."""
         faults, tries, answers = 0.0, 0, 0
+        away = Away(self._options.give_up_s, self._answers)
         while True:
             sent_at = await self._pace.enter()
             try:
                 return await self._ask(request)
-            except TurnedAway as away:
-                problem: Exception = away
+            except TurnedAway as turned_away:
+                problem: Exception = turned_away
                 self._pace.turned_away(
-                    sent_at, is_down=away.is_down, retry_after_s=away.retry_after_s
+                    sent_at,
+                    is_down=turned_away.is_down,
+                    retry_after_s=turned_away.retry_after_s,
                 )
             except RowTimeoutError as error:
                 problem = error
                 self._pace.timed_out(sent_at)
+            except Barred as barred:
+                problem = barred
             except ServerFault as error:
                 problem = error
                 self._pace.is_troubled()
             finally:
                 self._pace.leave()
+            if isinstance(problem, Barred):
+                if await self._is_sound(request):
+                    raise RequestError(
+                        f"the server answered {problem.told}, and answers other requests"
+                    )
+                self._pace.is_troubled()
+            elif isinstance(problem, TurnedAway):
+                others = self._answers > away.answers
+                is_due = away.is_suspicious or self._silence_s() >= self._patience_s
+                if others or (is_due and await self._is_sound(request)):
+                    if away.is_final(self._loop.time()):
+                        raise ServerError(
+                            f"turned away for {self._options.give_up_s:g} s"
+                            f" (engine.options.give_up_s) while others were answered; last: {problem}"
+                        )
+                    away.answers = self._answers
+                    await asyncio.sleep(pause_s(away.tries))
+                    continue
+                away.nobody_answered()
             self._lose_patience(problem)
             if isinstance(problem, RowTimeoutError):
                 raise problem
@@ -229,7 +262,8 @@ class OpenAIServerEngine:
                 others_fare_better = self._answers > answers
                 if faults >= MOST_FAULTS and (others_fare_better or await self._is_sound(request)):
                     raise ServerError(f"{tries} times without an answer; last: {problem}")
-                await asyncio.sleep(pause_s(tries))
+            if not isinstance(problem, TurnedAway):
+                await asyncio.sleep(pause_s(max(1, tries)))
 
     async def _ask(self, request: Request) -> Completion:
         """As the server's ``ask``; an answer, or a refusal that is no timeout, says that it works."""
@@ -262,18 +296,25 @@ class OpenAIServerEngine:
             pass
         return True
 
+    def _silence_s(self) -> float:
+        """How long the server has not answered, since it first failed to."""
+        since = self._pace.troubled_since
+        return 0.0 if since is None else self._loop.time() - since
+
+    @property
+    def _patience_s(self) -> float:
+        limit_s = self._options.give_up_s
+        return max(limit_s, self._row_timeout_s) if self._pace.running else limit_s
+
     def _lose_patience(self, problem: Exception) -> None:
         """Give the server up when nothing has been answered for ``give_up_s``.
 
         Requests that are still on their way may be answered yet, within ``run.row_timeout_s``.
         """
-        since = self._pace.troubled_since
-        limit_s = self._options.give_up_s
-        if self._pace.running:
-            limit_s = max(limit_s, self._row_timeout_s)
-        if since is not None and self._loop.time() - since >= limit_s:
+        silence_s = self._silence_s()
+        if self._pace.troubled_since is not None and silence_s >= self._patience_s:
             told = (
-                f"no row answered for {self._loop.time() - since:.0f} s (engine.options.give_up_s ="
+                f"no row answered for {silence_s:.0f} s (engine.options.give_up_s ="
                 f" {self._options.give_up_s:g}); last: {problem}"
             )
             if self._own is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import shutil
 import signal
@@ -15,17 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from batchkit.config import JobConfig, ServerTable
+from batchkit.engines.engine_log import EngineLog
 from batchkit.engines.guard import GRACE_S
 from batchkit.engines.launcher import LOG
 from batchkit.errors import EngineError, JobError
 from batchkit.faults import Fault, StartFailed, fault_of_exit, points_elsewhere, tells_of_memory
+from batchkit.files import open_log
+from batchkit.host_memory import LOOK_S, MemoryWatch, family_bytes
 from batchkit.server_command import HOST, words_of
 
 _GUARD = Path(__file__).with_name("guard.py")
 _LOOK_S = 0.1
 _STOP_S = GRACE_S + 5.0
 _LAST_LINES = 12
-_LAST_BYTES = 65536
 _LONGEST_CAUSE = 300
 _ACCESS = " HTTP/1."  # … 500 Internal Server Error, one line a request
 _ERROR = re.compile(r"error|exception|assert|fatal|failed", re.IGNORECASE)
@@ -35,18 +36,28 @@ class OwnServer:
     """``command``'s server, at a port of its own; what it prints is appended to ``engine.log``.
 
     A process beside it (``guard.py``) ends it with the run. Not started before ``start``. ``limits``
-    are the options that decide how much memory it claims at its start.
+    are the options that decide how much memory it claims at its start. ``memory`` watches over the
+    host's memory from now on. ``host_bytes`` is what it and its guard hold, once a second, where
+    ``run.max_host_gb`` limits that; else 0.
     """
 
     def __init__(
-        self, job: JobConfig, table: ServerTable, command: str, limits: Mapping[str, Any]
+        self,
+        job: JobConfig,
+        table: ServerTable,
+        command: str,
+        limits: Mapping[str, Any],
+        *,
+        memory: MemoryWatch | None = None,
     ) -> None:
         self.command = command
         self._table, self._limits = table, limits
-        self._log = job.folder / LOG
-        self._log_start = 0
+        self._log = EngineLog(job.folder / LOG)
+        self._is_memory_limited = job.run.max_host_gb is not None
+        self.host_bytes = 0
         self._port = _free_port()
         self._guard: subprocess.Popen[bytes] | None = None
+        self._memory = memory or MemoryWatch()
 
     @property
     def base_url(self) -> str:
@@ -68,9 +79,8 @@ class OwnServer:
         self._control, theirs = socket.socketpair()
         self._control.setblocking(False)
         try:
-            self._log.parent.mkdir(parents=True, exist_ok=True)
-            with theirs, self._log.open("ab") as log:
-                self._log_start = log.tell()
+            self._log.path.parent.mkdir(parents=True, exist_ok=True)
+            with theirs, open_log(self._log.path) as log:
                 self._guard = subprocess.Popen(
                     [sys.executable, "-I", str(_GUARD), str(theirs.fileno()), program, *arguments],
                     stdin=subprocess.DEVNULL,
@@ -81,7 +91,7 @@ class OwnServer:
                 )
         except OSError as error:
             self._control.close()
-            raise EngineError(f"{self._log}: can't be written: {error.strerror}") from error
+            raise EngineError(f"{self._log.path}: can't be written: {error.strerror}") from error
 
     async def come_up(self, is_ready: Callable[[str], Awaitable[bool]]) -> None:
         """Until ``is_ready``, asked again and again with the path to look at, says so.
@@ -110,10 +120,24 @@ class OwnServer:
 
     async def death(self) -> Fault:
         """Why it ended, once it has."""
-        told = await asyncio.get_running_loop().sock_recv(self._control, 16)
+        hung_up = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(self._control, 16))
+        try:
+            while not hung_up.done():
+                self._look()
+                await asyncio.wait([hung_up], timeout=LOOK_S)
+        finally:
+            hung_up.cancel()  # where it has ended, nothing happens
+        told = hung_up.result()
         # Without a word the guard was killed itself, and took the server along.
         code = int(told) if told else -signal.SIGKILL
-        return fault_of_exit(code, _cause(self._printed()))
+        return fault_of_exit(code, _cause(self._log.printed()), self._memory.evidence())
+
+    def _look(self) -> None:
+        """At its memory and its log, as long as it lives."""
+        self._memory.look()
+        self._log.trim()
+        if self._is_memory_limited and self._guard is not None:
+            self.host_bytes = family_bytes(self._guard.pid)
 
     def stop(self) -> None:
         """End it, and wait until it is gone; the event loop is no more. May be called twice.
@@ -134,22 +158,10 @@ class OwnServer:
         self._guard = None
 
     def _failed(self, how: str, fault: Fault) -> StartFailed:
-        lines = self._printed().splitlines()[-_LAST_LINES:]
+        lines = self._log.printed().strip().splitlines()[-_LAST_LINES:]
         told = "".join(f"\n  {line}" for line in lines) or " nothing"
-        message = (
-            f"the server did not start: {how}\n  {self.command}\nIts last words, of {self._log}:"
-        )
+        message = f"the server did not start: {how}\n  {self.command}\nIts last words, of {self._log.path}:"
         return StartFailed(f"{message}{told}", fault, self._limits)
-
-    def _printed(self) -> str:
-        """What it printed since it was started, the last of it."""
-        try:
-            with self._log.open("rb") as file:
-                end = file.seek(0, os.SEEK_END)
-                file.seek(max(self._log_start, end - _LAST_BYTES))
-                return file.read().decode("utf-8", "replace").strip()
-        except OSError:  # somebody has removed it
-            return ""
 
 
 def _found(name: str) -> str | None:

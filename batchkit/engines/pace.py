@@ -6,6 +6,8 @@ import asyncio
 import random
 from collections import deque
 
+MOST_FAULTS = 3
+"""Tries of a row until it is asked whether others fare better."""
 GROWTH = 0.25
 """Requests more at a time, per answer: from 1 back to 32 in some 120 answers."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
@@ -118,3 +120,33 @@ class Pace:
             if not place.done():  # else its row was given up
                 self.running += 1
                 place.set_result(None)
+
+
+class Away:
+    """How long a row has been turned away while others were answered.
+
+    A busy server turns rows away, too, and each is answered some day: so only one that is still turned
+    away after ``give_up_s`` fails, and until then it is tried less and less often.
+    """
+
+    def __init__(self, give_up_s: float, answers: int) -> None:
+        self._give_up_s = give_up_s
+        self.answers = answers
+        self._since: float | None = None
+        self._alone = 0
+        self.tries = 0
+
+    @property
+    def is_suspicious(self) -> bool:
+        """Whether it is time to see if the server answers anything at all."""
+        return self._alone + self.tries >= MOST_FAULTS
+
+    def is_final(self, now: float) -> bool:
+        """The row was turned away once more, and others are answered."""
+        self.tries += 1
+        self._since = now if self._since is None else self._since
+        return self.tries >= MOST_FAULTS and now - self._since >= self._give_up_s
+
+    def nobody_answered(self) -> None:
+        """… and nobody else was answered either."""
+        self._alone += 1

@@ -2,6 +2,11 @@
 
 The parent holds no GPU memory and never waits for a step: it sends requests over a socket and reads
 what finished. The child says why it dies; where it can't (a signal), its exit code does.
+
+Both sides pickle what they send: jobs, requests with their images, answers, errors. The socket is one
+end of a ``socketpair``, made by the run and handed to its own child: it has no name and no address, so
+that no other process can connect to it or write to it, and what is unpickled was pickled by batchkit's
+own code under the same user. Nothing is ever unpickled from a file, a server, or the run folder.
 """
 
 from __future__ import annotations
@@ -17,38 +22,46 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any
 
 from batchkit.config import JobConfig
 from batchkit.engines.base import EngineLoad
+from batchkit.engines.engine_log import EngineLog
 from batchkit.engines.launcher import LOG, Launched, Launcher, LaunchError
 from batchkit.engines.messages import Died, NotStarted, Ready, Refused, Turn
 from batchkit.errors import JobError, RequestError
 from batchkit.faults import EngineDied, Fault, StartFailed, fault_of_exit, with_log
+from batchkit.host_memory import LOOK_S, MemoryWatch
 from batchkit.types import Completion, Request, Row
 
 CLOSE_S = 20.0
 _WAIT_S = 0.2
-_LAST_WORDS = 65536  # bytes of the log's end: dumps of many threads must fit
 
 
 class ProcessEngine:
     """The job's engine in a child process. What it prints goes to ``engine.log`` in the run folder.
 
-    Without a ``launcher`` it has one of its own, which ends with it.
+    Without a ``launcher`` it has one of its own, which ends with it. ``memory`` watches over the
+    host's memory from now on.
 
     Raises:
         JobError: the engine's options can't be right.
         StartFailed: it could not start.
     """
 
-    def __init__(self, job: JobConfig, launcher: Launcher | None = None) -> None:
+    def __init__(
+        self,
+        job: JobConfig,
+        launcher: Launcher | None = None,
+        *,
+        memory: MemoryWatch | None = None,
+    ) -> None:
+        self._memory = memory or MemoryWatch()
         self._stall_timeout_s = job.run.stall_timeout_s
         self._launcher = launcher or Launcher(job.folder / LOG)
         self._ends_launcher = launcher is None
         self._log = self._launcher.log
-        self._log_start = _size(self._log)
+        self._printed = EngineLog(self._log)
         self._refused: list[Completion] = []
         self._in_flight: dict[int, Request] = {}
         self._submitted = 0
@@ -109,6 +122,8 @@ class ProcessEngine:
         done, self._refused = self._refused, []
         deadline = time.monotonic() + timeout_s
         try:
+            self._memory.look()
+            self._printed.trim()
             while self._connection.poll(0 if done else max(0.0, deadline - time.monotonic())):
                 message = self._connection.recv()
                 self._last_sign = time.monotonic()
@@ -137,7 +152,9 @@ class ProcessEngine:
                 return self._launcher.launch(job.engine.kind, theirs)
         except LaunchError as error:
             self._connection.close()
-            fault = fault_of_exit(error.returncode, _last_words(self._log_since_start()))
+            # Whatever it was: it has only imported packages, and no smaller setting would help.
+            fault = self._fault_of_exit(error.returncode)
+            fault = replace(fault, kind="engine_crash", is_unexplained_kill=False)
             told = f"no process for the engine could be started ({fault});"
             raise StartFailed(f"{told} what it printed is in {self._log}", fault, {}) from error
 
@@ -145,6 +162,8 @@ class ProcessEngine:
         message: Ready | Refused | NotStarted
         try:
             self._connection.send(job)
+            while not self._connection.poll(LOOK_S):
+                self._memory.look()
             message = self._connection.recv()
         except (EOFError, OSError):
             fault = self._exit_fault()
@@ -154,7 +173,7 @@ class ProcessEngine:
             return message
         if isinstance(message, Refused):
             raise JobError(message.message)
-        fault = with_log(message.fault, self._log_since_start())
+        fault = with_log(message.fault, self._printed.printed())
         raise StartFailed(message.message, fault, message.limits)
 
     def _completions(self, turn: Turn) -> list[Completion]:
@@ -185,11 +204,11 @@ class ProcessEngine:
             f"no step ended for {silent_s:.0f} s (run.stall_timeout_s ="
             f" {self._stall_timeout_s:g}); its stacks are in run.log"
         )
-        fault = with_log(Fault("stall", "stall", message), self._log_since_start())
+        fault = with_log(Fault("stall", "stall", message), self._printed.printed())
         self._death = EngineDied(fault, stacks=stacks)
 
     def _told_death(self, died: Died) -> EngineDied:
-        fault = with_log(died.fault, self._log_since_start())
+        fault = with_log(died.fault, self._printed.printed())
         return EngineDied(fault, request=self._in_flight.get(died.number or 0))
 
     def _stacks(self) -> str:
@@ -199,21 +218,21 @@ class ProcessEngine:
             dump = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
             if dump.returncode == 0:
                 return dump.stdout
-        before = _size(self._log)
+        before = self._printed.size()
         with contextlib.suppress(OSError):
             os.kill(self._process.pid, signal.SIGUSR1)
         time.sleep(_WAIT_S)  # faulthandler writes on the child's own time
-        return _read(self._log, before)
+        return self._printed.read(before)
 
     def _exit_fault(self) -> Fault:
         """The child hung up without a word: its exit code and the end of its log must do."""
         code = self._process.wait(CLOSE_S)
         self._end(kill=True)
-        return fault_of_exit(code, _last_words(self._log_since_start()))
+        return self._fault_of_exit(code)
 
-    def _log_since_start(self) -> str:
-        """What this engine printed, the last of it."""
-        return _read(self._log, max(self._log_start, _size(self._log) - _LAST_WORDS))
+    def _fault_of_exit(self, code: int | None) -> Fault:
+        last_words = _last_words(self._printed.printed())
+        return fault_of_exit(code, last_words, self._memory.evidence())
 
     def _end(self, *, kill: bool) -> None:
         try:
@@ -236,20 +255,3 @@ def _last_words(log: str) -> str:
             frames = [frame.strip() for frame in lines[n:] if frame.startswith("  File ")]
             return " ".join([line, *frames[:1]])
     return lines[-1] if lines else ""
-
-
-def _read(path: Path, start: int) -> str:
-    """What the log holds from ``start`` on: nothing, where somebody has removed it."""
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            return file.read().decode("utf-8", "replace")
-    except OSError:
-        return ""
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

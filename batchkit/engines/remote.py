@@ -4,48 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import orjson
 
 from batchkit.config import JobConfig
 from batchkit.engines import openai_api as api
-from batchkit.errors import EngineError, RequestError, RowTimeoutError
+from batchkit.engines.connections import CONNECT_S, Connections, Response, ServerFault, TurnedAway
+from batchkit.errors import (
+    AnswerTooLargeError,
+    EngineError,
+    RequestError,
+    RowError,
+    RowTimeoutError,
+)
+from batchkit.plain_json import parsed
+from batchkit.schema import is_count
 from batchkit.types import Completion, Request
 
-if TYPE_CHECKING:
-    import httpx
-
 START_S = 3.0
-_CONNECT_S = 10.0
 _START_PAUSE_S = 0.5
-# Shorter than the servers': uvicorn, say, hangs up after 5 s, and a request may cross with that.
-_KEEP_ALIVE_S = 3.0
 _AWAY = (408, 425, 502, 504, 529)
 _BUSY = (429, 503)
+_MOST_ERROR_BYTES = 1 << 20  # of an error, which is told in 1,000 characters
 
 
-class TurnedAway(Exception):
-    """The server is busy, or ``is_down``: it did not take the request in."""
+class Barred(EngineError):
+    """The request is refused as all others may be. If others are answered it is the row's own failure,
+    of which ``told`` is the reason."""
 
-    def __init__(self, told: str, *, is_down: bool, retry_after_s: float | None = None) -> None:
-        super().__init__(told)
-        self.is_down = is_down
-        self.retry_after_s = retry_after_s
-
-
-class ServerFault(Exception):
-    """The server failed over the request; ``weight`` says how much of that is the request's doing."""
-
-    def __init__(self, told: str, weight: float = 1.0) -> None:
-        super().__init__(told)
-        self.weight = weight
+    def __init__(self, message: str, told: str) -> None:
+        super().__init__(message)
+        self.told = told
 
 
 class Remote:
     """The server at ``base_url``. ``extra_body`` is laid over every body, ``drop`` is left out of it.
-    ``max_model_len`` counts where it does not tell its own.
+    ``max_model_len`` counts where it does not tell its own. ``event`` gets what the run should report.
 
     Belongs to one event loop, once it is made.
 
@@ -60,10 +56,9 @@ class Remote:
         *,
         extra_body: Mapping[str, Any],
         drop: Sequence[str],
+        event: Callable[[str], None],
         max_model_len: int | None = None,
     ) -> None:
-        import httpx
-
         engine = job.engine
         self.base_url = base_url.rstrip("/")
         self.models: list[Mapping[str, Any]] = []
@@ -72,38 +67,21 @@ class Remote:
         self._extra_body, self._drop = extra_body, drop
         self._asked_max_model_len = max_model_len
         self._timeout_s = job.run.row_timeout_s
+        self._max_answer_bytes = engine.max_answer_bytes
         self._counts = job.retry.on_too_long != "fail"
+        self._event = event
+        self._answered_as: str | None = None
+        self._ignores_n = False
         self._key = _key(engine.api_key_env)
-        self._may_be_far = engine.server is None  # no proxy stands before a server of our own
-        self._idle: list[httpx.AsyncClient] = []
-        try:
-            self._certificates = httpx.create_ssl_context()
-            self._idle.append(self._new_connection())
-        except (ValueError, ImportError, OSError) as error:
-            raise EngineError(
-                f"the proxy or the certificates that the environment names can't be used: {error}"
-            ) from error
-
-    async def close(self) -> None:
-        """Hang up; nothing is on its way any more."""
-        for connection in self._idle:
-            await connection.aclose()
-
-    def _new_connection(self) -> httpx.AsyncClient:
-        """With a pool of one connection. A large pool looks through all that it holds whenever one is
-        taken or given back: with 64 that was seven times the work of everything else here."""
-        import httpx
-
         headers = {"Content-Type": "application/json", "User-Agent": "batchkit"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        return httpx.AsyncClient(
-            headers=headers,
-            verify=self._certificates,
-            trust_env=self._may_be_far,
-            timeout=httpx.Timeout(None, connect=_CONNECT_S),
-            limits=httpx.Limits(max_connections=1, keepalive_expiry=_KEEP_ALIVE_S),
-        )
+        may_be_far = engine.server is None  # no proxy stands before a server of our own
+        self._connections = Connections(headers, trust_env=may_be_far, event=event)
+
+    async def close(self) -> None:
+        """Hang up; nothing is on its way any more."""
+        await self._connections.close()
 
     async def is_ready(self, path: str) -> bool:
         """Whether a server that is starting is well at ``path``, if it knows that, and lists its models.
@@ -113,10 +91,10 @@ class Remote:
         """
         url = f"{self.base_url.removesuffix('/v1')}{path}"
         try:
-            status, _ = await self._exchange("GET", url, None, _CONNECT_S)
+            status = (await self._exchange("GET", url, None, CONNECT_S)).status
             if status < 500:
                 self.models = await self._list_models()
-        except (TurnedAway, ServerFault, RowTimeoutError):
+        except (TurnedAway, ServerFault, RowError):
             return False
         return status < 500
 
@@ -145,7 +123,7 @@ class Remote:
 
         Raises:
             RowError: the request's own.
-            EngineError: no request fares better.
+            EngineError: no request fares better; a Barred may.
             TurnedAway, ServerFault: try again.
         """
         body = api.body_of(
@@ -154,18 +132,34 @@ class Remote:
             chat_template_kwargs=self._chat_template_kwargs,
             drop=self._drop,
         )
-        content = await _encoded({**body, **self._extra_body})
+        body = {**body, **self._extra_body}
+        content = await _encoded(body)
         url = self.base_url + api.path_of(request)
         loop = asyncio.get_running_loop()
         began = loop.time()
-        status, received = await self._exchange("POST", url, content, self._timeout_s)
-        if status == 200:
+        response = await self._exchange("POST", url, content, self._timeout_s)
+        status, received = response.status, response.content
+        if 200 <= status < 300:
+            n = int(body["n"]) if is_count(body.get("n")) else 1
             try:
-                answer = orjson.loads(received)
-            except orjson.JSONDecodeError as error:
+                answer = parsed(received)
+            except ValueError as error:
                 raise ServerFault(f"{url}: the answer is no JSON: {error}") from None
-            completion = api.completion_of(request, answer, loop.time() - began)
+            completion = api.completion_of(request, answer, loop.time() - began, n)
             if completion is not None:
+                if response.is_repeated and answer.get("id"):
+                    self._connections.distrust()
+                    raise ServerFault(
+                        f"{url}: the answer has the id and content of the one before", weight=0.5
+                    )
+                if failure := api.failure_in(answer):
+                    raise ServerFault(f"{url}: the answer broke off in the middle: {failure}")
+                self._see_that_it_is_the_same_model(answer.get("model"))
+                if len(completion.choices) < n and not self._ignores_n:
+                    self._ignores_n = True
+                    self._event(
+                        f"{self.base_url}: answers with 1 choice instead of the {n} asked for"
+                    )
                 return completion
             told = api.status_in(answer)
             if told is None:
@@ -175,12 +169,27 @@ class Remote:
             self._check(status, received, url, {})
         refusal = api.refusal_of(status, received)
         if refusal.is_of_the_model:
-            raise EngineError(await self._without_model(refusal))
+            raise Barred(await self._without_model(refusal), str(refusal))
         if refusal.is_too_long:
             raise api.too_long(await self._counted(refusal, request), self._max_model_len)
         if status < 500 or status == 501:
             raise RequestError(f"the server answered {refusal}")
         raise ServerFault(f"the server answered {refusal}")
+
+    def _see_that_it_is_the_same_model(self, name: Any) -> None:
+        """
+        Raises:
+            EngineError: the server answers as another model than before; one table never mixes two.
+        """
+        if not isinstance(name, str) or not name:
+            return
+        self._answered_as = self._answered_as or name
+        if name != self._answered_as:
+            raise EngineError(
+                f"{self.base_url}: the server now answers as model {name!r}, before as"
+                f" {self._answered_as!r}; a run's answers are all of one model. Serve that one again"
+                " or name it as engine.model, then run the same command again"
+            )
 
     async def _counted(self, refusal: api.Refusal, request: Request) -> api.Refusal:
         """With the prompt's tokens, where a cut needs them.
@@ -196,20 +205,22 @@ class Remote:
             else {"model": self._model, "prompt": request.prompt}
         )
         try:
-            status, received = await self._exchange("POST", url, content, self._timeout_s)
+            response = await self._exchange("POST", url, content, self._timeout_s)
+            status, received = response.status, response.content
             count = orjson.loads(received)["count"] if status == 200 else None
-        except (RowTimeoutError, ServerFault, orjson.JSONDecodeError, KeyError, TypeError):
+        except (RowError, ServerFault, TurnedAway, EngineError, ValueError, KeyError, TypeError):
             count = None
-        return refusal._replace(prompt_tokens=count if isinstance(count, int) else None)
+        return refusal._replace(prompt_tokens=count if is_count(count) and count else None)
 
     async def _list_models(self) -> list[Mapping[str, Any]]:
         url = f"{self.base_url}/models"
         try:
-            status, content = await self._exchange("GET", url, None, _CONNECT_S)
+            response = await self._exchange("GET", url, None, CONNECT_S)
+            status, content = response.status, response.content
         except RowTimeoutError:
-            raise TurnedAway(
-                f"connected, but silent for {_CONNECT_S:.0f} s", is_down=True
-            ) from None
+            raise TurnedAway(f"connected, but silent for {CONNECT_S:.0f} s", is_down=True) from None
+        except AnswerTooLargeError as error:
+            raise EngineError(f"{url}: no list of models: {error}") from None
         if status == 404:
             raise EngineError(
                 f"{url}: not found; engine.base_url is what stands before /chat/completions, and"
@@ -228,30 +239,25 @@ class Remote:
 
     async def _exchange(
         self, method: str, url: str, content: bytes | None, timeout_s: float
-    ) -> tuple[int, bytes]:
-        """Status and body of an answer that concerns this one request. Raises as ``ask``."""
-        import httpx
-
-        connection = self._idle.pop() if self._idle else self._new_connection()
-        try:
-            async with asyncio.timeout(timeout_s):
-                response = await connection.request(method, url, content=content)
-        except TimeoutError:
-            raise RowTimeoutError(
-                f"no answer for {timeout_s:.0f} s (run.row_timeout_s = {timeout_s:g})"
-            ) from None
-        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
-            raise TurnedAway(_told(error), is_down=True) from error
-        except httpx.HTTPError as error:
-            # Half: it may as well be the server that went away.
-            raise ServerFault(f"the connection broke: {_told(error)}", weight=0.5) from error
-        finally:
-            self._idle.append(connection)
-        status, received = response.status_code, response.content
+    ) -> Response:
+        """An answer that concerns this one request. Raises as ``ask``."""
+        response = await self._connections.exchange(
+            method, url, content, timeout_s=timeout_s, max_bytes=self._most_bytes
+        )
+        status, received = response.status, response.content
+        if status < 300 and not response.is_whole:
+            raise AnswerTooLargeError(
+                f"the answer has more than engine.max_answer_bytes = {self._max_answer_bytes}; the"
+                " rest was not read. Lower sampling.max_tokens, n or logprobs, or raise"
+                " engine.max_answer_bytes"
+            )
         if self._key and status != 200:  # some say which key they don't like
             received = received.replace(self._key.encode(), b"***")
         self._check(status, received, url, response.headers)
-        return status, received
+        return response._replace(content=received)
+
+    def _most_bytes(self, status: int) -> int:
+        return self._max_answer_bytes if status < 300 else _MOST_ERROR_BYTES
 
     def _check(self, status: int, received: bytes, url: str, headers: Mapping[str, str]) -> None:
         """Raise what concerns all requests: EngineError or TurnedAway."""
@@ -259,18 +265,21 @@ class Remote:
             return
         refusal = api.refusal_of(status, received)
         if status < 400:
-            raise EngineError(
+            raise Barred(
                 f"{url}: answered {status}, moved to {headers.get('location')}; redirects are not"
-                " followed: give the new address as engine.base_url"
+                " followed: give the new address as engine.base_url",
+                str(refusal),
             )
         if status == 402 or refusal.is_out_of_money:
-            raise EngineError(f"{url}: {refusal}; no waiting helps, the account must be paid")
+            unpaid = f"{url}: {refusal}; no waiting helps, the account must be paid"
+            raise EngineError(unpaid) if refusal.is_out_of_money else Barred(unpaid, str(refusal))
         if status in (401, 403):
             how = "does the key in it fit the server?" if self._key else "it is not set"
-            raise EngineError(
+            denied = (
                 f"{url}: access refused ({refusal}); the key is read from the environment variable"
                 f" {self._key_name} (engine.api_key_env): {how}"
             )
+            raise EngineError(denied) if status == 401 else Barred(denied, str(refusal))
         if status in _BUSY or status in _AWAY:
             raise TurnedAway(
                 f"the server answered {refusal}",
@@ -310,7 +319,3 @@ def _key(name: str) -> str:
 async def _encoded(body: Mapping[str, Any]) -> bytes:
     """On a thread of the loop's own: making PNGs takes a while, and the others need the loop."""
     return await asyncio.to_thread(api.encoded, body)
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

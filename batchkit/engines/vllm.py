@@ -19,12 +19,12 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
-
-import psutil
 
 from batchkit.config import JobConfig
 from batchkit.engines.base import BURST_GAP_S, EngineLoad, RenderedPrompt
+from batchkit.engines.launcher import SCRATCH
 from batchkit.engines.refusal import cause, chat_template, check_length, missing_folder, near
 from batchkit.engines.startup import explain
 from batchkit.errors import (
@@ -36,6 +36,7 @@ from batchkit.errors import (
     RowTimeoutError,
 )
 from batchkit.faults import EngineDied, Fault, StartFailed, fault_of
+from batchkit.host_memory import family_bytes
 from batchkit.types import Choice, Completion, Request, Usage
 
 # The image cache keeps processed pixels for images that come again. Rows that share an image
@@ -196,7 +197,6 @@ class VllmEngine:
         import vllm
 
         self._row_timeout_s = job.run.row_timeout_s
-        self._process = psutil.Process()
         self._is_memory_limited = job.run.max_host_gb is not None
         self._host_memory = 0
         self._next_memory_look = 0.0
@@ -255,15 +255,13 @@ class VllmEngine:
         return self._stats.load()._replace(host_bytes=self._host_bytes())
 
     def _host_bytes(self) -> int:
-        """Of this process and its workers, looked up once a second, and only where it is limited:
-        finding the workers means going through all processes of the host."""
+        """Of this process and its workers, looked up once a second, and only where it is limited."""
         if not self._is_memory_limited:
             return 0
         now = time.monotonic()
         if now >= self._next_memory_look:
             self._next_memory_look = now + _MEMORY_LOOK_S
-            family = [self._process, *self._process.children(recursive=True)]
-            self._host_memory = sum(_resident_bytes(process) for process in family)
+            self._host_memory = family_bytes(os.getpid())
         return self._host_memory
 
     def close(self) -> None:
@@ -532,12 +530,22 @@ def _set_environment(log_level: str = _QUIET) -> None:
 def _load(job: JobConfig, limits: Mapping[str, Any]) -> Any:
     import vllm
 
+    _keep_rendezvous_in(os.environ.get(SCRATCH))
     try:
         return vllm.LLM(**_llm_options(job))
     except Exception as error:
         # Loading runs the model's code and the device's drivers: any type may come out of it.
         message = explain(error, job.engine.model)
         raise StartFailed(message, fault_of(error), limits) from error
+
+
+def _keep_rendezvous_in(folder: str | None) -> None:
+    """The file over which vLLM's processes find each other is created in ``folder``, which goes with
+    the engine: vLLM leaves it among the temporary files. It has no setting for this."""
+    from vllm.utils import network_utils
+
+    if folder is not None and hasattr(network_utils, "get_file_store_init_method"):
+        network_utils.tempfile = SimpleNamespace(gettempdir=lambda: folder)
 
 
 def _limits(vllm_config: Any) -> dict[str, Any]:
@@ -592,13 +600,6 @@ def _logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[dict[str, Any]] |
 
 def _token_id(key: Any) -> Any:
     return int(key) if isinstance(key, str) and key.lstrip("-").isdigit() else key
-
-
-def _resident_bytes(process: psutil.Process) -> int:
-    try:
-        return int(process.memory_info().rss)
-    except psutil.NoSuchProcess:
-        return 0
 
 
 class _Stats:

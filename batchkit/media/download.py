@@ -29,6 +29,9 @@ MAX_REDIRECTS = 3
 _CHUNK_BYTES = 2**16
 _IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")  # RFC 6052: the last 32 bits are an IPv4 address
+# IANA has given out public addresses from it alone. Outside are, among others, 64:ff9b:1::/48 (RFC
+# 8215: a network's own translation to IPv4) and ::a.b.c.d, which Python's is_global lets pass.
+_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
 
 
 class _Address(NamedTuple):
@@ -139,6 +142,8 @@ def _is_public(address: _IPAddress) -> bool:
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if inner is not None:
             return _is_public(inner)
+        if address not in _GLOBAL_UNICAST:
+            return False
     return address.is_global and not address.is_multicast
 
 

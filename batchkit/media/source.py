@@ -6,7 +6,8 @@ import base64
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
@@ -42,20 +43,20 @@ def read_file(source: str, name: str, media: MediaTable) -> bytes:
         root = Path(media.root).resolve()
         resolved = (root / path).resolve()
         if not resolved.is_relative_to(root):
-            raise MediaError(
-                f"{name}: the file is {resolved}, outside media.root {root};"
-                " move it there, or set media.root to a folder that holds both"
-            )
-        status = resolved.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise MediaError(
-                f"{name}: {resolved} is {_file_type(status.st_mode)}; give the path of a file"
-            )
-        check_bytes(status.st_size, name, media)
-        # O_NONBLOCK and O_NOFOLLOW: what was checked may have been replaced since.
-        descriptor = os.open(resolved, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:
-            data = file.read(min(status.st_size, media.max_bytes) + 1) or b""
+            raise _outside(name, resolved, root)
+        with _opened(resolved) as file:
+            # What was checked may have been replaced since, a folder by a link that leads outside.
+            found = _through(file).readlink()
+            if not found.is_relative_to(root):
+                raise _outside(name, found, root)
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode):
+                raise MediaError(
+                    f"{name}: {resolved} is {_file_type(status.st_mode)}; give the path of a file"
+                )
+            check_bytes(status.st_size, name, media)
+            with open(_through(file), "rb") as readable:
+                data = readable.read(min(status.st_size, media.max_bytes) + 1)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MediaError(
             f"{name}: no such file under media.root {root}; check the path, or set media.root"
@@ -68,6 +69,28 @@ def read_file(source: str, name: str, media: MediaTable) -> bytes:
         ) from error
     check_bytes(len(data), name, media)
     return data
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """A descriptor that names the file and can't read it: opening a device or a FIFO does nothing."""
+    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _through(descriptor: int) -> Path:
+    """A link that shows where the file is now, and opens this very file."""
+    return Path(f"/proc/self/fd/{descriptor}")
+
+
+def _outside(name: str, found: Path, root: Path) -> MediaError:
+    return MediaError(
+        f"{name}: the file is {found}, outside media.root {root};"
+        " move it there, or set media.root to a folder that holds both"
+    )
 
 
 def read_data_uri(uri: str, name: str, media: MediaTable) -> bytes:

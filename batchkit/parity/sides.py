@@ -10,7 +10,7 @@ from batchkit.config import EngineKind, EngineTable, JobConfig, SamplingTable
 from batchkit.engines import sampling_names
 from batchkit.engines.refusal import near
 from batchkit.errors import JobError
-from batchkit.job_file import make_job
+from batchkit.job_file import make_job, masked_override
 
 KINDS: tuple[str, ...] = get_args(EngineKind)
 TOP_LOGPROBS = 5
@@ -115,12 +115,16 @@ def _side(name: str, kind: str, job: JobConfig, settings: Sequence[str], greedy:
         key, equals, _ = setting.partition("=")
         key = key.strip()
         if not equals:
-            raise JobError(f"--set-{name} {setting}: write KEY=VALUE, as engine.model=PATH")
+            raise JobError(
+                f"--set-{name} {masked_override(setting)}: write KEY=VALUE, as engine.model=PATH"
+            )
         if key == "engine.kind":
-            raise JobError(f"--set-{name} {setting}: --engines says which kinds are compared")
+            raise JobError(
+                f"--set-{name} {masked_override(setting)}: --engines says which kinds are compared"
+            )
         if not key.startswith("engine."):
             raise JobError(
-                f"--set-{name} {setting}: only engine.… may differ between the sides; rows, prompts"
+                f"--set-{name} {masked_override(setting)}: only engine.… may differ between the sides; rows, prompts"
                 " and sampling are the same for both (--set)"
             )
     table, left_out = _table_for(kind, job.engine)

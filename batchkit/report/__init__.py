@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from batchkit.errors import StoreError
+from batchkit.files import replacing
 from batchkit.join import with_group
 from batchkit.ledger import RESULTS
 from batchkit.manifest import job_of_run, read_manifest
@@ -13,9 +14,9 @@ from batchkit.report.figures import Tally
 from batchkit.report.page import check_page, render
 from batchkit.report.pictures import Pictures
 from batchkit.report.rows import show
-from batchkit.runfolder import replacing
 from batchkit.scorebook import read_scored
 from batchkit.scoring.metrics import tabulate
+from batchkit.store import check_log
 
 __all__ = ["REPORT", "write_comparison", "write_report"]
 
@@ -30,12 +31,13 @@ def write_report(folder: Path, path: Path | None = None, *, images: bool = True)
     and charts are over all of them. ``images=False`` leaves the thumbnails out.
 
     Raises:
-        StoreError: not a run folder, no row has finished, or the file can't be written.
+        StoreError: not a run folder, no row has finished, its log is damaged, or the file can't be written.
     """
     manifest, job = read_manifest(folder), job_of_run(folder)
     path = path or folder / REPORT
     if not (folder / RESULTS).exists():
         raise StoreError(f"{folder}: nothing to report: no row has finished yet")
+    check_log(folder)
     check_page(path)
     tally = Tally()
     records = with_group(read_scored(folder), job)

@@ -10,9 +10,9 @@ from markupsafe import Markup
 
 from batchkit.compare import Comparison, Delta
 from batchkit.errors import StoreError
+from batchkit.files import replacing
 from batchkit.report.figures import nice
 from batchkit.report.page import check_page, page
-from batchkit.runfolder import replacing
 from batchkit.scoring.metrics import head
 
 

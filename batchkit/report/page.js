@@ -324,6 +324,11 @@
       if (score !== null) cell.append(meter(score / (scale === 1 ? 10 : 100)));
       box.append(cell);
     }
+    if (row.unscored) {
+      const why = make("div");
+      why.append(make("dt", "", "unscored"), make("dd", "", row.unscored));
+      box.append(why);
+    }
     return box.childElementCount ? box : null;
   }
 

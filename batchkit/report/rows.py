@@ -18,6 +18,7 @@ from batchkit.errors import BatchkitError, JobError, RowError
 from batchkit.join import with_group
 from batchkit.ledger import failure_kind
 from batchkit.manifest import job_of_run, without_masked
+from batchkit.masking import masked_text
 from batchkit.prompts import PromptRenderer
 from batchkit.report.figures import Tally
 from batchkit.report.pictures import Pictures
@@ -83,7 +84,9 @@ def show(folder: Path, tally: Tally, pictures: Pictures | None) -> Shown:
     ]
     if inputs.problem:
         left = "only the kept fields are shown" if kept_fields(job) else "no fields are shown"
-        notes.append(f"Where the input can't be read as it was, {left}: {inputs.problem}")
+        notes.append(
+            f"Where the input can't be read as it was, {left}: {masked_text(inputs.problem)}"
+        )
     return _packed(details, job, notes, reader.field_limit)
 
 
@@ -167,6 +170,7 @@ class _Reader(NamedTuple):
             "prediction": clipped(record.get("prediction"), self.text_limit),
             "reference": clipped(reference, 4_000),
             "scores": record.get("scores"),
+            "unscored": record.get("unscored"),
             "error": _error(record.get("error") or {}),
             "finish": record.get("finish_reason"),
             "attempt": record.get("attempt"),

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 import orjson
 
 from batchkit.config import JobConfig, ScoringTable
-from batchkit.scoring.extract import EXTRACTORS
+from batchkit.scoring.bounds import MOST_COMPARED, Unscorable, check_length
+from batchkit.scoring.extract import extracted
 from batchkit.scoring.overlap import OVERLAPS, Pair, overlap, pair, preload
 from batchkit.scoring.reward import parse_reward
 from batchkit.scoring.values import choice, numeric
@@ -29,10 +30,12 @@ SCORES_OF = {"chart": ("ecr", "pass")}  # of all others: one, by the scorer's ow
 
 
 class Scored(NamedTuple):
-    """What was read from an answer. A score of None: it could not be told."""
+    """What was read from an answer. A score of None: it is unscored; ``unscored``: why, if not for
+    want of a prediction or a reference."""
 
     prediction: str | None
     scores: dict[str, float | None]
+    unscored: str | None = None
 
 
 class Scoring:
@@ -75,16 +78,21 @@ class Scoring:
 
     def score(self, text: str, fields: Mapping[str, Any], row_id: str) -> Scored:
         """The prediction in ``text`` and its scores; never raises for what a model wrote."""
-        table = self.table_for(fields)
-        prediction = self._extracted(text, table, row_id)
-        if prediction is None and table.extract == "final-answer":
+        table, reasons = self.table_for(fields), list[str]()
+        prediction = self._extracted(text, table, row_id, reasons)
+        if prediction is None and table.extract == "final-answer" and not reasons:
             prediction = text.strip()
-        return self.score_prediction(prediction, fields, row_id)
+        return self._compared(prediction, fields, row_id, reasons)
 
     def score_prediction(
         self, prediction: str | None, fields: Mapping[str, Any], row_id: str
     ) -> Scored:
         """As ``score``, of what was read from an answer already."""
+        return self._compared(prediction, fields, row_id, [])
+
+    def _compared(
+        self, prediction: str | None, fields: Mapping[str, Any], row_id: str, reasons: list[str]
+    ) -> Scored:
         table = self.table_for(fields)
         reference = self.reference(fields, row_id)
         scores: dict[str, float | None] = {}
@@ -94,8 +102,8 @@ class Scoring:
                 scores |= dict.fromkeys(SCORES_OF.get(name, (name,)))
             else:
                 by_name = partial(compare.by, name)
-                scores[name] = self._tried(f"the scorer {name}", row_id, by_name)
-        return Scored(prediction, scores)
+                scores[name] = self._tried(f"the scorer {name}", row_id, by_name, reasons)
+        return Scored(prediction, scores, "; ".join(dict.fromkeys(reasons)) or None)
 
     def finds_nothing(self, text: str, fields: Mapping[str, Any], row_id: str = "?") -> bool:
         """True where the answer lacks what its extractor looks for."""
@@ -104,7 +112,7 @@ class Scoring:
             return False  # the official code takes it as it is, so that its calls can be compared
         if table.default_reward is not None:  # it stands in for what is looked for
             table = _laid_over(table, {"default_reward": None})
-        return self._extracted(text, table, row_id) is None
+        return self._extracted(text, table, row_id, []) is None
 
     def reference(self, fields: Mapping[str, Any], row_id: str) -> str | None:
         """The right answer, as text; None where there is none."""
@@ -116,17 +124,28 @@ class Scoring:
         text = None if found is None else _as_text(found)
         return text if text and text.strip() else None
 
-    def _extracted(self, text: str, table: ScoringTable, row_id: str) -> str | None:
-        extract = partial(EXTRACTORS[table.extract], text, table)
-        return self._tried(f"the extractor {table.extract}", row_id, extract)
+    def _extracted(
+        self, text: str, table: ScoringTable, row_id: str, reasons: list[str]
+    ) -> str | None:
+        extract = partial(extracted, text, table)
+        return self._tried(f"the extractor {table.extract}", row_id, extract, reasons)
 
-    def _tried(self, who: str, row_id: str, make: Callable[[], T | None]) -> T | None:
-        """What ``make`` gives. An answer was paid for: nobody who fails over it may lose it."""
+    def _tried(
+        self, who: str, row_id: str, make: Callable[[], T | None], reasons: list[str]
+    ) -> T | None:
+        """What ``make`` gives; where it fails, None, and why is added to ``reasons``.
+
+        An answer was paid for: nothing that fails over it may lose it.
+        """
         try:
             return make()
+        except Unscorable as error:
+            reason = f"{who}: {error}"
         except Exception as error:
-            self._say(f"row {row_id}: {who} fails: {type(error).__name__}: {error}; unscored")
-            return None
+            reason = f"{who} fails: {type(error).__name__}: {error}"
+        reasons.append(reason)
+        self._say(f"row {row_id}: {reason}; unscored")
+        return None
 
 
 def scorers_of(table: ScoringTable) -> list[str]:
@@ -169,6 +188,8 @@ class _Comparison:
             return parse_reward(prediction)
         if reference is None:
             return None
+        check_length("prediction", prediction, MOST_COMPARED)
+        check_length("reference", reference, MOST_COMPARED)
         if name in OVERLAPS:
             self._pair = self._pair or pair(prediction, reference, table.mode)
             return overlap(name, self._pair, table.mode)

@@ -13,16 +13,20 @@ from json import JSONDecodeError, JSONDecoder
 from typing import Any
 
 from batchkit.config import ScoringTable
+from batchkit.scoring.bounds import MOST_READ, Unscorable, check_length
+from batchkit.scoring.patterns import last_match
 from batchkit.scoring.reward import parse_reward
 from batchkit.scoring.values import numbers_in
 
 Extractor = Callable[[str, ScoringTable], str | None]
 
-_OPENED = re.compile(r"[{\[]")
+# An object or a list may begin here: a key, a value or its end follows.
+_OPENED = re.compile(r"""\{(?=[ \t\n\r]*+["}])|\[(?=[ \t\n\r]*+["{\[\]\-\dtfnNI])""")
 _MARKERS = ("[Final Answer]:", "Final Answer:")
 _FENCED = re.compile(r"```[ \t]*+\w*+[ \t]*+\r?\n(.*?)```", re.DOTALL)
 _MOST_IN_VAIN = 10_000_000  # characters; a text of nothing but brackets would take hours
 _DEAR = 10_000  # what nesting as deep as Python goes counts
+_FAILURE = 50  # what any failure counts
 
 
 def final_answer(text: str, table: ScoringTable) -> str | None:
@@ -47,10 +51,7 @@ def reward(text: str, table: ScoringTable) -> str | None:
 
 def regex(text: str, table: ScoringTable) -> str | None:
     """The last match of ``pattern``: its first group, if it has one."""
-    *_, last = [None, *re.finditer(table.pattern or "", text)]
-    if last is None:
-        return None
-    found: str | None = last[1] if last.re.groups else last[0]
+    found = last_match(table.pattern or "", text)
     return None if found is None else found.strip()
 
 
@@ -75,14 +76,29 @@ def code(text: str, table: ScoringTable) -> str | None:
 
 def _json_in(text: str) -> Iterator[Any]:
     decoder, position, in_vain = JSONDecoder(), 0, 0
-    while in_vain < _MOST_IN_VAIN and (start := _OPENED.search(text, position)) is not None:
+    # The decoder counts the lines before an error, from the beginning of what it is given.
+    rest, rest_from, window = text, 0, max(1024, len(text) // 1000)
+    while (found := _OPENED.search(text, position)) is not None:
+        if found.start() - rest_from > window:
+            rest, rest_from = text[found.start() :], found.start()
+        start = found.start() - rest_from
         try:
-            value, position = decoder.raw_decode(text, start.start())
+            value, end = decoder.raw_decode(rest, start)
+            position = rest_from + end
             yield value
         except (ValueError, RecursionError) as error:  # a number may have too many digits, too
-            position = start.end()
-            read_to = error.pos if isinstance(error, JSONDecodeError) else position + _DEAR
-            in_vain += read_to - start.start()
+            position = found.end()
+            in_vain += _FAILURE + _read_in_vain(error, len(rest)) - start
+            if in_vain > _MOST_IN_VAIN:
+                raise Unscorable("the answer has too many brackets that begin no JSON") from None
+
+
+def _read_in_vain(error: Exception, length: int) -> int:
+    """The place in the text, of ``length`` characters, up to which was read."""
+    if not isinstance(error, JSONDecodeError):
+        return _DEAR  # too deep
+    # The place of this one is where the string begins, and no type tells it from the others.
+    return length if error.msg.startswith("Unterminated string") else error.pos
 
 
 def _as_json(value: Any) -> str | None:
@@ -102,6 +118,16 @@ def _at(value: Any, key: str | None) -> Any:
         else:
             return None
     return value
+
+
+def extracted(text: str, table: ScoringTable) -> str | None:
+    """The prediction in ``text``, as ``table.extract`` reads it.
+
+    Raises:
+        Unscorable: the answer is too long, or reading it takes too long.
+    """
+    check_length("answer", text, MOST_READ)
+    return EXTRACTORS[table.extract](text, table)
 
 
 EXTRACTORS: dict[str, Extractor] = {

@@ -16,6 +16,7 @@ from typing import Any
 
 OUT_OF_TEN = ("reward",)
 ALL = "all"
+_MOST_REASONS = 20
 _NAMES = {
     "f1": "F1",
     "em": "EM",
@@ -36,6 +37,7 @@ class Group:
     failed: int = 0
     scores: dict[str, array[float]] = field(default_factory=dict)
     unscored_by: dict[str, int] = field(default_factory=dict)
+    unscored_because: dict[str, int] = field(default_factory=dict)
 
     def add(self, record: Mapping[str, Any]) -> None:
         if record["status"] != "ok":
@@ -50,6 +52,10 @@ class Group:
             else:
                 told = True
                 values.append(score if name in OUT_OF_TEN else score * 100)
+        if reason := record.get("unscored"):
+            kept = len(self.unscored_because) < _MOST_REASONS or reason in self.unscored_because
+            reason = reason if kept else "other reasons"
+            self.unscored_because[reason] = self.unscored_because.get(reason, 0) + 1
         self.scored += told
         self.unscored += not told
 
@@ -71,6 +77,7 @@ class Group:
             "unscored": self.unscored,
             "failed": self.failed,
             **({"unscored_by": self.unscored_by} if any(self.unscored_by.values()) else {}),
+            **({"unscored_because": self.unscored_because} if self.unscored_because else {}),
             **({"spread": spread} if spread else {}),
         }
 
@@ -106,6 +113,8 @@ class ScoreTable:
         rows.append(self._line(ALL, self.overall))
         lines = [markdown(heads, rows)]
         lines += [self._spread_text(name) for name in OUT_OF_TEN if name in self.overall.scores]
+        because = self.overall.unscored_because.items()
+        lines += [f"unscored, {count:,} rows: {reason}" for reason, count in because]
         return "\n".join(lines)
 
     def _line(self, name: str, group: Group) -> list[str]:

@@ -9,25 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
 
 from batchkit.config import InputTable
-from batchkit.errors import RequestError
 from batchkit.shard import parse_shard
 from batchkit.sources.files import input_files
-from batchkit.sources.fingerprint import FileFingerprint, fingerprint
+from batchkit.sources.fingerprint import FileFingerprint, changed_files, fingerprint
 from batchkit.sources.formats import format_of, load_counter, load_reader
-from batchkit.sources.reader import one_of, shown
+from batchkit.sources.ids import is_fallback, row_of
+from batchkit.sources.python_rows import PLACE, python_rows
 from batchkit.sources.where import compile_where
 from batchkit.types import Row
 
 __all__ = [
+    "PLACE",
     "FileFingerprint",
+    "changed_files",
     "count_rows",
     "fingerprint",
     "has_ids",
     "input_files",
+    "is_fallback",
     "never",
+    "python_rows",
     "read_rows",
 ]
 
@@ -58,9 +61,13 @@ def read_rows(table: InputTable, *, skip: Callable[[int], bool] = never) -> Iter
         return
     shard = parse_shard(table.shard)
     if has_ids(table):
-        yield from (row for row in _rows(table, skip) if shard.holds(row.id))
+        yield from (row for row in _rows(table, skip) if shard.holds(_shared_out_by(row)))
     else:  # told by the index alone, so the rows of other shards need not be parsed
         yield from _rows(table, lambda index: skip(index) or not shard.holds(str(index)))
+
+
+def _shared_out_by(row: Row) -> str:
+    return str(row.index) if is_fallback(row.id) else row.id
 
 
 def _rows(table: InputTable, skip: Callable[[int], bool]) -> Iterator[Row]:
@@ -72,6 +79,7 @@ def _rows(table: InputTable, skip: Callable[[int], bool]) -> Iterator[Row]:
         return checked and table.limit is None and skip(index)
 
     index = n_kept = 0
+    some_have_ids = has_ids(table)
     for path in input_files(table):
         format_name = format_of(path, table)
         key = _id_key(path, table)
@@ -80,7 +88,7 @@ def _rows(table: InputTable, skip: Callable[[int], bool]) -> Iterator[Row]:
             if not filtered or not isinstance(found, dict) or keeps(found, path):
                 n_kept += 1
                 if found is not None and not (filtered and skip(index)):
-                    yield _row(index, found, key, path)
+                    yield row_of(index, found, key, path, others_have_ids=some_have_ids)
             checked = checked or isinstance(found, dict)
             index += 1
             if n_kept == table.limit:
@@ -113,21 +121,10 @@ def count_rows(table: InputTable) -> int:
 
 def has_ids(table: InputTable) -> bool:
     """True where the rows bring ids of their own, which outlive a change of their place."""
+    if table.id is not None:
+        return True
     return any(_id_key(path, table) is not None for path in input_files(table))
 
 
 def _id_key(path: str, table: InputTable) -> str | None:
     return table.id or ("custom_id" if format_of(path, table) == "openai-batch" else None)
-
-
-def _row(index: int, found: dict[str, Any] | RequestError, key: str | None, path: str) -> Row:
-    if isinstance(found, RequestError):
-        return Row(index, str(index), {}, found)
-    if key is None:
-        return Row(index, str(index), found)
-    value = found.get(key)
-    if value is not None:
-        return Row(index, str(value), found)
-    problem = "is null" if key in found else f"is missing; {one_of(key, found)}"
-    error = RequestError(f"{path} row {index}: input.id is {shown(key)}, which {problem}")
-    return Row(index, str(index), found, error)

@@ -14,6 +14,7 @@ from typing import Any
 from batchkit.config import InputTable
 from batchkit.errors import InputError
 from batchkit.fsspec_urls import failure
+from batchkit.regular_file import open_regular
 
 BLOCK_BYTES = 2**20
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")  # undone on the fly, by name, as fsspec does
@@ -39,7 +40,7 @@ def input_files(table: InputTable) -> list[str]:
     """
     if table.path is None:
         raise InputError("input.path is not set; give the file that holds the rows")
-    path = table.path.removeprefix("file://")
+    path = table.path.removeprefix("file://").removeprefix("local://")
     files = _remote_files(path) if "://" in path else _local_files(path)
     if not files:
         raise InputError(f"{path}: no file matches; check input.path{_neighbour(path)}")
@@ -51,8 +52,8 @@ def open_input(path: str, *, text: bool = True) -> Iterator[io.BufferedReader[An
     """``path`` for reading bytes, decompressed; as text, from behind a UTF-8 byte order mark.
 
     Raises:
-        InputError: missing, unreadable now or while it is being read, empty, or, as text, in an
-            encoding or format that is no UTF-8.
+        InputError: missing, not a file (a pipe, a device), unreadable now or while it is being
+            read, empty, or, as text, in an encoding or format that is no UTF-8.
     """
     try:
         with _open(path) as file:
@@ -98,19 +99,28 @@ def _neighbour(path: str) -> str:
 @contextmanager
 def _open(path: str) -> Iterator[io.BufferedReader[Any]]:
     if "://" not in path and not path.endswith(COMPRESSIONS):
-        with io.BufferedReader(io.FileIO(path), BLOCK_BYTES) as file:
+        with io.BufferedReader(open_regular(path), BLOCK_BYTES) as file:
             yield file
         return
-    import fsspec
-
     with ExitStack() as stack:
         try:
-            foreign = stack.enter_context(fsspec.open(path, "rb", compression="infer"))
+            foreign = stack.enter_context(_through_fsspec(path, stack))
         except OSError:  # open_input knows these
             raise
         except Exception as error:  # each filesystem raises its vendor's own
             raise remote_error(path, error) from error
         yield stack.enter_context(io.BufferedReader(_Foreign(foreign), BLOCK_BYTES))
+
+
+def _through_fsspec(path: str, stack: ExitStack) -> Any:
+    """``path``, decompressed by its name; a local one is opened here, as fsspec waits for a pipe."""
+    import fsspec
+    from fsspec.utils import infer_compression
+
+    if "://" in path:
+        return fsspec.open(path, "rb", compression="infer")
+    file, method = stack.enter_context(open_regular(path)), infer_compression(path)
+    return file if method is None else fsspec.compression.compr[method](file, mode="rb")
 
 
 class _Foreign(io.RawIOBase):

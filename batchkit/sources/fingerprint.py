@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from batchkit.config import InputTable
 from batchkit.errors import InputError
+from batchkit.masking import masked
+from batchkit.regular_file import open_regular
 from batchkit.sources.files import input_files, remote_error
+
+SMALL_BYTES = 2**24  # what is read again in no time, whatever its time says
 
 
 @dataclass(frozen=True, slots=True)
 class FileFingerprint:
     """One input file. ``sha256`` is of its bytes; of a remote file, of what its store tells of it
-    (``fsspec``'s ``ukey``: size, ETag or time), and ``mtime_ns`` is then 0."""
+    (``fsspec``'s ``ukey``: size, ETag or time), and the times are then 0. ``ctime_ns`` changes with
+    every write, and can't be set back as ``mtime_ns`` can."""
 
     path: str
     size: int
     mtime_ns: int
     sha256: str
+    ctime_ns: int = 0  # not known to the runs of older versions
 
 
 def fingerprint(
@@ -28,25 +35,69 @@ def fingerprint(
 ) -> list[FileFingerprint]:
     """One fingerprint per input file, in order.
 
-    A local file whose path, size and time stand in ``previous`` keeps its sha256 unread.
+    A local file whose path, size and times are as in ``previous`` keeps its sha256 unread.
 
     Raises:
         InputError: no file, or one can't be read.
     """
-    known = {(old.path, old.size, old.mtime_ns): old.sha256 for old in previous}
+    known = {(old.path, old.size, old.mtime_ns, old.ctime_ns): old.sha256 for old in previous}
     return [_remote(path) if "://" in path else _local(path, known) for path in input_files(table)]
 
 
-def _local(path: str, known: dict[tuple[str, int, int], str]) -> FileFingerprint:
+def changed_files(
+    table: InputTable, then: Sequence[FileFingerprint], *, thorough: bool
+) -> dict[str, str]:
+    """How each file of the input differs from what it was ``then``, by path.
+
+    Looks at the size and the time of local files. ``thorough``: also at the content where the input
+    is small or a file's ctime differs, at remote files, and at whether other files match.
+
+    Raises:
+        InputError: a remote file can't be looked at.
+    """
+    is_small = sum(old.size for old in then) <= SMALL_BYTES
+    found = {old.path: how for old in then if (how := _change(old, is_small, thorough)) is not None}
+    if thorough and not found:
+        known = {old.path for old in then}
+        found = {path: "it was not there" for path in input_files(table) if path not in known}
+    return found
+
+
+def _change(old: FileFingerprint, is_small: bool, thorough: bool) -> str | None:
+    if "://" in old.path:
+        return _difference(old, _remote(old.path)) if thorough else None
     try:
-        with open(path, "rb") as file:
-            stat = os.fstat(file.fileno())
-            sha256 = known.get((path, stat.st_size, stat.st_mtime_ns))
+        stat = Path(old.path).stat()
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    if (stat.st_size, stat.st_mtime_ns) != (old.size, old.mtime_ns):
+        now = FileFingerprint(old.path, stat.st_size, stat.st_mtime_ns, old.sha256)
+        return _difference(old, now)
+    if thorough and (is_small or stat.st_ctime_ns != old.ctime_ns):
+        return _difference(old, _local(old.path, {}))
+    return None
+
+
+def _difference(old: FileFingerprint, new: FileFingerprint) -> str | None:
+    if new.size != old.size:
+        return f"{old.size:,} bytes → {new.size:,} bytes"
+    if new.sha256 != old.sha256:
+        return "its content, not its size"
+    if new.mtime_ns != old.mtime_ns:
+        return "it was written to, its size is the same"
+    return None
+
+
+def _local(path: str, known: Mapping[tuple[str, int, int, int], str]) -> FileFingerprint:
+    try:
+        with open_regular(path) as file:
+            stat = os.fstat(file.fileno())  # before the content: a write during it shows later
+            sha256 = known.get((path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
             if sha256 is None:
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise InputError(f"{path}: can't be read: {error.strerror}") from error
-    return FileFingerprint(path, stat.st_size, stat.st_mtime_ns, sha256)
+    return FileFingerprint(path, stat.st_size, stat.st_mtime_ns, sha256, stat.st_ctime_ns)
 
 
 def _remote(path: str) -> FileFingerprint:
@@ -54,7 +105,13 @@ def _remote(path: str) -> FileFingerprint:
 
     try:
         filesystem, name = url_to_fs(path)
-        size, key = filesystem.size(name), str(filesystem.ukey(name))
+        # What http tells of a file is its URL: the same one, signed anew, is the same file.
+        known_by = masked(name) if path.startswith(("http://", "https://")) else name
+        filesystem.invalidate_cache()  # of listings, which would say what was true earlier
+        size, key = filesystem.size(name), str(filesystem.ukey(known_by))
+        if "http" in filesystem.protocol:  # whose ukey is the URL alone
+            info = filesystem.info(name)
+            key += f" {size} {info.get('ETag') or info.get('Last-Modified')}"
     except Exception as error:  # each filesystem raises its vendor's own
         raise remote_error(path, error) from error
     return FileFingerprint(path, size or 0, 0, hashlib.sha256(key.encode()).hexdigest())

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from io import BufferedReader
 from itertools import islice
+from typing import Any
 
 import ijson
 import orjson
 
 from batchkit.config import InputTable
 from batchkit.errors import InputError, RequestError
+from batchkit.sources.depth import TOO_DEEP, ShallowJson, is_too_deep
 from batchkit.sources.files import BLOCK_BYTES, open_input
 from batchkit.sources.reader import Found, Skip, one_of, shown
 
@@ -25,9 +28,12 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
             raise _not_a_list(path, None, start)
         prefix = "item" if table.records is None else f"{table.records}.item"
         try:
-            for member in ijson.items(file, prefix, use_float=True):
+            shallow = ShallowJson(file)
+            for member in ijson.items(shallow, prefix, use_float=True):
                 if skip(index):
                     yield None
+                elif shallow.is_deep and is_too_deep(member):
+                    yield RequestError(f"{path} row {n_rows} of the list: {TOO_DEEP}")
                 elif isinstance(member, dict):
                     yield member
                 else:
@@ -92,12 +98,14 @@ def _top_keys(path: str) -> list[str]:
     return list(dict.fromkeys(key for _, _, key in events))
 
 
-def _events(file: object) -> Iterator[tuple[str, str, str]]:
-    return islice(ijson.parse(file, use_float=True), MAX_DIAGNOSED_EVENTS)
+def _events(file: BufferedReader[Any]) -> Iterator[tuple[str, str, str]]:
+    return islice(ijson.parse(ShallowJson(file), use_float=True), MAX_DIAGNOSED_EVENTS)
 
 
 def _reason(error: Exception) -> str:
     """The first line of yajl's message, which goes on with a drawing of the place."""
     detail = error.args[0] if error.args else error
     text = detail.decode(errors="replace") if isinstance(detail, bytes) else str(detail)
+    if "integer overflow" in text:
+        return "a whole number beyond 64 bits; write it as text, in quotes"
     return text.partition("\n")[0].strip()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,8 +11,12 @@ import orjson
 
 from batchkit.config import InputTable
 from batchkit.errors import InputError, RequestError
+from batchkit.sources.depth import MAX_DEPTH, TOO_DEEP, is_too_deep
 from batchkit.sources.lines import read_lines
 from batchkit.sources.reader import Found, Skip, fault, shown
+
+_LONG_INT = re.compile(rb"[\[:,\s]-?\d{19,}")
+_SHORT = frozenset((str, int, bool, type(None)))
 
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
@@ -30,6 +36,10 @@ def parse_object(line: bytes, path: str, number: int) -> dict[str, Any] | Reques
         if number == 1 and line.strip() in (b"[", b"{", b"[{"):
             raise _is_json(path) from error
         return fault(path, number, _problem(line, error))
+    if isinstance(fields, dict) and _may_have_lost_digits(fields) and _LONG_INT.search(line):
+        fields = json.loads(line)  # which keeps them
+    if line.count(b"[") + line.count(b"{") > MAX_DEPTH and is_too_deep(fields):
+        return fault(path, number, TOO_DEEP)
     if isinstance(fields, dict):
         return fields
     if number == 1 and isinstance(fields, list) and any(isinstance(row, dict) for row in fields):
@@ -37,6 +47,11 @@ def parse_object(line: bytes, path: str, number: int) -> dict[str, Any] | Reques
     return fault(
         path, number, f"expected a JSON object, found {shown(fields)}; fix or remove the line"
     )
+
+
+def _may_have_lost_digits(fields: dict[str, Any]) -> bool:
+    """True where a whole number beyond 64 bits may be among the values: orjson makes it a float."""
+    return not _SHORT.issuperset(map(type, fields.values()))
 
 
 def _is_json(path: str) -> InputError:

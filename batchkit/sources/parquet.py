@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchkit.config import InputTable
 from batchkit.errors import InputError, RequestError
+from batchkit.sources.decoded import VALUE_BYTES, Slice, slices
 from batchkit.sources.files import BLOCK_BYTES, open_input
+from batchkit.sources.parquet_page import DictionaryPage, dictionary_page, longest_value
 from batchkit.sources.reader import Found, Skip, shown
 
 MAX_BATCH_ROWS = 1024
 TARGET_BATCH_BYTES = 2**24
+MAX_BATCH_BYTES = 2**26  # if every row has the longest value of its dictionary
+MIN_BATCH_ROWS = 32  # fewer are slow: for each batch Arrow allocates as much as a page
+MAX_SHARED_BYTES = 2**26  # a dictionary that is kept is copied for each batch
+MAX_ROW_BYTES = 2**30
 NOT_PYTHON = (ValueError, OverflowError, pa.ArrowException)
 """What to_pylist raises on a value that Python can't hold: no UTF-8, a date past year 9999."""
 
@@ -26,17 +32,25 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
     first = index
     with open_input(path, text=False) as file:
         parquet = _open(path, file)
+        footer, plain = parquet.metadata, parquet.schema_arrow
         try:
             for group in range(parquet.num_row_groups):
-                metadata = parquet.metadata.row_group(group)
+                metadata = footer.row_group(group)
                 if all(map(skip, range(index, index + metadata.num_rows))):
                     yield from repeat(None, metadata.num_rows)
                     index += metadata.num_rows
                     continue
-                for batch in parquet.iter_batches(_batch_rows(metadata), row_groups=[group]):
-                    for found in _rows(batch, path, index - first):
-                        yield None if skip(index) else found
-                        index += 1
+                n_rows, shared = _plan(file, footer, group, plain)
+                source = (
+                    _parquet(file, metadata=footer, read_dictionary=shared) if shared else parquet
+                )
+                for batch in source.iter_batches(n_rows, row_groups=[group]):
+                    for part in slices(batch, TARGET_BATCH_BYTES):
+                        for found in _rows(part, plain, path, index - first):
+                            yield None if skip(index) else found
+                            index += 1
+                        del part
+                    del batch  # else it is held until the next is read
         except pa.ArrowException as error:
             problem = f"broken Parquet after row {index - first}: {error}"
             raise InputError(f"{path}: {problem}") from error
@@ -54,8 +68,7 @@ def count(path: str) -> int:
 
 def _open(path: str, file: object) -> Any:
     try:
-        # Buffered, a column chunk is read as a stream, page by page, and not all at once.
-        parquet = pq.ParquetFile(file, buffer_size=BLOCK_BYTES, pre_buffer=False)
+        parquet = _parquet(file)
     except (pa.ArrowException, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise InputError(f"{path}: not a Parquet file: {reason}; check input.format") from error
@@ -65,16 +78,110 @@ def _open(path: str, file: object) -> Any:
     return parquet
 
 
-def _batch_rows(metadata: Any) -> int:
-    row_bytes = metadata.total_byte_size // max(1, metadata.num_rows)
-    return int(max(1, min(MAX_BATCH_ROWS, TARGET_BATCH_BYTES // max(1, row_bytes))))
+def _parquet(file: object, **how: Any) -> Any:
+    """Buffered, a column chunk is read as a stream, page by page, and not all at once."""
+    return pq.ParquetFile(file, buffer_size=BLOCK_BYTES, pre_buffer=False, **how)
 
 
-def _rows(batch: Any, path: str, position: int) -> list[Found]:
+class _Plan(NamedTuple):
+    """How to read a row group: rows at a time, and columns whose dictionaries stay what they are."""
+
+    batch_rows: int
+    shared: list[str]
+
+
+class _Dictionary(NamedTuple):
+    """A column's dictionary; every value of a batch may be its longest."""
+
+    chunk: Any
+    page: DictionaryPage
+    per_row: int
+    is_nested: bool
+
+
+def _plan(file: Any, footer: Any, group: int, plain: Any) -> _Plan:
+    """By the average row, and by the most that the dictionaries can make of one.
+
+    A value that is told by what it has in common with the one before may be as large as its chunk.
+    """
+    metadata, dictionaries = footer.row_group(group), list[_Dictionary]()
+    n_rows = max(1, metadata.num_rows)
+    row_bytes = 0
+    for number in range(metadata.num_columns):
+        chunk, column = metadata.column(number), footer.schema.column(number)
+        per_row, size = -(-chunk.num_values // n_rows), chunk.total_uncompressed_size
+        width = column.length if chunk.physical_type == "FIXED_LEN_BYTE_ARRAY" else 0
+        row_bytes += max(size // n_rows, per_row * max(VALUE_BYTES, width))
+        if chunk.physical_type != "BYTE_ARRAY" or size * chunk.num_values <= TARGET_BATCH_BYTES:
+            continue
+        if "DELTA_BYTE_ARRAY" in chunk.encodings:
+            row_bytes += per_row * size
+        if page := dictionary_page(file, chunk):
+            is_nested = column.max_repetition_level > 0
+            dictionaries.append(_Dictionary(chunk, page, per_row, is_nested))
+    usual = max(1, min(MAX_BATCH_ROWS, TARGET_BATCH_BYTES // max(1, row_bytes)))
+    longest = _longest(file, dictionaries, usual)
+    shared = [
+        one.chunk.path_in_schema
+        for one, n_bytes in zip(dictionaries, longest, strict=True)
+        if _is_shared(one, n_bytes, usual, plain)
+    ]
+    most = sum(
+        one.per_row * n_bytes
+        for one, n_bytes in zip(dictionaries, longest, strict=True)
+        if one.is_nested or one.chunk.path_in_schema not in shared  # a list is cast whole
+    )
+    return _Plan(max(1, min(usual, MAX_BATCH_BYTES // max(1, most))), shared)
+
+
+def _longest(file: Any, dictionaries: list[_Dictionary], usual: int) -> list[int]:
+    """Bytes that no value of each dictionary exceeds: those of all its values if that will do."""
+    most = sum(one.per_row * one.page.decoded_bytes for one in dictionaries)
+    will_do = most * min(usual, MIN_BATCH_ROWS) <= MAX_BATCH_BYTES
+    return [
+        one.page.decoded_bytes
+        if will_do and not _is_maybe_one_row(one, one.page.decoded_bytes)
+        else longest_value(file, one.page)
+        for one in dictionaries
+    ]
+
+
+def _is_shared(one: _Dictionary, longest: int, usual: int, plain: Any) -> bool:
+    """Too much for one row, or too much for as many rows as are read at a time otherwise."""
+    if _is_maybe_one_row(one, longest):
+        return True
+    path, size = one.chunk.path_in_schema, one.chunk.total_uncompressed_size
+    if path not in plain.names or max(size, one.page.decoded_bytes) > MAX_SHARED_BYTES:
+        return False
+    kind = plain.field(path).type  # others Arrow may read without their dictionary
+    is_text = bool(pa.types.is_string(kind) or pa.types.is_binary(kind))
+    return is_text and longest * min(usual, MIN_BATCH_ROWS) > MAX_BATCH_BYTES
+
+
+def _is_maybe_one_row(one: _Dictionary, longest: int) -> bool:
+    return one.is_nested and longest * one.chunk.num_values > MAX_ROW_BYTES
+
+
+def _rows(part: Slice, plain: Any, path: str, position: int) -> list[Found]:
+    batch = part.batch
+    if part.n_bytes > MAX_ROW_BYTES:
+        problem = f"{part.n_bytes:,} bytes once decoded; the most is {MAX_ROW_BYTES:,}"
+        return [RequestError(f"{path} row {position}: takes {problem}")]
     try:
-        return list(batch.to_pylist())
+        return list(_decoded(batch, plain).to_pylist())
     except NOT_PYTHON:
         return [_row(batch.slice(i, 1), path, position + i) for i in range(batch.num_rows)]
+
+
+def _decoded(batch: Any, plain: Any) -> Any:
+    """``batch`` with the types of ``plain``: without dictionaries, which are slow to make Python's."""
+    columns = []
+    for column, field in zip(batch.columns, plain, strict=True):
+        try:
+            columns.append(column.cast(field.type))
+        except (*NOT_PYTHON, NotImplementedError):
+            columns.append(column)
+    return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
 def _row(batch: Any, path: str, position: int) -> Found:

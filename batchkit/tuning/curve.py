@@ -10,9 +10,9 @@ from typing import NamedTuple
 from jinja2 import Environment, StrictUndefined
 
 from batchkit.errors import JobError
+from batchkit.files import replacing
 from batchkit.report.charts import number
 from batchkit.report.figures import nice
-from batchkit.runfolder import replacing
 from batchkit.tuning.bench import Bench
 from batchkit.tuning.table import Line
 

@@ -13,7 +13,7 @@ from batchkit.config import JobConfig
 from batchkit.engines.base import Engine
 from batchkit.prefetch import Prefetch
 from batchkit.prompts import PromptRenderer
-from batchkit.records import without_blank
+from batchkit.records import failed_unless_whole
 from batchkit.sources import read_rows
 from batchkit.tuning.idle import Idle, IdleMeter
 from batchkit.tuning.rounds import Answer, Budget, Round, Rounds
@@ -167,7 +167,7 @@ class _Feed:
             self._settle(completion)
 
     def _settle(self, completion: Completion) -> None:
-        settled = self._again.settle(without_blank(completion))
+        settled = self._again.settle(failed_unless_whole(completion))
         if settled is None:
             return
         self._prefetch.release(settled.request)

@@ -14,7 +14,7 @@ from tomlkit.exceptions import TOMLKitError
 from batchkit.config import JobConfig
 from batchkit.engines import MAX_NUM_SEQS, open_engine
 from batchkit.errors import JobError
-from batchkit.runfolder import write_atomically
+from batchkit.files import write_atomically
 from batchkit.window import START
 
 

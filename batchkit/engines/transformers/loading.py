@@ -23,8 +23,6 @@ def load_model(job: JobConfig, options: Options, config: Any) -> Any:
     """
     from transformers.utils import logging as transformers_logging
 
-    if options.trust_remote_code:
-        _LOG.warning("trust_remote_code: Python code that comes with %s is run", job.engine.model)
     transformers_logging.disable_progress_bar()  # it would fill engine.log
     source = {
         "revision": options.revision,

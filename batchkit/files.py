@@ -1,0 +1,93 @@
+"""Writing files so that no reader sees half of one, and nothing is written through a planted link."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from batchkit.errors import StoreError
+
+
+def open_private(path: Path, flags: int) -> int:
+    """A descriptor of a file in a run folder, never of what a symbolic link there leads to.
+
+    Raises:
+        OSError: as ``os.open``; also if ``path`` is a symbolic link.
+    """
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            error.strerror = "is a symbolic link, and nothing is written through one"
+        raise
+
+
+def open_log(path: Path) -> BinaryIO:
+    """A file that is only appended to.
+
+    Raises:
+        StoreError: it can't be written.
+    """
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        return os.fdopen(open_private(path, flags), "ab")
+    except OSError as error:
+        raise StoreError(f"{path}: can't write: {error.strerror}") from error
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace ``path`` so that a reader sees either the old content or all of the new.
+
+    For the process that holds the folder: two that write the same path at once would meet.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)  # of a process that was killed, or planted
+    with open(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Until the names in ``folder`` outlive a power cut."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file beside ``path`` that takes its name once all went well."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        os.close(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def building(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside ``folder`` that takes its name once all went well, else goes."""
+    process = f"{socket.gethostname()}-{os.getpid()}"
+    temporary = folder.with_name(f".{folder.name}.{process}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        temporary.rename(folder)
+        sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,87 @@
+"""What any value of a job may be, whatever its key: so that each can be written down and compared."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+MAX_DEPTH = 100  # tables and lists in one another; what writes them breaks at some 250
+_BITS = 64  # TOML's integers have as many, and so have those of JSON's writer
+_BRACKET = re.compile(r"[\[\]{}]")
+_LONG_NUMBER = re.compile(r"\d[\d_]{4000,}")  # Python reads up to 4300 digits
+_KEY = re.compile(r"^[ \t]*([\w.\"' -]+?)[ \t]*=", re.MULTILINE)
+_TABLE = re.compile(r"^[ \t]*\[+([^\[\]\n]+)\]+[ \t]*(?:#.*)?$", re.MULTILINE)
+
+
+def check_values(table: Mapping[str, Any]) -> None:
+    """Refuse what can't be written down.
+
+    Raises:
+        ValueError: naming the key, and what is wrong with its value.
+    """
+    for path, value in _walk(table):
+        if len(path) > MAX_DEPTH:
+            raise ValueError(f"{_dotted(path)}: nested more than {MAX_DEPTH} deep")
+        if isinstance(value, int) and value.bit_length() > _BITS:
+            raise ValueError(
+                f"{_dotted(path)}: found a number of {value.bit_length()} bits; whole numbers have"
+                f" {_BITS} at most"
+            )
+        if isinstance(value, str) and not _is_unicode(value):
+            raise ValueError(f"{_dotted(path)}: found text that is no valid UTF-8")
+
+
+def place_in(text: str, error: Exception) -> str:
+    """Where in a TOML file the value stands that Python's reader broke down over: line and key."""
+    position = _too_deep(text) if isinstance(error, RecursionError) else _too_long(text)
+    before = text[: position + 1]
+    keys = [found[-1][1] for pattern in (_TABLE, _KEY) if (found := [*pattern.finditer(before)])]
+    return f"line {before.count(chr(10)) + 1} ({'.'.join(keys)})"
+
+
+def reason_of(error: Exception) -> str:
+    """Why a reader of nested text broke down, for people."""
+    if isinstance(error, RecursionError | MemoryError):
+        return "nested too deeply"
+    if isinstance(error, ValueError) and "integer string conversion" in str(error):
+        return f"found a number of thousands of digits; whole numbers have {_BITS} bits at most"
+    return str(error)
+
+
+def _walk(table: Mapping[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every value below ``table`` with its path; what is too deep is not entered."""
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), table)]
+    while waiting:
+        path, value = waiting.pop()
+        yield path, value
+        if isinstance(value, Mapping):
+            waiting += [((*path, key), part) for key, part in value.items()]
+        elif isinstance(value, list | tuple):
+            waiting += [((*path, number), part) for number, part in enumerate(value)]
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    shown = ".".join(map(str, path[:6]))
+    return shown if len(path) <= 6 else f"{shown}…"
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def _too_deep(text: str) -> int:
+    depth = 0
+    for bracket in _BRACKET.finditer(text):
+        depth += 1 if bracket[0] in "[{" else -1
+        if depth > MAX_DEPTH:
+            return bracket.start()
+    return 0
+
+
+def _too_long(text: str) -> int:
+    found = _LONG_NUMBER.search(text)
+    return found.start() if found else 0

@@ -1,0 +1,227 @@
+"""Secrets: what is one, and how a job and messages are written down without it.
+
+Secrets in a table (``masked``) are found by their names, and in URLs, headers and ``NAME=value`` in its texts. A
+message (``masked_text``) is foreign text: there, each URL loses its whole query, and the secrets that
+this process has read from jobs and its environment (``learn``) are hidden wherever they turn up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+MASK = "***"
+# Keys of a job that hold text for the model, or values of the rows: they are never secrets.
+CONTENT = frozenset(
+    [
+        "input.where",
+        *(f"{table}.{key}" for table in ("prompt", "scoring.judge.prompt") for key in (
+            "system", "user", "captions", "texts")),
+        *(f"{table}.options.chat_template" for table in ("engine", "scoring.judge.engine")),
+        "engine.chat_template_text",
+        *("retry.reask", "retry.reask_note"),
+        "output.keep",
+        *("scoring.pattern", "scoring.choices", "scoring.rules"),
+    ]
+)  # fmt: skip
+
+_WORDS = (
+    r"(?:token|secret|password|passwd|passphrase|pwd|credential|authorization|auth|bearer|cookie|jwt"
+    r"|dsn|connection[_-]?string|conn[_-]?str"
+    r"|(?:api|access|secret|private|account|auth|signing|encryption|subscription|shared|master)"
+    r"[_-]?key(?:[_-]?id)?)s?"
+)
+_NAME = re.compile(rf"(?:^|_){_WORDS}$|(?:api|access|secret|private)_?key(?:_?id)?s?$")
+_NOT = re.compile(r"(?:^|_)tokens$")  # a count: max_tokens
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_IN_QUERIES = re.compile(
+    r"(?:^|_)(?:sig|signature|key|code|hmac|policy|key_pair_id|google_?access_?id)$"
+)
+_RANDOM = re.compile(r"(?=.*[a-z])(?=.*[A-Z])(?=.*\d)[\w+/=%.~-]{20,}", re.ASCII)
+
+_SCHEME = r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,30})://?"  # one slash: taken for a path
+_USER_INFO = re.compile(rf"{_SCHEME}([^/\s:@?#]*)(?::([^/\s?#]*))?@", re.IGNORECASE)
+_TOKEN_SCHEMES = ("http", "https", "git+http", "git+https")  # elsewhere, a user or a container
+_PAIR = re.compile(r"((?:^|[?&;])([\w.%-]+)=)([^&;#\s\"'<>]*)")
+_JSON_PAIR = re.compile(r'("([\w.-]{1,64})"\s*:\s*")([^"]*)')
+_HEADER = re.compile(r"(([\w-]+):\s*+(?:(?:Bearer|Basic)\s++)?)(\S.*)")
+_BEARER = re.compile(r"(\bBearer\s+)([\w.~+/=-]{8,})")
+
+_URL = re.compile(rf"{_SCHEME}[^\s\"'<>]*", re.IGNORECASE)
+_SAID = re.compile(
+    rf"((?<![\w.-])([\"']?)([\w.-]{{0,64}}?{_WORDS})\2(\s?[=:]\s*)(?:Bearer\s+|Basic\s+)?)"
+    r"(\"[^\"]*\"|'[^']*'|[^\s,;&\"')\]}]+)",
+    re.IGNORECASE,
+)
+_COOKIE = re.compile(r"(\bcookie:\s*+)([^\r\n\"']+)", re.IGNORECASE)
+_SHORTEST = 8  # a shorter one, or a mere word, would be found in messages that don't hold it
+
+Mask = Callable[[str], str]
+_known: set[str] = set()
+
+
+def is_secret(name: str) -> bool:
+    """Whether what is called so is a secret: ``api_key``, ``x-api-key``, ``hfToken``, ``HF_TOKEN``."""
+    plain = _CAMEL.sub("_", name).replace("-", "_").replace(".", "_").replace(" ", "_").lower()
+    return _NAME.search(plain) is not None and _NOT.search(plain) is None
+
+
+def masked(value: Any, key: str = "", mask: Mask = lambda _: MASK) -> Any:
+    """``value`` without the secrets in it; it stands at the dotted ``key`` of a job.
+
+    ``mask`` makes what is written instead of a value whose name says that it is a secret. Of a URL,
+    a header or ``NAME=value``, the rest is kept, and ``***`` takes the place of the secret.
+    """
+    return _masked(value, key, any(map(is_secret, key.split("."))), mask, lambda _: MASK)
+
+
+def secrets_in(value: Any, key: str = "") -> list[str]:
+    """All that ``masked`` would mask; ``***`` where that has been done already."""
+    found: list[str] = []
+
+    def note(secret: str) -> str:
+        found.append(secret)
+        return MASK
+
+    _masked(value, key, any(map(is_secret, key.split("."))), note, note)
+    return found
+
+
+def masked_keys(value: Any, key: str = "") -> Iterator[str]:
+    """The dotted keys below ``value`` whose secrets have been masked."""
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            yield from masked_keys(part, f"{key}.{name}" if key else str(name))
+    elif MASK in secrets_in(value, key):
+        yield key
+
+
+def without_masked(value: Any, key: str) -> Any:
+    """``value`` without the entries of tables and lists whose secrets have been masked."""
+    if isinstance(value, Mapping):
+        below = {name: (part, f"{key}.{name}") for name, part in value.items()}
+        return {n: without_masked(*part) for n, part in below.items() if not _is_masked(*part)}
+    if isinstance(value, list):
+        return [without_masked(part, key) for part in value if not _is_masked(part, key)]
+    return value
+
+
+def filled(value: Any, other: Any, key: str = "") -> Any:
+    """``value``, what has been masked in it taken from the same place of ``other``."""
+    if isinstance(value, Mapping) and isinstance(other, Mapping):
+        return {
+            name: filled(part, other.get(name, part), f"{key}.{name}" if key else str(name))
+            for name, part in value.items()
+        }
+    if isinstance(value, list) and isinstance(other, list) and len(value) == len(other):
+        return [filled(part, its, key) for part, its in zip(value, other, strict=True)]
+    return other if _is_masked(value, key) else value
+
+
+def learn(*tables: Mapping[str, Any]) -> None:
+    """From now on ``masked_text`` hides the secrets of these, the environment or a job, in this process."""
+    for table in tables:
+        for secret in secrets_in(table):
+            if not secret.isalpha() and not _is_path(secret):
+                learn_secret(secret)
+
+
+def learn_secret(secret: str) -> None:
+    """The same for one that is known to be one, whatever its name is."""
+    if len(secret) >= _SHORTEST:
+        _known.add(secret)
+
+
+def masked_text(text: str) -> str:
+    """A message, a line of a log: without what is, or looks like, a secret."""
+    for secret in sorted(_known, key=len, reverse=True):
+        text = text.replace(secret, MASK)
+    text = _URL.sub(lambda url: _without_query(url[0]), text)
+    text = _in_text(text, lambda _: MASK)
+    text = _COOKIE.sub(rf"\1{MASK}", text)
+    return _SAID.sub(_say_without, text)
+
+
+def _without_query(url: str) -> str:
+    path, mark, query = url.partition("?")
+    return f"{path}?…" if mark and "=" in query else url
+
+
+def _say_without(said: re.Match[str]) -> str:
+    head, quote, name, sign = said[1], said[2], said[3], said[4]
+    is_word = not (quote or "=" in sign or set("-_.") & set(name))  # "unexpected token: x"
+    if not is_secret(name) or (is_word and name.lower() != "authorization"):
+        return said[0]
+    value = said[5]
+    return head + (value[0] + MASK + value[0] if value[0] in "\"'" else MASK)
+
+
+def _masked(value: Any, key: str, is_own: bool, mask: Mask, mask_part: Mask) -> Any:
+    if key in CONTENT:
+        return value
+    if isinstance(value, Mapping):
+        return {
+            name: _masked(
+                part,
+                f"{key}.{name}" if key else str(name),
+                is_own or is_secret(str(name)),
+                mask,
+                mask_part,
+            )
+            for name, part in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_masked(part, key, is_own, mask, mask_part) for part in value]
+    if is_own and isinstance(value, str | int | float) and not isinstance(value, bool):
+        return mask(str(value)) if value != "" else value
+    return _in_text(value, mask_part) if isinstance(value, str) else value
+
+
+def _in_text(text: str, mask: Mask) -> str:
+    """``text`` without the secrets of its URLs, headers and pairs."""
+    if "\n" not in text and (header := _HEADER.fullmatch(text)) and is_secret(header[2]):
+        return header[1] + mask(header[3])
+    if "@" in text:
+        text = _USER_INFO.sub(lambda found: _without_user_info(found, mask), text)
+    if "=" in text:
+        text = _PAIR.sub(lambda found: _without_value(found, mask), text)
+    if '"' in text:
+        text = _JSON_PAIR.sub(
+            lambda found: found[1] + (mask(found[3]) if is_secret(found[2]) else found[3]), text
+        )
+    return _BEARER.sub(lambda found: found[1] + mask(found[2]), text) if "Bearer" in text else text
+
+
+def _without_user_info(found: re.Match[str], mask: Mask) -> str:
+    scheme, user, password = found[1].lower(), found[2], found[3]
+    head = found[0][: found.start(2) - found.start()]
+    if password and scheme != "github":  # github://org:repo@ref
+        return f"{head}{user}:{mask(password)}@"
+    if user and password is None and scheme in _TOKEN_SCHEMES:
+        return f"{head}{mask(user)}@"
+    return found[0]
+
+
+def _without_value(found: re.Match[str], mask: Mask) -> str:
+    head, name, value = found[1], found[2], found[3]
+    if not value or value.startswith(("{", "$")):  # of a template, or of a shell
+        return found[0]
+    in_query = head[0] in "?&"
+    plain = _CAMEL.sub("_", name).replace("-", "_").lower()
+    told = is_secret(name) or (in_query and _IN_QUERIES.search(plain) is not None)
+    if told or (in_query and (value == MASK or _RANDOM.fullmatch(value))):
+        return head + mask(value)
+    return found[0]
+
+
+def _is_masked(value: Any, key: str) -> bool:
+    return isinstance(value, str | int | float) and MASK in secrets_in(value, key)
+
+
+def _is_path(text: str) -> bool:
+    try:
+        return "/" in text and Path(text).exists()
+    except (OSError, ValueError):
+        return False

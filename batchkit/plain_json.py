@@ -1,0 +1,94 @@
+"""Values as JSON has them: any Python value is written, and foreign JSON is read."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Mapping
+from datetime import date, time
+from typing import Any
+
+import orjson
+
+_DEEPEST = 100  # orjson gives up at 254 levels, the record's own included
+_LONGEST_INT_BITS = 10_000  # Python refuses to write more than 4,300 digits
+_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+
+
+def encoded(value: Any) -> bytes:
+    """``value`` as one line of JSON, newline and all.
+
+    Bytes are base64, a set is a list, NaN and infinities are null, an integer past 64 bits and what
+    JSON has no type for are their text (an integer past 10,000 bits in hex), a lone surrogate is ``?``; what is nested past 100 levels is
+    replaced, if there are more than orjson writes.
+    """
+    try:
+        return orjson.dumps(value, option=_OPTIONS | orjson.OPT_APPEND_NEWLINE)
+    except (TypeError, RecursionError):
+        return orjson.dumps(_plain(value), option=orjson.OPT_APPEND_NEWLINE)
+
+
+def parsed(content: bytes) -> Any:
+    """JSON as any server or script writes it: also with NaN, lone surrogates and huge integers.
+
+    Raises:
+        ValueError: it is not JSON, or nested deeper than Python's reader goes.
+    """
+    try:
+        return orjson.loads(content)
+    except orjson.JSONDecodeError:
+        pass
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def valid(text: str) -> str:
+    """``text`` without lone surrogates, which UTF-8 can't encode."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """``value`` in JSON's own types."""
+    if isinstance(value, str):
+        return valid(value)
+    if isinstance(value, bool | None):
+        return value
+    if isinstance(value, int):
+        return int(value) if -(2**63) <= value < 2**64 else _text(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, bytes | bytearray | memoryview):
+        return base64.b64encode(value).decode()
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, Mapping | list | tuple | set | frozenset):
+        if depth > _DEEPEST:
+            return "(nested too deeply)"
+        if isinstance(value, Mapping):
+            return {_key(key): _plain(part, depth + 1) for key, part in value.items()}
+        return [_plain(part, depth + 1) for part in value]
+    try:  # as ``encoded`` writes it where nothing beside it is odd
+        return orjson.loads(orjson.dumps(value, option=_OPTIONS))
+    except (TypeError, RecursionError):
+        return _text(value)
+
+
+def _key(key: Any) -> str:
+    if isinstance(key, str):
+        return valid(key)
+    try:
+        return str(next(iter(orjson.loads(orjson.dumps({key: None}, option=_OPTIONS)))))
+    except TypeError:
+        return _text(key)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, int):
+        return str(value) if value.bit_length() < _LONGEST_INT_BITS else hex(value)
+    try:
+        return valid(str(value))
+    except Exception:  # any code may run here, and a row that was answered must be written
+        return f"({type(value).__name__})"

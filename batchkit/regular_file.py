@@ -1,0 +1,49 @@
+"""Opening a path that must be a file: a pipe would hang, and a device need not end."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from pathlib import Path
+
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class NotAFileError(OSError):
+    """``strerror`` says what the path is instead."""
+
+
+def open_regular(path: str | Path) -> io.FileIO:
+    """The file at ``path``, for reading bytes.
+
+    Raises:
+        OSError: as ``open``; NotAFileError where it is neither a file nor a folder.
+    """
+    _check(Path(path).stat().st_mode, path)  # before it is opened: that alone can do something
+    # O_NONBLOCK: what was checked may have been replaced since.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    file = io.FileIO(descriptor)  # refuses a folder
+    try:
+        _check(os.fstat(descriptor).st_mode, path)
+    except NotAFileError:
+        file.close()
+        raise
+    return file
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a file in UTF-8, without its byte order mark. Raises UnicodeDecodeError too."""
+    with open_regular(path) as file:
+        return file.readall().decode("utf-8-sig")
+
+
+def _check(mode: int, path: str | Path) -> None:
+    if kind := _KINDS.get(stat.S_IFMT(mode)):
+        reason = f"it is {kind}, not a file; save the content as a file and give its path"
+        raise NotAFileError(None, reason, str(path))

@@ -1,0 +1,52 @@
+"""Matches ``scoring.pattern`` as Python's ``re`` does, with an end.
+
+No thread can stop ``re`` (``(\\w+\\s?)+$`` needs only 40 characters to take hours), so a process that
+can be ended does it: ``matcher``. If a pattern can't take long over a text (``steps``), none is needed.
+Each thread that scores has its own, as for templates (``templates.process``).
+"""
+
+from __future__ import annotations
+
+import marshal
+import signal
+import threading
+
+from batchkit.scoring.bounds import PATTERN_STEPS, PATTERN_TIMEOUT_S, PATTERN_WAIT_S, Unscorable
+from batchkit.scoring.steps import last_in, most_steps
+from batchkit.templates.process import Child, Gone, started
+
+_OF_THREAD = threading.local()
+
+
+def last_match(pattern: str, text: str) -> str | None:
+    """The last match of ``pattern`` in ``text``: its first group, if it has one.
+
+    Raises:
+        Unscorable: it takes too much time or memory.
+        EngineError: no process can be started.
+    """
+    if most_steps(pattern, text) <= PATTERN_STEPS:
+        return last_in(pattern, text)
+    question = marshal.dumps((pattern, text))
+    for _ in range(2):  # somebody else may have ended the first one
+        child: Child | None = getattr(_OF_THREAD, "child", None)
+        if child is None or not child.is_alive:
+            child = _OF_THREAD.child = started("batchkit.scoring.matcher", "scoring.pattern")
+        try:
+            kind, found = marshal.loads(child.ask(question, PATTERN_WAIT_S))
+        except TimeoutError:
+            raise Unscorable(
+                f"scoring.pattern gave nothing in {PATTERN_WAIT_S:g} s: {pattern}"
+            ) from None
+        except Gone:
+            if child.returncode == -signal.SIGPROF:
+                limit = f"{PATTERN_TIMEOUT_S:g} s of CPU time"
+                raise Unscorable(
+                    f"scoring.pattern found no end within {limit}: {pattern}"
+                ) from None
+            continue
+        if kind == "error":
+            raise Unscorable(f"scoring.pattern {found}: {pattern}")
+        match: str | None = found
+        return match
+    raise Unscorable(f"the process that matches scoring.pattern died twice over it: {pattern}")

@@ -1,0 +1,51 @@
+"""Rows and their ids: the one that a row brings, or one that no row can bring."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from batchkit.errors import RequestError
+from batchkit.sources.reader import one_of, shown
+from batchkit.types import Row
+
+_FALLBACK = re.compile(r"no-id:\d+", re.ASCII)
+
+
+def row_of(
+    index: int,
+    found: Mapping[str, Any] | RequestError,
+    key: str | None,
+    path: str,
+    *,
+    others_have_ids: bool = False,
+) -> Row:
+    """The row of what a reader ``found``; its id is in the field ``key``, or its index if None.
+
+    A row that can't be read, or lacks its id, has ``error`` set and an id that no other row has: one
+    of that form in the input fails its row. Such is the id of any row without ``key`` as well, where
+    rows of other files have ids, since one of these may be its index.
+    """
+    given_id = str(index) if key is None and not others_have_ids else fallback_id(index)
+    if isinstance(found, RequestError):
+        return Row(index, given_id, {}, found)
+    if key is None:
+        return Row(index, given_id, found)
+    row_id = None if found.get(key) is None else str(found[key])
+    if row_id is not None and not is_fallback(row_id):
+        return Row(index, row_id, found)
+    problem = "is null" if key in found else f"is missing; {one_of(key, found)}"
+    if row_id is not None:
+        problem = f"is {row_id!r}, as rows without an id are named; give the row another id"
+    error = RequestError(f"{path} row {index}: input.id is {shown(key)}, which {problem}")
+    return Row(index, fallback_id(index), found, error)
+
+
+def fallback_id(index: int) -> str:
+    return f"no-id:{index}"
+
+
+def is_fallback(row_id: str) -> bool:
+    """Whether the row brought no id of its own."""
+    return _FALLBACK.fullmatch(row_id) is not None

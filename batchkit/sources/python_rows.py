@@ -1,0 +1,184 @@
+"""Rows given from Python: prompts, chat messages or dicts, in a list, a table or an iterator."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+from batchkit.errors import JobError, RequestError
+from batchkit.sources.depth import TOO_DEEP, TooDeepError, copied
+from batchkit.sources.ids import fallback_id, row_of
+from batchkit.sources.reader import shown
+from batchkit.types import Row
+
+PLACE = "(rows from Python)"
+CHUNK_ROWS = 1024  # of a table, made into dicts at a time
+_NO_ROWS = bytes | bytearray | memoryview | io.IOBase
+
+
+class PythonRows(NamedTuple):
+    """``read`` gives them from the first one on; only once where ``size`` is None.
+
+    Their dicts and lists are their own: what the caller does to his later changes none of them.
+    """
+
+    read: Callable[[], Iterator[Row]]
+    size: Callable[[], int] | None
+
+
+class _Values(NamedTuple):
+    read: Callable[[], Iterator[Any]]
+    size: Callable[[], int] | None
+
+
+def python_rows(rows: Any, key: str | None) -> PythonRows:
+    """``rows`` with their ids under ``key``; a single str or dict is one row.
+
+    Tables are DataFrames of pandas and polars, and pyarrow's; they are known by their methods, as
+    none of these packages need be installed. A value that is no row fails alone.
+
+    Raises:
+        JobError: ``rows`` holds nothing that can be a row; of an iterator, the first value tells.
+    """
+    values = _values([rows] if isinstance(rows, str | Mapping) else rows)
+    looked_at: Iterable[Any] = values.read()
+    if values.size is None:
+        left = iter(looked_at)
+        looked_at = begun = list(islice(left, 1))
+        values = _Values(lambda: chain(begun, left), None)
+    kinds: list[str] = []
+    for value in looked_at:
+        if isinstance(value, RequestError) or isinstance(_fields(0, value), dict):
+            break
+        kinds = kinds or [_kind(value)]
+    else:
+        if kinds:
+            raise _refused(f"{type(rows).__name__} of {kinds[0]}")
+    return PythonRows(
+        lambda: (_row(index, value, key) for index, value in enumerate(values.read())),
+        values.size,
+    )
+
+
+def _values(rows: Any) -> _Values:
+    if isinstance(rows, _NO_ROWS):
+        raise _refused(type(rows).__name__)
+    if (table := _of_table(rows)) is not None:
+        return table
+    if getattr(rows, "ndim", 1) == 0:  # numpy's, which has an __iter__ and can't be iterated over
+        raise _refused(type(rows).__name__)
+    if hasattr(rows, "to_pylist"):  # a column of pyarrow
+        rows = _of_column(rows)
+    elif hasattr(rows, "tolist") and getattr(rows, "ndim", 1) == 1:  # of pandas or numpy
+        rows = rows.tolist()
+    if isinstance(rows, Iterable):
+        size = rows.__len__ if isinstance(rows, Sequence) else None
+        return _Values(lambda: iter(rows), size)
+    if all(hasattr(type(rows), name) for name in ("__len__", "__getitem__")):  # torch's Dataset
+        return _Values(lambda: (rows[n] for n in range(len(rows))), lambda: len(rows))
+    raise _refused(type(rows).__name__)
+
+
+def _of_table(rows: Any) -> _Values | None:
+    if hasattr(rows, "iloc") and hasattr(rows, "columns"):  # pandas
+        names, read = rows.columns, lambda: _of_pandas(rows)
+    elif hasattr(rows, "iter_rows") and hasattr(rows, "columns"):  # polars
+        names, read = rows.columns, lambda: rows.iter_rows(named=True)
+    elif hasattr(rows, "to_pylist") and hasattr(rows, "schema"):  # pyarrow
+        names, read = rows.schema.names, lambda: _of_pyarrow(rows)
+    else:
+        return None
+    for name, n_columns in Counter(names).items():
+        if not isinstance(name, str):
+            raise JobError(f"{PLACE}: column {shown(name)} has no text for a name; rename it")
+        if n_columns > 1:
+            raise JobError(f"{PLACE}: two columns are named {shown(name)}; rename one")
+    return _Values(read, lambda: len(rows))
+
+
+def _of_pandas(frame: Any) -> Iterator[Any]:
+    """NaN, NaT and NA are all None."""
+    for start in range(0, len(frame), CHUNK_ROWS):
+        chunk = frame.iloc[start : start + CHUNK_ROWS]
+        yield from chunk.astype(object).where(chunk.notna(), None).to_dict("records")
+
+
+def _of_pyarrow(table: Any) -> Iterator[Any]:
+    from batchkit.sources.parquet import NOT_PYTHON
+
+    for start in range(0, len(table), CHUNK_ROWS):
+        chunk = table.slice(start, CHUNK_ROWS)
+        try:
+            found = chunk.to_pylist()
+        except NOT_PYTHON:
+            found = [_of_arrow_row(chunk.slice(n, 1), start + n) for n in range(len(chunk))]
+        yield from found
+
+
+def _of_arrow_row(row: Any, index: int) -> dict[str, Any] | RequestError:
+    values = {name: _cell(row[name], index, name) for name in row.schema.names}
+    return next((v for v in values.values() if isinstance(v, RequestError)), values)
+
+
+def _of_column(column: Any) -> list[Any]:
+    from batchkit.sources.parquet import NOT_PYTHON
+
+    try:
+        return list(column.to_pylist())
+    except NOT_PYTHON:
+        return [_cell(column.slice(n, 1), n) for n in range(len(column))]
+
+
+def _cell(column: Any, index: int, name: str | None = None) -> Any:
+    """The only value of ``column``."""
+    from batchkit.sources.parquet import NOT_PYTHON
+
+    try:
+        return column.to_pylist()[0]
+    except NOT_PYTHON as error:
+        where = "" if name is None else f", column {shown(name)}"
+        return RequestError(f"{PLACE} row {index}{where}: {error}")
+
+
+def _row(index: int, value: Any, key: str | None) -> Row:
+    fields = _fields(index, value)
+    if not isinstance(fields, RequestError):
+        try:
+            fields = copied(fields)
+        except TooDeepError:
+            fields = RequestError(f"row {index} is {TOO_DEEP}")
+    row = row_of(index, fields, key, PLACE)
+    if key is not None and isinstance(fields, dict) and fields.get(key) is None:
+        return Row(index, fallback_id(index), fields)  # prompts have no ids
+    return row
+
+
+def _fields(index: int, value: Any) -> dict[str, Any] | RequestError:
+    if isinstance(value, str):
+        return {"prompt": value}
+    if isinstance(value, RequestError):
+        return value
+    if isinstance(value, dict | Mapping):  # a dict is told at once
+        return value if type(value) is dict else dict(value)
+    if _is_list(value) and all(isinstance(message, Mapping) for message in value):
+        return {"messages": [*map(dict, value)]}
+    return RequestError(f"row {index} is {_kind(value)}; give a prompt, chat messages, or a dict")
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, _NO_ROWS)
+
+
+def _kind(value: Any) -> str:
+    of = f" of {type(value[0]).__name__}" if _is_list(value) and len(value) else ""
+    return type(value).__name__ + of
+
+
+def _refused(found: str) -> JobError:
+    return JobError(
+        f"{PLACE}: found {found}; expected prompts, chat messages, dicts or a DataFrame. A file is"
+        " named in input.path"
+    )

@@ -1,0 +1,136 @@
+"""Jinja's sandbox in three forms: for reading a template, for bounded work, and for a process apart.
+
+All refuse private attributes, and changes of what a row holds: a template that appended to a list
+would change the row, and its fingerprint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import cache
+from typing import Any
+
+from jinja2 import StrictUndefined, Undefined, nodes, pass_context
+from jinja2.defaults import DEFAULT_NAMESPACE
+from jinja2.filters import do_indent
+from jinja2.meta import find_undeclared_variables
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_OPERATORS = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
+_PLAIN = re.compile(r"(?:[^%]|%%|%(?:\(\w+\))?[-+ #0]*\d{0,2}(?:\.\d{1,2})?[a-zA-Z])*+")
+_MOST_PLACES = 16  # … in a format
+_MOST_TEXT = 100_000  # characters of each operand
+_MOST_BITS = 64
+_MOST_POWER = 32
+
+
+class Unbounded(Exception):
+    """An operation may be too much for the run's own process."""
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.filters = {**self.filters, "indent": _indented}
+
+
+class _Bounded(_Sandbox):
+    """Carries out an operator only where its operands are small."""
+
+    intercepted_binops = _OPERATORS
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if not _is_small(operator, left, right):
+            raise Unbounded(operator)
+        return super().call_binop(context, operator, left, right)
+
+
+class _Reading(ImmutableSandboxedEnvironment):
+    """Never renders. Jinja computes what is constant as it compiles, and `9**9**9` has no end."""
+
+    intercepted_binops = _OPERATORS
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.filters = dict.fromkeys(self.filters, _never_called)
+        self.globals = {}  # a name that Jinja knows, too, may be one of the row's: `range`
+
+
+@pass_context  # with a context, a filter is no constant
+def _never_called(context: Context, *args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError
+
+
+def _indented(value: Any, *args: Any, **kwargs: Any) -> str:
+    """Jinja's own adds a line break to what it gets, in place: a list of the row would grow."""
+    return do_indent(value if isinstance(value, str) else str(value), *args, **kwargs)
+
+
+@cache
+def bounded() -> ImmutableSandboxedEnvironment:
+    """For templates that ``is_linear`` allows; raises Unbounded as it renders."""
+    return _Bounded(undefined=StrictUndefined, keep_trailing_newline=True)
+
+
+@cache
+def unbounded() -> ImmutableSandboxedEnvironment:
+    """For a process that can be killed: compiling and rendering may take for ever."""
+    return _Sandbox(undefined=StrictUndefined, keep_trailing_newline=True)
+
+
+@cache
+def reading() -> ImmutableSandboxedEnvironment:
+    """For parsing and for finding mistakes; its templates can't be rendered."""
+    return _Reading(undefined=StrictUndefined, keep_trailing_newline=True)
+
+
+def names_read(tree: nodes.Template) -> set[str]:
+    """The names that a template takes from outside; ``tree`` is as ``reading`` parses it."""
+    return find_undeclared_variables(tree)
+
+
+def fields_read(source: str) -> set[str]:
+    """As ``names_read``, but a function of Jinja that is only called, as `range(3)`, is no field."""
+    tree = reading().parse(source)
+    called = Counter(
+        call.node.name for call in tree.find_all(nodes.Call) if isinstance(call.node, nodes.Name)
+    )
+    named = Counter(name.name for name in tree.find_all(nodes.Name))
+    functions = {name for name in DEFAULT_NAMESPACE if called[name] == named[name]}
+    return names_read(tree) - functions
+
+
+def is_plain_format(text: str, most_places: int = _MOST_PLACES) -> bool:
+    """True for a ``%`` format of few places, none of them wider than 99."""
+    return text.count("%") <= most_places and _PLAIN.fullmatch(text) is not None
+
+
+def names_in_order(source: str) -> list[str]:
+    """Every name in a template, as often as it stands there."""
+    return [name.name for name in reading().parse(source).find_all(nodes.Name)]
+
+
+def _is_small(operator: str, left: Any, right: Any) -> bool:
+    if isinstance(left, Undefined) or isinstance(right, Undefined):
+        return True  # an undefined name is an error at once
+    if isinstance(left, str) and operator == "%":
+        return len(left) <= _MOST_TEXT and is_plain_format(left) and _is_small_value(right)
+    if isinstance(left, str) and isinstance(right, str):
+        return operator == "+" and len(left) <= _MOST_TEXT and len(right) <= _MOST_TEXT
+    if not _is_small_number(left) or not _is_small_number(right):
+        return False
+    return operator != "**" or abs(right) <= _MOST_POWER
+
+
+def _is_small_value(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_small_value, value))
+    return _is_small_number(value) or (isinstance(value, str) and len(value) <= _MOST_TEXT)
+
+
+def _is_small_number(value: Any) -> bool:
+    if isinstance(value, int):
+        return value.bit_length() <= _MOST_BITS
+    return isinstance(value, float | Undefined)

@@ -1,0 +1,148 @@
+"""What builds llama-server: for any processor, kept for the next clone, and what a failure does.
+
+The sources are a stand-in for llama.cpp's, with the same targets.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NINJA = shutil.which("ninja", path=Path(sys.executable).parent)
+pytestmark = pytest.mark.skipif(
+    not (NINJA and shutil.which("cmake") and shutil.which("c++")), reason="no cmake, c++ or ninja"
+)
+
+TARGETS = """
+option(GGML_NATIVE "as ggml has it" ON)
+add_library(ggml-base STATIC empty.cpp)
+add_library(ggml-cpu STATIC empty.cpp)
+if(GGML_NATIVE)
+    target_compile_definitions(ggml-cpu PRIVATE FOR_THIS_PROCESSOR)
+endif()
+add_library(llama-common STATIC common/json.cpp)
+add_library(mtmd STATIC tools/mtmd/mtmd-helper.cpp tools/mtmd/mtmd-helper-gen.cpp)
+add_executable(llama-server server.cpp)
+target_link_libraries(llama-server ggml-base ggml-cpu llama-common mtmd)
+"""
+FILES = [
+    "empty.cpp",
+    "common/json.cpp",
+    "tools/mtmd/mtmd-helper.cpp",
+    "tools/mtmd/mtmd-helper-gen.cpp",
+]
+FOR_ANY = "#ifdef FOR_THIS_PROCESSOR\n#error built for this processor alone\n#endif\n"
+
+
+class Machine:
+    """A user's: an environment, a cache folder, and what pip would fetch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.venv, self.cache, self.tools = (folder / name for name in ("venv", "cache", "tools"))
+        self.fetched = folder / "llama_cpp_python-0.0.0.tar.gz"
+        for made in (self.venv / "bin", self.tools):
+            made.mkdir(parents=True)
+        assert NINJA is not None
+        (self.venv / "bin" / "ninja").symlink_to(NINJA)
+        self.repair()
+
+    def repair(self) -> None:
+        (self.tools / "c++").unlink(missing_ok=True)
+        # pip download … -d FOLDER
+        self.program(self.venv / "bin" / "python", f'cp "{self.fetched}" "${{@: -1}}"')
+        self.sources({"server.cpp": "int main() {}"})
+
+    def program(self, path: Path, script: str) -> None:
+        path.write_text(f"#!/usr/bin/env bash\n{script}\n")
+        path.chmod(0o755)
+
+    def sources(self, changed: dict[str, str]) -> None:
+        files = {**dict.fromkeys(FILES, FOR_ANY), "CMakeLists.txt": TARGETS, **changed}
+        with tarfile.open(self.fetched, "w:gz") as tar:
+            for name, text in files.items():
+                info = tarfile.TarInfo(f"llama_cpp_python-0.0.0/vendor/llama.cpp/{name}")
+                info.size = len(text)
+                tar.addfile(info, io.BytesIO(text.encode()))
+
+    @property
+    def server(self) -> Path:
+        return self.venv / "bin" / "llama-server"
+
+    def build(self, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {name: value for name, value in os.environ.items() if name != "CI"}
+        environment |= {
+            "VENV": str(self.venv),
+            "XDG_CACHE_HOME": str(self.cache),
+            "PATH": f"{self.tools}{os.pathsep}{os.environ['PATH']}",
+            **variables,
+        }
+        return subprocess.run(
+            [ROOT / "scripts" / "llama_server.sh"],
+            capture_output=True,
+            text=True,
+            env=environment,
+            check=False,
+        )
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_llama_server_is_built_for_any_processor(machine: Machine) -> None:
+    built = machine.build(CI="true")
+    assert built.returncode == 0, built.stderr
+    assert subprocess.run([machine.server], check=False).returncode == 0
+
+
+def test_a_fresh_clone_takes_what_was_built_before(machine: Machine) -> None:
+    assert machine.build(CI="true").returncode == 0
+    machine.server.unlink()
+    machine.fetched.unlink()
+    again = machine.build(CI="true")
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+    assert machine.server.exists()
+
+
+@pytest.mark.parametrize(("ci", "code"), [({}, 0), ({"CI": "true"}, 1)], ids=["user", "CI"])
+@pytest.mark.parametrize("broken", ["compiler", "sources", "download", "program"])
+def test_a_server_that_can_not_be_built_is_two_lines(
+    broken: str, ci: dict[str, str], code: int, machine: Machine
+) -> None:
+    match broken:
+        case "compiler":
+            words = "x.cpp:1: error: no such processor"
+            machine.program(machine.tools / "c++", f"echo '{words}' >&2; exit 1")
+        case "sources":
+            words = "error: #error written by hand"
+            machine.sources({"server.cpp": "#error written by hand\n" * 100})
+        case "download":
+            words = "ERROR: No matching distribution found"
+            machine.program(machine.venv / "bin" / "python", f"echo '{words}' >&2; exit 1")
+        case "program":
+            words = "it starts and dies"
+            text = f'#include <cstdio>\nint main() {{ puts("{words}"); return 9; }}'
+            machine.sources({"server.cpp": text})
+    tried = machine.build(**ci)
+    assert tried.returncode == code
+    why, end = tried.stderr.splitlines()
+    assert words in why
+    log = Path(end.rpartition("the whole log: ")[2])
+    assert words in log.read_text()
+    assert log.is_relative_to(machine.cache)
+    assert ("its tests are skipped" in end) is not bool(ci)
+    assert not machine.server.exists()
+    assert (machine.venv / ".llama-server-missing").read_text() == tried.stderr
+
+    machine.repair()
+    assert machine.build(CI="true").returncode == 0
+    assert not (machine.venv / ".llama-server-missing").exists()

@@ -1,0 +1,151 @@
+"""An engine whose packages are missing or broken says so itself, in one line with the remedy.
+
+A module that raises on import stands on ``PYTHONPATH``: so the package is missing, or broken, for the
+run's process and for every process that it starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import write_jsonl
+
+ROOT = Path(__file__).parents[1]
+
+WITHOUT = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {names}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Missing())
+"""
+# Installed, as far as anybody can see who does not import it; found out by the launcher alone.
+BROKEN = """
+import os, signal, sys
+
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == "vllm" and "batchkit.engines.child" in sys.orig_argv:
+            {happens}
+
+sys.meta_path.insert(0, Broken())
+"""
+JOB = """
+name = "job"
+input.path = "rows.jsonl"
+prompt.user = "{{ q }}"
+engine.model = "no-such-org/no-such-model"
+"""
+
+
+def command(
+    folder: Path, site: str, *args: str, timeout_s: float = 60
+) -> subprocess.CompletedProcess[str]:
+    """``batchkit`` in ``folder``, after every process has run ``site`` at its start."""
+    (folder / "site").mkdir()
+    (folder / "site/sitecustomize.py").write_text(site)
+    (folder / "job.toml").write_text(JOB)
+    write_jsonl(folder / "rows.jsonl", [{"q": "tea?"}])
+    return subprocess.run(
+        [sys.executable, "-m", "batchkit", *args],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, "PYTHONPATH": f"{folder / 'site'}{os.pathsep}{ROOT}"},
+        check=False,
+    )
+
+
+def assert_one_line(ended: subprocess.CompletedProcess[str], *words: str) -> None:
+    told = [line for line in ended.stderr.splitlines() if line.startswith("batchkit: error: ")]
+    assert ended.returncode == 2, ended.stderr
+    assert len(told) == 1, ended.stderr
+    assert all(word in told[0] for word in words), told
+    assert "Traceback" not in ended.stderr
+    assert "out of memory" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["run", "job.toml"],
+        ["run", "job.toml", "--fresh"],
+        ["run", "job.toml", "--dry-run"],
+        ["run", "job.toml", "--set", "engine.in_process=true"],
+        ["validate", "job.toml"],
+        ["generate", "--model", "no-such-org/no-such-model", "--prompts", "tea?"],
+    ],
+    ids=" ".join,
+)
+def test_without_vllm_a_command_ends_with_one_line_that_says_what_to_install(
+    tmp_path: Path, args: Sequence[str]
+) -> None:
+    ended = command(tmp_path, WITHOUT.format(names=["vllm"]), *args)
+    assert_one_line(ended, "vllm is not installed", "pip install 'batchkit[vllm]'", "make setup")
+
+
+@pytest.mark.parametrize("command_name", ["run", "validate"])
+@pytest.mark.parametrize("name", ["torch", "transformers"])
+def test_without_its_packages_the_transformers_engine_says_what_to_install(
+    tmp_path: Path, command_name: str, name: str
+) -> None:
+    settings = ["--set", "engine.kind=transformers"]
+    ended = command(tmp_path, WITHOUT.format(names=[name]), command_name, "job.toml", *settings)
+    assert_one_line(ended, f"{name} is not installed", "pip install 'batchkit[transformers]'")
+
+
+@pytest.mark.parametrize("name", ["torch", "safetensors", "tokenizers"])
+def test_without_its_packages_demo_model_says_what_to_install(tmp_path: Path, name: str) -> None:
+    ended = command(tmp_path, WITHOUT.format(names=[name]), "demo-model", "model")
+    assert_one_line(ended, name, "is not installed", "make setup")
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_package_that_can_not_be_imported_is_one_line_too(tmp_path: Path) -> None:
+    words = "libcudart.so.12: cannot open shared object file"
+    broken = WITHOUT.format(names=["vllm.engine"]).replace(
+        'raise ModuleNotFoundError(f"No module named {name!r}", name=name)', "pass"
+    )
+    broken += f"""
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == "vllm.engine":
+            raise ImportError({words!r})
+
+sys.meta_path.insert(0, Broken())
+"""
+    ended = command(tmp_path, broken, "validate", "job.toml")
+    assert_one_line(ended, words, "batchkit doctor")
+
+
+@pytest.mark.parametrize(
+    ("happens", "words"),
+    [
+        ('raise ImportError("libcudart.so.12: no such file")', "libcudart.so.12: no such file"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV: Fatal Python error: Segmentation fault"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
+        ("os._exit(7)", "exit code 7"),
+    ],
+)
+def test_a_launcher_that_does_not_start_says_its_own_error(
+    tmp_path: Path, happens: str, words: str
+) -> None:
+    ended = command(tmp_path, BROKEN.format(happens=happens), "run", "job.toml")
+    assert ended.returncode == 1, ended.stderr
+    assert words in ended.stderr
+    assert "engine.log" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "out of memory" not in ended.stderr
+    manifest = json.loads((tmp_path / "output/job/manifest.json").read_text())
+    assert manifest["engine_steps"] == [], "no setting would help"
