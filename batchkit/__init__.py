@@ -6,17 +6,17 @@ TYPE_CHECKING = False  # as typing's own, whose import takes longer than all els
 if TYPE_CHECKING:
     from typing import Any
 
-    from batchkit.config import JobConfig as JobConfig
-    from batchkit.processor import ProductionBatchProcessor as ProductionBatchProcessor
-    from batchkit.summary import RunSummary as RunSummary
+    from batchkit.config.tables import JobConfig as JobConfig
+    from batchkit.execution.processor import ProductionBatchProcessor as ProductionBatchProcessor
+    from batchkit.storage.summary import RunSummary as RunSummary
 
 __version__ = "0.1.0"
 __all__ = ["JobConfig", "ProductionBatchProcessor", "RunSummary"]
 
 _HOMES = {
-    "JobConfig": "batchkit.config",
-    "ProductionBatchProcessor": "batchkit.processor",
-    "RunSummary": "batchkit.summary",
+    "JobConfig": "batchkit.config.tables",
+    "ProductionBatchProcessor": "batchkit.execution.processor",
+    "RunSummary": "batchkit.storage.summary",
 }
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import click
 
 from batchkit import __version__
+from batchkit.config.masking import masked, masked_text
+from batchkit.config.terminal import plain
 from batchkit.errors import BatchkitError, JobError
-from batchkit.masking import masked, masked_text
-from batchkit.terminal import plain
 
 JOB = click.argument("job", type=click.Path(path_type=Path))
 RUN = click.argument("run", required=False)
@@ -34,7 +34,7 @@ class Cli(click.Group):
     """Turns our errors into one message on stderr and their exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        from batchkit.stopping import Interrupted
+        from batchkit.execution.signals import Interrupted
 
         try:
             return super().invoke(ctx)
@@ -125,10 +125,10 @@ def run(
 
     The last line on stdout is a JSON object with the counts.
     """
-    from batchkit.job_file import load_job
-    from batchkit.run import run_job
-    from batchkit.shard import asked_for
-    from batchkit.summary import RunSummary
+    from batchkit.commands.run import run_job
+    from batchkit.config.loading import load_job
+    from batchkit.config.shard import asked_for
+    from batchkit.storage.summary import RunSummary
 
     if limit is not None:
         overrides = (*overrides, f"input.limit={limit}")
@@ -163,8 +163,8 @@ def validate(job: Path, rows: int | None, overrides: tuple[str, ...], as_json: b
 
     Writes nothing. Exits with 3 if a row would fail.
     """
-    from batchkit.job_file import load_job
-    from batchkit.validate import validate as check
+    from batchkit.commands.validate import validate as check
+    from batchkit.config.loading import load_job
 
     found = check(load_job(job, overrides), rows)
     if as_json:
@@ -185,8 +185,8 @@ def validate(job: Path, rows: int | None, overrides: tuple[str, ...], as_json: b
 @JSON
 def status(run: str | None, as_json: bool) -> None:
     """Counts, failures by kind, rate and ETA of RUN, and who works on it."""
-    from batchkit.audit import status as look
-    from batchkit.progress import duration
+    from batchkit.commands.status import status as look
+    from batchkit.execution.progress import duration
 
     found = look(_find(run))
     if as_json:
@@ -239,7 +239,7 @@ def retry_failed(
     Rows that are ok are not touched. --set holds for this start alone. Secrets are not kept in a run
     folder: where RUN is the job file, they are read from there.
     """
-    from batchkit.run import retry_failed as again
+    from batchkit.commands.run import retry_failed as again
     from batchkit.types import ERROR_KINDS
 
     for kind in kinds:
@@ -292,7 +292,7 @@ def export(run: str | None, safe_csv: bool, as_json: bool, **formats: str | None
 
     PATH left out: a file (--realhit: a folder) in the run folder.
     """
-    from batchkit.export import export as write
+    from batchkit.commands.export import export as write
 
     wanted = {name: path for name, path in formats.items() if path is not None}
     if safe_csv:
@@ -342,7 +342,7 @@ def score(
     Where RUN is a job file, or --job names one, its [scoring] counts; else that of the run. Scores
     are percentages, rewards 0 to 10. Failed rows are not scored, and unscored ones are no 0.
     """
-    from batchkit.score import score_predictions, score_run
+    from batchkit.commands.score import score_predictions, score_run
 
     if predictions is not None:
         table, missing = score_predictions(_job_of_rows(run, job, overrides), predictions, _say)
@@ -376,9 +376,9 @@ def report(runs: tuple[str, ...], output: Path | None, no_images: bool, as_json:
     With several runs, each is set against the first: differences with a 95 % interval, and the rows
     that changed sides; --output writes that as a page, too.
     """
-    from batchkit.compare import compare
-    from batchkit.report import write_comparison, write_report
-    from batchkit.score import is_mixed, table_of
+    from batchkit.commands.compare import compare
+    from batchkit.commands.report import write_comparison, write_report
+    from batchkit.commands.score import is_mixed, table_of
 
     folders = [_find_to_read(run) for run in runs] or [_find_to_read(None)]
     if len(folders) > 1:
@@ -434,8 +434,8 @@ def find_bs(
     Each size is tried with an engine of its own: doubled from --low on, then narrowed down to the
     largest that fits. Stops where twice the size gains less than 3 %. Exits with 1 if no size fits.
     """
-    from batchkit.job_file import load_job
-    from batchkit.tuning.find import find_batch_size
+    from batchkit.commands.tuning.find import find_batch_size
+    from batchkit.config.loading import load_job
 
     loaded = load_job(job, overrides)
     found = find_batch_size(
@@ -497,10 +497,10 @@ def bench(
     the rounds, which begin when the engine is warm and full. p50 and p99 are latencies of a request,
     from its entry into the engine's queue. The table ends with one line of JSON.
     """
-    from batchkit.job_file import load_job
-    from batchkit.tuning.bench import bench as measure
-    from batchkit.tuning.bench import sizes_in
-    from batchkit.tuning.curve import write_curve
+    from batchkit.commands.tuning.bench import bench as measure
+    from batchkit.commands.tuning.bench import sizes_in
+    from batchkit.commands.tuning.curve import write_curve
+    from batchkit.config.loading import load_job
 
     if html is not None and not html.resolve().parent.is_dir():
         raise JobError(f"--html {html}: no folder {html.parent}")
@@ -570,9 +570,9 @@ def parity(
     Exits with 0 if all rows are equal or ties, with 3 if some differ, fail on one side alone, or
     none was answered on both.
     """
-    from batchkit.job_file import load_job
-    from batchkit.parity import parity as compare
-    from batchkit.stopping import Interrupted
+    from batchkit.commands.parity import parity as compare
+    from batchkit.config.loading import load_job
+    from batchkit.execution.signals import Interrupted
 
     loaded = load_job(job, overrides)
     try:
@@ -596,8 +596,8 @@ def merge(runs: tuple[str, ...], into: str, partial: bool, as_json: bool) -> Non
     missing nothing is written, unless --partial is given. Runs of different jobs are refused. RUN is
     copied and stays as it is. Exits with 3 if rows are missing or failed.
     """
-    from batchkit.merge import merge as join
-    from batchkit.run import folder_of
+    from batchkit.commands.merge import merge as join
+    from batchkit.commands.run import folder_of
 
     found = join([_find(run) for run in runs], folder_of(into), partial=partial)
     if as_json:
@@ -631,8 +631,8 @@ def verify(run: str | None, repair: bool, as_json: bool) -> None:
 
     Reads the log and the input. Exits with 1 if it is not sound.
     """
-    from batchkit.repair import repair as repair_run
-    from batchkit.verify import verify as audit
+    from batchkit.commands.repair import repair as repair_run
+    from batchkit.commands.verify import verify as audit
 
     folder = _find(run)
     if repair:
@@ -671,7 +671,7 @@ def generate(
 
     The run is kept in output/generate, an earlier one beside it. With --json, one record a line.
     """
-    from batchkit.run import generate as answer
+    from batchkit.commands.run import generate as answer
 
     try:
         text = prompts_file.read_text(encoding="utf-8-sig") if prompts_file else ""
@@ -697,7 +697,7 @@ def generate(
 @click.option("--text-only", is_flag=True, help="A Qwen2 without vision, instead of a Qwen3-VL.")
 def demo_model(path: Path, text_only: bool) -> None:
     """Build a tiny Qwen3-VL with random weights at PATH. Its answers mean nothing."""
-    from batchkit.demo_model import build_demo_model
+    from batchkit.commands.demo_model import build_demo_model
 
     build_demo_model(path, text_only=text_only)
     _print(f"{path}: random weights; its answers mean nothing")
@@ -709,7 +709,7 @@ def doctor(as_json: bool) -> None:
     """Look at what a run needs on this machine. Exits with 1 and the remedy if something is wrong."""
     from dataclasses import asdict
 
-    from batchkit.doctor import as_text, diagnose
+    from batchkit.commands.doctor import as_text, diagnose
 
     findings = diagnose()
     if as_json:
@@ -721,8 +721,8 @@ def doctor(as_json: bool) -> None:
 
 def _find_to_read(run: str | None, overrides: tuple[str, ...] = ()) -> Path:
     """As ``_find``; says which damaged lines of its log will be passed over."""
-    from batchkit.ledger import RESULTS
-    from batchkit.store import passed_over
+    from batchkit.storage.ledger import RESULTS
+    from batchkit.storage.store import passed_over
 
     folder = _find(run, overrides)
     if (folder / RESULTS).exists() and (place := passed_over(folder)) is not None:
@@ -737,7 +737,7 @@ def _find_to_read(run: str | None, overrides: tuple[str, ...] = ()) -> Path:
 
 def _find(run: str | None, overrides: tuple[str, ...] = ()) -> Path:
     """The run folder; where it was not named, say on stderr which one it is."""
-    from batchkit.run import find_run
+    from batchkit.commands.run import find_run
 
     folder = find_run(run, overrides)
     if run is None:
@@ -749,8 +749,8 @@ def _job_to_score(
     run: str | None, job: Path | None, folder: Path, overrides: tuple[str, ...]
 ) -> Any:
     """The run's job, with the scoring of the job file that was named, if one was."""
-    from batchkit.job_file import load_job
-    from batchkit.manifest import job_of_run
+    from batchkit.config.loading import load_job
+    from batchkit.storage.manifest import job_of_run
 
     named = job or _job_file(run)
     if named is None:
@@ -760,8 +760,8 @@ def _job_to_score(
 
 def _job_of_rows(run: str | None, job: Path | None, overrides: tuple[str, ...]) -> Any:
     """The job whose input has the rows that predictions are for: a job file's, or a run's."""
-    from batchkit.job_file import load_job
-    from batchkit.manifest import job_of_run
+    from batchkit.config.loading import load_job
+    from batchkit.storage.manifest import job_of_run
 
     named = job or _job_file(run)
     if named is not None:
@@ -816,7 +816,7 @@ def _run_taken_for_path(wanted: dict[str, str]) -> str | None:
 
 
 def _show_rows(job: Any, rows: int) -> None:
-    from batchkit.validate import preview
+    from batchkit.commands.validate import preview
 
     for row in preview(job, rows):
         _print(f"--- row {row.index} (id {row.id})")

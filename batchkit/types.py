@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from batchkit.errors import RowError
-from batchkit.masking import masked_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -138,10 +137,6 @@ class ErrorInfo:
     type: str
     message: str
     retryable: bool
-
-    @classmethod
-    def of(cls, error: RowError) -> ErrorInfo:
-        return cls(error.kind, type(error).__name__, masked_text(str(error)), error.retryable)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from figures import Figure
 
-from batchkit.indexset import IndexSet
-from batchkit.store import CHECKPOINT, Store, read_checkpoint
+from batchkit.storage.index_set import IndexSet
+from batchkit.storage.store import CHECKPOINT, Store, read_checkpoint
 
 ROUNDS = 3
 

@@ -43,7 +43,7 @@ kind = "dry-run"
 OLDER = """
 import sys
 from pathlib import Path
-from batchkit.store import Store
+from batchkit.storage.store import Store
 Store(Path(sys.argv[1])).close()
 """
 

@@ -20,7 +20,7 @@ from typing import Any
 from PIL import Image, ImageChops, ImageFilter
 from sides import GENERATE_ALL, Setting, compare
 
-from batchkit.demo_model import build_demo_model
+from batchkit.commands.demo_model import build_demo_model
 
 STEP = {"step_ms": 8, "token_us": 20, "image_ms": 10}
 FILE_SIZE, SEEN_SIZE = (1536, 1024), (608, 416)

@@ -152,11 +152,11 @@ def child(mode: str, interval_s: float) -> None:
     There is no such switch in batchkit, and there shall be none: a run without a ledger can't be
     resumed. So this script lays its own functions over the store's.
     """
-    from batchkit import store
+    from batchkit.config.loading import load_job
     from batchkit.errors import BrokenInputError
-    from batchkit.job_file import load_job
-    from batchkit.ledger import RESULTS
-    from batchkit.processor import ProductionBatchProcessor
+    from batchkit.execution.processor import ProductionBatchProcessor
+    from batchkit.storage import store
+    from batchkit.storage.ledger import RESULTS
 
     clock = Clock()
     ledger: Any = store.Store

@@ -22,10 +22,10 @@ from typing import NamedTuple
 from figures import Figure
 from models import MEDIUM, build_text_model
 
-from batchkit.demo_model import SAMPLE_TEXT
-from batchkit.job_file import make_job
-from batchkit.processor import ProductionBatchProcessor
-from tests.llama_cpp import NONE_FOUND, llama_server, write_gguf
+from batchkit.commands.demo_model import SAMPLE_TEXT
+from batchkit.config.loading import make_job
+from batchkit.execution.processor import ProductionBatchProcessor
+from tests.support.llama_cpp import NONE_FOUND, llama_server, write_gguf
 
 MAX_MODEL_LEN, MAX_TOKENS = 512, 48
 

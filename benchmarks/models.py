@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from batchkit.demo_model import build_demo_model
+from batchkit.commands.demo_model import build_demo_model
 
 FIRST_WORD, WORDS = 440, 180  # the demo model's whole words, roughly
 # 23 million parameters: on two cores a step of 64 costs its matrix products, not its overhead.

@@ -24,7 +24,7 @@ import images
 import text
 from sides import IN_ORDER, Setting, compare
 
-from batchkit.demo_model import SAMPLE_TEXT, build_demo_model
+from batchkit.commands.demo_model import SAMPLE_TEXT, build_demo_model
 
 QUESTIONS = 6
 TOKENS = {"step_ms": 8, "token_us": 20, "image_ms": 0}

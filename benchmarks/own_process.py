@@ -19,7 +19,7 @@ from typing import Any
 from figures import Figure
 from PIL import Image
 
-from batchkit.demo_model import build_demo_model
+from batchkit.commands.demo_model import build_demo_model
 
 JOB = """
 name = "bench"

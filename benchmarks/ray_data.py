@@ -20,7 +20,7 @@ from typing import Any
 from commands import Tool, arguments, compare, settings
 from text import OPTIONS, write
 
-from batchkit.demo_model import build_demo_model
+from batchkit.commands.demo_model import build_demo_model
 
 SCRIPT = Path(__file__).with_name("ray_script.py")
 STAGES: Mapping[str, Mapping[str, Any]] = {

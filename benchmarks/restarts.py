@@ -23,11 +23,11 @@ from pathlib import Path
 import psutil
 from figures import Figure
 
-from batchkit.config import JobConfig
-from batchkit.demo_model import build_demo_model
-from batchkit.engines.launcher import LOG, Launcher
-from batchkit.engines.process import ProcessEngine
-from batchkit.faults import EngineDied
+from batchkit.commands.demo_model import build_demo_model
+from batchkit.config.tables import JobConfig
+from batchkit.engines.faults import EngineDied
+from batchkit.engines.process.engine import ProcessEngine
+from batchkit.engines.process.launcher import LOG, Launcher
 from batchkit.types import Request, Row
 
 OPTIONS = {

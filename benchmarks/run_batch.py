@@ -22,7 +22,7 @@ from typing import Any
 from commands import Tool, arguments, compare, settings
 from text import OPTIONS, write
 
-from batchkit.demo_model import build_demo_model
+from batchkit.commands.demo_model import build_demo_model
 
 RUN_BATCH = "vllm run-batch"
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from batchkit.demo_model import build_demo_model
+from batchkit.commands.demo_model import build_demo_model
 
 Shape = Mapping[str, Any]  # keys of config.json, over the demo model's
 

@@ -186,8 +186,8 @@ def run_batchkit(
     table: dict[str, Any], rows: Path, overrides: Sequence[str], *, hold_back: bool = False
 ) -> dict[str, Any]:
     """Its answers are what its ledger holds."""
-    from batchkit.job_file import make_job
-    from batchkit.processor import ProductionBatchProcessor
+    from batchkit.config.loading import make_job
+    from batchkit.execution.processor import ProductionBatchProcessor
 
     job = make_job(table, "benchmark", overrides)
     processor = ProductionBatchProcessor(job, quiet=True)

@@ -2,7 +2,7 @@
 
     python benchmarks/soak.py [--minutes 30] [--seed 0] [--rows 400]
 
-Planted, with real vLLM on the demo model (tests/failing_worker.py is its worker):
+Planted, with real vLLM on the demo model (tests/support/failing_worker.py is its worker):
 
 - in each round 3 to 5 poison rows: whenever the engine runs one, it is out of memory, raises, is
   killed, or hangs
@@ -42,8 +42,8 @@ from typing import Any
 
 import psutil
 
-from batchkit.demo_model import build_demo_model
-from batchkit.ledger import RESULTS, read_lines, read_newest
+from batchkit.commands.demo_model import build_demo_model
+from batchkit.storage.ledger import RESULTS, read_lines, read_newest
 
 ROOT = Path(__file__).parents[1]
 SHM = Path("/dev/shm")
@@ -74,7 +74,7 @@ enforce_eager = true
 max_model_len = 512
 max_num_seqs = 8
 kv_cache_memory_bytes = 134217728
-worker_cls = "tests.failing_worker.FailingWorker"
+worker_cls = "tests.support.failing_worker.FailingWorker"
 [sampling]
 sampling_column = "params"
 [run]

@@ -23,7 +23,7 @@ from typing import Any
 from models import MEDIUM, build_text_model
 from sides import GENERATE_ALL, IN_ORDER, Setting, compare
 
-from batchkit.demo_model import SAMPLE_TEXT, build_demo_model
+from batchkit.commands.demo_model import SAMPLE_TEXT, build_demo_model
 
 STEP = {"step_ms": 15, "token_us": 0, "image_ms": 0}
 OPTIONS = {

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 from figures import Figure
 from models import MEDIUM, build_text_model
 
-from batchkit.config import JobConfig
-from batchkit.engines import open_engine
+from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine
+from batchkit.engines.registry import open_engine
 from batchkit.types import Request, Row
 
 HEAVY_TAIL = (6, 9, 12, 16, 24, 8, 128, 11, 4, 40)

@@ -20,7 +20,7 @@ from typing import Any
 
 from figures import Figure
 
-from batchkit.demo_model import build_demo_model
+from batchkit.commands.demo_model import build_demo_model
 
 MAX_NUM_SEQS = 16
 WINDOWS = ["auto", "4", "8", "16", "24", "64"]

@@ -32,7 +32,7 @@ from accelerator import COSTS
 from figures import Figure
 from uneven import FIRST
 
-from batchkit.demo_model import build_demo_model
+from batchkit.commands.demo_model import build_demo_model
 
 HERE = Path(__file__).parent
 MIB = 2**20

@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from batchkit.config import JobConfig, JudgeTable, ScoringRule, ServerTable, Table
-from batchkit.wording import in_words
+from batchkit.config.tables import JobConfig, JudgeTable, ScoringRule, ServerTable, Table
+from batchkit.config.type_names import in_words
 
 _CODE = re.compile(r'"[^"]*"|\btrue\b|\bfalse\b|\^\S+')
 PAGE = Path(__file__).parent.parent / "docs" / "job-file.md"

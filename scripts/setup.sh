@@ -28,7 +28,7 @@ quiet_pip() {
 key() {
     {
         echo "$PWD $python $build"
-        cat pyproject.toml "$lock" scripts/setup.sh batchkit/torchvision_mend.py
+        cat pyproject.toml "$lock" scripts/setup.sh batchkit/commands/doctor/torchvision_fix.py
     } | cksum
 }
 
@@ -81,7 +81,7 @@ else
     quiet_pip --no-deps --no-build-isolation -e .
 fi
 
-mended=$("$venv/bin/python" -m batchkit.torchvision_mend) ||
+mended=$("$venv/bin/python" -m batchkit.commands.doctor.torchvision_fix) ||
     fail "torchvision can't be used (above); start over with: make clean setup"
 say "$mended"
 say "importing vLLM, to see that it works"

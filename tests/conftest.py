@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from batchkit.config import JobConfig
-from batchkit.job_file import make_job
+from batchkit.config.loading import make_job
+from batchkit.config.tables import JobConfig
 
 # Two engines beside each other on two cores: their OpenMP threads would spin against one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Qwen3-VL's architecture, random weights."""
-    from batchkit.demo_model import build_demo_model
+    from batchkit.commands.demo_model import build_demo_model
 
     path = tmp_path_factory.mktemp("models") / "qwen3-vl"
     build_demo_model(path)
@@ -46,7 +46,7 @@ def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Qwen2's architecture, random weights."""
-    from batchkit.demo_model import build_demo_model
+    from batchkit.commands.demo_model import build_demo_model
 
     path = tmp_path_factory.mktemp("models") / "qwen2"
     build_demo_model(path, text_only=True)
@@ -73,7 +73,7 @@ def vllm_job(demo_model: Path, tmp_path: Path) -> Callable[..., JobConfig]:
 
 @pytest.fixture
 def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The working directory of the test, for ``tests/dry_runs.py``."""
+    """The working directory of the test, for ``tests/support/dry_runs.py``."""
     monkeypatch.chdir(tmp_path)
 
 

@@ -11,8 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from batchkit.config import JobConfig
-from batchkit.job_file import parse_job
+from batchkit.config.loading import parse_job
+from batchkit.config.tables import JobConfig
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "job-file.md"

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from batchkit.config import JobConfig
+from batchkit.commands.validate import validate
+from batchkit.config.loading import load_job
+from batchkit.config.tables import JobConfig
 from batchkit.errors import MediaError, TemplateError
-from batchkit.job_file import load_job
-from batchkit.processor import ProductionBatchProcessor
-from batchkit.prompts import PromptRenderer
+from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.rendering.renderer import PromptRenderer
 from batchkit.sources import read_rows
 from batchkit.types import Completion, Request, Row
-from batchkit.validate import validate
 from tests.conftest import batchkit
 
 JOBS = Path(__file__).parent.parent / "jobs"

@@ -35,7 +35,7 @@ import os, signal, sys
 
 class Broken:
     def find_spec(self, name, path=None, target=None):
-        if name == "vllm" and "batchkit.engines.child" in sys.orig_argv:
+        if name == "vllm" and "batchkit.engines.process.child" in sys.orig_argv:
             {happens}
 
 sys.meta_path.insert(0, Broken())

@@ -17,9 +17,9 @@ from zipfile import ZipFile
 import pip
 import pytest
 
-from batchkit import torchvision_mend
-from batchkit.doctor import VLLM_RANGE, Finding, as_text, judge
-from batchkit.machine import Facts, Folder, Gpu, Probe
+from batchkit.commands.doctor import VLLM_RANGE, Finding, as_text, judge
+from batchkit.commands.doctor import torchvision_fix as torchvision_mend
+from batchkit.commands.doctor.machine import Facts, Folder, Gpu, Probe
 
 ROOT = Path(__file__).parent.parent
 CPU = Facts(
@@ -304,7 +304,7 @@ def test_set_up_refuses_a_file_that_is_not_the_locked_one(tmp_path: Path) -> Non
     clone = tmp_path / "clone"
     (clone / "scripts").mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "setup.sh", clone / "scripts")
-    for name in ("pyproject.toml", "batchkit/torchvision_mend.py"):
+    for name in ("pyproject.toml", "batchkit/commands/doctor/torchvision_fix.py"):
         (clone / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, clone / name)
     served = tmp_path / "served"

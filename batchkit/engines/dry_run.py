@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from batchkit.config import JobConfig
+from batchkit.config.tables import JobConfig
 from batchkit.engines.base import EngineLoad, RenderedPrompt
 from batchkit.errors import JobError
 from batchkit.types import Choice, Completion, Request, Usage

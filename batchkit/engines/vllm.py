@@ -22,11 +22,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from batchkit.config import JobConfig
+from batchkit.config.tables import JobConfig
 from batchkit.engines.base import BURST_GAP_S, EngineLoad, RenderedPrompt
-from batchkit.engines.launcher import SCRATCH
-from batchkit.engines.refusal import cause, chat_template, check_length, missing_folder, near
-from batchkit.engines.startup import explain
+from batchkit.engines.faults import EngineDied, Fault, StartFailed, fault_of
+from batchkit.engines.host_memory import family_bytes
+from batchkit.engines.process.launcher import SCRATCH
+from batchkit.engines.process.startup import explain
+from batchkit.engines.request_checks import cause, chat_template, check_length, missing_folder, near
 from batchkit.errors import (
     JobError,
     MediaError,
@@ -35,8 +37,6 @@ from batchkit.errors import (
     RowError,
     RowTimeoutError,
 )
-from batchkit.faults import EngineDied, Fault, StartFailed, fault_of
-from batchkit.host_memory import family_bytes
 from batchkit.types import Choice, Completion, Request, Usage
 
 # The image cache keeps processed pixels for images that come again. Rows that share an image

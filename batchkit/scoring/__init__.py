@@ -4,7 +4,7 @@ A scorer judges one record; a metric (``metrics``) reduces many. A score is a nu
 (``reward``: 0 to 10) or None: unscored, which is never the same as 0. Failed rows never come here.
 
 ``chart`` and ``judge`` need more than the record (a sandbox, a second model): their scores are None
-here, and ``batchkit.score`` fills them in.
+here, and ``batchkit.commands.score`` fills them in.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
-from batchkit.config import JobConfig, ScoringTable
+from batchkit.config.tables import JobConfig, ScoringTable
 from batchkit.scoring.bounds import MOST_COMPARED, Unscorable, check_length
 from batchkit.scoring.extract import extracted
 from batchkit.scoring.overlap import OVERLAPS, Pair, overlap, pair, preload

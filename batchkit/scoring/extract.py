@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from json import JSONDecodeError, JSONDecoder
 from typing import Any
 
-from batchkit.config import ScoringTable
+from batchkit.config.tables import ScoringTable
 from batchkit.scoring.bounds import MOST_READ, Unscorable, check_length
 from batchkit.scoring.patterns import last_match
 from batchkit.scoring.reward import parse_reward

@@ -15,7 +15,7 @@ import warnings
 from multiprocessing.connection import Connection
 from typing import Any
 
-from batchkit.engines.guard import die_with_parent
+from batchkit.rendering.child_process import die_with_parent
 from batchkit.scoring.bounds import PATTERN_MEMORY, PATTERN_TIMEOUT_S
 from batchkit.scoring.steps import last_in
 

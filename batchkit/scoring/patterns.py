@@ -11,9 +11,9 @@ import marshal
 import signal
 import threading
 
+from batchkit.rendering.templates.process import Child, Gone, started
 from batchkit.scoring.bounds import PATTERN_STEPS, PATTERN_TIMEOUT_S, PATTERN_WAIT_S, Unscorable
 from batchkit.scoring.steps import last_in, most_steps
-from batchkit.templates.process import Child, Gone, started
 
 _OF_THREAD = threading.local()
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from batchkit.config import InputTable
-from batchkit.shard import parse_shard
+from batchkit.config.shard import parse_shard
+from batchkit.config.tables import InputTable
 from batchkit.sources.files import input_files
 from batchkit.sources.fingerprint import FileFingerprint, changed_files, fingerprint
 from batchkit.sources.formats import format_of, load_counter, load_reader

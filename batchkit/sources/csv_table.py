@@ -7,7 +7,7 @@ import io
 from collections import Counter
 from collections.abc import Iterator
 
-from batchkit.config import InputTable
+from batchkit.config.tables import InputTable
 from batchkit.errors import InputError
 from batchkit.sources.files import open_input
 from batchkit.sources.formats import suffix_of

@@ -11,10 +11,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from batchkit.config import InputTable
+from batchkit.config.regular_file import open_regular
+from batchkit.config.tables import InputTable
+from batchkit.config.urls import failure
 from batchkit.errors import InputError
-from batchkit.fsspec_urls import failure
-from batchkit.regular_file import open_regular
 
 BLOCK_BYTES = 2**20
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")  # undone on the fly, by name, as fsspec does

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchkit.config import InputTable
+from batchkit.config.masking import masked
+from batchkit.config.regular_file import open_regular
+from batchkit.config.tables import InputTable
 from batchkit.errors import InputError
-from batchkit.masking import masked
-from batchkit.regular_file import open_regular
 from batchkit.sources.files import input_files, remote_error
 
 SMALL_BYTES = 2**24  # what is read again in no time, whatever its time says

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import PurePosixPath
 from typing import Any, cast
 
-from batchkit.config import InputTable
+from batchkit.config.tables import InputTable
 from batchkit.errors import InputError
 from batchkit.sources.files import COMPRESSIONS
 from batchkit.sources.reader import Reader

@@ -10,7 +10,7 @@ from typing import Any
 import ijson
 import orjson
 
-from batchkit.config import InputTable
+from batchkit.config.tables import InputTable
 from batchkit.errors import InputError, RequestError
 from batchkit.sources.depth import TOO_DEEP, ShallowJson, is_too_deep
 from batchkit.sources.files import BLOCK_BYTES, open_input

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from batchkit.config import InputTable
+from batchkit.config.tables import InputTable
 from batchkit.errors import InputError, RequestError
 from batchkit.sources.depth import MAX_DEPTH, TOO_DEEP, is_too_deep
 from batchkit.sources.lines import read_lines

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import orjson
 
-from batchkit.config import InputTable
+from batchkit.config.tables import InputTable
 from batchkit.sources.files import open_input
 from batchkit.sources.jsonl import parse_object
 from batchkit.sources.lines import read_lines

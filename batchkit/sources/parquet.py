@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchkit.config import InputTable
+from batchkit.config.tables import InputTable
 from batchkit.errors import InputError, RequestError
 from batchkit.sources.decoded import VALUE_BYTES, Slice, slices
 from batchkit.sources.files import BLOCK_BYTES, open_input

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from batchkit.config import InputTable
+from batchkit.config.tables import InputTable
 from batchkit.sources.lines import read_lines
 from batchkit.sources.reader import Found, Skip, fault
 

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
-from batchkit.config import InputTable
+from batchkit.config.tables import InputTable
 from batchkit.errors import RequestError
 
 Found = dict[str, Any] | RequestError | None

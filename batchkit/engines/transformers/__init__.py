@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 
-from batchkit.config import JobConfig
+from batchkit.config.tables import JobConfig
 from batchkit.engines.transformers.engine import TransformersEngine
 from batchkit.engines.transformers.options import options_of
 from batchkit.engines.transformers.rendering import TransformersRenderer

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from batchkit.config import JobConfig
+from batchkit.config.tables import JobConfig
 from batchkit.engines.base import EngineLoad
+from batchkit.engines.faults import EngineDied, Fault, fault_of
+from batchkit.engines.memory_ladder import Ladder
 from batchkit.engines.transformers.answer import Answer
 from batchkit.engines.transformers.batch import collate, next_batch
 from batchkit.engines.transformers.decoding import Decoder
@@ -21,8 +23,6 @@ from batchkit.engines.transformers.loading import eos_ids, load_model, pad_token
 from batchkit.engines.transformers.options import Options
 from batchkit.engines.transformers.rendering import TransformersRenderer
 from batchkit.errors import EngineCrashError, RequestError, RowError, RowOutOfMemoryError
-from batchkit.faults import EngineDied, Fault, fault_of
-from batchkit.ladder import Ladder
 from batchkit.types import Completion, Request, Usage
 
 STRETCH = 100  # answers before a batch that was made smaller is made larger again

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from batchkit.config import JobConfig
-from batchkit.engines.startup import explain
+from batchkit.config.tables import JobConfig
+from batchkit.engines.faults import StartFailed, fault_of
+from batchkit.engines.process.startup import explain
 from batchkit.engines.transformers.device import default_device
 from batchkit.engines.transformers.options import Options
-from batchkit.faults import StartFailed, fault_of
 
 _LOG = logging.getLogger(__name__)
 FLASH = "flash_attention_2"

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from batchkit.config import JobConfig, Table
-from batchkit.engines import MAX_NUM_SEQS, refusal
+from batchkit.config.tables import JobConfig, Table
+from batchkit.engines import request_checks as refusal
+from batchkit.engines.registry import MAX_NUM_SEQS
 from batchkit.engines.transformers.sampling import sampling_of
 from batchkit.engines.transformers.tables import problems_with
 from batchkit.errors import JobError, RequestError

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from batchkit.config import JobConfig
+from batchkit.config.tables import JobConfig
 from batchkit.engines.base import RenderedPrompt
-from batchkit.engines.refusal import cause, check_length
-from batchkit.engines.startup import explain
+from batchkit.engines.process.startup import explain
+from batchkit.engines.request_checks import cause, check_length
 from batchkit.engines.transformers.options import Options
 from batchkit.engines.transformers.sampling import Sampling, sampling_of
 from batchkit.errors import JobError, MediaError, RequestError, RowError

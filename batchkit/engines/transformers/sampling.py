@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from batchkit.config import Table
+from batchkit.config.tables import Table
 from batchkit.engines.transformers.tables import problems_with
 from batchkit.errors import RequestError
 

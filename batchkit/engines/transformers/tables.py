@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from batchkit.config import Table
-from batchkit.engines.refusal import near
-from batchkit.wording import in_words
+from batchkit.config.tables import Table
+from batchkit.config.type_names import in_words
+from batchkit.engines.request_checks import near
 
 
 def problems_with(table: type[Table], values: Mapping[str, Any]) -> list[str]:

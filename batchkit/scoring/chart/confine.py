@@ -17,7 +17,6 @@ from pathlib import Path
 from batchkit.scoring.chart.landlock import landlock_missing, restrict_files
 from batchkit.scoring.chart.seccomp import restrict_calls, seccomp_missing
 
-_PR_SET_PDEATHSIG = 1
 _CAPABILITY_VERSION_3 = 0x20080522
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
 _SYSTEM = (
@@ -51,12 +50,6 @@ def confine(*, readable: Path, writable: Path) -> None:
     )
     _drop_capabilities()
     restrict_calls()
-
-
-def die_with_parent(signum: int) -> None:
-    """Have ``signum`` sent to this process when its parent (the thread that started it) ends."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
 
 def _python() -> Iterator[Path]:

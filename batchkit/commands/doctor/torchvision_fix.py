@@ -1,0 +1,123 @@
+"""Makes torchvision importable where its compiled ops can't load. Part of set-up, not of a run.
+
+The registry's torchvision is built for CUDA. Beside a CPU torch its compiled ops don't load, and
+``import torchvision`` dies with "operator torchvision::nms does not exist", and Qwen3-VL's
+processors with it, although they need only its Python part. Declaring the two operators that
+torchvision adds fakes to is enough: ``nms`` then exists, and calling it still fails.
+
+Every process needs this (vLLM inspects models in a subprocess), so ``python -m
+batchkit.commands.doctor.torchvision_fix`` copies this file into the environment beside a ``.pth`` line that
+installs the hook below when Python starts. The hook costs no import until torchvision is
+imported, and stands aside where the compiled ops do load.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+
+COPY = "_batchkit_torchvision_mend"
+PTH_LINE = f"import {COPY}; {COPY}.install_hook()\n"
+SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+UNMENDED = f"""
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if getattr(f, "__module__", "") != {COPY!r}]
+"""  # takes the hook out again, in a process that looks whether it is needed
+_libraries: list[object] = []  # a torch Library forgets its operators when it is collected
+
+
+def install_hook() -> None:
+    """Hooks torchvision's import in this process."""
+    sys.meta_path.insert(0, _TorchvisionFinder)
+
+
+class _TorchvisionFinder:
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """torchvision's own spec, with a loader that declares missing operators first."""
+        if name != "torchvision":
+            return None
+        spec = PathFinder.find_spec(name)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _MendingLoader(name, spec.loader.path)
+        return spec
+
+
+class _MendingLoader(SourceFileLoader):
+    def exec_module(self, module: object) -> None:
+        if not _ops_load(self.path):
+            _declare_ops()
+        super().exec_module(module)  # type: ignore[arg-type]
+
+
+def _ops_load(package_file: str) -> bool:
+    """Whether one of torchvision's ``_C*.so`` loads into this torch (once loaded, it stays)."""
+    from pathlib import Path
+
+    import torch
+
+    for library in Path(package_file).parent.glob("_C*.so"):
+        try:
+            torch.ops.load_library(str(library))
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def _declare_ops() -> None:
+    import torch
+
+    library = torch.library.Library("torchvision", "DEF")
+    for schema in SCHEMAS:
+        library.define(schema)
+    _libraries.append(library)
+
+
+def main() -> int:
+    """Installs the mend in this environment where it is needed, removes it where it is not."""
+    import sysconfig
+    from pathlib import Path
+
+    site_packages = Path(sysconfig.get_path("purelib"))
+    copy, pth = site_packages / f"{COPY}.py", site_packages / f"{COPY}.pth"
+    error = _import_error(UNMENDED)
+    if error is None:
+        pth.unlink(missing_ok=True)
+        copy.unlink(missing_ok=True)
+        print("torchvision: its compiled ops fit this torch; nothing to mend")
+        return 0
+    if "torchvision::nms does not exist" not in error:
+        print(f"torchvision: can't be imported, and this mend can't help: {error}", file=sys.stderr)
+        return 1
+    copy.write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    pth.write_text(PTH_LINE, encoding="utf-8")
+    error = _import_error("")
+    if error is not None:
+        print(f"torchvision: still can't be imported after the mend: {error}", file=sys.stderr)
+        return 1
+    print(f"torchvision: its compiled ops don't fit this torch; mended by {pth.name}")
+    return 0
+
+
+def _import_error(first: str) -> str | None:
+    """The last line of what ``import torchvision`` says in a fresh process, None if it works."""
+    import subprocess
+
+    tried = subprocess.run(
+        [sys.executable, "-c", f"{first}\nimport torchvision"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if tried.returncode == 0:
+        return None
+    lines = tried.stderr.strip().splitlines()
+    return lines[-1] if lines else f"exit status {tried.returncode}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

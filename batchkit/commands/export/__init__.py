@@ -1,0 +1,165 @@
+"""Exports: the newest record of each row, in the order of the input, in other formats.
+
+Each writer streams; the file appears under its name only when it is whole.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from batchkit.commands.export.openai_lines import answer_line, error_line
+from batchkit.commands.export.outputs import refuse_own_file
+from batchkit.commands.export.realhit import write_realhit
+from batchkit.commands.export.table import Layout, read_batches, schema_of
+from batchkit.errors import StoreError
+from batchkit.storage.files import replacing
+from batchkit.storage.ledger import RESULTS
+from batchkit.storage.manifest import read_manifest
+from batchkit.storage.score_store import read_scored
+from batchkit.storage.store import check_log
+
+_FORMULA = re.compile(r"[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")  # the last four: full width
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+
+
+class Exported(NamedTuple):
+    """A file that was written; ``source_bytes`` is the size of ``results.jsonl``."""
+
+    path: Path
+    rows: int
+    bytes: int
+    source_bytes: int
+
+
+def export(folder: Path, format_name: str, path: Path | None = None) -> list[Exported]:
+    """Write a run's records as ``parquet``, ``jsonl``, ``csv``, ``safe-csv``, ``openai`` or ``realhit``.
+
+    ``path`` left out: ``results.<suffix>`` in the run folder (``results.newest.jsonl`` for jsonl,
+    since ``results.jsonl`` is the ledger). ``safe-csv`` is a CSV that a spreadsheet may open: a text
+    that it would take for a formula has a ``'`` in front. ``openai`` writes two files, answers and errors;
+    ``realhit`` the two of RealHiTBench's harness, into the folder ``path`` or as the file ``path``.
+
+    Raises:
+        StoreError: not a run folder, its log is damaged, or the file can't be written.
+    """
+    read_manifest(folder)
+    log = folder / RESULTS
+    if not log.exists():
+        raise StoreError(f"{folder}: nothing to export: no row has finished yet")
+    check_log(folder)
+    path = path or folder / _NAMES[format_name]
+    refuse_own_file(path, folder)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = _WRITERS[format_name](folder, path)
+    except OSError as error:
+        raise StoreError(f"{path}: can't write: {error.strerror or error}") from error
+    source_bytes = log.stat().st_size
+    return [Exported(p, rows, p.stat().st_size, source_bytes) for p, rows in written.items()]
+
+
+def _write_parquet(folder: Path, path: Path) -> dict[Path, int]:
+    """The schema is fixed by the job, so a column may be null for any number of rows."""
+    import pyarrow.parquet as pq
+
+    layout, rows = Layout.of(folder), 0
+    batches = read_batches(folder, layout)
+    with (
+        replacing(path) as temporary,
+        pq.ParquetWriter(temporary, schema_of(layout), compression="zstd") as writer,
+        ThreadPoolExecutor(1) as pool,  # reads the next batch while this thread writes one
+    ):
+        coming = pool.submit(next, batches, None)
+        while (batch := coming.result()) is not None:
+            coming = pool.submit(next, batches, None)
+            writer.write_table(batch)
+            rows += batch.num_rows
+    return {path: rows}
+
+
+def _write_jsonl(folder: Path, path: Path) -> dict[Path, int]:
+    rows = 0
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        for record in read_scored(folder):
+            file.write(_line(record))
+            rows += 1
+    return {path: rows}
+
+
+def _write_csv(
+    folder: Path, path: Path, cell: Callable[[Any], Any] = lambda value: value
+) -> dict[Path, int]:
+    layout, rows = Layout.of(folder), 0
+    with (
+        replacing(path) as temporary,
+        temporary.open("w", newline="", encoding="utf-8") as file,
+    ):
+        writer = csv.writer(file)
+        writer.writerow(map(cell, layout.columns()))
+        for record in read_scored(folder):
+            writer.writerow(map(cell, layout.values(record)))
+            rows += 1
+    return {path: rows}
+
+
+def _write_safe_csv(folder: Path, path: Path) -> dict[Path, int]:
+    return _write_csv(folder, path, _safe_cell)
+
+
+def _safe_cell(value: Any) -> Any:
+    """``value``, a text that begins like a formula behind a ``'``; a number stays one.
+
+    As OWASP has it: https://owasp.org/www-community/attacks/CSV_Injection
+    """
+    is_formula = isinstance(value, str) and _FORMULA.match(value) and not _NUMBER.fullmatch(value)
+    return f"'{value}" if is_formula else value
+
+
+def _write_openai(folder: Path, path: Path) -> dict[Path, int]:
+    """OpenAI's batch output: one file of answers, one of errors."""
+    model = str(read_manifest(folder)["model"]["name"] or "")
+    errors = path.with_name(f"{path.stem}.errors{path.suffix}")
+    n_answers = n_errors = 0
+    with (
+        replacing(path) as answers_path,
+        replacing(errors) as errors_path,
+        answers_path.open("wb") as answers_file,
+        errors_path.open("wb") as errors_file,
+    ):
+        for record in read_scored(folder):
+            if record["status"] == "ok":
+                answers_file.write(_line(answer_line(record, model)))
+                n_answers += 1
+            else:
+                errors_file.write(_line(error_line(record)))
+                n_errors += 1
+    return {path: n_answers, errors: n_errors}
+
+
+def _line(value: Mapping[str, Any]) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE)
+
+
+_WRITERS: dict[str, Callable[[Path, Path], dict[Path, int]]] = {
+    "parquet": _write_parquet,
+    "jsonl": _write_jsonl,
+    "csv": _write_csv,
+    "safe-csv": _write_safe_csv,
+    "openai": _write_openai,
+    "realhit": write_realhit,
+}
+_NAMES = {
+    "parquet": "results.parquet",
+    "jsonl": "results.newest.jsonl",
+    "csv": "results.csv",
+    "safe-csv": "results.csv",
+    "openai": "results.openai.jsonl",
+    "realhit": "realhit",
+}

@@ -1,0 +1,96 @@
+"""A record as a line of OpenAI's batch output: https://platform.openai.com/docs/guides/batch.
+
+The body is a ``chat.completion`` as the ``openai`` package reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from batchkit.storage.schema import LEAST_LOGPROB
+
+_FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter", "function_call")
+_CUT_OFF = ("abort", "error", "max_tokens", "repetition")  # vLLM's and other servers'
+
+
+def answer_line(record: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """The line of a row that was answered."""
+    index = record["index"]
+    return {
+        "id": f"batch_req_{index}",
+        "custom_id": record["id"],
+        "response": {
+            "status_code": 200,
+            "request_id": f"req_{index}",
+            "body": {
+                "id": f"chatcmpl-{index}",
+                "object": "chat.completion",
+                "created": _unix_s(record.get("finished_at")),
+                "model": model,
+                "choices": [
+                    _choice(number, choice)
+                    for number, choice in enumerate(record.get("choices") or [record])
+                ],
+                "usage": _usage(record.get("usage")),
+            },
+        },
+        "error": None,
+    }
+
+
+def error_line(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The line of a row that failed."""
+    error = record.get("error") or {}
+    return {
+        "id": f"batch_req_{record['index']}",
+        "custom_id": record["id"],
+        "response": None,
+        "error": {"code": error.get("kind"), "message": error.get("message")},
+    }
+
+
+def _choice(number: int, choice: Mapping[str, Any]) -> dict[str, Any]:
+    tokens = choice.get("logprobs")
+    made = {
+        "index": number,
+        "message": {"role": "assistant", "content": choice.get("text"), "refusal": None},
+        "logprobs": None
+        if tokens is None
+        else {"content": [_token(token) for token in tokens], "refusal": None},
+        "finish_reason": choice.get("finish_reason"),
+    }
+    if made["finish_reason"] not in _FINISH_REASONS:
+        # OpenAI's clients refuse any other. OpenRouter gives the original under this name.
+        made["native_finish_reason"] = made["finish_reason"]
+        made["finish_reason"] = "length" if made["finish_reason"] in _CUT_OFF else "stop"
+    return made
+
+
+def _token(token: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_one(token), "top_logprobs": [_one(other) for other in token.get("top_logprobs", ())]}
+
+
+def _one(token: Mapping[str, Any]) -> dict[str, Any]:
+    """Null stands in the ledger for -inf, and for the text of a token that has none."""
+    logprob = token["logprob"]
+    return {
+        "token": token["token"] or "",
+        "bytes": None,  # not in the ledger, and a token may be a part of a character
+        "logprob": LEAST_LOGPROB if logprob is None else logprob,
+    }
+
+
+def _usage(usage: Mapping[str, int] | None) -> dict[str, int] | None:
+    if not usage:
+        return None
+    return {**usage, "total_tokens": usage["prompt_tokens"] + usage["completion_tokens"]}
+
+
+def _unix_s(finished_at: str | None) -> int:
+    """0 if the record does not say."""
+    try:
+        return int(datetime.fromisoformat(finished_at or "").timestamp())
+    except ValueError:
+        return 0

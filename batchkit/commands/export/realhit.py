@@ -1,0 +1,148 @@
+"""The results file of RealHiTBench's harness, so that scripts which read it go on working.
+
+``results_<time>.json`` has ``config``, ``aggregate_metrics`` by question type and ``results``;
+``checkpoint.json`` beside it has ``processed_ids``. As there, an F1 is a percentage, and the mean of
+ECR and Pass a share of all rows of the type. Failed rows are in neither: they were not answered.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from batchkit.errors import StoreError
+from batchkit.scoring.metrics import OUT_OF_TEN, head
+from batchkit.sources.join import with_fields
+from batchkit.storage.files import replacing
+from batchkit.storage.manifest import job_of_run, read_manifest
+from batchkit.storage.runfolder import is_run
+from batchkit.storage.score_store import read_scored
+
+_FIELDS = {"FileName", "QuestionType", "SubQType", "Question", "FinalAnswer", "ProcessedAnswer"}
+_YES_OR_NO = ("ECR", "Pass")
+
+
+def write_realhit(folder: Path, path: Path) -> dict[Path, int]:
+    """Write both files of a run: ``path`` is the results file if it ends in .json, else a folder.
+
+    Raises:
+        InputError: fields that the file has were neither kept nor are in the input any more.
+        StoreError: the checkpoint would replace a run's own.
+    """
+    if path.suffix != ".json":
+        path.mkdir(parents=True, exist_ok=True)
+        path = path / f"results_{time.strftime('%Y%m%d_%H%M%S')}.json"
+    checkpoint = path.with_name("checkpoint.json")
+    if is_run(path.parent):
+        raise StoreError(
+            f"{checkpoint}: is a run's own, and the harness's has the same name; export to another"
+            " folder"
+        )
+    results, finished = [], []
+    ok = (record for record in read_scored(folder) if record["status"] == "ok")
+    for record, fields in with_fields(ok, job_of_run(folder), _FIELDS):
+        results.append(_result(record, fields))
+        finished.append(record["finished_at"])
+    content = {
+        "config": _config(folder, finished),
+        "aggregate_metrics": _aggregate(results),
+        "results": results,
+    }
+    ids = [result["id"] for result in results]
+    for file, value in ((path, content), (checkpoint, {"processed_ids": ids, "results": results})):
+        with replacing(file) as temporary:
+            temporary.write_bytes(orjson.dumps(value, option=orjson.OPT_INDENT_2))
+    return {path: len(results), checkpoint: len(ids)}
+
+
+def _result(record: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    is_chart = fields.get("QuestionType") == "Visualization"
+    prediction = record.get("prediction")
+    return {
+        "id": _id(record["id"]),
+        "FileName": fields.get("FileName"),
+        "QuestionType": fields.get("QuestionType"),
+        "SubQType": fields.get("SubQType"),
+        "Question": fields.get("Question"),
+        "Reference": fields.get("ProcessedAnswer" if is_chart else "FinalAnswer"),
+        "Prediction": record["text"] if prediction is None else prediction,
+        "Metrics": _metrics(record.get("scores") or {}),
+        "ProcessingTime": round(record["latency_s"], 2),
+    }
+
+
+def _id(text: str) -> int | str:
+    """A number, as the harness has it, where it was written as one."""
+    is_number = text.isascii() and text.isdigit() and len(text) < 20 and str(int(text)) == text
+    return int(text) if is_number else text
+
+
+def _metrics(scores: Mapping[str, float | None]) -> dict[str, Any]:
+    """What is unscored is left out."""
+    metrics: dict[str, Any] = {}
+    for name, score in scores.items():
+        called = "Pass" if name == "pass" else head(name)
+        if score is not None and called in _YES_OR_NO:
+            metrics[called] = bool(score)
+        elif score is not None:
+            metrics[called] = score if name in OUT_OF_TEN else round(score * 100, 10)
+    return metrics
+
+
+def _aggregate(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    by_type: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        if result["Metrics"]:
+            by_type.setdefault(str(result["QuestionType"]), []).append(result["Metrics"])
+    return {
+        kind: {
+            name: sum(values) / (len(metrics) if name in _YES_OR_NO else len(values))
+            for name in dict.fromkeys(name for metric in metrics for name in metric)
+            if (values := [metric[name] for metric in metrics if name in metric])
+        }
+        for kind, metrics in by_type.items()
+    }
+
+
+def _config(folder: Path, finished: Sequence[str]) -> dict[str, Any]:
+    """``duration_seconds`` and ``throughput`` count the time of all starts, not the last one's.
+
+    ``finished``: when each of the rows was.
+    """
+    manifest, job = read_manifest(folder), job_of_run(folder)
+    starts, total = manifest["starts"], len(finished)
+    seconds = _seconds(starts, sorted(finished))
+    return {
+        "model_dir": manifest["model"]["name"],
+        "modality": job.vars.get("modality"),
+        "format": job.vars.get("format"),
+        "data_path": job.media.root,
+        "batch_size": job.run.max_in_flight,
+        "total_queries": total,
+        "start_time": starts[0]["started_at"] if starts else None,
+        "end_time": (starts[-1]["ended_at"] or max(finished, default=None)) if starts else None,
+        "duration_seconds": round(seconds, 3),
+        "throughput": total / seconds if seconds else 0.0,
+    }
+
+
+def _seconds(starts: Sequence[Mapping[str, Any]], finished: Sequence[str]) -> float:
+    """A start that was killed could not note its time: it lasted up to its last row."""
+    seconds = 0.0
+    for start, following in zip_longest(starts, starts[1:]):
+        began, noted = start["started_at"], start.get("seconds")
+        n = bisect_left(finished, following["started_at"]) if following else len(finished)
+        if noted is not None:
+            seconds += noted
+        elif n and (last := finished[n - 1]) > began:
+            seconds += (
+                datetime.fromisoformat(last) - datetime.fromisoformat(began)
+            ).total_seconds()
+    return seconds

@@ -1,0 +1,290 @@
+"""The records of a run as a table: which columns there are, and their values as Arrow batches.
+
+Arrow parses the lines of the log by itself, thousands at once. Lines that hold what its schema has
+no word for (choices, a kept field that is not text, damage) are read record by record.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import orjson
+
+from batchkit.scoring import kept_fields, score_names
+from batchkit.storage.ledger import RESULTS, Newest, newest_lines, whole_record
+from batchkit.storage.manifest import job_of_run
+from batchkit.storage.schema import COUNT_LIMIT
+from batchkit.storage.score_store import SCORES, read_scored
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pyarrow as pa
+
+_BATCH = 10_000  # records
+_BATCH_BYTES = 16 << 20
+_FEW = 500  # so many lines are no longer halved in search of the one that Arrow can't take
+
+
+class Layout(NamedTuple):
+    """What a table of records has besides the record's own columns.
+
+    ``scores``: a column ``scores.<name>`` each, and one for the prediction; None: nothing is scored.
+    ``keep``: the kept fields, as text; one that bears the name of another column gets ``fields.``
+    before it.
+    """
+
+    scores: Sequence[str] | None
+    keep: Sequence[str]
+
+    @classmethod
+    def of(cls, folder: Path) -> Layout:
+        """Fixed by the job, so that every export of a run has the same columns."""
+        job = job_of_run(folder)
+        scores = score_names(job.scoring) if job.scoring.is_on else None
+        return cls(scores, kept_fields(job))
+
+    def columns(self) -> dict[str, str]:
+        """The columns' names and Arrow types, in their order."""
+        found = {name: column.type for name, column in _COLUMNS.items()}
+        if self.scores is not None:
+            found |= {"prediction": "string"}
+            found |= {f"scores.{name}": "double" for name in self.scores}
+        return found | {
+            name if name not in found else f"fields.{name}": "string" for name in self.keep
+        }
+
+    def keys(self) -> list[tuple[str, ...]]:
+        """The keys that lead to each column's value in a record, in the order of ``columns``."""
+        found: list[tuple[str, ...]] = [column.keys for column in _COLUMNS.values()]
+        if self.scores is not None:
+            found += [("prediction",), *(("scores", name) for name in self.scores)]
+        return found + [("fields", name) for name in self.keep]
+
+    def values(self, record: Mapping[str, Any]) -> list[Any]:
+        """The record's values in the order of ``columns``."""
+        usage, error = record.get("usage") or {}, record.get("error") or {}
+        fields, choices = record.get("fields") or {}, record.get("choices")
+        values = [
+            record["index"],
+            record["id"],
+            record["status"],
+            record.get("attempt"),
+            record.get("text"),
+            _as_text(record.get("finish_reason")),
+            usage.get("prompt_tokens"),
+            usage.get("completion_tokens"),
+            record.get("latency_s"),
+            record.get("finished_at"),
+            error.get("kind"),
+            error.get("type"),
+            error.get("message"),
+            None if choices is None else orjson.dumps(choices).decode(),
+            record.get("prompt"),
+            record.get("truncated_tokens"),
+        ]
+        if self.scores is not None:
+            scores = record.get("scores") or {}
+            values += [record.get("prediction"), *(scores.get(name) for name in self.scores)]
+        return values + [_as_text(fields.get(name)) for name in self.keep]
+
+
+class _Column(NamedTuple):
+    """Its Arrow type, and the keys that lead to its value in a record."""
+
+    type: str
+    keys: tuple[str, ...]
+
+
+_COLUMNS = {
+    "index": _Column("int64", ("index",)),
+    "id": _Column("string", ("id",)),
+    "status": _Column("string", ("status",)),
+    "attempt": _Column("int32", ("attempt",)),
+    "text": _Column("string", ("text",)),
+    "finish_reason": _Column("string", ("finish_reason",)),
+    "prompt_tokens": _Column("int64", ("usage", "prompt_tokens")),
+    "completion_tokens": _Column("int64", ("usage", "completion_tokens")),
+    "latency_s": _Column("double", ("latency_s",)),
+    "finished_at": _Column("string", ("finished_at",)),
+    "error_kind": _Column("string", ("error", "kind")),
+    "error_type": _Column("string", ("error", "type")),
+    "error_message": _Column("string", ("error", "message")),
+    "choices": _Column("string", ("choices",)),
+    "prompt": _Column("string", ("prompt",)),
+    "truncated_tokens": _Column("int64", ("truncated_tokens",)),
+}
+
+
+def schema_of(layout: Layout) -> pa.Schema:
+    """The schema of every batch of such a table."""
+    import pyarrow as pa
+
+    return pa.schema([(name, pa.type_for_alias(kind)) for name, kind in layout.columns().items()])
+
+
+def read_batches(folder: Path, layout: Layout) -> Iterator[pa.Table]:
+    """The newest record of each row, in the order of the input, with its newest scores.
+
+    A batch has at most 10,000 records, and more than 16 MB of the log only where it is one record.
+
+    Raises:
+        StoreError: a record is damaged.
+    """
+    if (folder / SCORES).exists():  # scores are laid over record by record
+        records = read_scored(folder)
+        while batch := list(islice(records, _BATCH)):
+            yield _of_records(batch, layout)
+        return
+    newest = newest_lines(folder / RESULTS)
+    if len(newest.lines):
+        yield from _Log(folder / RESULTS, newest, layout).batches()
+
+
+class _Log:
+    """The log in memory, only as much of it as is being read."""
+
+    def __init__(self, path: Path, newest: Newest, layout: Layout) -> None:
+        import pyarrow as pa
+
+        self._path, self._newest, self._layout = path, newest, layout
+        self._schema = schema_of(layout)
+        with path.open("rb") as file:
+            self._view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        bounds = newest.bounds
+        self._lines = pa.Array.from_buffers(
+            pa.large_binary(),
+            len(bounds) - 1,
+            [None, pa.py_buffer(bounds), pa.py_buffer(self._view)],
+        )
+
+    def batches(self) -> Iterator[pa.Table]:
+        import numpy as np
+
+        bounds, lines = self._newest
+        n_bytes = np.cumsum(bounds[lines + 1] - bounds[lines])
+        start, done = 0, 0
+        while start < len(lines):
+            fitting = int(np.searchsorted(n_bytes, done + _BATCH_BYTES, "right"))
+            end = max(start + 1, min(start + _BATCH, fitting))
+            yield self._table(lines[start:end])
+            self._view.madvise(mmap.MADV_DONTNEED)
+            start, done = end, n_bytes[end - 1]
+
+    def _table(self, lines: np.ndarray[Any, Any]) -> pa.Table:
+        import pyarrow as pa
+
+        try:
+            return self._parsed(lines)
+        except pa.ArrowInvalid:
+            if len(lines) <= _FEW:
+                return self._read(lines)
+        middle = len(lines) // 2
+        return pa.concat_tables([self._table(lines[:middle]), self._table(lines[middle:])])
+
+    def _parsed(self, lines: np.ndarray[Any, Any]) -> pa.Table:
+        """By Arrow. Raises ArrowInvalid where the table would not be that of ``_read``."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+        from pyarrow import json
+
+        raws, start = self._lines.take(pa.array(lines)), int(self._newest.bounds[lines[0]])
+        first = whole_record(raws[0].as_py(), self._path, start)
+        text = raws.buffers()[-1]  # the lines, one after the other
+        _check_utf8(text)
+        found = json.read_json(
+            pa.BufferReader(text),
+            read_options=json.ReadOptions(use_threads=False, block_size=text.size + 1),
+            parse_options=json.ParseOptions(
+                explicit_schema=_json_schema(self._layout, first),
+                unexpected_field_behavior="ignore",
+            ),
+        ).flatten()
+        if found.num_rows != len(lines):
+            raise pa.ArrowInvalid("two values in a line")
+        columns = [
+            found[".".join(keys)].cast(field.type)
+            for keys, field in zip(self._layout.keys(), self._schema, strict=True)
+        ]
+        for column in columns:  # Arrow's parser also takes NaN and Infinity
+            if column.type == "double" and not pc.all(pc.is_finite(column), min_count=0).as_py():
+                raise pa.ArrowInvalid("not a number")
+        table = pa.Table.from_arrays(columns, schema=self._schema)
+        _check_values(table)
+        return table
+
+    def _read(self, lines: np.ndarray[Any, Any]) -> pa.Table:
+        """Record by record."""
+        import pyarrow as pa
+
+        offsets = self._newest.bounds[lines].tolist()
+        raws = self._lines.take(pa.array(lines)).to_pylist()
+        records = map(whole_record, raws, [self._path] * len(raws), offsets)
+        return _of_records(records, self._layout)
+
+
+def _json_schema(layout: Layout, first: Mapping[str, Any]) -> pa.Schema:
+    """What Arrow is to find in lines like that of the record ``first``: kept fields as they are there,
+    and no choices, whose JSON it couldn't keep.
+    """
+    import pyarrow as pa
+
+    fields = first.get("fields") or {}
+    found: dict[str, Any] = {}
+    for (key, *inner), field in zip(layout.keys(), schema_of(layout), strict=True):
+        kind = field.type
+        if key == "choices":
+            kind = pa.null()
+        elif key == "fields":
+            kind = {int: pa.int64(), bool: pa.bool_()}.get(type(fields.get(*inner)), kind)
+        if inner:
+            found.setdefault(key, []).append((*inner, kind))
+        else:
+            found[key] = kind
+    return pa.schema(
+        [(key, pa.struct(kind) if isinstance(kind, list) else kind) for key, kind in found.items()]
+    )
+
+
+def _check_utf8(text: pa.Buffer) -> None:
+    """Arrow's parser doesn't. Raises ArrowInvalid."""
+    import numpy as np
+    import pyarrow as pa
+
+    bounds = pa.py_buffer(np.array([0, text.size]))
+    pa.Array.from_buffers(pa.large_string(), 1, [None, bounds, text]).validate(full=True)
+
+
+def _check_values(table: pa.Table) -> None:
+    """What ``schema.fault_in`` asks of the columns besides their types. Raises ArrowInvalid."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    fits = [
+        table["id"].null_count == 0,
+        pc.all(pc.is_in(table["status"], pa.array(["ok", "failed"])), min_count=0).as_py(),
+        table["prompt_tokens"].is_null().equals(table["completion_tokens"].is_null()),
+    ]
+    for name in ("index", "attempt", "prompt_tokens", "completion_tokens"):
+        within = pc.min_max(table[name]).as_py()
+        fits.append(within["min"] is None or 0 <= within["min"] <= within["max"] < COUNT_LIMIT)
+    if not all(fits):
+        raise pa.ArrowInvalid("not a record")
+
+
+def _of_records(records: Iterable[Mapping[str, Any]], layout: Layout) -> pa.Table:
+    import pyarrow as pa
+
+    schema = schema_of(layout)
+    values = zip(*map(layout.values, records), strict=True)
+    arrays = [pa.array(column, field.type) for column, field in zip(values, schema, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _as_text(value: Any) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    return orjson.dumps(value).decode()

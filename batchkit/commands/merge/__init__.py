@@ -1,0 +1,265 @@
+"""``merge``: several runs of one job (its shards, a base run and later ones) become one run."""
+
+from __future__ import annotations
+
+import os
+import resource
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from batchkit.commands.merge.newest import JoinedLogs, Winner
+from batchkit.commands.score import is_scored, scored_from
+from batchkit.commands.score.judge import join_judgements
+from batchkit.config.loading import load_job
+from batchkit.config.tables import JobConfig
+from batchkit.errors import ChangedError, JobError, StoreError
+from batchkit.execution.resume import input_changes
+from batchkit.sources.input import from_job
+from batchkit.storage.files import building
+from batchkit.storage.index_set import IndexSet
+from batchkit.storage.ledger import log_of
+from batchkit.storage.manifest import (
+    differences,
+    job_of_run,
+    new_start,
+    read_manifest,
+    scoring_of,
+    write_job,
+    write_manifest,
+)
+from batchkit.storage.runfolder import JOB, claim
+from batchkit.storage.score_store import SCORES, join_scores, write_scores
+from batchkit.storage.store import Line, Store, check_log
+from batchkit.types import utc_now
+
+NAMED = 5  # ids told of the rows that are missing, and of those in conflict
+_SHOWN = 3  # runs of another job whose differences are told
+
+
+@dataclass(slots=True)
+class Merged:
+    """What came together. All but ``runs`` and ``folder`` count rows of the job's input.
+
+    ``double``: rows that several runs answered, with the same text; ``conflicting``: with differing
+    texts, of which the newest was taken. ``folder`` is None where nothing was written.
+    """
+
+    runs: list[str]
+    total: int = 0
+    ok: int = 0
+    failed: int = 0
+    missing: int = 0
+    double: int = 0
+    conflicting: int = 0
+    missing_ids: list[str] = field(default_factory=list)
+    conflicting_ids: list[str] = field(default_factory=list)
+    folder: str | None = None
+
+    @property
+    def exit(self) -> int:
+        return 3 if self.missing or self.failed else 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "exit": self.exit}
+
+    def add(self, winner: Winner) -> None:
+        if winner.record["status"] == "ok":
+            self.ok += 1
+        else:
+            self.failed += 1
+        if not winner.agree:
+            self.conflicting += 1
+            self.conflicting_ids += [winner.record["id"]][: NAMED - len(self.conflicting_ids)]
+        elif winner.answers > 1:
+            self.double += 1
+
+
+class _Part(NamedTuple):
+    """One of the runs, held by this process; ``job`` as resolved when it began."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    job: JobConfig
+
+
+def merge(runs: Sequence[Path], into: Path, *, partial: bool = False) -> Merged:
+    """Join ``runs`` into the new run folder ``into``, which appears whole or not at all.
+
+    The newest answer of a row counts, and a failure only where no run has an answer. Where a row of
+    the input has no record in any run, nothing is written, unless ``partial``. The runs stay.
+
+    Raises:
+        JobError: ``into`` exists or is one of the runs, the rows can't be told from one another.
+        ChangedError: the runs are of different jobs, or the input is no longer theirs.
+        StoreError: a process works on one of the runs, a ledger is damaged, the disk refuses.
+    """
+    _check_places(runs, into)
+    _allow_open_files(3 * len(runs) + 100)  # of each run: its lock, its ledger, its scores
+    with ExitStack() as held:
+        parts = []
+        for folder in runs:
+            held.enter_context(claim(folder))
+            check_log(folder)
+            parts.append(_Part(folder, read_manifest(folder), job_of_run(folder)))
+        _check_same_job(parts)
+        logs = held.enter_context(closing(JoinedLogs([log_of(folder) for folder in runs])))
+        merged = Merged([str(folder) for folder in runs])
+        for row_id in _missing(parts, IndexSet(map(int, logs.rows))):
+            merged.missing += 1
+            merged.missing_ids += [row_id][: NAMED - len(merged.missing_ids)]
+        merged.total = len(logs.rows) + merged.missing
+        if merged.missing and not partial:
+            for winner in logs:
+                merged.add(winner)
+            return merged
+        _write(into, parts, logs, merged)
+        merged.folder = str(into)
+        return merged
+
+
+def _check_places(runs: Sequence[Path], into: Path) -> None:
+    places = [folder.resolve() for folder in runs]
+    if into.resolve() in places:
+        raise JobError(f"--into {into}: is one of the runs; name a new folder")
+    for folder, place in zip(runs, places, strict=True):
+        if places.count(place) > 1:
+            raise JobError(f"{folder}: is named twice")
+    if os.path.lexists(into):
+        raise JobError(
+            f"--into {into}: is there already and stays as it is; move it aside, or name a new"
+            " folder (and this one among the runs, if its rows are to be in it)"
+        )
+
+
+def _allow_open_files(count: int) -> None:
+    """As many as the system lets this process have; a job array may have a thousand tasks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _check_same_job(parts: Sequence[_Part]) -> None:
+    """As a resume compares them; shares and limits differ between the parts of a job."""
+    first = parts[0]
+    if first.job.input.path is None and not first.manifest["input"]:
+        raise JobError(
+            f"{first.folder}: its rows came from an iterator, and nothing tells whether those of"
+            " another run are the same"
+        )
+    told = []
+    for part in parts[1:]:
+        changes = differences(_answers(first.manifest), _answers(part.manifest))
+        changes += input_changes(first.manifest["input"], part.manifest["input"])
+        if changes:
+            told.append("\n".join([f"{part.folder}:", *(f"  {change}" for change in changes)]))
+    if told:
+        more = [f"… and {len(told) - _SHOWN} more"] if len(told) > _SHOWN else []
+        raise ChangedError(
+            f"these are not runs of one job. What differs from {first.folder}:\n"
+            + "\n".join([*told[:_SHOWN], *more])
+        )
+
+
+def _answers(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the answers: the manifest's identity, whichever share of the rows it has."""
+    return {key: value for key, value in manifest["identity"].items() if key != "input.shard"}
+
+
+def _missing(parts: Sequence[_Part], there: IndexSet) -> Iterator[str]:
+    """The ids of the rows that are not ``there``, of all that the runs together were to answer."""
+    job, files = _whole(parts[0].job, parts), parts[0].manifest["input"]
+    if job.input.path is None:
+        yield from (str(index) for index in range(files[0]["size"]) if index not in there)
+        return
+    source = from_job(job)
+    if changes := input_changes(files, source.files or []):
+        listed = "\n".join(f"  {change}" for change in changes)
+        raise ChangedError(
+            f"the input changed since these runs began, so nothing tells which rows are missing\n"
+            f"{listed}\nUndo the change, then merge"
+        )
+    yield from (row.id for row in source.read(there.__contains__))
+
+
+def _whole(job: JobConfig, parts: Sequence[_Part]) -> JobConfig:
+    """``job`` over all rows that ``parts`` were to answer."""
+    limits = [part.job.input.limit for part in parts]
+    known = [limit for limit in limits if limit is not None]
+    limit = max(known) if len(known) == len(limits) else None
+    return job.model_copy(
+        update={"input": job.input.model_copy(update={"shard": None, "limit": limit})}
+    )
+
+
+def _write(into: Path, parts: Sequence[_Part], logs: JoinedLogs, merged: Merged) -> None:
+    newest = max(parts, key=_last_start)
+    load_job(newest.folder / JOB, [f"name={into.name}"])  # a name that no run can have is refused
+    update = {"dir": str(into.resolve().parent)}
+    job = _whole(newest.job, parts).model_copy(
+        update={"name": into.name, "output": newest.job.output.model_copy(update=update)}
+    )
+    try:
+        with building(into) as folder:
+            chosen = _copy(folder, logs, merged)
+            if any((part.folder / SCORES).exists() for part in parts):
+                picked = zip(map(int, logs.rows), chosen, strict=True)
+                lines = join_scores([part.folder for part in parts], picked)
+                write_scores(folder, lines, before=lambda: None)
+            join_judgements([part.folder for part in parts], folder)
+            write_job(folder, job)
+            write_manifest(folder, _manifest(folder, newest, parts, job, merged))
+    except OSError as error:
+        raise StoreError(f"{into}: can't write: {error.strerror or error}") from error
+
+
+def _copy(folder: Path, logs: Iterable[Winner], merged: Merged) -> array[int]:
+    """Write ledger and checkpoint. Gives the number of the log that each row's record is from."""
+    chosen = array("I")
+    with closing(Store(folder)) as store:
+        for winner in logs:
+            merged.add(winner)
+            chosen.append(winner.log)
+            store.copy(Line(winner.raw, winner.record))
+            if len(chosen) % 1000 == 0:
+                store.flush()
+    return chosen
+
+
+def _manifest(
+    folder: Path, newest: _Part, parts: Sequence[_Part], job: JobConfig, merged: Merged
+) -> dict[str, Any]:
+    """The newest run's, with the starts of all, and one for the merge.
+
+    Whoever asks the last start for versions asks what made the answers: those are the newest run's.
+    """
+    starts = [
+        {**start, "run": str(part.folder)} for part in parts for start in part.manifest["starts"]
+    ]
+    starts.sort(key=lambda start: str(start["started_at"]))
+    last = {"ended_at": utc_now(), "exit": merged.exit, "seconds": 0.0}
+    if starts:
+        last["versions"] = starts[-1].get("versions")
+    starts.append({**new_start("merge", []), **last})
+    ways = {part.manifest.get("scoring") for part in parts}
+    in_one_way = ways == {scoring_of(job)} and all(is_scored(part.folder, job) for part in parts)
+    return {
+        **newest.manifest,
+        "name": job.name,
+        "created_at": utc_now(),
+        "identity": _answers(newest.manifest),
+        "total": merged.total,
+        "skipped_elsewhere": 0,
+        "scoring": scoring_of(job) if in_one_way or not job.scoring.is_on else None,
+        "scored_from": scored_from(folder, job) if in_one_way else None,
+        "starts": starts,
+        "merged_from": merged.runs,
+    }
+
+
+def _last_start(part: _Part) -> str:
+    return max((str(start["started_at"]) for start in part.manifest["starts"]), default="")

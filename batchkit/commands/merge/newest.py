@@ -1,0 +1,119 @@
+"""Several ledgers of one job read as one: which record of a row counts, and whether they agree."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import orjson
+
+from batchkit.errors import StoreError
+from batchkit.storage.ledger import failure_kind, newest_rows, record_of
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_BATCH = 4096  # rows
+
+
+class Winner(NamedTuple):
+    """The record of a row that counts, as the line ``raw`` of the log number ``log``.
+
+    ``answers``: how many logs have an answer for the row; ``agree``: those have the same text.
+    """
+
+    log: int
+    raw: bytes
+    record: dict[str, Any]
+    answers: int
+    agree: bool
+
+
+class JoinedLogs:
+    """The newest records of several logs that nobody writes to, one winner a row.
+
+    In each log the newest record of a row counts. Of those the newest answer wins, by
+    ``finished_at``, and a failure only where no log has an answer. Holds 28 bytes for each record,
+    and of the logs only what is being read. ``rows``: the rows' indexes, ascending (int64).
+
+    Raises:
+        StoreError: a log can't be read, or a record in it is damaged.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        import numpy as np
+
+        self._paths = paths
+        self._held = ExitStack()
+        try:
+            self._views = [self._view(path) for path in paths]
+        except OSError as error:
+            self._held.close()
+            raise StoreError(f"{error.filename}: can't be read: {error.strerror}") from error
+        found = [newest_rows(path) for path in paths]
+        logs = [np.full(len(log.rows), n, np.int32) for n, log in enumerate(found)]
+        rows = np.concatenate([log.rows for log in found])
+        order = np.argsort(rows, kind="stable")
+        rows = rows[order]
+        self._logs = np.concatenate(logs)[order]
+        self._starts = np.concatenate([log.bounds[log.lines] for log in found])[order]
+        self._ends = np.concatenate([log.bounds[log.lines + 1] for log in found])[order]
+        is_first = np.append(True, rows[1:] != rows[:-1])[: len(rows)]
+        self._firsts = np.flatnonzero(is_first)
+        self.rows: np.ndarray[Any, Any] = rows[self._firsts]
+
+    def __iter__(self) -> Iterator[Winner]:
+        """In the order of the input."""
+        import numpy as np
+
+        bounds = np.append(self._firsts, len(self._logs))
+        for at in range(0, len(self.rows), _BATCH):
+            batch = bounds[at : at + _BATCH + 1]
+            here = slice(batch[0], batch[-1])
+            lines = list(zip(*(a[here].tolist() for a in self._columns()), strict=True))
+            for first, end in pairwise((batch - batch[0]).tolist()):
+                yield _winner([self._read(*line) for line in lines[first:end]])
+            for view in self._views:
+                if isinstance(view, mmap.mmap):
+                    view.madvise(mmap.MADV_DONTNEED)
+
+    def close(self) -> None:
+        self._held.close()
+
+    def _columns(self) -> tuple[np.ndarray[Any, Any], ...]:
+        return self._logs, self._starts, self._ends
+
+    def _view(self, path: Path) -> mmap.mmap | bytes:
+        with path.open("rb") as file:
+            if not path.stat().st_size:
+                return b""
+            view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return self._held.enter_context(view)
+
+    def _read(self, log: int, start: int, end: int) -> Winner:
+        """One line, as if no other log had the row."""
+        raw = self._views[log][start:end]
+        record = record_of(raw)
+        if record is None:
+            raise StoreError(
+                f"{self._paths[log]}: the record at byte {start} is damaged; `batchkit verify`"
+                " audits the run"
+            )
+        return Winner(log, raw, record, answers=1, agree=True)
+
+
+def _winner(found: list[Winner]) -> Winner:
+    if len(found) == 1:
+        return found[0]
+    answers = [line for line in found if failure_kind(line.record) is None]
+    newest = max(answers or found, key=lambda line: str(line.record.get("finished_at")))
+    texts = {_texts(line.record) for line in answers}
+    return newest._replace(answers=len(answers), agree=len(texts) < 2)
+
+
+def _texts(record: dict[str, Any]) -> bytes:
+    return orjson.dumps([choice.get("text") for choice in record.get("choices") or [record]])

@@ -1,0 +1,111 @@
+"""``batchkit parity``: the same rows, greedy, through two engines, and where their answers part.
+
+For a model that was quantised or is new to an engine, before a long run is trusted to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from batchkit.commands.parity.answers import Answers, answers_of
+from batchkit.commands.parity.differences import difference
+from batchkit.commands.parity.findings import Failure, Findings
+from batchkit.commands.parity.scratch import Scratch
+from batchkit.commands.parity.sides import Side, sides_of
+from batchkit.config.tables import JobConfig
+from batchkit.engines.process.launcher import LOG, Launcher
+from batchkit.engines.registry import open_preflight
+from batchkit.errors import EngineError, InputError, JobError
+from batchkit.execution.signals import StopRequest
+from batchkit.rendering.renderer import PromptRenderer
+from batchkit.storage.schema import error_of
+
+
+def parity(
+    job: JobConfig,
+    engines: str,
+    *,
+    rows: int,
+    tie: float,
+    settings: tuple[Sequence[str], Sequence[str]] = ((), ()),
+    say: Callable[[str], None] = lambda text: None,
+) -> Findings:
+    """Ask both of ``engines`` (``vllm,transformers``) the first ``rows`` rows, one after the other.
+
+    ``settings``: ``engine.…=VALUE`` for either side alone. A difference with a gap below ``tie`` is
+    a tie. Nothing is written to the run folder.
+
+    Raises:
+        JobError: the engines, their settings or the job can't be right; it names the side.
+        InputError: the rows can't be read, or there are none.
+        EngineError: a side could not start, or died; it names the side and the engine's log.
+    """
+    limit = rows if job.input.limit is None else min(rows, job.input.limit)
+    job = job.model_copy(update={"input": job.input.model_copy(update={"limit": limit})})
+    with StopRequest().installed(), Scratch() as folder:
+        first, second = sides_of(job, engines, settings, folder.path)
+        renderer = PromptRenderer(first.job)
+        _check(second)  # before the first one loads, and answers, for nothing
+        launcher = Launcher(folder.path / LOG)
+        try:
+            one = _ask(first, renderer, launcher, folder, say)
+            if first.kind != second.kind:  # its process has imported the other's libraries
+                launcher.close()
+            two = _ask(second, renderer, launcher, folder, say)
+        finally:
+            launcher.close()
+    if not one.rows:
+        raise InputError(f"{job.input.path}: no rows to compare two engines on")
+    return _findings(one, two, tie)
+
+
+def _check(side: Side) -> None:
+    try:
+        open_preflight(side.job)
+    except JobError as error:
+        raise JobError(f"{side}: {error}") from error
+
+
+def _ask(
+    side: Side,
+    renderer: PromptRenderer,
+    launcher: Launcher,
+    folder: Scratch,
+    say: Callable[[str], None],
+) -> Answers:
+    say(f"{side}: starting the engine")
+    try:
+        answers = answers_of(side, renderer, launcher)
+    except EngineError as error:
+        told, logs = str(error), folder.kept_files()
+        if logs and not any(log in told for log in logs):
+            told += f"; what it printed is in {', '.join(logs)}"
+        raise EngineError(f"{side}: {told}") from error
+    say(f"{side}: {len(answers.rows):,} rows in {answers.seconds:.1f} s")
+    return answers
+
+
+def _findings(one: Answers, two: Answers, tie: float) -> Findings:
+    differences, failures = [], []
+    equal = failed_on_both = 0
+    for index in sorted(one.rows.keys() & two.rows.keys()):
+        a, b = one.rows[index], two.rows[index]
+        if a.error is not None and b.error is not None:
+            failed_on_both += 1
+        elif a.error is not None:
+            failures.append(Failure(index, a.id, "a", error_of(a.error)))
+        elif b.error is not None:
+            failures.append(Failure(index, a.id, "b", error_of(b.error)))
+        elif (found := difference(index, a, b)) is not None:
+            differences.append(found)
+        else:
+            equal += 1
+    return Findings(
+        sides=(one.told(), two.told()),
+        rows=len(one.rows),
+        equal=equal,
+        differences=sorted(differences, key=lambda found: found.rank),
+        failures=failures,
+        failed_on_both=failed_on_both,
+        tie=tie,
+    )

@@ -1,0 +1,142 @@
+"""Where two answers part, and how sure each engine was of its own way.
+
+Greedy decoding takes the likeliest token. Where two are about as likely, the order of a sum decides,
+and that differs between kernels, batches and machines: a tie, which says nothing about the model.
+Where an engine was far from taking the other's token, the two don't compute the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from batchkit.commands.parity.answers import Answer, Token
+
+_WORDS = re.compile(r"\s*\S+")
+_PIECE = "\N{REPLACEMENT CHARACTER}"  # of a character that takes several tokens
+
+
+class Part(NamedTuple):
+    """One side of a difference. ``token`` is None where the answer ended before.
+
+    ``logprob`` of that token, ``other_logprob`` of the other side's, both told by this side; None
+    where it does not tell. ``begins``: the character of ``text`` where they part.
+    """
+
+    text: str
+    begins: int
+    finish_reason: str | None
+    prompt_tokens: int | None
+    token: str | None
+    logprob: float | None
+    other_logprob: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A row whose answers part at ``position``, counted from 0 in ``unit``.
+
+    ``gap``: by how much the surer side preferred its own token, as a difference of logprobs; None
+    where neither tells. ``is_least``: it is that or more, as a token is not among the likeliest.
+    """
+
+    index: int
+    id: str
+    position: int
+    unit: Literal["token", "word"]
+    a: Part
+    b: Part
+    gap: float | None
+    is_least: bool
+
+    def is_tie(self, below: float) -> bool:
+        return self.gap is not None and self.gap < below and not self.is_least
+
+    @property
+    def has_other_prompt(self) -> bool:
+        """The two prompts are not of one length, so the engines were not asked the same."""
+        counts = self.a.prompt_tokens, self.b.prompt_tokens
+        return None not in counts and counts[0] != counts[1]
+
+    @property
+    def rank(self) -> tuple[bool, float, int]:
+        """The largest gap first; one that nobody told, last."""
+        return self.gap is None, -(self.gap or 0.0), self.index
+
+
+def difference(index: int, a: Answer, b: Answer) -> Difference | None:
+    """None where text and finish_reason are equal: then so are the answers, for all that they are for."""
+    if (a.text, a.finish_reason) == (b.text, b.finish_reason):
+        return None
+    has_tokens = a.tokens is not None and b.tokens is not None
+    all_ours, all_theirs = (
+        ((side.tokens or ()) if has_tokens else _words(side.text)) for side in (a, b)
+    )
+    position = _position(all_ours, all_theirs)
+    ours, theirs = _at(all_ours, position), _at(all_theirs, position)
+    gaps = [gap for gap in (_gap(ours, theirs), _gap(theirs, ours)) if gap is not None]
+    begins = _common(a.text, b.text)
+    return Difference(
+        index,
+        a.id,
+        position,
+        "token" if has_tokens else "word",
+        _part(a, begins, ours, theirs),
+        _part(b, begins, theirs, ours),
+        max((gap.value for gap in gaps), default=None),
+        any(gap.is_least for gap in gaps),
+    )
+
+
+class _Gap(NamedTuple):
+    value: float
+    is_least: bool
+
+
+def _gap(own: Token | None, other: Token | None) -> _Gap | None:
+    if own is None or other is None or own.logprob is None or not own.top:
+        return None
+    if (known := own.top.get(other.text)) is not None:
+        # A penalty or a bias may have chosen a token that the model itself did not prefer.
+        return _Gap(abs(own.logprob - known), is_least=False)
+    return _Gap(max(0.0, own.logprob - min(own.top.values())), is_least=True)
+
+
+def _part(answer: Answer, begins: int, own: Token | None, other: Token | None) -> Part:
+    known = None if own is None or other is None else own.top.get(other.text)
+    return Part(
+        text=answer.text,
+        begins=begins,
+        finish_reason=answer.finish_reason,
+        prompt_tokens=answer.prompt_tokens,
+        token=None if own is None else own.text,
+        logprob=None if own is None else own.logprob,
+        other_logprob=known,
+    )
+
+
+def _at(tokens: Sequence[Token], position: int) -> Token | None:
+    return tokens[position] if position < len(tokens) else None
+
+
+def _position(a: Sequence[Token], b: Sequence[Token]) -> int:
+    pairs = enumerate(zip(a, b, strict=False))
+    shorter = min(len(a), len(b))
+    return next((n for n, (one, two) in pairs if not _look_alike(one.text, two.text)), shorter)
+
+
+def _look_alike(a: str, b: str) -> bool:
+    """Engines spell a piece of a character each in their own way, so one is like any."""
+    return a == b or not a or not b or _PIECE in a or _PIECE in b
+
+
+def _words(text: str) -> list[Token]:
+    """Each with the white space before it."""
+    return [Token(word) for word in _WORDS.findall(text)]
+
+
+def _common(a: str, b: str) -> int:
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))

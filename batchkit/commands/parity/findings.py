@@ -1,0 +1,187 @@
+"""What came of a comparison: as a table and sentences for people, and as JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from batchkit.commands.parity.answers import Told
+from batchkit.commands.parity.differences import Difference, Part
+from batchkit.scoring.metrics import markdown
+from batchkit.types import ErrorInfo
+
+SHOWN = 10
+_BEFORE, _SHOWN_CHARACTERS = 20, 72
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A row that failed on one side and was answered on the other."""
+
+    index: int
+    id: str
+    side: str
+    error: ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """``differences``: the largest gap first. ``failures``: of one side only."""
+
+    sides: tuple[Told, Told]
+    rows: int
+    equal: int
+    differences: Sequence[Difference]
+    failures: Sequence[Failure]
+    failed_on_both: int
+    tie: float
+
+    @property
+    def answered(self) -> int:
+        """Rows with an answer on both sides."""
+        return self.equal + len(self.differences)
+
+    @property
+    def ties(self) -> int:
+        return sum(found.is_tie(self.tie) for found in self.differences)
+
+    @property
+    def exit_code(self) -> int:
+        """3, too, where no row was answered on both sides: nothing was compared then."""
+        is_sound = self.answered and self.ties == len(self.differences) and not self.failures
+        return 0 if is_sound else 3
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "rows": self.rows,
+            "equal": self.equal,
+            "differ": len(self.differences),
+            "ties": self.ties,
+            "tie_below": self.tie,
+            "share_equal": self.equal / self.answered if self.answered else None,
+            "failed": {side.name: side.failed for side in self.sides},
+            "failed_on_both": self.failed_on_both,
+            "failed_on_one_side": [
+                {
+                    "index": found.index,
+                    "id": found.id,
+                    "side": found.side,
+                    "kind": found.error.kind,
+                    "message": found.error.message,
+                }
+                for found in self.failures
+            ],
+            "sides": {
+                side.name: {
+                    "kind": side.kind,
+                    "model": side.model,
+                    "versions": dict(side.versions),
+                    "rows_per_s": round(side.rows_per_s, 3),
+                    "left_out": list(side.left_out),
+                }
+                for side in self.sides
+            },
+            "differences": [self._difference_json(found) for found in self.differences],
+        }
+
+    def _difference_json(self, found: Difference) -> dict[str, Any]:
+        return {
+            "index": found.index,
+            "id": found.id,
+            "position": found.position,
+            "unit": found.unit,
+            "gap": found.gap,
+            "gap_is_least": found.is_least,
+            "tie": found.is_tie(self.tie),
+            **{side: _part_json(part) for side, part in (("a", found.a), ("b", found.b))},
+        }
+
+    def to_text(self) -> str:
+        parts = [markdown(["side", *_HEADS], [_cells(side, self.rows) for side in self.sides]), ""]
+        parts += self._sentences()
+        for found in self.differences[:SHOWN]:
+            parts += ["", *self._shown(found)]
+        if len(self.differences) > SHOWN:
+            parts += ["", f"… and {len(self.differences) - SHOWN:,} more (--json has them all)"]
+        return "\n".join(parts)
+
+    def _sentences(self) -> Iterator[str]:
+        if not self.answered:
+            yield "no row was answered on both sides: nothing was compared"
+        else:
+            share = self.equal / self.answered
+            yield f"equal: {self.equal:,} of {self.answered:,} rows that both answered ({share:.1%})"
+        if self.differences:
+            yield self._differing()
+        if changed := sum(found.has_other_prompt for found in self.differences):
+            yield (
+                f"{changed:,} of those had prompts of another length on the two sides: look at the"
+                " chat template, the images' size and max_model_len before the model"
+            )
+        if self.failed_on_both:
+            yield f"failed on both sides: {self.failed_on_both:,}"
+        for found in self.failures[:SHOWN]:
+            told = " ".join(found.error.message.split())
+            yield f"failed on {found.side} alone: {_row(found)}: {found.error.kind}: {told}"
+        if len(self.failures) > SHOWN:
+            yield f"… and {len(self.failures) - SHOWN:,} more failed on one side alone"
+        for side in self.sides:
+            if side.left_out:
+                yield f"left out for {side.name}: {', '.join(side.left_out)}"
+
+    def _differing(self) -> str:
+        median = statistics.median(found.position for found in self.differences)
+        n, unit = len(self.differences), self.differences[0].unit
+        told = f"differ: {n:,}, at the median from {unit} {median:g} on (counted from 0)"
+        unknown = sum(found.gap is None for found in self.differences)
+        if unknown == n:
+            return f"{told}; not both gave logprobs, so the gaps are unknown"
+        return f"{told}; {self.ties:,} of them ties (gap below {self.tie:g})" + (
+            f", {unknown:,} with a gap that is not known" if unknown else ""
+        )
+
+    def _shown(self, found: Difference) -> Iterator[str]:
+        gap = "unknown" if found.gap is None else f"{found.gap:.4f}"
+        least = " or more" if found.is_least else ""
+        tie = " (a tie)" if found.is_tie(self.tie) else ""
+        yield f"{_row(found)}, {found.unit} {found.position}, gap {gap}{least}{tie}"
+        for name, part in (("a", found.a), ("b", found.b)):
+            yield f"  {name}: {_chosen(part)}{_continuation(part)}"
+
+
+_HEADS = ("engine", "model", "rows", "failed", "rows/s")
+
+
+def _cells(side: Told, rows: int) -> list[str]:
+    version = side.versions.get(side.kind, "")
+    engine = f"{side.kind} {version}".rstrip()
+    counts = f"{rows:,}", f"{side.failed:,}", f"{side.rows_per_s:,.1f}"
+    return [side.name, engine, side.model or "–", *counts]
+
+
+def _row(found: Difference | Failure) -> str:
+    return f"row {found.index} (id {found.id})"
+
+
+def _chosen(part: Part) -> str:
+    """The token with its logprob, and that of the other side's token."""
+    if part.logprob is None:
+        return ""
+    other = "not among its likeliest" if part.other_logprob is None else f"{part.other_logprob:.4f}"
+    return f"{json.dumps(part.token, ensure_ascii=False)} {part.logprob:.4f}, the other {other}: "
+
+
+def _continuation(part: Part) -> str:
+    """One line of the text, from a little before the place where the two part."""
+    start = max(0, part.begins - _BEFORE)
+    line = " ".join(part.text[start : start + _SHOWN_CHARACTERS].split())
+    before = "…" if start else ""
+    after = "…" if start + _SHOWN_CHARACTERS < len(part.text) else f" [{part.finish_reason}]"
+    return f"{before}{line}{after}"
+
+
+def _part_json(part: Part) -> dict[str, Any]:
+    return {name: value for name, value in part._asdict().items() if name != "begins"}

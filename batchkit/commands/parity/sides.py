@@ -1,0 +1,170 @@
+"""One job as two: the same rows and prompts, greedy, for two engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from batchkit.config.loading import make_job, masked_override
+from batchkit.config.tables import EngineKind, EngineTable, JobConfig, SamplingTable
+from batchkit.engines.registry import sampling_names
+from batchkit.engines.request_checks import near
+from batchkit.errors import JobError
+
+KINDS: tuple[str, ...] = get_args(EngineKind)
+TOP_LOGPROBS = 5
+
+# Options that mean the same to vLLM and to transformers. A job's other ones are for its own kind.
+MODEL_OPTIONS = (
+    "max_model_len",
+    "dtype",
+    "max_num_seqs",
+    "revision",
+    "trust_remote_code",
+    "chat_template",
+    "mm_processor_kwargs",
+)
+_OPTIONS = {
+    "vllm": MODEL_OPTIONS,
+    "transformers": MODEL_OPTIONS,
+    "openai-server": ("max_num_seqs", "max_model_len"),
+    "dry-run": ("max_num_seqs",),
+}
+# Keys of any engine; `lora` is for those that load a model, and the others say where a server is.
+_KEYS = ("kind", "model", "options", "in_process")
+# The one that is OpenAI's alone. What is wrong with a name that is none, vLLM says itself.
+_NOT_VLLM = "reasoning_effort"
+# What greedy decoding has no use for, and what is asked for here.
+_CHOSEN = ("temperature", "n", "seed", "top_p", "top_k", "min_p", "logprobs")
+
+
+class Greedy:
+    """Makes a row's sampling greedy, and leaves out what one of the ``kinds`` does not know.
+
+    ``left_out``: the names of that. Threads that render rows add to it, and nobody else reads it
+    meanwhile.
+    """
+
+    def __init__(self, kinds: Iterable[str]) -> None:
+        self._kinds = tuple(kinds)
+        self.left_out: set[str] = set()
+
+    def __call__(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {}
+        for name, value in sampling.items():
+            if name in _CHOSEN:
+                continue
+            if all(_knows(kind, name) for kind in self._kinds):
+                kept[name] = value
+            else:
+                self.left_out.add(name)
+        return {**kept, "temperature": 0.0, "logprobs": TOP_LOGPROBS}
+
+
+class Side(NamedTuple):
+    """``name``: a or b. ``left_out``: keys of the job that are not for this engine.
+
+    ``greedy`` is shared by both sides.
+    """
+
+    name: str
+    job: JobConfig
+    left_out: Sequence[str]
+    greedy: Greedy
+
+    @property
+    def kind(self) -> str:
+        return self.job.engine.kind
+
+    def __str__(self) -> str:
+        return _told(self.name, self.kind)
+
+
+def sides_of(
+    job: JobConfig,
+    engines: str,
+    settings: tuple[Sequence[str], Sequence[str]],
+    folder: Path,
+) -> tuple[Side, Side]:
+    """The job for either engine; what they write goes below ``folder``.
+
+    Raises:
+        JobError: ``engines`` are not two, one is unknown, or a setting can't be used.
+    """
+    kinds = _kinds_in(engines)
+    greedy = Greedy(kinds)
+    sampling = SamplingTable(
+        **greedy(job.sampling.params()), sampling_column=job.sampling.sampling_column
+    )
+    common = job.model_copy(
+        update={
+            "sampling": sampling,
+            "output": job.output.model_copy(update={"dir": str(folder)}),
+        }
+    )
+    first, second = (
+        _side(name, kind, common, own, greedy)
+        for name, kind, own in zip("ab", kinds, settings, strict=True)
+    )
+    return first, second
+
+
+def _side(name: str, kind: str, job: JobConfig, settings: Sequence[str], greedy: Greedy) -> Side:
+    for setting in settings:
+        key, equals, _ = setting.partition("=")
+        key = key.strip()
+        if not equals:
+            raise JobError(
+                f"--set-{name} {masked_override(setting)}: write KEY=VALUE, as engine.model=PATH"
+            )
+        if key == "engine.kind":
+            raise JobError(
+                f"--set-{name} {masked_override(setting)}: --engines says which kinds are compared"
+            )
+        if not key.startswith("engine."):
+            raise JobError(
+                f"--set-{name} {masked_override(setting)}: only engine.… may differ between the sides; rows, prompts"
+                " and sampling are the same for both (--set)"
+            )
+    table, left_out = _table_for(kind, job.engine)
+    engine = make_job({"engine": table}, _told(name, kind), settings).engine
+    return Side(name, job.model_copy(update={"engine": engine}), left_out, greedy)
+
+
+def _table_for(kind: str, engine: EngineTable) -> tuple[dict[str, Any], list[str]]:
+    """The job's own table without what is not for ``kind``; and the keys of that."""
+    given = engine.model_dump(exclude_unset=True)
+    known = given.keys() - {"lora"} if kind == "openai-server" else {*_KEYS, "lora"}
+    table: dict[str, Any] = {key: given[key] for key in given if key in known} | {"kind": kind}
+    left_out = [f"engine.{key}" for key in given if key not in known]
+    if kind != engine.kind:
+        options = engine.options
+        left_out += [f"engine.options.{name}" for name in options if name not in _OPTIONS[kind]]
+        table["options"] = {n: value for n, value in options.items() if n in _OPTIONS[kind]}
+    return table, left_out
+
+
+def _kinds_in(engines: str) -> tuple[str, str]:
+    kinds = [kind.strip() for kind in engines.split(",")]
+    if len(kinds) != 2 or not all(kinds):
+        raise JobError(
+            f"--engines {engines}: expected two, as vllm,transformers; the same one twice with"
+            " --set-a or --set-b"
+        )
+    for kind in kinds:
+        if kind not in KINDS:
+            hint = near(kind, KINDS) or f"; known: {', '.join(KINDS)}"
+            raise JobError(f"--engines {engines}: no engine {kind!r}{hint}")
+    return kinds[0], kinds[1]
+
+
+def _knows(kind: str, name: str) -> bool:
+    if kind == "vllm":
+        return name != _NOT_VLLM
+    names = sampling_names(kind)
+    return names is None or name in names
+
+
+def _told(name: str, kind: str) -> str:
+    return f"side {name} ({kind})"

@@ -1,0 +1,113 @@
+"""``verify --repair``: a log that was damaged becomes one that can be read and continued."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from batchkit.commands.verify import compare, read_log
+from batchkit.errors import StoreError
+from batchkit.execution.requeue import finish_requeue
+from batchkit.storage.files import write_atomically
+from batchkit.storage.ledger import RECORD_HEAD, RESULTS, log_of, read_lines, record_of
+from batchkit.storage.manifest import read_manifest
+from batchkit.storage.runfolder import claim
+from batchkit.storage.store import (
+    CHECKPOINT,
+    Line,
+    Store,
+    free_name,
+    is_sealed,
+    log_damage,
+    read_checkpoint,
+)
+
+_AT_ONCE = 1000
+
+
+class Repair(NamedTuple):
+    """What ``repair`` did: ``kept`` records, and ``removed`` lines that are in ``aside`` now.
+
+    ``accepted``: where the log was changed without a trace in its lines, which were kept; or None.
+    """
+
+    kept: int
+    removed: int
+    aside: Path | None
+    accepted: str | None
+
+
+def repair(folder: Path) -> Repair:
+    """Make the log and its checkpoint sound again: every whole record of a known row stays.
+
+    Lines that are no record, records at an index that the input does not have, records of another
+    row than the one at their index, and all but the newest answer of a row go to
+    ``results.jsonl.broken-<n>``. Rows whose record is gone are pending: the next start runs them.
+
+    Raises:
+        StoreError: another process holds the folder, the log is gone, or the disk refuses.
+    """
+    with claim(folder) as lock:
+        finish_requeue(folder)
+        path, manifest = log_of(folder), read_manifest(folder)
+        checkpoint = read_checkpoint(folder) if is_sealed(folder) else None
+        damage = None if checkpoint is None else log_damage(folder, checkpoint.checksum)
+        scratch = folder / ".repair.tmp"
+        shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+        whole, known, aside = scratch / "whole", scratch / "known", None
+        try:
+            removed = _copy(path, whole, lambda record, offset: True)
+            log = read_log(whole / RESULTS, 0)
+            rows = compare(folder, whole / RESULTS, manifest, log)
+            removed += _copy(
+                whole / RESULTS,
+                known,
+                lambda record, offset: rows.fits(record) and not log.is_superseded(record, offset),
+            )
+            kept = sum(1 for _ in read_lines(known / RESULTS))
+            lock.check()
+            if removed:
+                aside = free_name(path, "broken")
+                write_atomically(aside, b"".join(removed))
+            (folder / CHECKPOINT).unlink(missing_ok=True)
+            (known / RESULTS).replace(path)
+            (known / CHECKPOINT).replace(folder / CHECKPOINT)
+        except OSError as error:
+            raise StoreError(f"{folder}: can't be repaired: {error.strerror}") from error
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        return Repair(kept, len(removed), aside, None if removed else damage)
+
+
+def _copy(log: Path, into: Path, keep: Callable[[dict[str, Any], int], bool]) -> list[bytes]:
+    """Write what is whole in ``log``, and that ``keep`` says of by its offset; gives the other lines."""
+    into.mkdir(parents=True)
+    removed, n = [], 0
+    with log.open("rb") as file, closing(Store(into)) as store:
+        for line in read_lines(log):
+            raw = file.read(line.end - line.offset)
+            if line.record is not None and keep(line.record, line.offset):
+                store.copy(Line(raw, line.record))
+            else:
+                removed.append(raw)
+            if line.record is None:
+                for found in _records_within(raw):
+                    store.copy(found)
+            n += 1
+            if n % _AT_ONCE == 0:
+                store.flush()
+    return removed
+
+
+def _records_within(raw: bytes) -> Iterator[Line]:
+    """The whole records in a broken line, as where a newline between two was lost.
+
+    A record's first bytes stand nowhere inside of a JSON string, where quotes are escaped.
+    """
+    for piece in raw.split(RECORD_HEAD)[1:]:
+        line = RECORD_HEAD + piece.strip() + b"\n"
+        if (record := record_of(line)) is not None:
+            yield Line(line, record)

@@ -1,0 +1,56 @@
+"""``batchkit report``: a run on one page, that needs nothing but a browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from batchkit.commands.report.comparison import write_comparison
+from batchkit.commands.report.figures import Tally
+from batchkit.commands.report.page import check_page, render
+from batchkit.commands.report.pictures import Pictures
+from batchkit.commands.report.rows import show
+from batchkit.errors import StoreError
+from batchkit.scoring.metrics import tabulate
+from batchkit.sources.join import with_group
+from batchkit.storage.files import replacing
+from batchkit.storage.ledger import RESULTS
+from batchkit.storage.manifest import job_of_run, read_manifest
+from batchkit.storage.score_store import read_scored
+from batchkit.storage.store import check_log
+
+__all__ = ["REPORT", "write_comparison", "write_report"]
+
+REPORT = "report.html"
+
+
+def write_report(folder: Path, path: Path | None = None, *, images: bool = True) -> Path:
+    """Write the report of a run, ``report.html`` in its folder where ``path`` is left out.
+
+    One file without references to anything else. What the model wrote is in it as data, and gets
+    onto the page as text alone. It has all rows up to 20,000, and a sample past that; its tables
+    and charts are over all of them. ``images=False`` leaves the thumbnails out.
+
+    Raises:
+        StoreError: not a run folder, no row has finished, its log is damaged, or the file can't be written.
+    """
+    manifest, job = read_manifest(folder), job_of_run(folder)
+    path = path or folder / REPORT
+    if not (folder / RESULTS).exists():
+        raise StoreError(f"{folder}: nothing to report: no row has finished yet")
+    check_log(folder)
+    check_page(path)
+    tally = Tally()
+    records = with_group(read_scored(folder), job)
+    table = tabulate(tally.watch(records), job.scoring.group_by)
+    if not tally.rows:
+        raise StoreError(f"{folder}: nothing to report: no row has finished yet")
+    with Pictures(job.media) as pictures:
+        shown = show(folder, tally, pictures if images else None)
+        found = pictures.finish()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+            file.writelines(render(folder, manifest, job, tally, table, shown, found))
+    except OSError as error:
+        raise StoreError(f"{path}: can't write: {error.strerror or error}") from error
+    return path

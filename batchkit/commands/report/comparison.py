@@ -1,0 +1,108 @@
+"""Runs side by side as one page, in the style of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from markupsafe import Markup
+
+from batchkit.commands.compare import Comparison, Delta
+from batchkit.commands.report.figures import nice
+from batchkit.commands.report.page import check_page, page
+from batchkit.errors import StoreError
+from batchkit.scoring.metrics import head
+from batchkit.storage.files import replacing
+
+
+class DeltaLine(NamedTuple):
+    """A group of one score; ``before`` and ``after`` are the runs' means."""
+
+    delta: Delta
+    before: str
+    after: str
+    interval: Markup
+
+
+class ScorePart(NamedTuple):
+    """One score. ``reach``: how far from 0 the intervals' scale goes, both ways."""
+
+    head: str
+    reach: float
+    lines: list[DeltaLine]
+    flips: list[tuple[str, list[str]]]
+
+
+class RunPart(NamedTuple):
+    """One run against the baseline."""
+
+    run: str
+    counts: str
+    scores: list[ScorePart]
+
+
+def write_comparison(comparison: Comparison, path: Path) -> Path:
+    """Write ``comparison`` as one web page without references to anything else.
+
+    Raises:
+        StoreError: the file can't be written, or is no web page by its name.
+    """
+    check_page(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+            file.writelines(_render(comparison))
+    except OSError as error:
+        raise StoreError(f"{path}: can't write: {error.strerror or error}") from error
+    return path
+
+
+def _render(comparison: Comparison) -> Iterator[str]:
+    return page(
+        "compare.html.j2",
+        runs=comparison.runs,
+        warnings=comparison.warnings,
+        parts=[_part(comparison, run) for run in comparison.runs[1:]],
+        method=comparison.method,
+    )
+
+
+def _part(comparison: Comparison, run: str) -> RunPart:
+    deltas = [delta for delta in comparison.deltas if delta.run == run]
+    scorers = dict.fromkeys(delta.scorer for delta in deltas)
+    scores = [
+        _score(comparison, run, scorer, [delta for delta in deltas if delta.scorer == scorer])
+        for scorer in scorers
+    ]
+    return RunPart(run, comparison.counts(run), scores)
+
+
+def _score(comparison: Comparison, run: str, scorer: str, deltas: list[Delta]) -> ScorePart:
+    reach = nice(max(abs(end) for delta in deltas for end in (delta.low, delta.high)))
+    lines = [
+        DeltaLine(
+            delta,
+            comparison.mean(comparison.runs[0], delta.group, scorer),
+            comparison.mean(run, delta.group, scorer),
+            _interval(delta, reach),
+        )
+        for delta in deltas
+    ]
+    flips = [flip for flip in comparison.flips if flip.run == run and flip.scorer == scorer]
+    ways = {
+        "better": [flip.id for flip in flips if flip.after > flip.before],
+        "worse": [flip.id for flip in flips if flip.after < flip.before],
+    }
+    return ScorePart(head(scorer), reach, lines, [(way, ids) for way, ids in ways.items() if ids])
+
+
+def _interval(delta: Delta, reach: float) -> Markup:
+    """The difference as a mark on its interval, 0 in the middle."""
+    at, low, high = (50 + 50 * value / reach for value in (delta.delta, delta.low, delta.high))
+    return Markup(
+        '<svg viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
+        '<line class="grid" x1="50" x2="50" y1="0" y2="10"/>'
+        '<line class="whisker{}" x1="{:.2f}" x2="{:.2f}" y1="5" y2="5"/>'
+        '<line class="point" x1="{:.2f}" x2="{:.2f}" y1="2" y2="8"/></svg>'
+    ).format(" clear" if delta.is_clear else "", low, high, at, at)

@@ -1,0 +1,162 @@
+"""What stands above and below the page's tables: the run in numbers, what a reader must know, and
+where the answers come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from batchkit.commands.report.charts import number
+from batchkit.commands.report.figures import Tally, timeline
+from batchkit.commands.report.pictures import Picture
+from batchkit.commands.report.rows import clip
+from batchkit.config.tables import JobConfig
+from batchkit.execution.progress import duration
+from batchkit.scoring.metrics import ScoreTable, head
+from batchkit.storage.runfolder import held_by
+
+
+class Fact(NamedTuple):
+    """A number at the top of the page, and what stands below it."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+def facts(manifest: Mapping[str, Any], tally: Tally, table: ScoreTable) -> list[Fact]:
+    line = timeline(tally.finished_at, tally.latency_s)
+    total = _total(manifest)
+    of = f"of {total:,}" if total is not None and total > tally.rows else "all of the input"
+    found = [Fact("rows", f"{tally.rows:,}", of if total is not None else "")]
+    failed = tally.rows - tally.ok
+    found.append(Fact("answered", f"{tally.ok:,}", _percent(tally.ok, tally.rows)))
+    found.append(Fact("failed", f"{failed:,}", _percent(failed, tally.rows) if failed else ""))
+    if table.names:
+        unscored = table.overall.unscored
+        found.append(Fact("unscored", f"{unscored:,}", _percent(unscored, tally.rows)))
+    if line is not None:
+        work = f"in {duration(line.seconds)}"
+        found.append(Fact("rows/s", number(line.mean_rows_per_s), work))
+        tokens = sum(tally.completion_tokens)
+        rate = f"{number(tokens / line.seconds)} a second"
+        found.append(Fact("tokens written", _short_count(tokens), rate))
+        read = sum(tally.prompt_tokens)
+        rate = f"{number(read / line.seconds)} a second"
+        found.append(Fact("tokens read", _short_count(read), rate))
+    return found
+
+
+def notes(folder: Path, manifest: Mapping[str, Any], tally: Tally) -> list[str]:
+    """What a reader of the scores must know."""
+    found, total = [], _total(manifest)
+    if held_by(folder):
+        found.append("The run was still going on when this page was made.")
+    if total is not None and total > tally.rows:
+        found.append(
+            f"{total - tally.rows:,} rows have not been run yet: the scores are not final."
+        )
+    if manifest.get("scoring", "") is None:
+        found.append("The rows are scored in more than one way: `batchkit score` scores all anew.")
+    if tally.cut:
+        found.append(
+            f"{tally.cut:,} answers ({_percent(tally.cut, tally.rows)}) ended at max_tokens, before"
+            " the model was done."
+        )
+    if tally.shortened:
+        found.append(f"{tally.shortened:,} prompts were cut in the middle to fit the model.")
+    if not tally.has_scores:
+        found.append("Nothing is scored: the job has no [scoring], or none that fits its answers.")
+    return found
+
+
+def picture_notes(pictures: Sequence[Picture]) -> list[str]:
+    missing = [picture for picture in pictures if picture.problem]
+    if not missing:
+        return []
+    name, problem = missing[0].name, missing[0].problem or ""
+    first = clip(problem if problem.startswith(name) else f"{name}: {problem}", 500)
+    return [f"{len(missing):,} of {len(pictures):,} images are not shown. The first: {first}"]
+
+
+def _total(manifest: Mapping[str, Any]) -> int | None:
+    total = manifest.get("total")
+    return None if total is None else int(total) - int(manifest.get("skipped_elsewhere") or 0)
+
+
+def subtitle(manifest: Mapping[str, Any]) -> list[str]:
+    model = manifest["model"]
+    name = model["name"] or manifest["identity"].get("engine.kind", "")
+    revision = f" at {model['revision']}" if model.get("revision") else ""
+    parts = [f"{name}{revision}"]
+    starts = manifest["starts"]
+    if starts:
+        first, last = starts[0].get("started_at"), starts[-1].get("ended_at")
+        parts.append(when(first, last))
+    return [part for part in parts if part]
+
+
+def about(manifest: Mapping[str, Any], job: JobConfig) -> list[tuple[str, str]]:
+    """Where the answers come from, name and value."""
+    starts: Sequence[Mapping[str, Any]] = manifest["starts"]
+    last = starts[-1] if starts else {}
+    versions = last.get("versions") or {}
+    input_files = [str(file.get("path")) for file in manifest["input"]]
+    more = f" and {len(input_files) - 3} more" if len(input_files) > 3 else ""
+    restarts = sum(start.get("engine_restarts", 0) for start in starts)
+    overrides = [text for start in starts for text in start.get("overrides", [])]
+    found = [
+        ("Model", str(manifest["model"]["name"])),
+        ("Engine", job.engine.kind),
+        ("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+        ("Input", ", ".join(input_files[:3]) + more),
+        ("Sampling", ", ".join(f"{k} {v}" for k, v in job.sampling.params().items())),
+        ("Seed", str(manifest["seed"])),
+        ("Host", ", ".join(dict.fromkeys(str(start.get("host")) for start in starts))),
+        ("Starts", f"{len(starts)}, {restarts} engine restarts" if starts else ""),
+        ("Overrides", ", ".join(dict.fromkeys(overrides))),
+        ("Scoring", _scoring(job)),
+    ]
+    return [(name, clip(value, 2_000)) for name, value in found if value]
+
+
+def _scoring(job: JobConfig) -> str:
+    scoring = job.scoring
+    if not scoring.is_on:
+        return ""
+    parts = [", ".join(map(head, scoring.scorers)), f"prediction: {scoring.extract}"]
+    if scoring.reference:
+        parts.append(f"reference: {scoring.reference}")
+    if scoring.reference_run:
+        parts.append(f"reference run: {scoring.reference_run}")
+    if scoring.rules:
+        parts.append(f"{len(scoring.rules)} rules of its own for some rows")
+    return "; ".join([*(part for part in parts if part), f"mode: {scoring.mode}"])
+
+
+def when(stamp: str | None, until: str | None = None) -> str:
+    """``21 November 2026, 01:02 UTC``; with ``until`` both, the day once if it is the same."""
+    try:
+        moment = datetime.fromisoformat(stamp or "")
+        end = datetime.fromisoformat(until) if until else moment
+    except ValueError:
+        return ""
+    day = f"{moment.day} {moment:%B %Y}"
+    if f"{moment:%x %H:%M}" == f"{end:%x %H:%M}":
+        return f"{day}, {moment:%H:%M} UTC"
+    if moment.date() == end.date():
+        return f"{day}, {moment:%H:%M}–{end:%H:%M} UTC"
+    return f"{day}, {moment:%H:%M} – {end.day} {end:%B %Y, %H:%M} UTC"
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else ""
+
+
+def _short_count(value: int) -> str:
+    """12,345 · 1.23 M."""
+    if value < 1_000_000:
+        return f"{value:,}"
+    return f"{value / 1e6:.2f} M" if value < 1e9 else f"{value / 1e9:.2f} G"

@@ -1,0 +1,199 @@
+"""The page itself: what the template is given, and how data gets into it without becoming code."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+import batchkit
+from batchkit.commands.report.charts import bar, charts, shares
+from batchkit.commands.report.figures import Tally
+from batchkit.commands.report.heading import about, facts, notes, picture_notes, subtitle, when
+from batchkit.commands.report.pictures import Picture
+from batchkit.commands.report.rows import Shown, clip
+from batchkit.config.tables import JobConfig
+from batchkit.errors import StoreError
+from batchkit.scoring.metrics import ALL, OUT_OF_TEN, Group, ScoreTable, head
+from batchkit.storage.runfolder import JOB
+from batchkit.types import utc_now
+
+_MAX_JOB_CHARACTERS = 60_000
+_MAX_GROUPS = 200
+
+
+class Cell(NamedTuple):
+    """A mean in the table. ``scorer``: what the list of rows is told when it is clicked."""
+
+    scorer: str
+    mean: float | None
+    bar: Markup | None
+    n: int
+
+
+class Line(NamedTuple):
+    """A group of the table; the last line, for all rows, has ``group`` None."""
+
+    label: str
+    group: str | None
+    scored: int
+    cells: list[Cell]
+    unscored: int
+    failed: int
+
+
+def render(
+    folder: Path,
+    manifest: Mapping[str, Any],
+    job: JobConfig,
+    tally: Tally,
+    table: ScoreTable,
+    shown: Shown,
+    pictures: Sequence[Picture],
+) -> Iterator[str]:
+    """The page in pieces."""
+    told = [
+        *notes(folder, manifest, tally),
+        *shown.notes,
+        *picture_notes(pictures),
+        *_group_notes(table),
+    ]
+    yield from page(
+        "page.html.j2",
+        title=manifest["name"],
+        subtitle=subtitle(manifest),
+        facts=facts(manifest, tally, table),
+        notes=told,
+        group_by=job.scoring.group_by,
+        heads=[head(name) for name in table.names],
+        lines=_lines(table),
+        spread=_spread(table),
+        charts=charts(tally),
+        failures=shares(tally.failed_by_kind),
+        about=about(manifest, job),
+        job_toml=clip(_read(folder / JOB), _MAX_JOB_CHARACTERS),
+        groups=_groups(table),
+        kinds=sorted(tally.failed_by_kind),
+        scorers=[(name, head(name)) for name in table.names],
+        has_scores=bool(table.names),
+        data=as_json(
+            {
+                "rows": shown.rows,
+                "fields": shown.field_names,
+                "question": shown.question,
+                "scorers": [
+                    {"name": name, "head": head(name), "scale": _scale(name)}
+                    for name in table.names
+                ],
+                "total": tally.rows,
+            }
+        ),
+        pictures=as_json([picture.to_json() for picture in pictures]),
+    )
+
+
+def check_page(path: Path) -> None:
+    """Raises StoreError where ``path`` is no web page by its name: it might be a ledger."""
+    if path.suffix not in (".html", ".htm"):
+        raise StoreError(f"{path}: a report is a web page; name it …{path.stem}.html")
+
+
+def page(template: str, **names: Any) -> Iterator[str]:
+    """A template of this package in pieces: everything escaped, its script and its style allowed
+    by their hashes and nothing else allowed at all."""
+    script, style = _resource("page.js"), _resource("page.css")
+    policy = (
+        "default-src 'none'; img-src data:;"
+        f" script-src '{_hash(script)}'; style-src '{_hash(style)}';"
+        " base-uri 'none'; form-action 'none'"
+    )
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["signed"] = _signed
+    yield from environment.from_string(_resource(template)).generate(
+        policy=policy,
+        script=Markup(script),
+        style=Markup(style),
+        batchkit=batchkit.__version__,
+        made_at=when(utc_now()),
+        **names,
+    )
+
+
+def _signed(value: float) -> str:
+    """With a true minus, as wide as the plus."""
+    return f"{value:+.2f}".replace("-", "−")
+
+
+def as_json(value: Any) -> Markup:
+    """JSON that can stand in a ``<script>``: nothing in it ends the element or begins a comment."""
+    text = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+def _resource(name: str) -> str:
+    return files("batchkit.commands.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
+
+
+def _scale(scorer: str) -> int:
+    """What a record's score is multiplied by before it is shown."""
+    return 1 if scorer in OUT_OF_TEN else 100
+
+
+def _groups(table: ScoreTable) -> list[str]:
+    """All, or the largest of very many, in the order of the table."""
+    sizes = {name: group.scored + group.unscored for name, group in table.groups.items()}
+    largest = set(sorted(sizes, key=lambda name: -sizes[name])[:_MAX_GROUPS])
+    return [name for name in table.groups if name in largest]
+
+
+def _group_notes(table: ScoreTable) -> list[str]:
+    left_out = len(table.groups) - len(_groups(table))
+    return [f"The table leaves out {left_out:,} small groups."] if left_out else []
+
+
+def _lines(table: ScoreTable) -> list[Line]:
+    lines = [_line(table, name, name, table.groups[name]) for name in _groups(table)]
+    return [*lines, _line(table, ALL, None, table.overall)]
+
+
+def _line(table: ScoreTable, label: str, name: str | None, group: Group) -> Line:
+    cells = []
+    for scorer in table.names:
+        mean = group.mean(scorer)
+        top = 10 if scorer in OUT_OF_TEN else 100
+        found = None if mean is None else bar(mean / top)
+        cells.append(Cell(scorer, mean, found, len(group.scores.get(scorer, ()))))
+    return Line(label, name, group.scored, cells, group.unscored, group.failed)
+
+
+def _spread(table: ScoreTable) -> list[tuple[str, Mapping[str, float]]]:
+    """Of a reward: mean, std, median, min, max by group."""
+    groups = {**table.groups, ALL: table.overall}
+    found = {
+        name: group.to_json(table.names).get("spread", {}).get(OUT_OF_TEN[0])
+        for name, group in groups.items()
+    }
+    return [(name, spread) for name, spread in found.items() if spread]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        return f"# {path.name}: can't be read: {error.strerror}"

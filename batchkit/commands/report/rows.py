@@ -1,0 +1,330 @@
+"""The rows that the page can show: which ones, and what it tells of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+from jinja2 import Environment
+from jinja2 import TemplateError as JinjaError
+from jinja2.meta import find_undeclared_variables
+
+from batchkit.commands.report.figures import Tally
+from batchkit.commands.report.pictures import Pictures
+from batchkit.config.masking import masked_text
+from batchkit.config.tables import JobConfig
+from batchkit.errors import BatchkitError, JobError, RowError
+from batchkit.rendering.renderer import PromptRenderer
+from batchkit.scoring import Scoring, kept_fields
+from batchkit.sources import read_rows
+from batchkit.sources.join import with_group
+from batchkit.sources.rowhash import input_hash
+from batchkit.storage.ledger import failure_kind
+from batchkit.storage.manifest import job_of_run, without_masked
+from batchkit.storage.score_store import read_scored, references_of
+from batchkit.types import Row
+
+MAX_ROWS = 20_000
+MAX_FAILED = 5_000
+_MAX_TEXT_BYTES = 14 * 2**20  # of all answers; longer ones are cut in the middle to keep to it
+_MAX_FIELD_BYTES = 7 * 2**20
+_TEXT_LIMITS = (40_000, 16_000, 8_000, 4_000, 2_000, 1_000, 500)
+_QUESTION_SHARE = 4  # times what another field may take
+_LONG = 1_000  # characters: a document, and no question
+_SEED = 0
+_ASKED = ("question", "query", "instruction", "prompt", "problem", "input", "text")
+
+
+class Shown(NamedTuple):
+    """The page's rows as JSON; ``notes`` say plainly what it does not show, and why.
+
+    ``question``: the place among ``field_names`` of the field that says what is asked.
+    """
+
+    rows: list[dict[str, Any]]
+    field_names: list[str]
+    question: int | None
+    notes: list[str]
+
+
+def choose(tally: Tally) -> set[int] | None:
+    """Indexes of the rows that the page holds: failed ones first, then a seeded sample of the
+    others. None: all of them."""
+    if tally.rows <= MAX_ROWS:
+        return None
+    rng = np.random.default_rng(_SEED)
+    failed = _sample(rng, tally.failed_rows, min(MAX_FAILED, MAX_ROWS))
+    return failed | _sample(rng, tally.answered_rows, MAX_ROWS - len(failed))
+
+
+def show(folder: Path, tally: Tally, pictures: Pictures | None) -> Shown:
+    """Reads the records once more, and the input beside them where it is still there."""
+    chosen, notes = choose(tally), []
+    job = without_masked(job_of_run(folder))
+    if chosen is not None:
+        notes.append(
+            f"The list below holds {len(chosen):,} of {tally.rows:,} rows: "
+            f"{_part(len(chosen.intersection(tally.failed_rows)), len(tally.failed_rows))} and a"
+            " random sample of the others. Table and charts are over all rows."
+        )
+    n_rows = tally.rows if chosen is None else len(chosen)
+    limit = _text_limit(tally, n_rows)
+    if max(tally.text_lengths, default=0) > limit:
+        notes.append(f"Answers longer than {limit:,} characters are cut in the middle.")
+    inputs = _Inputs(job, chosen)
+    reader = _Reader(job, _scoring(job, notes), pictures, inputs.renderer, limit, n_rows)
+    details = [
+        reader.read(record, inputs.row(record))
+        for record in with_group(read_scored(folder), job)
+        if chosen is None or record["index"] in chosen
+    ]
+    if inputs.problem:
+        left = "only the kept fields are shown" if kept_fields(job) else "no fields are shown"
+        notes.append(
+            f"Where the input can't be read as it was, {left}: {masked_text(inputs.problem)}"
+        )
+    return _packed(details, job, notes, reader.field_limit)
+
+
+class _Detail(NamedTuple):
+    """What the page tells of a row; its fields as text, cut to what the question may take."""
+
+    row: dict[str, Any]
+    fields: dict[str, str | None]
+
+
+class _Inputs:
+    """Walks along the input beside the records, which come in the same order.
+
+    ``problem`` tells why rows are missing, once one was.
+    """
+
+    def __init__(self, job: JobConfig, chosen: set[int] | None) -> None:
+        self.problem: str | None = None
+        self.renderer: PromptRenderer | None = None
+        self._next: Row | None = None
+        self._rows: Iterator[Row] = iter(())
+        try:
+            self.renderer = PromptRenderer(job)
+        except JobError as error:
+            self.problem = str(error)
+        if job.input.path is None:
+            self.problem = "the rows came from Python"
+            return
+        # Past the limit too: a later start may have had a larger one.
+        everything = job.input.model_copy(update={"limit": None, "where": {}})
+        skip = (lambda index: False) if chosen is None else lambda index: index not in chosen
+        self._rows = read_rows(everything, skip=skip)
+
+    def row(self, record: Mapping[str, Any]) -> Row | None:
+        while self._next is None or self._next.index < record["index"]:
+            try:
+                self._next = next(self._rows, None)
+            except BatchkitError as error:
+                self.problem, self._next, self._rows = str(error), None, iter(())
+            if self._next is None:
+                self.problem = self.problem or "it is shorter than it was"
+                return None
+        if self._next.index != record["index"]:
+            return None
+        if self._next.id != record["id"]:
+            found = f"row {record['index']} is now {self._next.id!r}, not {record['id']!r}"
+            self.problem = self.problem or found
+            return None
+        if record.get("input_hash") not in (None, input_hash(self._next.fields)):
+            self.problem = self.problem or f"row {record['index']} is not what was answered"
+            return None
+        return self._next
+
+
+class _Reader(NamedTuple):
+    """What turns a record and its row into what the page tells of them."""
+
+    job: JobConfig
+    scoring: Scoring | None
+    pictures: Pictures | None
+    renderer: PromptRenderer | None
+    text_limit: int
+    n_rows: int
+
+    @property
+    def field_limit(self) -> int:
+        return int(min(2_000, max(120, _MAX_FIELD_BYTES / max(1, self.n_rows) / 4)))
+
+    def read(self, record: Mapping[str, Any], row: Row | None) -> _Detail:
+        kept = record.get("fields") or {}
+        fields = {**kept, **(row.fields if row else {})}
+        usage, group_by = record.get("usage") or {}, self.job.scoring.group_by
+        reference = self.scoring and self.scoring.reference(fields, record["id"])
+        found = {
+            "i": record["index"],
+            "id": clip(str(record["id"]), 300),
+            "ok": record["status"] == "ok",
+            "kind": failure_kind(record),
+            "group": group_name(kept.get(group_by)) if group_by else None,
+            "text": _answer(record, self.text_limit),
+            "prediction": clipped(record.get("prediction"), self.text_limit),
+            "reference": clipped(reference, 4_000),
+            "scores": record.get("scores"),
+            "unscored": record.get("unscored"),
+            "error": _error(record.get("error") or {}),
+            "finish": record.get("finish_reason"),
+            "attempt": record.get("attempt"),
+            "latency": record.get("latency_s"),
+            "tokens": [usage["prompt_tokens"], usage["completion_tokens"]] if usage else None,
+            "cut": record.get("truncated_tokens"),
+            "prompt": clipped(record.get("prompt"), 4_000),
+            "images": self._images(row),
+        }
+        longest = self.field_limit * _QUESTION_SHARE
+        return _Detail(
+            {key: value for key, value in found.items() if value is not None},
+            {str(name): clipped(value, longest) for name, value in fields.items()},
+        )
+
+    def _images(self, row: Row | None) -> list[int] | None:
+        if row is None or row.error is not None or not self.pictures or self.renderer is None:
+            return None
+        with suppress(RowError):  # the record's own error says it
+            sources = self.renderer.image_sources(row)
+            return [self.pictures.add(source) for source in sources] or None
+        return None
+
+
+def group_name(value: Any) -> str:
+    """As the score table calls a group."""
+    return "(none)" if value in (None, "") else str(value)
+
+
+def clip(text: str, limit: int) -> str:
+    """``text``, or its both ends; always something that UTF-8 can hold."""
+    if len(text) > limit:
+        half = max(1, limit // 2)
+        text = f"{text[:half]}\n[… {len(text) - 2 * half:,} characters left out …]\n{text[-half:]}"
+    return text.encode("utf-8", "replace").decode()
+
+
+def clipped(text: Any, limit: int) -> str | None:
+    return None if text is None else clip(_as_text(text), limit)
+
+
+def _answer(record: Mapping[str, Any], limit: int) -> str | None:
+    """The answer; of several choices all."""
+    choices = record.get("choices") or []
+    if len(choices) < 2:
+        return clipped(record.get("text"), limit)
+    share = limit // len(choices)
+    texts = [clip(choice.get("text") or "", share) for choice in choices]
+    return "\n\n".join(f"[choice {n}]\n{text}" for n, text in enumerate(texts, start=1))
+
+
+def _error(error: Mapping[str, Any]) -> str | None:
+    if not error:
+        return None
+    return clip(f"{error.get('type', '')}: {error.get('message', '')}", 4_000)
+
+
+def _scoring(job: JobConfig, notes: list[str]) -> Scoring | None:
+    if not job.scoring.is_on:
+        return None
+    try:
+        return Scoring(job.scoring, references_of(job))
+    except BatchkitError as error:
+        notes.append(f"References are not shown: {error}")
+        return None
+
+
+def _packed(details: Sequence[_Detail], job: JobConfig, notes: list[str], limit: int) -> Shown:
+    """Fields as a list in the order of ``field_names``, each cut to its share of the page."""
+    names: dict[str, None] = {}
+    for detail in details:
+        names.update(dict.fromkeys(detail.fields))
+    question = _question(details, job)
+    for row, fields in details:
+        row["fields"] = [
+            text if (text := fields.get(name)) is None or name == question else clip(text, limit)
+            for name in names
+        ]
+    shown_names = [clip(name, 100) for name in names]
+    place = None if question is None else list(names).index(question)
+    return Shown([detail.row for detail in details], shown_names, place, notes)
+
+
+def _question(details: Sequence[_Detail], job: JobConfig) -> str | None:
+    """The field that says what a row asks: of those that the template reads the one that is named
+    so, else the longest that still is a question's length."""
+    fields = next((detail.fields for detail in details if detail.fields), {})
+    own = [name for name in ("messages", "body", "prompt") if name in fields]
+    used = _used(job) & set(fields) if job.prompt.user or job.prompt.user_file else set(own[:1])
+    lengths = {name: len(fields[name] or "") for name in used}
+    by_name = (name for word in _ASKED for name in sorted(used, key=len) if word in name.lower())
+    by_length = sorted(used, key=lambda name: (lengths[name] > _LONG, -lengths[name], name))
+    return next(iter([*by_name, *by_length]), None)
+
+
+def _used(job: JobConfig) -> set[str]:
+    """Names that the user's template reads."""
+    try:
+        path = job.prompt.user_file
+        text = job.prompt.user if path is None else Path(path).read_text(encoding="utf-8-sig")
+        return find_undeclared_variables(Environment().parse(text or ""))
+    except (OSError, ValueError, JinjaError):  # the note about the input says it
+        return set()
+
+
+def _as_text(value: Any) -> str:
+    """Chat messages as their texts; bytes as their number; everything else as JSON."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bytes | bytearray | memoryview):
+        return f"({len(value):,} bytes)"
+    if isinstance(value, Mapping) and isinstance(value.get("messages"), list):
+        value = value["messages"]
+    if isinstance(value, list) and value and all(_is_message(part) for part in value):
+        return "\n\n".join(f"{part['role']}: {_content(part['content'])}" for part in value)
+    try:
+        return orjson.dumps(value, default=_foreign, option=orjson.OPT_NON_STR_KEYS).decode()
+    except orjson.JSONEncodeError:  # a number or a text that JSON can't hold
+        return repr(value)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and {"role", "content"} <= set(value)
+
+
+def _content(content: Any) -> str:
+    if not isinstance(content, list):
+        return _as_text(content)
+    texts = (part.get("text") if isinstance(part, Mapping) else None for part in content)
+    return "\n".join(text if isinstance(text, str) else "[image]" for text in texts)
+
+
+def _foreign(value: Any) -> str:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return f"({len(value):,} bytes)"
+    return str(value)
+
+
+def _text_limit(tally: Tally, n_rows: int) -> int:
+    """The largest limit with which the answers of ``n_rows`` rows keep to the page's budget."""
+    lengths = np.asarray(tally.text_lengths, dtype=np.int64)
+    share = n_rows / max(1, len(lengths))
+    for limit in _TEXT_LIMITS:
+        if np.minimum(lengths, limit).sum() * share <= _MAX_TEXT_BYTES:
+            return limit
+    return _TEXT_LIMITS[-1]
+
+
+def _sample(rng: np.random.Generator, rows: Sequence[int], size: int) -> set[int]:
+    if len(rows) <= size:
+        return set(rows)
+    places = rng.choice(len(rows), size, replace=False, shuffle=False)
+    return set(np.asarray(rows, dtype=np.int64)[places].tolist())
+
+
+def _part(shown: int, total: int) -> str:
+    return f"all {total:,} failed ones" if shown == total else f"{shown:,} of {total:,} failed ones"

@@ -1,0 +1,180 @@
+"""What the commands that feed an engine do: run and retry-failed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from batchkit.commands.score import Say, finish_scoring
+from batchkit.config.loading import load_job, make_job, masked_override
+from batchkit.config.masking import masked_keys
+from batchkit.config.tables import JobConfig
+from batchkit.errors import BatchkitError, EngineCrashError, JobError, RowOutOfMemoryError
+from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.execution.resume import OnChange
+from batchkit.execution.signals import Interrupted, StopRequest
+from batchkit.storage.ledger import RESULTS, failure_kind, read_newest
+from batchkit.storage.manifest import job_of_run, read_manifest, with_secrets_of, without_masked
+from batchkit.storage.runfolder import MANIFEST, is_run, latest_run
+from batchkit.storage.store import check_log
+from batchkit.storage.summary import RunSummary
+
+_LETHAL = (EngineCrashError.kind, RowOutOfMemoryError.kind)
+
+
+def run_job(
+    job: JobConfig,
+    *,
+    fresh: bool = False,
+    on_change: OnChange = "fail",
+    skip_from: Path | None = None,
+    say: Say = print,
+) -> RunSummary:
+    """Run ``job`` or carry on; SIGINT and SIGTERM stop it in good order.
+
+    ``say`` gets what is found in scoring, the table at the end included.
+
+    Raises:
+        BatchkitError: it stopped; ``exit_code`` says whether it can be carried on.
+        Interrupted: stopped by a signal before or after rows were in flight.
+    """
+    with StopRequest().installed() as stop:
+        summary = ProductionBatchProcessor(
+            job, fresh=fresh, on_change=on_change, skip_from=skip_from, stop=stop, command="run"
+        ).process()
+        return _finished(summary, job, stop, say)
+
+
+def generate(model: str, prompts: Sequence[str], overrides: Sequence[str] = ()) -> RunSummary:
+    """Answer ``prompts`` with ``model`` in a new run named ``generate``. Raises as ``run_job``."""
+    job = make_job({"name": "generate", "engine": {"model": model}}, "generate", overrides)
+    with StopRequest().installed() as stop:
+        return ProductionBatchProcessor(job, fresh=True, stop=stop, command="generate").process(
+            list(prompts)
+        )
+
+
+def _finished(summary: RunSummary, job: JobConfig, stop: StopRequest, say: Say) -> RunSummary:
+    """Score what could not be scored as the rows finished, once all of them have."""
+    if summary.exit not in (0, 3):
+        return summary
+    try:
+        table = finish_scoring(Path(summary.folder), job, stop=stop, say=say)
+    except BatchkitError as error:
+        error.summary = replace(summary, exit=error.exit_code)
+        raise
+    except Interrupted as interrupt:
+        return replace(summary, exit=128 + interrupt.signum)
+    if table is not None:
+        say(table.to_text())
+    return summary
+
+
+class Retry(NamedTuple):
+    """What ``retry-failed`` found, and how it ended; ``mended`` of ``rows`` are ok now."""
+
+    rows: int
+    by_kind: dict[str, int]
+    mended: int
+    summary: RunSummary | None
+
+
+def retry_failed(
+    folder: Path,
+    *,
+    kinds: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    job_file: Path | None = None,
+    say: Say = print,
+) -> Retry:
+    """Run again the rows of a run whose newest record failed, or is ok but blank.
+
+    ``kinds`` keeps only failures of these kinds; a blank ok record counts as ``empty``.
+    ``overrides`` hold for this start alone, and are noted in the manifest. Secrets, which the run's
+    ``job.toml`` has not, come from ``job_file``; without it, from ``overrides`` or the environment.
+    """
+    for override in overrides:
+        if override.strip().startswith("scoring."):
+            setting = masked_override(override)
+            raise JobError(
+                f"--set {setting}: a run is scored in one way; `batchkit score {folder} --set"
+                f" {setting}` scores all of it anew"
+            )
+    read_manifest(folder)
+    check_log(folder)
+    attempts: dict[int, int] = {}
+    by_kind: Counter[str] = Counter()
+    convicted: set[int] = set()
+    for record in read_newest(folder / RESULTS):
+        kind = failure_kind(record)
+        if kind is not None and (not kinds or kind in kinds):
+            attempts[record["index"]] = record.get("attempt") or 1
+            by_kind[kind] += 1
+            if kind in _LETHAL:
+                convicted.add(record["index"])
+    if not attempts:
+        return Retry(0, {}, 0, None)
+    with StopRequest().installed() as stop:
+        summary = ProductionBatchProcessor(
+            _with_secrets(job_of_run(folder, overrides), job_file, say),
+            begun_with=job_of_run(folder),
+            overrides=overrides,
+            stop=stop,
+            command="retry-failed",
+        ).retry(attempts, convicted=convicted)
+        summary = _finished(summary, job_of_run(folder), stop, say)
+    mended = sum(
+        record["index"] in attempts and failure_kind(record) is None
+        for record in read_newest(folder / RESULTS)
+    )
+    return Retry(len(attempts), dict(by_kind), mended, summary)
+
+
+def _with_secrets(job: JobConfig, job_file: Path | None, say: Say) -> JobConfig:
+    """``job``, which was read from its ``job.toml``, with its secrets, as far as they are known."""
+    if job_file is not None:
+        job = with_secrets_of(job, load_job(job_file))
+    known = without_masked(job)
+    gone = sorted({*masked_keys(job.model_dump())} - {*masked_keys(known.model_dump())})
+    if gone:
+        say(
+            f"left out, for it is a secret and not kept: {', '.join(gone)}; where it is needed, name"
+            " the job file instead of the run folder, or give it with --set"
+        )
+    return known
+
+
+def folder_of(target: str, overrides: Sequence[str] = ()) -> Path:
+    """The run folder that ``target`` means, be there a run or not: a folder, or a job file."""
+    path = Path(target)
+    return load_job(path, overrides).folder if path.is_file() else path
+
+
+def find_run(
+    target: str | None, overrides: Sequence[str] = (), output: Path = Path("output")
+) -> Path:
+    """The run folder that ``target`` means: a run folder, a job file, or the last run if None.
+
+    ``overrides`` are laid over the job file: its ``name`` may be one of them.
+
+    Raises:
+        JobError: there is no such run.
+    """
+    if target is None:
+        return latest_run(output)
+    path, folder = Path(target), folder_of(target, overrides)
+    if not is_run(folder):
+        if shards := len([*folder.parent.glob(f"{folder.name}.shard-*-of-*/{MANIFEST}")]):
+            raise JobError(
+                f"{folder}: no run there, but {shards} shards of it: name one of them, or"
+                f" `batchkit merge {folder}.shard-* --into {target}` first"
+            )
+        raise JobError(
+            f"{folder}: no run there; start one with `batchkit run {target}`"
+            if path.is_file()
+            else f"{target}: neither a run folder nor a job file"
+        )
+    return folder

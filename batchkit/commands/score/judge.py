@@ -1,0 +1,212 @@
+"""GPT_EVAL: a second model gives each answer a score.
+
+Judging is a batchkit run of its own, which resumes, retries and loses nothing. Its rows are the
+questions: what the judge is shown of an answer, named by their hash. So a judgement that was paid
+for is found again whatever became of the answer's row; and as each judge (its model, prompt and all
+that decides its answers) has a run folder of its own, trying another one costs the first nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from batchkit.config.loading import resolve_paths
+from batchkit.config.tables import JobConfig, JudgeTable
+from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.execution.signals import Interrupted, StopRequest
+from batchkit.rendering.renderer import names_in
+from batchkit.sources.input import Input
+from batchkit.sources.rowhash import input_hash
+from batchkit.storage.ledger import RESULTS, failure_kind, read_newest
+from batchkit.storage.manifest import identity, read_manifest, without_masked, write_manifest
+from batchkit.storage.runfolder import JOB, MANIFEST, claim, is_run
+from batchkit.storage.store import Line, Store, check_log
+from batchkit.types import Row
+
+FOLDER = "judge"  # of a run: holds a folder for each judge
+NAMES = ("prediction", "reference", "text")
+# The number after the last `[Score]:` or `Score:`, bold or not; a slash ends it: "85/100" is 85. A
+# sign that is no plain minus hides it, so that "−5" is asked for again and not taken for 5.
+_PATTERN = r"Score[\]*_]*\s*:[^\w.+\-\u2010-\u2015\u2212]*([+-]?(?:\d+(?:\.\d+)?|\.\d+))"
+_NOTE = "Answer with one line in this format alone: [Score]: xx/100"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer to be judged; ``fields`` are its row's."""
+
+    index: int
+    id: str
+    fields: Mapping[str, Any]
+    text: str
+    prediction: str | None
+    reference: str | None
+
+
+def judge(
+    job: JobConfig,
+    table: JudgeTable,
+    answers: Sequence[Answer],
+    folder: Path,
+    stop: StopRequest,
+    say: Callable[[str], None],
+) -> dict[int, float | None]:
+    """Each answer's score by its index, from 0 to 1; None where the judge gave none.
+
+    ``folder`` keeps the judgements: only what is not there, or failed at an earlier call, is asked.
+
+    Raises:
+        BatchkitError, Interrupted: the judge's run stopped; asked again, it goes on from there.
+    """
+    if not answers:
+        return {}
+    judging, names = _job(job, table, folder), names_read(job, table)
+    key_of: dict[int, str] = {}
+    questions: dict[str, Mapping[str, Any]] = {}
+    for answer in answers:
+        shown = _shown(answer, names)
+        key_of[answer.index] = key = input_hash(shown)
+        questions.setdefault(key, shown)
+    with claim(folder):  # between two looks at what is known, nobody else asks
+        _ask(judging, questions, stop)
+        judged = {r["id"]: r for r in _records(judging) if r["id"] in questions}
+    _tell_failures([judged[key] for key in questions], say)
+    return {index: _score(judged[key].get("prediction"), table) for index, key in key_of.items()}
+
+
+def join_judgements(folders: Sequence[Path], into: Path) -> None:
+    """Give the run folder ``into`` every judgement that the runs ``folders`` paid for."""
+    names = {path.parent.name for run in folders for path in run.glob(f"{FOLDER}/*/{MANIFEST}")}
+    for name in sorted(names):
+        places = [run / FOLDER / name for run in folders if is_run(run / FOLDER / name)]
+        joined = into / FOLDER / name
+        joined.mkdir(parents=True)
+        known: set[str] = set()
+        with closing(Store(joined)) as store:
+            for place in places:
+                check_log(place)
+                for record in read_newest(place / RESULTS):
+                    if failure_kind(record) is None and record["id"] not in known:
+                        record["index"] = len(known)
+                        known.add(record["id"])
+                        line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+                        store.copy(Line(line, record))
+                store.flush()
+        shutil.copyfile(places[0] / JOB, joined / JOB)
+        write_manifest(joined, read_manifest(places[0]) | {"total": len(known)})
+
+
+def names_read(job: JobConfig, table: JudgeTable) -> set[str]:
+    """What the judge is to know of an answer: the row's fields, or of ``NAMES``."""
+    column = table.sampling.sampling_column
+    return names_in(job, table.prompt, ()) | (set() if column is None else {column})
+
+
+def _job(job: JobConfig, table: JudgeTable, folder: Path) -> JobConfig:
+    """The judge's run, named after its model and a hash of all that decides what it answers.
+
+    Of the vars it has those that its prompt reads: no other may make it another judge.
+    """
+    job = resolve_paths(job, Path.cwd())
+    read = names_in(job.model_copy(update={"vars": {}}), table.prompt, ())
+    made = JobConfig.model_validate(
+        {
+            "vars": {name: value for name, value in job.vars.items() if name in read},
+            "prompt": table.prompt,
+            "media": job.media,
+            "engine": table.engine,
+            "sampling": table.sampling,
+            "run": job.run.model_copy(update={"fail_on_error": False}),
+            "retry": {
+                "attempts": job.retry.attempts,
+                "on_too_long": "truncate-middle",
+                "reask": 2,
+                "reask_note": _NOTE,
+            },
+            "output": {"dir": str(folder)},
+            "scoring": {"extract": "regex", "pattern": _PATTERN},
+        }
+    )
+    made = resolve_paths(without_masked(made), Path.cwd())
+    told = orjson.dumps(identity(made), option=orjson.OPT_SORT_KEYS)
+    model = re.sub(r"[^A-Za-z0-9]+", "-", Path(table.engine.model).name)[:40].strip("-")
+    name = f"{model or FOLDER}-{hashlib.sha256(told).hexdigest()[:8]}"
+    return made.model_copy(update={"name": name})
+
+
+def _shown(answer: Answer, names: set[str]) -> dict[str, Any]:
+    """What the judge is shown and no more: where that is the same, so is its judgement."""
+    own = {
+        "prediction": answer.prediction or "",
+        "reference": answer.reference or "",
+        "text": answer.text,
+    }
+    return {name: value for name, value in {**answer.fields, **own}.items() if name in names}
+
+
+def _ask(judging: JobConfig, questions: Mapping[str, Mapping[str, Any]], stop: StopRequest) -> None:
+    """Have every question answered that is not yet.
+
+    A question keeps the index at which it was first answered; new ones follow behind.
+    """
+    attempts: dict[str, int] = {}
+    places: dict[str, int] = {}
+    end = 0
+    for record in _records(judging):
+        end = record["index"] + 1
+        if record["id"] in questions:
+            places[record["id"]] = record["index"]
+            if failure_kind(record) is not None:
+                attempts[record["id"]] = record["attempt"]
+    new = [key for key in questions if key not in places]
+    places |= {key: end + n for n, key in enumerate(new)}
+    attempts |= dict.fromkeys(new, 0)
+    if not attempts:
+        return
+    rows = [Row(places[key], key, questions[key]) for key in attempts]
+    judges = ProductionBatchProcessor(judging, stop=stop, command="score")
+    summary = judges.retry(
+        {places[key]: attempt for key, attempt in attempts.items()},
+        rows=_growing(rows, end + len(new)),
+    )
+    if summary.exit >= 128:
+        raise Interrupted(summary.exit - 128)
+
+
+def _growing(rows: Sequence[Row], size: int) -> Input:
+    """Of all questions ever asked, these; what they are tells nothing about a change: no ``files``."""
+
+    def read(skip: Callable[[int], bool]) -> Iterator[Row]:
+        return (row for row in rows if not skip(row.index))
+
+    return Input(files=[], read=read, everything=read, size=lambda: size, has_ids=True)
+
+
+def _records(judging: JobConfig) -> Iterator[dict[str, Any]]:
+    if is_run(judging.folder):
+        check_log(judging.folder)
+    return read_newest(judging.folder / RESULTS)
+
+
+def _tell_failures(judged: Sequence[Mapping[str, Any]], say: Callable[[str], None]) -> None:
+    failed = [record for record in judged if failure_kind(record) is not None]
+    if failed:
+        error = failed[0].get("error") or {}
+        say(
+            f"{len(failed):,} of {len(judged):,} judgements failed, the first with"
+            f" {failure_kind(failed[0])}: {error.get('message', 'no answer')}; `batchkit score`"
+            " tries them again"
+        )
+
+
+def _score(found: str | None, table: JudgeTable) -> float | None:
+    return None if found is None else min(max(float(found) / table.max_score, 0.0), 1.0)

@@ -1,0 +1,124 @@
+"""``status``: where a run is, found without an engine and without reading all of its log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from batchkit.engines.memory_ladder import Ladder
+from batchkit.errors import BatchkitError
+from batchkit.sources import count_rows
+from batchkit.storage.ledger import log_of, read_lines
+from batchkit.storage.manifest import job_of_run, read_manifest
+from batchkit.storage.runfolder import held_by
+from batchkit.storage.store import Totals, is_sealed, read_checkpoint
+
+_RATE_BYTES = 256 * 1024  # of the log's end: some hundred records
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Where a run stands. ``total`` None: its rows can't be counted (rows given from Python).
+
+    ``engine_settings``: options that memory running out has made smaller than the job's.
+    ``engine_events``: what befell the engine in the last start, the newest twenty lines. ``workers``:
+    how each of several did in it, as of the last checkpoint.
+    """
+
+    name: str
+    folder: str
+    total: int | None
+    ok: int
+    failed: int
+    pending: int | None
+    failed_by_kind: Mapping[str, int]
+    prompt_tokens: int
+    completion_tokens: int
+    rows_per_s: float | None
+    eta_s: float | None
+    engine_restarts: int
+    engine_settings: Mapping[str, Any]
+    engine_events: Sequence[str]
+    workers: Sequence[Mapping[str, Any]]
+    starts: int
+    held_by: Mapping[str, Any] | None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def status(folder: Path) -> Status:
+    """Reads the log past the checkpoint, the manifest, and the lock. Safe while the run works.
+
+    It believes the checkpoint and does not hold the log against it, as ``verify`` does.
+
+    Raises:
+        StoreError: not a run folder, or its log is gone.
+    """
+    manifest, log = read_manifest(folder), log_of(folder)
+    checkpoint = read_checkpoint(folder) if is_sealed(folder) else None
+    if checkpoint is None or checkpoint.checksum.end > log.stat().st_size:
+        totals, offset = Totals(), 0
+    else:
+        totals, offset = checkpoint.totals, checkpoint.checksum.end
+    for line in read_lines(log, offset):
+        if line.record is not None:
+            totals.add(line.record)
+    total = total_rows(folder, manifest)
+    pending = pending_rows(total, totals, manifest)
+    holder = held_by(folder)
+    last_start: Mapping[str, Any] = manifest["starts"][-1] if manifest["starts"] else {}
+    rate = _rate(log) if holder else None
+    return Status(
+        name=manifest["name"],
+        folder=str(folder),
+        total=total,
+        ok=totals.ok,
+        failed=totals.failed,
+        pending=pending,
+        failed_by_kind=totals.count_by_kind(),
+        prompt_tokens=totals.prompt_tokens,
+        completion_tokens=totals.completion_tokens,
+        rows_per_s=rate,
+        eta_s=pending / rate if rate and pending is not None else None,
+        engine_settings=Ladder(manifest.get("engine_steps")).overrides,
+        engine_events=last_start.get("engine_events", []),
+        workers=last_start.get("workers", []),
+        engine_restarts=sum(start.get("engine_restarts", 0) for start in manifest["starts"]),
+        starts=len(manifest["starts"]),
+        held_by=holder,
+    )
+
+
+def pending_rows(total: int | None, totals: Totals, manifest: Mapping[str, Any]) -> int | None:
+    """Rows without a record, those that ``--skip-from`` left to another run not counted."""
+    if total is None:
+        return None
+    elsewhere = manifest.get("skipped_elsewhere", 0)
+    return int(max(0, total - totals.ok - totals.failed - elsewhere))
+
+
+def total_rows(folder: Path, manifest: Mapping[str, Any]) -> int | None:
+    """From the manifest where a start got to count them, else counted now."""
+    if manifest["total"] is not None:
+        return int(manifest["total"])
+    try:
+        return count_rows(job_of_run(folder).input)
+    except BatchkitError:
+        return None
+
+
+def _rate(log: Path) -> float | None:
+    """Rows per second over the last records of the log."""
+    start = max(0, log.stat().st_size - _RATE_BYTES)
+    lines = islice(read_lines(log, start), 1 if start else 0, None)  # the first one may be cut
+    finished = [line.record["finished_at"] for line in lines if line.record is not None]
+    if len(finished) < 2:
+        return None
+    first, last = datetime.fromisoformat(finished[0]), datetime.fromisoformat(finished[-1])
+    seconds = (last - first).total_seconds()
+    return round((len(finished) - 1) / seconds, 3) if seconds > 0 else None

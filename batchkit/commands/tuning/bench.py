@@ -1,0 +1,120 @@
+"""``batchkit bench``: the batch sizes that are asked for, side by side, in several rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from batchkit.commands.tuning.knob import Knob, knob_of
+from batchkit.commands.tuning.rounds import Budget
+from batchkit.commands.tuning.table import Line, Table, figure
+from batchkit.commands.tuning.trial import Say, Trial, Trials
+from batchkit.config.tables import JobConfig
+from batchkit.errors import InputError, JobError
+from batchkit.execution.signals import Interrupted, StopRequest
+from batchkit.sources import count_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """The table over all rounds; ``signum`` of the signal that cut it short, if one did."""
+
+    name: str
+    model: str
+    knob: Knob
+    table: Table
+    signum: int | None
+
+    @property
+    def exit_code(self) -> int:
+        if self.signum is not None:
+            return 128 + self.signum
+        return 0 if self.table.best is not None else 1
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **self.table.to_json(),
+            "name": self.name,
+            "model": self.model,
+            "knob": self.knob.key,
+            "interrupted": self.signum is not None,
+        }
+
+
+def sizes_in(text: str) -> list[int]:
+    """``1,4,8`` as numbers, each once.
+
+    Raises:
+        JobError: it is no list of whole numbers from 1 on.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise JobError(f"--batch-sizes {text}: write whole numbers from 1 on, as in 1,4,8")
+    return list(dict.fromkeys(map(int, parts)))
+
+
+def bench(
+    job: JobConfig,
+    batch_sizes: Sequence[int],
+    *,
+    rounds: int,
+    rows: int | None,
+    seconds: float,
+    say: Say = lambda text: None,
+) -> Bench:
+    """Measure each of ``batch_sizes`` for ``rounds`` rounds of at most ``seconds`` s.
+
+    A round is an engine of its own, the sizes taken in turn, so that what disturbs the machine
+    disturbs them all. Where loading takes longer than a round, all rounds of a size follow one
+    another in one engine, over further rows.
+
+    Raises:
+        JobError: the job itself can't be right, or its input has no rows.
+    """
+    stop, signum = StopRequest(), None
+    with stop.installed():
+        knob, total = knob_of(job), count_rows(job.input)
+        if not total:
+            raise InputError(f"{job.input.path}: no rows to measure with")
+        if rows is not None and rows >= total:
+            rows = None
+        _warn(knob, batch_sizes, rows or total, say)
+        with Trials(job, knob, rows=rows, say=say) as trials:
+            try:
+                _measure(trials, batch_sizes, rounds, seconds, say)
+            except Interrupted as interrupted:
+                signum = interrupted.signum
+        table = Table.of(trials.done)
+    return Bench(job.name, job.engine.model or job.engine.kind, knob, table, signum)
+
+
+def _measure(
+    trials: Trials, batch_sizes: Sequence[int], rounds: int, seconds: float, say: Say
+) -> None:
+    left = dict.fromkeys(batch_sizes, rounds)
+    at_a_time = 1
+    while pending := [size for size in left if left[size] > 0]:
+        for size in pending:
+            wanted = min(at_a_time, left[size])
+            trial = trials.run(size, Budget(seconds, wanted))
+            say(_told(trial))
+            left[size] = left[size] - len(trial.rounds) if trial.is_ok else 0
+            at_a_time = rounds if trial.load_s > seconds else 1
+
+
+def _warn(knob: Knob, batch_sizes: Sequence[int], rows: int, say: Say) -> None:
+    say(f"{knob.key}: {knob.reason}")
+    for size in batch_sizes:
+        if size > rows:
+            say(f"batch size {size:,} is more than the {rows:,} rows: it is never full")
+        elif knob.most is not None and size > knob.most:
+            say(f"batch size {size:,} is never reached: {knob.reason}")
+
+
+def _told(trial: Trial) -> str:
+    line = Line.of([trial])
+    if not line.rounds:
+        return f"batch size {trial.batch_size:,}: {line.told}"
+    latency = f"p50 {line.median('p50_ms'):,.0f} ms, p99 {line.median('p99_ms'):,.0f} ms"
+    return f"batch size {trial.batch_size:,}: {figure(line.rows_per_s)} rows/s, {latency}"

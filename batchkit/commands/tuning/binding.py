@@ -1,0 +1,125 @@
+"""Which resource holds a job back, judged by what was measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from itertools import islice
+from typing import Literal, NamedTuple
+
+from batchkit.commands.tuning.table import Line, figure
+from batchkit.config.tables import JobConfig
+from batchkit.rendering.prefetch import Prefetch
+from batchkit.rendering.renderer import PromptRenderer
+from batchkit.sources import read_rows
+from batchkit.types import Request
+
+RENDER_ROWS, RENDER_S = 512, 5.0
+_MOSTLY = 0.2  # of the time: an engine that waits longer than this waits too long
+_TIED = 1.1
+_LEAST_GROWTH = 1.5  # of the batch, for two trials to tell what a larger one gains
+
+
+class Binding(NamedTuple):
+    """``reason`` is one sentence with the figures."""
+
+    resource: Literal["rendering", "preprocessing", "kv-cache", "decode", "prefill", "unknown"]
+    reason: str
+
+
+class Rendered(NamedTuple):
+    """Rows rendered with no engine beside: ``per_s`` is 0 where there were none to render."""
+
+    rows: int
+    per_s: float
+    with_images: bool
+
+
+def render_alone(job: JobConfig, rows: int | None, seconds: float) -> Rendered:
+    """How fast the job's first rows are rendered, images opened and downscaled, by its own threads."""
+    renderer = PromptRenderer(job)
+    prefetch = Prefetch(
+        islice(read_rows(job.input), min(rows or RENDER_ROWS, RENDER_ROWS)),
+        renderer.render_or_fail,
+        threads=job.run.render_threads,
+        ahead=RENDER_ROWS,
+        max_bytes=job.media.max_memory_bytes,
+    )
+    done, last, with_images = 0, 0.0, False
+    started = time.monotonic()
+    with closing(prefetch):
+        while not prefetch.exhausted and time.monotonic() - started < seconds:
+            rendered = prefetch.get(timeout_s=0.05)
+            if rendered is not None:
+                done, last = done + 1, time.monotonic() - started
+                if isinstance(rendered, Request):
+                    with_images = with_images or rendered.media_bytes > 0
+                    prefetch.release(rendered)
+    return Rendered(done, done / last if last else 0.0, with_images)
+
+
+def binding(lines: Sequence[Line], best: Line, rendered: Rendered) -> Binding:
+    """What to look at to make the job faster at its ``best`` size; ``lines`` are all sizes tried."""
+    what = "images are opened and prompts rendered" if rendered.with_images else "prompts rendered"
+    idle, rate = best.idle, best.rows_per_s or 0.0
+    if idle is not None and idle.rendering > _MOSTLY:
+        return Binding(
+            "rendering",
+            f"for {idle.rendering:.0%} of the time the engine had free places and no row was ready:"
+            f" {what} at {figure(rendered.per_s)} rows/s alone, the engine took {figure(rate)} rows/s",
+        )
+    if idle is not None and idle.preparing > _MOSTLY:
+        with_pixels = ", and images preprocessed" if rendered.with_images else ""
+        return Binding(
+            "preprocessing",
+            f"for {idle.preparing:.0%} of the time the engine had free places although rows were"
+            f" waiting: prompts are tokenised{with_pixels} there on one thread, too slowly",
+        )
+    if 0 < rendered.per_s < _TIED * rate:
+        return Binding(
+            "rendering",
+            f"{what} at {figure(rendered.per_s)} rows/s with no engine beside, and the engine answers"
+            f" {figure(rate)} rows/s: a faster one would wait",
+        )
+    if idle is not None and idle.kv_cache > _MOSTLY:
+        return Binding(
+            "kv-cache",
+            f"the KV cache was full for {idle.kv_cache:.0%} of the time, and {idle.running:.0f} of"
+            f" {best.batch_size:,} requests ran at once: more memory for it, or a smaller"
+            " max_model_len, would let more of them run",
+        )
+    return _compute(lines, best)
+
+
+def _compute(lines: Sequence[Line], best: Line) -> Binding:
+    """A row's time is ``a + b / batch``: ``b`` are steps, which the rows of a batch share, and ``a``
+    is what each token costs however many run. So the share of ``b`` says whether steps bind."""
+    prompt, output = best.median("prompt_tokens_per_s"), best.median("completion_tokens_per_s")
+    if not prompt or not output:
+        return Binding("unknown", "the engine did not count its tokens")
+    tokens = f"{prompt:,.0f} prompt and {output:,.0f} output tokens/s"
+    shared = _shared_by_batch(lines, best)
+    if shared is not None and shared >= 0.5:
+        return Binding(
+            "decode",
+            f"{shared:.0%} of a row's time is steps that the batch shares, and a larger batch would"
+            f" still make it shorter ({tokens})",
+        )
+    why = "too few sizes were tried to tell steps from tokens"
+    if shared is not None:
+        why = f"only {shared:.0%} of a row's time is steps that a larger batch would share"
+    if prompt > output:
+        return Binding("prefill", f"{why}, and most tokens are the prompts' ({tokens})")
+    return Binding("decode", f"{why}, and most tokens are the answers' ({tokens})")
+
+
+def _shared_by_batch(lines: Sequence[Line], best: Line) -> float | None:
+    """From the ``best`` size and the one below it nearest to half of it; None where there is none."""
+    smaller = [ln for ln in lines if ln.rounds and best.batch_size >= _LEAST_GROWTH * ln.batch_size]
+    if not smaller:
+        return None
+    other = max(smaller, key=lambda line: line.batch_size)
+    best_s, other_s = 1 / (best.rows_per_s or 1), 1 / (other.rows_per_s or 1)
+    b = (other_s - best_s) / (1 / other.batch_size - 1 / best.batch_size)
+    return min(1.0, max(0.0, b / best.batch_size / best_s))

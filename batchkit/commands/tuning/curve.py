@@ -1,0 +1,93 @@
+"""The throughput curve as one page that needs no network: an inline SVG, and the table below it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import NamedTuple
+
+from jinja2 import Environment, StrictUndefined
+
+from batchkit.commands.report.charts import number
+from batchkit.commands.report.figures import nice
+from batchkit.commands.tuning.bench import Bench
+from batchkit.commands.tuning.table import Line
+from batchkit.errors import JobError
+from batchkit.storage.files import replacing
+
+WIDTH, HEIGHT = 720.0, 300.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 16.0, 16.0, 34.0
+
+
+class Point(NamedTuple):
+    """A batch size on the page; ``y``, ``y_low`` and ``y_high`` are None where it did not run."""
+
+    x: float
+    y: float | None
+    y_low: float | None
+    y_high: float | None
+    size: int
+    label: str
+
+
+class Tick(NamedTuple):
+    y: float
+    label: str
+
+
+def write_curve(found: Bench, path: Path) -> None:
+    """Raises:
+    JobError: ``path`` can't be written.
+    """
+    page = files("batchkit.commands.tuning").joinpath("curve.html.j2").read_text(encoding="utf-8")
+    style = files("batchkit.commands.report").joinpath("page.css").read_text(encoding="utf-8")
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["number"] = lambda value: "" if value is None else number(value)
+    lines = found.table.lines
+    top = _top(lines)
+    points = _points(lines, top)
+    text = environment.from_string(page).render(
+        style=style,
+        bench=found,
+        lines=lines,
+        points=points,
+        path=" ".join(f"{p.x:.1f},{p.y:.1f}" for p in points if p.y is not None),
+        ticks=[Tick(_y(top * part / 4, top), number(top * part / 4)) for part in range(5)],
+        width=WIDTH,
+        height=HEIGHT,
+        left=_LEFT,
+        right=WIDTH - _RIGHT,
+        bottom=HEIGHT - _BOTTOM,
+    )
+    try:
+        with replacing(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise JobError(f"--html {path}: can't be written: {error.strerror}") from error
+
+
+def _top(lines: Sequence[Line]) -> float:
+    return nice(max((found.rows_per_s for line in lines for found in line.rounds), default=1.0))
+
+
+def _points(lines: Sequence[Line], top: float) -> list[Point]:
+    """Evenly spread: batch sizes are mostly asked for by doubling."""
+    step = (WIDTH - _LEFT - _RIGHT) / max(1, len(lines))
+    return [_point(line, _LEFT + step * (n + 0.5), top) for n, line in enumerate(lines)]
+
+
+def _point(line: Line, x: float, top: float) -> Point:
+    rates = [found.rows_per_s for found in line.rounds]
+    if not rates or line.rows_per_s is None:
+        return Point(x, None, None, None, line.batch_size, line.status.partition(":")[0])
+    output = number(line.median("completion_tokens_per_s") or 0.0)
+    label = f"{number(line.rows_per_s)} rows/s, {output} output tokens/s"
+    y, y_low, y_high = (_y(rate, top) for rate in (line.rows_per_s, min(rates), max(rates)))
+    return Point(x, y, y_low, y_high, line.batch_size, label)
+
+
+def _y(rate: float, top: float) -> float:
+    return HEIGHT - _BOTTOM - (HEIGHT - _BOTTOM - _TOP) * rate / top

@@ -1,0 +1,194 @@
+"""``batchkit find-bs``: the largest batch size that fits, and the one with the best throughput."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchkit.commands.tuning.binding import RENDER_S, Binding, Rendered, binding, render_alone
+from batchkit.commands.tuning.knob import Knob, check_patch, knob_of, patch, write_patch
+from batchkit.commands.tuning.rounds import ENOUGH_ROWS, Budget
+from batchkit.commands.tuning.search import LEAST_GAIN, Rate, search
+from batchkit.commands.tuning.table import Line, Table, figure, header
+from batchkit.commands.tuning.trial import OOM, Say, Trials
+from batchkit.config.tables import JobConfig
+from batchkit.errors import InputError, JobError
+from batchkit.execution.progress import duration
+from batchkit.execution.signals import Interrupted, StopRequest
+from batchkit.sources import count_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What the search knows. ``rows``: of the whole job. ``high``: the largest size that could be
+    tried. ``signum``: of the signal that cut it short, if one did. ``written``: the job file that
+    has the best size now."""
+
+    name: str
+    knob: Knob
+    table: Table
+    rows: int
+    high: int
+    has_flattened: bool
+    rendered: Rendered | None
+    signum: int | None
+    written: Path | None
+
+    @property
+    def estimate_s(self) -> float | None:
+        """The whole job at the best size, the engine's load counted in."""
+        best = self.table.best
+        if best is None or not best.rows_per_s:
+            return None
+        answered = best.answered / (best.answered + best.failed.total())
+        return best.load_s + self.rows * answered / best.rows_per_s
+
+    @property
+    def binds(self) -> Binding | None:
+        best = self.table.best
+        if best is None or self.rendered is None:
+            return None
+        return binding(self.table.lines, best, self.rendered)
+
+    @property
+    def exit_code(self) -> int:
+        if self.signum is not None:
+            return 128 + self.signum
+        return 0 if self.table.best is not None else 1
+
+    def to_json(self) -> dict[str, Any]:
+        best, binds = self.table.best, self.binds
+        estimate = self.estimate_s
+        return {
+            **self.table.to_json(),
+            "name": self.name,
+            "knob": self.knob.key,
+            "stopped_early": self.has_flattened,
+            "interrupted": self.signum is not None,
+            "rows": self.rows,
+            "estimated_seconds": None if estimate is None else round(estimate, 1),
+            "render_rows_per_s": None if self.rendered is None else round(self.rendered.per_s, 3),
+            "binds": None if binds is None else binds._asdict(),
+            "patch": None if best is None else patch(self.knob, best.batch_size),
+            "written": None if self.written is None else str(self.written),
+        }
+
+    def to_text(self) -> str:
+        """What stands below the table: one sentence a line."""
+        best, largest = self.table.best, self.table.largest
+        if best is None or largest is None:
+            return "\n".join(["no batch size is known to fit", *self._problems(with_memory=True)])
+        lines = [f"best: {best.batch_size:,} ({figure(best.rows_per_s)} rows/s)"]
+        lines.append(f"largest that fits: {self._largest(largest)}")
+        if self.estimate_s is not None:
+            load = duration(best.load_s)
+            told = f"{duration(self.estimate_s)}, of which {load} to load the model"
+            lines.append(f"the whole job, {self.rows:,} rows, at {best.batch_size:,}: about {told}")
+        if self.binds is not None:
+            lines.append(f"what binds: {self.binds.resource}: {self.binds.reason}")
+        lines += self._problems()
+        if self.written is not None:
+            lines.append(f"{self.written}: {self.knob.key} = {best.batch_size} written")
+        else:
+            lines.append(
+                f"in the job file (or with --write):\n\n{patch(self.knob, best.batch_size)}"
+            )
+        return "\n".join(lines)
+
+    def _largest(self, largest: Line) -> str:
+        size = f"{largest.batch_size:,}"
+        if self.signum is not None:
+            return f"{size} so far; the search was interrupted"
+        if self.has_flattened:
+            return f"{size} or more; the search stopped as twice the size gained under {LEAST_GAIN:.0%}"
+        too_large = self.table.smallest_too_large
+        if too_large is not None and too_large.batch_size == largest.batch_size + 1:
+            return f"{size}; {too_large.batch_size:,} runs out of memory"
+        return size + (", the largest that was tried" if largest.batch_size == self.high else "")
+
+    def _problems(self, *, with_memory: bool = False) -> list[str]:
+        """Batch sizes that failed, and rows that did; for want of memory is how a search ends."""
+        found = [
+            f"batch size {line.batch_size:,}: {line.told}"
+            for line in self.table.lines
+            if not line.rounds and (with_memory or line.status != OOM)
+        ]
+        best = self.table.best
+        if best is not None and best.failed:
+            kinds = ", ".join(f"{n:,} {kind}" for kind, n in best.failed.items())
+            found.append(f"rows that failed at {best.batch_size:,}, and were not counted: {kinds}")
+        return found + self.table.doubts()
+
+
+def find_batch_size(
+    job: JobConfig,
+    *,
+    low: int,
+    high: int,
+    rows: int | None,
+    seconds: float,
+    write_to: Path | None = None,
+    say: Say = lambda text: None,
+    tell: Say = lambda text: None,
+) -> Findings:
+    """Search from ``low`` to ``high``, at most ``rows`` rows and ``seconds`` s of answers per trial.
+
+    ``say`` gets progress, ``tell`` the table as it grows, line by line. A signal ends the search with
+    what is known by then. The best size is written to the job file ``write_to`` alone, and only by a
+    search that was not cut short.
+
+    Raises:
+        JobError: the job itself can't be right, its input has no rows, or it can't be written.
+    """
+    if low > high:
+        raise JobError(f"--low {low} is over --high {high}")
+    stop = StopRequest()
+    with stop.installed():
+        knob = knob_of(job)
+        if write_to is not None:
+            check_patch(write_to, knob)
+        total = count_rows(job.input)
+        if not total:
+            raise InputError(f"{job.input.path}: no rows to try batch sizes on")
+        if rows is not None and rows >= total:
+            rows = None
+        high = _highest(knob, low, high, rows or total, say)
+        say(f"{knob.key}: {knob.reason}")
+        if job.engine.kind == "openai-server":
+            say("the server keeps what it has cached: later trials may look faster than they are")
+        rendered, flattened, signum = None, False, None
+        with Trials(job, knob, rows=rows, say=say) as trials:
+
+            def rate_of(size: int) -> Rate | None:
+                line = Line.of([trials.run(size, Budget(seconds))])
+                if len(trials.done) == 1:
+                    tell(header(with_spread=False))
+                tell(line.to_text(with_spread=False))
+                if line.rows_per_s is None:
+                    return None
+                return Rate(line.rows_per_s, line.is_typical and line.rows >= ENOUGH_ROWS)
+
+            try:
+                rendered = render_alone(job, rows, min(RENDER_S, seconds))
+                flattened = search(low, high, rate_of)
+            except Interrupted as interrupted:
+                signum = interrupted.signum
+        table = Table.of(trials.done)
+        written = None
+        if write_to is not None and table.best is not None and signum is None:
+            write_patch(write_to, knob, table.best.batch_size)
+            written = write_to
+    return Findings(job.name, knob, table, total, high, flattened, rendered, signum, written)
+
+
+def _highest(knob: Knob, low: int, high: int, rows: int, say: Say) -> int:
+    """``high``, or less where more at once can't be: for want of rows, or past the other bound."""
+    for most, why in ((rows, f"there are {rows:,} rows"), (knob.most, knob.reason)):
+        if most is not None and most < high:
+            high = most
+            if high <= low:
+                say(f"only batch size {low:,} is tried: {why}")
+            else:
+                say(f"batch sizes up to {high:,} are tried: {why}")
+    return max(high, low)

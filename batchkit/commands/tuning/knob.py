@@ -1,0 +1,140 @@
+"""The key of the job file that decides how many requests run at once, and how it is set there."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tomlkit
+from tomlkit.exceptions import TOMLKitError
+
+from batchkit.config.tables import JobConfig
+from batchkit.engines.registry import MAX_NUM_SEQS, open_engine
+from batchkit.errors import JobError
+from batchkit.execution.window import START
+from batchkit.storage.files import write_atomically
+
+
+class Knob(NamedTuple):
+    """A key, dotted, and why it is this one. ``most``: larger values would change little."""
+
+    key: str
+    reason: str
+    most: int | None = None
+
+
+def knob_of(job: JobConfig) -> Knob:
+    """``engine.options.max_num_seqs``, or ``run.max_in_flight`` where a number there is less."""
+    window = job.run.max_in_flight
+    if window == "auto":
+        return Knob(
+            "engine.options.max_num_seqs",
+            "how many requests the engine runs at once; the window (run.max_in_flight, how many are"
+            " handed to it) adapts to it",
+        )
+    seqs = _max_num_seqs(job)
+    if window < seqs:
+        return Knob(
+            "run.max_in_flight",
+            f"the window binds: run.max_in_flight = {window} keeps the engine from running the"
+            f' {seqs} at once that it could ("auto" would not)',
+            int(START * seqs),
+        )
+    return Knob(
+        "engine.options.max_num_seqs",
+        f"how many requests the engine runs at once; run.max_in_flight = {window} hands it no more",
+        window,
+    )
+
+
+def with_size(job: JobConfig, knob: Knob, size: int) -> JobConfig:
+    """The job with ``size`` at the knob, its engine in a process of its own.
+
+    An engine that would go on with less when memory runs out is kept from it: the trial is of this
+    size.
+    """
+    options, run = dict(job.engine.options), job.run
+    if knob.key == "run.max_in_flight":
+        run = run.model_copy(update={"max_in_flight": size})
+    else:
+        options["max_num_seqs"] = size
+    if job.engine.kind == "transformers":
+        options["shrink_on_oom"] = False
+    engine = job.engine.model_copy(update={"in_process": False, "options": options})
+    return job.model_copy(update={"engine": engine, "run": run})
+
+
+def patch(knob: Knob, size: int) -> str:
+    """The lines of TOML that set it."""
+    table, _, name = knob.key.rpartition(".")
+    return f"[{table}]\n{name} = {size}"
+
+
+def check_patch(path: Path, knob: Knob) -> None:
+    """As ``write_patch``, but only see whether it would do: trials take long."""
+    path = path.resolve()
+    try:
+        _with_value(path.read_text(encoding="utf-8-sig"), knob, 1)
+    except (OSError, UnicodeDecodeError, TOMLKitError) as error:
+        raise JobError(f"{path}: can't be changed: {error}") from error
+    if not os.access(path.parent, os.W_OK):
+        raise JobError(f"{path}: can't be changed: no leave to write in its folder")
+
+
+def write_patch(path: Path, knob: Knob, size: int) -> None:
+    """Set the knob in the job file at ``path``, in one step; all else stays as it is written.
+
+    Raises:
+        JobError: it can't be read, written, or changed in this one key alone.
+    """
+    path = path.resolve()  # a symbolic link stays one
+    try:
+        before = path.read_bytes()
+        mode = path.stat().st_mode
+        text = before.decode("utf-8-sig")
+        changed = _with_value(text, knob, size)
+        if before.startswith(b"\xef\xbb\xbf"):
+            changed = "\ufeff" + changed
+        write_atomically(path, changed.encode())
+        path.chmod(mode)
+    except (OSError, UnicodeDecodeError, TOMLKitError) as error:
+        raise JobError(f"{path}: can't be changed: {error}; write\n{patch(knob, size)}") from error
+
+
+def _with_value(text: str, knob: Knob, size: int) -> str:
+    *tables, name = knob.key.split(".")
+    document = tomlkit.parse(text)
+    table: Any = document
+    for part in tables:
+        if part not in table:
+            table.add(part, tomlkit.table())
+        table = table[part]
+    table[name] = size
+    changed = tomlkit.dumps(document)
+    if text.count("\r\n") == text.count("\n") > 0:
+        changed = changed.replace("\r\n", "\n").replace("\n", "\r\n")
+    wanted = tomllib.loads(text)
+    inner: dict[str, Any] = wanted
+    for part in tables:
+        inner = inner.setdefault(part, {})
+    inner[name] = size
+    try:
+        is_as_wanted = tomllib.loads(changed) == wanted
+    except tomllib.TOMLDecodeError:
+        is_as_wanted = False
+    if not is_as_wanted:  # tomlkit does not know its way around every way to write a table
+        raise TOMLKitError(f"{knob.key} can't be set without touching other keys")
+    return changed
+
+
+def _max_num_seqs(job: JobConfig) -> int:
+    seqs = job.engine.options.get("max_num_seqs")
+    if isinstance(seqs, int):
+        return seqs
+    if job.engine.kind in MAX_NUM_SEQS:
+        return MAX_NUM_SEQS[job.engine.kind]
+    with closing(open_engine(job)) as engine:  # it holds no model
+        return engine.max_num_seqs

@@ -1,0 +1,175 @@
+"""One trial: a fresh engine, fed with the job's own rows as a run would feed it, and measured."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from batchkit.commands.tuning.feed import Fed, feed
+from batchkit.commands.tuning.idle import Idle
+from batchkit.commands.tuning.knob import Knob, with_size
+from batchkit.commands.tuning.memory import Memory, MemoryMeter
+from batchkit.commands.tuning.rounds import Budget, Round
+from batchkit.config.tables import JobConfig
+from batchkit.engines.faults import EngineDied, StartFailed
+from batchkit.engines.process.engine import ProcessEngine
+from batchkit.engines.process.launcher import LOG, Launcher
+from batchkit.engines.registry import open_engine
+from batchkit.errors import BatchkitError, EngineError, JobError
+from batchkit.rendering.renderer import PromptRenderer
+
+OK, OOM = "ok", "OOM"
+# What vLLM says at load where the KV cache holds no request of full length; it has no type.
+_NO_ROOM_WORDS = "is larger than the available KV cache memory"
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What came of one batch size: ``status`` is ``ok``, ``OOM``, or ``error: …``.
+
+    ``rounds`` is empty unless it is ok. ``seconds``: all of it, the engine's load of ``load_s`` counted
+    in. ``failed``: rows by the kind of their error. ``reason``: why an engine died.
+    """
+
+    batch_size: int
+    status: str
+    seconds: float
+    load_s: float = 0.0
+    rounds: tuple[Round, ...] = ()
+    answered: int = 0
+    failed: Counter[str] | None = None
+    memory: Memory | None = None
+    idle: Idle | None = None
+    reason: str = ""
+
+    @property
+    def is_ok(self) -> bool:
+        return self.status == OK
+
+    @property
+    def is_typical(self) -> bool:
+        """The engine was as busy as in the whole job."""
+        return bool(self.rounds) and all(found.is_typical for found in self.rounds)
+
+
+class Trials:
+    """Trials of one job, one after the other, in a folder that goes with them; ``done`` has them all.
+
+    Of the job's rows the first ``rows`` are used.
+    """
+
+    def __init__(
+        self,
+        job: JobConfig,
+        knob: Knob,
+        *,
+        rows: int | None,
+        say: Say,
+    ) -> None:
+        self._is_sample = rows is not None
+        self._job = job if rows is None else with_rows(job, rows)
+        self._knob = knob
+        self._say = say
+        self._renderer = PromptRenderer(job)
+        self._folder = tempfile.TemporaryDirectory(prefix="batchkit-trial-")
+        self._launcher = Launcher(Path(self._folder.name) / LOG)
+        self.done: list[Trial] = []
+
+    def __enter__(self) -> Trials:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._launcher.close()
+        self._folder.cleanup()
+
+    def run(self, batch_size: int, budget: Budget) -> Trial:
+        """Raises:
+        JobError: the very first one finds the job itself wrong, or its rows can't be read.
+        """
+        self._say(f"batch size {batch_size:,}: starting an engine")
+        trial = self._tried(batch_size, budget)
+        self.done.append(trial)
+        return trial
+
+    def _tried(self, batch_size: int, budget: Budget) -> Trial:
+        started = time.monotonic()
+        job = with_size(self._job, self._knob, batch_size)
+        load_s = 0.0
+        with closing(MemoryMeter()) as meter:
+            try:
+                with closing(open_engine(job, self._launcher)) as engine:
+                    load_s = time.monotonic() - started
+                    meter.follow(engine.pid if isinstance(engine, ProcessEngine) else None)
+                    fed = feed(
+                        job,
+                        engine,
+                        self._renderer,
+                        batch_size,
+                        budget,
+                        is_sample=self._is_sample,
+                    )
+                    memory = meter.close()
+            except (EngineError, JobError) as error:
+                if not self.done and isinstance(error, JobError):
+                    raise
+                took_s = time.monotonic() - started
+                return Trial(
+                    batch_size,
+                    _status(error),
+                    took_s,
+                    load_s,
+                    memory=meter.close(),
+                    reason=_reason(error),
+                )
+        status = OK if fed.rounds else f"error: {_why_no_answer(fed, budget)}"
+        took_s = time.monotonic() - started
+        return Trial(
+            batch_size,
+            status,
+            took_s,
+            load_s,
+            tuple(fed.rounds),
+            fed.answered,
+            fed.failed,
+            memory,
+            fed.idle,
+        )
+
+
+def with_rows(job: JobConfig, rows: int) -> JobConfig:
+    """The job with its first ``rows`` rows."""
+    limit = rows if job.input.limit is None else min(rows, job.input.limit)
+    return job.model_copy(update={"input": job.input.model_copy(update={"limit": limit})})
+
+
+def _status(error: BatchkitError) -> str:
+    if not isinstance(error, EngineDied):
+        return f"error: {' '.join(str(error).split())}"
+    is_oom = error.fault.kind == "oom" or _NO_ROOM_WORDS in error.fault.message
+    return OOM if is_oom else f"error: {error.fault}"
+
+
+def _reason(error: BatchkitError) -> str:
+    """In one line; without the name of the log, which goes with the trial's folder."""
+    is_told = isinstance(error, EngineDied) and not isinstance(error, StartFailed)
+    told = str(error.fault if isinstance(error, EngineDied) and is_told else error)
+    return " ".join(told.partition("; what it printed is in")[0].split())
+
+
+def _why_no_answer(fed: Fed, budget: Budget) -> str:
+    if fed.failed:
+        return f"all {fed.failed.total():,} rows failed; {fed.error}"
+    return f"no row was answered within {budget.seconds:g} s (--seconds)"

@@ -1,0 +1,187 @@
+"""``validate`` and ``run --dry-run``: rows as the engine would get them, without the model."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+from batchkit.config.masking import masked_text
+from batchkit.config.tables import JobConfig
+from batchkit.engines.base import Preflight, RenderedPrompt
+from batchkit.engines.registry import open_preflight
+from batchkit.errors import PromptTooLongError, RowError
+from batchkit.rendering.prefetch import Prefetch
+from batchkit.rendering.renderer import PromptRenderer
+from batchkit.sources import read_rows
+from batchkit.types import Completion, Request, Row
+
+SHOWN = 20
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Problem:
+    """A row that would fail, and why."""
+
+    index: int
+    id: str
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """``problems`` holds the first of the ``failed`` rows; tokens are exact, or not counted at all."""
+
+    rows: int
+    ok: int
+    failed: int
+    failed_by_kind: dict[str, int]
+    problems: list[Problem]
+    prompt_tokens: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """One row as the engine would get it, or the error that it would fail with."""
+
+    index: int
+    id: str
+    prompt: str | None
+    prompt_tokens: int | None
+    images: list[tuple[int, int]]
+    sampling: dict[str, Any]
+    error: str | None
+
+
+def validate(job: JobConfig, rows: int | None = None) -> Validation:
+    """Render and check the first ``rows`` rows (all if None): template, media, length, parameters.
+
+    Two rows with one id are a problem of the second. Writes nothing.
+
+    Raises:
+        JobError: the job itself can't be right.
+    """
+    renderer, preflight = PromptRenderer(job), open_preflight(job)
+    problems: list[Problem] = []
+    by_kind: Counter[str] = Counter()
+    tokens: list[int] = []
+    repeats: dict[int, int] = {}
+    count = 0
+    for rendered in _rendered(job, renderer, rows, repeats):
+        count += 1
+        request = rendered.request if isinstance(rendered, Completion) else rendered
+        row = request.row
+        error = rendered.error if isinstance(rendered, Completion) else None
+        if error is None:
+            try:
+                _, prompt = _fitted(request, renderer, preflight)
+                if prompt.prompt_tokens is not None:
+                    tokens.append(prompt.prompt_tokens)
+            except RowError as refusal:
+                error = refusal
+        kind, message = (error.kind, masked_text(str(error))) if error is not None else (None, "")
+        if row.index in repeats:
+            kind, message = "id", f"id {row.id!r} stands at row {repeats[row.index]} as well"
+        if kind is not None:
+            by_kind[kind] += 1
+            problems.append(Problem(row.index, row.id, kind, message))
+            if len(problems) > 10 * SHOWN:
+                problems = sorted(problems)[:SHOWN]
+    failed = by_kind.total()
+    return Validation(
+        rows=count,
+        ok=count - failed,
+        failed=failed,
+        failed_by_kind={kind: count for kind, count in by_kind.items() if count},
+        problems=sorted(problems)[:SHOWN],
+        prompt_tokens=_spread(tokens),
+    )
+
+
+def preview(job: JobConfig, rows: int) -> Iterator[Preview]:
+    """The first ``rows`` rows as the engine would get them.
+
+    Raises:
+        JobError: the job itself can't be right.
+    """
+    renderer, preflight = PromptRenderer(job), open_preflight(job)
+    for row in islice(read_rows(job.input), rows):
+        try:
+            request, prompt = _fitted(renderer.render(row), renderer, preflight)
+        except RowError as error:
+            yield Preview(
+                row.index, row.id, None, None, [], {}, f"{error.kind}: {masked_text(str(error))}"
+            )
+            continue
+        yield Preview(
+            row.index,
+            row.id,
+            prompt.text,
+            prompt.prompt_tokens,
+            [image.size for image in request.images],
+            dict(request.sampling),
+            None,
+        )
+
+
+def _fitted(
+    request: Request, renderer: PromptRenderer, preflight: Preflight
+) -> tuple[Request, RenderedPrompt]:
+    """The request as the engine would answer it, cut where it is too long and the job allows it."""
+    while True:
+        try:
+            return request, preflight.render(request)
+        except PromptTooLongError as error:
+            shorter = renderer.shortened(request, error)
+            if shorter is None:
+                raise
+            request = shorter
+
+
+def _rendered(
+    job: JobConfig, renderer: PromptRenderer, rows: int | None, repeats: dict[int, int]
+) -> Iterator[Request | Completion]:
+    """In any order; ``repeats`` maps a row whose id was there before to the first that has it."""
+    prefetch = Prefetch(
+        _noting_repeats(islice(read_rows(job.input), rows), repeats),
+        renderer.render_or_fail,
+        threads=job.run.render_threads,
+        ahead=2 * job.run.render_threads,
+        max_bytes=job.media.max_memory_bytes,
+    )
+    with closing(prefetch):
+        while not prefetch.exhausted:
+            rendered = prefetch.get(timeout_s=1.0)
+            if rendered is not None:
+                if isinstance(rendered, Request):
+                    prefetch.release(rendered)
+                yield rendered
+
+
+def _noting_repeats(rows: Iterator[Row], repeats: dict[int, int]) -> Iterator[Row]:
+    first_of: dict[str, int] = {}
+    for row in rows:
+        if row.error is None and first_of.setdefault(row.id, row.index) != row.index:
+            repeats[row.index] = first_of[row.id]
+        yield row
+
+
+def _spread(tokens: list[int]) -> dict[str, float]:
+    if not tokens:
+        return {}
+    ordered = sorted(tokens)
+    return {
+        "min": ordered[0],
+        "median": statistics.median(ordered),
+        "p99": ordered[min(len(ordered) - 1, round(0.99 * len(ordered)))],
+        "max": ordered[-1],
+        "sum": sum(ordered),
+    }

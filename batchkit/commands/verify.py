@@ -1,0 +1,286 @@
+"""``verify``: the audit of a run's log against its checkpoint and its input, and the repair."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from batchkit.commands.status import pending_rows, total_rows
+from batchkit.errors import BatchkitError
+from batchkit.execution.resume import input_changes
+from batchkit.sources import is_fallback
+from batchkit.sources.input import Input, from_job
+from batchkit.sources.rowhash import input_hash
+from batchkit.storage.index_set import IndexSet
+from batchkit.storage.ledger import RESULTS, failure_kind, log_of, read_lines, record_of
+from batchkit.storage.manifest import job_of_run, read_manifest
+from batchkit.storage.store import (
+    CHECKPOINT,
+    Totals,
+    is_sealed,
+    log_damage,
+    read_checkpoint,
+)
+
+NAMED = 5  # rows named of each kind of finding
+_AT_ONCE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The audit of a run. Of each kind of row, ``…_rows`` names the first few by their index.
+
+    ``lost``: rows that the checkpoint counts but the log does not hold. ``duplicates``: rows with
+    more than one answer; an ok record that is blank is none. ``unknown``: records at an index that
+    the input does not have. ``mixed``: records of another row than the one at their index, by id or
+    by ``input_hash``. ``pending``: rows without a record. ``checkpoint_matches``: what it counts is
+    what the log says; a missing one matches, since it is a cache. ``damage``: where the log is no
+    longer what it was at the last checkpoint, or None. ``torn_bytes``: bytes of the log that are no
+    record. ``not_compared``: why the records were not held against the input, or None if they were.
+    """
+
+    rows: int | None
+    records: int
+    ok: int
+    failed: int
+    pending: int | None
+    pending_rows: Sequence[int]
+    lost: int
+    lost_rows: Sequence[int]
+    duplicates: int
+    duplicate_rows: Sequence[int]
+    unknown: int
+    unknown_rows: Sequence[int]
+    mixed: int
+    mixed_rows: Sequence[int]
+    checkpoint_matches: bool
+    damage: str | None
+    torn_bytes: int
+    not_compared: str | None
+
+    @property
+    def is_sound(self) -> bool:
+        findings = self.lost, self.duplicates, self.unknown, self.mixed, self.damage
+        return self.checkpoint_matches and not any(findings)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_text(self) -> str:
+        """A line for each key; the rows that are named behind their number."""
+        found, lines = self.to_json(), []
+        for name, value in found.items():
+            if name.endswith("_rows"):
+                continue
+            named = found.get(f"{name}_rows") or found.get(f"{name.rstrip('s')}_rows") or ()
+            more = ", …" if named and value is not None and value > len(named) else ""
+            rows = f" (rows {', '.join(map(str, named))}{more})" if named else ""
+            lines.append(f"{name}: {value}{rows}")
+        return "\n".join([*lines, "sound" if self.is_sound else "NOT SOUND"])
+
+
+@dataclass
+class _Log:
+    """What one pass over the log finds; ``indexes`` and ``offsets`` have an entry for each record.
+
+    ``last_answers``: where the newest answer of each row that has several begins.
+    """
+
+    totals: Totals = field(default_factory=Totals)
+    at_checkpoint: Totals = field(default_factory=Totals)
+    once: IndexSet = field(default_factory=IndexSet)
+    last_answers: dict[int, int] = field(default_factory=dict)
+    torn_bytes: int = 0
+    indexes: array[int] = field(default_factory=lambda: array("q"))
+    offsets: array[int] = field(default_factory=lambda: array("q"))
+
+    def is_superseded(self, record: Mapping[str, Any], offset: int) -> bool:
+        """True if ``record``, which begins at ``offset``, is an answer, and its row has a newer one."""
+        if failure_kind(record) is not None:
+            return False
+        return self.last_answers.get(record["index"], offset) != offset
+
+
+@dataclass
+class _Rows:
+    """What holding the records against the input finds.
+
+    ``n_pending``: how many rows have no record; None if the input could not be read. ``mixed``:
+    for each such row, the id and the ``input_hash`` that its record must have.
+    """
+
+    n_pending: int | None = None
+    pending: list[int] = field(default_factory=list)
+    unknown: IndexSet = field(default_factory=IndexSet)
+    mixed: dict[int, tuple[str, str]] = field(default_factory=dict)
+    not_compared: str | None = None
+
+    def fits(self, record: Mapping[str, Any]) -> bool:
+        """True if ``record`` may stay."""
+        index = record["index"]
+        wanted = self.mixed.get(index)
+        return index not in self.unknown and (wanted is None or _is_of(record, *wanted))
+
+
+def verify(folder: Path) -> Verification:
+    """Read the whole log, and hold it against the checkpoint and the input.
+
+    Raises:
+        StoreError: not a run folder, or its log is gone.
+    """
+    manifest = read_manifest(folder)
+    checkpoint = read_checkpoint(folder)  # before the log, which grows
+    sealed = is_sealed(folder)
+    log = read_log(log_of(folder), 0 if checkpoint is None else checkpoint.checksum.end)
+    rows = compare(folder, folder / RESULTS, manifest, log)
+    lost = IndexSet()
+    if checkpoint is not None:
+        claimed = checkpoint.totals.completed | checkpoint.totals.failed_rows
+        lost = claimed - (log.totals.completed | log.totals.failed_rows)
+    total = total_rows(folder, manifest)
+    return Verification(
+        rows=total,
+        records=log.totals.records,
+        ok=log.totals.ok,
+        failed=log.totals.failed,
+        pending=_pending(rows, total, log.totals, manifest),
+        pending_rows=rows.pending,
+        lost=len(lost),
+        lost_rows=list(islice(lost, NAMED)),
+        duplicates=len(log.last_answers),
+        duplicate_rows=list(islice(log.last_answers, NAMED)),
+        unknown=len(rows.unknown),
+        unknown_rows=list(islice(rows.unknown, NAMED)),
+        mixed=len(rows.mixed),
+        mixed_rows=list(islice(rows.mixed, NAMED)),
+        checkpoint_matches=not (folder / CHECKPOINT).exists()
+        or (
+            checkpoint is not None
+            and (sealed or checkpoint.is_older)
+            and _says(checkpoint.totals) == _says(log.at_checkpoint)
+        ),
+        damage=log_damage(folder, checkpoint.checksum) if checkpoint and sealed else None,
+        torn_bytes=log.torn_bytes,
+        not_compared=rows.not_compared,
+    )
+
+
+def read_log(path: Path, offset: int) -> _Log:
+    """One pass; ``at_checkpoint`` counts what ends before ``offset``."""
+    found = _Log()
+    for line in read_lines(path):
+        if line.record is None:
+            found.torn_bytes += line.end - line.offset
+            continue
+        found.totals.add(line.record)
+        if line.end <= offset:
+            found.at_checkpoint.add(line.record)
+        index = line.record["index"]
+        found.indexes.append(index)
+        found.offsets.append(line.offset)
+        if failure_kind(line.record) is None:
+            if index in found.once:
+                found.last_answers[index] = line.offset
+            found.once.add(index)
+    return found
+
+
+def compare(folder: Path, path: Path, manifest: Mapping[str, Any], log: _Log) -> _Rows:
+    """Hold the newest record of each row in the log at ``path`` against the row of the run's input."""
+    found = _Rows()
+    try:
+        job = job_of_run(folder)
+        if job.input.path is None:
+            _compare_indexes(manifest, log, found)
+            return found
+        source = from_job(job)
+        if changes := input_changes(manifest["input"], source.files or []):
+            found.not_compared = f"the input has changed since: {'; '.join(changes)}"
+            return found
+        _compare_rows(source, _newest(path, log), found)
+        _find_pending(source, log, found)
+    except BatchkitError as error:
+        found = _Rows(not_compared=f"the input can't be read: {error}")
+    return found
+
+
+def _compare_rows(source: Input, records: Iterator[dict[str, Any]], found: _Rows) -> None:
+    """Of all rows that the filter and the shard leave, whatever the limit."""
+    record = next(records, None)
+    for row in source.everything(lambda index: False):
+        while record is not None and record["index"] < row.index:
+            found.unknown.add(record["index"])
+            record = next(records, None)
+        if record is not None and record["index"] == row.index:
+            row_hash = input_hash(row.fields)
+            if not _is_of(record, row.id, row_hash):
+                found.mixed[row.index] = row.id, row_hash
+            record = next(records, None)
+    while record is not None:
+        found.unknown.add(record["index"])
+        record = next(records, None)
+
+
+def _find_pending(source: Input, log: _Log, found: _Rows) -> None:
+    """Of the rows that the run is to answer, those without a record."""
+    found.n_pending = 0
+    for row in source.read(log.totals.is_settled):
+        found.n_pending += 1
+        found.pending += [row.index][: NAMED - len(found.pending)]
+
+
+def _compare_indexes(manifest: Mapping[str, Any], log: _Log, found: _Rows) -> None:
+    """Of rows that were given from Python nothing is known but how many they were."""
+    if not manifest["input"]:
+        found.not_compared = "its rows came from an iterator"
+        return
+    found.not_compared = "its rows were given from Python; only their number is known"
+    size, settled = manifest["input"][0]["size"], log.totals.completed | log.totals.failed_rows
+    found.unknown = IndexSet(index for index in settled if index >= size)
+    found.pending = list(islice((i for i in range(size) if i not in settled), NAMED))
+
+
+def _pending(
+    rows: _Rows, total: int | None, totals: Totals, manifest: Mapping[str, Any]
+) -> int | None:
+    """Rows without a record, those that ``--skip-from`` left to another run not counted."""
+    if rows.n_pending is None:
+        return pending_rows(total, totals, manifest)
+    return max(0, rows.n_pending - int(manifest.get("skipped_elsewhere", 0)))
+
+
+def _is_of(record: Mapping[str, Any], row_id: str, row_hash: str) -> bool:
+    """True if the record is of the row with this id and ``input_hash``.
+
+    Older versions named a row without an id by its index, and let rows bring an id of any form.
+    """
+    if record.get("input_hash") != row_hash:
+        return False
+    record_id = record["id"]
+    is_older = record_id == str(record["index"]) or is_fallback(record_id)
+    return record_id == row_id or (is_fallback(row_id) and is_older)
+
+
+def _newest(path: Path, log: _Log) -> Iterator[dict[str, Any]]:
+    """The newest record of each row, indexes ascending."""
+    import numpy as np
+
+    indexes = np.frombuffer(log.indexes, np.int64)
+    order = np.argsort(indexes, kind="stable")  # stable: the newest of a row stays the last
+    is_newest = np.append(np.diff(indexes[order]) != 0, True)[: len(order)]
+    with path.open("rb") as file:
+        for offset in np.frombuffer(log.offsets, np.int64)[order[is_newest]].tolist():
+            file.seek(offset)
+            if (record := record_of(file.readline())) is not None:
+                yield record
+
+
+def _says(totals: Totals) -> tuple[object, ...]:
+    """What a checkpoint says of ``totals``."""
+    by_kind = {kind: rows for kind, rows in totals.failed_by_kind.items() if len(rows)}
+    tokens = totals.prompt_tokens, totals.completion_tokens
+    return totals.completed, by_kind, totals.records, *tokens

@@ -1,0 +1,214 @@
+"""How a job file becomes a ``JobConfig``: read, overridden, checked, its paths made absolute."""
+
+from __future__ import annotations
+
+import glob
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from batchkit.config.masking import learn, learn_secret, masked, masked_text
+from batchkit.config.problems import annotation_of, problems_in, shown
+from batchkit.config.tables import JobConfig, PromptTable, ScoringTable
+from batchkit.config.urls import bare, is_remote, scheme_with_password
+from batchkit.config.values import place_in, reason_of
+from batchkit.errors import JobError
+
+
+def load_job(path: Path, overrides: Iterable[str] = ()) -> JobConfig:
+    """The job in ``path`` with ``KEY=VALUE`` overrides laid over it, its paths made absolute.
+
+    Raises:
+        JobError: unreadable, not TOML, or any key wrong; all problems are in the one message.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise JobError(f"{path}: no such job file") from None
+    except IsADirectoryError:
+        raise JobError(f"{path}: is a folder; give the job file in it") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"{path}: can't be read: {error}") from error
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise JobError(f"{path}: not valid TOML: {error}") from error
+    except (RecursionError, ValueError) as error:  # ValueError: thousands of digits
+        raise JobError(f"{path}: {place_in(text, error)}: {reason_of(error)}") from None
+    return make_job(table, str(path), overrides, base=path.parent)
+
+
+def make_job(
+    table: dict[str, Any], origin: str, overrides: Iterable[str] = (), *, base: Path | None = None
+) -> JobConfig:
+    """As ``load_job``, from a table; ``base`` is where relative paths are looked up first."""
+    for override in overrides:
+        _override(table, override)
+    return resolve_paths(parse_job(table, origin), base or Path.cwd())
+
+
+def parse_job(table: Mapping[str, Any], origin: str) -> JobConfig:
+    """A checked job; ``origin`` names the file in errors.
+
+    Raises:
+        JobError: with one line per problem: key path, what was found, what was expected.
+    """
+    with suppress(RecursionError):  # then it is refused
+        learn(os.environ, table)
+    try:
+        return JobConfig.model_validate(table)
+    except ValidationError as error:
+        problems = problems_in(error.errors(include_url=False))
+        count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise JobError(f"{origin}: {count}\n{lines}") from None
+
+
+def parse_value(text: str) -> Any:
+    """``text`` as a TOML value where it is one (``0``, ``true``, ``["a"]``), else the text.
+
+    Raises:
+        RecursionError, ValueError: nested too deeply, or a number of thousands of digits.
+    """
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return table["value"] if len(table) == 1 else text
+
+
+def masked_override(override: str) -> str:
+    """``KEY=VALUE`` as it may be shown and written down."""
+    key, equals, text = override.partition("=")
+    if not equals:
+        return masked_text(override)
+    try:
+        value = parse_value(text)
+        shown_value = masked(value, key.strip())
+    except (RecursionError, ValueError):
+        value, shown_value = text, masked(text, key.strip())
+    if shown_value == value:
+        return override
+    return f"{key}={shown_value if isinstance(shown_value, str) else shown(shown_value)}"
+
+
+def _override(table: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise JobError(
+            f"--set {masked_override(override)}: write KEY=VALUE, as in --set sampling.temperature=0.7"
+        )
+    for depth, part in enumerate(parts[:-1], start=1):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise JobError(
+                f"--set {masked_override(override)}: {'.'.join(parts[:depth])} is a value, not a table"
+            )
+    try:
+        value = parse_value(text)
+    except (RecursionError, ValueError) as error:
+        raise JobError(f"--set {key}: {reason_of(error)}") from None
+    # A folder named "2024" is a name and not a number: where text is wanted, text it stays.
+    table[parts[-1]] = text if _wants_text(parts) and not isinstance(value, str) else value
+
+
+def _wants_text(parts: list[str]) -> bool:
+    annotation = annotation_of(parts)
+    return annotation in (str, str | None)
+
+
+def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
+    """The job with its relative paths made absolute, so that it means the same from anywhere."""
+    update: dict[str, Any] = {
+        "prompt": _with_files_found(job.prompt, base, "prompt"),
+        "scoring": _scoring_resolved(job.scoring, base),
+        "media": job.media.model_copy(update={"root": _media_root(job, base)}),
+        "output": job.output.model_copy(update={"dir": str(Path(job.output.dir).resolve())}),
+    }
+    if job.input.path is not None:
+        path = _fill(job.input.path, job, "input.path")
+        if "://" not in path:
+            path = str(_find(path, base, "input.path"))
+        update["input"] = job.input.model_copy(update={"path": path})
+    job = job.model_copy(update=update)
+    learn(os.environ, job.model_dump())
+    learn_secret(os.environ.get(job.engine.api_key_env, "").strip())
+    return job
+
+
+def _media_root(job: JobConfig, base: Path) -> str:
+    """A folder made absolute; a URL of fsspec as it is."""
+    root = _fill(job.media.root, job, "media.root")
+    if not is_remote(root):
+        return str(_find(root, base, "media.root"))
+    if scheme := scheme_with_password(root):  # job.toml would keep it
+        raise JobError(
+            f"media.root: {bare(root)} is given with a password; leave it out, and set it in the"
+            f" environment as FSSPEC_{scheme.upper()}_PASSWORD (or what the store itself reads)"
+        )
+    if job.scoring.table is not None and job.scoring.allow_code:
+        raise JobError(
+            f"scoring.table: charts read their tables from a folder, and media.root is {bare(root)};"
+            " set media.root to a folder that holds them, or leave scoring.table out"
+        )
+    return root
+
+
+def _with_files_found(prompt: PromptTable, base: Path, key: str) -> PromptTable:
+    files = {
+        name: str(_find(value, base, f"{key}.{name}"))
+        for name in ("system_file", "user_file")
+        if (value := getattr(prompt, name)) is not None
+    }
+    return prompt.model_copy(update=files)
+
+
+def _scoring_resolved(scoring: ScoringTable, base: Path) -> ScoringTable:
+    update: dict[str, Any] = {}
+    if scoring.reference_run is not None:
+        run = _find(scoring.reference_run, base, "scoring.reference_run")
+        if not run.exists():  # then it is meant where runs are made
+            run = Path.cwd() / scoring.reference_run
+        update["reference_run"] = str(run)
+    if scoring.judge is not None:
+        prompt = _with_files_found(scoring.judge.prompt, base, "scoring.judge.prompt")
+        update["judge"] = scoring.judge.model_copy(update={"prompt": prompt})
+    return scoring.model_copy(update=update)
+
+
+def _fill(template: str, job: JobConfig, key: str) -> str:
+    """``template`` with the job's ``[vars]`` filled in."""
+    if "{" not in template:
+        return template
+    from jinja2 import StrictUndefined
+    from jinja2.sandbox import SandboxedEnvironment
+
+    try:
+        environment = SandboxedEnvironment(undefined=StrictUndefined)
+        return environment.from_string(template).render(job.vars)
+    except Exception as error:  # a template may compute anything
+        raise JobError(
+            f"{key}: {_cut(repr(template))}: {reason_of(error)}; [vars] holds {list(job.vars)}"
+        ) from error
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 200 else text[:197] + "…"
+
+
+def _find(path: str, base: Path, key: str) -> Path:
+    """``path`` beside the job file where something stands there, else in the working directory."""
+    beside, here = base.resolve() / path, Path.cwd() / path
+    try:
+        for candidate in (beside, here):
+            if candidate.exists() or (glob.has_magic(path) and glob.glob(str(candidate))):
+                return candidate
+    except OSError as error:  # no leave to look there, or a text that is no path
+        raise JobError(f"{key}: {shown(path)}: {error.strerror}") from error
+    return beside

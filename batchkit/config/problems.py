@@ -1,0 +1,107 @@
+"""What is wrong with a job, in plain words: pydantic's errors, one line a key."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, get_args, get_origin
+
+from batchkit.config.tables import JobConfig, Table
+from batchkit.config.type_names import in_words
+
+
+def problems_in(details: Iterable[Mapping[str, Any]]) -> list[str]:
+    """One line a key: of a union, every member complains."""
+    lines: dict[tuple[Any, ...], str] = {}
+    for detail in details:
+        location = _location(detail["loc"])
+        key = f"{'.'.join(map(_printed, location))}: " if location else ""
+        lines.setdefault(location, key + _problem(detail, location))
+    return list(lines.values())
+
+
+def _printed(part: Any) -> str:
+    """A key on one line, whatever characters are in it."""
+    text = str(part)
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
+def _location(loc: Iterable[Any]) -> tuple[Any, ...]:
+    """The keys and list positions of ``loc``, without the members of unions between them."""
+    table: Any = JobConfig
+    location: list[Any] = []
+    for part in loc:
+        if isinstance(part, int):
+            location.append(part)
+        elif table is not None:
+            location.append(part)
+            field = table.model_fields.get(part)
+            table = _table_in(field.annotation) if field else None
+    return tuple(location)
+
+
+def _problem(detail: Mapping[str, Any], location: tuple[Any, ...]) -> str:
+    """What one of pydantic's error details says about the key at ``location``."""
+    kind, found = detail["type"], detail["input"]
+    if kind == "extra_forbidden":
+        known = _known_keys(location[:-1])
+        near = difflib.get_close_matches(str(location[-1]), known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+        return f"unknown key; {hint}"
+    if kind == "missing":
+        return f"this {'table' if len(location) == 1 else 'key'} is missing"
+    if kind == "value_error":
+        return str(detail["msg"]).removeprefix("Value error, ")
+    annotation, limits = _type(location)
+    expected = in_words(annotation, limits)
+    near = difflib.get_close_matches(str(found), _literals(annotation), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"found {shown(found)}, expected {expected}{hint}"
+
+
+def _known_keys(location: Iterable[Any]) -> list[str]:
+    keys = [part for part in location if isinstance(part, str)]
+    return list(getattr(_table_in(annotation_of(keys)), "model_fields", {}))
+
+
+def _type(location: tuple[Any, ...]) -> tuple[Any, Sequence[Any]]:
+    """The type and limits of the key at ``location``, or of a member of the list there."""
+    keys = [part for part in location if isinstance(part, str)]
+    table = _table_in(annotation_of(keys[:-1]))
+    assert table is not None  # a problem stands at a key of a table
+    field = table.model_fields[keys[-1]]
+    if location[-1] == keys[-1]:
+        return field.annotation, field.metadata
+    lists = [field.annotation, *get_args(field.annotation)]
+    return next(get_args(part)[0] for part in lists if get_origin(part) is list), ()
+
+
+def _literals(annotation: Any) -> list[str]:
+    parts = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return [str(part) for part in parts]
+    return [choice for part in parts for choice in _literals(part)]
+
+
+def annotation_of(parts: Iterable[str]) -> Any:
+    """The type of a dotted key, or None where any key is free (``vars``, ``options``)."""
+    annotation: Any = JobConfig
+    for part in parts:
+        fields = getattr(_table_in(annotation), "model_fields", {})
+        if part not in fields:
+            return None
+        annotation = fields[part].annotation
+    return annotation
+
+
+def _table_in(annotation: Any) -> type[Table] | None:
+    """The table that a value of this type is, or is a list of; None where it is no table."""
+    if isinstance(annotation, type) and issubclass(annotation, Table):
+        return annotation
+    return next(filter(None, map(_table_in, get_args(annotation))), None)
+
+
+def shown(value: Any) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "…"

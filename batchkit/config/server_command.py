@@ -1,0 +1,117 @@
+"""The command that starts a server: checked as the job is read, filled in as it is started."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from batchkit.config.masking import MASK, is_secret, masked, masked_text
+
+PLACEHOLDERS = ("port", "host")
+HOST = "127.0.0.1"
+_PLACEHOLDER = re.compile(r"(?<!\{)\{(\w+)\}(?!\})")  # not JSON, and not Jinja
+# Options of llama-server and `vllm serve` that change where and how fast a server answers, not what.
+_SPEED_ONLY = frozenset(
+    [
+        "--host",
+        "--port",
+        *("-t", "--threads", "-tb", "--threads-batch", "--threads-http"),
+        *("-np", "--parallel", "-b", "--batch-size", "-ub", "--ubatch-size"),
+        *("-ngl", "--gpu-layers", "--n-gpu-layers", "-ts", "--tensor-split", "-dev", "--device"),
+        *("--mlock", "--no-mmap", "--no-webui", "--no-ui", "--cache-ram"),
+        *("--max-num-seqs", "--max-num-batched-tokens", "--gpu-memory-utilization"),
+        *("--kv-cache-memory-bytes", "--enforce-eager", "-O", "--swap-space", "--cpu-offload-gb"),
+        *("-tp", "--tensor-parallel-size", "-pp", "--pipeline-parallel-size"),
+        *("-dp", "--data-parallel-size", "--uvicorn-log-level", "--download-dir"),
+    ]
+)
+
+
+def check_command(command: str) -> None:
+    """Refuse what can't start a server that batchkit finds again.
+
+    Raises:
+        ValueError: saying what is wrong with it.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ValueError(
+            f"command can't be split into words ({error}): {masked_text(command)}"
+        ) from None
+    if not words:
+        raise ValueError("command is empty: give what starts the server")
+    for name in _PLACEHOLDER.findall(command):
+        if name not in PLACEHOLDERS:
+            near = difflib.get_close_matches(name, PLACEHOLDERS, n=1)
+            hint = f"did you mean {{{near[0]}}}?" if near else "there are {port} and {host}"
+            raise ValueError(f"command: {{{name}}} is unknown; {hint}")
+    if "{port}" not in command:
+        raise ValueError(
+            "command has no {port}: batchkit picks a port that is free, and must tell the server, as"
+            " with --port {port}"
+        )
+    for word in words:
+        if (named := _names_a_secret(word)) is not None:
+            raise ValueError(
+                f"command: {named} would show the key in job.toml and to all who see the processes;"
+                " the server reads it from the environment (LLAMA_API_KEY, VLLM_API_KEY, HF_TOKEN),"
+                " and has the run's own"
+            )
+
+
+def _names_a_secret(word: str) -> str | None:
+    """What of ``word``, without it, gives a secret: an option, ``NAME=value``, a header, a URL."""
+    if word.startswith("-") and is_secret(word.partition("=")[0].lstrip("-")):
+        return word.partition("=")[0]
+    parts = [word, *word.split()]  # a shell's own command is one word
+    hidden = ((part, masked(part)) for part in parts if MASK not in part)
+    return next((without for part, without in hidden if without != part), None)
+
+
+def words_of(command: str, *, port: int) -> list[str]:
+    """The command's words, its placeholders filled in."""
+    return [
+        word.replace("{port}", str(port)).replace("{host}", HOST) for word in shlex.split(command)
+    ]
+
+
+def llama_server(model: str, *, max_model_len: int, max_num_seqs: int) -> str:
+    """The command for a ``.gguf`` file: ``-c`` is the room that all of its ``-np`` slots share."""
+    return (
+        f"llama-server -m {shlex.quote(model)} -c {max_model_len * max_num_seqs} -np {max_num_seqs}"
+        f" --threads {_threads()} --port {{port}}"
+    )
+
+
+def what_decides_answers(command: str) -> list[str]:
+    """The command's words without the options that only change where and how fast it answers."""
+    return list(_without_speed(shlex.split(command)))
+
+
+def _without_speed(words: list[str]) -> Iterator[str]:
+    yield Path(words[0]).name
+    is_value = False
+    for word in words[1:]:
+        name, equals, _ = word.partition("=")
+        if name in _SPEED_ONLY:
+            is_value = not equals
+        elif is_value and not word.startswith("-"):
+            is_value = False
+        else:
+            is_value = False
+            yield word
+
+
+def _threads() -> int:
+    """As OMP_NUM_THREADS says, else one for each core that this process may use."""
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    if told.isdecimal() and int(told):
+        return int(told)
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

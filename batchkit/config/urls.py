@@ -1,0 +1,49 @@
+"""URLs that fsspec reads: which text is one, and what is told of one that fails."""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+from batchkit.config.masking import masked_text
+
+_ELSEWHERE = ("file", "local", "http", "https")  # folders, and hosts on media.allow_urls
+_IN_EXTRA = ("gcsfs", "huggingface_hub", "s3fs")  # what batchkit[remote] installs
+
+_QUERY = re.compile(r"\?\S*=\S*")  # some libraries quote a URL without its host
+_PASSWORD = re.compile(r"([a-z][a-z0-9+.-]*)://[^/@]*:[^/]*@", re.IGNORECASE)
+
+
+def is_remote(path: str) -> bool:
+    """Whether files below ``path`` are read through fsspec; any other is a folder."""
+    scheme, separator, _ = path.partition("://")
+    return bool(separator) and scheme.lower() not in _ELSEWHERE
+
+
+def scheme_with_password(url: str) -> str | None:
+    """The scheme of the URL, or of the link of a chain, that holds a password; None where none does."""
+    found = (match[1].lower() for match in _PASSWORD.finditer(url))
+    return next((scheme for scheme in found if scheme != "github"), None)  # github://org:repo@ref
+
+
+def bare(url: str) -> str:
+    """``url`` without its user info and its query."""
+    path, mark, _ = re.sub(r"(?<=://)[^/]*@", "", url).partition("?")
+    return path + (mark and "?…")
+
+
+def failure(error: Exception, url: str) -> str:
+    """Why fsspec can't open or read ``url``: what is missing, and how to get it; no secrets."""
+    text = _QUERY.sub("?…", masked_text(str(error))) or type(error).__name__
+    if isinstance(error, ImportError):
+        package = getattr(error.__cause__ or error, "name", None)
+        return f"{text}; pip install 'batchkit[remote]'" if package in _IN_EXTRA else text
+    return text + _near_scheme(url)
+
+
+def _near_scheme(url: str) -> str:
+    from fsspec import available_protocols
+
+    known, scheme = available_protocols(), url.partition("://")[0]
+    near = difflib.get_close_matches(scheme.lower(), known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}://?" if near and scheme not in known else ""

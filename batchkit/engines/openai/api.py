@@ -1,0 +1,348 @@
+"""OpenAI's chat/completions API: what a request becomes, and what an answer or a refusal says.
+
+https://platform.openai.com/docs/api-reference/chat, with the fields that `vllm serve` and
+llama.cpp's server add to it. Nothing here touches the network.
+"""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import io
+import re
+from collections.abc import Mapping, Sequence
+from email.utils import parsedate_to_datetime
+from time import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import orjson
+
+from batchkit.errors import PromptTooLongError, RequestError
+from batchkit.storage.plain_json import encoded as as_json
+from batchkit.storage.plain_json import parsed, valid
+from batchkit.storage.schema import choice_of, is_count, usage_of
+from batchkit.types import BROKEN_OFF, Choice, Completion, Request, Usage
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# vLLM's names (vllm.SamplingParams) that the API has, of OpenAI's own or as `vllm serve` adds them.
+SAMPLING = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "n",
+    "stop",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "logprobs",
+    "reasoning_effort",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "repetition_detection",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "bad_words",
+    "allowed_token_ids",
+    "logprob_token_ids",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "structured_outputs",
+    "thinking_token_budget",
+    "truncate_prompt_tokens",
+)
+# Error codes, types and parameters that mean it: OpenAI's, llama.cpp's, vLLM's.
+_TOO_LONG = ("context_length_exceeded", "exceed_context_size_error", "input_tokens", "input_text")
+# What is said in words only: the first by vLLM of a prompt with images, which has no code either.
+_COUNTS = (
+    re.compile(
+        r"Input length \((?P<n>\d+)\) exceeds model's maximum context length \((?P<most>\d+)"
+    ),
+    re.compile(r"maximum context length is (?P<most>\d+) tokens.* resulted in (?P<n>\d+) tokens"),
+)
+_NO_SUCH_MODEL = ("model_not_found", "NotFoundError", "not_found_error", "model")
+_NO_MONEY = ("insufficient_quota", "billing_hard_limit_reached")
+_LONGEST_MESSAGE = 1000
+
+
+class Refusal(NamedTuple):
+    """An answer that is none: the HTTP status, and what the server says about it."""
+
+    status: int
+    message: str
+    signs: frozenset[str] = frozenset()
+    """Its code, type and parameter, whichever it has."""
+    prompt_tokens: int | None = None
+    max_model_len: int | None = None
+
+    @property
+    def is_too_long(self) -> bool:
+        return not self.signs.isdisjoint(_TOO_LONG) or (
+            self.prompt_tokens is not None or any(words.search(self.message) for words in _COUNTS)
+        )
+
+    @property
+    def is_of_the_model(self) -> bool:
+        return self.status == 404 and not self.signs.isdisjoint(_NO_SUCH_MODEL)
+
+    @property
+    def is_out_of_money(self) -> bool:
+        return not self.signs.isdisjoint(_NO_MONEY)
+
+    def __str__(self) -> str:
+        return f"{self.status}: {self.message}" if self.message else str(self.status)
+
+
+def path_of(request: Request) -> str:
+    """Where the request goes, below the base URL."""
+    return "/completions" if request.messages is None else "/chat/completions"
+
+
+def body_of(
+    request: Request, *, model: str, chat_template_kwargs: Mapping[str, Any], drop: Sequence[str]
+) -> dict[str, Any]:
+    """The request as the API spells it; its images are still PIL's (``encoded`` makes them bytes).
+
+    Raises:
+        RequestError: a sampling parameter that the API does not have.
+    """
+    body: dict[str, Any] = {"model": model}
+    if request.messages is None:
+        body["prompt"] = request.prompt
+    else:
+        body["messages"] = request.messages
+        if chat_template_kwargs:
+            body["chat_template_kwargs"] = chat_template_kwargs
+    body |= _sampling(request.sampling, is_chat=request.messages is not None)
+    return {name: value for name, value in body.items() if name not in drop}
+
+
+def encoded(body: Mapping[str, Any]) -> bytes:
+    """The body as JSON, its images as PNG in data: URIs.
+
+    Raises:
+        RequestError: it holds what JSON can't say.
+    """
+    try:
+        return orjson.dumps(
+            _with_images(body, lambda image: {"url": _data_uri(image)}),
+            option=orjson.OPT_NON_STR_KEYS,
+        )
+    except (TypeError, OSError, ValueError) as error:
+        raise RequestError(f"can't be sent: {error}") from error
+
+
+def shown(request: Request) -> str:
+    """The prompt for people: the messages as JSON, of images their size."""
+    if request.messages is None:
+        return request.prompt or ""
+    told = _with_images(
+        {"messages": request.messages}, lambda image: f"<{image.width}x{image.height} PNG>"
+    )
+    return orjson.dumps(told["messages"], option=orjson.OPT_INDENT_2).decode()
+
+
+def completion_of(request: Request, answer: Any, latency_s: float, n: int) -> Completion | None:
+    """What the server answered; None where that is no answer in OpenAI's shape.
+
+    Where ``n`` > 1 choices were asked for there must be as many, or one: some servers know no ``n``.
+    """
+    try:
+        found = answer["choices"]
+        places = [choice.get("index") for choice in found]
+        if all(place is None for place in places):
+            places = list(range(len(found)))
+        if n > 1 and len(found) > 0 and sorted(places) not in (list(range(n)), [0]):
+            return None
+        ordered = sorted(zip(places, found, strict=True), key=lambda placed: placed[0] or 0)
+        choices = [_choice(choice) for _, choice in ordered]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return Completion(request, choices, _usage(answer), latency_s) if choices else None
+
+
+def failure_in(answer: Mapping[str, Any]) -> str | None:
+    """What went wrong, if an answer that has choices reports that its text is not the whole of it."""
+    failures = [
+        (f"finish_reason is {choice.get('finish_reason')}", choice.get("error"))
+        for choice in answer["choices"]
+        if choice.get("error") or choice.get("finish_reason") in BROKEN_OFF
+    ]
+    if answer.get("error"):
+        failures.append(("the answer has an error", answer["error"]))
+    return (
+        "; ".join(f"{how}: {_in_words(error)}" if error else how for how, error in failures) or None
+    )
+
+
+def refusal_of(status: int, content: bytes) -> Refusal:
+    """What an error's body says, in any of the shapes that servers give it."""
+    try:
+        body = parsed(content)
+    except ValueError:
+        text = " ".join(content[: 4 * _LONGEST_MESSAGE].decode("utf-8", "replace").split())
+        return Refusal(status, text[:_LONGEST_MESSAGE], frozenset())
+    found = body.get("error", body) if isinstance(body, Mapping) else body
+    if not isinstance(found, Mapping):
+        return Refusal(status, _in_words(found), frozenset())
+    message = _in_words(found.get("message") or found.get("detail") or found)
+    signs = (found.get(name) for name in ("code", "type", "param"))
+    return Refusal(
+        status,
+        message,
+        frozenset(sign for sign in signs if isinstance(sign, str)),
+        *_counts(found, message),
+    )
+
+
+def _in_words(told: Any) -> str:
+    text = valid(told) if isinstance(told, str) else as_json(told).decode()
+    return " ".join(text.split())[:_LONGEST_MESSAGE]
+
+
+def _counts(error: Mapping[str, Any], message: str) -> tuple[int | None, int | None]:
+    """Tokens of the prompt, and how many the server takes, where it says so."""
+    tokens, most = error.get("n_prompt_tokens"), error.get("n_ctx")  # llama.cpp
+    if is_count(tokens) and is_count(most) and tokens:
+        return tokens, most
+    for pattern in _COUNTS:
+        if told := pattern.search(message):
+            tokens, most = int(told["n"]), int(told["most"])
+            if is_count(tokens) and is_count(most) and tokens:
+                return tokens, most
+    return None, None
+
+
+def status_in(answer: Any) -> int | None:
+    """What the HTTP status should have been, where a server answers 200 and says it in the body."""
+    error = answer.get("error") if isinstance(answer, Mapping) else None
+    code = error.get("code") if isinstance(error, Mapping) else None
+    return code if isinstance(code, int) and code >= 400 else None
+
+
+def too_long(refusal: Refusal, max_model_len: int | None) -> PromptTooLongError:
+    """The refusal as the row's own error, with the counts that a cut needs where they are known."""
+    error = PromptTooLongError(refusal.message)
+    error.prompt_tokens = refusal.prompt_tokens
+    error.max_model_len = refusal.max_model_len or max_model_len
+    return error
+
+
+def max_model_len(model: Mapping[str, Any]) -> int | None:
+    """A request's context, where the list of models tells it: vLLM's way, or llama.cpp's of a slot."""
+    meta = model.get("meta")
+    told = model.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, Mapping) else None)
+    return told if is_count(told) and told else None
+
+
+def retry_after_s(value: str | None) -> float | None:
+    """The header's seconds, whether it counts them or names a date (RFC 9110, 10.2.3)."""
+    if not value:
+        return None
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time())
+    except (ValueError, OverflowError):
+        return None
+
+
+def check_names(sampling: Mapping[str, Any]) -> None:
+    """A name that the server does not know, it passes over in silence: so it is refused here.
+
+    Raises:
+        RequestError: naming the parameter.
+    """
+    for name in sampling:
+        if name == "prompt_logprobs":
+            raise RequestError("sampling.prompt_logprobs: batchkit does not store them")
+        if name not in SAMPLING:
+            near = difflib.get_close_matches(name, SAMPLING, n=1)
+            hint = f"did you mean {near[0]!r}? A" if near else "a"
+            raise RequestError(
+                f"sampling.{name}: not one of the API's parameters; {hint} server's own stands"
+                " under engine.options.extra_body"
+            )
+
+
+def _sampling(sampling: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
+    check_names(sampling)
+    body = {name: value for name, value in sampling.items() if value is not None}
+    if is_chat and "logprobs" in body:  # a switch there, with the count beside it
+        body |= {"logprobs": True, "top_logprobs": body["logprobs"]}
+    if (wanted := body.get("structured_outputs")) is not None:
+        response_format = _response_format(wanted)
+        if response_format is not None:
+            del body["structured_outputs"]
+            body["response_format"] = response_format
+    return body
+
+
+def _response_format(wanted: Any) -> dict[str, Any] | None:
+    """OpenAI's own words, which every server knows; None where only vLLM has any."""
+    if not isinstance(wanted, Mapping) or len(wanted) != 1:
+        return None
+    if wanted.get("json_object") is True:
+        return {"type": "json_object"}
+    schema = wanted.get("json")
+    if isinstance(schema, str):
+        try:
+            schema = orjson.loads(schema)
+        except orjson.JSONDecodeError:
+            return None  # vLLM says what is wrong with it
+    if not isinstance(schema, Mapping):
+        return None
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": schema, "strict": True},
+    }
+
+
+def _with_images(body: Mapping[str, Any], make: Any) -> dict[str, Any]:
+    """``body`` with what ``make`` makes of each image in its messages."""
+    if "messages" not in body:
+        return dict(body)
+    messages = [
+        message
+        if isinstance(message["content"], str)
+        else {**message, "content": [_part(part, make) for part in message["content"]]}
+        for message in body["messages"]
+    ]
+    return {**body, "messages": messages}
+
+
+def _part(part: Mapping[str, Any], make: Any) -> Mapping[str, Any]:
+    if part["type"] != "image_pil":
+        return part
+    return {"type": "image_url", "image_url": make(part["image_pil"])}
+
+
+def _data_uri(image: Image) -> str:
+    png = io.BytesIO()
+    image.save(png, "PNG", compress_level=1)
+    return "data:image/png;base64," + base64.b64encode(png.getbuffer()).decode()
+
+
+def _usage(answer: Mapping[str, Any]) -> Usage | None:
+    """None where the server does not count, or not all: the answer is worth no less."""
+    counts = answer.get("usage")
+    if not isinstance(counts, Mapping):
+        return None
+    return usage_of(counts.get("prompt_tokens"), counts.get("completion_tokens"))
+
+
+def _choice(choice: Mapping[str, Any]) -> Choice:
+    message = choice.get("message")
+    text = choice["text"] if message is None else message.get("content")
+    if isinstance(text, list):  # parts, as some servers give them
+        text = "".join(part["text"] for part in text if part.get("type") == "text")
+    if not isinstance(text, str | None):
+        raise TypeError(f"text is {type(text).__name__}")
+    return choice_of(text or "", choice.get("finish_reason"), choice.get("logprobs"))

@@ -1,0 +1,413 @@
+"""A server that speaks OpenAI's API: OpenAI's own, ``vllm serve``, llama.cpp's ``llama-server``.
+
+It runs already, at ``engine.base_url``, or is started for the run (``own_server.py``).
+
+The server batches; here requests are kept on their way to it, and what can go wrong on it is one of
+three:
+
+- the row's own fault (400, 422, an answer that never comes): that row fails;
+- a server that is busy or away (429, 502, 503, 504, no connection): all wait, and it is tried again,
+  for ``give_up_s`` at most (``pace.py``); a row that is turned away for so long while others are
+  answered fails with ``server``;
+- what no waiting mends (no access, no such model, no money, given up): EngineError. The run stops,
+  and goes on from there when it is started again. A 402, 403, 404 or redirect is this only if a
+  request of one word gets it, too; else it is the row's own.
+
+A 500, a broken connection and an answer that is none may be either. The row is tried again a few
+times, and fails with ``server`` if others, or a request of one word, are answered meanwhile.
+
+A server of our own that ends, or is given up, is an engine that died: EngineDied. So the supervisor
+starts another, and finds the row that it dies of.
+
+Options: ``max_num_seqs`` (requests at a time), ``give_up_s``, ``max_model_len`` (a request's context,
+where the server does not tell), ``extra_body`` (fields laid over every request's body), ``drop`` (names
+left out of it).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from batchkit.config.server_command import llama_server
+from batchkit.config.tables import JobConfig
+from batchkit.engines.base import EngineLoad, RenderedPrompt
+from batchkit.engines.faults import EngineDied, Fault
+from batchkit.engines.openai import api
+from batchkit.engines.openai.connections import ServerFault, TurnedAway
+from batchkit.engines.openai.own_server import OwnServer
+from batchkit.engines.openai.rate_limiter import MOST_FAULTS, Away, Pace, pause_s
+from batchkit.engines.openai.remote import Barred, Remote
+from batchkit.errors import (
+    EngineError,
+    JobError,
+    RequestError,
+    RowError,
+    RowTimeoutError,
+    ServerError,
+)
+from batchkit.types import Completion, Request, Row
+
+SAMPLING = api.SAMPLING
+_CLOSE_S = 10.0
+_NOT_EXTRA = ("model", "messages", "prompt", "stream", "stream_options")
+
+
+class Options(NamedTuple):
+    """``[engine.options]`` of this kind."""
+
+    max_num_seqs: int = 32
+    give_up_s: float = 300.0
+    max_model_len: int | None = None
+    extra_body: Mapping[str, Any] = {}
+    drop: Sequence[str] = ()
+
+
+class OpenAIServerEngine:
+    """Keeps up to ``max_num_seqs`` requests on their way.
+
+    Threads: the processor's thread calls every method; one thread of ours runs the event loop that
+    does the rest. What is answered comes over in ``_done``; ``_ended`` is set once, after what was
+    answered before it.
+
+    Raises:
+        JobError: an option or a sampling parameter can't be right, or there is no such program.
+        EngineError: the server does not answer, or refuses the key.
+        StartFailed: the run's own server did not come up.
+    """
+
+    def __init__(self, job: JobConfig) -> None:
+        self._options = options_of(job)
+        self._row_timeout_s = job.run.row_timeout_s
+        self._events: deque[str] = deque()  # the loop's thread appends, the caller's takes
+        self._own = _own_server(job, self._options, self.limits)
+        self._remote = Remote(
+            job,
+            self._own.base_url if self._own else job.engine.base_url or "",
+            extra_body=self._options.extra_body,
+            drop=self._options.drop,
+            event=self._events.append,
+            max_model_len=self._options.max_model_len,
+        )
+        self._pace = Pace(self._options.max_num_seqs)
+        self._in_flight = 0
+        self._answers = 0
+        self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
+        self._ended: EngineError | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = asyncio.Event()
+        self._loop = asyncio.SelectorEventLoop()  # Ray sets uvloop, which lacks RFC 8305
+        self._thread = threading.Thread(target=self._run, name="openai-server", daemon=True)
+        self._thread.start()
+        try:
+            if self._own is not None:
+                self._own.start()
+            asyncio.run_coroutine_threadsafe(self._reach(), self._loop).result()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self._options.max_num_seqs
+
+    @property
+    def limits(self) -> Mapping[str, Any]:
+        return {"max_num_seqs": self._options.max_num_seqs}
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        owners = {str(model["owned_by"]) for model in self._remote.models if "owned_by" in model}
+        told = {"owned_by": owners.pop()} if len(owners) == 1 else {}
+        where = self._own.command if self._own else self._remote.base_url
+        return {"server": where, **told}
+
+    def submit(self, request: Request) -> None:
+        self._in_flight += 1
+        self._loop.call_soon_threadsafe(self._begin, request)
+
+    def poll(self, timeout_s: float) -> Sequence[Completion]:
+        ended = self._ended  # looked at first: all that was answered before it is in the queue
+        done: list[Completion] = []
+        try:
+            done.append(self._done.get(timeout=max(0.0, timeout_s)))
+            while True:
+                done.append(self._done.get_nowait())
+        except queue.Empty:
+            pass
+        self._in_flight -= len(done)
+        if ended is not None and not done:
+            raise ended
+        return done
+
+    def load(self) -> EngineLoad:
+        running = min(self._pace.running, self._in_flight)
+        host_bytes = self._own.host_bytes if self._own else 0
+        waiting, events = self._in_flight - running, []
+        while self._events:
+            events.append(self._events.popleft())
+        return EngineLoad(running, waiting, 0.0, 0, host_bytes, events)
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join(_CLOSE_S)
+        if self._own is not None:
+            self._own.stop()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._until_closed())
+
+    async def _until_closed(self) -> None:
+        try:
+            await self._closing.wait()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._remote.close()
+
+    async def _reach(self) -> None:
+        """See that the server is there, and stays there where it is ours."""
+        if self._own is not None:
+            await self._own.come_up(self._remote.is_ready)
+            self._tasks.add(self._loop.create_task(self._watch_over(self._own)))
+        else:
+            await self._remote.reach()
+
+    async def _watch_over(self, own: OwnServer) -> None:
+        self._end(EngineDied(await own.death()))
+
+    def _begin(self, request: Request) -> None:
+        if self._ended is None:
+            task = self._loop.create_task(self._settle(request))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _settle(self, request: Request) -> None:
+        """The request comes back, answered or failed; or the engine ends, and nothing more does."""
+        try:
+            completion = await self._answer(request)
+        except RowError as error:
+            completion = Completion(request, error=error)
+        except EngineError as error:
+            self._end(error)
+            return
+        except Exception as error:  # without this, the request would never come back
+            failed = ServerError(f"{type(error).__name__}: {error}")
+            completion = Completion(request, error=failed)
+        self._done.put(completion)
+
+    def _end(self, error: EngineError) -> None:
+        if self._ended is None:
+            self._ended = error
+            for task in self._tasks - {asyncio.current_task()}:
+                task.cancel()
+
+    async def _answer(self, request: Request) -> Completion:
+        """Ask until there is an answer, or the row's own error."""
+        faults, tries, answers = 0.0, 0, 0
+        away = Away(self._options.give_up_s, self._answers)
+        while True:
+            sent_at = await self._pace.enter()
+            try:
+                return await self._ask(request)
+            except TurnedAway as turned_away:
+                problem: Exception = turned_away
+                self._pace.turned_away(
+                    sent_at,
+                    is_down=turned_away.is_down,
+                    retry_after_s=turned_away.retry_after_s,
+                )
+            except RowTimeoutError as error:
+                problem = error
+                self._pace.timed_out(sent_at)
+            except Barred as barred:
+                problem = barred
+            except ServerFault as error:
+                problem = error
+                self._pace.is_troubled()
+            finally:
+                self._pace.leave()
+            if isinstance(problem, Barred):
+                if await self._is_sound(request):
+                    raise RequestError(
+                        f"the server answered {problem.told}, and answers other requests"
+                    )
+                self._pace.is_troubled()
+            elif isinstance(problem, TurnedAway):
+                others = self._answers > away.answers
+                is_due = away.is_suspicious or self._silence_s() >= self._patience_s
+                if others or (is_due and await self._is_sound(request)):
+                    if away.is_final(self._loop.time()):
+                        raise ServerError(
+                            f"turned away for {self._options.give_up_s:g} s"
+                            f" (engine.options.give_up_s) while others were answered; last: {problem}"
+                        )
+                    away.answers = self._answers
+                    await asyncio.sleep(pause_s(away.tries))
+                    continue
+                away.nobody_answered()
+            self._lose_patience(problem)
+            if isinstance(problem, RowTimeoutError):
+                raise problem
+            if isinstance(problem, ServerFault):
+                answers = answers if tries else self._answers
+                faults, tries = faults + problem.weight, tries + 1
+                others_fare_better = self._answers > answers
+                if faults >= MOST_FAULTS and (others_fare_better or await self._is_sound(request)):
+                    raise ServerError(f"{tries} times without an answer; last: {problem}")
+            if not isinstance(problem, TurnedAway):
+                await asyncio.sleep(pause_s(max(1, tries)))
+
+    async def _ask(self, request: Request) -> Completion:
+        """As the server's ``ask``; an answer, or a refusal that is no timeout, says that it works."""
+        try:
+            completion = await self._remote.ask(request)
+        except RowTimeoutError:
+            raise
+        except RowError:
+            self._pace.went_well()
+            raise
+        self._answers += 1
+        self._pace.went_well()
+        return completion
+
+    async def _is_sound(self, request: Request) -> bool:
+        """Whether the server has an answer, or at least a refusal, for a prompt of one word."""
+        is_chat = request.messages is not None
+        word = Request(
+            row=Row(-1, "", {}),
+            messages=[{"role": "user", "content": "Hi"}] if is_chat else None,
+            prompt=None if is_chat else "Hi",
+            sampling={"max_tokens": 1},
+            input_hash="",
+        )
+        try:
+            await self._ask(word)
+        except (RowTimeoutError, TurnedAway, ServerFault):
+            return False
+        except RowError:
+            pass
+        return True
+
+    def _silence_s(self) -> float:
+        """How long the server has not answered, since it first failed to."""
+        since = self._pace.troubled_since
+        return 0.0 if since is None else self._loop.time() - since
+
+    @property
+    def _patience_s(self) -> float:
+        limit_s = self._options.give_up_s
+        return max(limit_s, self._row_timeout_s) if self._pace.running else limit_s
+
+    def _lose_patience(self, problem: Exception) -> None:
+        """Give the server up when nothing has been answered for ``give_up_s``.
+
+        Requests that are still on their way may be answered yet, within ``run.row_timeout_s``.
+        """
+        silence_s = self._silence_s()
+        if self._pace.troubled_since is not None and silence_s >= self._patience_s:
+            told = (
+                f"no row answered for {silence_s:.0f} s (engine.options.give_up_s ="
+                f" {self._options.give_up_s:g}); last: {problem}"
+            )
+            if self._own is not None:
+                raise EngineDied(Fault("stall", "stall", told))
+            raise EngineError(
+                f"{self._remote.base_url}: {told}. Every finished row is on disk: see to the server,"
+                " then run the same command again"
+            )
+
+
+class OpenAIServerPreflight:
+    """Shows the messages and checks the parameters' names; only the server can count the tokens."""
+
+    def render(self, request: Request) -> RenderedPrompt:
+        api.check_names(request.sampling)
+        return RenderedPrompt(api.shown(request), None)
+
+
+def preload() -> None:
+    """There is nothing to import."""
+
+
+def open_engine(job: JobConfig) -> OpenAIServerEngine:
+    return OpenAIServerEngine(job)
+
+
+def open_preflight(job: JobConfig) -> OpenAIServerPreflight:
+    options_of(job)
+    return OpenAIServerPreflight()
+
+
+def options_of(job: JobConfig) -> Options:
+    """The job's options; its sampling is checked besides.
+
+    Raises:
+        JobError: all that is wrong with them.
+    """
+    found, problems = job.engine.options, []
+    for name, value in found.items():
+        if name not in _CHECKS:
+            problems.append(
+                f"engine.options.{name}: unknown; openai-server knows {', '.join(_CHECKS)}"
+            )
+        elif not _CHECKS[name].fits(value):
+            expected = _CHECKS[name].expected
+            problems.append(f"engine.options.{name}: found {value!r}, expected {expected}")
+    extra = found.get("extra_body")
+    problems += [
+        f"engine.options.extra_body.{name}: set by batchkit; leave it out"
+        for name in _NOT_EXTRA
+        if isinstance(extra, Mapping) and name in extra
+    ]
+    try:
+        api.check_names(job.sampling.params())
+    except RequestError as error:
+        problems.append(str(error))
+    server = job.engine.server
+    if server is not None and server.command is None and "max_model_len" not in found:
+        problems.append(
+            "engine.options.max_model_len is missing: llama-server is started with room for"
+            " max_num_seqs requests of so many tokens each, prompt and answer together"
+        )
+    if problems:
+        raise JobError("\n".join(problems))
+    return Options(**found)
+
+
+def _own_server(job: JobConfig, options: Options, limits: Mapping[str, Any]) -> OwnServer | None:
+    table = job.engine.server
+    if table is None:
+        return None
+    if table.command is not None:
+        return OwnServer(job, table, table.command, {"max_num_seqs": 1})  # it gets no smaller
+    command = llama_server(
+        job.engine.model,
+        max_model_len=options.max_model_len or 0,  # checked: it is given
+        max_num_seqs=options.max_num_seqs,
+    )
+    return OwnServer(job, table, command, limits)
+
+
+class _Check(NamedTuple):
+    fits: Callable[[Any], bool]
+    expected: str
+
+
+_CHECKS = {
+    "max_num_seqs": _Check(lambda v: type(v) is int and v >= 1, "a whole number ≥ 1"),
+    "max_model_len": _Check(lambda v: type(v) is int and v >= 1, "a whole number ≥ 1"),
+    "give_up_s": _Check(lambda v: type(v) in (int, float) and v >= 0, "a number ≥ 0"),
+    "extra_body": _Check(lambda v: isinstance(v, Mapping), "a table"),
+    "drop": _Check(
+        lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v),
+        "a list of names",
+    ),
+}

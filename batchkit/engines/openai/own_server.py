@@ -1,0 +1,193 @@
+"""A server that the run starts for itself, and that ends with it, however the run ends."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from batchkit.config.server_command import HOST, words_of
+from batchkit.config.tables import JobConfig, ServerTable
+from batchkit.engines.faults import (
+    Fault,
+    StartFailed,
+    fault_of_exit,
+    points_elsewhere,
+    tells_of_memory,
+)
+from batchkit.engines.host_memory import LOOK_S, MemoryWatch, family_bytes
+from batchkit.engines.process.engine_log import EngineLog
+from batchkit.engines.process.guard import GRACE_S
+from batchkit.engines.process.launcher import LOG
+from batchkit.errors import EngineError, JobError
+from batchkit.storage.files import open_log
+
+_GUARD = Path(__file__).with_name("guard.py")
+_LOOK_S = 0.1
+_STOP_S = GRACE_S + 5.0
+_LAST_LINES = 12
+_LONGEST_CAUSE = 300
+_ACCESS = " HTTP/1."  # … 500 Internal Server Error, one line a request
+_ERROR = re.compile(r"error|exception|assert|fatal|failed", re.IGNORECASE)
+
+
+class OwnServer:
+    """``command``'s server, at a port of its own; what it prints is appended to ``engine.log``.
+
+    A process beside it (``guard.py``) ends it with the run. Not started before ``start``. ``limits``
+    are the options that decide how much memory it claims at its start. ``memory`` watches over the
+    host's memory from now on. ``host_bytes`` is what it and its guard hold, once a second, where
+    ``run.max_host_gb`` limits that; else 0.
+    """
+
+    def __init__(
+        self,
+        job: JobConfig,
+        table: ServerTable,
+        command: str,
+        limits: Mapping[str, Any],
+        *,
+        memory: MemoryWatch | None = None,
+    ) -> None:
+        self.command = command
+        self._table, self._limits = table, limits
+        self._log = EngineLog(job.folder / LOG)
+        self._is_memory_limited = job.run.max_host_gb is not None
+        self.host_bytes = 0
+        self._port = _free_port()
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._memory = memory or MemoryWatch()
+
+    @property
+    def base_url(self) -> str:
+        return f"http://{HOST}:{self._port}/v1"
+
+    def start(self) -> None:
+        """
+        Raises:
+            JobError: there is no such program.
+            EngineError: its log can't be written.
+        """
+        name, *arguments = words_of(self.command, port=self._port)
+        program = _found(name)
+        if program is None:
+            raise JobError(
+                f"engine.server.command: no program {name!r} (looked for in PATH, and beside"
+                f" {sys.executable}); install it, or give its whole path"
+            )
+        self._control, theirs = socket.socketpair()
+        self._control.setblocking(False)
+        try:
+            self._log.path.parent.mkdir(parents=True, exist_ok=True)
+            with theirs, open_log(self._log.path) as log:
+                self._guard = subprocess.Popen(
+                    [sys.executable, "-I", str(_GUARD), str(theirs.fileno()), program, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[theirs.fileno()],
+                    process_group=0,  # Ctrl-C reaches the run alone
+                )
+        except OSError as error:
+            self._control.close()
+            raise EngineError(f"{self._log.path}: can't be written: {error.strerror}") from error
+
+    async def come_up(self, is_ready: Callable[[str], Awaitable[bool]]) -> None:
+        """Until ``is_ready``, asked again and again with the path to look at, says so.
+
+        Raises:
+            StartFailed: it ended, or was not ready in time.
+        """
+        limit_s = self._table.start_timeout_s
+        ended = asyncio.ensure_future(self.death())
+        try:
+            async with asyncio.timeout(limit_s):
+                while not ended.done() and not await is_ready(self._table.health):
+                    await asyncio.wait([ended], timeout=_LOOK_S)
+        except TimeoutError:
+            url = f"http://{HOST}:{self._port}{self._table.health}"
+            how = (
+                f"nothing ready at {url} after {limit_s:g} s (engine.server.start_timeout_s); does the"
+                " command tell it that port?"
+            )
+            raise self._failed(how, Fault("engine_crash", "timeout", how)) from None
+        finally:
+            ended.cancel()  # where it has ended, nothing happens
+        if ended.done() and not ended.cancelled():
+            fault = ended.result()
+            raise self._failed(f"it ended before it was ready ({fault.type})", fault)
+
+    async def death(self) -> Fault:
+        """Why it ended, once it has."""
+        hung_up = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(self._control, 16))
+        try:
+            while not hung_up.done():
+                self._look()
+                await asyncio.wait([hung_up], timeout=LOOK_S)
+        finally:
+            hung_up.cancel()  # where it has ended, nothing happens
+        told = hung_up.result()
+        # Without a word the guard was killed itself, and took the server along.
+        code = int(told) if told else -signal.SIGKILL
+        return fault_of_exit(code, _cause(self._log.printed()), self._memory.evidence())
+
+    def _look(self) -> None:
+        """At its memory and its log, as long as it lives."""
+        self._memory.look()
+        self._log.trim()
+        if self._is_memory_limited and self._guard is not None:
+            self.host_bytes = family_bytes(self._guard.pid)
+
+    def stop(self) -> None:
+        """End it, and wait until it is gone; the event loop is no more. May be called twice.
+
+        Raises:
+            EngineError: it can't be ended, as when a driver hangs.
+        """
+        if self._guard is None:
+            return
+        self._control.close()
+        try:
+            self._guard.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            raise EngineError(
+                f"the server can't be ended: it has not gone {_STOP_S:.0f} s after it was asked to,"
+                f" and killed: {self.command}"
+            ) from None
+        self._guard = None
+
+    def _failed(self, how: str, fault: Fault) -> StartFailed:
+        lines = self._log.printed().strip().splitlines()[-_LAST_LINES:]
+        told = "".join(f"\n  {line}" for line in lines) or " nothing"
+        message = f"the server did not start: {how}\n  {self.command}\nIts last words, of {self._log.path}:"
+        return StartFailed(f"{message}{told}", fault, self._limits)
+
+
+def _found(name: str) -> str | None:
+    """The program's path: also where its environment, as that of batchkit itself, is not activated."""
+    return shutil.which(name) or shutil.which(name, path=Path(sys.executable).parent)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _cause(log: str) -> str:
+    """The last line that tells of memory, else of an error: a server says much else besides."""
+    lines = [" ".join(line.split()) for line in reversed(log.splitlines())]
+    errors = (
+        line
+        for line in lines
+        if _ERROR.search(line) and _ACCESS not in line and not points_elsewhere(line)
+    )
+    return next(filter(tells_of_memory, lines), next(errors, ""))[:_LONGEST_CAUSE]

@@ -1,0 +1,327 @@
+"""One server that speaks OpenAI's API, over HTTP: what is sent, and what each answer means."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from batchkit.config.tables import JobConfig
+from batchkit.engines.openai import api
+from batchkit.engines.openai.connections import (
+    CONNECT_S,
+    Connections,
+    Response,
+    ServerFault,
+    TurnedAway,
+)
+from batchkit.errors import (
+    AnswerTooLargeError,
+    EngineError,
+    RequestError,
+    RowError,
+    RowTimeoutError,
+)
+from batchkit.storage.plain_json import parsed
+from batchkit.storage.schema import is_count
+from batchkit.types import Completion, Request
+
+START_S = 3.0
+_START_PAUSE_S = 0.5
+_AWAY = (408, 425, 502, 504, 529)
+_BUSY = (429, 503)
+_MOST_ERROR_BYTES = 1 << 20  # of an error, which is told in 1,000 characters
+
+
+class Barred(EngineError):
+    """The request is refused as all others may be. If others are answered it is the row's own failure,
+    of which ``told`` is the reason."""
+
+    def __init__(self, message: str, told: str) -> None:
+        super().__init__(message)
+        self.told = told
+
+
+class Remote:
+    """The server at ``base_url``. ``extra_body`` is laid over every body, ``drop`` is left out of it.
+    ``max_model_len`` counts where it does not tell its own. ``event`` gets what the run should report.
+
+    Belongs to one event loop, once it is made.
+
+    Raises:
+        EngineError: what the environment says of key, proxy or certificates can't be used.
+    """
+
+    def __init__(
+        self,
+        job: JobConfig,
+        base_url: str,
+        *,
+        extra_body: Mapping[str, Any],
+        drop: Sequence[str],
+        event: Callable[[str], None],
+        max_model_len: int | None = None,
+    ) -> None:
+        engine = job.engine
+        self.base_url = base_url.rstrip("/")
+        self.models: list[Mapping[str, Any]] = []
+        self._model, self._key_name = engine.model, engine.api_key_env
+        self._chat_template_kwargs = job.prompt.chat_template_kwargs
+        self._extra_body, self._drop = extra_body, drop
+        self._asked_max_model_len = max_model_len
+        self._timeout_s = job.run.row_timeout_s
+        self._max_answer_bytes = engine.max_answer_bytes
+        self._counts = job.retry.on_too_long != "fail"
+        self._event = event
+        self._answered_as: str | None = None
+        self._ignores_n = False
+        self._key = _key(engine.api_key_env)
+        headers = {"Content-Type": "application/json", "User-Agent": "batchkit"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        may_be_far = engine.server is None  # no proxy stands before a server of our own
+        self._connections = Connections(headers, trust_env=may_be_far, event=event)
+
+    async def close(self) -> None:
+        """Hang up; nothing is on its way any more."""
+        await self._connections.close()
+
+    async def is_ready(self, path: str) -> bool:
+        """Whether a server that is starting is well at ``path``, if it knows that, and lists its models.
+
+        Raises:
+            EngineError: as ``reach``.
+        """
+        url = f"{self.base_url.removesuffix('/v1')}{path}"
+        try:
+            status = (await self._exchange("GET", url, None, CONNECT_S)).status
+            if status < 500:
+                self.models = await self._list_models()
+        except (TurnedAway, ServerFault, RowError):
+            return False
+        return status < 500
+
+    async def reach(self) -> None:
+        """See that somebody is there who lets us in; one that is not yet there gets ``START_S``.
+
+        Raises:
+            EngineError: naming the address and the remedy.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + START_S
+        while True:
+            try:
+                self.models = await self._list_models()
+                return
+            except (TurnedAway, ServerFault) as problem:
+                if loop.time() + _START_PAUSE_S >= deadline:
+                    raise EngineError(
+                        f"{self.base_url}: no answer ({problem}); start the server, or mend"
+                        " engine.base_url, then run the same command again"
+                    ) from None
+            await asyncio.sleep(_START_PAUSE_S)
+
+    async def ask(self, request: Request) -> Completion:
+        """One try.
+
+        Raises:
+            RowError: the request's own.
+            EngineError: no request fares better; a Barred may.
+            TurnedAway, ServerFault: try again.
+        """
+        body = api.body_of(
+            request,
+            model=self._model,
+            chat_template_kwargs=self._chat_template_kwargs,
+            drop=self._drop,
+        )
+        body = {**body, **self._extra_body}
+        content = await _encoded(body)
+        url = self.base_url + api.path_of(request)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        response = await self._exchange("POST", url, content, self._timeout_s)
+        status, received = response.status, response.content
+        if 200 <= status < 300:
+            n = int(body["n"]) if is_count(body.get("n")) else 1
+            try:
+                answer = parsed(received)
+            except ValueError as error:
+                raise ServerFault(f"{url}: the answer is no JSON: {error}") from None
+            completion = api.completion_of(request, answer, loop.time() - began, n)
+            if completion is not None:
+                if response.is_repeated and answer.get("id"):
+                    self._connections.distrust()
+                    raise ServerFault(
+                        f"{url}: the answer has the id and content of the one before", weight=0.5
+                    )
+                if failure := api.failure_in(answer):
+                    raise ServerFault(f"{url}: the answer broke off in the middle: {failure}")
+                self._see_that_it_is_the_same_model(answer.get("model"))
+                if len(completion.choices) < n and not self._ignores_n:
+                    self._ignores_n = True
+                    self._event(
+                        f"{self.base_url}: answers with 1 choice instead of the {n} asked for"
+                    )
+                return completion
+            told = api.status_in(answer)
+            if told is None:
+                shape = received[:200].decode("utf-8", "replace")
+                raise ServerFault(f"{url}: the answer has no shape of OpenAI's: {shape}")
+            status = told
+            self._check(status, received, url, {})
+        refusal = api.refusal_of(status, received)
+        if refusal.is_of_the_model:
+            raise Barred(await self._without_model(refusal), str(refusal))
+        if refusal.is_too_long:
+            raise api.too_long(await self._counted(refusal, request), self._max_model_len)
+        if status < 500 or status == 501:
+            raise RequestError(f"the server answered {refusal}")
+        raise ServerFault(f"the server answered {refusal}")
+
+    def _see_that_it_is_the_same_model(self, name: Any) -> None:
+        """
+        Raises:
+            EngineError: the server answers as another model than before; one table never mixes two.
+        """
+        if not isinstance(name, str) or not name:
+            return
+        self._answered_as = self._answered_as or name
+        if name != self._answered_as:
+            raise EngineError(
+                f"{self.base_url}: the server now answers as model {name!r}, before as"
+                f" {self._answered_as!r}; a run's answers are all of one model. Serve that one again"
+                " or name it as engine.model, then run the same command again"
+            )
+
+    async def _counted(self, refusal: api.Refusal, request: Request) -> api.Refusal:
+        """With the prompt's tokens, where a cut needs them.
+
+        ``vllm serve`` stops counting at its limit; its ``/tokenize`` (beside ``/v1``) counts them all.
+        """
+        if not self._counts or refusal.prompt_tokens is not None:
+            return refusal
+        url = f"{self.base_url.removesuffix('/v1')}/tokenize"
+        content = await _encoded(
+            {"model": self._model, "messages": request.messages}
+            if request.prompt is None
+            else {"model": self._model, "prompt": request.prompt}
+        )
+        try:
+            response = await self._exchange("POST", url, content, self._timeout_s)
+            status, received = response.status, response.content
+            count = orjson.loads(received)["count"] if status == 200 else None
+        except (RowError, ServerFault, TurnedAway, EngineError, ValueError, KeyError, TypeError):
+            count = None
+        return refusal._replace(prompt_tokens=count if is_count(count) and count else None)
+
+    async def _list_models(self) -> list[Mapping[str, Any]]:
+        url = f"{self.base_url}/models"
+        try:
+            response = await self._exchange("GET", url, None, CONNECT_S)
+            status, content = response.status, response.content
+        except RowTimeoutError:
+            raise TurnedAway(f"connected, but silent for {CONNECT_S:.0f} s", is_down=True) from None
+        except AnswerTooLargeError as error:
+            raise EngineError(f"{url}: no list of models: {error}") from None
+        if status == 404:
+            raise EngineError(
+                f"{url}: not found; engine.base_url is what stands before /chat/completions, and"
+                " nearly always ends in /v1"
+            )
+        if status >= 500:
+            raise TurnedAway(str(api.refusal_of(status, content)), is_down=True)
+        try:
+            models = orjson.loads(content)["data"]
+            return [model for model in models if isinstance(model, Mapping)]
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            told = api.refusal_of(status, content)
+            raise EngineError(
+                f"{url}: no list of models, but {told}; does the server speak OpenAI's API?"
+            ) from None
+
+    async def _exchange(
+        self, method: str, url: str, content: bytes | None, timeout_s: float
+    ) -> Response:
+        """An answer that concerns this one request. Raises as ``ask``."""
+        response = await self._connections.exchange(
+            method, url, content, timeout_s=timeout_s, max_bytes=self._most_bytes
+        )
+        status, received = response.status, response.content
+        if status < 300 and not response.is_whole:
+            raise AnswerTooLargeError(
+                f"the answer has more than engine.max_answer_bytes = {self._max_answer_bytes}; the"
+                " rest was not read. Lower sampling.max_tokens, n or logprobs, or raise"
+                " engine.max_answer_bytes"
+            )
+        if self._key and status != 200:  # some say which key they don't like
+            received = received.replace(self._key.encode(), b"***")
+        self._check(status, received, url, response.headers)
+        return response._replace(content=received)
+
+    def _most_bytes(self, status: int) -> int:
+        return self._max_answer_bytes if status < 300 else _MOST_ERROR_BYTES
+
+    def _check(self, status: int, received: bytes, url: str, headers: Mapping[str, str]) -> None:
+        """Raise what concerns all requests: EngineError or TurnedAway."""
+        if status < 300:
+            return
+        refusal = api.refusal_of(status, received)
+        if status < 400:
+            raise Barred(
+                f"{url}: answered {status}, moved to {headers.get('location')}; redirects are not"
+                " followed: give the new address as engine.base_url",
+                str(refusal),
+            )
+        if status == 402 or refusal.is_out_of_money:
+            unpaid = f"{url}: {refusal}; no waiting helps, the account must be paid"
+            raise EngineError(unpaid) if refusal.is_out_of_money else Barred(unpaid, str(refusal))
+        if status in (401, 403):
+            how = "does the key in it fit the server?" if self._key else "it is not set"
+            denied = (
+                f"{url}: access refused ({refusal}); the key is read from the environment variable"
+                f" {self._key_name} (engine.api_key_env): {how}"
+            )
+            raise EngineError(denied) if status == 401 else Barred(denied, str(refusal))
+        if status in _BUSY or status in _AWAY:
+            raise TurnedAway(
+                f"the server answered {refusal}",
+                is_down=status in _AWAY,
+                retry_after_s=api.retry_after_s(headers.get("retry-after")),
+            )
+
+    async def _without_model(self, refusal: api.Refusal) -> str:
+        try:
+            self.models = await self._list_models()
+        except (TurnedAway, ServerFault, EngineError):
+            pass  # what it listed at the start will do
+        names = ", ".join(str(model.get("id")) for model in self.models[:20]) or "nothing"
+        return (
+            f"{self.base_url}: no model {self._model!r} ({refusal.message}); it serves {names}:"
+            " give one of these as engine.model"
+        )
+
+    @property
+    def _max_model_len(self) -> int | None:
+        """As ``vllm serve`` and ``llama-server`` tell it of the model, else as the job says."""
+        for model in self.models:
+            told = api.max_model_len(model)
+            if told is not None and (model.get("id") == self._model or len(self.models) == 1):
+                return told
+        return self._asked_max_model_len
+
+
+def _key(name: str) -> str:
+    """The API key in the environment variable ``name``; empty where there is none."""
+    key = os.environ.get(name, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise EngineError(f"environment variable {name} (engine.api_key_env): that is no key")
+    return key
+
+
+async def _encoded(body: Mapping[str, Any]) -> bytes:
+    """On a thread of the loop's own: making PNGs takes a while, and the others need the loop."""
+    return await asyncio.to_thread(api.encoded, body)

@@ -1,0 +1,171 @@
+"""The launcher's process and its forks: ``python -m batchkit.engines.process.child KIND FD``.
+
+The launcher imports what an engine of KIND needs, and forks for each socket that comes over FD. The
+fork opens the job's engine, answers what comes over its socket, and says why it dies. Both live no
+longer than the run, and leave SIGINT and SIGTERM to it.
+
+Whatever goes over these sockets is pickled (``process.py`` says why that is safe): both ends are this
+package's own, and only the run and its own children ever hold one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from tempfile import TemporaryDirectory
+
+from batchkit.config.tables import JobConfig
+from batchkit.engines.base import BURST_GAP_S, Engine
+from batchkit.engines.faults import EngineDied, StartFailed
+from batchkit.engines.process.launcher import SCRATCH, send_number
+from batchkit.engines.process.messages import Died, Done, NotStarted, Ready, Refused, Turn
+from batchkit.engines.registry import load_engine, preload_engine
+from batchkit.errors import JobError
+from batchkit.rendering.child_process import die_with_parent
+from batchkit.types import Request
+
+HEARTBEAT_S = 0.5
+POLL_S = 0.02  # what comes in meanwhile is taken in that much later
+BURST_S = 0.05  # an idle engine takes in no burst longer than this before it begins
+
+Inbox = queue.SimpleQueue[tuple[int, Request] | None]
+
+
+def main() -> None:
+    kind, control = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
+    die_with_parent()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)  # the parent decides when it is over
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    preload_engine(kind)
+    gc.collect()
+    gc.freeze()  # the forks need not look through what was imported, nor copy it
+    while fds := socket.recv_fds(control, 1, 1)[1]:
+        resource_tracker.ensure_running()  # outside the fork's group: it cleans up behind that
+        with TemporaryDirectory(prefix="batchkit-engine-", ignore_cleanup_errors=True) as scratch:
+            os.environ[SCRATCH] = scratch
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                os._exit(_serve_as_fork(fds[0]))
+            os.close(fds[0])
+            with contextlib.suppress(OSError):  # it may have ended already
+                os.setpgid(pid, pid)  # so that what the engine starts can be ended with it
+            send_number(control, pid)
+            code = _wait_for_all(pid)
+        send_number(control, code)
+
+
+def _wait_for_all(pid: int) -> int:
+    """The fork's exit code, once it, the workers that it started, and its shared memory are gone."""
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # not reaped yet: the number stays its own
+    with contextlib.suppress(OSError):
+        os.killpg(pid, signal.SIGKILL)
+    status = os.waitpid(pid, 0)[1]
+    # Waits until it has unlinked what was left; Python has no public name for it.
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+    return os.waitstatus_to_exitcode(status)
+
+
+def _serve_as_fork(fd: int) -> int:
+    die_with_parent()
+    try:
+        _serve_one(Connection(fd))
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _serve_one(connection: Connection) -> None:
+    """Open the engine of the job that comes first, and serve it until it is closed or dies."""
+    job: JobConfig = connection.recv()
+    try:
+        engine = load_engine(job)
+    except JobError as error:
+        connection.send(Refused(str(error)))
+        return
+    except StartFailed as error:
+        connection.send(NotStarted(str(error), error.fault, error.limits))
+        return
+    connection.send(Ready(engine.limits, engine.versions, engine.load()))
+    inbox: Inbox = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
+    _serve(connection, engine, inbox)
+    engine.close()
+
+
+def _serve(connection: Connection, engine: Engine, inbox: Inbox) -> None:
+    """Until None comes: submit, poll, send what finished. Its sign of life comes from this thread,
+    so that it stops when the engine hangs."""
+    # By the request's address, which stays its own as long as it is held here.
+    in_flight: dict[int, tuple[int, Request]] = {}
+    last_sent = 0.0
+    while True:
+        for message in _come_in(inbox) if in_flight else _burst(inbox):
+            if message is None:
+                return
+            in_flight[id(message[1])] = message
+            engine.submit(message[1])
+        try:
+            completions = engine.poll(POLL_S)
+        except EngineDied as death:
+            number, _ = in_flight.get(id(death.request), (None, None))
+            connection.send(Died(death.fault, number))
+            os._exit(1)  # the engine's own clean-up may hang now
+        done = [
+            Done(
+                in_flight.pop(id(c.request))[0], c.choices, c.usage, c.latency_s, c.error, c.prompt
+            )
+            for c in completions
+        ]
+        now = time.monotonic()
+        if done or now - last_sent >= HEARTBEAT_S:
+            last_sent = now
+            connection.send(Turn(done, engine.load()))
+
+
+def _come_in(inbox: Inbox) -> Iterator[tuple[int, Request] | None]:
+    """All that has come in by now."""
+    with contextlib.suppress(queue.Empty):
+        while True:
+            yield inbox.get_nowait()
+
+
+def _burst(inbox: Inbox) -> Iterator[tuple[int, Request] | None]:
+    """Wait for the first, and for those that come right behind it, so that they begin together."""
+    with contextlib.suppress(queue.Empty):
+        yield inbox.get(timeout=HEARTBEAT_S)
+        until = time.monotonic() + BURST_S
+        while time.monotonic() < until:
+            yield inbox.get(timeout=BURST_GAP_S)
+
+
+def _receive(connection: Connection, inbox: Inbox) -> None:
+    """On a thread of its own, so that the parent never waits for a step to end."""
+    try:
+        while True:
+            inbox.put(connection.recv())
+    except (EOFError, OSError):
+        pass  # the parent is gone
+    except Exception:  # a request that can't be read, for want of memory, say
+        traceback.print_exc()
+    finally:
+        os._exit(1)  # without this thread, requests would be lost while signs of life go on
+
+
+if __name__ == "__main__":
+    main()

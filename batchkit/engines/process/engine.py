@@ -1,0 +1,257 @@
+"""An engine in a process of its own, so that a crash or a leak in it can't take the run with it.
+
+The parent holds no GPU memory and never waits for a step: it sends requests over a socket and reads
+what finished. The child says why it dies; where it can't (a signal), its exit code does.
+
+Both sides pickle what they send: jobs, requests with their images, answers, errors. The socket is one
+end of a ``socketpair``, made by the run and handed to its own child: it has no name and no address, so
+that no other process can connect to it or write to it, and what is unpickled was pickled by batchkit's
+own code under the same user. Nothing is ever unpickled from a file, a server, or the run folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from batchkit.config.tables import JobConfig
+from batchkit.engines.base import EngineLoad
+from batchkit.engines.faults import EngineDied, Fault, StartFailed, fault_of_exit, with_log
+from batchkit.engines.host_memory import LOOK_S, MemoryWatch
+from batchkit.engines.process.engine_log import EngineLog
+from batchkit.engines.process.launcher import LOG, Launched, Launcher, LaunchError
+from batchkit.engines.process.messages import Died, NotStarted, Ready, Refused, Turn
+from batchkit.errors import JobError, RequestError
+from batchkit.types import Completion, Request, Row
+
+CLOSE_S = 20.0
+_WAIT_S = 0.2
+
+
+class ProcessEngine:
+    """The job's engine in a child process. What it prints goes to ``engine.log`` in the run folder.
+
+    Without a ``launcher`` it has one of its own, which ends with it. ``memory`` watches over the
+    host's memory from now on.
+
+    Raises:
+        JobError: the engine's options can't be right.
+        StartFailed: it could not start.
+    """
+
+    def __init__(
+        self,
+        job: JobConfig,
+        launcher: Launcher | None = None,
+        *,
+        memory: MemoryWatch | None = None,
+    ) -> None:
+        self._memory = memory or MemoryWatch()
+        self._stall_timeout_s = job.run.stall_timeout_s
+        self._launcher = launcher or Launcher(job.folder / LOG)
+        self._ends_launcher = launcher is None
+        self._log = self._launcher.log
+        self._printed = EngineLog(self._log)
+        self._refused: list[Completion] = []
+        self._in_flight: dict[int, Request] = {}
+        self._submitted = 0
+        self._death: EngineDied | None = None
+        ours, theirs = socket.socketpair()
+        # A child that hangs with Python's lock held takes nothing in: sending must end, too.
+        limit = struct.pack("ll", max(1, round(job.run.stall_timeout_s)), 0)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self._connection: Any = Connection(ours.detach())
+        self._process = self._launch(job, theirs)
+        try:
+            self._ready = self._start(job)
+            self._load = self._ready.load
+            self._last_sign = time.monotonic()
+        except BaseException:
+            self._end(kill=True)
+            raise
+
+    @property
+    def max_num_seqs(self) -> int:
+        seqs: int = self._ready.limits["max_num_seqs"]
+        return seqs
+
+    @property
+    def limits(self) -> Mapping[str, Any]:
+        return self._ready.limits
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        return self._ready.versions
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def submit(self, request: Request) -> None:
+        self._submitted += 1
+        self._in_flight[self._submitted] = request
+        # The engine has no use for the row's fields; they stay here.
+        bare = replace(request, row=Row(request.row.index, request.row.id, {}))
+        try:
+            message = ForkingPickler.dumps((self._submitted, bare))
+        except Exception as error:  # pickling runs the objects' own code
+            del self._in_flight[self._submitted]
+            refusal = RequestError(f"can't be sent to the engine: {error}")
+            self._refused.append(Completion(request, error=refusal))
+            return
+        try:
+            self._connection.send_bytes(message)
+        except BlockingIOError:
+            self._stall()  # half a message is out: nothing can follow it
+        except OSError:
+            return  # it is dead: the next poll says why
+
+    def poll(self, timeout_s: float) -> Sequence[Completion]:
+        if self._death is not None:
+            raise self._death
+        done, self._refused = self._refused, []
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._memory.look()
+            self._printed.trim()
+            while self._connection.poll(0 if done else max(0.0, deadline - time.monotonic())):
+                message = self._connection.recv()
+                self._last_sign = time.monotonic()
+                if isinstance(message, Died):
+                    self._death = self._told_death(message)
+                    break
+                done += self._completions(message)
+        except (EOFError, OSError):
+            self._death = EngineDied(self._exit_fault())
+        self._check_sign_of_life()
+        if self._death is not None and not done:
+            raise self._death
+        return done  # what finished before a death counts; the next poll tells of the death
+
+    def load(self) -> EngineLoad:
+        load, self._load = self._load, self._load._replace(preempted=0)
+        return load
+
+    def close(self) -> None:
+        if self._process.returncode is None:
+            self._end(kill=False)
+
+    def _launch(self, job: JobConfig, theirs: socket.socket) -> Launched:
+        try:
+            with theirs:
+                return self._launcher.launch(job.engine.kind, theirs)
+        except LaunchError as error:
+            self._connection.close()
+            # Whatever it was: it has only imported packages, and no smaller setting would help.
+            fault = self._fault_of_exit(error.returncode)
+            fault = replace(fault, kind="engine_crash", is_unexplained_kill=False)
+            told = f"no process for the engine could be started ({fault});"
+            raise StartFailed(f"{told} what it printed is in {self._log}", fault, {}) from error
+
+    def _start(self, job: JobConfig) -> Ready:
+        message: Ready | Refused | NotStarted
+        try:
+            self._connection.send(job)
+            while not self._connection.poll(LOOK_S):
+                self._memory.look()
+            message = self._connection.recv()
+        except (EOFError, OSError):
+            fault = self._exit_fault()
+            told = f"{job.engine.model}: the engine's process died while it loaded ({fault});"
+            raise StartFailed(f"{told} what it printed is in {self._log}", fault, {}) from None
+        if isinstance(message, Ready):
+            return message
+        if isinstance(message, Refused):
+            raise JobError(message.message)
+        fault = with_log(message.fault, self._printed.printed())
+        raise StartFailed(message.message, fault, message.limits)
+
+    def _completions(self, turn: Turn) -> list[Completion]:
+        preempted = self._load.preempted + turn.load.preempted
+        self._load = turn.load._replace(preempted=preempted)
+        return [
+            Completion(
+                self._in_flight.pop(done.number),
+                done.choices,
+                done.usage,
+                done.latency_s,
+                done.error,
+                done.prompt,
+            )
+            for done in turn.done
+        ]
+
+    def _check_sign_of_life(self) -> None:
+        silent_s = time.monotonic() - self._last_sign
+        if self._death is None and self._in_flight and silent_s >= self._stall_timeout_s:
+            self._stall()
+
+    def _stall(self) -> None:
+        silent_s = time.monotonic() - self._last_sign
+        stacks = self._stacks()
+        self._end(kill=True)
+        message = (
+            f"no step ended for {silent_s:.0f} s (run.stall_timeout_s ="
+            f" {self._stall_timeout_s:g}); its stacks are in run.log"
+        )
+        fault = with_log(Fault("stall", "stall", message), self._printed.printed())
+        self._death = EngineDied(fault, stacks=stacks)
+
+    def _told_death(self, died: Died) -> EngineDied:
+        fault = with_log(died.fault, self._printed.printed())
+        return EngineDied(fault, request=self._in_flight.get(died.number or 0))
+
+    def _stacks(self) -> str:
+        """py-spy's dump, if it is installed and allowed to look; else the child's own, of Python."""
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            command = ["py-spy", "dump", "--pid", str(self._process.pid)]
+            dump = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+            if dump.returncode == 0:
+                return dump.stdout
+        before = self._printed.size()
+        with contextlib.suppress(OSError):
+            os.kill(self._process.pid, signal.SIGUSR1)
+        time.sleep(_WAIT_S)  # faulthandler writes on the child's own time
+        return self._printed.read(before)
+
+    def _exit_fault(self) -> Fault:
+        """The child hung up without a word: its exit code and the end of its log must do."""
+        code = self._process.wait(CLOSE_S)
+        self._end(kill=True)
+        return self._fault_of_exit(code)
+
+    def _fault_of_exit(self, code: int | None) -> Fault:
+        last_words = _last_words(self._printed.printed())
+        return fault_of_exit(code, last_words, self._memory.evidence())
+
+    def _end(self, *, kill: bool) -> None:
+        try:
+            if not kill:
+                with contextlib.suppress(OSError):
+                    self._connection.send(None)
+                    self._process.wait(CLOSE_S)
+            self._process.kill()
+        finally:
+            self._connection.close()
+            if self._ends_launcher:
+                self._launcher.close()
+
+
+def _last_words(log: str) -> str:
+    """The last line; of a fatal signal, its name and the innermost frame above the stacks."""
+    lines = [line for line in log.strip().splitlines() if "resource_tracker" not in line]
+    for n, line in reversed(list(enumerate(lines))):
+        if line.startswith("Fatal Python error: "):
+            frames = [frame.strip() for frame in lines[n:] if frame.startswith("  File ")]
+            return " ".join([line, *frames[:1]])
+    return lines[-1] if lines else ""

@@ -1,0 +1,1 @@
+"""The run: rows go to workers, records come back."""

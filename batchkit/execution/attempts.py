@@ -1,0 +1,108 @@
+"""The further tries of a row: after a failure, of a shorter prompt, or for a missing answer.
+
+Where the note on the format fails, the answer that is there counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from batchkit.config.tables import RetryTable
+from batchkit.errors import PromptTooLongError, RowError
+from batchkit.execution.retry import Waiting, next_attempt, next_sampling, wait_s
+from batchkit.rendering.renderer import PromptRenderer
+from batchkit.types import Completion, Request
+
+
+class _Asked(NamedTuple):
+    """A row that was asked again: how often, and its last answer, which counts if no more comes."""
+
+    times: int
+    answer: Completion
+
+
+class Attempts:
+    """Decides for each completion whether its row is settled, and holds those that are not.
+
+    ``finds_nothing`` tells of an answer whether it lacks what is looked for in it. Owned by the
+    processor's thread; ``retried`` counts all further tries but those of shorter prompts.
+    """
+
+    def __init__(
+        self,
+        retry: RetryTable,
+        renderer: PromptRenderer,
+        finds_nothing: Callable[[Completion], bool] | None,
+    ) -> None:
+        self._retry = retry
+        self._renderer = renderer
+        self._finds_nothing = finds_nothing if retry.reask else None
+        self._waiting = Waiting()
+        self._tries: dict[int, int] = {}
+        self._asked: dict[int, _Asked] = {}
+        self.retried = 0
+
+    def __len__(self) -> int:
+        """How many requests wait to be submitted again."""
+        return len(self._waiting)
+
+    def pop_due(self) -> Request | None:
+        """A request whose time for another try has come."""
+        return self._waiting.pop_due()
+
+    def settle(self, completion: Completion) -> Completion | None:
+        """The completion that settles the row, or None where the row is tried again."""
+        if self._is_shortened(completion) or self._is_retried(completion):
+            return None
+        index = completion.request.row.index
+        asked = self._asked.pop(index, None)
+        if completion.error is not None:
+            return completion if asked is None else asked.answer
+        times = 0 if asked is None else asked.times
+        return None if self._is_asked_again(completion, times) else completion
+
+    def _is_shortened(self, completion: Completion) -> bool:
+        if not isinstance(completion.error, PromptTooLongError):
+            return False
+        shorter = self._renderer.shortened(completion.request, completion.error)
+        if shorter is None:
+            return False
+        if shorter.row.index in self._asked:  # rendered anew, so the note is gone
+            try:
+                shorter = self._renderer.with_note(shorter) or shorter
+            except RowError:
+                return False
+        self._waiting.add(shorter, wait_s=0)
+        return True
+
+    def _is_retried(self, completion: Completion) -> bool:
+        index = completion.request.row.index
+        tries = self._tries.pop(index, 0) + 1
+        again = next_attempt(completion, tries, self._retry)
+        if again is None:
+            return False
+        self._tries[index] = tries
+        self._submit(again, wait_s(tries, self._retry))
+        return True
+
+    def _is_asked_again(self, completion: Completion, times: int) -> bool:
+        if self._finds_nothing is None or times >= self._retry.reask:
+            return False
+        if not self._finds_nothing(completion):
+            return False
+        try:
+            again = (
+                self._renderer.with_note(completion.request) if times == 0 else completion.request
+            )
+        except RowError:  # it was rendered before, as the row's prompt was checked
+            return False
+        if again is None:
+            return False
+        self._asked[completion.request.row.index] = _Asked(times + 1, completion)
+        self._submit(next_sampling(again, self._retry), 0)
+        return True
+
+    def _submit(self, request: Request, wait_s: float) -> None:
+        self.retried += 1
+        self._waiting.add(request, wait_s)

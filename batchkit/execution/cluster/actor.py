@@ -1,0 +1,210 @@
+"""The far side: a Worker on a thread of its own, in a process that Ray starts.
+
+A call to ``exchange`` brings rows and takes records along, and is never long: it is the worker's sign
+of life, too. Rows travel as they were read; what they name (images, texts) is opened here.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from batchkit.config.tables import JobConfig
+from batchkit.engines.process.launcher import LOG
+from batchkit.errors import BatchkitError, JobError
+from batchkit.execution.supervisor import Lessons
+from batchkit.execution.worker import POLL_S, EngineFacts, Listener, Worker
+from batchkit.rendering.renderer import PromptRenderer
+from batchkit.storage.store import Line
+from batchkit.types import Task
+
+GATHER_S = 0.1  # records that come within it travel together
+HEARTBEAT_S = 0.5  # without any, a call comes back after it
+MOST_CALLS_PER_S = 200.0  # of all workers: a call takes the driver about 1 ms
+CLOSE_S = 30.0
+_TOLD = ("index", "status", "usage", "error")  # what the ledger counts of a record
+
+
+class Place(NamedTuple):
+    """Where a worker runs."""
+
+    node: str
+    gpus: Sequence[int | str]
+
+
+class Failure(NamedTuple):
+    """Why a worker can't go on. ``is_of_the_job``: no other could."""
+
+    message: str
+    is_of_the_job: bool
+
+
+class Load(NamedTuple):
+    """``in_flight``: rows that its engine is at. ``appetite``: how many rows it can use at a time."""
+
+    in_flight: int
+    retried: int
+    appetite: int
+
+
+IDLE = Load(0, 0, 0)
+
+
+class Report(NamedTuple):
+    """What a worker tells: ``events`` are (name of a Listener's ear, text)."""
+
+    lines: Sequence[Line]
+    events: Sequence[tuple[str, str]]
+    lessons: Lessons | None
+    engine: EngineFacts | None
+    failure: Failure | None
+    load: Load
+
+
+class Actor:
+    """One worker's process, as Ray calls it: from one thread, one call at a time."""
+
+    def __init__(
+        self,
+        number: int,
+        job: JobConfig,
+        references: Mapping[str, str | None] | None,
+        convicted: Collection[int],
+    ) -> None:
+        self._number = number
+        self._job = job
+        self._references = references
+        self._convicted = convicted
+        self._inbox: SimpleQueue[Task | None] = SimpleQueue()
+        spacing_s = (job.run.workers or 1) / MOST_CALLS_PER_S
+        self._gather_s, self._heartbeat_s = max(GATHER_S, spacing_s), max(HEARTBEAT_S, spacing_s)
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._taking = True
+        self._closed = False
+        self._unsettled = 0
+        self._lines: list[Line] = []
+        self._events: list[tuple[str, str]] = []
+        self._lessons: Lessons | None = None
+        self._engine: EngineFacts | None = None
+        self._failure: Failure | None = None
+        self._load = IDLE
+
+    def begin(self, known: Lessons) -> Place:
+        """Load the model, on a thread of its own."""
+        import ray
+
+        if self._thread is not None:  # the run takes this worker for dead: be it
+            os._exit(1)
+        self._thread = threading.Thread(target=self._work, args=(known,), name="worker")
+        self._thread.daemon = True
+        self._thread.start()
+        return Place(socket.gethostname(), ray.get_gpu_ids())
+
+    def exchange(self, tasks: Sequence[Task], taking: bool) -> Report:
+        """Take ``tasks``; bring what has been settled since, after a wait for it.
+
+        Raises:
+            RuntimeError: Ray has restarted this process since ``begin``, unseen by the run.
+        """
+        if self._thread is None:
+            raise RuntimeError("its process is a new one")
+        self._taking = taking
+        for task in tasks:
+            self._inbox.put(task)
+        with self._changed:
+            self._unsettled += len(tasks)
+            self._changed.wait_for(
+                lambda: self._lines or self._events or self._failure, self._heartbeat_s
+            )
+            if self._lines:
+                enough = self._unsettled // 2
+                self._changed.wait_for(
+                    lambda: len(self._lines) >= enough or self._failure, self._gather_s
+                )
+            lines, self._lines = self._lines, []
+            events, self._events = self._events, []
+            self._unsettled -= len(lines)
+            return Report(lines, events, self._lessons, self._engine, self._failure, self._load)
+
+    def close(self) -> None:
+        """Drop what is in flight and give the GPU back."""
+        self._closed = True
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+
+    def _work(self, known: Lessons) -> None:
+        try:
+            worker = Worker(
+                self._job,
+                PromptRenderer(self._job),
+                iter(self._inbox.get, None),
+                Listener(
+                    lambda text: self._hear("event", text),
+                    lambda text: self._hear("engine_event", text),
+                    lambda text: self._hear("note", text),
+                    self._learn,
+                ),
+                log=_engine_log(self._job.folder, self._number),
+                references=self._references,
+                convicted=self._convicted,
+                may_wait=True,
+            )
+            with closing(worker):
+                try:
+                    self._answer(worker, known)
+                finally:
+                    self._inbox.put(None)  # else its rendering threads would wait for more rows
+        except BatchkitError as error:
+            self._fail(Failure(str(error), isinstance(error, JobError)))
+        except BaseException:
+            self._fail(Failure(traceback.format_exc(), is_of_the_job=False))
+
+    def _answer(self, worker: Worker, known: Lessons) -> None:
+        engine = worker.open(known)
+        with self._changed:
+            self._engine = engine
+        while not self._closed:
+            taking = self._taking
+            self._bring(worker, worker.fill(taking=taking))
+            self._bring(worker, worker.poll())
+            if not taking and not worker.in_flight:
+                time.sleep(POLL_S)
+
+    def _bring(self, worker: Worker, lines: Sequence[Line]) -> None:
+        with self._changed:
+            self._load = Load(worker.in_flight, worker.retried, worker.appetite)
+            for line in lines:
+                self._lines.append(Line(line.raw, {name: line.told[name] for name in _TOLD}))
+            if lines:
+                self._changed.notify_all()
+
+    def _hear(self, ear: str, text: str) -> None:
+        with self._changed:
+            self._events.append((ear, text))
+            self._changed.notify_all()
+
+    def _learn(self, lessons: Lessons) -> None:
+        with self._changed:
+            self._lessons = lessons
+
+    def _fail(self, failure: Failure) -> None:
+        with self._changed:
+            self._failure = failure
+            self._changed.notify_all()
+
+
+def _engine_log(folder: Path, number: int) -> Path:
+    """Beside the results where this machine sees them, else among its temporary files."""
+    own = Path(tempfile.gettempdir(), f"batchkit-{os.getuid()}", folder.name)
+    log = Path(LOG)
+    return (folder if folder.is_dir() else own) / f"{log.stem}.worker-{number}{log.suffix}"

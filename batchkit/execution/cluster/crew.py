@@ -1,0 +1,436 @@
+"""The near side: whom the run asks for records, when several workers make them.
+
+What a worker can't hand over, because it died, is answered again by another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from batchkit.config.tables import JobConfig
+from batchkit.errors import BatchkitError, EngineCrashError, EngineError, JobError
+from batchkit.execution.bisection import Suspicion
+from batchkit.execution.cluster.actor import CLOSE_S, IDLE, Actor, Failure, Load, Place, Report
+from batchkit.execution.cluster.leases import Leases
+from batchkit.execution.cluster.session import needs, session, shortened
+from batchkit.execution.records import to_record
+from batchkit.execution.signals import Interrupted
+from batchkit.execution.supervisor import Lessons
+from batchkit.execution.worker import POLL_S, EngineFacts, Listener
+from batchkit.rendering.ordering import size_of
+from batchkit.rendering.prefetch import Prefetch
+from batchkit.scoring import Scored, kept_fields
+from batchkit.sources.rowhash import input_hash
+from batchkit.storage.store import Line, line_of
+from batchkit.types import Completion, Request, Task
+
+READ_AHEAD = 1024
+READ_AT_ONCE = 16
+PLACE_S = 15.0  # so long a worker may wait for its place before that is told
+HEAVY_ROW_BYTES = 16 * 1024
+_ASK_AGAIN_S = 1.0
+_LOOK_S = 1.0  # between two questions to Ray after a worker that has no place yet
+
+
+@dataclass
+class _Life:
+    """One life of a worker: from its wait for a place to its death. ``steps``: down the ladder.
+
+    ``suspicions``: where its own search for a poison row is.
+    """
+
+    began_at: float
+    steps: Sequence[Mapping[str, Any]] = ()
+    suspicions: Sequence[Suspicion] = ()
+    place: Place | None = None
+    engine: EngineFacts | None = None
+    load: Load = IDLE
+    engine_restarts: int = 0
+    is_said_to_wait: bool = False
+
+
+class _Seat:
+    """A worker as the run sees it, through all its lives. ``call`` is the one under way."""
+
+    def __init__(self, number: int, actor: Any) -> None:
+        self.number = number
+        self.actor = actor
+        self.call: Any = None
+        self.called_at = self.begins_at = self.looked_at = time.monotonic()
+        self.rows = 0
+        self.life = _Life(self.called_at)
+        self._before: list[_Life] = []
+
+    def bury(self) -> None:
+        """This life is over."""
+        self._before.append(self.life)
+        self.begins_at = time.monotonic()
+        self.life = _Life(self.begins_at, self.life.steps, self.life.suspicions)
+
+    @property
+    def deaths(self) -> int:
+        return len(self._before)
+
+    @property
+    def engine_restarts(self) -> int:
+        return sum(life.engine_restarts for life in (*self._before, self.life))
+
+    @property
+    def retried(self) -> int:
+        return sum(life.load.retried for life in (*self._before, self.life))
+
+    @property
+    def state(self) -> str:
+        if self.life.place is None:
+            return "waiting for a place"
+        return "loading" if self.life.engine is None else "working"
+
+
+class RayCrew:
+    """The Crew of a run with ``run.workers``. ``left``: how many rows of this start have no record yet.
+
+    ``opening`` is entered while the first model loads; other arguments are as Worker's.
+
+    Raises:
+        JobError: Ray is not installed, or this machine has no room for the workers.
+    """
+
+    def __init__(
+        self,
+        job: JobConfig,
+        tasks: Iterator[Task],
+        listener: Listener,
+        *,
+        left: Callable[[], int | None],
+        references: Mapping[str, str | None] | None = None,
+        convicted: Collection[int] = (),
+        may_wait: bool = False,
+        opening: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._job = job
+        self._listener = listener
+        self._left = left
+        self._references = references
+        self._convicted = convicted
+        self._opening = opening
+        self._kept = kept_fields(job)
+        self._leases = Leases(job.run.workers or 1, convicted=convicted)
+        self._seats: list[_Seat] = []
+        self._needs: Mapping[str, float] = {}
+        self._known = Lessons(0, [], False)
+        self._broken: BatchkitError | None = None
+        self._held = ExitStack()
+        # On a thread of its own, as reading may wait; what it reads is rendered by the workers.
+        self._tasks = Prefetch(
+            tasks,
+            lambda task: task,
+            threads=1,
+            ahead=READ_AHEAD,
+            max_bytes=job.media.max_memory_bytes,
+            at_once=1 if may_wait else READ_AT_ONCE,
+            weigh=_weight,
+        )
+        self._held.enter_context(closing(self._tasks))
+
+    def open(self, known: Lessons) -> EngineFacts:
+        """As ``Crew``: returns when the first worker is up; the others follow."""
+        self._known = known
+        with self._opening():
+            self._held.enter_context(session(self._job))
+            self._hire()
+            while True:
+                self.fill(taking=True)
+                if self.poll():
+                    raise AssertionError("no row is handed out before an engine is up")
+                for seat in self._seats:
+                    if seat.life.engine is not None:
+                        return seat.life.engine
+
+    def fill(self, *, taking: bool) -> list[Line]:
+        """Call every worker that is not being called, with as many rows as it may have.
+
+        Raises:
+            JobError, EngineError: no worker is left, or none can load the model.
+        """
+        if self._broken is not None:  # raised here, as poll() may have had lines to hand on
+            raise self._broken
+        if self._tasks.broken and self._leases.are_settled:  # not before: what is out is paid for
+            self._tasks.get(timeout_s=0)
+        for seat in self._at_work():
+            if seat.call is None:
+                if seat.life.place is None:
+                    if time.monotonic() < seat.begins_at:
+                        continue
+                    seat.life.steps = self._known.steps
+                    seat.call = seat.actor.begin.remote(self._known)
+                else:
+                    tasks: Sequence[Task] = []
+                    if taking:
+                        tasks = self._leases.lease(seat.number, self._unread(), self._next_task)
+                    seat.call = seat.actor.exchange.remote(tasks, taking)
+                seat.called_at = time.monotonic()
+        return []
+
+    def poll(self) -> list[Line]:
+        """What came back, of all workers that have something."""
+        seats = {seat.call: seat for seat in self._seats if seat.call is not None}
+        lines: list[Line] = []
+        if not seats:
+            time.sleep(POLL_S)
+            return lines
+        came = _wait(list(seats), 1, POLL_S)
+        if came and (pending := [call for call in seats if call not in came]):
+            came += _wait(pending, len(pending), 0)
+        for call in came:
+            seats[call].call = None
+            lines += self._received(seats[call], call)
+        self._watch()
+        return lines
+
+    @property
+    def is_done(self) -> bool:
+        return self._tasks.exhausted and self._leases.are_settled
+
+    @property
+    def in_flight(self) -> int:
+        return sum(seat.life.load.in_flight for seat in self._at_work())
+
+    @property
+    def retried(self) -> int:
+        return sum(seat.retried for seat in self._seats)
+
+    def workers(self) -> list[dict[str, Any]]:
+        """One table each: its place, its rate, and what befell it."""
+        return [self._told(seat) for seat in self._seats]
+
+    def close(self) -> None:
+        """End the workers, those that don't end in time by force, and leave Ray."""
+        try:
+            self._dismiss()
+        finally:
+            self._held.close()
+
+    def _hire(self) -> None:
+        import ray
+
+        self._needs = needs(self._job)
+        hire = ray.remote(Actor).options(
+            **self._needs, max_restarts=-1, max_task_retries=0, scheduling_strategy="SPREAD"
+        )
+        references = None if self._references is None else ray.put(self._references)
+        for number in self._leases.holders:
+            actor = hire.remote(number, self._job, references, self._convicted)
+            self._seats.append(_Seat(number, actor))
+
+    def _dismiss(self) -> None:
+        if not self._seats:
+            return
+        import ray
+
+        # Those that are loading hear nothing before they are done, and have nothing to end.
+        farewells = [seat.actor.close.remote() for seat in self._seats if seat.life.engine]
+        if farewells:
+            _wait(farewells, len(farewells), CLOSE_S)
+        for seat in self._seats:
+            ray.kill(seat.actor)
+
+    def _at_work(self) -> list[_Seat]:
+        """All that are not given up."""
+        return [seat for seat in self._seats if seat.number in self._leases.holders]
+
+    def _next_task(self) -> Task | None:
+        return None if self._tasks.broken else self._tasks.get(timeout_s=0)
+
+    def _unread(self) -> int | None:
+        """How many rows have not been handed out yet; None where nobody knows."""
+        if self._tasks.exhausted:
+            return 0
+        left = self._left()
+        return None if left is None else max(1, left - self._leases.n_held)
+
+    def _received(self, seat: _Seat, call: Any) -> list[Line]:
+        import ray
+        from ray.exceptions import ActorUnavailableError, RayError
+
+        try:
+            told = ray.get(call)
+        except ActorUnavailableError as error:
+            if seat.life.place is not None:
+                return self._bury(seat, error)
+            seat.begins_at = time.monotonic() + _ASK_AGAIN_S  # it has no place yet
+            return []
+        except RayError as error:
+            return self._bury(seat, error)
+        if isinstance(told, Place):
+            seat.life.place = told
+            return []
+        return self._take_in(seat, told)
+
+    def _take_in(self, seat: _Seat, report: Report) -> list[Line]:
+        holder = self._leases.holders[seat.number]
+        for ear, text in report.events:
+            getattr(self._listener, ear)(f"worker {seat.number}: {text}")
+        if report.lessons is not None:
+            self._learn(seat, report.lessons)
+        life = seat.life
+        if report.engine is not None and life.engine is None:
+            life.engine = report.engine
+            self._listener.event(f"worker {seat.number} is up{_at(life.place)}")
+        life.load = report.load
+        holder.appetite = report.load.appetite
+        seat.rows += len(report.lines)
+        for task in holder.settle([line.told["index"] for line in report.lines]):
+            self._tasks.release(task)
+        if report.failure is not None:
+            self._give_up(seat, report.failure)
+        return list(report.lines)
+
+    def _learn(self, seat: _Seat, lessons: Lessons) -> None:
+        """What one worker's engine taught holds for all that start from now on: they are alike."""
+        seat.life.engine_restarts, seat.life.steps = lessons.restarts, lessons.steps
+        seat.life.suspicions = lessons.suspicions
+        steps = max((one.life.steps for one in self._seats), key=len)
+        restarts = sum(one.engine_restarts for one in self._seats)
+        among_accidents = self._known.among_accidents or lessons.among_accidents
+        suspicions = tuple(chain.from_iterable(one.life.suspicions for one in self._seats))
+        learned = Lessons(restarts, steps, among_accidents, suspicions)
+        if learned != self._known:
+            self._known = learned
+            self._listener.remember(learned)
+
+    def _bury(self, seat: _Seat, error: Exception | None) -> list[Line]:
+        """The worker is dead, or can't be reached: Ray starts another in its place. ``error`` is None
+        where no call failed, as it died before its first."""
+        from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+        holder = self._leases.holders[seat.number]
+        is_gone = isinstance(error, ActorUnavailableError)  # whose message says no more than that
+        cause = "its process or its node is gone" if is_gone else _cause(error)
+        self._listener.engine_event(
+            f"worker {seat.number} died{_at(seat.life.place)} with {len(holder.held)} rows: {cause}"
+        )
+        seat.bury()
+        poison = holder.die("worker died")
+        lines = [] if poison is None else [self._convict(poison, cause)]
+        if poison is not None:
+            holder.deaths_in_a_row = 0
+        elif isinstance(error, ActorDiedError):  # for good
+            self._give_up(seat, Failure(cause, is_of_the_job=False))
+        elif holder.deaths_in_a_row > self._job.run.max_engine_restarts:
+            told = f"it died {holder.deaths_in_a_row} times without one answer; last: {cause}"
+            self._give_up(seat, Failure(told, is_of_the_job=False))
+        return lines
+
+    def _convict(self, task: Task, cause: str) -> Line:
+        row = task.row
+        self._tasks.release(task)
+        self._listener.engine_event(f"row {row.index} (id {row.id}) alone kills workers: failed")
+        error = EngineCrashError(f"the worker dies on this row alone: {cause}")
+        request = Request(row, None, None, {}, input_hash(row.fields), task.attempt)
+        scored = Scored(None, {}) if self._job.scoring.is_on else None
+        return line_of(to_record(Completion(request, error=error), self._kept, scored=scored))
+
+    def _give_up(self, seat: _Seat, failure: Failure) -> None:
+        """Go on without it, if there are others that would fare better."""
+        import ray
+
+        if failure.is_of_the_job and not any(one.life.engine for one in self._seats):
+            self._broken = JobError(failure.message)
+            return
+        self._leases.give_up(seat.number)
+        seat.call = None  # else its end would be taken for one more death
+        ray.kill(seat.actor)  # else it would keep its GPUs from those that wait for a place
+        if self._leases.holders:
+            self._listener.engine_event(f"worker {seat.number} is given up: {failure.message}")
+        elif len(self._seats) == 1:
+            self._broken = EngineError(failure.message)
+        else:
+            told = f"all {len(self._seats)} workers failed; the last: {failure.message}"
+            self._broken = EngineError(told)
+
+    def _watch(self) -> None:
+        """A worker that does not answer a call is ended, and so restarted; one that has no place
+        yet is spoken of once, and one that dies before it has one is counted as dead."""
+        import ray
+
+        now = time.monotonic()
+        for seat in self._at_work():
+            silent_s, life = now - seat.called_at, seat.life
+            if self._died_unplaced(seat, now):
+                self._bury(seat, None)
+            elif life.place is None:
+                if now - life.began_at >= PLACE_S and not life.is_said_to_wait:
+                    life.is_said_to_wait = True
+                    self._listener.event(
+                        f"worker {seat.number} waits for a place: it needs"
+                        f" {self._needs['num_cpus']:g} CPUs and {self._needs['num_gpus']:g} GPUs on"
+                        " one node"
+                    )
+            elif seat.call is not None and silent_s >= self._job.run.stall_timeout_s:
+                seat.called_at = now
+                self._listener.engine_event(
+                    f"worker {seat.number} is silent for {silent_s:.0f} s"
+                    f" (run.stall_timeout_s = {self._job.run.stall_timeout_s:g}): restarted"
+                )
+                ray.kill(seat.actor, no_restart=False)
+
+    def _died_unplaced(self, seat: _Seat, now: float) -> bool:
+        """Whether Ray has restarted it once more than it was seen to die. Its first call only waits."""
+        from ray._private.state import actors
+
+        if seat.life.place is not None or now < seat.looked_at + _LOOK_S:
+            return False
+        seat.looked_at = now
+        return int(actors(seat.actor._actor_id.hex()).get("NumRestarts", 0)) > seat.deaths
+
+    def _told(self, seat: _Seat) -> dict[str, Any]:
+        holder, place = self._leases.holders.get(seat.number), seat.life.place
+        return {
+            "worker": seat.number,
+            "state": "given up" if holder is None else seat.state,
+            "node": None if place is None else place.node,
+            "gpus": [] if place is None else list(place.gpus),
+            "rows": seat.rows,
+            "rows_per_s": 0.0 if holder is None else round(holder.rate, 3),
+            "in_flight": 0 if holder is None else seat.life.load.in_flight,
+            "restarts": seat.deaths,
+            "engine_restarts": seat.engine_restarts,
+        }
+
+
+def _cause(error: Exception | None) -> str:
+    return "its process ended before it could answer" if error is None else shortened(error)
+
+
+def _weight(task: Task) -> int:
+    """What a row carries, where it is worth counting: an image, or a book."""
+    n_bytes = size_of(task.row.fields)
+    return n_bytes if n_bytes >= HEAVY_ROW_BYTES else 0
+
+
+def _wait(calls: Sequence[Any], n: int, timeout_s: float) -> list[Any]:
+    """Those of ``calls`` that have ended, once ``n`` of them have or the time is over.
+
+    Raises:
+        Interrupted: as itself, and not as the SystemError that Ray's compiled code makes of it.
+    """
+    import ray
+
+    try:
+        return list(ray.wait(calls, num_returns=n, timeout=timeout_s)[0])
+    except SystemError as error:
+        if isinstance(error.__cause__, Interrupted):
+            raise error.__cause__ from None
+        raise
+
+
+def _at(place: Place | None) -> str:
+    if place is None:
+        return ""
+    gpus = f", GPU {', '.join(map(str, place.gpus))}" if place.gpus else ""
+    return f" on {place.node}{gpus}"

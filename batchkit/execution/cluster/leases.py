@@ -1,0 +1,181 @@
+"""Which worker gets how many of the rows.
+
+A row is handed out as a lease: the worker holds it until its record comes back, or until the worker
+dies; then it is handed out again. A worker holds as many rows as its engine can use, so a slow one
+gets fewer. Near the end of the input nobody gets more than he can answer while the others are at the
+rest, down to single rows: so all of them end at about the same time.
+
+What a worker held when it died is replayed in halves (``suspects.py``), by the first worker that has
+nothing else to do. So a row that kills workers is found, and the others are answered.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import islice
+
+from batchkit.execution.bisection import Suspects
+from batchkit.types import Task
+
+MOST_IN_A_LEASE = 256
+RATE_SPAN_S = 30.0
+_SAMPLES = 8
+
+
+class Holder:
+    """The rows that one worker holds, and how fast it answers.
+
+    ``appetite``: how many rows it can use at a time; 0 while its model loads.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._busy_since = self._busy_s = 0.0
+        self._samples = deque([(0.0, 0)])
+        self.appetite = 0
+        self.settled = 0
+        self.held: dict[int, Task] = {}
+        self.suspects = Suspects[Task]()
+        self.deaths_in_a_row = 0
+
+    def take(self, tasks: Iterable[Task]) -> None:
+        """Hand ``tasks`` to it."""
+        if not self.held:
+            self._busy_since = self._clock()
+        self.held |= {task.row.index: task for task in tasks}
+
+    def settle(self, indices: Collection[int]) -> list[Task]:
+        """The records of these came back."""
+        if not indices:
+            return []
+        now = self._busy()
+        settled = [self.held.pop(index) for index in indices]
+        if not self.held:
+            self._busy_s = now
+        self.settled += len(indices)
+        self.deaths_in_a_row = 0
+        if now - self._samples[-1][0] >= RATE_SPAN_S / _SAMPLES:
+            self._samples.append((now, self.settled))
+        while len(self._samples) > 2 and now - self._samples[1][0] >= RATE_SPAN_S:
+            self._samples.popleft()
+        return settled
+
+    def die(self, cause: str) -> Task | None:
+        """It is dead: what it held becomes suspect. The row at fault, once that is proven."""
+        self.deaths_in_a_row += 1
+        self.appetite = 0
+        held, self.held = list(self.held.values()), {}
+        self._busy_s = 0.0
+        self._samples = deque([(0.0, self.settled)])
+        return self.suspects.died(held, cause) if held else None
+
+    def forfeit(self) -> None:
+        """It is given up, by no fault of what it holds: that is to be replayed as it stands."""
+        if self.held:
+            self.suspects.interpose(list(self.held.values()))
+            self.held = {}
+
+    @property
+    def rate(self) -> float:
+        """Rows per second, over the last half minute that it held any; 0 where none came back."""
+        since, before = self._samples[0]
+        return (self.settled - before) / max(self._busy() - since, 1e-3)
+
+    def _busy(self) -> float:
+        """For how long it has held rows."""
+        return self._busy_s + (self._clock() - self._busy_since if self.held else 0.0)
+
+
+class Leases:
+    """``holders`` are the workers that may get rows, by their number.
+
+    ``convicted``: indices of rows that killed an engine or a worker before; each goes out alone.
+    """
+
+    def __init__(
+        self,
+        n_workers: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        convicted: Collection[int] = (),
+    ) -> None:
+        self._convicted = convicted
+        self.holders = {number: Holder(clock) for number in range(n_workers)}
+        self._orphans: deque[Suspects[Task]] = deque()
+
+    @property
+    def n_held(self) -> int:
+        """Rows that are out."""
+        return sum(len(holder.held) for holder in self.holders.values())
+
+    @property
+    def are_settled(self) -> bool:
+        """True where no row is out, and none waits for its replay."""
+        suspected = any(holder.suspects for holder in self.holders.values())
+        return not (self.n_held or suspected or self._orphans)
+
+    def give_up(self, number: int) -> None:
+        """This worker gets nothing more; what it held, or was suspected of, is another's to replay."""
+        gone = self.holders.pop(number)
+        gone.forfeit()
+        if gone.suspects:
+            self._orphans.append(gone.suspects)
+
+    def lease(
+        self, number: int, left: int | None, next_task: Callable[[], Task | None]
+    ) -> Sequence[Task]:
+        """What this worker is given now: suspects alone, else new rows as far as it may have some.
+
+        ``next_task`` gives the next row, or None where there is none now; ``left`` is how many there
+        are to come, or None where nobody knows.
+        """
+        holder = self.holders[number]
+        tasks = self._suspects(holder)
+        if tasks is None:
+            new = iter(next_task, None)
+            tasks = list(islice(new, min(self._room(holder, left), MOST_IN_A_LEASE)))
+            for task in tasks:
+                if task.row.index in self._convicted:
+                    holder.suspects.suspect(task)
+            tasks = [task for task in tasks if task.row.index not in self._convicted]
+        if holder.appetite and not tasks and not holder.held and self._adopt(holder):
+            tasks = self._suspects(holder) or []
+        holder.take(tasks)
+        return tasks
+
+    def _suspects(self, holder: Holder) -> Sequence[Task] | None:
+        """Those that it is to replay now; none while it still holds others. None: it has no suspects."""
+        if not holder.suspects:
+            return None
+        return [] if holder.held else (holder.suspects.next_group() or None)
+
+    def _adopt(self, idle: Holder) -> bool:
+        """``idle`` takes over what waits for its replay elsewhere, if anything does."""
+        if self._orphans:
+            idle.suspects = self._orphans.popleft()
+            return True
+        for other in self.holders.values():
+            if other.suspects and not other.held and not other.appetite:  # dead, not yet up again
+                idle.suspects, other.suspects = other.suspects, Suspects()
+                return True
+        return False
+
+    def _room(self, holder: Holder, left: int | None) -> int:
+        """How many rows more it may hold."""
+        room = holder.appetite - len(holder.held)
+        if left is None or room <= 0:
+            return max(0, room)
+        at_work = [one for one in self.holders.values() if one.appetite]
+        rates = [one.rate for one in at_work]
+        if not holder.rate:  # it may be a slow one: at first no more than its engine runs at once
+            share = min(math.ceil((left + self.n_held) / len(at_work)), holder.appetite // 2)
+            return max(0, min(room, share - len(holder.held)))
+        end_s = (left + self.n_held) / sum(rates)
+        soonest_s = min(
+            (len(one.held) + 1) / rate for one, rate in zip(at_work, rates, strict=True) if rate
+        )
+        in_time = holder.rate * max(end_s, soonest_s) * (1 + 1e-9)
+        return max(0, min(room, math.floor(in_time) - len(holder.held)))

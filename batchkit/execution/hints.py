@@ -1,0 +1,53 @@
+"""What is most likely a slip in a job, told of its first row."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from batchkit.config.tables import JobConfig, ScoringTable
+from batchkit.scoring import fields_of
+
+_NEED_NO_REFERENCE = {"reward", "judge"}
+
+
+def hints(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each slip in ``output.keep`` and in the scoring; ``first`` are a row's fields."""
+    yield from _absent("output.keep", job.output.keep, first)
+    if job.scoring.is_on:
+        yield from scoring_hints(job.scoring, first)
+
+
+def scoring_hints(table: ScoringTable, first: Mapping[str, Any] | None) -> Iterator[str]:
+    """As ``hints``, of the scoring alone; ``first`` may be unknown."""
+    if first is not None:
+        yield from _absent("scoring", sorted(fields_of(table)), first)
+    if lost := _without_reference(table):
+        need = "needs" if len(lost) == 1 else "need"
+        yield (
+            f"scoring: {', '.join(lost)} {need} a right answer to compare with: set"
+            " scoring.reference or scoring.reference_run"
+        )
+
+
+def _absent(key: str, names: Iterable[str], first: Mapping[str, Any]) -> Iterator[str]:
+    """A field that the first row lacks is most likely misspelt; it may be rare, too."""
+    for name in names:
+        if name not in first:
+            near = difflib.get_close_matches(name, map(str, first), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            yield f"{key}: the first row has no field {name!r}{hint}"
+
+
+def _without_reference(table: ScoringTable) -> list[str]:
+    """The scorers of the parts of ``[scoring]`` that name no reference."""
+    if table.reference_run is not None:
+        return []
+    found = {
+        name
+        for part in table.parts
+        if (part.reference or table.reference) is None
+        for name in (table.scorers if part.scorers is None else part.scorers)
+    }
+    return sorted(found - _NEED_NO_REFERENCE)

@@ -1,0 +1,542 @@
+"""The loop at batchkit's heart: fill the window, poll the engine, settle what came back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from batchkit.config.loading import load_job, resolve_paths
+from batchkit.config.tables import JobConfig
+from batchkit.engines.process.launcher import LOG
+from batchkit.engines.registry import open_preflight
+from batchkit.errors import (
+    BatchkitError,
+    BrokenInputError,
+    ChangedInputError,
+    InputError,
+    JobError,
+    TooManyFailuresError,
+)
+from batchkit.execution.bisection import Suspicion
+from batchkit.execution.cluster import RayCrew
+from batchkit.execution.hints import hints
+from batchkit.execution.progress import Progress, State
+from batchkit.execution.resume import OnChange, OpenRun, open_run
+from batchkit.execution.signals import DRAIN_S, Interrupted, StopRequest
+from batchkit.execution.supervisor import Lessons
+from batchkit.execution.worker import Crew, Listener, Worker
+from batchkit.rendering.ordering import well_ordered
+from batchkit.rendering.renderer import PromptRenderer
+from batchkit.sources import is_fallback
+from batchkit.sources.input import Input, Total, distrusted, from_job, from_python, watched
+from batchkit.sources.rowhash import input_hash
+from batchkit.storage.ledger import RESULTS, failure_kind, newest_rows, read_newest, record_of
+from batchkit.storage.manifest import check_secrets
+from batchkit.storage.runfolder import is_run
+from batchkit.storage.score_store import references_of
+from batchkit.storage.store import Line, Store, check_log
+from batchkit.storage.summary import RunSummary
+from batchkit.types import Row, Task, Usage
+
+MOST_EVENTS = 20
+_SHARE_FROM = 20  # a share of failed rows says nothing before this many are settled
+
+
+class ProductionBatchProcessor:
+    """Puts rows through a model and every finished row on disk, exactly once.
+
+    ``job`` is a JobConfig or the path of a job file. Calling ``process`` again carries on where the
+    last call stopped; one processor makes one run at a time. ``begun_with`` is the job that the run
+    folder stands for, where ``job`` departs from it on purpose by ``overrides``.
+    """
+
+    def __init__(
+        self,
+        job: JobConfig | str | Path,
+        *,
+        fresh: bool = False,
+        on_change: OnChange = "fail",
+        skip_from: Path | None = None,
+        stop: StopRequest | None = None,
+        quiet: bool = False,
+        command: str = "python",
+        begun_with: JobConfig | None = None,
+        overrides: Sequence[str] = (),
+    ) -> None:
+        self.job = (
+            resolve_paths(job, Path.cwd()) if isinstance(job, JobConfig) else load_job(Path(job))
+        )
+        check_secrets(self.job)
+        self._begun_with = begun_with or self.job
+        self._fresh = fresh
+        self._on_change: OnChange = on_change
+        self._skip_from = skip_from
+        self._handles_signals = stop is not None
+        self._stop = stop or StopRequest()
+        self._quiet = quiet
+        self._command = command
+        self._overrides = overrides
+
+    def process(self, rows: Iterable[Any] | None = None) -> RunSummary:
+        """Run the job's input, or ``rows``: prompts, chat messages, dicts of template fields, or a
+        DataFrame (pandas, polars; pyarrow's tables too), whose NaN is None.
+
+        A list of rows, or a DataFrame, resumes like a file does. An iterator can't be compared with what an earlier
+        call saw, so each call begins a new run; the old folder is moved aside.
+
+        Raises:
+            BatchkitError: the run stopped; everything finished is on disk. See ``errors``.
+        """
+        source = from_job(self.job) if rows is None else from_python(rows, self.job.input)
+        return self._run(source, attempts=None)
+
+    def retry(
+        self,
+        attempts: Mapping[int, int],
+        *,
+        convicted: Collection[int] = (),
+        rows: Sequence[Any] | Input | None = None,
+    ) -> RunSummary:
+        """Run the rows in ``attempts`` again, whatever their record says.
+
+        ``attempts`` maps a row's index to the number of its last attempt, 0 where it has no record
+        yet; the ``convicted`` ones killed the engine, and are run alone. ``rows`` (or where they
+        come from) and errors as with ``process``.
+        """
+        if rows is None:
+            source = from_job(self.job)
+        else:
+            source = rows if isinstance(rows, Input) else from_python(rows, self.job.input)
+        return self._run(source, attempts, convicted)
+
+    def _run(
+        self,
+        source: Input,
+        attempts: Mapping[int, int] | None,
+        convicted: Collection[int] = (),
+    ) -> RunSummary:
+        renderer = PromptRenderer(self.job)
+        references = references_of(self.job) if self.job.scoring.is_on else None
+        if self._fresh or self._on_change == "new":
+            open_preflight(self.job)  # a mistyped option must not cost the folder its place
+        with ExitStack() as stack:
+            if not self._handles_signals:
+                stack.enter_context(self._stop.installed())
+            run = stack.enter_context(
+                open_run(
+                    self._begun_with,
+                    source,
+                    command=self._command,
+                    overrides=self._overrides,
+                    fresh=self._fresh,
+                    on_change=self._on_change,
+                )
+            )
+            progress = stack.enter_context(closing(self._progress()))
+            for text in run.news:
+                progress.event(text)
+            loop = _Loop(self.job, run, renderer, progress, self._stop, source, references)
+            if attempts is not None:
+                return loop.retry(attempts, convicted)
+            done_elsewhere = set() if self._skip_from is None else _ok_ids(self._skip_from)
+            return loop.run(done_elsewhere)
+
+    def _progress(self) -> Progress:
+        return Progress(
+            self.job.folder,
+            self.job.name,
+            interval_s=self.job.run.checkpoint_interval_s,
+            quiet=self._quiet,
+        )
+
+
+class _Loop:
+    """One start of a run. Its own thread is the only one that touches engine and store."""
+
+    def __init__(
+        self,
+        job: JobConfig,
+        run: OpenRun,
+        renderer: PromptRenderer,
+        progress: Progress,
+        stop: StopRequest,
+        source: Input,
+        references: Mapping[str, str | None] | None,
+    ) -> None:
+        self._job = job
+        self._store, self._manifest, self._folder = run.store, run.manifest, run.folder
+        self._save_manifest = run.save
+        self._renderer = renderer
+        self._progress = progress
+        self._stop = stop
+        self._source = source
+        self._attempts: Mapping[int, int] = {}
+        self._convicted: Collection[int] = ()
+        self._references = references
+        self._total = Total(source)
+        self._resumed = run.store.totals.ok + run.store.totals.failed
+        self._elsewhere = 0
+        self._tokens_before = _tokens(run.store)
+        self._crew: Crew | None = None
+        self._stopping = self._all_read = False
+        self._settled = self._failed = 0
+        self._next_sync = 0.0
+        self._load_s = 0.0
+        self._seconds = 0.0
+
+    def run(self, done_elsewhere: Container[str]) -> RunSummary:
+        """Settle every row that has no record and whose id is not in ``done_elsewhere``."""
+        rows = self._source.read(self._store.totals.is_settled)
+        return self._settle_all(self._without(done_elsewhere, self._readable(rows)))
+
+    def retry(self, attempts: Mapping[int, int], convicted: Collection[int]) -> RunSummary:
+        """Settle the rows in ``attempts`` anew; the numbers are those of their last attempts."""
+        attempts = self._still_due(attempts)
+        self._attempts, self._convicted = attempts, convicted
+        self._resumed -= sum(map(self._store.totals.is_settled, attempts))
+        rows = self._source.everything(lambda index: index not in attempts)
+        return self._settle_all(self._readable(rows))
+
+    def _still_due(self, attempts: Mapping[int, int]) -> dict[int, int]:
+        """Without the rows that another process tried again before this one held the folder."""
+        log = self._folder / RESULTS
+        newest = newest_rows(log)
+        due = dict(attempts)
+        with log.open("rb") as file:
+            for index, line in zip(newest.rows.tolist(), newest.lines.tolist(), strict=True):
+                if index in due:
+                    file.seek(newest.bounds[line])
+                    record = record_of(file.readline()) or {}
+                    if (record.get("attempt") or 1) != attempts[index]:
+                        del due[index]
+        return due
+
+    def _readable(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """Where reading breaks off, a run that has begun can be carried on once that is mended."""
+        begun = self._resumed > 0
+        try:
+            for row in watched(rows, self._source):
+                begun = True
+                yield row
+            self._all_read = True
+        except ChangedInputError as error:
+            self._distrust(error.paths)
+            raise
+        except InputError as error:
+            if not begun:
+                raise
+            raise BrokenInputError(str(error)) from error
+
+    def _without(self, done_elsewhere: Container[str], rows: Iterator[Row]) -> Iterator[Row]:
+        for row in rows:
+            if row.error is None and row.id in done_elsewhere:
+                self._elsewhere += 1
+            else:
+                yield row
+
+    def _settle_all(self, rows: Iterator[Row]) -> RunSummary:
+        try:
+            return self._settle(rows)
+        finally:
+            if not self._all_read and (changed := self._source.changes(False)):
+                self._distrust(changed.keys())
+
+    def _settle(self, rows: Iterator[Row]) -> RunSummary:
+        first = next(rows, None)
+        if first is None:
+            self._check_complete()
+            self._progress.event("nothing left to run: every row has a record")
+            return self._summary(self._total.wait())
+        self._look_at(first)
+        if self._resumed:
+            of = "" if (total := self._total.wait(timeout_s=1)) is None else f" of {total:,}"
+            self._progress.event(f"resumed {self._resumed:,}{of} rows")
+        with closing(self._new_crew(chain([first], rows))) as crew:
+            self._crew = crew
+            try:
+                self._generate(crew)
+                if self._stop.signum is None:
+                    self._check_complete()
+            except BatchkitError as error:
+                error.summary = self._summary(self._total.now(), error.exit_code)
+                raise
+            if self._stop.signum is not None:
+                return self._summary(self._total.now(), 128 + self._stop.signum)
+            return self._summary(self._total.wait())
+
+    def _distrust(self, changed: Collection[str]) -> None:
+        """The next start must compare the rows that were answered with those that are there."""
+        self._manifest["input"] = distrusted(self._manifest["input"], changed)
+
+    def _check_complete(self) -> None:
+        """Every row was read: none may be left without a record."""
+        if self._attempts:
+            missing = len(self._attempts) - self._settled
+        else:
+            total = self._total.wait()
+            missing = 0 if total is None else total - self._elsewhere - self._state().settled
+        if missing > 0:
+            raise BrokenInputError(
+                f"{missing:,} rows have no record at the end: they were counted in the input or asked"
+                " for, and not there when it was read. What is finished is on disk; bring the whole"
+                " input back and run again"
+            )
+
+    def _look_at(self, first: Row) -> None:
+        if first.error is None:
+            for hint in hints(self._job, first.fields):
+                self._progress.event(hint)
+
+    def _generate(self, crew: Crew) -> None:
+        started = time.monotonic()
+        model = self._job.engine.model or self._job.engine.kind
+        workers = self._job.run.workers
+        self._progress.event(
+            f"loading model {model}, rendering the first rows meanwhile"
+            if workers is None
+            else f"starting {workers} {'worker' if workers == 1 else 'workers'}, model {model}"
+        )
+        if self._job.engine.options.get("trust_remote_code"):
+            self._progress.event(f"trust_remote_code: Python code that comes with {model} is run")
+        engine = crew.open(self._known())
+        loaded = time.monotonic()
+        self._load_s = loaded - started
+        self._manifest["starts"][-1]["engine"] = dict(engine.versions)
+        self._progress.event(
+            f"generating; model loaded in {self._load_s:.0f} s,"
+            f" up to {engine.max_num_seqs} requests run at once"
+        )
+        try:
+            with self._stop.deferred():
+                self._feed(crew)
+        finally:
+            self._seconds = time.monotonic() - loaded
+
+    def _new_crew(self, rows: Iterator[Row]) -> Crew:
+        look_ahead, may_wait = self._job.run.look_ahead, self._source.files is None
+        if look_ahead > 1 and not may_wait:  # an iterator's rows may come one by one
+            rows = well_ordered(rows, self._renderer.outlook, look_ahead)
+        tasks = (Task(row, self._attempts.get(row.index, 0) + 1) for row in rows)
+        listener = Listener(self._progress.event, self._tell, self._progress.note, self._remember)
+        # Loading may take minutes, and nothing is in flight meanwhile: a signal ends it at once.
+        opening = self._stop.immediate
+        if self._job.run.workers is not None:
+            return RayCrew(
+                self._job,
+                tasks,
+                listener,
+                left=self._left,
+                references=self._references,
+                convicted=self._convicted,
+                may_wait=may_wait,
+                opening=opening,
+            )
+        return Worker(
+            self._job,
+            self._renderer,
+            tasks,
+            listener,
+            log=self._folder / LOG,
+            references=self._references,
+            convicted=self._convicted,
+            may_wait=may_wait,
+            opening=opening,
+        )
+
+    def _left(self) -> int | None:
+        """How many rows of this start have no record yet."""
+        if self._attempts:
+            return len(self._attempts) - self._settled
+        total = self._total.now()
+        return None if total is None else total - self._elsewhere - self._resumed - self._settled
+
+    def _known(self) -> Lessons:
+        """What earlier starts have learned."""
+        among_accidents = self._manifest.get("engine_accidents", False)
+        return Lessons(0, self._known_steps(), among_accidents, self._known_suspicions())
+
+    def _known_suspicions(self) -> list[Suspicion]:
+        """Where the search for a poison row was when an earlier start was killed."""
+        known = self._manifest.get("suspects", {})
+        if known.get("of") != self._suspects_of():
+            return []
+        found = [Suspicion.of_json(group).only(self._may_come) for group in known["groups"]]
+        if n := sum(len(suspicion.rows) for suspicion in found):
+            self._progress.event(
+                f"the search for a row that kills the engine goes on: {n} rows are suspected"
+            )
+        return [suspicion for suspicion in found if suspicion.rows]
+
+    def _may_come(self, index: int) -> bool:
+        return index in self._attempts or not self._store.totals.is_settled(index)
+
+    def _suspects_of(self) -> str:
+        """Tells the settings that rows were suspected under; under others they may do no harm."""
+        options = self._job.engine.options
+        return input_hash({"identity": self._manifest["identity"], "options": options})
+
+    def _known_steps(self) -> list[dict[str, Any]]:
+        """What an earlier start found to be safe, if it had the same engine options."""
+        steps, options = self._manifest["engine_steps"], input_hash(self._job.engine.options)
+        if steps and self._manifest.get("engine_steps_for", options) != options:
+            self._progress.event("engine options have changed: smaller settings are forgotten")
+            steps = []
+        self._manifest["engine_steps_for"] = options
+        self._manifest["engine_steps"] = steps
+        return list(steps)
+
+    def _feed(self, crew: Crew) -> None:
+        """Until every row is settled or a stop is due: fill, poll, write down."""
+        try:
+            while True:
+                self._write(crew.fill(taking=self._stop.signum is None))
+                if self._stop.signum is not None and self._must_stop(crew):
+                    break
+                if crew.is_done:
+                    break
+                try:
+                    lines = crew.poll()
+                except Interrupted:  # while the engine was restarted: nothing is in flight to drain
+                    break
+                self._write(lines)
+                self._housekeeping(crew)
+        finally:
+            self._store.flush()
+            self._note_workers(crew)
+            self._progress.update(self._state(), force=True)
+
+    def _tell(self, text: str) -> None:
+        """An event of the engine's life: also in the manifest, for ``status``; the last ones only."""
+        self._progress.event(text)
+        events = self._manifest["starts"][-1].setdefault("engine_events", [])
+        events.append(text)
+        del events[:-MOST_EVENTS]
+
+    def _remember(self, lessons: Lessons) -> None:
+        """What an engine's death taught reaches the manifest at once: the next start needs it."""
+        self._manifest["starts"][-1]["engine_restarts"] = lessons.restarts
+        self._manifest["engine_steps"] = lessons.steps
+        self._manifest["engine_accidents"] = lessons.among_accidents
+        self._manifest["suspects"] = {
+            "of": self._suspects_of(),
+            "groups": [suspicion.to_json() for suspicion in lessons.suspicions],
+        }
+        self._save_manifest()
+
+    def _must_stop(self, crew: Crew) -> bool:
+        """A stop was asked for: say so once, and wait for what is in flight while that is wanted."""
+        if not self._stopping and crew.in_flight and not self._stop.is_due:
+            self._stopping = True
+            self._progress.event(
+                f"stopping: up to {DRAIN_S:.0f} s for {crew.in_flight} rows in flight;"
+                " interrupt again to stop now"
+            )
+        return self._stop.is_due or not crew.in_flight
+
+    def _write(self, lines: Sequence[Line]) -> None:
+        """What was settled reaches the log; then see whether too much of it failed."""
+        for line in lines:
+            self._store.copy(line)
+            self._failed += line.told["status"] != "ok"
+        self._settled += len(lines)
+        self._store.flush()
+        if self._failed and self._too_many_failed(self._job.run.fail_on_error):
+            raise TooManyFailuresError(
+                f"{self._failed} of {self._settled} rows failed; run.fail_on_error ="
+                f" {str(self._job.run.fail_on_error).lower()} stops the run. What is finished is on"
+                f" disk: see `batchkit status {self._folder}`"
+            )
+
+    def _too_many_failed(self, limit: bool | float) -> bool:
+        if isinstance(limit, bool):
+            return limit
+        if isinstance(limit, int):
+            return self._failed > limit
+        # A row that can't be rendered fails at once, while good ones are still in flight.
+        begun = self._settled + (self._crew.in_flight if self._crew else 0)
+        return begun >= _SHARE_FROM and self._failed > limit * begun
+
+    def _housekeeping(self, crew: Crew) -> None:
+        """Progress at every turn, a checkpoint when its interval is over.
+
+        A checkpoint that takes long is made less often, so that it costs at most a fiftieth of
+        the time: it is a cache, and a late one only means that a resume reads more of the log.
+        """
+        self._progress.update(self._state())
+        if self._manifest["total"] is None and (total := self._total.now()) is not None:
+            self._manifest["total"] = total  # so that status need not count again
+            self._save_manifest()
+        now = time.monotonic()
+        if now >= self._next_sync:
+            took = self._store.sync()
+            interval = max(self._job.run.checkpoint_interval_s, 50 * took)
+            self._next_sync = now + took + interval
+            if self._note_workers(crew):
+                self._save_manifest()
+
+    def _note_workers(self, crew: Crew) -> bool:
+        """For ``status``: how each of several workers does. Whether there are any to tell of."""
+        if workers := crew.workers():
+            self._manifest["starts"][-1]["workers"] = workers
+        return bool(workers)
+
+    def _state(self) -> State:
+        totals, before = self._store.totals, self._tokens_before
+        now = _tokens(self._store)
+        return State(
+            total=None if (total := self._total.now()) is None else total - self._elsewhere,
+            ok=totals.ok,
+            failed=totals.failed,
+            resumed=self._resumed,
+            in_flight=self._crew.in_flight if self._crew else 0,
+            prompt_tokens=now.prompt_tokens - before.prompt_tokens,
+            completion_tokens=now.completion_tokens - before.completion_tokens,
+        )
+
+    def _summary(self, total: int | None, code: int | None = None) -> RunSummary:
+        """How it ended; without a ``code``, by whether a row failed."""
+        if code is None or code > 128:
+            self._store.sync()  # after an error, the store's own close does what can still be done
+        state = self._state()
+        if code is None:
+            code = 3 if state.failed else 0
+        self._manifest["total"] = total
+        self._manifest["skipped_elsewhere"] = self._elsewhere
+        self._manifest["starts"][-1]["exit"] = code
+        self._manifest["starts"][-1]["seconds"] = round(self._seconds, 3)
+        per_s = 1 / self._seconds if self._seconds else 0.0
+        return RunSummary(
+            name=self._job.name,
+            folder=str(self._folder),
+            total=max(state.settled + self._elsewhere, total or 0),
+            ok=state.ok,
+            failed=state.failed,
+            skipped=self._resumed + self._elsewhere,
+            retried=self._crew.retried if self._crew else 0,
+            seconds=round(self._seconds, 3),
+            load_seconds=round(self._load_s, 3),
+            prompt_tokens=state.prompt_tokens,
+            completion_tokens=state.completion_tokens,
+            rows_per_s=round(self._settled * per_s, 3),
+            completion_tokens_per_s=round(state.completion_tokens * per_s, 3),
+            exit=code,
+        )
+
+
+def _ok_ids(folder: Path) -> set[str]:
+    if not is_run(folder):
+        raise JobError(f"--skip-from {folder}: not a run folder")
+    check_log(folder)
+    return {
+        r["id"]
+        for r in read_newest(folder / RESULTS)
+        if failure_kind(r) is None and not is_fallback(r["id"])
+    }
+
+
+def _tokens(store: Store) -> Usage:
+    return Usage(store.totals.prompt_tokens, store.totals.completion_tokens)

@@ -1,0 +1,196 @@
+"""What a run says while it works: a bar or plain lines on stderr, and ``run.log``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from tqdm import tqdm
+
+from batchkit.config.masking import masked_text
+from batchkit.config.terminal import plain
+from batchkit.errors import StoreError
+from batchkit.storage.files import open_log
+from batchkit.types import utc_now
+
+LOG = "run.log"
+_BAR_INTERVAL_S = 0.25
+_RATE_SPAN_S = 60.0
+
+
+class State(NamedTuple):
+    """Where the run stands. Rows over the whole job; tokens of this start only."""
+
+    total: int | None
+    ok: int
+    failed: int
+    resumed: int
+    in_flight: int
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def settled(self) -> int:
+        return self.ok + self.failed
+
+
+class Rates(NamedTuple):
+    """Per second, over the last minute."""
+
+    rows: float
+    prompt_tokens: float
+    completion_tokens: float
+
+
+class Progress:
+    """One per start; owned by the processor's thread.
+
+    On a terminal a tqdm bar, elsewhere one plain line per ``interval_s``; run.log gets every event
+    and the plain lines in both cases. ``quiet`` leaves only run.log.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        *,
+        interval_s: float,
+        quiet: bool = False,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._name = name
+        self._path = folder / LOG
+        self._log = TextIOWrapper(open_log(self._path), encoding="utf-8", line_buffering=True)
+        self._stream = stream or sys.stderr
+        self._quiet = quiet
+        self._on_terminal = not quiet and self._stream.isatty()
+        self._interval_s = interval_s
+        self._clock = clock
+        self._samples: deque[tuple[float, State]] = deque()
+        self._bar: tqdm[Any] | None = None
+        self._next_line = self._next_bar = 0.0
+
+    def event(self, text: str) -> None:
+        """Something worth knowing: one line in run.log and on stderr."""
+        self._write(text)
+        self._say(text)
+
+    def note(self, text: str) -> None:
+        """What is too long for a line, as a dump of stacks: indented, in run.log alone."""
+        self._write(text.strip().replace("\n", "\n    "))
+
+    def update(self, state: State, *, force: bool = False) -> None:
+        """Show ``state`` where it is time to; costs next to nothing otherwise."""
+        now = self._clock()
+        if not self._samples:
+            self._samples.append((now, state))
+            self._next_line = now + self._interval_s
+        if self._on_terminal and (force or now >= self._next_bar):
+            self._next_bar = now + _BAR_INTERVAL_S
+            self._draw(state, self._rates(now, state))
+        if force or now >= self._next_line:
+            self._next_line = now + self._interval_s
+            line = describe(state, self._rates(now, state))
+            self._write(line)
+            if not self._on_terminal:
+                self._say(line)
+            self._samples.append((now, state))
+            while len(self._samples) > 2 and now - self._samples[1][0] >= _RATE_SPAN_S:
+                self._samples.popleft()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        with suppress(OSError):  # nothing is left unwritten: every line was flushed
+            self._log.close()
+
+    def _write(self, line: str) -> None:
+        with _log_errors(self._path):
+            self._log.write(f"{utc_now()} {plain(masked_text(line))}\n")
+
+    def _rates(self, now: float, state: State) -> Rates:
+        since, then = self._samples[0]
+        seconds = max(now - since, 1e-9)
+        return Rates(
+            (state.settled - then.settled) / seconds,
+            (state.prompt_tokens - then.prompt_tokens) / seconds,
+            (state.completion_tokens - then.completion_tokens) / seconds,
+        )
+
+    def _draw(self, state: State, rates: Rates) -> None:
+        if self._bar is None:
+            self._bar = tqdm(
+                total=state.total,
+                initial=state.settled,
+                desc=self._name,
+                unit="row",
+                file=self._stream,
+                dynamic_ncols=True,
+            )
+        bar = self._bar
+        bar.total = state.total
+        bar.n = state.settled
+        bar.set_postfix_str(
+            f"{rates.prompt_tokens:,.0f} prompt tok/s, {rates.completion_tokens:,.0f} output tok/s,"
+            f" {state.in_flight} in flight, {state.failed} failed",
+            refresh=False,
+        )
+        try:
+            bar.refresh()
+        except OSError:
+            self._lose_stream()
+
+    def _say(self, text: str) -> None:
+        if self._quiet:
+            return
+        text = plain(masked_text(text))
+        try:
+            if self._bar is not None:
+                self._bar.write(f"batchkit: {text}", file=self._stream)
+            else:
+                print(f"batchkit: {text}", file=self._stream, flush=True)
+        except OSError:
+            self._lose_stream()
+
+    def _lose_stream(self) -> None:
+        """Nobody reads on: the terminal is gone, or the pipe was closed. run.log goes on."""
+        self._quiet, self._on_terminal = True, False
+
+
+@contextmanager
+def _log_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{path}: can't write: {error.strerror}") from error
+
+
+def describe(state: State, rates: Rates) -> str:
+    """One plain line, as ``1,200 of 3,071 rows, 2 failed, 5.1 rows/s, …, 6 min left``."""
+    of = "" if state.total is None else f" of {state.total:,}"
+    parts = [
+        f"{state.settled:,}{of} rows",
+        f"{state.failed:,} failed",
+        f"{rates.rows:.1f} rows/s",
+        f"{rates.prompt_tokens:,.0f} prompt tok/s",
+        f"{rates.completion_tokens:,.0f} output tok/s",
+        f"{state.in_flight} in flight",
+    ]
+    if state.total is not None and rates.rows > 0:
+        parts.append(f"{duration((state.total - state.settled) / rates.rows)} left")
+    return ", ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """``42 s``, ``6 min``, ``3 h 20 min``."""
+    minutes = round(seconds / 60)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"

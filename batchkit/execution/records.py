@@ -1,0 +1,73 @@
+"""How a completion becomes the row's record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from batchkit.errors import EmptyTextError, ServerError
+from batchkit.scoring import Scored
+from batchkit.storage.schema import error_of, is_count, seconds_of, usage_of
+from batchkit.types import BROKEN_OFF, Completion, Record, utc_now
+
+
+def to_record(
+    completion: Completion,
+    keep: Iterable[str],
+    *,
+    with_prompt: bool = False,
+    scored: Scored | None = None,
+) -> Record:
+    """The line that tells how ``completion`` settled its row, with the row's fields in ``keep``.
+
+    ``scored`` is left out where nothing is scored.
+    """
+    request, error, usage = completion.request, completion.error, completion.usage
+    row, first = request.row, completion.choices[0] if completion.choices else None
+    several = len(completion.choices) > 1 or (first is not None and first.logprobs is not None)
+    return Record(
+        index=row.index,
+        id=row.id,
+        status="ok" if error is None else "failed",
+        attempt=request.attempt,
+        text=first.text if error is None and first is not None else None,
+        finish_reason=first.finish_reason if first is not None else None,
+        usage=usage and usage_of(usage.prompt_tokens, usage.completion_tokens),
+        latency_s=seconds_of(completion.latency_s),
+        finished_at=utc_now(),
+        error=None if error is None else error_of(error),
+        fields={name: row.fields.get(name) for name in keep},
+        input_hash=request.input_hash,
+        choices=completion.choices if several and error is None else None,
+        prompt=completion.prompt if with_prompt else None,
+        truncated_tokens=_truncated_tokens(completion),
+        prediction=None if scored is None else scored.prediction,
+        scores=None if scored is None else scored.scores,
+        unscored=None if scored is None else scored.unscored,
+    )
+
+
+def _truncated_tokens(completion: Completion) -> int | None:
+    cut, usage = completion.request.cut, completion.usage
+    if cut is None or usage is None:
+        return None
+    if not (is_count(cut.prompt_tokens) and is_count(usage.prompt_tokens)):
+        return None
+    tokens = cut.prompt_tokens - usage.prompt_tokens
+    return tokens if tokens >= 0 else None  # a server may count otherwise as it refuses
+
+
+def failed_unless_whole(completion: Completion) -> Completion:
+    """An answer that the engine broke off, or that is only white space, is a failure."""
+    if completion.error is not None:
+        return completion
+    reasons = [choice.finish_reason for choice in completion.choices]
+    for reason in reasons:
+        if reason in BROKEN_OFF:
+            broken = ServerError(f"the answer broke off in the middle (finish_reason {reason})")
+            return replace(completion, error=broken)
+    if any(choice.text.strip() for choice in completion.choices):
+        return completion
+    reason = reasons[0] if reasons else None
+    error = EmptyTextError(f"the model answered with no text (finish_reason {reason})")
+    return replace(completion, error=error)

@@ -1,0 +1,118 @@
+"""``--on-change requeue``: the records whose row is still the same go on to a new log.
+
+Log, checkpoint and manifest are replaced in one step. They are made in a folder beside the old
+ones; renaming that folder to ``.requeue`` decides. From then on nobody reads the old files, and
+whoever opens the run next moves the new ones into place, as often as it takes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from batchkit.errors import StoreError
+from batchkit.sources.rowhash import input_hash
+from batchkit.storage.files import sync_folder
+from batchkit.storage.ledger import REQUEUE, RESULTS, read_newest
+from batchkit.storage.manifest import write_manifest
+from batchkit.storage.runfolder import MANIFEST
+from batchkit.storage.store import CHECKPOINT, Line, Store, free_name
+from batchkit.types import Row
+
+_UNFINISHED = f"{REQUEUE}.tmp"
+_AT_ONCE = 1000
+
+
+def requeue(folder: Path, rows: Iterable[Row], manifest: Mapping[str, Any], *, by_id: bool) -> str:
+    """Keep the records whose row is still among ``rows``, under its present index; drop the others.
+
+    ``manifest`` is the run's from now on. The old log stays beside the new one. A row is the same
+    if its fields are, and it is looked for by id if the job names one (the n-th row of an id for
+    the n-th record of it), else by index. Holds an index and a hash per row.
+
+    Raises:
+        StoreError: the disk refuses; the run is as it was.
+    """
+    unfinished = folder / _UNFINISHED
+    try:
+        unfinished.mkdir()
+        kept, dropped = _copy(folder / RESULTS, unfinished, _present(rows, by_id=by_id), by_id)
+        write_manifest(unfinished, manifest)
+        unfinished.rename(folder / REQUEUE)
+        sync_folder(folder)
+    except (OSError, StoreError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise StoreError(f"{folder}: can't requeue, and the run is as it was: {reason}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    aside = finish_requeue(folder)
+    return f"requeue: {kept:,} records kept, {dropped:,} rows to run again; old log: {aside}"
+
+
+def finish_requeue(folder: Path) -> str | None:
+    """Move what ``requeue`` has made into place, if it was interrupted; the name of the old log.
+
+    Whoever opens a run calls it first.
+
+    Raises:
+        StoreError: the disk refuses.
+    """
+    shutil.rmtree(folder / _UNFINISHED, ignore_errors=True)  # nothing was decided yet
+    made, aside = folder / REQUEUE, None
+    if not os.path.lexists(made):
+        return None
+    if made.is_symlink() or not made.is_dir():
+        raise StoreError(f"{made}: is not the folder that a requeue makes; remove it")
+    try:
+        if (made / RESULTS).exists():
+            aside = free_name(folder / RESULTS, "before")
+            os.link(folder / RESULTS, aside)
+            (folder / CHECKPOINT).unlink(missing_ok=True)  # it is of the old log
+        for name in (RESULTS, CHECKPOINT, MANIFEST):
+            if (made / name).exists():
+                (made / name).replace(folder / name)
+        sync_folder(folder)
+        shutil.rmtree(made)
+    except OSError as error:
+        raise StoreError(f"{made}: can't be moved into place: {error.strerror or error}") from error
+    return None if aside is None else aside.name
+
+
+def _present(rows: Iterable[Row], *, by_id: bool) -> dict[tuple[str, int], tuple[int, str]]:
+    """Index and hash of each row, by what its record is looked for."""
+    n_rows: Counter[str] = Counter()
+    present = {}
+    for row in rows:
+        key = row.id if by_id else str(row.index)
+        present[key, n_rows[key]] = row.index, input_hash(row.fields)
+        n_rows[key] += 1
+    return present
+
+
+def _copy(
+    old: Path, folder: Path, present: Mapping[tuple[str, int], tuple[int, str]], by_id: bool
+) -> tuple[int, int]:
+    """Write the records to keep, with their checkpoint. How many were kept, and how many dropped."""
+    n_records: Counter[str] = Counter()
+    kept = dropped = 0
+    with closing(Store(folder)) as store:
+        for record in read_newest(old):
+            key = record["id"] if by_id else str(record["index"])
+            row_now = present.get((key, n_records[key]))
+            n_records[key] += 1
+            if row_now is None or record.get("input_hash") != row_now[1]:
+                dropped += 1
+                continue
+            kept += 1
+            record["index"] = row_now[0]
+            store.copy(Line(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE), record))
+            if kept % _AT_ONCE == 0:
+                store.flush()
+    return kept, dropped

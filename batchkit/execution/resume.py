@@ -1,0 +1,230 @@
+"""What an earlier start left in the run folder, and what it means for this one.
+
+A run goes on only with the job and the input that it began with: anything else would mix two
+configurations in one table. Where they differ, ``on_change`` decides: stop and say what differs,
+begin a new run beside the old, or keep the records whose rows are still the same and run the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from batchkit.config.tables import JobConfig
+from batchkit.errors import BatchkitError, ChangedError, StoreError
+from batchkit.execution.requeue import finish_requeue, requeue
+from batchkit.execution.signals import Interrupted
+from batchkit.sources.input import Input
+from batchkit.storage.ledger import RESULTS
+from batchkit.storage.manifest import (
+    differences,
+    known_of,
+    new_manifest,
+    new_start,
+    read_manifest,
+    write_job,
+    write_manifest,
+)
+from batchkit.storage.runfolder import MANIFEST, Claim, claim, is_run, move_aside
+from batchkit.storage.store import CHECKPOINT, Store, check_log
+from batchkit.types import utc_now
+
+OnChange = Literal["fail", "new", "requeue"]
+
+
+class OpenRun(NamedTuple):
+    """A claimed run folder; ``news`` says what was done to open it."""
+
+    folder: Path
+    store: Store
+    manifest: dict[str, Any]
+    news: list[str]
+    lock: Claim
+
+    def save(self) -> None:
+        """Write the manifest.
+
+        Raises:
+            LostLockError: the folder may be another process's by now; nothing is written.
+            StoreError: the disk refuses.
+        """
+        self.lock.check()
+        write_manifest(self.folder, self.manifest)
+
+
+@contextmanager
+def open_run(
+    job: JobConfig,
+    source: Input,
+    *,
+    command: str,
+    overrides: Sequence[str],
+    fresh: bool,
+    on_change: OnChange,
+) -> Iterator[OpenRun]:
+    """Claim the run folder, settle what changed, open the store; close all of it afterwards.
+
+    ``job`` is what the run is to be made from, ``overrides`` what this start alone does otherwise.
+
+    Raises:
+        ChangedError: job or input changed, and ``on_change`` is "fail".
+        StoreError: another process holds the folder, or the disk refuses.
+    """
+    folder, news = job.folder, list[str]()
+    new = new_manifest(job, source.files or [])
+    with ExitStack() as held:
+        lock = held.enter_context(claim(folder))
+        if _must_move_aside(job, source, new, fresh=fresh, on_change=on_change, news=news):
+            news.append(f"the earlier run is kept in {move_aside(folder)}")  # lock and all
+            held.close()
+            lock = held.enter_context(claim(folder))
+            if _has_run(folder):
+                raise StoreError(
+                    f"{folder}: another process began a run here while the earlier one was moved"
+                    " aside; wait for it, then run the same command again"
+                )
+        manifest = _merged(new, read_manifest(folder)) if is_run(folder) else new
+        start = new_start(command, overrides)
+        manifest["starts"].append(start)
+        write_job(folder, job)
+        store = Store(folder, check_lock=lock.check)
+        if store.salvaged_bytes:
+            news.append(
+                f"{RESULTS} ended in {store.salvaged_bytes} broken bytes; they are set aside"
+            )
+        run = OpenRun(folder, store, manifest, news, lock)
+        run.save()
+        with _closing(run, start):
+            yield run
+
+
+@contextmanager
+def _closing(run: OpenRun, start: dict[str, Any]) -> Iterator[None]:
+    """Close the store and note in the manifest how this start ended, whatever ends it.
+
+    An error that ends the run is the one that is raised: if the disk is full, what can't be written
+    after it is only a note to it.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, BatchkitError):
+            start["exit"] = error.exit_code
+        elif isinstance(error, Interrupted):
+            start["exit"] = 128 + error.signum
+        try:
+            _close(run, start)
+        except StoreError as also:
+            if not isinstance(error, StoreError):
+                error.add_note(str(also))
+        raise
+    else:
+        _close(run, start)
+
+
+def _close(run: OpenRun, start: dict[str, Any]) -> None:
+    start["ended_at"] = utc_now()
+    try:
+        run.store.close()
+    finally:
+        run.save()
+
+
+def _must_move_aside(
+    job: JobConfig,
+    source: Input,
+    new: dict[str, Any],
+    *,
+    fresh: bool,
+    on_change: OnChange,
+    news: list[str],
+) -> bool:
+    """Settle what an earlier start left in the folder. True if it must give way to a new run.
+
+    Raises:
+        StoreError: there are records, and no manifest says what they were made from.
+        ChangedError: job or input changed, and ``on_change`` is "fail".
+    """
+    folder = job.folder
+    if not is_run(folder):
+        if _has_run(folder) and not fresh:
+            raise StoreError(
+                f"{folder}: has records ({RESULTS}, {CHECKPOINT}) but no {MANIFEST}, so nothing tells"
+                f" which job and input they were made from. Put {MANIFEST} back, or start a new run"
+                " with --fresh (the old folder is kept)"
+            )
+        return _has_run(folder)
+    if finish_requeue(folder) is not None:
+        news.append("an interrupted --on-change requeue was finished first")
+    if fresh or source.files is None:
+        return True
+    return _settle_changes(job, source, new, on_change, news)
+
+
+def _merged(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+    """The run's own manifest, with what decides this start's answers in it."""
+    renewed = ("input", "identity", "fingerprints", "model", "seed", "total")
+    merged = new | old | {key: new[key] for key in renewed}
+    if merged["scoring"] != new["scoring"]:
+        merged["scoring"] = None  # of several kinds, until all is scored anew in one of them
+    # A job that was read back from its job.toml has its secrets masked; their fingerprints stay.
+    merged["identity"] = known_of(new["identity"], old["identity"])
+    return merged
+
+
+def _has_run(folder: Path) -> bool:
+    """True if the folder holds more than what a start makes before it writes the manifest."""
+    log = folder / RESULTS
+    has_records = log.exists() and log.stat().st_size > 0
+    return is_run(folder) or has_records or (folder / CHECKPOINT).exists()
+
+
+def _settle_changes(
+    job: JobConfig,
+    source: Input,
+    new: dict[str, Any],
+    on_change: OnChange,
+    news: list[str],
+) -> bool:
+    """Do what ``on_change`` says about changes. True where the old run must be moved aside."""
+    folder = job.folder
+    manifest = read_manifest(folder)
+    job_changes = differences(manifest["identity"], new["identity"])
+    changes = job_changes + input_changes(manifest["input"], new["input"])
+    if not changes or not (folder / RESULTS).exists() or not (folder / RESULTS).stat().st_size:
+        return False  # nothing was answered yet, so nothing can be mixed
+    if on_change == "fail":
+        listed = "\n".join(f"  {change}" for change in changes)
+        raise ChangedError(
+            f"{folder}: job or input changed since this run began\n{listed}\n"
+            "Undo the change, or choose: --fresh or --on-change new (begin anew, the old run is"
+            " kept), --on-change requeue (run again what the change touches)"
+        )
+    news.append(f"changed since this run began: {'; '.join(changes)}")
+    if on_change == "new":
+        return True
+    # Another filter or share changes no answer: the records of the rows that it keeps still hold.
+    holds = all(change.startswith(("input.where:", "input.shard:")) for change in job_changes)
+    rows = source.everything(lambda index: False) if holds else iter(())
+    check_log(folder)
+    news.append(requeue(folder, rows, _merged(new, manifest), by_id=source.has_ids))
+    return False
+
+
+def input_changes(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
+    """One line for each file that differs, by content: moving or touching one changes nothing."""
+    if [file["sha256"] for file in then] == [file["sha256"] for file in now]:
+        return []
+    old = {file["path"]: file for file in then}
+    new = {file["path"]: file for file in now}
+    return [
+        f"input {path}: {_described(old.get(path))} → {_described(new.get(path))}"
+        for path in sorted({*old, *new})
+        if (old.get(path) or {}).get("sha256") != (new.get(path) or {}).get("sha256")
+    ] or ["input: the order of the files"]
+
+
+def _described(file: Mapping[str, Any] | None) -> str:
+    return "none" if file is None else f"{file['size']:,} bytes, {str(file['sha256'])[:12]}"

@@ -1,0 +1,393 @@
+"""Keeps an engine going: restarts it when it dies, smaller when memory ran out, and finds the row
+that kills it.
+
+It is an Engine itself, so the processor's loop knows nothing of deaths: what it submits comes back
+exactly once, a poison row with its error. After a death the requests that were in flight are
+replayed in halves (``suspects.py``); new ones are held until all of them are cleared. When memory
+ran out, the next engine takes one step down the ladder (``ladder.py``); if a poison row turns out to
+be the cause, the steps that it cost are taken back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from batchkit.config.tables import JobConfig
+from batchkit.engines.base import Engine, EngineLoad
+from batchkit.engines.faults import EngineDied, Fault, StartFailed
+from batchkit.engines.memory_ladder import STRETCH, Ladder
+from batchkit.engines.registry import open_engine
+from batchkit.errors import (
+    EngineCrashError,
+    EngineError,
+    JobError,
+    RowError,
+    RowOutOfMemoryError,
+    RowTimeoutError,
+)
+from batchkit.execution.bisection import Expected, Group, Suspects, Suspicion
+from batchkit.types import Completion, Request
+
+Say = Callable[[str], None]
+
+
+class Lessons(NamedTuple):
+    """What the deaths of engines taught: the next start of the run needs it.
+
+    ``steps``: the ladder's. ``among_accidents``: engines have died of no row's fault. ``suspicions``:
+    where the search for a poison row is.
+    """
+
+    restarts: int
+    steps: Sequence[Mapping[str, Any]]
+    among_accidents: bool
+    suspicions: Sequence[Suspicion] = ()
+
+
+GROWTH_SHARE = 0.05
+"""At most this share of the time goes into restarts that only try a larger setting."""
+LONGEST_PAUSE_S = 10
+_GROWTH, _DEATH = "a stretch of success", "it died"
+_KILLED = "SIGKILL"
+_UNKNOWN_LIMITS = {"max_num_seqs": 256}  # vLLM's default, for an engine that died before it told
+
+
+class SupervisedEngine:
+    """``say`` gets one line per event, ``note`` what is too long for that.
+
+    ``restarts`` counts attempts to open an engine after the first. ``remember`` is called
+    with what was learned, before the next engine is opened and when a search ends;
+    ``among_accidents`` and ``suspicions`` are what an earlier start learned. ``convicted`` are the
+    indices of rows that killed an engine in an earlier start: each is run alone, and once.
+
+    Raises:
+        JobError: the engine's options can't be right.
+        EngineError: it could not start, or died ``run.max_engine_restarts`` times without an answer.
+    """
+
+    def __init__(
+        self,
+        job: JobConfig,
+        say: Say,
+        *,
+        note: Say = lambda text: None,
+        remember: Callable[[Lessons], None] = lambda lessons: None,
+        ladder: Ladder | None = None,
+        convicted: Iterable[int] = (),
+        among_accidents: bool = False,
+        suspicions: Iterable[Suspicion] = (),
+        open_engine: Callable[[JobConfig], Engine] = open_engine,
+    ) -> None:
+        self._job = job
+        self._say = say
+        self._note = note
+        self._tell_lessons = remember
+        self._open_engine = open_engine
+        self.ladder = ladder or Ladder()
+        self._suspects = Suspects[Request](among_accidents=among_accidents)
+        self._expected = Expected(suspicions)
+        self._is_search_remembered = False
+        self._convicted = set(convicted)
+        self._in_flight: dict[int, Request] = {}
+        self._held: deque[Request] = deque()
+        self._answered: Request | None = None
+        self._canary: Request | None = None
+        self._deaths = 0
+        self._restart_due = ""
+        self._host_gb_at_start: float | None = None
+        self._since_too_large = self._since_kill = STRETCH
+        self.restarts = 0
+        self._engine = self._open()
+        self._safe_steps = list(self.ladder.steps)
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self._engine.max_num_seqs
+
+    @property
+    def limits(self) -> Mapping[str, Any]:
+        return self._engine.limits
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        return self._engine.versions
+
+    def submit(self, request: Request) -> None:
+        known = self._expected.pop(request.row.index, request.input_hash)
+        if known is not None and known.suspicion.is_convict:
+            self._convicted.add(request.row.index)
+        if request.row.index in self._convicted:
+            self._suspects.suspect(request)
+        elif known is not None:
+            self._suspects.recall(request, known.group, known.suspicion.deaths)
+            self._is_search_remembered = True
+        elif self._must_hold:
+            self._held.append(request)
+        else:
+            self._hand_over(request)
+
+    def poll(self, timeout_s: float) -> Sequence[Completion]:
+        if not self._in_flight:
+            self._go_on()
+        try:
+            done = self._engine.poll(timeout_s)
+        except EngineDied as death:
+            return self._bury(death)
+        for completion in done:
+            del self._in_flight[id(completion.request)]
+        self._count_success(done)
+        return [completion for completion in done if not self._is_canary(completion)]
+
+    def load(self) -> EngineLoad:
+        """As the engine's; what is held back here waits, too."""
+        load = self._engine.load()
+        for text in load.events:
+            self._say(text)
+        self._watch_memory(load.host_bytes / 2**30)
+        return load._replace(waiting=load.waiting + len(self._held) + len(self._suspects))
+
+    def close(self) -> None:
+        self._engine.close()
+
+    @property
+    def _must_hold(self) -> bool:
+        return bool(self._suspects or self._restart_due or self._held)
+
+    def _hand_over(self, request: Request) -> None:
+        self._in_flight[id(request)] = request
+        self._engine.submit(request)
+
+    def _go_on(self) -> None:
+        """Nothing is in flight: restart if that is due, then the next suspects, or what is held."""
+        if self._restart_due:
+            self._restart()
+        if self._suspects and self._deaths > self._job.run.max_engine_restarts // 2:
+            self._prove_sound()
+        for request in self._suspects.next_group():
+            self._hand_over(request)
+        if self._is_search_remembered and not self._suspects:  # it has ended
+            self._remember(self.ladder.steps)
+        while not self._suspects and self._held:
+            self._hand_over(self._held.popleft())
+
+    def _prove_sound(self) -> None:
+        """Before a search is given up as hopeless, run a row that is most likely good.
+
+        A new one if one is held; else the last answered one, whose second answer goes nowhere; else
+        one of the suspects.
+        """
+        if self._held:
+            self._suspects.interpose([self._held.popleft()])
+        elif self._answered is not None:
+            sampling = {**self._answered.sampling, "max_tokens": 1, "min_tokens": 0}
+            self._canary = replace(self._answered, sampling=sampling)
+            self._suspects.interpose([self._canary])
+        else:
+            self._suspects.single_out()
+
+    def _is_canary(self, completion: Completion) -> bool:
+        if completion.request is not self._canary:
+            return False
+        if completion.error is not None:
+            self._answered = None  # it proves nothing: don't try it again
+        return True
+
+    def _count_success(self, done: Sequence[Completion]) -> None:
+        answered = [completion.request for completion in done if completion.error is None]
+        if not answered:
+            return
+        self._answered = answered[-1]
+        self._deaths = 0
+        self._since_too_large += len(answered)
+        self._since_kill += len(answered)
+        if self._suspects:
+            return
+        self._safe_steps = list(self.ladder.steps)
+        may_grow = (time.monotonic() - self._opened_at) * GROWTH_SHARE >= self._open_s
+        if self.ladder.succeeded(len(answered)) and may_grow and not self._restart_due:
+            self._restart_due = _GROWTH
+
+    def _watch_memory(self, host_gb: float) -> None:
+        """Plan a restart where the engine's process grew too large; a new one must be smaller."""
+        limit_gb = self._job.run.max_host_gb
+        if limit_gb is None or not host_gb or self._restart_due:
+            return
+        told = f"{host_gb:.1f} GiB (run.max_host_gb = {limit_gb:g})"
+        if self._host_gb_at_start is None:
+            self._host_gb_at_start = host_gb
+            if host_gb > limit_gb:
+                self._say(f"a new engine already holds {told}: no restart would help")
+        elif host_gb > limit_gb >= self._host_gb_at_start:
+            self._restart_due = f"its process holds {told}"
+            if self._since_too_large < STRETCH:  # it comes again too soon: the batch is too large
+                self._make_smaller(Fault("oom", "run.max_host_gb", self._restart_due))
+            self._since_too_large = 0
+
+    def _bury(self, death: EngineDied) -> list[Completion]:
+        """The engine is dead. The poison row comes back failed, if this death gave it away.
+
+        The next engine is opened when that is settled: it may take minutes, or never come up.
+        """
+        fault = self._judged(death.fault)
+        in_flight = [r for r in self._in_flight.values() if r is not self._canary]
+        self._in_flight.clear()
+        self._restart_due = _DEATH
+        rows = "1 row" if len(in_flight) == 1 else f"{len(in_flight)} rows"
+        self._say(f"engine died ({fault.kind}) with {rows} in flight: {fault}")
+        if death.stacks:
+            self._note(death.stacks)
+        was_expected = len(in_flight) == 1 and in_flight[0].row.index in self._convicted
+        poison = self._poison(death, in_flight)
+        if not was_expected:
+            self._count_death(fault, may_raise=poison is None)
+        if fault.kind == "oom":
+            if poison is None:
+                self._make_smaller(fault, alone=len(in_flight) <= 1)
+            else:  # a row that runs out of memory alone says nothing about the batch
+                self.ladder.steps = list(self._safe_steps)
+                self._remember(self.ladder.steps, convicted=poison)
+        if poison is None:
+            return []
+        row = f"row {poison.row.index} (id {poison.row.id})"
+        if death.request is None:
+            self._convicted.add(poison.row.index)
+            self._say(f"{row} alone kills the engine: failed")
+        else:
+            self._say(f"{row} is what it died of: failed")
+        return [Completion(poison, error=_row_error(fault))]
+
+    def _judged(self, fault: Fault) -> Fault:
+        """The second of two unexplained kills in a row is taken for memory that ran out: a person
+        seldom kills an engine twice, and not every host shows what the kernel did.
+
+        In a row: no other death between them, and less than a stretch of success.
+        """
+        comes_again = self._since_kill < STRETCH
+        self._since_kill = 0 if fault.type == _KILLED else STRETCH
+        if not (fault.is_unexplained_kill and comes_again):
+            return fault
+        return Fault("oom", fault.type, "killed from outside again; taken for memory that ran out")
+
+    def _poison(self, death: EngineDied, in_flight: list[Request]) -> Request | None:
+        """The row at fault: as the engine says itself, or as the search has proven."""
+        if death.request not in in_flight:
+            fault = death.fault
+            cause = _KILLED if fault.type == _KILLED else f"{fault.kind} {fault.type}"
+            return self._suspects.died(in_flight, cause)
+        in_flight.remove(death.request)
+        self._held.extendleft(reversed(in_flight))
+        return death.request
+
+    def _count_death(self, cause: object, *, may_raise: bool = True) -> None:
+        """``may_raise`` is false while a row's own verdict has yet to be handed on."""
+        self._deaths += 1
+        if may_raise and self._deaths > self._job.run.max_engine_restarts:
+            self.ladder.steps = list(self._safe_steps)
+            self._remember(self.ladder.steps, proves=False)
+            raise EngineError(
+                f"the engine died {self._deaths} times without one answer"
+                f" (run.max_engine_restarts); last: {cause}"
+            )
+
+    def _make_smaller(self, fault: Fault, *, alone: bool = False) -> None:
+        step = self.ladder.step_down(self._engine.limits, fault, alone=alone)
+        if step is not None:
+            self._say(f"out of memory ({fault}): next engine with {_shown(step)}")
+
+    def _restart(self) -> None:
+        if self._restart_due == _GROWTH:
+            self.ladder.step_up()
+            self._restart_due += f", one step up to {self._setting()}"
+        if self._restart_due != _DEATH:
+            self._say(f"engine restart: {self._restart_due}")
+        self._engine.close()
+        while self._restart_due:
+            self.restarts += 1
+            self._remember(self.ladder.steps)
+            try:
+                self._engine = self._open()
+                self._restart_due = ""
+            except (StartFailed, JobError) as error:  # it came up before: this may pass
+                self._say(f"the next engine did not come up: {' '.join(str(error).split())}")
+                self._count_death(error)
+                if isinstance(error, JobError):  # a step down that the engine does not allow
+                    self.ladder.steps = list(self._safe_steps)
+                time.sleep(min(self._deaths, LONGEST_PAUSE_S))
+
+    def _open(self) -> Engine:
+        """An engine with the ladder's settings; where memory runs out at load, smaller still."""
+        before = list(self.ladder.steps)
+        while True:
+            started = time.monotonic()
+            options = {**self._job.engine.options, **self.ladder.overrides}
+            try:
+                engine = self._open_engine(
+                    self._job.model_copy(
+                        update={"engine": self._job.engine.model_copy(update={"options": options})}
+                    )
+                )
+            except StartFailed as error:
+                fault = self._judged(error.fault)
+                if fault.is_unexplained_kill:  # once says nothing; a second one is memory
+                    self._say(f"engine died at load ({fault}): tried once more")
+                    continue
+                step = None
+                if fault.kind == "oom":
+                    limits = error.limits or {**_UNKNOWN_LIMITS, **options}
+                    step = self.ladder.step_down(limits, fault)
+                if step is None:
+                    self.ladder.steps = before  # those steps did not help
+                    self._remember(before)
+                    raise
+                self._say(f"out of memory at load ({fault}): next try with {_shown(step)}")
+                self._remember(self.ladder.steps)
+            else:
+                self._opened_at = time.monotonic()
+                self._open_s = self._opened_at - started
+                self._host_gb_at_start = None
+                return engine
+
+    def _remember(
+        self,
+        steps: Sequence[Mapping[str, Any]],
+        *,
+        convicted: Request | None = None,
+        proves: bool = True,
+    ) -> None:
+        """``convicted``: a row whose failure has yet to be handed on, and so to reach the disk.
+        ``proves`` is false where deaths say nothing about the rows: the engine dies of all."""
+        groups = list(self._suspects.groups)
+        if convicted is not None:
+            groups.append(Group([convicted], is_convict=True))
+        suspicions = [
+            Suspicion(
+                {request.row.index: request.input_hash for request in group.requests},
+                group.deaths,
+                group.is_convict,
+            )
+            for group in groups
+        ] + self._expected.suspicions()
+        if not proves:
+            suspicions = [suspicion._replace(deaths=()) for suspicion in suspicions]
+        self._is_search_remembered = bool(groups)
+        among_accidents = self._suspects.among_accidents
+        self._tell_lessons(Lessons(self.restarts, list(steps), among_accidents, tuple(suspicions)))
+
+    def _setting(self) -> str:
+        return _shown(self.ladder.overrides) if self.ladder.steps else "the job's own settings"
+
+
+def _row_error(fault: Fault) -> RowError:
+    if fault.kind == "oom":
+        return RowOutOfMemoryError(f"the engine runs out of memory on this row alone: {fault}")
+    if fault.kind == "timeout":
+        return RowTimeoutError(str(fault))
+    return EngineCrashError(f"the engine dies on this row alone: {fault}")
+
+
+def _shown(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in options.items())

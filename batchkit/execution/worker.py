@@ -1,0 +1,263 @@
+"""An engine that is kept going, and all that it takes to make records of rows with it.
+
+A run on one machine is one Worker, called by the run's own thread; with ``run.workers`` there is one
+in each process that Ray starts (``cluster/``). Both are a Crew to the processor's loop.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from batchkit.config.masking import learn, learn_secret
+from batchkit.config.tables import JobConfig
+from batchkit.engines.base import Engine
+from batchkit.engines.memory_ladder import Ladder
+from batchkit.engines.process.launcher import Launcher
+from batchkit.engines.registry import open_engine
+from batchkit.execution.attempts import Attempts
+from batchkit.execution.records import failed_unless_whole, to_record
+from batchkit.execution.supervisor import Lessons, Say, SupervisedEngine
+from batchkit.execution.window import Window
+from batchkit.rendering.prefetch import Prefetch
+from batchkit.rendering.renderer import PromptRenderer
+from batchkit.scoring import Scored, Scoring, kept_fields
+from batchkit.storage.store import Line, line_of
+from batchkit.types import Completion, Request, Task
+
+POLL_S = 0.05
+AHEAD = 256
+READ_AT_ONCE = 16
+
+
+class Listener(NamedTuple):
+    """Who hears what befalls a worker.
+
+    ``event`` gets a line, ``engine_event`` one that ``status`` shows too, ``note`` what is too long
+    for a line; ``remember`` what the next start must know.
+    """
+
+    event: Say
+    engine_event: Say
+    note: Say
+    remember: Callable[[Lessons], None]
+
+
+class EngineFacts(NamedTuple):
+    """What an engine tells of itself once its model is loaded."""
+
+    max_num_seqs: int
+    versions: Mapping[str, str]
+
+
+class Crew(Protocol):
+    """Whoever makes records of a run's rows: one worker here, or several elsewhere.
+
+    The run's thread calls it: ``open`` once, then ``fill`` and ``poll`` in turn until ``is_done``.
+    Every row comes back once, as the line for the ledger.
+    """
+
+    @property
+    def in_flight(self) -> int:
+        """Rows that the engines are at."""
+
+    @property
+    def retried(self) -> int:
+        """Further tries of rows so far."""
+
+    def open(self, known: Lessons) -> EngineFacts:
+        """Load the model; ``known`` is what earlier starts have learned.
+
+        Raises:
+            JobError, EngineError: it can't be loaded.
+        """
+
+    def fill(self, *, taking: bool) -> list[Line]:
+        """Hand rows on while there is room, none where ``taking`` is false; what is settled by it."""
+
+    def poll(self) -> list[Line]:
+        """What has been settled since, after a short wait.
+
+        Raises:
+            EngineError: nobody is left to go on.
+        """
+
+    @property
+    def is_done(self) -> bool:
+        """True once every row has come back."""
+
+    def workers(self) -> list[dict[str, Any]]:
+        """How each of several workers does, for ``status``; empty for one."""
+
+    def close(self) -> None:
+        """Drop what is in flight and give everything back."""
+
+
+class Worker:
+    """A Crew of one. ``tasks`` are its rows, rendered as soon as this is made.
+
+    ``references``: the right answers by id, where another run gives them. ``convicted``: indices of
+    rows that killed an engine before; each is run alone. ``may_wait``: reading ``tasks`` may block.
+    ``opening`` is entered around each loading of the model. The engine prints to ``log``.
+    """
+
+    def __init__(
+        self,
+        job: JobConfig,
+        renderer: PromptRenderer,
+        tasks: Iterator[Task],
+        listener: Listener,
+        *,
+        log: Path,
+        references: Mapping[str, str | None] | None = None,
+        convicted: Collection[int] = (),
+        may_wait: bool = False,
+        opening: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        learn(os.environ, job.model_dump())  # a worker on Ray is in a process of its own
+        learn_secret(os.environ.get(job.engine.api_key_env, "").strip())
+        self._job = job
+        self._listener = listener
+        self._log = log
+        self._convicted = convicted
+        self._opening = opening
+        self._scoring = (
+            Scoring(job.scoring, references, listener.event) if job.scoring.is_on else None
+        )
+        self._kept = kept_fields(job)
+        self._again = Attempts(job.retry, renderer, self._finds_nothing)
+        self._prefetch = Prefetch(
+            tasks,
+            lambda task: renderer.render_or_fail(task.row, task.attempt),
+            threads=job.run.render_threads,
+            ahead=AHEAD,
+            max_bytes=job.media.max_memory_bytes,
+            at_once=1 if may_wait or renderer.takes_long else READ_AT_ONCE,
+        )
+        self._held = ExitStack()
+        self._held.enter_context(closing(self._prefetch))
+        self._in_flight = 0
+
+    def open(self, known: Lessons) -> EngineFacts:
+        """As ``Crew``: the engine, with the settings that an earlier start found to be safe."""
+        launcher = self._held.enter_context(closing(Launcher(self._log)))
+
+        def open_one(job: JobConfig) -> Engine:
+            with self._opening():
+                return open_engine(job, launcher)
+
+        ladder = Ladder(list(map(dict, known.steps)))
+        if ladder.steps:
+            self._listener.event(f"engine settings remembered: {dict(ladder.overrides)}")
+        self._engine = self._held.enter_context(
+            closing(
+                SupervisedEngine(
+                    self._job,
+                    self._listener.engine_event,
+                    note=self._listener.note,
+                    remember=self._listener.remember,
+                    ladder=ladder,
+                    convicted=self._convicted,
+                    among_accidents=known.among_accidents,
+                    suspicions=known.suspicions,
+                    open_engine=open_one,
+                )
+            )
+        )
+        fixed = self._job.run.max_in_flight
+        self._window = Window(self._engine.max_num_seqs, fixed=None if fixed == "auto" else fixed)
+        return EngineFacts(self._engine.max_num_seqs, self._engine.versions)
+
+    def fill(self, *, taking: bool = True) -> list[Line]:
+        """Submit what is rendered while there is room; wait only if the engine has nothing to do.
+
+        Bounded, so that a stretch of rows that can't be rendered reaches the disk on the way.
+        """
+        lines: list[Line] = []
+        for _ in range(AHEAD if taking else 0):
+            if self._in_flight >= self._window.size:
+                break
+            rendered = self._again.pop_due() or self._next_row()
+            if rendered is None:
+                break
+            if isinstance(rendered, Completion):
+                lines += self._settled(rendered)
+            else:
+                self._engine.submit(rendered)
+                self._in_flight += 1
+        return lines
+
+    def poll(self) -> list[Line]:
+        """What the engine has finished; then the window is fitted to how it does."""
+        lines: list[Line] = []
+        if self._in_flight:
+            for completion in self._engine.poll(POLL_S):
+                self._in_flight -= 1
+                lines += self._settled(completion)
+        elif self._again:
+            time.sleep(POLL_S)  # all that is left waits for its next try
+        change = self._window.fit(self._engine.max_num_seqs)
+        change = change or self._window.adapt(self._engine.load(), self._in_flight)
+        if change is not None:
+            self._listener.event(f"window {change.old} → {change.new}: {change.reason}")
+        return lines
+
+    @property
+    def in_flight(self) -> int:
+        return self._in_flight
+
+    @property
+    def is_done(self) -> bool:
+        return not self._in_flight and not self._again and self._prefetch.exhausted
+
+    @property
+    def retried(self) -> int:
+        return self._again.retried
+
+    @property
+    def appetite(self) -> int:
+        """How many rows it can use at a time: those in its window, and as many being rendered."""
+        return 2 * self._window.size
+
+    def workers(self) -> list[dict[str, Any]]:
+        return []
+
+    def close(self) -> None:
+        self._held.close()
+
+    def _next_row(self) -> Request | Completion | None:
+        if self._in_flight and self._prefetch.broken:
+            return None  # what is in flight is paid for: settle it before the error is raised
+        return self._prefetch.get(timeout_s=0 if self._in_flight else POLL_S)
+
+    def _settled(self, completion: Completion) -> list[Line]:
+        """The row's line, unless it is tried again."""
+        settled = self._again.settle(failed_unless_whole(completion))
+        if settled is None:
+            return []
+        self._prefetch.release(settled.request)
+        record = to_record(
+            settled,
+            self._kept,
+            with_prompt=self._job.output.prompt,
+            scored=self._scored(settled),
+        )
+        return [line_of(record)]
+
+    def _scored(self, completion: Completion) -> Scored | None:
+        if self._scoring is None:
+            return None
+        if completion.error is not None:
+            return Scored(None, {})
+        row = completion.request.row
+        return self._scoring.score(completion.choices[0].text, row.fields, row.id)
+
+    def _finds_nothing(self, completion: Completion) -> bool:
+        if self._scoring is None:
+            return False
+        row = completion.request.row
+        return self._scoring.finds_nothing(completion.choices[0].text, row.fields, row.id)

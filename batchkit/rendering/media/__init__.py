@@ -1,0 +1,102 @@
+"""Images and texts: from what a row names to RGB pixels of the right size, or to text.
+
+``load_image`` and ``load_text`` are the doors. ``source`` turns a name into bytes and keeps to the media root,
+``remote`` does the same where that is an fsspec URL, ``download`` for web addresses and keeps to the listed
+hosts, ``pixels`` turns bytes into the image, ``size`` knows the size rule. ``shared`` lets rows have an
+image in common.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from PIL import Image
+
+from batchkit.config.tables import MediaTable
+from batchkit.config.urls import is_remote
+from batchkit.errors import MediaError
+from batchkit.rendering.media.download import fetch
+from batchkit.rendering.media.pixels import decode, fit
+from batchkit.rendering.media.remote import check_root, read_remote
+from batchkit.rendering.media.shared import SharedImages
+from batchkit.rendering.media.size import Size, target_size
+from batchkit.rendering.media.source import is_for_fetch, read_data_uri, read_file, shown
+
+__all__ = [
+    "SharedImages",
+    "Size",
+    "Source",
+    "check_root",
+    "load_image",
+    "load_text",
+    "target_size",
+]
+
+Source = str | os.PathLike[str] | bytes | bytearray | memoryview | Mapping[str, Any] | Image.Image
+
+
+def load_image(source: Source, media: MediaTable) -> Image.Image:
+    """A new RGB image, fully decoded, upright by its EXIF, scaled to the limits of ``media``.
+
+    ``source`` is a path below ``media.root`` (absolute, relative to it, ``file://`` or, where the
+    root is an fsspec URL, a URL that begins with it), a base64 ``data:`` URI, an http(s) URL on
+    ``media.allow_urls``, the bytes of an image file, ``{"bytes": …, "path": …}`` as Hugging Face
+    datasets store it, or an image (left as it is).
+    Read are PNG, JPEG, WebP, GIF, BMP and TIFF, told apart by their content; of an animation the
+    first frame. Transparency becomes white; gray of more than 8 bits is scaled to 8, not clipped.
+
+    Safe to call from many threads. Memory, the result aside, stays within
+    ``media.max_decode_bytes``, twice ``media.max_bytes`` and 64 MiB; over N threads, N - 1 times
+    128 MiB (images that need more than that take turns) and the files' bytes come on top.
+
+    Raises:
+        MediaError: missing, refused, too large, or not an image. The only exception.
+    """
+    try:
+        return _load(source, media)
+    except MediaError as error:
+        message = str(error)
+    # Anew, without its cause: a failed row waits for its record, and the frames of the first
+    # error would keep the file's bytes and its pixels alive until then.
+    raise MediaError(message)
+
+
+def load_text(path: str, media: MediaTable) -> str:
+    """The text of the file at ``path``, below ``media.root``; bytes that are no UTF-8 become U+FFFD.
+
+    Raises:
+        MediaError: missing, outside the root, over ``media.max_bytes``. The only exception.
+    """
+    return _read(path, shown(path), media).decode("utf-8-sig", errors="replace")
+
+
+def _load(source: Source, media: MediaTable) -> Image.Image:
+    name = shown(source)
+    match source:
+        case Image.Image():
+            return fit(source, name, media)
+        case bytes() | bytearray() | memoryview():
+            return decode(bytes(source), name, media)
+        case {"bytes": bytes(data)}:
+            return decode(data, name, media)
+        case {"path": str(path)}:
+            return _load(path, media)
+        case os.PathLike():
+            return decode(_read(os.fspath(source), name, media), name, media)
+        case str() if source[:5].lower() == "data:":
+            return decode(read_data_uri(source, name, media), name, media)
+        case str() if is_for_fetch(source, media):
+            return decode(fetch(source, name, media), name, media)
+        case str():
+            return decode(_read(source, name, media), name, media)
+    raise MediaError(
+        f"{name}: an image is a path, a data: URI, a URL, the bytes of a file,"
+        ' {"bytes": …, "path": …} or a PIL image; check the template in prompt.images'
+    )
+
+
+def _read(source: str, name: str, media: MediaTable) -> bytes:
+    """The bytes of a file under ``media.root``, wherever that is."""
+    return (read_remote if is_remote(media.root) else read_file)(source, name, media)

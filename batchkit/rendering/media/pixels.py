@@ -1,0 +1,291 @@
+"""From the bytes of an image file to RGB pixels within the limits, in little memory.
+
+Large images are never copied whole: what Pillow decoded is flattened to RGB or gray tile by tile,
+each tile averaged down at once by a whole factor, and only that small image is resampled. JPEGs
+are decoded at a half, a quarter or an eighth where that is enough.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import IO, NamedTuple
+
+from PIL import Image
+from PIL.BmpImagePlugin import BmpImageFile
+from PIL.GifImagePlugin import GifImageFile
+from PIL.ImageFile import ImageFile
+from PIL.JpegImagePlugin import JpegImageFile, jpeg_factory
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
+from PIL.WebPImagePlugin import WebPImageFile
+
+from batchkit.config.tables import MediaTable
+from batchkit.errors import MediaError
+from batchkit.rendering.media.size import LARGEST_ASPECT, Size, smart_size, target_size
+
+# Opened by these and not by Image.open: it knows 40 more formats, and refuses images over
+# Image.MAX_IMAGE_PIXELS, a global of the user's process that is not ours to move.
+# media.max_decode_bytes stands in for it.
+_OPENERS: dict[re.Pattern[bytes], Callable[[IO[bytes]], ImageFile]] = {
+    re.compile(rb"\x89PNG\r\n\x1a\n"): PngImageFile,
+    re.compile(rb"\xff\xd8\xff"): jpeg_factory,
+    re.compile(rb"RIFF....WEBP", re.DOTALL): WebPImageFile,
+    re.compile(rb"GIF8[79]a"): GifImageFile,
+    re.compile(rb"BM"): BmpImageFile,
+    re.compile(rb"II[*+]\0|MM\0[*+]"): TiffImageFile,
+}
+_READABLE = "PNG, JPEG, WebP, GIF, BMP or TIFF"
+
+# How many copies of the pixels a decoder holds at its peak (measured at 60 MP): WebP two canvases,
+# the bytes and the image; TIFF the image and either a strip, which may be all of it, or the image
+# turned upright; GIF and run-length BMP a second frame.
+_COPIES = {"WEBP": 4, "TIFF": 2, "GIF": 2, "BMP": 2}
+_STORED_BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16L": 2, "I;16B": 2, "I;16N": 2}  # else 4
+_ROW_POINTER_BYTES = 8
+
+# Averaging leaves at least this many times the target for the resampling (Image.resize's
+# reducing_gap). A rendered table from 32 to 1.6 MP, against resampling alone: 2.5 times as fast,
+# 41 dB alike; with 3 there was nothing left to average.
+_REDUCING_GAP = 2
+_TILE_PIXELS_A_SIDE = 1024
+
+# Images that need more than this take turns, so that render threads, which decode side by side,
+# don't hold media.max_decode_bytes each.
+_LARGE_BYTES = 128 * 2**20
+_one_large_image = threading.Lock()
+
+_EXIF_ORIENTATION = 0x0112
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def decode(data: bytes, name: str, media: MediaTable) -> Image.Image:
+    """The image in ``data``, as ``load_image`` promises it; ``name`` is for messages.
+
+    Raises:
+        MediaError: not a readable image, or too large to decode.
+    """
+    if not data:
+        raise MediaError(f"{name}: is empty; give {_READABLE}")
+    with _translated(name, f"its {len(data)} bytes begin with {data[:16]!r}"):
+        image = _open(data, name)
+        full = Size(*image.size)
+        target = _target(full, name, media)
+        drafted = image.draft(None, (_REDUCING_GAP * target.width, _REDUCING_GAP * target.height))
+        extent = drafted[1][2:] if drafted else full
+        need_bytes = _need_bytes(image, full, target, data)
+        if need_bytes > media.max_decode_bytes:
+            raise MediaError(
+                f"{name}: {full.width}×{full.height} pixels ({image.format}, {image.mode}) need"
+                f" {need_bytes} bytes to decode, media.max_decode_bytes is"
+                f" {media.max_decode_bytes}; raise it or store the image smaller"
+            )
+        with _one_large_image if need_bytes > _LARGE_BYTES else nullcontext():
+            image.load()
+            return _upright(_scaled(image, extent, target, name), _orientation(image))
+
+
+def fit(image: Image.Image, name: str, media: MediaTable) -> Image.Image:
+    """A copy of ``image``, as ``load_image`` promises it.
+
+    Raises:
+        MediaError: it has no pixels, or can't be converted to RGB.
+    """
+    if not image.width or not image.height:
+        raise MediaError(f"{name}: has no pixels; give an image of at least 1×1")
+    with _translated(name, f"an image of mode {image.mode}"):
+        image.load()
+        full = Size(*image.size)
+        target = _target(full, name, media)
+        return _upright(_scaled(image, full, target, name), _orientation(image))
+
+
+def _target(full: Size, name: str, media: MediaTable) -> Size:
+    limits = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
+    if media.factor is None:
+        return target_size(*full, **limits)
+    size = smart_size(*full, factor=media.factor, **limits)
+    for wide, high in (full, size):  # rounding to the factor may stretch it
+        if max(wide, high) > LARGEST_ASPECT * min(wide, high):
+            raise MediaError(
+                f"{name}: {wide}×{high} pixels: one side is over {LARGEST_ASPECT} times the other,"
+                " which Qwen-VL's image processor refuses; cut the image into pieces"
+            )
+    return size
+
+
+@contextmanager
+def _translated(name: str, found: str) -> Iterator[None]:
+    """Every exception as MediaError.
+
+    Pillow's readers let out whatever a broken file provokes: OSError, SyntaxError, ValueError,
+    struct.error, zlib.error, OverflowError, KeyError and more. No list of them is complete.
+    """
+    try:
+        yield
+    except MediaError:
+        raise
+    except MemoryError as error:
+        raise MediaError(
+            f"{name}: the memory for decoding it can't be had ({found}); lower"
+            " media.max_decode_bytes or run.render_threads, or store the image smaller"
+        ) from error
+    except Image.DecompressionBombError as error:
+        raise MediaError(
+            f"{name}: over the limit of Pillow's reader for this format ({error});"
+            " store the image as PNG or JPEG, or smaller"
+        ) from error
+    except Exception as error:
+        raise MediaError(
+            f"{name}: is broken, cut short, or of an unsupported kind"
+            f" ({type(error).__name__}: {error}; {found}); save it anew as PNG or JPEG"
+        ) from error
+
+
+def _open(data: bytes, name: str) -> ImageFile:
+    """The image with its header read and no pixel decoded."""
+    for signature, opener in _OPENERS.items():
+        if signature.match(data):
+            return opener(io.BytesIO(data))
+    raise MediaError(
+        f"{name}: is not an image that can be read: its {len(data)} bytes begin with"
+        f" {data[:16]!r}; give {_READABLE}"
+    )
+
+
+def _need_bytes(image: ImageFile, full: Size, target: Size, data: bytes) -> int:
+    """What decoding and flattening take at their peak, the result not counted."""
+    drafted = Size(*image.size)
+    decoded = _stored_bytes(image.mode, drafted) * _COPIES.get(image.format or "", 1)
+    if isinstance(image, JpegImageFile) and data.count(b"\xff\xda") > 1:
+        # More than one scan (progressive, mostly): libjpeg keeps every coefficient, 2 bytes each,
+        # in full size whatever the draft. A thumbnail's scan counts too; no harm below 350 MP.
+        sampling = [horizontal * vertical for _, horizontal, vertical, _ in image.layer]
+        decoded += 2 * full.width * full.height * sum(sampling) // max(sampling)
+    factor = _factor(drafted, target)
+    reduced = Size(-(-drafted.width // factor.width), -(-drafted.height // factor.height))
+    return decoded + _stored_bytes("RGB", reduced)
+
+
+def _stored_bytes(mode: str, size: Size) -> int:
+    """What Pillow holds for it: rows padded to 4 bytes, and a pointer a row."""
+    row = -(-size.width * _STORED_BYTES.get(mode, 4) // 4) * 4
+    return size.height * (row + _ROW_POINTER_BYTES)
+
+
+def _factor(size: Size, target: Size) -> Size:
+    """By how much to average down before the resampling."""
+    return Size(
+        max(1, size.width // (_REDUCING_GAP * target.width)),
+        max(1, size.height // (_REDUCING_GAP * target.height)),
+    )
+
+
+def _scaled(
+    image: Image.Image, extent: tuple[float, float], target: Size, name: str
+) -> Image.Image:
+    """A new RGB image of size ``target``.
+
+    ``extent`` is what of ``image`` holds picture: a drafted JPEG's last column and row may hold
+    only a part.
+    """
+    factor = _factor(Size(*image.size), target)
+    flat = _flattened(image, factor, name)
+    box = (0.0, 0.0, extent[0] / factor.width, extent[1] / factor.height)
+    # Image.resize copies where there is nothing to resize.
+    scaled = flat.resize(target, Image.Resampling.LANCZOS, box=box)
+    rgb = scaled if scaled.mode == "RGB" else scaled.convert("RGB")
+    rgb.info.clear()
+    return rgb
+
+
+def _flattened(image: Image.Image, factor: Size, name: str) -> Image.Image:
+    """``image`` as L or RGB, averaged down by ``factor``; itself if there is nothing to do."""
+    if image.mode in ("L", "RGB") and not image.has_transparency_data:
+        return image.reduce(factor) if factor != (1, 1) else image
+    levels = _levels(image, name)
+    flat: Image.Image | None = None
+    tile_width, tile_height = (max(f, _TILE_PIXELS_A_SIDE // f * f) for f in factor)
+    for top in range(0, image.height, tile_height):
+        for left in range(0, image.width, tile_width):
+            right, bottom = (
+                min(left + tile_width, image.width),
+                min(top + tile_height, image.height),
+            )
+            tile = _flat_tile(image.crop((left, top, right, bottom)), levels)
+            if flat is None:
+                size = (-(-image.width // factor.width), -(-image.height // factor.height))
+                flat = Image.new(tile.mode, size)
+            flat.paste(tile.reduce(factor), (left // factor.width, top // factor.height))
+    assert flat is not None  # there is at least one pixel
+    return flat
+
+
+class _Levels(NamedTuple):
+    """The values that become black and white."""
+
+    black: float
+    white: float
+
+
+def _levels(image: Image.Image, name: str) -> _Levels | None:
+    """For gray of more than 8 bits; None for every other mode.
+
+    16 bits: their full range. 32 bits and floats say nothing about theirs: the smallest of 0–1
+    (floats), 0–255 and 0–65535 that holds all values, else from the least to the greatest.
+    """
+    if image.mode.startswith("I;16"):
+        return _Levels(0, 65535)
+    if image.mode not in ("I", "F"):
+        return None
+    extrema = image.getextrema()
+    least, greatest = float(str(extrema[0])), float(str(extrema[1]))
+    if not math.isfinite(least) or not math.isfinite(greatest):
+        raise MediaError(
+            f"{name}: holds pixels from {least} to {greatest}; store the image with finite values"
+        )
+    for white in (1, 255, 65535) if image.mode == "F" else (255, 65535):
+        if least >= 0 and greatest <= white:
+            return _Levels(0, white)
+    return _Levels(least, greatest)
+
+
+def _flat_tile(tile: Image.Image, levels: _Levels | None) -> Image.Image:
+    """``tile`` as L or RGB, over white where it is transparent."""
+    if levels is not None:
+        scale = 255 / (levels.white - levels.black or 1)
+        offset = 0.5 - levels.black * scale
+        return tile.convert("F").point(lambda value: value * scale + offset).convert("L")
+    if tile.has_transparency_data:
+        colors = tile if tile.mode == "RGBA" else tile.convert("RGBA")
+        if colors.getchannel("A").getextrema() == (255, 255):  # as most screenshots are
+            return colors.convert("RGB")
+        white = Image.new("RGB", tile.size, "white")
+        white.paste(colors, mask=colors)
+        return white
+    return tile.convert("L" if tile.mode in ("1", "L") else "RGB")
+
+
+def _orientation(image: Image.Image) -> int | None:
+    try:
+        orientation = image.getexif().get(_EXIF_ORIENTATION)
+    except Exception:  # broken EXIF raises anything; the pixels are good, shown as they lie
+        return None
+    return orientation if isinstance(orientation, int) else None
+
+
+def _upright(image: Image.Image, orientation: int | None) -> Image.Image:
+    turn = _UPRIGHT.get(orientation or 1)
+    return image if turn is None else image.transpose(turn)

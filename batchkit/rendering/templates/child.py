@@ -1,0 +1,108 @@
+"""The process that templates are rendered in: ``python -m batchkit.rendering.templates.child FD``.
+
+Questions come over the socket FD, one at a time. It lives no longer than who asks, and gives up a
+template that needs more memory or makes more text than any prompt has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import marshal
+import pickle
+import resource
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from jinja2 import StrictUndefined, UndefinedError
+
+from batchkit.rendering.child_process import die_with_parent
+from batchkit.rendering.templates.leaves import numbers_of
+from batchkit.rendering.templates.sandbox import unbounded
+
+MOST_MEMORY = 1 << 30  # bytes, besides eight times what it is asked
+MOST_BYTES = 16_000_000  # of text, besides four times what it is asked: 4 million tokens
+
+
+def main() -> None:
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection: Any = Connection(int(sys.argv[1]))
+    connection.send_bytes(b"")  # it has started
+    with contextlib.suppress(EOFError, OSError):  # who asked is gone
+        while True:
+            question = connection.recv_bytes()
+            answer, is_full = _answer(question)
+            connection.send_bytes(answer)
+            if is_full:
+                return  # the next one begins with a small process
+
+
+class _Answer(NamedTuple):
+    """``marshal``'s bytes of what was made and "value", or of why there is nothing."""
+
+    line: bytes
+    is_full: bool = False
+
+
+def _answer(question: bytes) -> _Answer:
+    limit = _limit_memory(MOST_MEMORY + 8 * len(question))
+    try:
+        source, expression, names, leaves = pickle.loads(question)
+        found = _compiled(source, expression)(names)
+        if isinstance(found, StrictUndefined):
+            return _because("undefined", "")
+        line = marshal.dumps(("value", _plain(found, numbers_of(leaves))))
+        most = MOST_BYTES + 4 * len(question)
+        if len(line) > most:
+            return _because("error", f"its template gives {len(line):,} bytes; {most:,} may be")
+        return _Answer(line)
+    except UndefinedError as error:
+        return _because("undefined", str(error))
+    except MemoryError:
+        message = f"its template needs more than {limit / (1 << 30):.1f} GiB of memory"
+        return _because("error", message)._replace(is_full=True)
+    except Exception as error:  # a template may call anything on the row's values
+        return _because("error", f"{type(error).__name__}: {error}")
+
+
+def _limit_memory(n_bytes: int) -> int:
+    """To ``n_bytes``, or to less where the run itself may have no more."""
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    limit = n_bytes if most == resource.RLIM_INFINITY else min(n_bytes, most)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+    return limit
+
+
+def _because(kind: str, message: str) -> _Answer:
+    return _Answer(marshal.dumps((kind, message)))
+
+
+@lru_cache(maxsize=64)
+def _compiled(source: str, expression: str | None) -> Callable[[Mapping[str, Any]], Any]:
+    if expression is not None:
+        return unbounded().compile_expression(expression, undefined_to_none=False)
+    return unbounded().from_string(source).render
+
+
+def _plain(value: Any, numbers: Mapping[int, int]) -> Any:
+    """``value`` as ``marshal`` takes it; one of the row's own leaves as a tuple of its number."""
+    match value:
+        case str():
+            return str(value)
+        case None | bool() | int() | float() | bytes():
+            return value
+        case list() | tuple():
+            return [_plain(part, numbers) for part in value]
+        case dict():
+            return {_plain(key, {}): _plain(part, numbers) for key, part in value.items()}
+    if id(value) in numbers:
+        return (numbers[id(value)],)
+    raise TypeError(f"a {type(value).__name__} can't leave the process that renders this template")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Where a start's rows come from: the job's own input, or rows given from Python."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from batchkit.config.tables import InputTable, JobConfig
+from batchkit.errors import (
+    BatchkitError,
+    ChangedInputError,
+    InputError,
+    JobError,
+    StoreError,
+)
+from batchkit.sources import (
+    PLACE,
+    FileFingerprint,
+    changed_files,
+    count_rows,
+    fingerprint,
+    has_ids,
+    python_rows,
+    read_rows,
+)
+from batchkit.sources.rowhash import input_hash
+from batchkit.storage.manifest import read_manifest
+from batchkit.types import Row
+
+LOOK_S = 5.0
+_HASH_BYTES = 8  # of input_hash
+
+
+class Input(NamedTuple):
+    """Where this start's rows come from.
+
+    ``files`` are the fingerprints that tell whether it is the input of an earlier start; None for
+    rows that can be read only once, which can never be resumed. ``read`` gives the rows for whose
+    index its argument is false; ``everything`` does too, past ``limit``. ``size`` says how many
+    rows there are to run in all, if it can. ``has_ids``: the rows have ids that outlive a change
+    of their place. ``changes`` says, by path, how the input differs from ``files`` by now; if its
+    argument is true, by a closer look that may take as long as the one that made ``files``.
+    """
+
+    files: list[dict[str, Any]] | None
+    read: Callable[[Callable[[int], bool]], Iterator[Row]]
+    everything: Callable[[Callable[[int], bool]], Iterator[Row]]
+    size: Callable[[], int | None]
+    has_ids: bool
+    changes: Callable[[bool], Mapping[str, str]] = lambda thorough: {}
+
+
+def from_job(job: JobConfig) -> Input:
+    """The job's own input."""
+    unlimited = job.input.model_copy(update={"limit": None})
+    files = fingerprint(job.input, _known_files(job.folder))
+    return Input(
+        files=[asdict(file) for file in files],
+        read=lambda skip: read_rows(job.input, skip=skip),
+        everything=lambda skip: read_rows(unlimited, skip=skip),
+        size=lambda: count_rows(job.input),
+        has_ids=has_ids(job.input),
+        changes=lambda thorough: changed_files(job.input, files, thorough=thorough),
+    )
+
+
+def from_python(rows: Any, table: InputTable) -> Input:
+    """Rows given from Python: prompts, chat messages, or dicts of template fields.
+
+    Raises:
+        JobError: ``table`` asks for what only files can do, or ``rows`` are none.
+    """
+    if table.where or table.limit or table.shard:
+        raise JobError(
+            "input.where, input.limit and input.shard are for files: give the rows that you want"
+        )
+    found, has_ids = python_rows(rows, table.id), table.id is not None
+    if found.size is None:
+        return Input(None, lambda skip: found.read(), lambda skip: found.read(), _unknown, has_ids)
+    n_rows = found.size
+    hashes, digest = bytearray(), hashlib.sha256()
+    size = n_rows()
+    for row in found.read():
+        row_hash = input_hash(row.fields)
+        hashes += bytes.fromhex(row_hash)
+        digest.update(row_hash.encode())
+    is_other = False
+
+    def changes(thorough: bool) -> dict[str, str]:
+        if (now := n_rows()) != size:
+            return {PLACE: f"{size:,} rows → {now:,} rows"}
+        return {PLACE: "other values"} if is_other else {}
+
+    def read(skip: Callable[[int], bool]) -> Iterator[Row]:
+        """Each row is compared as it is read, so one that is changed back later shows as well."""
+        nonlocal is_other
+        end = 0
+        for row in found.read():
+            start, end = end, end + _HASH_BYTES
+            is_other |= hashes[start:end].hex() != input_hash(row.fields)
+            if not skip(row.index):
+                yield row
+        is_other |= end < len(hashes)
+
+    file = asdict(FileFingerprint(PLACE, size, 0, digest.hexdigest()))
+    return Input([file], read, read, lambda: size, has_ids, changes)
+
+
+def watched(
+    rows: Iterator[Row], source: Input, now: Callable[[], float] = time.monotonic
+) -> Iterator[Row]:
+    """``rows``, which are read from ``source``, as long as that is what the run began with.
+
+    It is looked at every few seconds, and closely once the rows end or can't be read any further.
+
+    Raises:
+        ChangedInputError: it has changed; some of the rows may be of one state, some of another.
+    """
+    next_look = now() + LOOK_S
+    try:
+        for row in rows:
+            yield row
+            if now() >= next_look:
+                _check(source.changes(False))
+                next_look = now() + LOOK_S
+    except ChangedInputError:
+        raise
+    except InputError as error:
+        _check(source.changes(True), error)
+        raise
+    _check(source.changes(True))
+
+
+def _check(changes: Mapping[str, str], because: InputError | None = None) -> None:
+    if not changes:
+        return
+    path, how = next(iter(changes.items()))
+    others = f" and {len(changes) - 1} other files" if len(changes) > 1 else ""
+    then = f"; then it could not be read: {because}" if because is not None else ""
+    raise ChangedInputError(
+        f"{path}{others}: changed while the run read it ({how}){then}. Rows of both states may have"
+        " been answered, so the run stops. What is finished is on disk: let the input stay as it is"
+        " from now on, or bring the old one back, and run again with --on-change requeue (keeps the"
+        " answers of rows that are the same, answers the others again) or --fresh",
+        changes.keys(),
+    ) from because
+
+
+def distrusted(files: list[dict[str, Any]], changed: Collection[str]) -> list[dict[str, Any]]:
+    """``files`` with fingerprints that no file has for those that ``changed`` while they were read.
+
+    So the next start finds them changed, even where they are what they were, and compares rows.
+    """
+    paths = {*changed} & {file["path"] for file in files} or {file["path"] for file in files}
+    mark = {"mtime_ns": 0, "ctime_ns": 0, "sha256": "changing"}
+    return [file | mark if file["path"] in paths else file for file in files]
+
+
+def _known_files(folder: Path) -> list[FileFingerprint]:
+    """What an earlier start found, so that an untouched file need not be read again."""
+    try:
+        return [FileFingerprint(**file) for file in read_manifest(folder)["input"]]
+    except (StoreError, KeyError, TypeError):
+        return []
+
+
+def _unknown() -> None:
+    """Nobody knows how many rows an iterator has."""
+
+
+class Total:
+    """How many rows the job has, counted on a thread of its own while the model loads."""
+
+    def __init__(self, source: Input) -> None:
+        self._source = source
+        self._count: int | None = None
+        self._thread = threading.Thread(target=self._work, name="count", daemon=True)
+        self._thread.start()
+
+    def now(self) -> int | None:
+        return self._count
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        self._thread.join(timeout_s)
+        return self._count
+
+    def _work(self) -> None:
+        try:
+            self._count = self._source.size()
+        except BatchkitError:  # whoever reads the rows meets the same error and reports it
+            self._count = None

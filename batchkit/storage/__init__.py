@@ -1,0 +1,1 @@
+"""The run folder: the log, its checkpoint, the manifest and the scores."""

@@ -1,0 +1,150 @@
+"""Run folders: which one is meant, who holds it, and how an old one is moved aside."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import orjson
+from filelock import FileLock, Timeout
+
+from batchkit.config.regular_file import open_regular
+from batchkit.errors import JobError, LostLockError, StoreError
+from batchkit.storage.files import write_atomically
+from batchkit.types import utc_now
+
+JOB = "job.toml"
+MANIFEST = "manifest.json"
+_LOCK = ".lock"
+_HOLDER = ".holder.json"
+
+
+class Claim:
+    """A run folder that this process holds, for as long as its lock file is the one it locked."""
+
+    def __init__(self, folder: Path) -> None:
+        self._lock = folder / _LOCK
+        self._file = self._lock_file()
+
+    def check(self) -> None:
+        """Call it before anything is written: without its lock file, the folder is free for others.
+
+        Raises:
+            LostLockError: the lock file was removed or replaced.
+        """
+        if self._lock_file() != self._file:
+            raise LostLockError(
+                f"{self._lock}: was removed while this run worked, so another process may be"
+                " working in the run folder now; this one stops and writes nothing more. If no"
+                " other works there, run the same command again"
+            )
+
+    def _lock_file(self) -> tuple[int, int] | None:
+        """Device and inode: of a file that is held open, no other file gets them."""
+        try:
+            found = self._lock.lstat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+
+@contextmanager
+def claim(folder: Path) -> Iterator[Claim]:
+    """Hold ``folder`` for this process; the kernel lets go of it when the process ends.
+
+    Raises:
+        StoreError: another process holds it, or the folder can't be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # `status` tries the lock for an instant: wait that long before calling it held.
+        lock = FileLock(folder / _LOCK)
+        lock.acquire(timeout=0.5)
+    except Timeout:
+        holder = held_by(folder) or {}
+        who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
+        raise StoreError(
+            f"{folder}: {who} is working in this run folder (since {holder.get('since', '?')});"
+            " wait for it, stop it, or give this job another name"
+        ) from None
+    except OSError as error:
+        raise StoreError(f"{folder}: can't be used as a run folder: {error.strerror}") from error
+    held = Claim(folder)
+    try:
+        _sign(folder)
+        yield held
+    finally:
+        with suppress(LostLockError):
+            held.check()  # else it is another's name that is written there
+            (folder / _HOLDER).unlink(missing_ok=True)
+        lock.release()
+
+
+def _sign(folder: Path) -> None:
+    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": utc_now()}
+    try:
+        write_atomically(folder / _HOLDER, orjson.dumps(holder))
+    except OSError as error:
+        raise StoreError(f"{folder}: can't write: {error.strerror}") from error
+
+
+def held_by(folder: Path) -> dict[str, Any] | None:
+    """Pid, host and start of the process that holds ``folder``, or None.
+
+    Writes nothing, so that it also works in a folder that is mounted read-only.
+    """
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except OSError:
+        pass
+    finally:
+        os.close(lock)
+    try:
+        holder: dict[str, Any] = orjson.loads((folder / _HOLDER).read_bytes())
+    except (OSError, orjson.JSONDecodeError):  # it is just starting or just ending
+        return {"pid": None, "host": None, "since": None}
+    return holder
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file()
+
+
+def move_aside(folder: Path) -> Path:
+    """Rename ``folder`` to ``<name>.1``, ``.2`` …, the first that is free."""
+    number = 1
+    while (free := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    folder.rename(free)
+    return free
+
+
+def latest_run(output: Path) -> Path:
+    """The run under ``output`` that was started last.
+
+    Raises:
+        JobError: there is none.
+    """
+    runs = [path.parent for path in output.glob(f"*/{MANIFEST}")]
+    if not runs:
+        raise JobError(f"no run under {output}/; name a run folder or a job file")
+    return max(runs, key=_last_start)
+
+
+def _last_start(folder: Path) -> str:
+    try:
+        with open_regular(folder / MANIFEST) as file:
+            starts = orjson.loads(file.read())["starts"]
+        return str(starts[-1]["started_at"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""

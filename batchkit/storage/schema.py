@@ -1,0 +1,146 @@
+"""What a record may hold, in one place.
+
+Where a server's answer becomes a Completion, ``choice_of`` and ``usage_of`` make it fit; where a line
+of the ledger is read, ``fault_in`` checks it. So nothing is written that reading would refuse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from batchkit.config.masking import masked_text
+from batchkit.errors import RowError
+from batchkit.storage.index_set import INDEX_LIMIT
+from batchkit.storage.plain_json import valid
+from batchkit.types import Choice, ErrorInfo, Usage
+
+# As many as there are row indexes: the sum over all rows of a run is still one that JSON can hold.
+COUNT_LIMIT = 2**32
+LEAST_LOGPROB = -9999.0  # OpenAI's own, and vLLM's server's, for what is impossible
+
+
+def is_count(value: Any) -> bool:
+    """True if ``value`` can be a number of tokens."""
+    return type(value) is int and 0 <= value < COUNT_LIMIT
+
+
+def usage_of(prompt_tokens: Any, completion_tokens: Any) -> Usage | None:
+    """None if one of the counts can't be true: the answer is worth no less."""
+    if is_count(prompt_tokens) and is_count(completion_tokens):
+        return Usage(prompt_tokens, completion_tokens)
+    return None
+
+
+def error_of(error: RowError) -> ErrorInfo:
+    """What a record says of ``error``; no secret is in it."""
+    return ErrorInfo(error.kind, type(error).__name__, masked_text(str(error)), error.retryable)
+
+
+def choice_of(text: str, finish_reason: Any, logprobs: Any) -> Choice:
+    """The choice with a ``finish_reason`` that is text or None, and ``logprobs`` as ``Choice`` has them.
+
+    ``logprobs`` may be any JSON; None if they are not tokens with numbers.
+    """
+    reason = valid(finish_reason) if isinstance(finish_reason, str) else None
+    return Choice(valid(text), reason, _logprobs(logprobs))
+
+
+def seconds_of(value: float) -> float:
+    """``value``, or 0 if it can't be a duration."""
+    return value if math.isfinite(value) and value >= 0 else 0.0
+
+
+def fault_in(record: Any) -> str | None:
+    """What makes the parsed line ``record`` no record; None if it is one.
+
+    Only what other code relies on is checked; a key that may be null may be missing.
+    ``finish_reason`` may be any JSON: older versions wrote whatever a server answered.
+    """
+    if not isinstance(record, dict):
+        return f"found {type(record).__name__}, expected an object"
+    try:
+        _Line.__pydantic_validator__.validate_python(record)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return None
+
+
+_Count = Annotated[int, Field(ge=0, lt=COUNT_LIMIT)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class _Usage(_Part):
+    prompt_tokens: _Count
+    completion_tokens: _Count
+
+
+class _Error(_Part):
+    kind: str | None = None
+    type: str | None = None
+    message: str | None = None
+
+
+class _Choice(_Part):
+    text: str | None = None
+
+
+class _Line(_Part):
+    index: Annotated[int, Field(ge=0, lt=INDEX_LIMIT)]
+    id: str
+    status: Literal["ok", "failed"]
+    attempt: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    text: str | None = None
+    usage: Annotated[_Usage | None, BeforeValidator(lambda usage: usage or None)] = None
+    latency_s: float | None = None
+    finished_at: str | None = None
+    error: _Error | None = None
+    prediction: str | None = None
+    scores: dict[str, float | None] | None = None
+    fields: dict[str, Any] | None = None
+    input_hash: str | None = None
+    choices: list[_Choice] | None = None
+    prompt: str | None = None
+    truncated_tokens: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+
+
+def _logprobs(found: Any) -> list[dict[str, Any]] | None:
+    """A list of tokens, from either of the API's two shapes."""
+    try:
+        if "content" in found:
+            return [
+                {**_token(token), "top_logprobs": _tops(token.get("top_logprobs") or ())}
+                for token in found["content"] or ()
+            ]
+        tops = found.get("top_logprobs") or [None] * len(found["tokens"])
+        return [
+            {
+                **_token({"token": token, "logprob": logprob}),
+                "top_logprobs": _tops({"token": t, "logprob": lp} for t, lp in (top or {}).items()),
+            }
+            for token, logprob, top in zip(
+                found["tokens"], found["token_logprobs"], tops, strict=True
+            )
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        return None
+
+
+def _tops(tokens: Iterable[Any]) -> list[dict[str, Any]]:
+    return [_token(token) for token in tokens]
+
+
+def _token(token: Mapping[str, Any]) -> dict[str, Any]:
+    text, logprob = token["token"], token["logprob"]
+    if not isinstance(text, str) or type(logprob) not in (int, float):
+        raise TypeError("not a token")
+    if not (logprob < math.inf):  # also NaN
+        raise ValueError("not a logprob")
+    return {"token": valid(text), "logprob": float(max(logprob, LEAST_LOGPROB))}

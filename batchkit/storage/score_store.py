@@ -1,0 +1,141 @@
+"""``scores.jsonl``: what ``batchkit score`` found, one line a row, laid over ``results.jsonl``.
+
+The ledger is append-only and holds what the model wrote and the scores that were known as the row
+finished. Scores that came later (charts, a judge, another scoring) stand here. A line counts only
+for the record that it was made from: one that was run again has its own scores, and so has one
+that came to stand at another row's index (``--on-change requeue``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from batchkit.config.tables import JobConfig
+from batchkit.errors import JobError, StoreError
+from batchkit.storage.files import replacing
+from batchkit.storage.ledger import RESULTS, read_newest
+from batchkit.storage.runfolder import is_run
+from batchkit.storage.schema import is_count
+from batchkit.storage.store import check_log
+
+SCORES = "scores.jsonl"
+_KEYS = ("index", "input_hash", "finished_at")
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreLine:
+    """The scores of the record of row ``index`` that was finished at ``finished_at``.
+
+    ``input_hash`` is the record's: many rows finish within one millisecond.
+    """
+
+    index: int
+    input_hash: str | None
+    finished_at: str
+    prediction: str | None
+    scores: Mapping[str, float | None]
+    unscored: str | None = None  # why some of them could not be found
+
+
+_NAMES = [field.name for field in fields(ScoreLine)]
+_ALWAYS = set(_NAMES) - {"unscored"}  # older lines lack it
+
+
+def read_scored(folder: Path) -> Iterator[dict[str, Any]]:
+    """The newest record of each row, in the order of the input, with its newest scores."""
+    lines = _lines(folder / SCORES)
+    line = next(lines, None)
+    for record in read_newest(folder / RESULTS):
+        while line is not None and line["index"] < record["index"]:
+            line = next(lines, None)
+        if line is not None and all(line[key] == record.get(key) for key in _KEYS):
+            record["prediction"], record["scores"] = line["prediction"], line["scores"]
+            record["unscored"] = line.get("unscored")
+        yield record
+
+
+def join_scores(folders: Sequence[Path], chosen: Iterable[tuple[int, int]]) -> Iterator[ScoreLine]:
+    """For each (row index, number of a folder), indexes ascending, the row's line there, if any."""
+    books = [_lines(folder / SCORES) for folder in folders]
+    lines = [next(book, None) for book in books]
+    for index, number in chosen:
+        line = lines[number]
+        while line is not None and line["index"] < index:
+            line = next(books[number], None)
+        lines[number] = line
+        if line is not None and line["index"] == index:
+            yield ScoreLine(**{name: line[name] for name in _NAMES if name in line})
+
+
+def write_scores(folder: Path, lines: Iterable[ScoreLine], *, before: Callable[[], None]) -> None:
+    """Replace the scores of a run in one step; ``lines`` in the order of the input.
+
+    ``before`` is called when all of them are on disk and the old ones still stand.
+
+    Raises:
+        StoreError: the file can't be written.
+    """
+    path = folder / SCORES
+    try:
+        with replacing(path) as temporary, temporary.open("wb") as file:
+            for line in lines:
+                file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+            file.flush()
+            os.fsync(file.fileno())
+            before()
+    except OSError as error:
+        raise StoreError(f"{path}: can't write: {error.strerror or error}") from error
+
+
+def references_of(job: JobConfig) -> dict[str, str | None] | None:
+    """The right answers by id, where ``scoring.reference_run`` gives them; else None.
+
+    Raises:
+        JobError: there is no such run, it reads no predictions, or its ids name several rows.
+    """
+    if job.scoring.reference_run is None:
+        return None
+    folder = Path(job.scoring.reference_run)
+    if not is_run(folder):
+        raise JobError(f"scoring.reference_run: {folder}: no run there; make that run first")
+    check_log(folder)
+    found: dict[str, str | None] = {}
+    for record in read_scored(folder):
+        if record["status"] != "ok":
+            continue
+        if "prediction" not in record:
+            raise JobError(
+                f"scoring.reference_run: {folder}: its answers have no prediction; give it"
+                f" [scoring] extract, and `batchkit score` it"
+            )
+        if record["id"] in found:
+            raise JobError(
+                f"scoring.reference_run: {folder}: id {record['id']!r} names two of its rows; give"
+                " both runs an input.id that names one"
+            )
+        found[record["id"]] = record["prediction"]
+    return found
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            try:
+                line: dict[str, Any] = orjson.loads(raw)
+                if not all(name in line for name in _ALWAYS):
+                    raise ValueError("not a line of scores")
+                if not is_count(line["index"]) or not isinstance(line["scores"], dict):
+                    raise ValueError("index or scores is not what a line of scores has")
+            except (ValueError, TypeError) as error:
+                raise StoreError(
+                    f"{path} line {number}: damaged: {error}; `batchkit score` writes it anew"
+                ) from error
+            yield line

@@ -1,0 +1,407 @@
+"""The writing side of a run folder's ledger: ``results.jsonl`` and ``checkpoint.json``.
+
+The log is the truth; the checkpoint is a cache of what the log says up to ``offset``. A row counts
+as settled only once its record is in the log, and the checkpoint moves only after an fsync. So a
+kill at any instant costs nothing that was written, and a power cut nothing before the checkpoint.
+
+The checkpoint carries a checksum of the log up to ``offset``: what was damaged before it is noticed
+by whoever opens the log. A checkpoint that is missing or damaged itself is ignored.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from batchkit.errors import StoreError
+from batchkit.storage.checksum import Checksum, Span
+from batchkit.storage.files import open_private, write_atomically
+from batchkit.storage.index_set import IndexSet
+from batchkit.storage.ledger import IS_MISSING, RESULTS, log_of, read_lines
+from batchkit.storage.plain_json import encoded
+from batchkit.types import Record
+
+CHECKPOINT = "checkpoint.json"
+VERSION = 1
+COUNTS = ("records", "prompt_tokens", "completion_tokens")
+_SEAL = b',"seal":'
+
+
+class Line(NamedTuple):
+    """A record as it stands in the log, newline and all, and what it says: at least ``index``,
+    ``status``, ``usage`` and ``error``."""
+
+    raw: bytes
+    told: dict[str, Any]
+
+
+def line_of(record: Record) -> Line:
+    """The line that tells of ``record``."""
+    told = record.to_json()
+    return Line(encoded(told), told)
+
+
+@dataclass
+class Totals:
+    """What the ledger holds, kept up to date with every line."""
+
+    completed: IndexSet = field(default_factory=IndexSet)
+    failed_by_kind: dict[str, IndexSet] = field(default_factory=dict)
+    records: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    @property
+    def ok(self) -> int:
+        return len(self.completed)
+
+    @property
+    def failed(self) -> int:
+        return sum(map(len, self.failed_by_kind.values()))
+
+    @property
+    def failed_rows(self) -> IndexSet:
+        rows = IndexSet()
+        for kind_rows in self.failed_by_kind.values():
+            rows = rows | kind_rows
+        return rows
+
+    def count_by_kind(self) -> dict[str, int]:
+        return {kind: len(rows) for kind, rows in self.failed_by_kind.items() if len(rows)}
+
+    def is_settled(self, index: int) -> bool:
+        """True where the row has a record, be it ok or failed."""
+        return index in self.completed or any(
+            index in rows for rows in self.failed_by_kind.values()
+        )
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Count one line; the newest record of a row decides where it stands."""
+        index = record["index"]
+        self.records += 1
+        if usage := record.get("usage"):
+            self.prompt_tokens += usage["prompt_tokens"]
+            self.completion_tokens += usage["completion_tokens"]
+        for rows in self.failed_by_kind.values():
+            rows.discard(index)
+        if record["status"] == "ok":
+            self.completed.add(index)
+        else:
+            self.completed.discard(index)
+            kind = (record.get("error") or {}).get("kind", "unknown")
+            self.failed_by_kind.setdefault(kind, IndexSet()).add(index)
+
+
+class Store:
+    """The ledger of one run folder, open for appending.
+
+    One process at a time (the folder's lock), one thread. ``append`` only collects; ``flush``
+    writes all that was collected in one call, and from then on those rows are settled; ``sync``
+    makes them outlive a power cut and moves the checkpoint. ``check_lock`` is called before each
+    write, and raises LostLockError if the folder's lock was lost: nothing is written then.
+
+    Every method raises StoreError when the disk refuses; the log is then cut back to its last
+    whole line, and the store stays usable for reading. Opening a log that was damaged before its
+    checkpoint raises StoreError, too.
+    """
+
+    def __init__(self, folder: Path, *, check_lock: Callable[[], None] = lambda: None) -> None:
+        self.folder = folder
+        self.path = folder / RESULTS
+        self.salvaged_bytes = 0
+        self._check_lock = check_lock
+        try:
+            self.totals, self._checksum = trusted_checkpoint(folder) or (Totals(), Checksum())
+            self._file = open_private(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            self._end = self._recover(self._checksum.end)
+            self._checksum.extend(self.path, self._end)
+        except OSError as error:
+            raise StoreError(f"{self.path}: {error.strerror or error}") from error
+        self._lines: list[bytes] = []
+        self._pending: list[dict[str, Any]] = []
+        self._synced_end = -1
+
+    def append(self, record: Record) -> None:
+        """Collect ``record`` for the next ``flush``."""
+        self.copy(line_of(record))
+
+    def copy(self, line: Line) -> None:
+        """Collect a line that was made elsewhere, as it stands."""
+        self._lines.append(line.raw)
+        self._pending.append(line.told)
+
+    def flush(self) -> None:
+        """Write what was appended; after this the rows count as settled."""
+        if not self._lines:
+            return
+        block = b"".join(self._lines)
+        self._check_lock()
+        try:
+            written = os.write(self._file, block)
+            while written < len(block):
+                written += os.write(self._file, block[written:])
+            self._end += len(block)
+            self._checksum.add(block)
+            pending, self._lines, self._pending = self._pending, [], []
+        except BaseException as error:
+            # Also after a KeyboardInterrupt: what is still collected will be written again.
+            with suppress(OSError):
+                os.ftruncate(self._file, self._end)
+            if not isinstance(error, OSError):
+                raise
+            raise StoreError(
+                f"{self.path}: can't write: {error.strerror}; every row before is on disk."
+                " Make room, then run the same command again"
+            ) from error
+        for line in pending:
+            self.totals.add(line)
+
+    def sync(self) -> float:
+        """Flush, fsync, then move the checkpoint. Returns the seconds that it took."""
+        self._check_lock()
+        self._check_file()
+        self.flush()
+        started = time.monotonic()
+        if self._synced_end == self._end:
+            return 0.0
+        try:
+            os.fsync(self._file)
+            self.checkpoint()
+        except OSError as error:
+            raise StoreError(
+                f"{self.folder / CHECKPOINT}: can't write: {error.strerror}; every finished row is"
+                f" in {RESULTS}. Make room, then run the same command again"
+            ) from error
+        self._synced_end = self._end
+        return time.monotonic() - started
+
+    def close(self) -> None:
+        """Sync and close; the file is closed even when the disk refuses or the lock was lost."""
+        try:
+            self.sync()
+        finally:
+            os.close(self._file)
+
+    def checkpoint(self) -> None:
+        """Replace the checkpoint by what the log says up to its end; ``sync`` is the safe way."""
+        totals, checksum = self.totals, self._checksum
+        table = {
+            "version": VERSION,
+            "offset": checksum.end,
+            "completed": totals.completed.ranges(),
+            "failed": totals.failed_rows.ranges(),
+            "failed_by_kind": {
+                kind: rows.ranges() for kind, rows in totals.failed_by_kind.items() if len(rows)
+            },
+            "counts": {
+                "records": totals.records,
+                "ok": totals.ok,
+                "failed": totals.failed,
+                "prompt_tokens": totals.prompt_tokens,
+                "completion_tokens": totals.completion_tokens,
+            },
+            "crc32": checksum.segments,
+        }
+        content = orjson.dumps(table, option=orjson.OPT_SERIALIZE_NUMPY)
+        write_atomically(self.folder / CHECKPOINT, _sealed(content))
+
+    def _check_file(self) -> None:
+        """What was written must still be there: else no checkpoint may say so.
+
+        Raises:
+            StoreError: the log was removed, replaced or cut.
+        """
+        ours = os.fstat(self._file)
+        try:
+            there = self.path.lstat()
+        except OSError:
+            there = None
+        is_there = there is not None and os.path.samestat(ours, there)
+        if not is_there or ours.st_size != self._end:
+            raise StoreError(
+                f"{self.path}: was removed, replaced or cut while this run worked, so records are"
+                " gone. Put it back, if there is a copy; `batchkit verify --repair"
+                f" {self.folder}` keeps what is left, and the next start runs the other rows"
+            )
+
+    def _recover(self, offset: int) -> int:
+        """Count the lines past ``offset``; where a line is broken, cut the rest off.
+
+        What is cut is kept as ``results.jsonl.torn-<n>``; whole records behind a broken line are
+        written again, so that nothing which was finished is lost. Returns the end of the log.
+        """
+        end, broken_at, whole = offset, None, []
+        for line in read_lines(self.path, offset):
+            end = line.end
+            if line.record is not None:
+                self.totals.add(line.record)
+                if broken_at is not None:
+                    whole.append(orjson.dumps(line.record, option=orjson.OPT_APPEND_NEWLINE))
+            elif broken_at is None:
+                broken_at = line.offset
+        if broken_at is None:
+            return end
+        with self.path.open("rb") as file:
+            file.seek(broken_at)
+            torn = file.read()
+        write_atomically(free_name(self.path, "torn"), torn)
+        self.salvaged_bytes = len(torn)
+        if not whole:
+            os.ftruncate(self._file, broken_at)
+            return broken_at
+        self._rewrite(broken_at, whole)
+        return os.fstat(self._file).st_size
+
+    def _rewrite(self, end: int, lines: list[bytes]) -> None:
+        """The log up to ``end``, then ``lines``: in one step, so that a kill loses none of them."""
+        temporary = self.path.with_name(f"{RESULTS}.tmp")
+        temporary.unlink(missing_ok=True)  # of a process that was killed
+        with (
+            self.path.open("rb") as old,
+            open(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as new,
+        ):
+            while (left := end - new.tell()) > 0:
+                new.write(old.read(min(left, 2**20)))
+            new.writelines(lines)
+            new.flush()
+            os.fsync(new.fileno())
+        temporary.replace(self.path)
+        os.close(self._file)
+        self._file = open_private(self.path, os.O_RDWR | os.O_APPEND)
+
+
+class Checkpoint(NamedTuple):
+    """What the log says up to ``checksum.end``."""
+
+    totals: Totals
+    checksum: Checksum
+
+    @property
+    def is_older(self) -> bool:
+        """True if it is of a version that made no checksum: then it is right, but not relied on."""
+        return self.checksum.end > 0 and not self.checksum.segments
+
+
+def read_checkpoint(folder: Path) -> Checkpoint | None:
+    """What ``checkpoint.json`` says, be it right or wrong; None if it says nothing."""
+    try:
+        content = (folder / CHECKPOINT).read_bytes()
+        found = orjson.loads(content)
+        if found["version"] != VERSION:
+            return None
+        totals = Totals(
+            completed=IndexSet.from_ranges(found["completed"]),
+            failed_by_kind={
+                kind: IndexSet.from_ranges(ranges)
+                for kind, ranges in found["failed_by_kind"].items()
+            },
+            **{name: _count(found["counts"][name]) for name in COUNTS},
+        )
+        segments = map(_count, found.get("crc32", ()))
+        return Checkpoint(totals, Checksum(segments, _count(found["offset"])))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def is_sealed(folder: Path) -> bool:
+    """True if ``checkpoint.json`` is byte by byte what a store wrote."""
+    try:
+        content = (folder / CHECKPOINT).read_bytes()
+    except OSError:
+        return False
+    return content == _sealed(content.rpartition(_SEAL)[0] + b"}")
+
+
+def trusted_checkpoint(folder: Path) -> Checkpoint | None:
+    """The checkpoint, with the log held against it; None if it is missing or damaged itself.
+
+    Raises:
+        StoreError: the log is not what it was when the checkpoint was made.
+    """
+    found = read_checkpoint(folder) if is_sealed(folder) else None
+    if found is not None and (damage := log_damage(folder, found.checksum)) is not None:
+        raise StoreError(damage)
+    return found
+
+
+def check_log(folder: Path) -> None:
+    """Call it before a run's records are read: what its checkpoint covers must be as it was.
+
+    Raises:
+        StoreError: the log is missing or damaged.
+    """
+    log_of(folder)
+    trusted_checkpoint(folder)
+
+
+def passed_over(folder: Path) -> int | None:
+    """Byte position of the first line that readers pass over, though whole records follow it.
+
+    Only what no checksum covers is looked at: all of it where there is no trusted checkpoint.
+    """
+    checkpoint, broken = trusted_checkpoint(folder), None
+    for line in read_lines(folder / RESULTS, checkpoint.checksum.end if checkpoint else 0):
+        if line.record is None:
+            broken = line.offset if broken is None else broken
+        elif broken is not None:
+            return broken
+    return None
+
+
+def log_damage(folder: Path, checksum: Checksum) -> str | None:
+    """Where and how the log is no longer what ``checksum`` covers, and the remedy; None if it is."""
+    path = folder / RESULTS
+    if not path.exists():
+        return f"{path}: {IS_MISSING}"
+    repair = f"`batchkit verify --repair {folder}`"
+    remedy = f"{repair} sets the damage aside and keeps every whole record"
+    size = path.stat().st_size
+    span = Span(0, size) if size < checksum.end else checksum.difference(path)
+    if span is None:
+        return None
+    if (broken := _broken_line(path, span)) is not None:
+        return f"{path}: the record at byte {broken} is damaged; {remedy}"
+    if size < checksum.end:
+        return f"{path}: has {size} bytes, and had {checksum.end} at the last checkpoint; {remedy}"
+    return (
+        f"{path}: was changed since the last checkpoint, between byte {span.start} and {span.end},"
+        " and each line there is a whole record, so nothing tells what was changed. Bring a copy"
+        f" back, or accept the file as it is now with {repair}"
+    )
+
+
+def _broken_line(path: Path, span: Span) -> int | None:
+    """Byte position of the first line in ``span`` that is no record."""
+    for line in read_lines(path):
+        if line.offset >= span.end:
+            return None
+        if line.record is None and line.end > span.start:
+            return line.offset
+    return None
+
+
+def _sealed(content: bytes) -> bytes:
+    """The JSON object ``content`` with a checksum of itself as its last member."""
+    return content[:-1] + _SEAL + str(zlib.crc32(content)).encode() + b"}"
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a count")
+    return value
+
+
+def free_name(path: Path, suffix: str) -> Path:
+    """``<path>.<suffix>-<n>`` with the first n that is not taken."""
+    number = 1
+    while (free := path.with_name(f"{path.name}.{suffix}-{number}")).exists():
+        number += 1
+    return free

@@ -1,0 +1,147 @@
+"""``compare``: differences between runs, row by row, with intervals that hold what they promise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batchkit.commands.compare import compare
+from batchkit.commands.compare.bootstrap import bootstrap_interval
+from batchkit.commands.report import write_comparison
+from batchkit.errors import JobError, StoreError
+from tests.support.made_runs import failure, make_run, rows
+
+N = 60
+NO_IMAGES = {"images": []}
+
+
+def right_from(first: int) -> Any:
+    """Answers that are right from row ``first`` on."""
+
+    def answer(index: int, row: Mapping[str, Any]) -> str:
+        return f"[Final Answer]: {row['FinalAnswer'] if index >= first else 'nothing'}"
+
+    return answer
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """``a``: wrong in rows 0 to 29; ``b``: in 0 to 9, 55 of its rows, one failed, 50 is worse."""
+    place = tmp_path_factory.mktemp("compare")
+
+    def better(index: int, row: Mapping[str, Any]) -> Any:
+        if index in (50, 51):
+            return failure("timeout") if index == 51 else "[Final Answer]: value nothing"
+        return right_from(10)(index, row)
+
+    first = make_run(place / "1", rows(N, 1), right_from(30), name="a", prompt=NO_IMAGES)
+    other = {"prompt": NO_IMAGES, "sampling": {"temperature": 0.5}}
+    second = make_run(place / "2", rows(N - 5, 1), better, name="b", **other)
+    return [first, second]
+
+
+def test_difference_is_over_the_rows_that_both_scored(runs: list[Path]) -> None:
+    found = compare(runs)
+    (em,) = [d for d in found.deltas if d.scorer == "em" and d.group is None]
+    assert em.n == N - 5 - 1
+    assert (em.better, em.worse) == (20, 1)
+    assert em.delta == pytest.approx(100 * 19 / 54)
+    assert em.low < em.delta < em.high
+    assert em.is_clear
+    assert found.only_in_baseline == {"b": 5}
+    assert found.only_in_run == {"b": 0}
+    groups = [d for d in found.deltas if d.scorer == "em" and d.group is not None]
+    assert sum(d.n for d in groups) == em.n
+    assert sum(d.delta * d.n for d in groups) == pytest.approx(em.delta * em.n)
+
+
+def test_flipped_rows_are_named(runs: list[Path]) -> None:
+    flips = [flip for flip in compare(runs).flips if flip.scorer == "em"]
+    assert [flip.id for flip in flips if flip.after > flip.before] == [
+        f"q{n}" for n in range(10, 30)
+    ]
+    assert [(flip.id, flip.before, flip.after) for flip in flips if flip.after < flip.before] == [
+        ("q50", 1.0, 0.0)
+    ]
+    # Half of the words of row 50 are still right: that far a graded score must move.
+    assert "q50" in {flip.id for flip in compare(runs).flips if flip.scorer == "f1"}
+
+
+def test_run_against_itself_has_no_difference(runs: list[Path]) -> None:
+    found = compare([runs[0], runs[0]])
+    assert found.runs == ["a (1)", "a (2)"]
+    assert {(d.delta, d.low, d.high, d.better, d.worse) for d in found.deltas} == {(0, 0, 0, 0, 0)}
+    assert not found.flips
+    assert not found.warnings
+
+
+def test_what_decides_the_answers_is_warned_of(runs: list[Path]) -> None:
+    warnings = compare(runs).warnings
+    assert "b: sampling.temperature: 0.0 → 0.5" in warnings
+    assert "b: input: the files are not the same" in warnings
+
+
+def test_text_and_json_say_the_same(runs: list[Path]) -> None:
+    found = compare(runs)
+    told = json.loads(json.dumps(found.to_json()))
+    assert told["runs"] == ["a", "b"]
+    assert told["tables"]["a"]["overall"]["em"] == 50
+    text = found.to_text()
+    (line,) = [line for line in text.splitlines() if line.startswith("| all ") and " EM " in line]
+    assert [cell.strip() for cell in line.split("|")[3:9]] == [
+        "54",
+        "50.00",
+        "79.63",
+        "+35.19 *",
+        line.split("|")[7].strip(),
+        "20",
+    ]
+    assert "EM worse: q50" in text
+
+
+def test_intervals_are_seeded(runs: list[Path]) -> None:
+    assert compare(runs).deltas == compare(runs).deltas
+    assert compare(runs).deltas != compare(runs, seed=1).deltas
+
+
+def test_three_runs_are_each_held_against_the_first(runs: list[Path]) -> None:
+    found = compare([*runs, runs[0]])
+    assert len({d.run for d in found.deltas}) == 2
+
+
+def test_multinomial_draws_are_the_plain_paired_bootstrap() -> None:
+    rng = np.random.default_rng(0)
+    differences = rng.choice([-1.0, 0.0, 0.25, 1.0], 200, p=[0.1, 0.6, 0.1, 0.2])
+    plain = differences[rng.integers(0, 200, (20_000, 200))].mean(axis=1)
+    wanted = np.percentile(plain, (2.5, 97.5))
+    found = bootstrap_interval(differences, resamples=20_000, rng=rng)
+    assert found == pytest.approx(tuple(wanted), abs=0.006)
+
+
+def test_interval_of_many_rows_is_the_normal_one() -> None:
+    rng = np.random.default_rng(0)
+    differences = rng.normal(0.1, 1, 50_000)  # more distinct values than are drawn exactly
+    low, high = bootstrap_interval(differences, resamples=500, rng=rng)
+    assert (high - low) / 2 == pytest.approx(1.96 / 50_000**0.5, rel=0.15)
+    assert (high + low) / 2 == pytest.approx(differences.mean(), abs=0.001)
+
+
+def test_comparison_as_a_page(runs: list[Path], tmp_path: Path) -> None:
+    found = compare([*runs, runs[0]])
+    page = write_comparison(found, tmp_path / "compare.html").read_text(encoding="utf-8")
+    assert "sampling.temperature: 0.0 → 0.5" in page
+    assert "79.63" in page
+    assert page.count('class="whisker') == len(found.deltas)
+    assert "<script" not in page
+
+
+def test_one_run_is_no_comparison(runs: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="two runs"):
+        compare(runs[:1])
+    with pytest.raises(StoreError, match="not a run folder"):
+        compare([runs[0], tmp_path])

@@ -1,0 +1,251 @@
+"""The demo model and the quickstart's data. No vLLM here: the engine tests run the model."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from batchkit.commands.demo_model import build_demo_model
+from batchkit.config.loading import load_job
+from batchkit.errors import JobError
+from tests.support.paths import ROOT
+
+QUICKSTART = ROOT / "jobs" / "data" / "quickstart"
+KINDS = {"image": "png", "html": "html", "markdown": "md", "csv": "csv", "latex": "txt"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "demo"
+    build_demo_model(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def queries() -> list[dict[str, str]]:
+    return json.loads((QUICKSTART / "data" / "QA_final.json").read_text(encoding="utf-8"))[
+        "queries"
+    ]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest()
+        for f in sorted(folder.rglob("*"))
+        if f.is_file()
+    }
+
+
+@pytest.mark.parametrize("text_only", [False, True])
+def test_the_same_seed_gives_the_same_bytes_in_another_process(
+    tmp_path: Path, text_only: bool
+) -> None:
+    build_demo_model(tmp_path / "here", text_only=text_only, seed=3)
+    program = (
+        "import sys; from pathlib import Path; from batchkit.commands.demo_model import build_demo_model;"
+        f"build_demo_model(Path(sys.argv[1]), text_only={text_only}, seed=3)"
+    )
+    subprocess.run([sys.executable, "-c", program, tmp_path / "there"], check=True, cwd=ROOT)
+    assert digests(tmp_path / "here") == digests(tmp_path / "there")
+
+
+def test_another_seed_gives_other_weights(model: Path, tmp_path: Path) -> None:
+    build_demo_model(tmp_path / "other", seed=1)
+    changed = {name for name, d in digests(tmp_path / "other").items() if digests(model)[name] != d}
+    assert changed == {"model.safetensors", "README.md", "batchkit_demo_model.json"}
+
+
+def test_it_stays_under_a_megabyte_and_says_what_it_is(model: Path) -> None:
+    assert sum(f.stat().st_size for f in model.iterdir()) <= 1_000_000
+    assert "answers mean nothing" in (model / "README.md").read_text(encoding="utf-8")
+
+
+def test_bfloat16_halves_it(model: Path, tmp_path: Path) -> None:
+    build_demo_model(tmp_path / "half", dtype="bfloat16")
+    full, half = (
+        (p / "model.safetensors").stat().st_size for p in (model, tmp_path / "half")
+    )  # the header is the same
+    assert half < 0.55 * full
+
+
+@pytest.mark.parametrize("text_only", [False, True])
+def test_transformers_loads_every_weight(tmp_path: Path, text_only: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    build_demo_model(tmp_path / "demo", text_only=text_only)
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "demo")
+    architecture = getattr(transformers, config.architectures[0])
+    _, loaded = architecture.from_pretrained(tmp_path / "demo", output_loading_info=True)
+    assert not any(
+        loaded[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    )
+
+
+def test_the_processor_puts_image_tokens_where_the_template_says(model: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    processor = transformers.AutoProcessor.from_pretrained(model)
+    image = Image.new("RGB", (640, 320), "white")
+    content = [{"type": "image", "image": image}, {"type": "text", "text": "How many Äpfel? 12"}]
+    text = processor.apply_chat_template(
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}],
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
+        "<|vision_start|><|image_pad|><|vision_end|>How many Äpfel? 12<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    ids = processor(text=[text], images=[image])["input_ids"][0]
+    assert list(ids).count(processor.image_token_id) == 640 * 320 // 32**2
+    tokenizer = processor.tokenizer
+    assert tokenizer.decode(tokenizer("Äpfel, 12 π\n")["input_ids"]) == "Äpfel, 12 π\n"
+    assert tokenizer.eos_token == "<|im_end|>"
+
+
+def test_greedy_answers_are_words_and_follow_the_prompt(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    build_demo_model(tmp_path / "demo", text_only=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "demo")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "demo")
+    answers = []
+    for question in ("How much bread?", "Who reads the letter?", "Name 3 birds.", "?"):
+        chat = [{"role": "user", "content": question}]
+        inputs = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        output = model.generate(**inputs, max_new_tokens=16, do_sample=False)
+        answers.append(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]))
+    assert len(set(answers)) == 4
+    assert all(re.fullmatch(r"([ ][a-z]+|[,.])+", answer) for answer in answers), answers
+
+
+def test_an_older_demo_model_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "demo"
+    build_demo_model(path)
+    (path / "left over").touch()
+    build_demo_model(path, text_only=True)
+    assert not (path / "left over").exists()
+    assert json.loads((path / "config.json").read_text())["model_type"] == "qwen2"
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_anything_else_is_left_alone(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "mine"
+    if kind == "folder":
+        path.mkdir()
+        (path / "config.json").write_text("{}")
+    else:
+        path.write_text("mine")
+    before = digests(tmp_path)
+    with pytest.raises(JobError, match=re.escape(str(path))):
+        build_demo_model(path)
+    assert digests(tmp_path) == before
+
+
+def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="float32"):
+        build_demo_model(tmp_path / "demo", dtype="int8")
+
+
+def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(JobError, match="can't be written"):
+        build_demo_model(tmp_path / "file" / "demo")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_every_question_has_its_table_and_answer(queries: list[dict[str, str]]) -> None:
+    assert [query["id"] for query in queries] == list(range(1, 41))
+    for query in queries:
+        assert query["Question"]
+        assert query["FinalAnswer"]
+        assert query["ProcessedAnswer"]
+        for folder, ending in KINDS.items():
+            assert (QUICKSTART / folder / f"{query['FileName']}.{ending}").stat().st_size
+    tables = {query["FileName"] for query in queries}
+    for folder in KINDS:
+        assert {f.stem for f in (QUICKSTART / folder).iterdir()} == tables
+    assert len(tables) == 8
+    assert Counter(query["QuestionType"] for query in queries) == {
+        "Fact Checking": 12,
+        "Numerical Reasoning": 11,
+        "Data Analysis": 8,
+        "Structure Comprehending": 5,
+        "Visualization": 4,
+    }
+    assert {q["SubQType"].split()[0] for q in queries if q["QuestionType"] == "Data Analysis"} == {
+        "Summary", "Rudimentary", "Exploratory", "Predictive", "Anomaly"
+    }  # fmt: skip
+
+
+def test_short_answers_stand_in_their_tables(queries: list[dict[str, str]]) -> None:
+    """Independent of the script's arithmetic: looked-up values are cells of the CSV."""
+    for query in queries:
+        if query["SubQType"] == "Value-Matching":
+            path = QUICKSTART / "csv" / f"{query['FileName']}.csv"
+            with path.open(encoding="utf-8", newline="") as file:
+                assert query["FinalAnswer"] in {cell for row in csv.reader(file) for cell in row}
+
+
+def test_totals_add_up() -> None:
+    with (QUICKSTART / "csv" / "food-table01.csv").open(encoding="utf-8", newline="") as file:
+        rows = [[int(c) for c in row[2:]] for row in list(csv.reader(file))[2:]]
+    assert all(sum(row[:-1]) == row[-1] for row in rows)
+    regions, total = [rows[i : i + 4] for i in (0, 4, 8)], rows[12]
+    for region in regions:
+        assert [sum(column) for column in zip(*region[:3], strict=True)] == region[3]
+    assert [sum(column) for column in zip(*(r[3] for r in regions), strict=True)] == total
+
+
+def test_the_pictures_are_readable_and_small() -> None:
+    for path in (QUICKSTART / "image").iterdir():
+        with Image.open(path) as image:
+            assert image.format == "PNG"
+            assert image.mode == "P"
+            assert min(image.size) >= 300
+            assert max(image.size) <= 1500
+            assert len(image.convert("RGB").getcolors() or []) >= 4  # text, rules, shades, paper
+    assert sum(f.stat().st_size for f in QUICKSTART.rglob("*") if f.is_file()) < 2**20
+
+
+def test_the_script_writes_the_data_that_is_checked_in(tmp_path: Path) -> None:
+    script = ROOT / "scripts" / "make_quickstart_data.py"
+    subprocess.run([sys.executable, script, tmp_path], check=True)
+    made, kept = digests(tmp_path), digests(QUICKSTART)
+    assert made.keys() == kept.keys()
+    # Another Pillow draws and packs other pixels; what a table says is the same everywhere.
+    assert {k: v for k, v in made.items() if not k.endswith(".png")} == {
+        k: v for k, v in kept.items() if not k.endswith(".png")
+    }
+
+
+def test_the_jobs_find_their_data_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    quickstart = load_job(ROOT / "jobs" / "quickstart.toml")
+    assert quickstart.input.path == str(QUICKSTART / "data" / "QA_final.json")
+    assert quickstart.media.root == str(QUICKSTART)
+    sentiment = load_job(ROOT / "jobs" / "sentiment.toml")
+    assert sentiment.input.path == str(ROOT / "jobs" / "data" / "reviews.csv")
+
+
+def test_the_reviews_are_forty_with_a_label_each() -> None:
+    with (ROOT / "jobs" / "data" / "reviews.csv").open(encoding="utf-8", newline="") as file:
+        reviews = list(csv.DictReader(file))
+    assert len({row["id"] for row in reviews}) == len({row["review"] for row in reviews}) == 40
+    assert {row["label"] for row in reviews} == {"positive", "negative", "neutral"}
+    text = "".join(row["review"] for row in reviews)
+    assert "\n" in text
+    assert '"' in text
+    assert not text.isascii()

@@ -1,0 +1,497 @@
+"""Exports hold the newest record of each row, in the order of the input, and read back equal."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tomlkit
+from click.testing import CliRunner, Result
+
+from batchkit.cli import cli
+from batchkit.storage.store import Store
+from batchkit.types import Choice, ErrorInfo, Record, Usage
+
+RUN = Path("output/a")
+LOG = RUN / "results.jsonl"
+COLUMNS = [
+    "index",
+    "id",
+    "status",
+    "attempt",
+    "text",
+    "finish_reason",
+    "prompt_tokens",
+    "completion_tokens",
+    "latency_s",
+    "finished_at",
+    "error_kind",
+    "error_type",
+    "error_message",
+    "choices",
+    "prompt",
+    "truncated_tokens",
+]
+OK = Record(
+    index=0,
+    id="q0",
+    status="ok",
+    attempt=1,
+    text="yes",
+    finish_reason="stop",
+    usage=Usage(3, 2),
+    latency_s=0.25,
+    finished_at="2026-11-21T01:02:03.456Z",
+    error=None,
+    fields={},
+    input_hash="0123456789abcdef",
+)
+FAILED = replace(
+    OK,
+    status="failed",
+    text=None,
+    finish_reason=None,
+    usage=None,
+    error=ErrorInfo("media", "MediaError", "a.png: missing", False),
+)
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def batchkit(*args: str) -> Result:
+    return CliRunner().invoke(cli, list(args), catch_exceptions=False, prog_name="batchkit")
+
+
+def export(*args: str) -> Result:
+    done = batchkit("export", *args)
+    assert done.exit_code == 0, done.stderr
+    return done
+
+
+def run_rows(rows: list[dict[str, Any]], **output: Any) -> None:
+    """A run of the dry-run engine over ``rows``."""
+    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = {
+        "name": "a",
+        "input": {"path": "in.jsonl"},
+        "prompt": {"user": "{{ q }}"},
+        "engine": {"kind": "dry-run", "model": "tiny"},
+        "output": output,
+    }
+    Path("job.toml").write_text(tomlkit.dumps(job))
+    assert batchkit("run", "job.toml", "--fresh").exit_code in (0, 3)
+
+
+def run_of(*records: Record, keep: list[str] | None = None) -> None:
+    """A run whose ledger holds ``records``, as an engine that can do more would have left it."""
+    run_rows([{"q": "x", "kind": "none"}], keep=keep or [])
+    for file in (LOG, RUN / "checkpoint.json"):
+        file.unlink()
+    store = Store(RUN)
+    for record in records:
+        store.append(record)
+    store.close()
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def parquet() -> list[dict[str, Any]]:
+    export("job.toml", "--parquet")
+    found: list[dict[str, Any]] = pq.read_table(RUN / "results.parquet").to_pylist()
+    return found
+
+
+# Which records, in which order
+
+NEWEST = [
+    replace(OK, index=2, id="c", text="c, first"),
+    replace(FAILED, index=0, id="a"),
+    replace(OK, index=1, id="b"),
+    replace(OK, index=2, id="c", text="c, again", attempt=2),
+    replace(OK, index=0, id="a", text="a, mended", attempt=2),
+    replace(FAILED, index=1, id="b", attempt=2),
+]
+
+
+def test_newest_record_of_each_row_in_the_order_of_the_input() -> None:
+    run_of(*NEWEST)
+    expected = [("a", "ok", "a, mended"), ("b", "failed", None), ("c", "ok", "c, again")]
+    assert [(row["id"], row["status"], row["text"]) for row in parquet()] == expected
+    export("job.toml", "--jsonl", "--csv")
+    newest = lines_of(RUN / "results.newest.jsonl")
+    assert [(row["id"], row["status"], row["text"]) for row in newest] == expected
+    with (RUN / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["id"], row["status"], row["text"] or None) for row in rows] == expected
+
+
+def test_jsonl_holds_the_records_as_they_are() -> None:
+    run_of(*NEWEST[:3])
+    export("job.toml", "--jsonl", "out.jsonl")
+    in_log = {line["index"]: line for line in lines_of(LOG)}
+    assert lines_of(Path("out.jsonl")) == [in_log[0], in_log[1], in_log[2]]
+
+
+def test_run_that_was_interrupted_exports_what_it_has() -> None:
+    run_of(*NEWEST)
+    with LOG.open("ab") as log:
+        log.write(b'{"index":7,"id":"h","status":"o')
+    assert [row["id"] for row in parquet()] == ["a", "b", "c"]
+
+
+# Columns
+
+
+def test_columns_are_the_same_whatever_the_rows_hold() -> None:
+    run_of(OK)
+    parquet()
+    schema = pq.read_schema(RUN / "results.parquet")
+    assert schema.names == COLUMNS
+    run_of(FAILED)
+    parquet()
+    assert pq.read_schema(RUN / "results.parquet").equals(schema)
+
+
+def test_failed_rows_tell_why() -> None:
+    run_of(FAILED)
+    (row,) = parquet()
+    assert (row["error_kind"], row["error_type"]) == ("media", "MediaError")
+    assert row["error_message"] == "a.png: missing"
+    assert row["text"] is row["finish_reason"] is row["prompt_tokens"] is None
+
+
+def test_column_that_is_null_for_the_first_batches_keeps_its_type() -> None:
+    rows: list[dict[str, Any]] = [{"q": "x"}] * 20_000 + [{"q": "x", "late": f"v{n}"} for n in "ab"]
+    run_rows(rows, keep=["late"])
+    export("job.toml", "--parquet")
+    table = pq.read_table(RUN / "results.parquet", columns=["index", "late"])
+    assert table.schema.field("late").type == pa.string()
+    assert table.num_rows == 20_002
+    assert table["late"].null_count == 20_000
+    assert table["late"][-2:].to_pylist() == ["va", "vb"]
+    assert table["index"].to_pylist() == list(range(20_002))
+
+
+def test_kept_fields_are_columns_of_text() -> None:
+    rows = [
+        {"q": "x", "kind": "é,\n\"'", "n": 3, "deep": {"a": [1, None]}, "yes": True},
+        {"q": "y"},
+    ]
+    run_rows(rows, keep=["kind", "n", "deep", "yes", "kind"])
+    first, second = parquet()
+    assert list(first)[len(COLUMNS) :] == ["kind", "n", "deep", "yes"]
+    assert (first["kind"], first["n"], first["yes"]) == ("é,\n\"'", "3", "true")
+    assert json.loads(first["deep"]) == {"a": [1, None]}
+    assert [second[name] for name in ("kind", "n", "deep", "yes")] == [None] * 4
+
+
+def test_kept_field_named_like_a_column_gets_a_prefix() -> None:
+    run_rows([{"q": "x", "id": "mine", "text": "original"}], keep=["id", "text"])
+    (row,) = parquet()
+    assert (row["id"], row["fields.id"]) == ("0", "mine")
+    assert (row["text"], row["fields.text"]) == ("dry-run: no model answered row 0", "original")
+
+
+CHOICES = [Choice("a", "stop", [{"token": "a", "logprob": -0.5}]), Choice("b", "length")]
+
+
+def test_choices_are_kept_as_json() -> None:
+    run_of(replace(OK, text="a", choices=CHOICES))
+    (row,) = parquet()
+    assert row["text"] == "a"
+    assert json.loads(row["choices"]) == [
+        {"text": "a", "finish_reason": "stop", "logprobs": [{"token": "a", "logprob": -0.5}]},
+        {"text": "b", "finish_reason": "length", "logprobs": None},
+    ]
+
+
+# Read back
+
+NASTY = ["", " ", "NA", "a,b", 'say "x"', "two\nlines", "\r\n", "=1+1", "é🙂\u2028", "tab\t", "007"]
+
+
+def test_pandas_reads_parquet_and_csv_back_equal() -> None:
+    answers = [
+        replace(OK, index=n, id=f"q{n}", text=text, fields={"kind": text, "q": None})
+        for n, text in enumerate(NASTY)
+    ]
+    run_of(*answers, replace(FAILED, index=99, id="last"), keep=["kind", "q"])
+    export("job.toml", "--parquet", "--csv")
+    table = pd.read_parquet(RUN / "results.parquet")
+    assert list(table.columns) == [*COLUMNS, "kind", "q"]
+    assert table["text"][:-1].tolist() == table["kind"][:-1].tolist() == NASTY
+    assert table["text"].isna().tolist() == [False] * len(NASTY) + [True]
+    assert table["prompt_tokens"].tolist()[:-1] == [3] * len(NASTY)
+
+    as_text = pd.read_csv(RUN / "results.csv", dtype=str, keep_default_na=False)
+    # CSV has one word for null and for the empty text.
+    expected = table.astype(object).where(table.notna(), "")
+    for column in ("id", "status", "text", "kind", "error_kind", "error_message", "finished_at"):
+        assert as_text[column].tolist() == expected[column].tolist(), column
+    for column in ("index", "attempt", "latency_s"):
+        assert as_text[column].tolist() == [str(value) for value in table[column]], column
+    usual = pd.read_csv(RUN / "results.csv")
+    assert usual["index"].tolist() == table["index"].tolist()
+    assert usual["prompt_tokens"].tolist()[:-1] == [3] * len(NASTY)
+
+
+def test_run_without_a_record_exports_columns_and_no_row() -> None:
+    run_of(keep=["kind"])
+    export("job.toml", "--parquet", "--csv", "--jsonl", "--openai")
+    table = pq.read_table(RUN / "results.parquet")
+    assert (table.num_rows, table.column_names) == (0, [*COLUMNS, "kind"])
+    assert (RUN / "results.csv").read_text().strip() == ",".join([*COLUMNS, "kind"])
+    for name in ("results.newest.jsonl", "results.openai.jsonl", "results.openai.errors.jsonl"):
+        assert (RUN / name).read_bytes() == b""
+
+
+# OpenAI's batch format
+
+
+def test_openai_output_and_errors_match_the_batch_format() -> None:
+    run_of(
+        replace(OK, index=0, id="custom-a"),
+        replace(OK, index=1, id="custom-b", text="a", choices=CHOICES, usage=Usage(10, 7)),
+        replace(FAILED, index=2, id="custom-c"),
+    )
+    export("job.toml", "--openai")
+    plain, several = lines_of(RUN / "results.openai.jsonl")
+    (failed,) = lines_of(RUN / "results.openai.errors.jsonl")
+
+    assert (plain["custom_id"], plain["error"]) == ("custom-a", None)
+    assert plain["response"]["status_code"] == 200
+    assert plain["response"]["request_id"]
+    body = plain["response"]["body"]
+    assert (body["object"], body["model"]) == ("chat.completion", "tiny")
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "yes", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ]
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+
+    choices = several["response"]["body"]["choices"]
+    assert [c["message"]["content"] for c in choices] == ["a", "b"]
+    assert [c["index"] for c in choices] == [0, 1]
+    assert [c["finish_reason"] for c in choices] == ["stop", "length"]
+    token = {"token": "a", "bytes": None, "logprob": -0.5, "top_logprobs": []}
+    assert choices[0]["logprobs"] == {"content": [token], "refusal": None}
+    assert several["response"]["body"]["usage"]["total_tokens"] == 17
+
+    assert failed["custom_id"] == "custom-c"
+    assert failed["response"] is None
+    assert failed["error"] == {"code": "media", "message": "a.png: missing"}
+    ids = [line["id"] for line in (plain, several, failed)]
+    assert len(set(ids)) == 3
+
+
+@pytest.mark.parametrize(
+    ("reason", "known", "native"),
+    [
+        ("stop", "stop", ...),
+        ("content_filter", "content_filter", ...),
+        ("abort", "length", "abort"),
+        ("repetition", "length", "repetition"),
+        ("eos_token", "stop", "eos_token"),
+        (None, "stop", None),
+        ({"x": [1]}, "stop", {"x": [1]}),
+    ],
+)
+def test_openais_own_types_read_every_line(reason: Any, known: str, native: Any) -> None:
+    chat = pytest.importorskip("openai.types.chat")
+    tops = [{"token": None, "logprob": float("-inf")}, {"token": "é", "logprob": -1.0}]
+    choices = [
+        Choice("a", reason, [{"token": "é", "logprob": -0.5, "top_logprobs": tops}]),
+        Choice("", reason, []),
+        Choice("c", reason),
+    ]
+    run_of(
+        replace(OK, text="a", finish_reason=reason, choices=choices),
+        replace(OK, index=1, finish_reason=reason, usage=None),
+        replace(OK, index=2, finish_reason=reason, finished_at=""),
+    )
+    export("job.toml", "--openai")
+    lines = lines_of(RUN / "results.openai.jsonl")
+    bodies = [chat.ChatCompletion.model_validate(line["response"]["body"]) for line in lines]
+    assert [body.created for body in bodies] == [1795222923, 1795222923, 0]
+    assert [body.usage and body.usage.total_tokens for body in bodies] == [5, None, 5]
+    found = [choice for body in bodies for choice in body.choices]
+    assert [choice.message.content for choice in found] == ["a", "", "c", "yes", "yes"]
+    assert {choice.finish_reason for choice in found} == {known}
+    extra = [choice.model_extra.get("native_finish_reason", ...) for choice in found]
+    assert extra == [native] * len(found)
+    (token,) = found[0].logprobs.content
+    assert (token.token, token.bytes, token.logprob) == ("é", None, -0.5)
+    assert [(top.token, top.logprob) for top in token.top_logprobs] == [("", -9999.0), ("é", -1.0)]
+
+
+def test_a_reason_that_is_not_text_is_exported_as_json() -> None:
+    """As older versions wrote down what a server answered."""
+    odd = [{"x": 1}, [1, None], 3, True]
+    records = [replace(OK, index=n, finish_reason=reason) for n, reason in enumerate(odd)]  # type: ignore[arg-type]
+    run_of(*records, replace(OK, index=len(odd)))
+    found = [row["finish_reason"] for row in parquet()]
+    assert found == ['{"x":1}', "[1,null]", "3", "true", "stop"]
+    export("job.toml", "--csv", "--jsonl")
+    with (RUN / "results.csv").open(newline="") as file:
+        assert [row["finish_reason"] for row in csv.DictReader(file)] == found
+
+
+# The command
+
+
+def test_export_prints_rows_sizes_and_ratio() -> None:
+    run_rows([{"q": "x"}] * 50)
+    done = export("job.toml", "--parquet", "out.parquet")
+    size, whole = Path("out.parquet").stat().st_size, LOG.stat().st_size
+    assert done.stdout == (
+        f"out.parquet: 50 rows, {size:,} bytes, {size / whole:.2f} of results.jsonl's {whole:,}\n"
+    )
+    found = json.loads(export("job.toml", "--csv", "out.csv", "--json").stdout)
+    expected = {"path": "out.csv", "format": "csv", "rows": 50, "source_bytes": whole}
+    assert found | expected == found
+    assert found["bytes"] == Path("out.csv").stat().st_size
+    assert found["ratio"] == pytest.approx(found["bytes"] / whole, abs=1e-4)
+
+
+def test_export_writes_several_formats_at_once() -> None:
+    run_rows([{"q": "x"}])
+    done = export("job.toml", "--parquet", "--jsonl", "--csv", "--openai")
+    assert len(done.stdout.splitlines()) == 5
+    assert {path.name for path in RUN.iterdir()} >= {
+        "results.parquet",
+        "results.newest.jsonl",
+        "results.csv",
+        "results.openai.jsonl",
+        "results.openai.errors.jsonl",
+    }
+    assert not list(RUN.glob(".*.tmp"))
+
+
+def test_export_of_the_last_run_needs_no_name() -> None:
+    run_rows([{"q": "x"}])
+    done = export("--parquet")
+    assert done.stderr == "batchkit: output/a\n"
+    (RUN / "results.parquet").unlink()
+    export("--parquet", "output/a")  # a run folder is not a path to write to
+    assert (RUN / "results.parquet").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["results.jsonl", "link.jsonl", "hard.jsonl", "sub/../results.jsonl"]
+)
+def test_export_never_writes_over_the_ledger(name: str) -> None:
+    run_rows([{"q": "x"}])
+    (RUN / "sub").mkdir()
+    (RUN / "link.jsonl").symlink_to("results.jsonl")
+    os.link(LOG, RUN / "hard.jsonl")
+    before = LOG.read_bytes()
+    for option in ("--jsonl", "--parquet", "--csv", "--openai"):
+        done = batchkit("export", "job.toml", option, str(RUN / name))
+        assert done.exit_code == 1
+        assert "is the ledger of a run" in done.stderr
+    assert LOG.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "manifest.json", "job.toml"])
+def test_export_never_writes_over_what_the_run_needs(name: str) -> None:
+    run_rows([{"q": "x"}])
+    before = (RUN / name).read_bytes()
+    batchkit("export", "job.toml", "--jsonl", str(RUN / name))
+    assert (RUN / name).read_bytes() == before
+
+
+def test_openai_errors_never_land_on_the_ledger() -> None:
+    run_rows([{"q": "x"}])
+    os.link(LOG, "out.errors.jsonl")
+    before = LOG.read_bytes()
+    batchkit("export", "job.toml", "--openai", "out.jsonl")
+    assert LOG.read_bytes() == before
+
+
+def test_export_replaces_an_older_export_in_one_step() -> None:
+    run_rows([{"q": "x"}])
+    export("job.toml", "--csv", "out.csv")
+    with Path("out.csv").open() as old:
+        run_of(*NEWEST)
+        export("job.toml", "--csv", "out.csv")
+        assert len(old.read().splitlines()) == 2
+    assert len(Path("out.csv").read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize("path", ["in.jsonl/out.csv", "folder"])
+def test_export_to_where_nothing_can_be_written_says_so(path: str) -> None:
+    run_rows([{"q": "x"}])
+    Path("folder").mkdir()
+    done = batchkit("export", "job.toml", "--csv", path)
+    assert done.exit_code == 1
+    assert path.split("/")[0] in done.stderr
+    assert "can't write" in done.stderr
+    assert list(Path("folder").iterdir()) == []
+
+
+def test_export_without_a_format_or_a_run_is_refused() -> None:
+    run_rows([{"q": "x"}])
+    done = batchkit("export", "job.toml")
+    assert (done.exit_code, "--parquet" in done.stderr) == (2, True)
+    done = batchkit("export", "nowhere", "--csv")
+    assert (done.exit_code, "nowhere" in done.stderr) == (2, True)
+
+
+# What a spreadsheet would run
+
+FORMULAS = [
+    "=1+1",
+    "+1+1",
+    "-1+1|' /C calc'!A0",
+    "@SUM(1,1)",
+    "\t=1+1",
+    "\r=1+1",
+    "\n=1",
+    "\uff1d1",
+]
+HARMLESS = ["1=1", "-5", "+5", "-.5e-3", "a -b", "", "'=1", "ü"]
+
+
+def test_safe_csv_holds_nothing_that_a_spreadsheet_runs() -> None:
+    texts = [*FORMULAS, *HARMLESS]
+    kept = [
+        replace(OK, index=n, id=f"@{n}", text=t, fields={"=f": -n}) for n, t in enumerate(texts)
+    ]
+    run_of(*(replace(record, scores={"em": -0.5}) for record in kept), keep=["=f"])
+    export("job.toml", "--csv", "exact.csv")
+    export("job.toml", "--csv", "safe.csv", "--safe-csv")
+    assert "output/a/results.csv: " in export("job.toml", "--safe-csv").stdout
+    assert (RUN / "results.csv").read_bytes() == Path("safe.csv").read_bytes()
+    exact, safe = (
+        list(csv.reader(io.StringIO(Path(name).read_bytes().decode(), newline="")))
+        for name in ("exact.csv", "safe.csv")
+    )
+    assert exact[0] == [*COLUMNS, "=f"]
+    assert safe[0] == [*COLUMNS, "'=f"]
+    text, field = COLUMNS.index("text"), len(COLUMNS)
+    assert [row[text] for row in exact[1:]] == texts
+    assert [row[text] for row in safe[1:]] == [*(f"'{t}" for t in FORMULAS), *HARMLESS]
+    assert [row[field] for row in safe[1:]] == [str(-n) if n else "0" for n in range(len(texts))]
+    assert safe[1][COLUMNS.index("id")] == "'@0"
+
+
+def test_safe_csv_is_named_in_the_help() -> None:
+    assert "--safe-csv" in batchkit("export", "--help").stdout

@@ -1,0 +1,334 @@
+"""Parquet holds what the records say, whichever of its two ways a line went.
+
+Arrow parses plain lines in bulk; all others are read record by record, as the other formats are.
+What ``read_scored`` and ``Layout.values`` say of a run is held against the file.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tomlkit
+from click.testing import CliRunner, Result
+
+from batchkit.cli import cli
+from batchkit.commands.export.table import Layout, read_batches, schema_of
+from batchkit.storage.ledger import RESULTS, newest_offsets, read_lines
+from batchkit.storage.score_store import SCORES, read_scored
+
+RUN = Path("output/a")
+LOG = RUN / RESULTS
+KEPT = ["kind", "n", "id", "a.b"]
+SCORING = {"extract": "final-answer", "scorers": ["numeric"], "reference": "n"}
+FIRST = {"index", "id", "status", "attempt"}
+OK: dict[str, Any] = {
+    "index": 0,
+    "id": "q0",
+    "status": "ok",
+    "attempt": 1,
+    "text": "yes",
+    "finish_reason": "stop",
+    "usage": {"prompt_tokens": 3, "completion_tokens": 2},
+    "latency_s": 0.25,
+    "finished_at": "2026-11-21T01:02:03.456Z",
+    "error": None,
+    "fields": {"kind": "tea", "n": "3"},
+    "input_hash": "0123456789abcdef",
+}
+FAILED = OK | {
+    "status": "failed",
+    "text": None,
+    "finish_reason": None,
+    "usage": None,
+    "error": {"kind": "media", "type": "MediaError", "message": "a.png: gone", "retryable": False},
+}
+CHOICES = [{"text": "a", "finish_reason": "stop", "logprobs": [{"token": "a", "logprob": -0.5}]}]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run()
+
+
+def make_run(**tables: Any) -> None:
+    """A finished run, whose log the tests replace."""
+    Path("in.jsonl").write_text('{"q": "x", "kind": "tea", "n": "3", "id": "0", "a.b": "c"}\n')
+    job = {
+        "name": "a",
+        "input": {"path": "in.jsonl"},
+        "prompt": {"user": "{{ q }}"},
+        "engine": {"kind": "dry-run", "model": "tiny"},
+        "output": {"keep": KEPT},
+    }
+    Path("job.toml").write_text(tomlkit.dumps(job | tables))
+    assert batchkit("run", "job.toml", "--fresh").exit_code == 0
+    (RUN / "checkpoint.json").unlink()
+
+
+def batchkit(*args: str) -> Result:
+    return CliRunner().invoke(cli, list(args), catch_exceptions=False, prog_name="batchkit")
+
+
+def line(record: dict[str, Any]) -> bytes:
+    return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def exported() -> pa.Table:
+    done = batchkit("export", "job.toml", "--parquet", "out.parquet")
+    assert done.exit_code == 0, done.stderr
+    return pq.read_table("out.parquet")
+
+
+def read_one_by_one() -> pa.Table:
+    layout = Layout.of(RUN)
+    rows = [dict(zip(layout.columns(), layout.values(r), strict=True)) for r in read_scored(RUN)]
+    return pa.Table.from_pylist(rows, schema=schema_of(layout))
+
+
+def assert_same() -> pa.Table:
+    found = exported()
+    assert found.schema.equals(schema_of(Layout.of(RUN)))
+    assert found.equals(read_one_by_one())
+    return found
+
+
+RECORDS: dict[str, dict[str, Any]] = {
+    "plain": OK,
+    "failed": FAILED,
+    "failed with usage": FAILED | {"usage": {"prompt_tokens": 1, "completion_tokens": 0}},
+    "choices": OK | {"choices": CHOICES},
+    "two choices": OK | {"choices": [*CHOICES, {"text": "", "finish_reason": None}]},
+    "no choice": OK | {"choices": []},
+    "choices of null": OK | {"choices": None},
+    "prompt": OK | {"prompt": "<s>what?\n", "truncated_tokens": 12},
+    "text of null": OK | {"text": None},
+    "text is empty": OK | {"text": ""},
+    "escapes": OK | {"text": '"\\/\b\f\n\r\t\u0000\u001b\u007f', "id": "\\u0041"},
+    "unicode": OK | {"text": "é\u2028漢🙂\ufeff\u0301", "id": "ß", "fields": {"kind": "🙂"}},
+    "text like json": OK | {"text": '{"index":5,"id":"x"}', "id": "2026-01-01", "prompt": "NaN"},
+    "large numbers": OK | {"usage": {"prompt_tokens": 2**32 - 1, "completion_tokens": 2**32 - 1}},
+    "largest index": OK | {"index": 2**32 - 1},
+    "small latency": OK | {"latency_s": 1e-7},
+    "whole latency": OK | {"latency_s": 3},
+    "latency of null": OK | {"latency_s": None},
+    "usage is empty": OK | {"usage": {}},
+    "fields of null": OK | {"fields": None},
+    "no fields": OK | {"fields": {}},
+    "field is a whole number": OK | {"fields": {"n": -3}},
+    "field is a huge number": OK | {"fields": {"n": 2**64 - 1}},
+    "field is a fraction": OK | {"fields": {"n": 1e16}},
+    "field is a truth": OK | {"fields": {"n": True, "kind": None}},
+    "field is a list": OK | {"fields": {"n": [1, None, {"index": 3}]}},
+    "field is an object": OK | {"fields": {"n": {"index": 3}, "kind": {}}},
+    "field like a column": OK | {"fields": {"id": "mine", "a.b": "dot", "a": {"b": 1}}},
+    "unknown keys": OK | {"later": [{"a": 1}], "fields": {"other": 5}, "error": {"why": 1}},
+    "usage comes last": {k: v for k, v in OK.items() if k != "usage"} | {"usage": OK["usage"]},
+    "index comes last": {k: v for k, v in OK.items() if k != "index"} | {"index": 0},
+    "only what a record must have": {k: v for k, v in OK.items() if k in FIRST},
+}
+LINES: dict[str, bytes] = {
+    "key twice": line(OK).replace(b'"text":"yes"', b'"text":"no","text":"yes"'),
+    "inner key twice": line(OK).replace(b'"n":"3"', b'"n":"4","n":"3"'),
+    "escaped pair": line(OK).replace(b"yes", b"\\ud83d\\ude00 \\u00e9 \\/"),
+    "escaped key": line(OK).replace(b'"text"', b'"te\\u0078t"'),
+    "spaces": json.dumps(OK, indent=1).replace("\n", " ").encode() + b" \r\n",
+    "minus zero": line(OK).replace(b":0.25", b":-0.0"),
+    "exponent": line(OK).replace(b":0.25", b":25E-2"),
+    "huge number in a field": line(OK).replace(b'"n":"3"', b'"n":123456789012345678901234567890'),
+    "minus zero in a field": line(OK).replace(b'"n":"3"', b'"n":-0'),
+}
+ALL = {name: line(record) for name, record in RECORDS.items()} | LINES
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_record_of_any_kind_is_exported_as_it_is_read(name: str) -> None:
+    LOG.write_bytes(ALL[name])
+    assert assert_same().num_rows == 1
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_one_odd_record_changes_none_of_its_neighbours(name: str) -> None:
+    odd = ALL[name].replace(b'"index":0', b'"index":700')
+    plain = [line(OK | {"index": n, "id": f"q{n}", "fields": {"kind": f"{n}"}}) for n in range(999)]
+    LOG.write_bytes(b"".join([*plain, odd]))
+    assert assert_same().num_rows == (1000 if name == "largest index" else 999)
+
+
+def test_kinds_of_records_in_any_mixture() -> None:
+    rng = random.Random(0)
+    plain = [line(OK), line(FAILED), line(OK | {"fields": {"n": 3}})]
+    drawn = [rng.choice([*ALL.values(), *plain * 200]) for _ in range(12_000)]
+    indexes = rng.sample(range(20_000), len(drawn))
+    with LOG.open("wb") as log:
+        for index, one in zip(indexes, drawn, strict=True):
+            log.write(line(orjson.loads(one) | {"index": index}))
+    assert assert_same()["index"].to_pylist() == sorted(indexes)
+
+
+def test_newest_record_counts_wherever_it_stands() -> None:
+    rng = random.Random(1)
+    with LOG.open("wb") as log:
+        for number in range(9_000):
+            made = rng.choice([OK, FAILED, OK | {"text": "long " * rng.randrange(300)}])
+            log.write(line(made | {"index": rng.randrange(4_000), "attempt": number}))
+    newest = {r["index"]: r["attempt"] for _, _, r in read_lines(LOG) if r is not None}
+    found = assert_same()
+    assert (
+        dict(zip(found["index"].to_pylist(), found["attempt"].to_pylist(), strict=True)) == newest
+    )
+
+
+def test_records_longer_than_a_block_of_the_log() -> None:
+    texts = [
+        letter * n for letter, n in zip("abcé", (3_000_000, 5, 20_000_000, 1_100_000), strict=True)
+    ]
+    LOG.write_bytes(b"".join(line(OK | {"index": 9 - n, "text": t}) for n, t in enumerate(texts)))
+    assert assert_same()["text"].to_pylist() == texts[::-1]
+
+
+# What is no record
+
+
+@pytest.mark.parametrize(
+    "torn",
+    [
+        b'{"index":1,"id":"q1","sta',
+        line(OK | {"index": 1})[:-1],
+        b'{"index":1',
+        b"{",
+        b"\0" * 5000,
+        b"\0" * 50 + line(OK | {"index": 1}),
+        b'{"index":1,"id":"q1","sta' + line(OK | {"index": 1}),
+        b"\n\n",
+        b"null\n[]\n",
+        b'{"index":1}\n',
+        b'{"index":-1,"status":"ok"}\n{"index": 4294967296,"status":"ok"}\n',
+        b'{"index":true,"status":"ok"}\n{"index":"1","status":"ok"}\n{"index": 1}\n',
+    ],
+)
+def test_bytes_that_are_no_record_are_passed_over(torn: bytes) -> None:
+    whole = [line(OK | {"index": n, "id": f"q{n}"}) for n in (2, 0)]
+    LOG.write_bytes(whole[0] + whole[1] + torn)
+    assert assert_same()["id"].to_pylist() == ["q0", "q2"]
+    if torn.endswith(b"\n"):
+        LOG.write_bytes(whole[0] + torn + whole[1])
+        assert assert_same()["id"].to_pylist() == ["q0", "q2"]
+
+
+def test_line_that_swallowed_a_torn_one_hides_no_record() -> None:
+    LOG.write_bytes(line(OK) + line(OK)[:40] + line(OK | {"index": 1}))
+    assert assert_same()["index"].to_pylist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"yes", b"y\xff"),
+        (b"yes", b"\xed\xa0\x80"),
+        (b"yes", b"\\ud800"),
+        (b"yes", b"\\udc00"),
+        (b"yes", b"\\x"),
+        (b"yes", b"y\x01"),
+        (b"0123", b"012\xff"),
+        (b":0.25", b":NaN"),
+        (b":0.25", b":Infinity"),
+        (b":0.25", b":1e999"),
+        (b":0.25", b":.5"),
+        (b':"yes"', b":yes"),
+        (b"}\n", b"}}\n"),
+        (b"}\n", b'}{"id":1}\n'),
+        (b'"n":"3"}', b'"n":"3"'),
+    ],
+)
+def test_damaged_record_is_told_with_its_place(old: bytes, new: bytes) -> None:
+    plain = [line(OK | {"index": n}) for n in range(600)]
+    odd = line(OK | {"index": 600}).replace(old, new)
+    LOG.write_bytes(b"".join([*plain, odd, line(OK | {"index": 601})]))
+    done = batchkit("export", "job.toml", "--parquet", "out.parquet")
+    assert done.exit_code == 1
+    assert f"the record at byte {sum(map(len, plain))} is damaged" in done.stderr
+    assert not list(Path().glob("*out.parquet*"))
+
+
+def outcome(of: Callable[[], pa.Table]) -> pa.Table | str:
+    try:
+        return of()
+    except Exception as error:
+        return type(error).__name__
+
+
+def test_lines_with_a_changed_byte_go_both_ways_alike() -> None:
+    rng = random.Random(2)
+    layout = Layout.of(RUN)
+    for _ in range(400):
+        lines = [line(OK | {"index": n}) for n in range(3)]
+        place = rng.randrange(len(lines[1]) - 1)
+        byte = rng.choice(b'"\\{}[],:0123456789eE+-.ntx \xc3\xa9')
+        lines[1] = lines[1][:place] + bytes([byte]) + lines[1][place + rng.randrange(2) :]
+        LOG.write_bytes(b"".join(lines))
+        slow = outcome(read_one_by_one)
+        if slow == "KeyError":  # a record without an id: exports were never made for that
+            continue
+        fast = outcome(lambda: pa.concat_tables(read_batches(RUN, layout)))
+        assert type(fast) is type(slow), (lines[1], fast, slow)
+        assert fast == slow if isinstance(slow, str) else fast.equals(slow), lines[1]
+
+
+# Scores
+
+
+def scored_run() -> None:
+    make_run(scoring=SCORING)
+    LOG.write_bytes(
+        b"".join(
+            line(OK | {"index": n, "input_hash": f"{n}", "prediction": p, "scores": {"numeric": s}})
+            for n, (p, s) in enumerate([("3", 1.0), ("4", 0), (None, None), ("é", 0.5)] * 300)
+        )
+        + line(FAILED | {"index": 1200})
+        + line(OK | {"index": 1201, "scores": {}, "prediction": ""})
+        + line(OK | {"index": 1202, "scores": None})
+        + line(OK | {"index": 1203, "scores": {"other": 1.0}})
+    )
+
+
+def test_scores_of_the_records_are_columns() -> None:
+    scored_run()
+    (RUN / SCORES).unlink(missing_ok=True)
+    found = assert_same()
+    assert found["scores.numeric"].to_pylist()[:4] == [1.0, 0.0, None, 0.5]
+    assert found["prediction"].to_pylist()[:4] == ["3", "4", None, "é"]
+
+
+def test_later_scores_lie_over_those_of_the_records() -> None:
+    scored_run()
+    keys = {"finished_at": OK["finished_at"], "prediction": "late"}
+    made = [keys | {"index": n, "input_hash": f"{n}", "scores": {"numeric": 0.75}} for n in (1, 3)]
+    made[1]["input_hash"] = "another record's"
+    (RUN / SCORES).write_bytes(b"".join(map(line, made)))
+    found = assert_same()
+    assert found["scores.numeric"].to_pylist()[:4] == [1.0, 0.75, None, 0.5]
+    assert found["prediction"].to_pylist()[:4] == ["3", "late", None, "é"]
+
+
+# Which record is the newest
+
+
+def test_newest_records_are_found_across_blocks() -> None:
+    rng = random.Random(3)
+    with LOG.open("wb") as log:
+        for _ in range(5_000):
+            record = OK | {"index": rng.choice([7, rng.randrange(10 ** rng.randrange(1, 9))])}
+            log.write(line(record | {"text": "x" * rng.choice([0, 10, 3_000])}))
+            if rng.random() < 0.001:
+                log.write(rng.choice([b"\n", b"{}\n", b'{"index":7,"id":\n', b"\0\0\n"]))
+    newest = {r["index"]: offset for offset, _, r in read_lines(LOG) if r is not None}
+    assert newest_offsets(LOG).tolist() == [newest[index] for index in sorted(newest)]

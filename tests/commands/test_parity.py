@@ -1,0 +1,548 @@
+"""Two engines side by side: real ones on tiny models, alike and not, and every way to be told."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from transformers import AutoTokenizer
+
+from batchkit.commands.parity import parity
+from batchkit.commands.parity.answers import Answer, Token
+from batchkit.commands.parity.differences import Difference, difference
+from batchkit.commands.parity.findings import Findings
+from batchkit.commands.parity.sides import MODEL_OPTIONS, sides_of
+from batchkit.config.loading import load_job
+from batchkit.config.tables import JobConfig
+from batchkit.engines.registry import open_preflight
+from batchkit.errors import EngineError, InputError, JobError
+from tests.conftest import SMALL, batchkit, write_jsonl
+from tests.support.chat_server import MODEL, serving
+from tests.support.paths import ROOT
+from tests.test_cli import call
+
+N_ROWS, TIE = 32, 0.01
+JOB = """
+name = "trial"
+[input]
+path = "rows.jsonl"
+id = "id"
+[prompt]
+user = "{{ q }}"
+IMAGES
+[engine]
+MODEL
+[engine.options]
+OPTIONS
+[sampling]
+max_tokens = 24
+temperature = 0.8
+"""
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """A job for ``model``, with rows and perhaps an image each; vLLM's unless ``options`` are given."""
+
+    def write(model: Path | None, *, images: bool = False, options: Any = None) -> Path:
+        rows = [
+            {"id": f"q{n}", "q": f"question {n} " + "about tea " * (n * 7 % 20)}
+            for n in range(N_ROWS)
+        ]
+        for n, row in enumerate(rows if images else ()):
+            image = Image.new("RGB", (128 + 32 * (n % 5), 96 + 32 * (n % 3)), (n * 8, 80, 140))
+            image.paste((255, 255, 255 - n), (10 + n, 10, 60 + n, 50))
+            row["file"] = f"{n}.png"
+            image.save(tmp_path / row["file"])
+        write_jsonl(tmp_path / "rows.jsonl", rows)
+        options = SMALL if options is None else options
+        text = (
+            JOB.replace("IMAGES", 'images = ["{{ file }}"]' if images else "")
+            .replace("MODEL", f'model = "{model}"' if model else 'kind = "dry-run"')
+            .replace("OPTIONS", "\n".join(map(_line, options.items())))
+        )
+        (tmp_path / "job.toml").write_text(text, encoding="utf-8")
+        return tmp_path / "job.toml"
+
+    return write
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary folders go."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    return folder
+
+
+def _line(option: tuple[str, Any]) -> str:
+    name, value = option
+    if isinstance(value, dict):
+        return f"{name} = {{ {', '.join(map(_line, value.items()))} }}"
+    return f"{name} = {json.dumps(value)}"
+
+
+def compare(
+    job: JobConfig, engines: str, *only_b: str, only_a: Sequence[str] = (), rows: int = 100
+) -> Findings:
+    return parity(job, engines, rows=rows, tie=TIE, settings=(only_a, only_b))
+
+
+# Real engines
+
+
+@pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
+def test_two_engines_answer_alike(
+    write: Write, text_model: Path, demo_model: Path, tmp_path: Path, images: bool
+) -> None:
+    """The first time each in a process of its own."""
+    options = {k: v for k, v in SMALL.items() if images or k != "limit_mm_per_prompt"}
+    job = write(demo_model if images else text_model, images=images, options=options)
+
+    found = compare(
+        load_job(job, [f"engine.in_process={str(images).lower()}"]), "vllm,transformers"
+    )
+
+    assert found.rows == found.answered == N_ROWS
+    assert found.equal >= N_ROWS - 1, found.to_text()
+    assert found.ties == len(found.differences), found.to_text()
+    assert found.exit_code == 0
+    assert [side.kind for side in found.sides] == ["vllm", "transformers"]
+    assert found.sides[0].left_out == []
+    assert "engine.options.kv_cache_memory_bytes" in found.sides[1].left_out
+    assert "engine.options.max_model_len" not in found.sides[1].left_out
+    assert not (tmp_path / "output").exists()
+
+
+def damaged(model: Path, to: Path) -> Path:
+    """A copy with noise on its weights, about as much as a careless quantisation makes."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, to)
+    weights = load_file(to / "model.safetensors")
+    noise = torch.Generator().manual_seed(1)
+    for name, weight in weights.items():
+        if weight.dim() == 2:
+            drawn = torch.randn(weight.shape, generator=noise)
+            weights[name] = weight + 0.01 * weight.std() * drawn
+    save_file(weights, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+def test_a_damaged_model_is_found(write: Write, text_model: Path, tmp_path: Path) -> None:
+    model = damaged(text_model, tmp_path / "damaged")
+    options = {k: v for k, v in SMALL.items() if k != "limit_mm_per_prompt"}
+    job = write(text_model, options=options)
+    before = {path.name for path in tmp_path.iterdir()}
+
+    args = ["--engines", "vllm,vllm", "--set-b", f"engine.model={model}", "--json"]
+    done = call("parity", job, "--set", "engine.in_process=true", *args)
+
+    assert done.exit_code == 3, done.stderr
+    found = json.loads(done.stdout)
+    assert {path.name for path in tmp_path.iterdir()} == before, "no run folder, no log"
+    assert found["rows"] == N_ROWS == found["equal"] + found["differ"]
+    assert found["differ"] == len(found["differences"]) > found["ties"]
+    assert found["share_equal"] == found["equal"] / N_ROWS
+    assert found["failed"] == {"a": 0, "b": 0}
+    gaps = [each["gap"] for each in found["differences"]]
+    assert gaps == sorted(gaps, reverse=True)
+    assert gaps[0] > 10 * TIE
+    tokenizer = AutoTokenizer.from_pretrained(text_model)
+    for each in found["differences"]:
+        a, b = each["a"], each["b"]
+        assert a["text"] != b["text"]
+        begins = next(n for n in range(500) if a["text"][: n + 1] != b["text"][: n + 1])
+        assert abs(len(tokenizer.encode(a["text"][:begins])) - each["position"]) <= 1
+        assert a["token"] != b["token"]
+        for own in (a, b):
+            assert own["prompt_tokens"] > 0 >= own["logprob"]
+            assert own["other_logprob"] is None or own["other_logprob"] <= own["logprob"]
+        assert each["unit"] == "token"
+        if not each["gap_is_least"]:
+            own_gaps = [own["logprob"] - own["other_logprob"] for own in (a, b)]
+            assert each["gap"] == pytest.approx(max(own_gaps))
+
+
+def test_a_row_that_fails_on_one_side_is_told(
+    write: Write, text_model: Path, scratch: Path
+) -> None:
+    job = load_job(
+        write(text_model, options={}),
+        ["engine.kind=transformers", "input.limit=12"],
+    )
+    # Of the first twelve, prompts of 3 to 43 tokens.
+    found = compare(job, "transformers,transformers", "engine.options.max_model_len=40")
+
+    too_long = [each.index for each in found.failures]
+    assert too_long
+    assert {each.side for each in found.failures} == {"b"}
+    assert {each.error.kind for each in found.failures} == {"prompt_too_long"}
+    assert found.exit_code == 3
+    assert found.to_json()["failed"] == {"a": 0, "b": len(too_long)}
+    assert f"failed on b alone: row {too_long[0]} (id q{too_long[0]}): prompt_too_long" in (
+        found.to_text()
+    )
+    assert found.answered == 12 - len(too_long)
+    assert not list(scratch.iterdir())
+
+
+def test_prompts_that_are_not_the_same_are_told(write: Write, text_model: Path) -> None:
+    overrides = ["engine.kind=transformers", "engine.in_process=true", "input.limit=12"]
+    job = load_job(
+        write(text_model, options={}),
+        [*overrides, "retry.on_too_long=truncate-middle", "sampling.max_tokens=8"],
+    )
+    found = compare(job, "transformers,transformers", "engine.options.max_model_len=40")
+
+    assert not found.failures
+    assert found.exit_code == 3
+    changed = [each for each in found.differences if each.has_other_prompt]
+    assert changed
+    assert f"{len(changed)} of those had prompts of another length" in found.to_text()
+
+
+def test_a_side_that_cannot_start_is_named_and_its_log_kept(
+    write: Write, text_model: Path, tmp_path: Path, scratch: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(text_model, broken)
+    (broken / "model.safetensors").write_bytes(b"none")
+    job = load_job(write(None, options={}))
+
+    with pytest.raises(EngineError, match=r"^side b \(transformers\): ") as raised:
+        compare(job, "dry-run,transformers", f"engine.model={broken}")
+
+    (log,) = scratch.glob("batchkit-parity-*/engine.log")
+    assert str(log) in str(raised.value)
+
+
+# What is asked
+
+
+def test_rows_are_greedy_whatever_the_job_says(write: Write, tmp_path: Path) -> None:
+    sampling = {"temperature": 1.5, "n": 3, "top_p": 0.5, "min_tokens": 2, "stop": ["."]}
+    with serving() as server:
+        job = load_job(
+            write(None, options={}),
+            [
+                "engine.kind=openai-server",
+                f"engine.base_url={server.url}",
+                f"engine.model={MODEL}",
+                "sampling.seed=3",
+                "sampling.sampling_column=own",
+                "retry.temperatures=[0.9]",
+            ],
+        )
+        rows = [{"id": "x", "q": "tea"}, {"id": "y", "q": "milk", "own": sampling}]
+        write_jsonl(tmp_path / "rows.jsonl", rows)
+        found = compare(job, "openai-server,openai-server")
+        bodies = {
+            body["messages"][0]["content"]: {k: v for k, v in body.items() if k != "messages"}
+            for body in server.bodies
+            if body["messages"][0]["content"] in ("tea", "milk")
+        }
+    assert found.exit_code == 0
+    assert found.sides[0].left_out == []
+    greedy = {"model": MODEL, "temperature": 0.0, "logprobs": True, "top_logprobs": 5}
+    assert bodies["tea"] == {**greedy, "max_tokens": 24}
+    assert bodies["milk"] == {**greedy, "max_tokens": 24, "min_tokens": 2, "stop": ["."]}
+
+
+def test_sampling_that_one_side_does_not_know_is_left_out_for_both(write: Write) -> None:
+    job = load_job(write(None, options={}), ['sampling.structured_outputs={choice=["yes","no"]}'])
+    sides = sides_of(job, "dry-run,transformers", ((), ("engine.model=tiny",)), Path("/nowhere"))
+    assert all("structured_outputs" not in side.job.sampling.params() for side in sides)
+    assert sides[0].greedy.left_out == {"structured_outputs"}
+    both = sides_of(job, "dry-run,vllm", ((), ("engine.model=tiny",)), Path("/nowhere"))
+    assert all("structured_outputs" in side.job.sampling.params() for side in both)
+
+
+def test_options_of_the_job_go_over_to_an_engine_that_knows_them(
+    write: Write, text_model: Path
+) -> None:
+    options = {"max_model_len": 256, "dtype": "float32", "max_num_seqs": 4, "block_size": 32}
+    job = load_job(write(text_model, options=options))
+
+    def options_for(engines: str, *only_b: str) -> Any:
+        side = sides_of(job, engines, ((), only_b), Path("/nowhere"))[1]
+        return side.job.engine.options, side.left_out
+
+    shared = {name: options[name] for name in ("max_model_len", "dtype", "max_num_seqs")}
+    assert options_for("vllm,vllm") == (options, [])
+    assert options_for("vllm,transformers") == (shared, ["engine.options.block_size"])
+    own = options_for("vllm,transformers", "engine.options.attn_implementation=eager")[0]
+    assert own == {**shared, "attn_implementation": "eager"}
+    address = "engine.base_url=http://localhost:1/v1"
+    seen_by_all = {"max_model_len": 256, "max_num_seqs": 4}
+    assert options_for("vllm,openai-server", address)[0] == seen_by_all
+
+
+def test_keys_of_a_server_stay_with_it(write: Write) -> None:
+    server = ["engine.kind=openai-server", "engine.base_url=http://a/v1", "engine.model=m"]
+    job = load_job(write(None, options={"drop": ["seed"]}), server)
+    one, two = sides_of(job, "openai-server,vllm", ((), ("engine.lora=x",)), Path("/nowhere"))
+    assert (one.job.engine, one.left_out) == (job.engine, [])
+    assert (two.job.engine.base_url, two.job.engine.lora) == (None, "x")
+    assert two.left_out == ["engine.base_url", "engine.options.drop"]
+
+    job = load_job(write(Path("m"), options={}), ["engine.lora=x"])
+    two = sides_of(job, "vllm,openai-server", ((), server[1:2]), Path("/nowhere"))[1]
+    assert two.left_out == ["engine.lora"]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "transformers"])
+def test_what_goes_over_is_known_to_both(kind: str, text_model: Path) -> None:
+    """And of sampling, whatever stays for transformers: its own refusal would say what is wrong."""
+    values = {
+        "max_model_len": 256,
+        "dtype": "float32",
+        "max_num_seqs": 4,
+        "revision": "main",
+        "trust_remote_code": False,
+        "chat_template": "{{ messages }}",
+        "mm_processor_kwargs": {},
+    }
+    sampling = {
+        "max_tokens": 4,
+        "min_tokens": 1,
+        "stop": ["."],
+        "stop_token_ids": [1],
+        "ignore_eos": True,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.1,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"1": 1.0},
+        "allowed_token_ids": [1, 2],
+    }
+    assert set(values) == set(MODEL_OPTIONS)
+    job = JobConfig(
+        engine={"kind": kind, "model": str(text_model), "options": values}, sampling=sampling
+    )
+    one, two = sides_of(job, f"transformers,{kind}", ((), ()), Path("/nowhere"))
+    assert not one.greedy.left_out
+    assert set(two.job.sampling.params()) - {"temperature", "logprobs"} == set(sampling)
+    open_preflight(two.job)
+
+
+@pytest.mark.parametrize(
+    ("engines", "only_b", "told"),
+    [
+        ("vllm", (), "--engines vllm: expected two, as vllm,transformers"),
+        ("vllm,", (), "--engines vllm,: expected two"),
+        ("vllm,vllm,vllm", (), "expected two"),
+        ("vlm,transformers", (), "no engine 'vlm'; did you mean 'vllm'?"),
+        ("dry-run,nothing", (), "no engine 'nothing'; known: vllm, transformers"),
+        ("dry-run,dry-run", ("sampling.n=1",), "--set-b sampling.n=1: only engine.… may differ"),
+        ("dry-run,dry-run", ("engine.kind=vllm",), "--engines says which kinds"),
+        ("dry-run,dry-run", ("engine.model",), "--set-b engine.model: write KEY=VALUE"),
+        ("dry-run,dry-run", ("engine.modl=x",), "side b (dry-run): 1 problem\n  engine.modl: unk"),
+        ("dry-run,transformers", (), "side b (transformers): 1 problem\n  engine: model is miss"),
+        (
+            "dry-run,transformers",
+            ("engine.model=./nowhere",),
+            "side b (transformers): engine.model: no folder ./nowhere",
+        ),
+        (
+            "dry-run,dry-run",
+            ("engine.options.latency=1",),
+            "side b (dry-run): engine.options.latency: unknown",
+        ),
+    ],
+)
+def test_what_can_not_be_compared_is_refused_by_side_and_key(
+    write: Write, engines: str, only_b: tuple[str, ...], told: str
+) -> None:
+    job = load_job(write(None, options={}))
+    with pytest.raises(JobError) as raised:
+        compare(job, engines, *only_b)
+    assert told in str(raised.value)
+
+
+def test_the_first_side_is_named_too(write: Write) -> None:
+    job = load_job(write(None, options={}))
+    wrong = ("engine.options.latency=1",)
+    with pytest.raises(JobError, match=r"^side a \(dry-run\): engine\.options\.latency"):
+        compare(job, "dry-run,dry-run", only_a=wrong)
+
+
+def test_no_rows_are_no_comparison(write: Write) -> None:
+    job = load_job(write(None, options={}), ['input.where={id="nobody"}'])
+    with pytest.raises(InputError, match="no rows to compare"):
+        compare(job, "dry-run,dry-run")
+
+
+# What is told
+
+
+def test_an_engine_equals_itself(write: Write, tmp_path: Path) -> None:
+    done = batchkit("parity", write(None, options={}), "--engines", "dry-run,dry-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"equal: {N_ROWS} of {N_ROWS} rows that both answered (100.0%)" in done.stdout
+    assert "differ" not in done.stdout
+    assert not (tmp_path / "output").exists()
+
+
+def test_only_the_first_rows_are_asked(write: Write) -> None:
+    job = load_job(write(None, options={}))
+    assert compare(job, "dry-run,dry-run", rows=5).rows == 5
+    limited = load_job(write(None, options={}), ["input.limit=3"])
+    assert compare(limited, "dry-run,dry-run", rows=5).rows == 3
+
+
+def test_a_row_that_fails_on_both_sides_is_no_difference(write: Write, tmp_path: Path) -> None:
+    job = load_job(write(None, options={}))
+    write_jsonl(tmp_path / "rows.jsonl", [{"id": "x", "q": "tea"}, {"id": "y"}])
+    found = compare(job, "dry-run,dry-run")
+    assert (found.equal, found.failed_on_both, found.exit_code) == (1, 1, 0)
+    assert "failed on both sides: 1" in found.to_text()
+    write_jsonl(tmp_path / "rows.jsonl", [{"id": "y"}])
+    found = compare(job, "dry-run,dry-run")
+    assert (found.failed_on_both, found.exit_code) == (1, 3), "nothing was compared"
+    assert "nothing was compared" in found.to_text()
+    assert found.to_json()["share_equal"] is None
+
+
+def test_servers_are_compared_by_their_tokens(write: Write) -> None:
+    """Theirs all have the logprob -0.5, and of others only "x" is known, at -2.0."""
+
+    def other(text: str, body: Any) -> str:
+        return "one two four" if "question 7 " in text else "one two three"
+
+    with serving(lambda text, body: "one two three") as one, serving(other) as two:
+        job = load_job(
+            write(None, options={}),
+            ["engine.kind=openai-server", f"engine.base_url={one.url}", f"engine.model={MODEL}"],
+        )
+        found = compare(job, "openai-server,openai-server", f"engine.base_url={two.url}")
+    (each,) = found.differences
+    assert (each.index, each.id, each.position, each.unit) == (7, "q7", 2, "token")
+    assert (each.a.token, each.b.token) == ("three", "four")
+    assert (each.gap, each.is_least) == (1.5, True)
+    assert (found.equal, found.ties, found.exit_code) == (N_ROWS - 1, 0, 3)
+    text = found.to_text()
+    assert "row 7 (id q7), token 2, gap 1.5000 or more" in text
+    assert 'a: "three" -0.5000, the other not among its likeliest: one two three [stop]' in text
+
+
+def test_without_logprobs_words_are_compared(write: Write) -> None:
+    with serving(lambda text, body: "dry-run: no model says this") as server:
+        found = compare(
+            load_job(write(None, options={}), ["sampling.extra_args={x=1}"]),
+            "dry-run,openai-server",
+            f"engine.base_url={server.url}",
+            f"engine.model={MODEL}",
+            rows=2,
+        )
+    assert [(each.position, each.unit, each.gap) for each in found.differences] == [
+        (3, "word", None),
+        (3, "word", None),
+    ]
+    assert found.ties == 0
+    assert found.exit_code == 3
+    assert "the gaps are unknown" in found.to_text()
+    assert [side.left_out for side in found.sides] == [["sampling.extra_args"]] * 2
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_and_leaves_nothing(
+    write: Write, tmp_path: Path, signum: signal.Signals
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    job = write(None, options={"latency_s": 60})
+    running = subprocess.Popen(
+        [sys.executable, "-m", "batchkit", "parity", job, "--engines", "dry-run,dry-run"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch)},
+    )
+    assert running.stderr is not None
+    assert "starting the engine" in running.stderr.readline()
+    assert list(scratch.glob("batchkit-parity-*"))
+    running.send_signal(signum)
+    assert running.wait(20) == 128 + signum
+    assert "nothing is kept" in running.stderr.read()
+    assert not list(scratch.iterdir())
+
+
+# Where answers part
+
+
+def answer(*tokens: Token, text: str | None = None, finish_reason: str = "stop") -> Answer:
+    written = "".join(token.text for token in tokens) if text is None else text
+    return Answer("q", written, finish_reason, tokens)
+
+
+def token(text: str, logprob: float = -0.1, **others: float) -> Token:
+    return Token(text, logprob, {text: logprob, **others})
+
+
+def part(a: Answer, b: Answer) -> Difference:
+    found = difference(0, a, b)
+    assert found is not None
+    assert difference(0, a, a) is difference(0, b, b) is None
+    return found
+
+
+def test_a_gap_near_zero_is_a_tie() -> None:
+    close = part(
+        answer(token("a"), token("b", -0.690, c=-0.694)),
+        answer(token("a"), token("c", -0.691, b=-0.692)),
+    )
+    assert close.position == 1
+    assert close.gap == pytest.approx(0.004)
+    assert close.is_tie(TIE)
+    assert not close.is_tie(0.003)
+
+
+def test_the_surer_side_decides() -> None:
+    found = part(answer(token("b", -0.7, c=-0.701)), answer(token("c", -0.1, b=-3.1)))
+    assert found.gap == pytest.approx(3.0)
+    assert not found.is_tie(TIE)
+
+
+def test_a_token_that_is_not_among_the_likeliest_is_no_tie() -> None:
+    found = part(answer(token("b", -0.7, x=-0.702)), answer(token("c", -0.7, b=-0.7)))
+    assert found.gap == pytest.approx(0.002)
+    assert found.is_least
+    assert not found.is_tie(TIE)
+
+
+def test_pieces_of_a_character_are_not_taken_for_a_difference() -> None:
+    """vLLM tells nothing for the first pieces and the whole for the last, transformers U+FFFD."""
+    ours = answer(token("a"), token(""), token("é"), token("b"), text="aéb")
+    theirs = answer(token("a"), token("\ufffd"), token("\ufffd"), token("c"), text="aéc")
+    assert part(ours, theirs).position == 3
+
+
+def test_an_answer_that_ends_sooner_parts_where_it_ends() -> None:
+    short = answer(token("a"))
+    found = part(short, answer(token("a"), token("b")))
+    assert (found.position, found.a.token, found.b.token, found.gap) == (1, None, "b", None)
+
+
+def test_the_same_text_with_another_end_is_a_difference() -> None:
+    found = part(answer(token("a")), answer(token("a"), finish_reason="length"))
+    assert (found.position, found.gap) == (1, None)
+
+
+def test_an_empty_answer_is_an_answer() -> None:
+    found = part(answer(text=""), answer(token("a")))
+    assert (found.position, found.unit) == (0, "token")

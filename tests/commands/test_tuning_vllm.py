@@ -1,0 +1,141 @@
+"""find-bs and bench with real vLLM, its worker made to run out of memory where a GPU would."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from PIL import Image
+
+from tests.conftest import write_jsonl
+from tests.support.paths import ROOT
+
+JOB = """
+name = "tried"
+[input]
+path = "rows.jsonl"
+[prompt]
+user = "{{ q }}"
+[engine]
+model = "MODEL"
+[engine.options]  # for this machine
+dtype = "float32"
+enforce_eager = true
+max_model_len = 512
+max_num_seqs = 16  # a guess
+kv_cache_memory_bytes = 134217728
+worker_cls = "tests.support.failing_worker.FailingWorker"
+[sampling]
+max_tokens = 12
+"""
+IMAGES = """
+[media]
+root = "."
+max_pixels = 65536
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, text_model: Path) -> Path:
+    (tmp_path / "job.toml").write_text(JOB.replace("MODEL", str(text_model)))
+    write_jsonl(tmp_path / "rows.jsonl", ({"q": f"tell me of {n}"} for n in range(36)))
+    return tmp_path
+
+
+def tune(
+    folder: Path, *args: str, **faults: Any
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """The command with ``--json``, and what it printed. Nothing of it may stay behind."""
+    before, scratch = {path.name for path in folder.iterdir()}, folder.parent / f"{folder.name}-tmp"
+    scratch.mkdir()
+    ended = subprocess.run(
+        [sys.executable, "-m", "batchkit", *args, "--json"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "BATCHKIT_TEST_FAULTS": json.dumps(faults),
+            "TMPDIR": str(scratch),
+        },
+        check=False,
+    )
+    assert {path.name for path in folder.iterdir()} == before, "no run folder, no log"
+    assert not [path for path in scratch.iterdir() if "batchkit" in path.name]
+    assert not [process for process in psutil.process_iter() if uses(process, scratch)]
+    assert ended.stdout.startswith("{"), ended.stderr
+    return ended, json.loads(ended.stdout)
+
+
+def uses(process: psutil.Process, scratch: Path) -> bool:
+    try:
+        return process.environ().get("TMPDIR") == str(scratch)
+    except psutil.Error:
+        return False
+
+
+def statuses(found: dict[str, Any]) -> dict[int, str]:
+    return {line["batch_size"]: line["status"] for line in found["batch_sizes"]}
+
+
+def test_find_bs_finds_what_fits(folder: Path) -> None:
+    """Eight do not even load, and six run out of memory once they run together."""
+    before = (folder / "job.toml").read_text()
+    args = ("find-bs", "job.toml", "--low", "2", "--seconds", "4", "--write")
+    ended, found = tune(folder, *args, load_over=7, over=5, step_s=0.03)
+    assert ended.returncode == 0, ended.stderr
+    assert statuses(found) == {2: "ok", 4: "ok", 5: "ok", 6: "OOM", 8: "OOM"}
+    assert found["largest"] == 5
+    assert found["best"] in (4, 5)
+    assert not found["stopped_early"]
+    for line in found["batch_sizes"]:
+        if line["batch_size"] != 8:
+            assert line["memory_of"] == "host"
+            assert line["memory_gb"] > 0.1
+        if line["status"] == "ok":
+            assert line["completion_tokens_per_s"] == pytest.approx(
+                12 * line["rows_per_s"], rel=0.1
+            )
+            assert 0 < line["p50_ms"] <= line["p99_ms"]
+    assert found["binds"]["resource"] == "decode", found["binds"]
+    after = before.replace("max_num_seqs = 16", f"max_num_seqs = {found['best']}")
+    assert (folder / "job.toml").read_text() == after
+
+
+def test_a_cache_that_holds_no_request_does_not_fit(folder: Path) -> None:
+    cache = ("--set", "engine.options.kv_cache_memory_bytes=16384")
+    ended, found = tune(folder, "find-bs", "job.toml", *cache)
+    assert ended.returncode == 1
+    assert statuses(found) == {1: "OOM"}
+    assert (found["best"], found["largest"]) == (None, None)
+    assert "max_model_len" in found["batch_sizes"][0]["reason"]
+
+
+def test_bench_with_images_goes_on_past_a_size_that_does_not_fit(
+    folder: Path, demo_model: Path
+) -> None:
+    for n in range(6):
+        Image.new("RGB", (160 + 32 * n, 128), (40 * n, 90, 120)).save(folder / f"{n}.png")
+    rows = [{"q": f"what is it {n}", "i": n % 6} for n in range(300)]
+    write_jsonl(folder / "rows.jsonl", rows)
+    job = JOB.replace("MODEL", str(demo_model)) + IMAGES
+    job = job.replace('"{{ q }}"', '"{{ q }}"\nimages = ["{{ i }}.png"]')
+    (folder / "job.toml").write_text(job)
+    args = ("bench", "job.toml", "--batch-sizes", "8,2", "--rounds", "2", "--seconds", "1.5")
+    ended, found = tune(folder, *args, over=4)
+    assert ended.returncode == 0, ended.stderr
+    assert statuses(found) == {2: "ok", 8: "OOM"}
+    (line, _) = found["batch_sizes"]
+    assert line["failed"] == {}
+    assert len(line["rounds"]) == 2
+    assert ended.stderr.count("batch size 2: starting") == 1, "loading costs more than a round"
+    assert line["prompt_tokens_per_s"] > 10 * line["rows_per_s"]
+    assert "planted" in found["batch_sizes"][1]["reason"]

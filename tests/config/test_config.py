@@ -1,0 +1,584 @@
+"""The job file: everything wrong with it is said at once, in words that help."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from batchkit.config.loading import load_job, make_job, parse_job, parse_value
+from batchkit.config.tables import JobConfig, Table
+from batchkit.errors import JobError
+
+TABLES = [
+    name
+    for name, field in JobConfig.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Table)
+]
+KEYS = [
+    f"{table}.{key}"
+    for table in TABLES
+    for key in JobConfig.model_fields[table].annotation.model_fields  # type: ignore[union-attr]
+]
+JARGON = re.compile(
+    r"pydantic|https?://|constrained|literal\[|Traceback|instance of|valid (string|dictionary|list)"
+    r"|NoneType|Table\b|validation error|type=|Input should"
+)
+
+
+def tables(**given: Any) -> dict[str, Any]:
+    return {"engine": {"kind": "dry-run"}, **given}
+
+
+def job(*overrides: str, **given: Any) -> JobConfig:
+    return make_job(tables(**given), "job.toml", overrides)
+
+
+def problems(*overrides: str, **given: Any) -> list[str]:
+    """The lines of the message, without its head."""
+    with pytest.raises(JobError) as refused:
+        make_job(tables(**given), "job.toml", overrides)
+    assert not JARGON.search(str(refused.value)), str(refused.value)
+    head, *lines = str(refused.value).splitlines()
+    assert head == f"job.toml: {len(lines)} problem{'s' * (len(lines) > 1)}"
+    return [line.strip() for line in lines]
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(JobError) as refused:
+        call()
+    assert not JARGON.search(str(refused.value)), str(refused.value)
+    return str(refused.value)
+
+
+def complaint(call: Callable[[], object]) -> str:
+    """The JobError's message, empty where there is none; any other error is a bug."""
+    try:
+        call()
+    except JobError as error:
+        return str(error)
+    return ""
+
+
+def write_job(folder: Path, text: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "job.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+# What is wrong is named
+
+
+def test_all_problems_come_at_once() -> None:
+    found = problems(
+        nmae="x",
+        input={"format": "jsnl", "limit": 0},
+        prompt={"imges": ["a"], "chat": "no"},
+        sampling={"temperature": -1},
+    )
+    assert len(found) == 6
+    assert sorted(line.partition(":")[0] for line in found) == [
+        "input.format",
+        "input.limit",
+        "nmae",
+        "prompt.chat",
+        "prompt.imges",
+        "sampling.temperature",
+    ]
+
+
+def test_problem_says_key_found_and_expected() -> None:
+    (line,) = problems(input={"limit": 0})
+    assert line.startswith("input.limit: found 0, ")
+    assert "1" in line or "greater than 0" in line
+    (line,) = problems(prompt={"order": "sideways"})
+    assert line.startswith('prompt.order: found "sideways", ')
+    assert "images-first" in line
+    assert "text-first" in line
+
+
+def test_near_miss_of_a_choice_is_suggested() -> None:
+    (line,) = problems(input={"format": "jsnl"})
+    assert line.endswith("did you mean 'jsonl'?")
+    (line,) = problems(engine={"kind": "vlm"})
+    assert line.endswith("did you mean 'vllm'?")
+    (line,) = problems(run={"max_in_flight": "aut"})
+    assert line.endswith("did you mean 'auto'?")
+
+
+def test_near_miss_of_a_key_is_suggested() -> None:
+    assert problems(prompt={"imges": []}) == ["prompt.imges: unknown key; did you mean 'images'?"]
+    assert problems(smpling={}) == ["smpling: unknown key; did you mean 'sampling'?"]
+
+
+def test_unknown_key_without_a_neighbour_lists_the_known_ones() -> None:
+    (line,) = problems(output={"zzz": 1})
+    assert line == "output.zzz: unknown key; known: dir, keep, prompt"
+
+
+@pytest.mark.parametrize("table", [name for name in TABLES if name != "sampling"])
+def test_unknown_keys_are_refused_in_every_table(table: str) -> None:
+    given = {"kind": "dry-run"} if table == "engine" else {}
+    (line,) = problems(**{table: {**given, "qqqq": 1}})
+    assert line.startswith(f"{table}.qqqq: unknown key; ")
+
+
+@pytest.mark.parametrize("key", ["int", "str", "bool", "float", "a[b]", "a b"])
+def test_unknown_key_keeps_its_name_whatever_it_is(key: str) -> None:
+    assert problems(**{key: 1})[0].startswith(f"{key}: unknown key; ")
+    assert problems(input={key: 1})[0].startswith(f"input.{key}: unknown key; ")
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "value", "shown"),
+    [
+        ("input", "path", 3, "3"),
+        ("input", "where", ["a"], '["a"]'),
+        ("input", "limit", True, "true"),
+        ("input", "limit", 1.0, "1.0"),
+        ("input", "limit", "10", '"10"'),
+        ("prompt", "user", ["a"], '["a"]'),
+        ("prompt", "images", "a.png", '"a.png"'),
+        ("prompt", "chat", "no", '"no"'),
+        ("prompt", "chat_template_kwargs", [], "[]"),
+        ("media", "min_pixels", -1, "-1"),
+        ("media", "max_bytes", "1 GB", '"1 GB"'),
+        ("engine", "options", "x", '"x"'),
+        ("engine", "kind", 3, "3"),
+        ("sampling", "temperature", "0", '"0"'),
+        ("sampling", "temperature", True, "true"),
+        ("sampling", "max_tokens", 1.5, "1.5"),
+        ("run", "row_timeout_s", 0, "0"),
+        ("run", "checkpoint_interval_s", "5s", '"5s"'),
+        ("run", "seed", "1", '"1"'),
+        ("retry", "temperatures", 0.7, "0.7"),
+        ("retry", "on_too_long", "drop", '"drop"'),
+        ("output", "keep", "label", '"label"'),
+        ("output", "prompt", 1, "1"),
+    ],
+)
+def test_wrong_type_is_one_problem_of_its_key(table: str, key: str, value: Any, shown: str) -> None:
+    given = {"kind": "dry-run"} if table == "engine" else {}
+    (line,) = problems(**{table: {**given, key: value}})
+    assert line.startswith(f"{table}.{key}: found {shown}, ")
+
+
+@pytest.mark.parametrize("key", [*TABLES, "vars"])
+def test_value_in_the_place_of_a_table_is_one_problem(key: str) -> None:
+    (line,) = problems(**{key: 3})
+    assert line.startswith(f"{key}: found 3, ")
+
+
+def test_wrong_member_of_a_list_is_named_by_its_place() -> None:
+    (line,) = problems(prompt={"images": ["a", 7]})
+    assert line.startswith("prompt.images.1: found 7, ")
+    (line,) = problems(retry={"temperatures": [1, -1]})
+    assert line.startswith("retry.temperatures.1: found -1, ")
+
+
+@pytest.mark.parametrize("name", ["a/b", "", ".hidden", "a b", "../x", "-x"])
+def test_name_that_is_no_folder_name_is_refused(name: str) -> None:
+    (line,) = problems(name=name)
+    assert line.startswith(f'name: found "{name}", ')
+
+
+def test_long_value_is_cut_in_the_message() -> None:
+    (line,) = problems(input={"format": "x" * 5000})
+    assert len(line) < 300
+
+
+def test_engine_table_and_its_model_are_asked_for() -> None:
+    assert "engine: this table is missing" in refusal(lambda: parse_job({}, "job.toml"))
+    (line,) = problems(engine={})
+    assert line.startswith("engine: model is missing")
+    assert job(engine={"kind": "dry-run"}).engine.model == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"prompt": {"system": "a", "system_file": "b"}}, "system and system_file"),
+        ({"prompt": {"user": "a", "user_file": "b"}}, "user and user_file"),
+        ({"prompt": {"images": ["a", "b"], "captions": ["c"]}}, "1 captions for 2 images"),
+        ({"prompt": {"captions": ["c"]}}, "1 captions for 0 images"),
+        ({"prompt": {"chat": False, "system": "x"}}, "chat = false"),
+        ({"prompt": {"chat": False, "images": ["x"]}}, "chat = false"),
+        ({"media": {"min_pixels": 9, "max_pixels": 5}}, "min_pixels 9 is over max_pixels 5"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(given: dict[str, Any], words: str) -> None:
+    (line,) = problems(**given)
+    assert words in line
+    assert line.startswith(next(iter(given)))
+
+
+@pytest.mark.parametrize("value", [False, True, 0, 3, 0.0, 0.25, 0.999])
+def test_fail_on_error_is_a_switch_a_count_or_a_share(value: Any) -> None:
+    found = job(run={"fail_on_error": value}).run.fail_on_error
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize("value", [2.5, 1.0, -1, -0.5, "x", [1], float("nan")])
+def test_bad_fail_on_error_is_one_problem(value: Any) -> None:
+    (line,) = problems(run={"fail_on_error": value})
+    assert line.startswith("run.fail_on_error: found ")
+
+
+@pytest.mark.parametrize("value", ["aut", 0, -1, 1.5, True, {"a": 1}])
+def test_bad_max_in_flight_is_one_problem(value: Any) -> None:
+    (line,) = problems(run={"max_in_flight": value})
+    assert line.startswith("run.max_in_flight: found ")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda part: (
+        st.lists(part, max_size=3) | st.dictionaries(st.text(max_size=5), part, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+@given(key=st.sampled_from(KEYS), value=JSON)
+def test_any_value_makes_a_job_or_one_problem_in_plain_words(key: str, value: Any) -> None:
+    table, _, name = key.partition(".")
+    message = complaint(
+        lambda: job(
+            **{table: {"kind": "dry-run", name: value} if table == "engine" else {name: value}}
+        )
+    )
+    assert not JARGON.search(message)
+    head, *lines = message.splitlines() or [""]
+    if "problem" in head:
+        keys = [line.strip().partition(":")[0] for line in lines]
+        assert len(keys) == len(set(keys))
+
+
+def test_key_that_breaks_lines_is_told_on_one() -> None:
+    message = complaint(lambda: job(input={"a\rb": 1, "c": 1}))
+    assert [line.partition(":")[0].strip() for line in message.splitlines()[1:]] == [
+        "input.a\\rb",
+        "input.c",
+    ]
+
+
+# --set
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("name=other", "name", "other"),
+        ("name=2024", "name", "2024"),
+        ("sampling.temperature=0", "sampling.temperature", 0.0),
+        ("sampling.max_tokens= 12 ", "sampling.max_tokens", 12),
+        ("sampling.top_p=0.5", "sampling.top_p", 0.5),
+        ("engine.model=2024", "engine.model", "2024"),
+        ("engine.model=Qwen/Qwen3-4B", "engine.model", "Qwen/Qwen3-4B"),
+        ("input.id=7", "input.id", "7"),
+        ("input.limit=3", "input.limit", 3),
+        ("input.format=csv", "input.format", "csv"),
+        ("input.where.Kind=Fact", "input.where", {"Kind": "Fact"}),
+        ('input.where.Kind=["Fact", "Trend"]', "input.where", {"Kind": ["Fact", "Trend"]}),
+        ('input.where={ Kind = "Fact" }', "input.where", {"Kind": "Fact"}),
+        ("prompt.user=Hello {{ x }}", "prompt.user", "Hello {{ x }}"),
+        ("prompt.user=a=b", "prompt.user", "a=b"),
+        ("prompt.user=true", "prompt.user", "true"),
+        ("prompt.user=", "prompt.user", ""),
+        ('prompt.user="with \\n escapes"', "prompt.user", "with \n escapes"),
+        ("prompt.chat=false", "prompt.chat", False),
+        ('prompt.images=["a.png", "b.png"]', "prompt.images", ["a.png", "b.png"]),
+        (
+            "prompt.chat_template_kwargs.think=false",
+            "prompt.chat_template_kwargs",
+            {"think": False},
+        ),
+        ('media.allow_urls=["h"]', "media.allow_urls", ["h"]),
+        ("output.keep=[]", "output.keep", []),
+        ("run.max_in_flight=8", "run.max_in_flight", 8),
+        ("run.max_in_flight=auto", "run.max_in_flight", "auto"),
+        ("run.fail_on_error=0.1", "run.fail_on_error", 0.1),
+        ("run.fail_on_error=true", "run.fail_on_error", True),
+        ("run.fail_on_error=5", "run.fail_on_error", 5),
+        ("retry.temperatures=[0.7, 1]", "retry.temperatures", [0.7, 1.0]),
+        ("vars.modality=mix", "vars", {"modality": "mix"}),
+        ("vars.n=3", "vars", {"n": 3}),
+        ("vars.a.b=[1]", "vars", {"a": {"b": [1]}}),
+        ("vars={ a = 1 }", "vars", {"a": 1}),
+        ("engine.options.max_num_seqs=64", "engine.options", {"max_num_seqs": 64}),
+        ("engine.options.limit.image=1", "engine.options", {"limit": {"image": 1}}),
+        ("engine.options={ seed = 1 }", "engine.options", {"seed": 1}),
+    ],
+)
+def test_any_key_can_be_set(override: str, key: str, value: Any) -> None:
+    found: Any = job(override)
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_later_override_wins_and_the_rest_stays() -> None:
+    found = job("vars.a=1", "vars.a=2", vars={"b": 3})
+    assert found.vars == {"a": 2, "b": 3}
+
+
+@pytest.mark.parametrize("override", ["limit", "=3", "a..b=1", ".a=1", "a.=1", ""])
+def test_override_that_is_no_key_and_value_is_refused(override: str) -> None:
+    message = refusal(lambda: job(override))
+    assert message.startswith(f"--set {override}: write KEY=VALUE")
+
+
+def test_override_below_a_value_is_refused() -> None:
+    message = refusal(lambda: job("engine.kind.x=1"))
+    assert message == "--set engine.kind.x=1: engine.kind is a value, not a table"
+
+
+def test_override_is_checked_like_the_file() -> None:
+    assert problems("smpling.temperature=0")[0].endswith("did you mean 'sampling'?")
+    assert problems("input.limit=many")[0].startswith('input.limit: found "many", ')
+    assert problems("input=3")[0].startswith("input: found ")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0", 0),
+        ("1e3", 1000.0),
+        ("true", True),
+        ('"a"', "a"),
+        ("['a', 1]", ["a", 1]),
+        ("{ a = 1 }", {"a": 1}),
+        ("mix", "mix"),
+        ("[a", "[a"),
+        ("", ""),
+        ("1\ny = 2", "1\ny = 2"),
+        ("it's # not a comment", "it's # not a comment"),
+    ],
+)
+def test_value_is_toml_where_it_is_toml_and_else_text(text: str, value: Any) -> None:
+    assert parse_value(text) == value
+
+
+# Paths
+
+
+def test_paths_are_looked_up_beside_the_job_file_and_then_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, here = tmp_path / "jobs", tmp_path / "here"
+    path = write_job(
+        jobs,
+        "[input]\npath = 'rows.jsonl'\n[prompt]\nuser_file = 'q.j2'\nsystem_file = 'no.j2'\n"
+        "[media]\nroot = 'images'\n[engine]\nkind = 'dry-run'\n",
+    )
+    here.mkdir()
+    (jobs / "rows.jsonl").touch()
+    (here / "rows.jsonl").touch()
+    (here / "q.j2").touch()
+    (here / "images").mkdir()
+    monkeypatch.chdir(here)
+    found = load_job(path)
+    assert found.input.path == str(jobs / "rows.jsonl")
+    assert found.prompt.user_file == str(here / "q.j2")
+    assert found.media.root == str(here / "images")
+    assert found.prompt.system_file == str(jobs / "no.j2"), (
+        "what is nowhere is named beside the job"
+    )
+    assert found.folder == here / "output" / "batch"
+
+
+def test_glob_is_found_where_it_matches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "a.csv").touch()
+    monkeypatch.chdir(here)
+    path = write_job(tmp_path / "jobs", "[input]\npath = '*.csv'\n[engine]\nkind = 'dry-run'\n")
+    assert load_job(path).input.path == str(here / "*.csv")
+
+
+@pytest.mark.parametrize("path", ["/data/rows.jsonl", "s3://bucket/rows.jsonl", "hf://d/x/*.csv"])
+def test_absolute_paths_and_urls_stay_as_they_are(path: str) -> None:
+    assert job(f"input.path={path}").input.path == path
+
+
+def test_vars_fill_input_path_and_media_root(tmp_path: Path) -> None:
+    found = job(
+        vars={"root": str(tmp_path), "part": 3},
+        input={"path": "{{ root }}/rows-{{ part }}.jsonl"},
+        media={"root": "{{ root }}/images"},
+    )
+    assert found.input.path == f"{tmp_path}/rows-3.jsonl"
+    assert found.media.root == f"{tmp_path}/images"
+
+
+@pytest.mark.parametrize("key", ["input.path", "media.root"])
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ wher }}/a", "'wher' is undefined; [vars] holds ['where']"),
+        ("{{ where", "unexpected end of template"),
+        ("{{ 1 // 0 }}", "by zero"),
+        ("{{ range(10**12) | list }}", "Range too big"),
+        ("{{ where.__class__.__mro__ }}", "unsafe"),
+    ],
+)
+def test_path_that_cannot_be_filled_in_names_key_and_reason(
+    key: str, template: str, words: str
+) -> None:
+    message = refusal(lambda: job(f"{key}={template}", vars={"where": "x"}))
+    assert message.startswith(f"{key}: {template!r}: ")
+    assert words in message
+
+
+@pytest.mark.parametrize("key", ["prompt.user_file", "media.root", "input.path"])
+def test_text_in_the_place_of_a_path_is_no_crash(key: str) -> None:
+    """A prompt given as user_file, say: the system refuses names over 255 bytes."""
+    message = complaint(lambda: job(f"{key}={'a long prompt ' * 50}"))
+    assert not message or message.startswith(f"{key}: ")
+
+
+# The file
+
+
+def test_byte_order_mark_is_read_over(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_bytes(b"\xef\xbb\xbfname = 'bom'\n[engine]\nkind = 'dry-run'\n")
+    assert load_job(path).name == "bom"
+
+
+def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    missing = tmp_path / "no.toml"
+    assert refusal(lambda: load_job(missing)) == f"{missing}: no such job file"
+    assert refusal(lambda: load_job(tmp_path)).startswith(f"{tmp_path}: is a folder")
+    below = write_job(tmp_path, "name = 'x'\n") / "x.toml"
+    assert refusal(lambda: load_job(below)).startswith(f"{below}: can't be read")
+
+
+def test_file_that_is_no_toml_says_where(tmp_path: Path) -> None:
+    path = write_job(tmp_path, "name = 'x'\n[engine\n")
+    message = refusal(lambda: load_job(path))
+    assert message.startswith(f"{path}: not valid TOML: ")
+    assert "line 2" in message
+
+
+def test_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_bytes("name = 'caf\u00e9'".encode("latin-1"))
+    assert refusal(lambda: load_job(path)).startswith(f"{path}: can't be read: ")
+
+
+def test_problems_name_the_file(tmp_path: Path) -> None:
+    path = write_job(tmp_path, "[engine]\nkind = 'dry-run'\n[run]\nsede = 1\n")
+    assert refusal(lambda: load_job(path)).splitlines() == [
+        f"{path}: 1 problem",
+        "  run.sede: unknown key; did you mean 'seed'?",
+    ]
+
+
+# The job from Python
+
+
+def test_job_can_be_made_from_python_with_defaults() -> None:
+    found = JobConfig(engine={"model": "some/model"})
+    assert found == parse_job({"engine": {"model": "some/model"}}, "x")
+    assert found.name == "batch"
+    assert found.folder == Path("output/batch")
+    assert found.sampling.params() == {"temperature": 0.0, "max_tokens": 256}
+    assert found.run.max_in_flight == "auto"
+    assert found.run.fail_on_error is False
+    assert found.retry.attempts == 2
+
+
+def test_sampling_passes_every_name_on_but_its_own() -> None:
+    found = job(sampling={"top_k": 5, "stop": ["x"], "sampling_column": "params"})
+    assert found.sampling.params() == {
+        "temperature": 0.0,
+        "max_tokens": 256,
+        "top_k": 5,
+        "stop": ["x"],
+    }
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_job_is_frozen(key: str) -> None:
+    table, _, name = key.partition(".")
+    with pytest.raises(ValidationError, match="frozen"):
+        setattr(getattr(job(), table), name, None)
+
+
+def test_jobs_share_no_default() -> None:
+    changed = JobConfig(engine={"kind": "dry-run"})
+    for part in (changed.vars, changed.input.where, changed.engine.options):
+        part["leak"] = 1
+    changed.output.keep.append("leak")
+    fresh = JobConfig(engine={"kind": "dry-run"})
+    assert fresh.model_dump() == parse_job(tables(), "x").model_dump()
+    assert "leak" not in str(fresh)
+
+
+# What no reader or writer can cope with
+
+DEEP = 5_000
+HUGE = "9" * 5_000
+TOO_MUCH = {  # a job file, and what its one message names
+    "vars": (f"[vars]\nx = 1\na = {'[' * DEEP}{']' * DEEP}", "line 3 (vars.a): nested too deeply"),
+    "open vars": (f"vars.a = {'[' * DEEP}", "line 1 (vars.a): nested too deeply"),
+    "tables": (f"vars.a = {'{a=' * DEEP}1{'}' * DEEP}", "line 1 (vars.a"),
+    "less deep vars": (f"vars.a = {'[' * 150}{']' * 150}", "vars.a.0.0.0.0…: nested more than 100"),
+    "dotted vars": (f"vars{'.a' * DEEP} = 1", "vars.a.a.a.a.a…: nested more than 100 deep"),
+    "a table's name": (f"[vars{'.a' * DEEP}]\nb = 1", "vars.a.a.a.a.a…: nested more than 100 deep"),
+    "options": (f"engine.options.a{'.b' * 120} = 1", "engine.options.a.b.b.b…: nested more than"),
+    "seed": (f"run.seed = {HUGE}", "line 1 (run.seed): found a number of thousands of digits"),
+    "long seed": (f"run.seed = {HUGE[:4000]}", "run.seed: found a number of"),
+    "wide seed": (f"run.seed = {2**64}", "run.seed: found a number of 65 bits"),
+    "number": (f"vars.a = [1, {2**70}]", "vars.a.1: found a number of 71 bits"),
+    "pattern": (f"[scoring]\nextract = 'regex'\npattern = '{'(' * DEEP}{')' * DEEP}'", "scoring: patt"),
+    "repetition": ("scoring.extract = 'regex'\nscoring.pattern = 'a{99999999999}'", "scoring: patt"),
+    "input.path": (f"input.path = '{{{{ {'(' * DEEP}1{')' * DEEP} }}}}'", "input.path: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TOO_MUCH)
+def test_what_breaks_a_reader_is_one_message_that_names_the_key(case: str, tmp_path: Path) -> None:
+    text, expected = TOO_MUCH[case]
+    path = tmp_path / "job.toml"
+    engine = "[engine]\nkind" if text.startswith("[") else "engine.kind"
+    path.write_text(f"{text}\n{engine} = 'dry-run'\n")
+    told = refusal(lambda: load_job(path))
+    assert expected in told
+    assert len(told) < 500
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (f"vars.a={'[' * DEEP}", "--set vars.a: nested too deeply"),
+        (f"vars.a={'[' * 150}{']' * 150}", "vars.a.0.0.0.0…: nested more than 100 deep"),
+        (f"vars{'.a' * DEEP}=1", "nested more than 100 deep"),
+        (f"run.seed={HUGE}", "--set run.seed: found a number of thousands of digits"),
+        (f"run.seed={2**65}", "run.seed: found a number of 66 bits"),
+        ("vars.a=\udc80", "vars.a: found text that is no valid UTF-8"),
+    ],
+    ids=range(6),
+)
+def test_override_that_breaks_a_reader_is_one_message(override: str, expected: str) -> None:
+    told = refusal(lambda: job(override))
+    assert expected in told
+    assert len(told) < 500
+
+
+def test_values_at_the_limit_are_a_job() -> None:
+    deep: Any = 1
+    for _ in range(98):
+        deep = [deep]
+    made = job(vars={"a": deep, "b": [2**64 - 1, -(2**63)]}, run={"seed": 2**63})
+    assert made.vars["a"] == deep

@@ -1,0 +1,195 @@
+"""``prompt.texts``: the content of files in a prompt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchkit.commands.validate import preview, validate
+from batchkit.config.loading import make_job
+from batchkit.config.tables import JobConfig
+from batchkit.errors import ChangedError, JobError
+from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.rendering.renderer import PromptRenderer, names_in
+from batchkit.types import Request, Row
+from tests.conftest import batchkit, write_jsonl
+from tests.support.chat_server import MODEL, serving
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """The media root: two tables, and a file beside it that must stay unread."""
+    (tmp_path / "root/tables").mkdir(parents=True)
+    (tmp_path / "root/tables/a.csv").write_text("x,y\n1,2\n", encoding="utf-8")
+    (tmp_path / "root/tables/b.csv").write_text("größe\n", encoding="utf-8-sig")
+    (tmp_path / "secret.csv").write_text("SECRET", encoding="utf-8")
+    return tmp_path / "root"
+
+
+def job(root: Path, rows: list[dict[str, Any]], **tables: Any) -> JobConfig:
+    made: dict[str, Any] = {
+        "name": "texts",
+        "input": {"path": str(write_jsonl(root.parent / "rows.jsonl", rows))},
+        "prompt": {"user": "{{ Table }}|{{ q }}", "texts": {"Table": "tables/{{ file }}"}},
+        "media": {"root": str(root)},
+        "engine": {"kind": "dry-run"},
+        "output": {"dir": str(root.parent / "output"), "prompt": True},
+    }
+    for name, value in tables.items():
+        made[name] = {**made.get(name, {}), **value}
+    return make_job(made, "test")
+
+
+def rendered(job: JobConfig, fields: dict[str, Any]) -> Request:
+    found = PromptRenderer(job).render_or_fail(Row(0, "0", fields))
+    if not isinstance(found, Request):
+        assert found.error is not None
+        raise found.error
+    return found
+
+
+def said(request: Request) -> list[Any]:
+    return [message["content"] for message in request.messages or ()]
+
+
+def test_the_file_stands_in_the_prompt_as_it_is(root: Path) -> None:
+    request = rendered(job(root, []), {"file": "a.csv", "q": "why?"})
+    assert said(request) == ["x,y\n1,2\n|why?"]
+
+
+def test_a_byte_order_mark_is_no_text(root: Path) -> None:
+    assert said(rendered(job(root, []), {"file": "b.csv", "q": ""})) == ["größe\n|"]
+
+
+def test_bytes_that_are_no_utf_8_are_replaced_and_cost_no_row(root: Path) -> None:
+    (root / "tables/c.csv").write_bytes(b"gr\xf6\xdfe")
+    assert said(rendered(job(root, []), {"file": "c.csv", "q": ""})) == ["gr��e|"]
+
+
+def test_a_text_is_no_template(root: Path) -> None:
+    (root / "tables/c.csv").write_text("{{ q }}{% for %}", encoding="utf-8")
+    assert said(rendered(job(root, []), {"file": "c.csv", "q": "?"})) == ["{{ q }}{% for %}|?"]
+
+
+def test_system_user_and_captions_know_all_texts_and_the_job_s_own_names(root: Path) -> None:
+    made = job(
+        root,
+        [],
+        vars={"folder": "tables"},
+        prompt={
+            "system": "S {{ Table }}",
+            "user": "U {{ Table }} {{ Other }}",
+            "texts": {"Table": "{{ folder }}/a.csv", "Other": "{{ folder }}/b.csv"},
+        },
+    )
+    assert said(rendered(made, {})) == ["S x,y\n1,2\n", "U x,y\n1,2\n größe\n"]
+
+
+def test_a_text_hides_the_field_of_its_name_but_its_path_may_read_that_field(root: Path) -> None:
+    made = job(
+        root, [], prompt={"user": "{{ Table }}", "texts": {"Table": "tables/{{ Table }}.csv"}}
+    )
+    request = rendered(made, {"Table": "a"})
+    assert said(request) == ["x,y\n1,2\n"]
+    assert request.row.fields == {"Table": "a"}
+
+
+@pytest.mark.parametrize(
+    ("file", "kind", "message"),
+    [
+        ("none.csv", "media", "tables/none.csv: no such file under media.root"),
+        ("../../secret.csv", "media", "outside media.root"),
+        ("link.csv", "media", "outside media.root"),
+        ("", "media", "is a folder"),
+        ("a.csv\0", "media", "can't be read"),
+        (None, "template", "'file' is undefined"),
+    ],
+)
+def test_a_file_that_can_t_be_had_fails_its_row_and_names_itself(
+    root: Path, file: str | None, kind: str, message: str
+) -> None:
+    (root / "tables/link.csv").symlink_to(root.parent / "secret.csv")
+    bad = {"q": "?"} if file is None else {"q": "?", "file": file}
+    made = job(root, [bad, {"q": "?", "file": "a.csv"}])
+    records = list(ProductionBatchProcessor(made, quiet=True).process().records())
+    assert [record["status"] for record in records] == ["failed", "ok"]
+    assert records[0]["error"]["kind"] == kind
+    assert message in records[0]["error"]["message"]
+    assert "SECRET" not in json.dumps(records)
+
+
+def test_a_file_over_max_bytes_fails_its_row(root: Path) -> None:
+    made = job(root, [{"file": "a.csv", "q": ""}], media={"max_bytes": 7})
+    (record,) = ProductionBatchProcessor(made, quiet=True).process().records()
+    assert record["error"]["kind"] == "media"
+    assert "media.max_bytes is 7" in record["error"]["message"]
+
+
+def test_a_path_that_is_no_template_is_refused_at_once(root: Path) -> None:
+    with pytest.raises(JobError, match=r"prompt\.texts\.Table: line 1"):
+        PromptRenderer(job(root, [], prompt={"texts": {"Table": "{{ file"}}))
+
+
+def test_truncation_cuts_the_file_in_its_middle_and_marks_it(root: Path) -> None:
+    words = " ".join(f"w{n}" for n in range(500))
+    (root / "tables/long.csv").write_text(f"BEGIN {words} END", encoding="utf-8")
+    rows = [{"file": "long.csv", "q": "the question stays"}]
+    with serving(context=120) as server:
+        engine = {"kind": "openai-server", "model": MODEL, "base_url": server.url}
+        made = job(
+            root,
+            rows,
+            engine=engine,
+            retry={"on_too_long": "truncate-middle"},
+            sampling={"max_tokens": 20},
+        )
+        (record,) = ProductionBatchProcessor(made, quiet=True).process().records()
+        ((prompt, n),) = server.answered.items()
+    assert (record["status"], n) == ("ok", 1)
+    assert prompt.startswith("BEGIN w0")
+    assert " […] " in prompt
+    assert prompt.endswith("END|the question stays")
+    assert record["truncated_tokens"] == 504 - len(prompt.split())
+
+
+def test_validate_and_dry_run_see_the_texts(root: Path) -> None:
+    made = job(root, [{"file": "a.csv", "q": "why?"}, {"file": "none.csv", "q": ""}])
+    found = validate(made)
+    assert found.failed_by_kind == {"media": 1}
+    shown, failing = preview(made, 2)
+    assert shown.prompt == "user: x,y\n1,2\n|why?"
+    assert failing.error is not None
+    assert "none.csv" in failing.error
+
+
+def test_changing_the_texts_of_a_run_is_refused_with_a_diff(root: Path) -> None:
+    rows = [{"file": "a.csv", "q": ""}]
+    ProductionBatchProcessor(job(root, rows), quiet=True).process()
+    changed = job(root, rows, prompt={"texts": {"Table": "tables/b.csv"}})
+    with pytest.raises(
+        ChangedError, match=r'prompt\.texts: \{"Table":"tables/\{\{ file \}\}"\} → '
+    ):
+        ProductionBatchProcessor(changed, quiet=True).process()
+
+
+def test_the_names_that_a_prompt_reads_are_those_of_the_row(root: Path) -> None:
+    made = job(root, [], vars={"lang": "en"}, prompt={"user": "{{ Table }} {{ q }} {{ lang }}"})
+    assert names_in(made, made.prompt, ["{{ more }}"]) == {"q", "file", "more"}
+    hidden = made.prompt.model_copy(update={"texts": {"Table": "{{ Table }}.csv"}})
+    assert names_in(made, hidden, []) == {"q", "Table"}
+
+
+def test_texts_from_the_command_line(root: Path) -> None:
+    write_jsonl(root.parent / "rows.jsonl", [{"file": "a.csv"}])
+    (root.parent / "job.toml").write_text(
+        '[input]\npath = "rows.jsonl"\n[prompt]\nuser = "{{ t }}"\n'
+        '[prompt.texts]\nt = "tables/{{ file }}"\n'
+        '[media]\nroot = "root"\n[engine]\nkind = "dry-run"\n',
+        encoding="utf-8",
+    )
+    done = batchkit("run", "job.toml", "--dry-run", cwd=root.parent)
+    assert "user: x,y\n1,2\n" in done.stdout
+    assert done.returncode == 0

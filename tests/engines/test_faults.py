@@ -1,0 +1,209 @@
+"""Why an engine died, told from real errors of the libraries that raise them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from batchkit.engines.faults import (
+    EngineDied,
+    Fault,
+    FaultKind,
+    StartFailed,
+    fault_of,
+    fault_of_exit,
+)
+from batchkit.errors import EngineError
+
+
+def raised(call: Callable[[], Any]) -> BaseException:
+    """What ``call`` raises, three levels down a chain of causes, as engines hand it on."""
+    try:
+        try:
+            try:
+                call()
+            except BaseException as error:
+                raise RuntimeError("a worker failed") from error
+        except RuntimeError as error:
+            raise EngineError("vLLM failed: RuntimeError: a worker failed") from error
+    except EngineError as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def fail_with(error: BaseException) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+def torch_out_of_memory() -> None:
+    import torch
+
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def torch_allocator() -> None:
+    import torch
+
+    torch.empty(2**50, dtype=torch.uint8)
+
+
+def numpy_allocator() -> None:
+    import numpy
+
+    numpy.empty(2**50, dtype=numpy.uint8)
+
+
+def python_allocator() -> None:
+    bytearray(2**62)
+
+
+@pytest.mark.parametrize(
+    ("call", "type_name"),
+    [
+        (torch_out_of_memory, "OutOfMemoryError"),
+        (torch_allocator, "RuntimeError"),
+        (numpy_allocator, "MemoryError"),
+        (python_allocator, "MemoryError"),
+        (fail_with(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))), "OSError"),
+    ],
+)
+def test_memory_that_ran_out_is_seen_through_the_causes(
+    call: Callable[[], Any], type_name: str
+) -> None:
+    fault = fault_of(raised(call))
+    assert (fault.kind, fault.type) == ("oom", type_name)
+    assert fault.message or type_name == "MemoryError"
+
+
+GPU_CLAIM = (
+    "Free memory on device cuda:0 (3.2/79.2 GiB) on startup is less than desired GPU memory"
+    " utilization (0.9, 71.3 GiB). Decrease GPU memory utilization or reduce GPU memory used by"
+    " other processes."
+)
+CPU_CLAIM = (
+    "Available memory on node 0 (3.2/15.6 GiB) on startup is less than desired CPU memory"
+    " utilization (0.9, 14.0 GiB). On the CPU backend, the `--gpu-memory-utilization` flag"
+)
+CPU_CACHE_CLAIM = (
+    "Available memory on node 0 (3.2/15.6 GiB) on kv cache allocation is less than requested"
+    " memory for kv (4.0 GiB). Decrease --kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE,"
+)
+NO_CACHE = "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "oom"),
+        (RuntimeError("HIP error: out of memory"), "oom"),
+        *(
+            (ValueError(words), "oom")
+            for words in (GPU_CLAIM, CPU_CLAIM, CPU_CACHE_CLAIM, NO_CACHE)
+        ),
+        (ValueError("max_model_len is larger than the model's own"), "engine_crash"),
+        (RuntimeError("CUDA error: device-side assert triggered"), "engine_crash"),
+        (AssertionError(), "engine_crash"),
+        (OSError(errno.ENOENT, "No such file or directory"), "engine_crash"),
+    ],
+)
+def test_errors_without_a_type_of_their_own_are_told_by_words(
+    error: BaseException, kind: FaultKind
+) -> None:
+    fault = fault_of(raised(fail_with(error)))
+    assert fault == Fault(kind, type(error).__name__, str(error))
+
+
+@pytest.mark.parametrize(
+    ("words", "is_over_claim", "is_without_cache"),
+    [
+        (GPU_CLAIM, True, False),
+        (CPU_CLAIM, True, False),
+        (CPU_CACHE_CLAIM, True, False),
+        (NO_CACHE, False, True),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB.", False, False),
+    ],
+)
+def test_where_memory_ran_out_is_told_by_vllms_words(
+    words: str, is_over_claim: bool, is_without_cache: bool
+) -> None:
+    fault = fault_of(raised(fail_with(ValueError(words))))
+    assert (fault.is_over_claim, fault.is_without_cache) == (is_over_claim, is_without_cache)
+
+
+def test_the_words_of_an_outer_error_do_not_count() -> None:
+    outer = EngineError("the step after we ran out of memory")
+    outer.__cause__ = RuntimeError("device-side assert")
+    assert fault_of(outer).kind == "engine_crash"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "type_name"),
+    [
+        (-signal.SIGKILL, "engine_crash", "SIGKILL"),
+        (-signal.SIGSEGV, "engine_crash", "SIGSEGV"),
+        (-signal.SIGABRT, "engine_crash", "SIGABRT"),
+        (-(signal.SIGRTMIN + 1), "engine_crash", f"signal {signal.SIGRTMIN + 1}"),
+        (1, "engine_crash", "exit code 1"),
+        (0, "engine_crash", "exit code 0"),
+        (None, "engine_crash", "exit code None"),
+    ],
+)
+def test_a_process_that_says_nothing_is_told_by_its_exit_code(
+    code: int | None, kind: FaultKind, type_name: str
+) -> None:
+    fault = fault_of_exit(code, "last words")
+    assert (fault.kind, fault.type) == (kind, type_name)
+
+
+def test_a_kill_is_memory_only_where_something_says_so() -> None:
+    unexplained = fault_of_exit(-signal.SIGKILL, "")
+    assert unexplained.kind == "engine_crash"
+    assert unexplained.is_unexplained_kill
+    assert str(unexplained) == "SIGKILL: killed from outside, no sign of memory running out"
+    explained = fault_of_exit(-signal.SIGKILL, "", "2% of the memory was free shortly before")
+    assert explained.kind == "oom"
+    assert not explained.is_unexplained_kill
+    assert "2% of the memory was free" in explained.message
+
+
+def test_last_words_are_kept_where_the_exit_code_says_little() -> None:
+    assert str(fault_of_exit(1, "ImportError: libfoo")) == "exit code 1: ImportError: libfoo"
+    assert "last words" not in str(fault_of_exit(-signal.SIGKILL, "last words"))
+
+
+def test_a_dead_engine_says_why() -> None:
+    error = EngineDied(Fault("engine_crash", "SIGSEGV", ""))
+    assert isinstance(error, EngineError)
+    assert str(error) == "the engine died: SIGSEGV"
+    assert error.fault.kind == "engine_crash"
+
+
+def test_a_fault_is_one_line_and_not_a_long_one() -> None:
+    fault = fault_of(
+        RuntimeError("CUDA error:\n  device-side assert\n\ttriggered " + "at x " * 10**5)
+    )
+    assert str(fault).startswith("RuntimeError: CUDA error: device-side assert triggered at x at x")
+    assert "\n" not in str(fault)
+    assert len(fault.message) == 1000
+
+
+def test_a_dead_engine_may_bring_its_stacks() -> None:
+    fault = Fault("stall", "stall", "no step ended")
+    assert EngineDied(fault).stacks == ""
+    assert EngineDied(fault, stacks="Thread 1\n  poll").stacks == "Thread 1\n  poll"
+
+
+def test_an_engine_that_never_came_up_says_what_to_do_and_what_it_would_have_taken() -> None:
+    fault, limits = Fault("oom", "ValueError", NO_CACHE), {"max_num_seqs": 256}
+    error = StartFailed("qwen can't be loaded. Free the GPU", fault, limits)
+    assert isinstance(error, EngineDied)
+    assert str(error) == "qwen can't be loaded. Free the GPU"
+    assert (error.fault, error.limits, error.stacks) == (fault, limits, "")

@@ -1,0 +1,220 @@
+"""A real llama.cpp server, on a tiny model of random weights, through whole runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import tomlkit
+
+from tests.conftest import batchkit, write_jsonl
+from tests.support.llama_cpp import NONE_FOUND, llama_server, write_gguf
+
+LLAMA_SERVER = llama_server()
+pytestmark = pytest.mark.skipif(LLAMA_SERVER is None, reason=NONE_FOUND)
+
+
+@pytest.fixture(scope="module")
+def model(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(text_model, tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+@pytest.fixture(autouse=True)
+def _found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert LLAMA_SERVER is not None
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "llama-server").symlink_to(LLAMA_SERVER)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def write(folder: Path, model: Path, prompts: list[str], **tables: Any) -> Path:
+    """The job file's run folder."""
+    rows = [{"id": f"q{n}", "text": text, "params": {}} for n, text in enumerate(prompts)]
+    write_jsonl(folder / "rows.jsonl", rows)
+    made: dict[str, Any] = {
+        "name": "a",
+        "input": {"path": "rows.jsonl", "id": "id"},
+        "prompt": {"user": "{{ text }}"},
+        "engine": {
+            "kind": "openai-server",
+            "model": str(model),
+            "server": {},
+            "options": {"max_model_len": 512, "max_num_seqs": 8},
+        },
+        "sampling": {"temperature": 0.0, "max_tokens": 24},
+    }
+    for name, value in tables.items():
+        made[name] = {**made.get(name, {}), **value}
+    (folder / "job.toml").write_text(tomlkit.dumps(made))
+    return folder / "output" / made["name"]
+
+
+def run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    return batchkit("run", "job.toml", *args, cwd=folder)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """In the rows' order."""
+    lines = (folder / "results.jsonl").read_text().splitlines()
+    return sorted(map(json.loads, lines), key=lambda record: record["index"])
+
+
+def prompts(n: int) -> list[str]:
+    return [f"tell me about number {k}" + " and tea" * (k % 13) for k in range(n)]
+
+
+def test_eight_slots_answer_two_hundred_prompts_as_one_slot_does(
+    tmp_path: Path, model: Path
+) -> None:
+    folder = write(tmp_path, model, prompts(200))
+    alone = run(tmp_path, "--set", "name=alone", "--set", "engine.options.max_num_seqs=1")
+    assert alone.returncode == 0, alone.stderr
+    ran = run(tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["ok"] == 200
+    found, expected = records(folder), records(folder.with_name("alone"))
+    assert [r["index"] for r in found] == list(range(200))
+    assert [r["text"] for r in found] == [r["text"] for r in expected]
+    assert [r["usage"] for r in found] == [r["usage"] for r in expected]
+    assert len({r["text"] for r in found}) > 150
+    manifest = json.loads((folder / "manifest.json").read_text())
+    command = f"llama-server -m {model} -c 4096 -np 8 --threads 1 --port {{port}}"
+    assert manifest["starts"][0]["engine"] == {"server": command, "owned_by": "llamacpp"}
+    assert "n_slots = 8" in (folder / "engine.log").read_text()
+
+
+def test_lengths_reasons_and_usage_are_the_servers(tmp_path: Path, model: Path) -> None:
+    folder = write(tmp_path, model, prompts(10))
+    assert run(tmp_path).returncode == 0
+    found = records(folder)
+    assert {r["finish_reason"] for r in found} == {"length"}
+    assert {r["usage"]["completion_tokens"] for r in found} == {24}
+    short, long = found[1]["usage"], found[9]["usage"]
+    assert long["prompt_tokens"] > short["prompt_tokens"] > 10
+    word = found[0]["text"].split()[3]
+    stopped = run(tmp_path, "--set", "name=b", "--set", f'sampling.stop=["{word}"]')
+    assert stopped.returncode == 0, stopped.stderr
+    first = records(folder.with_name("b"))[0]
+    assert first["finish_reason"] == "stop"
+    assert found[0]["text"].startswith(first["text"])
+    assert first["usage"]["completion_tokens"] < 24
+
+
+def test_a_prompt_that_is_too_long_says_how_long_it_is_or_is_cut(
+    tmp_path: Path, model: Path
+) -> None:
+    folder = write(tmp_path, model, ["tell me", "tea " * 900, "about tea"])
+    ran = run(tmp_path)
+    assert ran.returncode == 3, ran.stderr
+    ok, failed, also = records(folder)
+    assert (ok["status"], also["status"]) == ("ok", "ok")
+    assert failed["error"]["kind"] == "prompt_too_long"
+    assert re.search(r"\(9\d\d tokens\).*\(512 tokens\)", failed["error"]["message"])
+    cut = run(tmp_path, "--set", "name=b", "--set", "retry.on_too_long=truncate-middle")
+    assert cut.returncode == 0, cut.stderr
+    record = records(folder.with_name("b"))[1]
+    assert record["truncated_tokens"] > 300
+    assert 400 < record["usage"]["prompt_tokens"] < 512
+
+
+def test_an_answer_has_the_shape_that_was_asked_for(tmp_path: Path, model: Path) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"good": {"type": "boolean"}},
+        "required": ["good"],
+        "additionalProperties": False,
+    }
+    sampling = {"structured_outputs": {"json": schema}, "max_tokens": 64}
+    folder = write(tmp_path, model, prompts(8), sampling=sampling)
+    ran = run(tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    answers = [json.loads(r["text"]) for r in records(folder)]
+    assert all(answer in ({"good": True}, {"good": False}) for answer in answers)
+
+
+def test_a_server_killed_in_the_middle_is_replaced_and_no_row_lost_or_twice(
+    tmp_path: Path, model: Path
+) -> None:
+    folder = write(tmp_path, model, prompts(150), sampling={"max_tokens": 100})
+    log = folder / "results.jsonl"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "batchkit", "run", "job.toml"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    killed = 0
+    deadline = time.monotonic() + 120
+    while killed < 2 and process.poll() is None and time.monotonic() < deadline:
+        if log.exists() and log.read_bytes().count(b"\n") >= 20 + 40 * killed:
+            for server in psutil.Process(process.pid).children(recursive=True):
+                if server.name() == "llama-server":
+                    server.kill()
+                    killed += 1
+        time.sleep(0.005)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert killed == 2
+    assert [r["index"] for r in records(folder)] == list(range(150))
+    assert {r["status"] for r in records(folder)} == {"ok"}
+    status = batchkit("status", "--json", folder, cwd=tmp_path)
+    assert json.loads(status.stdout)["engine_restarts"] >= 2
+
+
+def test_the_row_that_the_server_dies_of_is_found(tmp_path: Path, model: Path) -> None:
+    """A schema that refers to itself: llama.cpp follows it until its stack is full."""
+    endless: Mapping[str, Any] = {
+        "allOf": [{"$ref": "#/$defs/a"}],
+        "$defs": {"a": {"$ref": "#/$defs/a"}},
+    }
+    folder = write(tmp_path, model, prompts(60), sampling={"sampling_column": "params"})
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    rows[17]["params"] = {"structured_outputs": {"json": endless}}
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    ran = run(tmp_path)
+    assert ran.returncode == 3, ran.stderr
+    assert [r["index"] for r in records(folder)] == list(range(60))
+    (failed,) = (r for r in records(folder) if r["status"] == "failed")
+    assert (failed["id"], failed["error"]["kind"]) == ("q17", "engine_crash")
+    assert "SIGSEGV" in failed["error"]["message"]
+
+
+def test_a_model_that_can_not_be_loaded_is_told_in_the_servers_words(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + bytes(100))
+    write(tmp_path, broken, prompts(3))
+    ran = run(tmp_path)
+    assert ran.returncode == 1
+    assert "the server did not start: it ended before it was ready" in ran.stderr
+    assert "failed to load model" in ran.stderr
+    assert "engine.log" in ran.stderr
+
+
+def test_a_context_that_does_not_fit_is_tried_smaller(tmp_path: Path, model: Path) -> None:
+    wrapped = tmp_path / "bin" / "llama-server"
+    wrapped.unlink()
+    # One arena: each more is 64 MiB of addresses, and how many there are depends on the cores.
+    limits = "export MALLOC_ARENA_MAX=1; ulimit -v 1100000"  # KiB
+    wrapped.write_text(f'#!/bin/sh\n{limits}\nexec {LLAMA_SERVER} "$@"\n')
+    wrapped.chmod(0o755)
+    room = {"max_model_len": 2**19, "max_num_seqs": 8}  # 128 MiB for each
+    folder = write(tmp_path, model, prompts(3), engine={"options": room})
+    ran = run(tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "out of memory at load" in ran.stderr
+    assert "failed to allocate buffer" in ran.stderr
+    assert "next try with max_num_seqs = 4" in ran.stderr
+    assert len(records(folder)) == 3
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["engine_steps"][0] == {"max_num_seqs": 4}

@@ -1,0 +1,713 @@
+"""The engine for servers that speak OpenAI's API, over real HTTP to a server in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomlkit
+from click.testing import CliRunner
+from PIL import Image
+
+from batchkit.cli import cli
+from batchkit.config.loading import make_job
+from batchkit.config.tables import JobConfig
+from batchkit.engines.base import Engine
+from batchkit.engines.openai.api import retry_after_s
+from batchkit.engines.openai.rate_limiter import Pace
+from batchkit.engines.registry import open_engine, open_preflight
+from batchkit.errors import (
+    EngineError,
+    JobError,
+    PromptTooLongError,
+    RequestError,
+    RowTimeoutError,
+    ServerError,
+)
+from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.types import Completion, Request, Row
+from tests.conftest import batchkit, write_jsonl
+from tests.support.chat_server import MODEL, ChatServer, HangUp, Refused, error, serving
+
+KEY = "sk-very-secret"
+
+
+def table(server: ChatServer, folder: Path, **tables: Any) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "name": "a",
+        "engine": {"kind": "openai-server", "model": MODEL, "base_url": server.url},
+        "output": {"dir": str(folder / "output")},
+    }
+    for name, value in tables.items():
+        made[name] = {**made.get(name, {}), **value}
+    return made
+
+
+def job(server: ChatServer, options: dict[str, Any] | None = None, **tables: Any) -> JobConfig:
+    engine = {**tables.pop("engine", {}), "options": options or {}}
+    return make_job(table(server, Path("/nowhere"), engine=engine, **tables), "test")
+
+
+def request(index: int, text: str = "", **sampling: Any) -> Request:
+    messages = [{"role": "user", "content": text or f"row {index}"}]
+    return Request(Row(index, str(index), {}), messages, None, {"max_tokens": 64, **sampling}, "")
+
+
+@contextmanager
+def opened(server: ChatServer, *args: Any, **kwargs: Any) -> Iterator[Engine]:
+    with closing(open_engine(job(server, *args, **kwargs))) as engine:
+        yield engine
+
+
+def ask(engine: Engine, requests: Iterable[Request], within_s: float = 20) -> list[Completion]:
+    """What comes back for ``requests``, by row."""
+    waiting = 0
+    for one in requests:
+        engine.submit(one)
+        waiting += 1
+    done: list[Completion] = []
+    deadline = time.monotonic() + within_s
+    while len(done) < waiting and time.monotonic() < deadline:
+        done += engine.poll(0.05)
+    assert engine.poll(0.02) == []
+    done.sort(key=lambda completion: completion.request.row.index)
+    assert [c.request.row.index for c in done] == list(range(waiting))
+    return done
+
+
+def texts(done: Iterable[Completion]) -> list[str]:
+    return [c.choices[0].text if c.error is None else type(c.error).__name__ for c in done]
+
+
+# --- what is sent, and what is made of the answer
+
+
+def test_a_chat_is_answered_with_its_text_reason_usage_and_time() -> None:
+    with serving(latency_s=0.02) as server, opened(server) as engine:
+        (done,) = ask(engine, [request(0, "how are you", max_tokens=3)])
+    assert done.choices[0].text == "0 images, asked:"
+    assert done.choices[0].finish_reason == "length"
+    assert done.usage is not None
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (3, 3)
+    assert 0.02 <= done.latency_s < 5
+    assert server.bodies == [
+        {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": "how are you"}],
+            "max_tokens": 3,
+        }
+    ]
+
+
+@pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": 3}, {"completion_tokens": None}])
+def test_an_answer_without_a_whole_count_is_an_answer(usage: Any) -> None:
+    parts = [{"type": "text", "text": "some"}, {"type": "text", "text": " tea"}]
+    choice = {"index": 0, "message": {"content": parts}, "finish_reason": "stop"}
+
+    def answer(text: str, body: dict[str, Any]) -> None:
+        raise Refused(200, {"choices": [choice], "usage": usage})
+
+    with serving(answer) as server, opened(server) as engine:
+        (done,) = ask(engine, [request(0)])
+    assert (done.error, done.choices[0].text, done.usage) == (None, "some tea", None)
+
+
+def test_images_travel_as_png() -> None:
+    image = Image.effect_noise((64, 48), 100).convert("RGB")
+    parts = [
+        {"type": "text", "text": "before"},
+        {"type": "image_pil", "image_pil": image},
+        {"type": "image_pil", "image_pil": image},
+        {"type": "text", "text": "after"},
+    ]
+    asked = Request(Row(0, "0", {}), [{"role": "user", "content": parts}], None, {}, "")
+    with serving() as server, opened(server) as engine:
+        assert texts(ask(engine, [asked])) == ["2 images, asked: before after"]
+        kinds = [part["type"] for part in server.bodies[0]["messages"][0]["content"]]
+        assert kinds == ["text", "image_url", "image_url", "text"]
+
+
+def test_a_prompt_without_chat_goes_to_completions_with_all_its_choices() -> None:
+    asked = Request(Row(0, "0", {}), None, "once upon", {"n": 3, "max_tokens": 9}, "")
+    with serving() as server, opened(server) as engine:
+        (done,) = ask(engine, [asked])
+    assert [choice.text for choice in done.choices] == ["0 images, asked: once upon"] * 3
+    assert done.usage is not None
+    assert done.usage.completion_tokens == 15
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_logprobs_have_one_shape(chat: bool) -> None:
+    asked = request(0, logprobs=1, max_tokens=2)
+    if not chat:
+        asked = Request(asked.row, None, "row 0", asked.sampling, "")
+    with serving() as server, opened(server) as engine:
+        (done,) = ask(engine, [asked])
+    first, second = done.choices[0].logprobs
+    assert (first["token"], first["logprob"]) == ("0", -0.5)
+    assert second["token"] == "images,"
+    assert {"token": "x", "logprob": -2.0} in first["top_logprobs"]
+
+
+def test_sampling_is_sent_in_the_apis_words() -> None:
+    schema = {"type": "object", "properties": {"score": {"type": "integer"}}}
+    with serving() as server, opened(server) as engine:
+        ask(
+            engine,
+            [
+                request(0, structured_outputs={"json": schema}, top_p=0.9, seed=None),
+                request(1, structured_outputs={"choice": ["a", "b"]}, top_k=5, stop=["x"]),
+                request(2, structured_outputs={"json_object": True}, logprobs=0),
+            ],
+        )
+        json_schema, choice, json_object = sorted(
+            server.bodies, key=lambda body: body["messages"][0]["content"]
+        )
+    assert json_schema["response_format"]["json_schema"]["schema"] == schema
+    assert "structured_outputs" not in json_schema
+    assert "seed" not in json_schema
+    assert (json_schema["top_p"], choice["top_k"], choice["stop"]) == (0.9, 5, ["x"])
+    assert choice["structured_outputs"] == {"choice": ["a", "b"]}
+    assert json_object["response_format"] == {"type": "json_object"}
+    assert (json_object["logprobs"], json_object["top_logprobs"]) == (True, 0)
+
+
+def test_the_job_may_add_to_the_body_and_take_from_it() -> None:
+    options = {"extra_body": {"max_completion_tokens": 7}, "drop": ["max_tokens", "temperature"]}
+    prompt = {"chat_template_kwargs": {"enable_thinking": False}}
+    with serving() as server, opened(server, options, prompt=prompt) as engine:
+        ask(engine, [request(0, temperature=0.0)])
+        (body,) = server.bodies
+    assert body.keys() == {"model", "messages", "max_completion_tokens", "chat_template_kwargs"}
+
+
+def test_a_mistyped_parameter_is_refused_before_it_is_passed_over() -> None:
+    with serving() as server:
+        with opened(server) as engine:
+            (done,) = ask(engine, [request(0, temprature=1.0)])
+            assert "did you mean 'temperature'" in str(done.error)
+        with pytest.raises(JobError, match="max_tokens"):
+            open_preflight(job(server, sampling={"max_token": 3}))
+        with pytest.raises(RequestError, match="extra_body"):
+            open_preflight(job(server)).render(request(0, mirostat=2))
+        assert server.bodies == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_seqs": 0}, "engine.options.max_num_seqs: found 0, expected a whole number"),
+        ({"max_model_length": 5}, "engine.options.max_model_length: unknown"),
+        ({"max_model_len": 0}, "engine.options.max_model_len: found 0, expected a whole number"),
+        ({"extra_body": {"stream": True}}, "engine.options.extra_body.stream: set by batchkit"),
+        ({"drop": "n"}, "engine.options.drop: found 'n', expected a list"),
+    ],
+)
+def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:
+    with serving() as server, pytest.raises(JobError) as refused:
+        open_preflight(job(server, options))
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"base_url": None}, "base_url is missing"),
+        ({"base_url": "localhost:8000/v1"}, "expected http"),
+        ({"base_url": "http://me:secret@host/v1"}, "api_key_env"),
+        ({"base_url": "http://host:port/v1"}, "expected http"),
+        ({"kind": "vllm", "base_url": "http://host/v1"}, 'kind is "vllm"'),
+        ({"lora": "here"}, "lora"),
+        ({"model": ""}, "model is missing"),
+    ],
+)
+def test_the_engine_table_is_checked(engine: dict[str, Any], message: str) -> None:
+    whole = {"kind": "openai-server", "model": MODEL, "base_url": "http://host/v1", **engine}
+    with pytest.raises(JobError) as refused:
+        make_job({"engine": whole}, "test")
+    assert message in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+# --- the row's own fault
+
+
+def test_what_the_server_refuses_is_the_rows_own_error() -> None:
+    def before(text: str, body: dict[str, Any]) -> None:
+        if text == "row 1":
+            raise Refused(400, error("image is broken", param="messages"))
+        if text == "row 2":
+            raise Refused(422, {"detail": [{"loc": ["body", "n"], "msg": "too many"}]})
+
+    with serving(before) as server, opened(server) as engine:
+        done = ask(engine, map(request, range(4)))
+    assert texts(done)[1:3] == ["RequestError", "RequestError"]
+    assert "400: image is broken" in str(done[1].error)
+    assert "too many" in str(done[2].error)
+    assert done[0].error is done[3].error is None
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        error("…", "invalid_request_error", code="context_length_exceeded"),
+        error("…", param="input_tokens", code=400),
+        error("…", param="input_text", code=400),
+        error("Input length (2072) exceeds model's maximum context length (2048).", code=400),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_told_by_its_code(refusal: dict[str, Any]) -> None:
+    def before(text: str, body: dict[str, Any]) -> None:
+        raise Refused(400, refusal)
+
+    with serving(before) as server, opened(server) as engine:
+        (done,) = ask(engine, [request(0)])
+    assert isinstance(done.error, PromptTooLongError)
+
+
+@pytest.mark.parametrize(
+    ("server_tells", "options"),
+    [
+        ({"counts": True}, {}),
+        ({"counts": False}, {}),
+        ({"counts": False, "model": {"meta": {"n_ctx": 100}}}, {}),
+        ({"counts": False, "model": {}}, {"max_model_len": 100}),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_cut_where_the_server_counts_it(
+    server_tells: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    with serving(context=100, **server_tells) as server:
+        made = make_job(
+            table(
+                server,
+                tmp_path,
+                engine={"options": options},
+                prompt={"user": "Read: {{ text }} And now?"},
+                retry={"on_too_long": "truncate-middle"},
+                sampling={"max_tokens": 40},
+            ),
+            "test",
+        )
+        summary = ProductionBatchProcessor(made, quiet=True).process(
+            [{"text": "word " * 500}, {"text": "short"}]
+        )
+    assert (summary.ok, summary.failed) == (2, 0)
+    records = {r["index"]: r for r in _records(made)}
+    assert 300 < records[0]["truncated_tokens"] < 500
+
+
+def test_a_row_that_takes_too_long_fails_alone() -> None:
+    def before(text: str, body: dict[str, Any]) -> None:
+        if text == "row 3":
+            time.sleep(3)
+
+    with serving(before) as server, opened(server, run={"row_timeout_s": 0.5}) as engine:
+        done = ask(engine, map(request, range(6)))
+    assert [c.request.row.index for c in done if isinstance(c.error, RowTimeoutError)] == [3]
+    assert sum(c.error is None for c in done) == 5
+
+
+@pytest.mark.parametrize("others", [0, 8])
+def test_a_row_that_the_server_fails_over_fails_and_no_other(others: int) -> None:
+    """Also when none but such rows are left, and only a prompt of one word proves the server sound."""
+    answers = {
+        "row 0": Refused(500, error("division by zero", "InternalServerError", code=500)),
+        "row 1": Refused(200, b'{"choices": [{"ind'),
+        "row 2": Refused(200, {"choices": []}),
+        "row 3": Refused(200, error("it broke", code=500)),
+    }
+    tries = Counter[str]()
+
+    def before(text: str, body: dict[str, Any]) -> None:
+        tries[text] += 1
+        if text in answers:
+            raise answers[text]
+
+    with serving(before) as server, opened(server) as engine:
+        done = ask(engine, map(request, range(4 + others)))
+    assert [type(c.error) for c in done[:4]] == [ServerError] * 4
+    assert {tries[text] for text in answers} == {3}
+    assert all(c.error is None for c in done[4:])
+
+
+# --- a server that is busy or away
+
+
+def test_a_storm_of_429_is_weathered_with_fewer_at_a_time() -> None:
+    refused = 0
+
+    def before(text: str, body: dict[str, Any]) -> None:
+        nonlocal refused
+        if server.inside > 4:
+            refused += 1
+            raise Refused(429, error("slow down", code="rate_limit_exceeded"), Retry_After="0.1")
+
+    with serving(before, latency_s=0.02) as server, opened(server) as engine:
+        done = ask(engine, map(request, range(120)))
+    assert all(c.error is None for c in done)
+    assert set(server.answered.values()) == {1}
+    assert 0 < refused < 90
+
+
+def test_retry_after_is_respected_by_all_rows() -> None:
+    arrivals: list[float] = []
+
+    def before(text: str, body: dict[str, Any]) -> None:
+        arrivals.append(time.monotonic())
+        if len(arrivals) == 1:
+            raise Refused(429, error("wait"), Retry_After="1")
+
+    with serving(before) as server, opened(server, {"max_num_seqs": 1}) as engine:
+        done = ask(engine, map(request, range(3)))
+    assert all(c.error is None for c in done)
+    assert 1 <= arrivals[1] - arrivals[0] < 2
+
+
+def test_a_server_that_is_too_slow_for_so_many_gets_fewer_at_a_time() -> None:
+    def before(text: str, body: dict[str, Any]) -> None:
+        if server.inside > 4:
+            time.sleep(1)
+
+    options = {"max_num_seqs": 16}
+    # The latency keeps a quick client's requests together, so that more than 4 of them are in there.
+    with (
+        serving(before, latency_s=0.02) as server,
+        opened(server, options, run={"row_timeout_s": 0.4}) as engine,
+    ):
+        done = ask(engine, map(request, range(80)), within_s=60)
+    late = [c for c in done if isinstance(c.error, RowTimeoutError)]
+    assert 0 < len(late) < 50
+    assert sum(c.error is None for c in done) == 80 - len(late)
+
+
+def test_connections_are_used_again() -> None:
+    with serving() as server, opened(server, {"max_num_seqs": 4}) as engine:
+        ask(engine, map(request, range(100)))
+        assert server.connections <= 4
+
+
+def test_retry_after_may_be_a_date() -> None:
+    assert retry_after_s("3") == 3
+    assert retry_after_s("nonsense") is retry_after_s(None) is None
+    in_ten = retry_after_s(formatdate(time.time() + 10, usegmt=True))
+    assert in_ten is not None
+    assert 7 < in_ten < 11
+
+
+@pytest.mark.parametrize("status", [502, 503])
+def test_a_burst_of_unavailability_costs_no_row(status: int) -> None:
+    left = 5
+
+    def before(text: str, body: dict[str, Any]) -> None:
+        nonlocal left
+        if left > 0:
+            left -= 1
+            raise Refused(status, b"<html>upstream</html>", Content_Type="text/html")
+
+    with serving(before) as server, opened(server, {"max_num_seqs": 8}) as engine:
+        done = ask(engine, map(request, range(30)))
+    assert all(c.error is None for c in done)
+    assert set(server.answered.values()) == {1}
+
+
+def test_a_connection_that_breaks_off_is_tried_again() -> None:
+    seen = Counter[str]()
+
+    def before(text: str, body: dict[str, Any]) -> None:
+        seen[text] += 1
+        if seen[text] == 1 and text.endswith(("0", "5")):
+            raise HangUp
+
+    with serving(before) as server, opened(server) as engine:
+        done = ask(engine, map(request, range(30)))
+    assert all(c.error is None for c in done)
+    assert set(server.answered.values()) == {1}
+    assert seen.total() == 36
+
+
+def test_a_server_that_is_killed_and_comes_back_loses_no_row() -> None:
+    server = ChatServer(latency_s=0.05)
+    with opened(server, {"max_num_seqs": 8}) as engine:
+        for index in range(60):
+            engine.submit(request(index))
+        done: list[Completion] = []
+        while len(done) < 10:
+            done += engine.poll(0.05)
+        server.kill()
+        gone_until = time.monotonic() + 0.5
+        while time.monotonic() < gone_until:
+            done += engine.poll(0.05)
+        assert len(done) < 60
+        with serving(port=server.port) as again:
+            deadline = time.monotonic() + 20
+            while len(done) < 60 and time.monotonic() < deadline:
+                done += engine.poll(0.05)
+            assert again.most <= 8
+    assert sorted(c.request.row.index for c in done) == list(range(60))
+    assert all(c.error is None for c in done)
+
+
+def test_the_pace_halves_once_a_burst_and_grows_back_by_steps() -> None:
+    async def burst() -> list[int]:
+        pace, limits = Pace(32), []
+        sent = [await pace.enter() for _ in range(32)]
+        for sent_at in sent:
+            pace.turned_away(sent_at, is_down=False, retry_after_s=None)
+            pace.leave()
+        limits.append(pace.limit)
+        for _ in range(40):
+            pace.went_well()
+        limits.append(pace.limit)
+        began = asyncio.get_running_loop().time()
+        pace.turned_away(await pace.enter(), is_down=True, retry_after_s=None)
+        assert asyncio.get_running_loop().time() - began < 1  # the pause of the first burst
+        limits.append(pace.limit)
+        pace.went_well()
+        limits.append(pace.limit)
+        return limits
+
+    assert asyncio.run(burst()) == [16, 26, 1, 26]
+
+
+# --- what stops the run
+
+
+def test_a_server_that_stays_away_is_given_up_with_the_reason() -> None:
+    server = ChatServer()
+    with opened(server, {"give_up_s": 1.0}) as engine:
+        ask(engine, [request(0)])
+        server.kill()
+        for index in range(5):
+            engine.submit(request(index))
+        with pytest.raises(EngineError) as given_up:
+            _poll_for(engine, 15)
+    for part in (server.url, "give_up_s = 1", "ConnectError", "run the same command again"):
+        assert part in str(given_up.value)
+
+
+def test_a_server_that_fails_over_everything_is_given_up_and_no_row_is_blamed() -> None:
+    def before(text: str, body: dict[str, Any]) -> None:
+        raise Refused(500, error("EngineDeadError", "InternalServerError", code=500))
+
+    with serving(before) as server, opened(server, {"give_up_s": 1.0}) as engine:
+        for index in range(5):
+            engine.submit(request(index))
+        with pytest.raises(EngineError, match="EngineDeadError"):
+            _poll_for(engine, 30)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "message"),
+    [
+        (Refused(401, error(f"Incorrect API key: {KEY}")), "MY_KEY"),
+        (Refused(403, error("country not supported")), "MY_KEY"),
+        (Refused(429, error("You exceeded…", code="insufficient_quota")), "account must be paid"),
+        (Refused(307, b"", Location="http://elsewhere/v1"), "http://elsewhere/v1"),
+    ],
+)
+def test_what_no_waiting_mends_stops_the_run_at_once(
+    refusal: Refused, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def before(text: str, body: dict[str, Any]) -> None:
+        if text == "row 7" or server.answered.total() >= 7:  # from there on all are
+            raise refusal
+
+    monkeypatch.setenv("MY_KEY", KEY)
+    with (
+        serving(before, key=KEY) as server,
+        opened(server, {"max_num_seqs": 2}, engine={"api_key_env": "MY_KEY"}) as engine,
+    ):
+        for index in range(8):
+            engine.submit(request(index))
+        done: list[Completion] = []
+        with pytest.raises(EngineError) as stopped:
+            _poll_for(engine, 10, done)
+        with pytest.raises(EngineError):
+            engine.poll(0.01)
+    assert len(done) >= 6
+    assert message in str(stopped.value)
+    assert KEY not in str(stopped.value)
+
+
+def test_an_unknown_model_stops_the_run_and_the_known_ones_are_listed() -> None:
+    with serving() as server, opened(server, engine={"model": "tinny"}) as engine:
+        engine.submit(request(0))
+        with pytest.raises(EngineError, match=f"no model 'tinny'.*serves {MODEL}"):
+            _poll_for(engine, 10)
+
+
+def test_a_server_that_refuses_the_key_is_told_at_the_start() -> None:
+    with serving(key=KEY) as server, pytest.raises(EngineError) as refused:
+        open_engine(job(server, engine={"api_key_env": "BATCHKIT_NO_SUCH_VARIABLE"}))
+    assert "BATCHKIT_NO_SUCH_VARIABLE (engine.api_key_env): it is not set" in str(refused.value)
+
+
+def test_a_base_url_without_v1_is_told_at_the_start() -> None:
+    with serving() as server, pytest.raises(EngineError, match="ends in /v1"):
+        open_engine(job(server, engine={"base_url": server.url.removesuffix("/v1")}))
+
+
+def test_a_server_that_is_not_there_is_told_at_the_start() -> None:
+    with socket.socket() as silent:  # bound, so that no other test's server comes to stand there
+        silent.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
+        began = time.monotonic()
+        with serving() as server, pytest.raises(EngineError) as refused:
+            open_engine(job(server, engine={"base_url": url}))
+    assert time.monotonic() - began < 8
+    for part in (url, "ConnectError", "start the server"):
+        assert part in str(refused.value)
+
+
+def test_close_does_not_wait_for_a_slow_answer() -> None:
+    with serving(latency_s=5) as server:
+        with opened(server) as engine:
+            for index in range(50):
+                engine.submit(request(index))
+            time.sleep(0.2)
+            began = time.monotonic()
+        assert time.monotonic() - began < 1
+        names = [thread.name for thread in threading.enumerate()]
+        assert "openai-server" not in names
+
+
+# --- whole runs, from the command line
+
+
+def _poll_for(engine: Engine, within_s: float, done: list[Completion] | None = None) -> None:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        (done if done is not None else []).extend(engine.poll(0.05))
+
+
+def _records(made: JobConfig) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (made.folder / "results.jsonl").read_text().splitlines()]
+
+
+def _write(folder: Path, server: ChatServer, rows: int, **tables: Any) -> JobConfig:
+    write_jsonl(folder / "rows.jsonl", ({"id": f"q{n}", "word": f"w{n}"} for n in range(rows)))
+    made = table(server, folder, input={"path": "rows.jsonl", "id": "id"}, **tables)
+    made.setdefault("prompt", {})["user"] = "say {{ word }}"
+    (folder / "job.toml").write_text(tomlkit.dumps(made))
+    return make_job(made, "test", base=folder)
+
+
+def test_a_run_with_images_answers_every_row(tmp_path: Path) -> None:
+    for n in range(200):
+        Image.effect_noise((48, 32), n).convert("RGB").save(tmp_path / f"w{n}.jpg")
+    with serving(latency_s=0.01) as server:
+        made = _write(
+            tmp_path,
+            server,
+            200,
+            prompt={"images": ["{{ word }}.jpg"]},
+            media={"root": str(tmp_path)},
+        )
+        checked = CliRunner().invoke(cli, ["validate", str(tmp_path / "job.toml")])
+        assert checked.exit_code == 0, checked.output
+        assert "200 ok" in checked.output
+        assert "prompt tokens: not counted" in checked.output
+        shown = CliRunner().invoke(cli, ["run", str(tmp_path / "job.toml"), "--dry-run"])
+        assert shown.exit_code == 0, shown.output
+        assert "uncounted prompt tokens, images: 48x32" in shown.output
+        assert "say w0" in shown.output
+        assert server.bodies == []
+        ran = batchkit("run", "job.toml", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    told = json.loads(ran.stdout)
+    assert (told["total"], told["ok"], told["failed"]) == (200, 200, 0)
+    records = _records(made)
+    assert {r["text"] for r in records} == {f"1 images, asked: say w{n}" for n in range(200)}
+    assert sum(r["usage"]["prompt_tokens"] for r in records) == 200 * (2 + 4)
+    assert set(server.answered.values()) == {1}
+    assert server.most > 4
+    manifest = json.loads((made.folder / "manifest.json").read_text())
+    assert manifest["starts"][0]["engine"] == {"server": server.url, "owned_by": "tests"}
+
+
+def test_a_run_whose_server_goes_away_stops_and_is_carried_on_at_another_address(
+    tmp_path: Path,
+) -> None:
+    def before(text: str, body: dict[str, Any]) -> None:
+        if server.answered.total() == 20:
+            threading.Thread(target=server.kill).start()
+            time.sleep(1)
+
+    server = ChatServer(before)
+    options = {"give_up_s": 1.0, "max_num_seqs": 1}
+    made = _write(tmp_path, server, 40, engine={"options": options})
+    stopped = batchkit("run", "job.toml", cwd=tmp_path)
+    assert stopped.returncode == 1
+    assert server.url in stopped.stderr
+    assert "no row answered for" in stopped.stderr
+    done = len(_records(made))
+    assert 15 < done < 40
+    with serving() as again:
+        override = ("--set", f"engine.base_url={again.url}")
+        resumed = batchkit("run", "job.toml", *override, cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert again.answered.total() == 40 - done
+    assert sorted(r["index"] for r in _records(made)) == list(range(40))
+    assert {r["status"] for r in _records(made)} == {"ok"}
+
+
+def test_a_refused_key_in_the_middle_of_a_run_fails_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", KEY)
+    with serving(key=KEY) as server:
+
+        def before(text: str, body: dict[str, Any]) -> None:
+            if server.answered.total() >= 20:
+                raise Refused(401, error("key revoked"))
+
+        server.before = before
+        engine = {"api_key_env": "MY_KEY", "options": {"max_num_seqs": 1}}
+        made = _write(tmp_path, server, 40, engine=engine)
+        stopped = batchkit("run", "job.toml", cwd=tmp_path)
+        assert stopped.returncode == 1
+        assert "MY_KEY" in stopped.stderr
+        assert {r["status"] for r in _records(made)} == {"ok"}
+        assert KEY not in "".join(p.read_text() for p in made.folder.iterdir() if p.is_file())
+        server.before = lambda text, body: None
+        assert batchkit("run", "job.toml", cwd=tmp_path).returncode == 0
+    assert len(_records(made)) == 40
+
+
+def test_a_judge_answers_in_the_shape_that_it_was_asked_for(tmp_path: Path) -> None:
+    def before(text: str, body: dict[str, Any]) -> str:
+        assert body["response_format"]["json_schema"]["schema"]["required"] == ["score"]
+        answer, _, reference = text.partition(" / ")
+        return json.dumps({"score": 100 if answer == reference else 0})
+
+    schema = {
+        "type": "object",
+        "properties": {"score": {"type": "integer"}},
+        "required": ["score"],
+    }
+    with serving(before) as server:
+        made = make_job(
+            table(
+                server,
+                tmp_path,
+                prompt={"user": "{{ answer }} / {{ reference }}"},
+                sampling={"structured_outputs": {"json": schema}},
+            ),
+            "test",
+        )
+        rows = [{"answer": str(n), "reference": str(n % 7)} for n in range(20)]
+        summary = ProductionBatchProcessor(made, quiet=True).process(rows)
+    assert summary.ok == 20
+    scores = {r["index"]: json.loads(r["text"])["score"] for r in _records(made)}
+    assert scores == {n: 100 if n < 7 else 0 for n in range(20)}

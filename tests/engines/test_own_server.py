@@ -1,0 +1,432 @@
+"""A server that the run starts: found, waited for, replaced when it dies, and gone with the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import tomlkit
+
+from batchkit.config.loading import make_job
+from batchkit.config.server_command import llama_server, what_decides_answers
+from batchkit.engines.faults import StartFailed
+from batchkit.engines.registry import open_engine, open_preflight
+from batchkit.errors import EngineError, JobError
+from batchkit.storage.manifest import differences, identity
+from tests.conftest import batchkit, write_jsonl
+from tests.support.chat_server import MODEL
+from tests.support.paths import ROOT
+
+SERVER = f"{shlex.quote(sys.executable)} -m tests.support.chat_server --port {{port}}"
+
+
+@pytest.fixture(autouse=True)
+def _servers_find_this_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def table(folder: Path, command: str | None = SERVER, **tables: Any) -> dict[str, Any]:
+    server = {} if command is None else {"command": command}
+    made: dict[str, Any] = {
+        "name": "a",
+        "input": {"path": "rows.jsonl", "id": "id"},
+        "prompt": {"user": "say {{ word }}"},
+        "engine": {"kind": "openai-server", "model": MODEL, "server": server},
+        "output": {"dir": str(folder / "output")},
+    }
+    for name, value in tables.items():
+        made[name] = {**made.get(name, {}), **value}
+    return made
+
+
+def write(folder: Path, rows: int, command: str = SERVER, **tables: Any) -> Path:
+    """The job file's run folder."""
+    write_jsonl(folder / "rows.jsonl", ({"id": f"q{n}", "word": f"w{n}"} for n in range(rows)))
+    (folder / "job.toml").write_text(tomlkit.dumps(table(folder, command, **tables)))
+    return folder / "output" / "a"
+
+
+def problem(engine: dict[str, Any]) -> str:
+    with pytest.raises(JobError) as refused:
+        make_job({"engine": {"kind": "openai-server", "model": MODEL, **engine}}, "job.toml")
+    return str(refused.value)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def servers(folder: Path) -> list[psutil.Process]:
+    """The servers that the run in ``folder`` has started and that are alive."""
+    mine = []
+    for process in psutil.process_iter():
+        try:
+            is_ours = process.environ().get("BATCHKIT_TEST_RUN") == str(folder)
+            if is_ours and process.cmdline()[1:3] == ["-m", "tests.support.chat_server"]:
+                mine.append(process)
+        except psutil.Error:
+            continue
+    return mine
+
+
+def is_gone(process: psutil.Process) -> bool:
+    """Where nobody waits for it, its number stays."""
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def until(is_so: Callable[[], bool], within_s: float = 30) -> None:
+    deadline = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], subprocess.Popen[str]]:
+    """``batchkit run job.toml`` in the background, its processes marked."""
+    monkeypatch.setenv("BATCHKIT_TEST_RUN", str(tmp_path))
+
+    def start() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "batchkit", "run", "job.toml"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+def some_done(folder: Path, at_least: int) -> Callable[[], bool]:
+    log = folder / "results.jsonl"
+    return lambda: log.exists() and len(log.read_bytes().splitlines()) >= at_least
+
+
+# --- what the job file says
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("serve --port {prot}", "engine.server.command: command: {prot} is unknown; did you mean {port}"),
+        ("serve --port {port} --name {nothing}", "{nothing} is unknown; there are {port} and {host}"),
+        ("serve --port 8080", "command has no {port}"),
+        ("serve 'a {port}", "can't be split into words"),
+        ("", "command is empty"),
+        ("serve --port {port} --api-key sk-secret", "--api-key would show the key"),
+        ("serve --port {port} --api-key=sk-secret", "--api-key would show the key"),
+        ("serve --port {port} --hf-token hf_secret", "--hf-token would show the key"),
+    ],
+)  # fmt: skip
+def test_a_command_that_can_not_be_right_is_refused(command: str, message: str) -> None:
+    told = problem({"server": {"command": command}})
+    assert message in told
+    assert "sk-secret" not in told
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"server": {"command": SERVER}, "base_url": "http://h/v1"}, "are both given"),
+        ({"server": {"command": SERVER}, "kind": "vllm"}, 'server is for kind = "openai-server"'),
+        ({"server": {}}, "server.command is missing"),
+        ({}, "let the run start a server"),
+        ({"server": {"comand": SERVER}}, "did you mean 'command'"),
+        ({"server": {"command": SERVER, "health": "health"}}, "server.health"),
+        ({"server": {"command": SERVER, "start_timeout_s": 0}}, "server.start_timeout_s"),
+    ],
+)
+def test_the_tables_keys_are_checked(engine: dict[str, Any], message: str) -> None:
+    assert message in problem(engine)
+
+
+def test_braces_of_json_are_no_placeholders(tmp_path: Path) -> None:
+    command = """serve --port {port} --limit '{"image": 2}' --template '{{messages}}'"""
+    job = make_job(table(tmp_path, command, input={}), "test")
+    assert job.engine.server is not None
+    assert job.engine.server.command == command
+
+
+def test_a_gguf_file_has_a_command_with_room_for_all_its_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = {"model": "my models/a.gguf", "server": {}}
+    with pytest.raises(JobError, match=r"engine\.options\.max_model_len is missing"):
+        open_preflight(make_job(table(tmp_path, None, engine=engine), "test"))
+    engine["options"] = {"max_model_len": 4096, "max_num_seqs": 8}
+    open_preflight(make_job(table(tmp_path, None, engine=engine), "test"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert shlex.split(llama_server("my models/a.gguf", max_model_len=4096, max_num_seqs=8)) == [
+        *("llama-server", "-m", "my models/a.gguf", "-c", "32768", "-np", "8"),
+        *("--threads", "3", "--port", "{port}"),
+    ]
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    cores = len(os.sched_getaffinity(0))
+    assert f" --threads {cores} " in llama_server("a.gguf", max_model_len=1, max_num_seqs=1)
+
+
+def test_a_models_file_is_known_by_what_is_in_it(tmp_path: Path) -> None:
+    model = tmp_path / "a.gguf"
+    model.write_bytes(b"GGUF one")
+    job = make_job(
+        table(tmp_path, None, input={}, engine={"model": str(model), "server": {}}), "test"
+    )
+    begun = identity(job)
+    model.write_bytes(b"GGUF two")
+    (told,) = differences(begun, identity(job))
+    assert told.startswith("engine.model_files: ")
+
+
+def test_a_run_is_known_by_what_its_server_answers_not_by_where_and_how_fast(
+    tmp_path: Path,
+) -> None:
+    def of(command: str) -> dict[str, Any]:
+        return identity(make_job(table(tmp_path, command, input={}), "test"))
+
+    begun = of("llama-server -m a.gguf -c 8192 -np 8 --port {port}")
+    same = of("/opt/llama-server -m a.gguf -c 8192 -np 4 -t 2 --port {port} --host={host}")
+    assert differences(begun, same) == []
+    (told,) = differences(begun, of("llama-server -m b.gguf -c 8192 -np 8 --port {port}"))
+    assert told.startswith("engine.server.command: ")
+    assert what_decides_answers("vllm serve m --enforce-eager --dtype half") == [
+        "vllm", "serve", "m", "--dtype", "half",
+    ]  # fmt: skip
+
+
+# --- a server that does not come up
+
+
+def started_wrongly(tmp_path: Path, command: str, **server: Any) -> str:
+    made = table(tmp_path, command, input={})
+    made["engine"]["server"] |= server
+    with pytest.raises((JobError, EngineError)) as failed:
+        open_engine(make_job(made, "test")).close()
+    return str(failed.value)
+
+
+def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
+    told = started_wrongly(tmp_path, "lama-server -m x.gguf --port {port}")
+    assert "engine.server.command: no program 'lama-server'" in told
+
+
+def test_a_file_that_is_no_program_is_told_with_its_reason(tmp_path: Path) -> None:
+    script = tmp_path / "serve"
+    script.write_bytes(b"\x7fELF nonsense")
+    script.chmod(0o755)
+    assert "serve: can't be started: Exec format error" in started_wrongly(
+        tmp_path, f"{script} {{port}}"
+    )
+
+
+def test_a_server_that_exits_at_once_is_told_with_its_last_words(tmp_path: Path) -> None:
+    code = "import sys; print('one'); print('unknown model tiny', file=sys.stderr); sys.exit(5)"
+    told = started_wrongly(tmp_path, shlex.join([sys.executable, "-c", code, "{port}"]))
+    assert "it ended before it was ready (exit code 5" in told
+    assert "\n  unknown model tiny" in told
+    assert str(tmp_path / "output" / "a" / "engine.log") in told
+
+
+def test_the_cause_is_the_last_error_that_tells_one(tmp_path: Path) -> None:
+    lines = [
+        "WARNING: failed to raise a limit",
+        "RuntimeError: device-side assert",
+        "EngineDeadError: EngineCore died. See stack trace (above) for the root cause.",
+        'INFO: 127.0.0.1 - "POST /v1/chat/completions HTTP/1.1" 500 Internal Server Error',
+        "shutting down",
+    ]
+    command = shlex.join([sys.executable, "-c", f"print(*{lines}, sep='\\n')", "{port}"])
+    with pytest.raises(StartFailed) as failed:
+        open_engine(make_job(table(tmp_path, command, input={}), "test"))
+    assert str(failed.value.fault) == "exit code 0: RuntimeError: device-side assert"
+
+
+def test_a_port_that_is_never_opened_is_told_after_the_time_limit(tmp_path: Path) -> None:
+    code = "import time; print('thinking', flush=True); time.sleep(600)"
+    told = started_wrongly(
+        tmp_path, shlex.join([sys.executable, "-c", code, "{port}"]), start_timeout_s=1.0
+    )
+    assert "after 1 s (engine.server.start_timeout_s)" in told
+    assert "/health" in told
+    assert "\n  thinking" in told
+
+
+def test_a_command_of_the_jobs_own_that_runs_out_of_memory_is_not_tried_again(
+    tmp_path: Path,
+) -> None:
+    """batchkit can't make it smaller."""
+    code = "import sys; print('starting'); sys.exit('cudaMalloc failed: out of memory')"
+    folder = write(tmp_path, 20, shlex.join([sys.executable, "-c", code, "{port}"]))
+    ran = batchkit("run", "job.toml", cwd=tmp_path)
+    assert ran.returncode == 1
+    assert "\n  cudaMalloc failed: out of memory" in ran.stderr
+    assert (folder / "engine.log").read_text().count("starting") == 1
+
+
+# --- a server that runs
+
+
+def test_a_server_is_waited_for_and_ends_with_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCHKIT_TEST_RUN", str(tmp_path))
+    command = f"sh -c 'sleep 600 & exec {SERVER} --loads-s 1'"
+    job = make_job(table(tmp_path, command, input={}), "test")
+    began = time.monotonic()
+    with closing(open_engine(job)) as engine:
+        assert time.monotonic() - began >= 1
+        assert engine.versions["server"] == job.engine.server.command  # type: ignore[union-attr]
+        (server,) = servers(tmp_path)
+        children = server.children()
+        assert [child.name() for child in children] == ["sleep"]
+    assert not server.is_running()
+    until(lambda: all(map(is_gone, children)))
+    assert "serving at http://127.0.0.1:" in (job.folder / "engine.log").read_text()
+    engine.close()
+
+
+def test_a_run_starts_its_server_and_says_so_in_its_manifest(tmp_path: Path) -> None:
+    folder = write(tmp_path, 50)
+    ran = batchkit("run", "job.toml", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert {r["text"] for r in records(folder)} == {f"0 images, asked: say w{n}" for n in range(50)}
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["starts"][0]["engine"] == {"server": SERVER, "owned_by": "tests"}
+    assert batchkit("run", "job.toml", cwd=tmp_path).returncode == 0
+
+
+def test_no_proxy_is_asked_for_the_runs_own_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "")
+    with closing(open_engine(make_job(table(tmp_path, input={}), "test"))) as engine:
+        assert engine.versions["owned_by"] == "tests"
+
+
+def test_what_failed_is_run_again_on_a_server_of_its_own(tmp_path: Path) -> None:
+    folder = write(tmp_path, 20, f"{SERVER} --dies-of w7")
+    assert batchkit("run", "job.toml", cwd=tmp_path).returncode == 3
+    mended = f'engine.server.command="{SERVER}"'
+    again = batchkit("retry-failed", folder, "--set", mended, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert records(folder)[-1]["text"] == "0 images, asked: say w7"
+
+
+def test_a_server_that_is_killed_is_replaced_and_no_row_lost_or_twice(
+    tmp_path: Path, begin: Callable[[], subprocess.Popen[str]]
+) -> None:
+    folder = write(tmp_path, 150, f"{SERVER} --latency-s 0.1")
+    run = begin()
+    until(some_done(folder, 20))
+    (server,) = servers(tmp_path)
+    server.kill()
+    _, err = run.communicate(timeout=120)
+    assert run.returncode == 0, err
+    assert sorted(r["index"] for r in records(folder)) == list(range(150))
+    assert {r["status"] for r in records(folder)} == {"ok"}
+    assert "SIGKILL" in err
+    status = batchkit("status", "--json", folder, cwd=tmp_path)
+    assert json.loads(status.stdout)["engine_restarts"] >= 1
+    assert servers(tmp_path) == []
+
+
+def test_a_server_that_grows_too_large_is_replaced_between_rows(tmp_path: Path) -> None:
+    engine = {"options": {"max_num_seqs": 4}}
+    command = f"{SERVER} --latency-s 0.3 --leaks-mb 5"
+    folder = write(tmp_path, 60, command, engine={**table(tmp_path, command)["engine"], **engine})
+    ran = batchkit("run", "job.toml", "--set", "run.max_host_gb=0.2", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "engine restart: its process holds 0.2 GiB (run.max_host_gb = 0.2)" in ran.stderr
+    assert "engine died" not in ran.stderr
+    assert sorted(r["index"] for r in records(folder)) == list(range(60))
+
+
+def test_a_server_that_prints_much_does_not_fill_the_disk(tmp_path: Path) -> None:
+    command = f"{SERVER} --latency-s 0.3 --prints-mb 40 --dies-of w9"
+    folder = write(tmp_path, 10, command)
+    ran = batchkit("run", "job.toml", cwd=tmp_path)
+    assert ran.returncode == 3, ran.stderr
+    assert "serving at http://127.0.0.1:" in (folder / "engine.log").read_text()[-1000:]
+    assert (folder / "engine.log").stat().st_size < 33 * 2**20
+
+
+def test_the_row_that_kills_the_server_is_found_and_fails_alone(tmp_path: Path) -> None:
+    folder = write(tmp_path, 60, f"{SERVER} --dies-of w37")
+    ran = batchkit("run", "job.toml", cwd=tmp_path)
+    assert ran.returncode == 3, ran.stderr
+    failed = [r for r in records(folder) if r["status"] == "failed"]
+    assert [(r["id"], r["error"]["kind"]) for r in failed] == [("q37", "engine_crash")]
+    assert "exit code 3" in failed[0]["error"]["message"]
+    assert sorted(r["index"] for r in records(folder)) == list(range(60))
+
+
+def test_a_server_that_answers_nobody_any_more_is_replaced(tmp_path: Path) -> None:
+    folder = write(
+        tmp_path,
+        60,
+        f"{SERVER} --hangs-once {tmp_path / 'hung'}",
+        engine={"options": {"give_up_s": 1.0}},
+        run={"row_timeout_s": 1.0},
+        retry={"attempts": 3},
+    )
+    ran = batchkit("run", "job.toml", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "engine died (stall)" in ran.stderr
+    assert sorted(r["index"] for r in records(folder)) == list(range(60))
+
+
+# --- however the run ends
+
+
+@pytest.mark.parametrize("signums", [[signal.SIGINT], [signal.SIGINT] * 2, [signal.SIGTERM]])
+def test_a_server_ends_with_a_run_that_is_interrupted(
+    signums: list[int], tmp_path: Path, begin: Callable[[], subprocess.Popen[str]]
+) -> None:
+    folder = write(tmp_path, 400, f"{SERVER} --latency-s 0.2")
+    run = begin()
+    until(some_done(folder, 10))
+    (server,) = servers(tmp_path)
+    for signum in signums:
+        run.send_signal(signum)
+        time.sleep(0.1)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 128 + signums[0], err
+    assert not server.is_running()
+    assert {r["status"] for r in records(folder)} == {"ok"}
+
+
+def test_a_server_ends_with_a_run_that_is_interrupted_while_it_loads(
+    tmp_path: Path, begin: Callable[[], subprocess.Popen[str]]
+) -> None:
+    write(tmp_path, 10, f"{SERVER} --loads-s 300")
+    run = begin()
+    until(lambda: len(servers(tmp_path)) == 1)
+    (server,) = servers(tmp_path)
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 130, err
+    assert not server.is_running()
+
+
+def test_a_server_ends_with_a_run_that_is_killed(
+    tmp_path: Path, begin: Callable[[], subprocess.Popen[str]]
+) -> None:
+    folder = write(tmp_path, 400, f"{SERVER} --latency-s 0.2")
+    run = begin()
+    until(some_done(folder, 10))
+    (server,) = servers(tmp_path)
+    run.kill()
+    run.communicate()
+    until(lambda: not server.is_running())

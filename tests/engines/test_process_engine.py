@@ -1,0 +1,371 @@
+"""Real vLLM in a process of its own: what its parent sees when it dies, and what stays behind.
+
+Where only the process and its socket matter, the dry-run engine stands in: it opens in 0.2 s.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from batchkit.config.tables import JobConfig
+from batchkit.engines.faults import EngineDied, StartFailed
+from batchkit.engines.host_memory import MemoryWatch
+from batchkit.engines.process.engine import ProcessEngine
+from batchkit.engines.process.launcher import LOG, Launcher
+from batchkit.engines.registry import open_engine
+from batchkit.errors import JobError
+from tests.conftest import SMALL
+from tests.engines.test_engine_contract import collect, request
+from tests.support.paths import ROOT
+
+OPTIONS = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
+
+# Both parents run in a process of their own: one is killed, and the other's modules are counted.
+OPEN = """
+import json, os, sys
+from pathlib import Path
+from batchkit.config.tables import JobConfig
+from batchkit.engines.process.engine import ProcessEngine
+from tests.engines.test_engine_contract import collect, request
+
+job = JobConfig.model_validate_json(sys.argv[1])
+"""
+DOOMED_PARENT = """
+engine = ProcessEngine(job)
+engine.submit(request(0, max_tokens=400))
+print(engine.pid, flush=True)
+while True:
+    engine.poll(0.05)
+"""
+CYCLES = """
+import signal
+from contextlib import closing, suppress
+
+import psutil
+from batchkit.engines.process.launcher import Launcher
+from batchkit.engines.faults import EngineDied
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+def shared_memory(pid):
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    links = [os.readlink(f"/proc/{pid}/fd/{n}") for n in os.listdir(f"/proc/{pid}/fd")]
+    return {word for text in lines + links for word in text.split() if "/dev/shm/" in word}
+
+def cycle(job, launcher, killed):
+    engine = ProcessEngine(job, launcher)
+    engine.submit(request(0))
+    found["answers"] += [c.choices[0].text for c in collect(engine, 1)]
+    shared = shared_memory(engine.pid)
+    if killed:
+        os.kill(engine.pid, signal.SIGKILL)
+        with suppress(EngineDied):
+            while True:
+                engine.poll(0.5)
+    engine.close()
+    engine.close()
+    found["pids"].append(engine.pid)
+    found["files"].append(open_files())
+    found["shared_memory"] += [path for path in shared if Path(path).exists()]
+
+found = {"files": [], "answers": [], "shared_memory": [], "pids": []}
+before = open_files()
+dry_run = job.model_copy(update={"engine": type(job.engine)(kind="dry-run")})
+for next_job, times in [(job, 3), (dry_run, 50)]:
+    with closing(Launcher(job.folder / "engine.log")) as launcher:
+        for n in range(times):
+            cycle(next_job, launcher, killed=n % 2 == 0)
+cycle(dry_run, None, killed=False)  # an engine with a launcher of its own
+found["temporary_files"] = os.listdir(os.environ["TMPDIR"])
+found["files_after"] = open_files() - before
+found["processes"] = [p.pid for p in psutil.Process().children(recursive=True)]
+found["modules"] = [name for name in ("torch", "vllm", "transformers") if name in sys.modules]
+print(json.dumps(found))
+"""
+
+
+def make_job(model: Path, folder: Path, **options: Any) -> JobConfig:
+    job = JobConfig(
+        engine={"model": str(model), "options": {**OPTIONS, **options}},
+        output={"dir": str(folder)},
+    )
+    job.folder.mkdir(parents=True)
+    return job
+
+
+def parent(script: str, job: JobConfig, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", OPEN + script, job.model_dump_json()],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )
+
+
+@pytest.fixture
+def dry_run(tmp_path: Path) -> Iterator[ProcessEngine]:
+    job = JobConfig(
+        engine={"kind": "dry-run"},
+        run={"stall_timeout_s": 2.0},
+        output={"dir": str(tmp_path)},
+    )
+    job.folder.mkdir()
+    with closing(ProcessEngine(job)) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def cycles(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a parent finds after each of several engines that answered one request."""
+    job = make_job(text_model, tmp_path_factory.mktemp("cycles"))
+    temporary = tmp_path_factory.mktemp("temporary")
+    with parent(CYCLES, job, TMPDIR=str(temporary)) as process:
+        out, _ = process.communicate(timeout=200)
+    assert process.returncode == 0
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def within(limit_s: float, engine: ProcessEngine, call: Callable[[], Any]) -> Any:
+    """What ``call`` returns or raises; if it does not end, its engine is killed and the test fails."""
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(call)
+        if not wait([future], timeout=limit_s).done:
+            os.kill(engine.pid, signal.SIGKILL)
+            pytest.fail(f"it did not end within {limit_s:g} s")
+        return future.result()
+
+
+def poll_until_it_fails(engine: ProcessEngine) -> None:
+    while True:
+        engine.poll(0.1)
+
+
+def test_a_killed_engine_is_noticed_at_once(text_model: Path, tmp_path: Path) -> None:
+    with closing(ProcessEngine(make_job(text_model, tmp_path))) as engine:
+        for index in range(20):
+            engine.submit(request(index, max_tokens=400, ignore_eos=True))
+        engine.poll(0.2)
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineDied, match="SIGKILL") as raised:  # noqa: PT012
+            engine.poll(2.0)
+            engine.poll(2.0)  # where the first brought what had finished before
+        assert raised.value.fault.kind == "engine_crash"
+        assert raised.value.fault.is_unexplained_kill
+        engine.submit(request(99))
+        with pytest.raises(EngineDied, match="SIGKILL"):
+            engine.poll(0.05)
+
+
+def test_an_engine_that_is_killed_when_memory_is_short_ran_out_of_memory(tmp_path: Path) -> None:
+    free = iter([0.6, *[0.01] * 1000])
+    kills = iter([3, *[4] * 1000])
+    for memory, words in [
+        (MemoryWatch(free_share=lambda: next(free), kills=lambda: 3), "1% of the memory was free"),
+        (MemoryWatch(free_share=lambda: 0.6, kills=lambda: next(kills)), "oom_kill 3 → 4"),
+    ]:
+        job = JobConfig(engine={"kind": "dry-run"}, output={"dir": str(tmp_path)})
+        job.folder.mkdir(exist_ok=True)
+        with closing(ProcessEngine(job, memory=memory)) as engine:
+            until = time.monotonic() + 1.5
+            while time.monotonic() < until:
+                engine.poll(0.1)
+            os.kill(engine.pid, signal.SIGKILL)
+            with pytest.raises(EngineDied, match="SIGKILL") as raised:
+                within(10, engine, lambda: poll_until_it_fails(engine))
+        assert raised.value.fault.kind == "oom"
+        assert words in raised.value.fault.message
+
+
+def test_a_sign_of_life_is_no_reason_to_wait_longer(dry_run: ProcessEngine) -> None:
+    assert within(5, dry_run, lambda: dry_run.poll(1.0)) == []
+
+
+def test_a_hung_engine_is_ended_while_a_large_request_is_on_its_way(
+    dry_run: ProcessEngine,
+) -> None:
+    os.kill(dry_run.pid, signal.SIGSTOP)  # as one that hangs and holds Python's lock
+
+    def submit_and_poll() -> None:
+        dry_run.submit(request(0, text="tea" * 1_000_000))
+        poll_until_it_fails(dry_run)
+
+    with pytest.raises(EngineDied, match="stall_timeout_s = 2"):
+        within(15, dry_run, submit_and_poll)
+
+
+class Unreadable:
+    """Stands for a request that the child can't take in, for want of memory, say."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("not a number",)
+
+
+def test_a_request_that_the_engine_cannot_read_is_not_lost_in_silence(
+    dry_run: ProcessEngine,
+) -> None:
+    dry_run.submit(request(0, stop=Unreadable()))
+    with pytest.raises(EngineDied, match="not a number"):
+        within(10, dry_run, lambda: poll_until_it_fails(dry_run))
+
+
+def test_the_engine_dies_with_its_parent(text_model: Path, tmp_path: Path) -> None:
+    job = make_job(text_model, tmp_path)
+    with parent(DOOMED_PARENT, job, VLLM_LOGGING_LEVEL="INFO") as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.kill()
+    assert gone(pid, within_s=5)
+    assert "max_model_len" in (job.folder / LOG).read_text(), "what it printed is kept"
+
+
+def gone(pid: int, within_s: float) -> bool:
+    """No such process any more, or a zombie, where nobody reaps orphans."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return True
+        if stat.rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_each_further_engine_answers_as_the_first(cycles: dict[str, Any]) -> None:
+    assert len(set(cycles["answers"][:3])) == 1
+    assert len(cycles["answers"]) == 3 + 50 + 1
+    assert len(set(cycles["pids"])) == 3 + 50 + 1, "each in a process of its own"
+
+
+def test_fifty_engines_killed_or_closed_leave_nothing_behind(cycles: dict[str, Any]) -> None:
+    assert cycles["processes"] == []
+    assert cycles["shared_memory"] == []
+    assert cycles["files_after"] == 0
+    assert len(set(cycles["files"][:3])) == 1, cycles["files"]
+    assert len(set(cycles["files"][3:53])) == 1, cycles["files"]
+
+
+def shared_memory(pids: Iterable[int]) -> set[Path]:
+    """What these processes have mapped of /dev/shm; tests in another process use it, too."""
+    lines = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    found = {Path(word) for line in lines for word in line.split() if word.startswith("/dev/shm/")}
+    return {path for path in found if path.exists()}
+
+
+def test_workers_and_shared_memory_go_with_the_engine_that_started_them(
+    text_model: Path, tmp_path: Path
+) -> None:
+    job = make_job(text_model, tmp_path, distributed_executor_backend="mp")
+    with closing(Launcher(job.folder / LOG)) as launcher:
+        for _ in range(2):
+            with closing(ProcessEngine(job, launcher)) as engine:
+                engine.submit(request(0))
+                assert len(collect(engine, 1)) == 1
+                family = psutil.Process(engine.pid).children(recursive=True)
+                held = shared_memory([engine.pid, *(worker.pid for worker in family)])
+                assert family
+                assert held
+                os.kill(engine.pid, signal.SIGKILL)
+                with pytest.raises(EngineDied, match="SIGKILL"):
+                    poll_until_it_fails(engine)
+            assert not [p for p in family if p.is_running() and p.status() != "zombie"]
+            assert not [path for path in held if path.exists()]
+
+
+def test_the_cause_of_an_error_in_a_worker_is_read_from_the_log(
+    text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCHKIT_TEST_FAULTS", json.dumps({"load_over": 2}))
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "CRITICAL")  # as the run's own process sets it
+    options = {
+        "distributed_executor_backend": "mp",
+        "worker_cls": "tests.support.failing_worker.FailingWorker",
+    }
+    with pytest.raises(StartFailed) as raised:
+        ProcessEngine(make_job(text_model, tmp_path, **options))
+    assert raised.value.fault.kind == "oom"
+    assert "planted: out of memory" in raised.value.fault.message
+    assert raised.value.limits["max_num_seqs"] == 16
+
+
+def test_what_an_earlier_engine_printed_is_not_the_cause(tmp_path: Path) -> None:
+    job = JobConfig(engine={"kind": "dry-run"}, output={"dir": str(tmp_path)})
+    job.folder.mkdir()
+    (job.folder / LOG).write_text("Fatal Python error: Segmentation fault\n  File of yesterday\n")
+    with closing(ProcessEngine(job)) as engine:
+        os.kill(engine.pid, signal.SIGILL)
+        with pytest.raises(EngineDied, match="SIGILL: Fatal Python error: Illegal instruction"):
+            within(10, engine, lambda: poll_until_it_fails(engine))
+
+
+def test_an_engine_whose_log_was_removed_dies_of_its_own_cause(dry_run: ProcessEngine) -> None:
+    dry_run._log.unlink()
+    os.kill(dry_run.pid, signal.SIGKILL)
+    with pytest.raises(EngineDied, match="SIGKILL"):
+        within(10, dry_run, lambda: poll_until_it_fails(dry_run))
+
+
+class Unsendable:
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("planted: it holds a lock")
+
+
+def test_a_request_that_can_not_be_sent_fails_alone(dry_run: ProcessEngine) -> None:
+    dry_run.submit(request(0, stop=Unsendable()))
+    dry_run.submit(request(1))
+    failed, answered = sorted(collect(dry_run, 2), key=lambda c: c.request.row.index)
+    assert failed.error is not None
+    assert failed.error.kind == "invalid_request"
+    assert "it holds a lock" in str(failed.error)
+    assert answered.error is None
+
+
+def test_a_file_beside_the_job_does_not_stand_in_for_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit('a file of the user')")
+    monkeypatch.chdir(tmp_path)
+    job = JobConfig(engine={"kind": "dry-run"}, output={"dir": str(tmp_path)})
+    with closing(ProcessEngine(job)) as engine:
+        engine.submit(request(0))
+        assert len(collect(engine, 1)) == 1
+
+
+def test_an_engine_leaves_no_temporary_file_whether_closed_or_killed(
+    cycles: dict[str, Any],
+) -> None:
+    cache = f"torchinductor_{getpass.getuser()}"  # torch's own; the same for all engines
+    assert [name for name in cycles["temporary_files"] if name != cache] == []
+
+
+def test_the_parent_imports_no_engine(cycles: dict[str, Any]) -> None:
+    assert cycles["modules"] == []
+
+
+def test_a_wrong_option_is_a_job_error(text_model: Path, tmp_path: Path) -> None:
+    job = make_job(text_model, tmp_path, max_num_seq=4)
+    with pytest.raises(JobError, match=r"max_num_seq.*did you mean.*max_num_seqs"):
+        open_engine(job)
+
+
+def test_a_missing_model_is_a_job_error(tmp_path: Path) -> None:
+    job = make_job(tmp_path / "nowhere", tmp_path)
+    with pytest.raises(JobError, match=r"no folder .*nowhere"):
+        open_engine(job)

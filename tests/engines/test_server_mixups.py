@@ -1,0 +1,214 @@
+"""What a server sends that isn't this request's answer is never stored as one."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from batchkit.execution.records import failed_unless_whole
+from batchkit.types import Choice, Completion, Request, Row
+from tests.engines.test_hostile_answers import (
+    _in_an_empty_folder,
+    answering,
+    assert_settled,
+    batchkit,
+    records,
+    said,
+    write_job,
+)
+from tests.engines.test_openai_server import ask, opened, request, texts
+from tests.support.chat_server import MODEL, Raw, Refused, http, serving
+
+__all__ = ["_in_an_empty_folder"]
+
+FAILURE = {"code": 502, "message": "the provider died"}
+
+
+# --- a failure that looks like an answer
+
+FAILURES: dict[str, Any] = {
+    "the reason is error": said("half an ans", "error"),
+    "the reason is abort": said("half an ans", "abort"),
+    "the choice has an error": said("half an ans", "stop", error=FAILURE),
+    "the answer has an error": {**said("half an ans"), "error": FAILURE},
+    "the answer has an error in words": {**said("half an ans"), "error": "upstream died"},
+}
+
+
+def test_an_answer_that_the_server_broke_off_is_tried_again_and_never_stored() -> None:
+    bodies = list(FAILURES.values())
+    with serving(answering(bodies)) as server:
+        write_job(server, len(bodies) + 1)
+        assert batchkit("run", "job.toml").exit_code == 3
+        asked = [body["messages"][0]["content"] for body in server.bodies]
+        assert_settled(server)
+    *broken, whole = records()
+    assert [(r["status"], r["text"]) for r in broken] == [("failed", None)] * len(bodies)
+    assert {(r["error"]["kind"], r["error"]["retryable"]) for r in broken} == {("server", True)}
+    assert all(asked.count(f"row {n}") > 1 for n in range(len(bodies)))
+    assert whole["status"] == "ok"
+
+
+@pytest.mark.parametrize("reason", ["repetition", "length", "stop", "something new", None])
+def test_an_answer_with_any_other_reason_is_an_answer(reason: str | None) -> None:
+    with serving(answering([said("all of it", reason, error=None)])) as server:
+        write_job(server, 1)
+        assert batchkit("run", "job.toml").exit_code == 0
+    (record,) = records()
+    assert (record["text"], record["finish_reason"]) == ("all of it", reason)
+
+
+# --- the answer to another request
+
+
+def chunked(body: bytes) -> bytes:
+    size = b"%x\r\n" % len(body)
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return head + size + body + b"\r\n0\r\n\r\n"
+
+
+def own(text: str) -> Any:
+    return {"id": f"chatcmpl-{text}", **said(f"asked: {text}")}
+
+
+SURPLUSES: dict[str, Callable[[str], Raw]] = {
+    "the answer twice": lambda text: Raw(http(own(text)) * 2),
+    "the answer twice, in two parts": lambda text: Raw(http(own(text)), http(own(text))),
+    "a second answer a little later": lambda text: Raw(
+        http(own(text)), http(own(text)), wait_s=0.001
+    ),
+    "the answer twice in chunks": lambda text: Raw(chunked(json.dumps(own(text)).encode()) * 2),
+    "a Content-Length that is too small": lambda text: Raw(
+        http(own(text)) + http(said("SMUGGLED"))
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SURPLUSES)
+@pytest.mark.parametrize("max_num_seqs", [1, 4])
+def test_bytes_behind_an_answer_never_become_the_answer_to_another_row(
+    kind: str, max_num_seqs: int
+) -> None:
+    def before(text: str, body: dict[str, Any]) -> None:
+        if text == "row 5":
+            raise SURPLUSES[kind](text)
+        raise Refused(200, own(text))
+
+    with serving(before) as server:
+        write_job(server, 40, engine={"options": {"max_num_seqs": max_num_seqs}})
+        done = batchkit("run", "job.toml")
+        assert done.exit_code == 0
+    assert [r["text"] for r in records()] == [f"asked: row {n}" for n in range(40)]
+    assert done.stderr.count("each request gets a connection of its own") == 1
+
+
+def test_an_answer_that_was_there_before_the_request_is_not_taken() -> None:
+    def before(text: str, body: dict[str, Any]) -> None:
+        if text == "row 0":
+            raise Raw(http(own(text)), http(said("EARLY")), wait_s=0.1)
+
+    with serving(before) as server, opened(server) as engine:
+        assert texts(ask(engine, [request(0)])) == ["asked: row 0"]
+        time.sleep(0.3)
+        assert texts(ask(engine, [request(0, "row 1")])) == ["0 images, asked: row 1"]
+        (event,) = engine.load().events
+    assert "connection of its own" in event
+
+
+def test_once_bytes_were_behind_an_answer_each_request_gets_a_new_connection() -> None:
+    def before(text: str, body: dict[str, Any]) -> None:
+        raise SURPLUSES["the answer twice"](text)
+
+    with serving(before) as server:
+        write_job(server, 30, engine={"options": {"max_num_seqs": 4}})
+        assert batchkit("run", "job.toml").exit_code == 0
+        assert server.connections >= 30
+    assert [r["text"] for r in records()] == [f"asked: row {n}" for n in range(30)]
+
+
+def test_connections_are_used_again_for_answers_of_any_framing() -> None:
+    def before(text: str, body: dict[str, Any]) -> None:
+        content = json.dumps(own(text), indent=1).replace("\n", "\n\r\n").encode()
+        raise Raw(chunked(content)) if int(text.split()[-1]) % 2 else Refused(200, content)
+
+    with serving(before) as server:
+        write_job(server, 40, engine={"options": {"max_num_seqs": 2}})
+        done = batchkit("run", "job.toml")
+        assert done.exit_code == 0
+        assert server.connections <= 3
+    assert "connection of its own" not in done.stderr
+    assert [r["text"] for r in records()] == [f"asked: row {n}" for n in range(40)]
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_answer_that_any_engine_broke_off_is_a_failure(reason: str) -> None:
+    asked = Request(Row(0, "0", {}), None, "tell", {}, "")
+    whole = Completion(asked, [Choice("an answer", "length")])
+    broken = Completion(asked, [Choice("an answer", "stop"), Choice("an ans", reason)])
+    assert failed_unless_whole(whole) is whole
+    error = failed_unless_whole(broken).error
+    assert error is not None
+    assert (error.kind, error.retryable) == ("server", True)
+
+
+# --- the answer of another model, or another number of answers
+
+
+def test_a_server_that_comes_back_with_another_model_stops_the_run() -> None:
+    def before(text: str, body: dict[str, Any]) -> None:
+        model = "tiny-2024-08-06" if server.answered.total() < 4 else "OTHER-7B"
+        server.answered[text] += 1
+        raise Refused(200, {**own(text), "model": model})
+
+    with serving(before) as server:
+        write_job(server, 12, engine={"options": {"max_num_seqs": 1}})
+        done = batchkit("run", "job.toml")
+        assert done.exit_code == 1
+    for part in ("'OTHER-7B'", "'tiny-2024-08-06'", "engine.model"):
+        assert part in done.stderr
+    assert len(records()) == 4
+
+
+def test_an_answer_that_names_no_model_says_nothing() -> None:
+    bodies = [{**said(), "model": model} for model in (None, 3, "", [], MODEL, MODEL, None)]
+    with serving(answering(bodies)) as server:
+        write_job(server, len(bodies))
+        assert batchkit("run", "job.toml").exit_code == 0
+
+
+def choices(*indexes: int | None) -> dict[str, Any]:
+    told = [{"index": i, "message": {"content": f"choice {i}"}} for i in indexes]
+    return {**said(), "choices": told}
+
+
+NUMBERS = {
+    "as many as asked": (choices(1, 0), ["choice 0", "choice 1"]),
+    "without an index": (choices(None, None), ["choice None"] * 2),
+    "one too many": (choices(0, 1, 2), None),
+    "a gap": (choices(0, 5), None),
+    "one index twice": (choices(0, 0), None),
+    "none of the first": (choices(1), None),
+}
+
+
+def test_an_answer_with_other_choices_than_asked_for_is_never_stored() -> None:
+    bodies = [body for body, _ in NUMBERS.values()]
+    with serving(answering(bodies)) as server:
+        write_job(server, len(bodies), sampling={"n": 2, "temperature": 1.0})
+        assert batchkit("run", "job.toml").exit_code == 3
+    found = [
+        r["choices"] and [c["text"] for c in r["choices"]] if r["text"] else None for r in records()
+    ]
+    assert dict(zip(NUMBERS, found, strict=True)) == {n: texts for n, (_, texts) in NUMBERS.items()}
+
+
+def test_a_server_that_returns_one_choice_whatever_n_is_reported_once() -> None:
+    with serving(answering([choices(0)] * 6)) as server:
+        write_job(server, 6, sampling={"n": 2, "temperature": 1.0})
+        done = batchkit("run", "job.toml")
+    assert done.exit_code == 0
+    assert done.stderr.count("1 choice instead of the 2") == 1

@@ -1,0 +1,113 @@
+"""What a server refuses of one row is that row's own failure, and never stops the others."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from batchkit.engines.openai.api import retry_after_s
+from batchkit.errors import EngineError
+from tests.conftest import write_jsonl
+from tests.engines.test_hostile_answers import (
+    Path,
+    _in_an_empty_folder,
+    batchkit,
+    records,
+    write_job,
+)
+from tests.engines.test_openai_server import ask, opened, request, texts
+from tests.support.chat_server import Refused, error, serving
+
+__all__ = ["_in_an_empty_folder"]
+
+REFUSALS = {
+    "403": Refused(403, error("your input was flagged")),
+    "402": Refused(402, error("this model costs more")),
+    "304": Refused(304, b""),
+    "307": Refused(307, b"", Location="/login"),
+    "404 of the model": Refused(404, error("The image model was not found", "not_found_error")),
+}
+
+
+@pytest.mark.parametrize("refused", [0, 5])
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_a_row_that_is_refused_while_others_are_answered_fails_alone(
+    kind: str, refused: int
+) -> None:
+    def before(text: str, body: dict[str, Any]) -> None:
+        if text == f"row {refused}":
+            raise REFUSALS[kind]
+
+    with serving(before) as server, opened(server, {"max_num_seqs": 2}) as engine:
+        done = ask(engine, map(request, range(8)))
+    failed = [c for c in done if c.error is not None]
+    assert [c.request.row.index for c in failed] == [refused]
+    assert texts(failed) == ["RequestError"]
+    assert kind[:3] in str(failed[0].error)
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_what_every_request_is_refused_stops_the_run(kind: str) -> None:
+    def before(text: str, body: dict[str, Any]) -> None:
+        if server.answered.total() >= 4:
+            raise REFUSALS[kind]
+
+    with (
+        serving(before) as server,
+        opened(server, {"max_num_seqs": 2}) as engine,
+        pytest.raises(EngineError),
+    ):
+        ask(engine, map(request, range(12)))
+
+
+@pytest.mark.parametrize(("status", "others"), [(429, 0), (429, 12), (504, 12), (408, 0)])
+def test_a_row_that_is_always_turned_away_fails_in_the_end_and_no_other(
+    status: int, others: int
+) -> None:
+    def before(text: str, body: dict[str, Any]) -> None:
+        if text in ("row 0", "row 1"):
+            raise Refused(status, error("Request too large: Limit 30000, Requested 50000"))
+
+    options = {"max_num_seqs": 4, "give_up_s": 1.0}
+    with serving(before) as server, opened(server, options) as engine:
+        done = ask(engine, map(request, range(2 + others)), within_s=40)
+    assert texts(done[:2]) == ["ServerError"] * 2
+    assert "Limit 30000" in str(done[0].error)
+    assert [c.error for c in done[2:]] == [None] * others
+
+
+@pytest.mark.parametrize("status", [401, 402, 403, 302, 503, 429, 500])
+def test_a_prompt_that_cannot_be_counted_is_too_long_and_stops_nothing(status: int) -> None:
+    with serving(context=50, counts=False) as server:
+        server.tokenize = Refused(status, error("not for you"), Location="/login")
+        write_job(
+            server,
+            4,
+            prompt={"user": "row {{ text }} {{ n }}"},
+            retry={"on_too_long": "truncate-middle"},
+        )
+        rows = [{"n": n, "text": "word " * (90 if n == 1 else 1)} for n in range(4)]
+        write_jsonl(Path("rows.jsonl"), rows)
+        done = batchkit("run", "job.toml")
+        assert done.exit_code == 3, done.stderr
+    assert [r["status"] for r in records()] == ["ok", "failed", "ok", "ok"]
+    assert records()[1]["error"]["kind"] == "prompt_too_long"
+
+
+@pytest.mark.parametrize("value", ["Mon, 01 Jan 99999999999999999999 00:00:00 GMT", "nan", "inf"])
+def test_a_retry_after_of_any_value_costs_no_row(value: str) -> None:
+    asked: list[float] = []
+
+    def before(text: str, body: dict[str, Any]) -> None:
+        asked.append(time.monotonic())
+        if len(asked) == 1:
+            raise Refused(429, error("wait"), Retry_After=value)
+
+    retry_after_s(value)
+    if value == "inf":
+        return  # it is waited for, a minute at most
+    with serving(before) as server, opened(server) as engine:
+        (done,) = ask(engine, [request(0)])
+    assert done.error is None

@@ -1,0 +1,80 @@
+"""A model that does not load: one paragraph, the cause and the remedy. Real vLLM, real causes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchkit.config.tables import JobConfig
+from batchkit.engines.process.startup import explain
+from batchkit.engines.registry import load_engine
+from batchkit.errors import BatchkitError, EngineError, JobError
+
+SMALL = {"enforce_eager": True, "dtype": "float32", "max_model_len": 512}
+
+
+def refusal(model: Path | str, **options: Any) -> BatchkitError:
+    with pytest.raises(BatchkitError) as caught:
+        load_engine(JobConfig(engine={"model": str(model), "options": {**SMALL, **options}}))
+    return caught.value
+
+
+@pytest.fixture
+def copy(text_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(text_model, tmp_path / "model"))
+
+
+def test_too_little_memory_for_the_context_names_the_length_that_fits(demo_model: Path) -> None:
+    error = refusal(demo_model, max_model_len=32768, kv_cache_memory_bytes=2**20)
+    assert isinstance(error, EngineError)
+    fits = re.search(r"max_model_len = (\d+) or less", str(error))
+    assert fits is not None
+    assert 0 < int(fits[1]) < 32768
+
+
+def test_an_unknown_architecture_is_named(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    config |= {"model_type": "nonsense", "architectures": ["NonsenseForCausalLM"]}
+    (copy / "config.json").write_text(json.dumps(config))
+    error = refusal(copy)
+    assert isinstance(error, JobError)
+    assert "nonsense" in str(error)
+    assert "upgrade" in str(error)
+
+
+def test_a_folder_without_weights_is_told_apart_from_one_with_damaged_weights(copy: Path) -> None:
+    (weights,) = copy.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert "damaged" in str(refusal(copy))
+    weights.unlink()
+    assert "holds no weights" in str(refusal(copy))
+
+
+def test_a_message_is_one_paragraph(copy: Path) -> None:
+    (copy / "config.json").write_text("{}")
+    message = str(refusal(copy))
+    assert str(copy) in message
+    assert len(message.splitlines()) <= 2
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("You are trying to access a gated repo.", "HF_TOKEN"),
+        ("We couldn't connect to the hub", "give its folder"),
+        ("operator torchvision::nms does not exist", "batchkit doctor"),
+        ("The NVIDIA driver on your system is too old", "batchkit doctor"),
+        ("Free memory on device is less than desired GPU memory utilization", "free it"),
+    ],
+)
+def test_what_can_not_be_caused_here_is_recognised_by_its_words(words: str, remedy: str) -> None:
+    assert remedy in explain(RuntimeError(words), "org/model")
+
+
+def test_what_is_not_recognised_is_shown_as_it_is() -> None:
+    assert explain(RuntimeError("odd"), "m") == "m can't be loaded: RuntimeError: odd"

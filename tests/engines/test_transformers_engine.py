@@ -1,0 +1,692 @@
+"""The transformers engine on tiny real models: a batch answers what its rows answer alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from transformers import AutoTokenizer
+
+from batchkit.commands.tuning.knob import knob_of
+from batchkit.config.tables import JobConfig
+from batchkit.engines.base import Engine, EngineLoad
+from batchkit.engines.faults import EngineDied, StartFailed
+from batchkit.engines.registry import open_engine, open_preflight
+from batchkit.engines.transformers.answer import Answer
+from batchkit.engines.transformers.batch import next_batch
+from batchkit.engines.transformers.rendering import Prepared
+from batchkit.engines.transformers.sampling import Sampling
+from batchkit.errors import JobError, PromptTooLongError
+from batchkit.storage.ledger import RESULTS, read_newest
+from batchkit.storage.manifest import identity
+from batchkit.types import Completion, Request, Row
+from tests.conftest import SMALL, batchkit, write_jsonl
+from tests.engines.test_engine_contract import collect, request
+from tests.engines.test_vllm_engine import ask, plain, with_image
+from tests.engines.test_vllm_equality import _reference
+from tests.support.failing_model import FAULTS, faulty_model
+
+OPTIONS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8}
+
+
+def make_job(model: Path, output: Path | str = "output", **options: Any) -> JobConfig:
+    engine = {"kind": "transformers", "model": str(model), "in_process": True}
+    return JobConfig(
+        engine={**engine, "options": {**OPTIONS, **options}}, output={"dir": str(output)}
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(demo_model: Path) -> Iterator[Engine]:
+    with closing(open_engine(make_job(demo_model))) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def vllm(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    job = JobConfig(
+        engine={
+            "model": str(demo_model),
+            "options": {**SMALL, "max_logprobs": 5},
+            "in_process": True,
+        },
+        output={"dir": str(tmp_path_factory.mktemp("output"))},
+    )
+    with closing(open_engine(job)) as opened:
+        yield opened
+
+
+def about(index: int, words: int, *sizes: tuple[int, int], **sampling: Any) -> Request:
+    """A prompt of that many words and images."""
+    pictures = [Image.new("RGB", size, (index * 37 % 256, 80, 140)) for size in sizes]
+    for picture in pictures:
+        picture.paste((255, 255, 200 - index), (index, 5, index + 40, 60))
+    parts: list[dict[str, Any]] = [{"type": "image_pil", "image_pil": p} for p in pictures]
+    words_of = ["tea", "milk", "snow", "bread", "river", "north"]
+    text = f"{index} " + " ".join(words_of[n * (index + 1) % 6] for n in range(words))
+    content = [*parts, {"type": "text", "text": text}] if parts else text
+    sampling = {"temperature": 0.0, "max_tokens": 12 + index % 9, **sampling}
+    row = Row(index, str(index), {})
+    return Request(
+        row, [{"role": "user", "content": content}], None, sampling, "", media_bytes=len(parts)
+    )
+
+
+LENGTHS = [1, 280, 2, 150, 40, 7, 300, 3, 90, 15, 60, 220]
+TEXTS = [about(n, words) for n, words in enumerate(LENGTHS)]
+SIZES = [(256, 256), (320, 256), (512, 256), (128, 640)]
+PICTURES = [
+    about(n, words, *SIZES[n % 4 : n % 4 + n % 3]) for n, words in enumerate([1, 120, 3, 40] * 3)
+]
+
+
+def test_a_short_prompt_and_a_long_one_stand_in_one_batch(demo_model: Path) -> None:
+    """What the next test rests on."""
+    preflight = open_preflight(make_job(demo_model))
+    tokens = [preflight.render(asked).prompt_tokens or 0 for asked in (plain("tea"), TEXTS[6])]
+    assert tokens[0] <= 3
+    assert tokens[1] >= 300
+
+
+@pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
+def test_a_batch_answers_what_its_rows_answer_alone(
+    text_model: Path, demo_model: Path, images: bool
+) -> None:
+    asked = [plain("tea", max_tokens=20), *(PICTURES if images else TEXTS)]
+    model = demo_model if images else text_model
+    with closing(open_engine(make_job(model, max_num_seqs=len(asked)))) as batched:
+        for one in asked:
+            batched.submit(one)
+        most = 0
+        together: list[Completion] = []
+        while len(together) < len(asked):
+            together += batched.poll(0.0)
+            most = max(most, batched.load().running)
+    assert most >= len(asked) - 1, "they did not run as one batch"
+    with closing(open_engine(make_job(model, max_num_seqs=1))) as single:
+        alone = {id(one): ask(single, one)[0] for one in asked}
+    for completion in together:
+        assert completion.error is None
+        other = alone[id(completion.request)]
+        assert completion.choices == other.choices
+        assert completion.usage == other.usage
+        assert completion.usage is not None
+        assert completion.usage.completion_tokens == completion.request.sampling["max_tokens"]
+    assert len({completion.choices[0].text for completion in together}) > len(asked) // 2
+
+
+def test_rows_of_a_batch_are_handed_on_one_by_one(engine: Engine) -> None:
+    asked = [request(n, max_tokens=4 + 8 * n) for n in range(6)]
+    for one in asked:
+        engine.submit(one)
+    turns: list[list[int]] = []
+    while sum(map(len, turns)) < len(asked):
+        turns.append([completion.request.row.index for completion in engine.poll(0.0)])
+    assert [turn for turn in turns if turn] == [[n] for n in range(6)]
+
+
+def answer_of(tokens: int, max_tokens: int = 1) -> Answer:
+    import torch
+
+    inputs = {"input_ids": torch.zeros(1, tokens)}
+    prepared = Prepared(request(tokens), Sampling(), "", inputs, max_tokens)
+    return Answer(prepared, 0, tokenizer=None, eos_ids=frozenset(), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "size", "expected"),
+    [
+        ([5, 300, 6, 290, 7], 3, [5, 6, 7]),
+        ([300, 5, 6, 290, 7], 2, [290, 300]),
+        ([8, 300, 6, 290, 5, 9, 10], 3, [8, 9, 10]),
+        ([100, 1, 2, 3], 2, [3, 100]),
+        ([3, 1], 5, [1, 3]),
+        ([4], 1, [4]),
+    ],
+)
+def test_prompts_of_about_one_length_begin_together(
+    waiting: list[int], size: int, expected: list[int]
+) -> None:
+    chosen = next_batch([answer_of(tokens) for tokens in waiting], size)
+    assert [answer.prepared.prompt_tokens for answer in chosen] == expected
+
+
+def test_answers_that_may_get_about_as_long_come_before_prompts() -> None:
+    waiting = [answer_of(*lengths) for lengths in [(50, 9), (51, 90), (300, 8), (52, 80), (290, 9)]]
+    chosen = next_batch(waiting, 2)
+    assert [answer.prepared.prompt_tokens for answer in chosen] == [50, 290]
+    chosen = next_batch(waiting[1:], 2)
+    assert [answer.prepared.prompt_tokens for answer in chosen] == [52, 51]
+
+
+def test_the_one_that_waits_longest_is_always_chosen() -> None:
+    waiting = [answer_of(tokens, 7) for tokens in (50, *range(200, 240))]
+    for size in (1, 8, 40):
+        assert any(answer is waiting[0] for answer in next_batch(waiting, size))
+
+
+# What vLLM can be held against: greedy, so that nothing is left to chance.
+BYTES_OF_END = {"631": 100.0}  # <|im_end|>
+PARAMETERS: list[dict[str, Any]] = [
+    {},
+    {"logprobs": 0},
+    {"logprobs": 3},
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+    {"logit_bias": {"70": 100.0}},
+    {"logit_bias": BYTES_OF_END},
+    {"logit_bias": {"629": 100.0}},  # <|endoftext|>
+    {"logit_bias": BYTES_OF_END, "ignore_eos": True, "skip_special_tokens": False},
+    {"logit_bias": BYTES_OF_END, "min_tokens": 5},
+    {"logit_bias": BYTES_OF_END, "include_stop_str_in_output": True, "skip_special_tokens": False},
+    {"allowed_token_ids": [450, 451, 452, 453]},
+    {"allowed_token_ids": [450, 451, 452], "stop_token_ids": [451]},
+    {"stop": " "},
+    {"stop": ["e", "o"], "min_tokens": 6},
+    {"stop": ["e"], "include_stop_str_in_output": True},
+    {"max_tokens": 1000},
+    {"repetition_penalty": 0.7, "logprobs": 2, "min_tokens": 3},
+]
+
+
+@pytest.mark.parametrize("n", range(len(PARAMETERS)), ids=[json.dumps(p) for p in PARAMETERS])
+def test_a_parameter_means_what_it_means_to_vllm(engine: Engine, vllm: Engine, n: int) -> None:
+    asked = [about(7, 12, **PARAMETERS[n]), about(3, 4, (256, 256), **PARAMETERS[n])]
+    for ours, theirs in zip(ask(engine, *asked), ask(vllm, *asked), strict=True):
+        assert ours.error is theirs.error is None
+        assert ours.usage == theirs.usage
+        for our, their in zip(ours.choices, theirs.choices, strict=True):
+            assert our.text == their.text
+            assert our.finish_reason == their.finish_reason
+            assert_same_logprobs(our.logprobs, their.logprobs)
+
+
+def assert_same_logprobs(ours: Any, theirs: Any) -> None:
+    if theirs is None:
+        assert ours is None
+        return
+    assert [token["token"] for token in ours] == [token["token"] for token in theirs]
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.keys() == their.keys()
+        assert our["logprob"] == pytest.approx(their["logprob"], abs=1e-3)
+        tops = our["top_logprobs"], their["top_logprobs"]
+        assert [t["token"] for t in tops[0]] == [t["token"] for t in tops[1]]
+        logprobs = [[t["logprob"] for t in top] for top in tops]
+        assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-3)
+
+
+def test_rows_with_different_parameters_share_a_batch(engine: Engine) -> None:
+    asked = [about(n, 10, **PARAMETERS[n]) for n in range(8)]
+    together = ask(engine, *asked)
+    alone = [ask(engine, one)[0] for one in asked]
+    assert [[c.text for c in done.choices] for done in together] == [
+        [c.text for c in done.choices] for done in alone
+    ]
+
+
+def texts(done: Completion) -> list[str]:
+    return [choice.text for choice in done.choices]
+
+
+def test_what_is_sampled_depends_on_the_row_and_its_seed_alone(
+    engine: Engine, demo_model: Path
+) -> None:
+    sampled = {"temperature": 1.0, "top_p": 0.95, "top_k": 50, "min_p": 0.01, "n": 3}
+    (alone,) = ask(engine, about(1, 5, **sampled, seed=7))
+    again, other, *_ = ask(
+        engine,
+        about(1, 5, **sampled, seed=7),
+        about(1, 5, **sampled, seed=8),
+        *(about(n, 50 * n, temperature=1.0) for n in range(2, 5)),
+    )
+    assert texts(alone) == texts(again) != texts(other)
+    assert len(set(texts(alone))) == 3
+    assert alone.usage is not None
+    assert alone.usage.completion_tokens == 3 * 13
+
+    (unseeded,) = ask(engine, about(1, 5, **sampled))
+    for seed, is_same in ((0, True), (1, False)):  # run.seed
+        job = make_job(demo_model)
+        job = job.model_copy(update={"run": job.run.model_copy(update={"seed": seed})})
+        with closing(open_engine(job)) as opened:
+            (found,) = ask(opened, about(1, 5, **sampled))
+        assert (texts(found) == texts(unseeded)) == is_same
+
+
+def test_a_narrow_choice_is_greedy(engine: Engine) -> None:
+    (greedy,) = ask(engine, about(1, 5))
+    for narrow in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-6}):
+        (done,) = ask(engine, about(1, 5, **{"temperature": 1.0, **narrow}))
+        assert texts(done) == texts(greedy), narrow
+
+
+REFUSED: list[tuple[Request, str, str]] = [
+    (request(1, temperature=-1.0), "invalid_request", "sampling.temperature: found -1.0, expected"),
+    (request(1, temperature="hot"), "invalid_request", "sampling.temperature: found 'hot'"),
+    (request(1, top_k=-5), "invalid_request", "top_k"),
+    (request(1, top_p=0.0), "invalid_request", "top_p"),
+    (request(1, n=2), "invalid_request", "greedy"),
+    (request(1, n=0), "invalid_request", "sampling.n"),
+    (request(1, max_tokens=0), "invalid_request", "max_tokens"),
+    (request(1, min_tokens=99), "invalid_request", "min_tokens 99 is over max_tokens 8"),
+    (request(1, seed="x"), "invalid_request", "seed"),
+    (request(1, seed=2**70), "invalid_request", "seed"),
+    (request(1, stop=[1]), "invalid_request", "stop"),
+    (request(1, stop=[""]), "invalid_request", "stop"),
+    (request(1, stop=""), "invalid_request", "stop"),
+    (request(1, logprobs=-1), "invalid_request", "logprobs"),
+    (request(1, temprature=1.0), "invalid_request", "did you mean 'temperature'"),
+    (request(1, structured_outputs={"regex": "a"}), "invalid_request", "structured_outputs"),
+    (request(1, bad_words=["tea"]), "invalid_request", "bad_words"),
+    (request(1, logit_bias={"99999999": 1.0}), "invalid_request", "token id 99999999"),
+    (request(1, logit_bias={"tea": 1.0}), "invalid_request", "logit_bias"),
+    (request(1, allowed_token_ids=[704]), "invalid_request", "ends at 703"),
+    (request(1, allowed_token_ids=[]), "invalid_request", "allowed_token_ids"),
+    (plain(""), "invalid_request", "empty"),
+    (plain("tea " * 4000), "prompt_too_long", "max_model_len 512"),
+    (request(1, "tea " * 600), "prompt_too_long", "max_model_len 512"),
+    (with_image((8, 4000)), "media", "aspect ratio"),
+    (with_image((2000, 2000)), "prompt_too_long", "max_model_len 512"),
+]
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind", "word"), REFUSED, ids=[f"{n}-{kind}" for n, (_, kind, _) in enumerate(REFUSED)]
+)
+def test_a_refused_request_leaves_its_neighbours_alone(
+    engine: Engine, bad: Request, kind: str, word: str
+) -> None:
+    before, refused, after = ask(engine, request(1000), bad, request(1000))
+    assert refused.error is not None, refused.choices
+    assert refused.error.kind == kind, refused.error
+    assert word in str(refused.error)
+    assert before.error is after.error is None
+    assert texts(before) == texts(after)
+
+
+def test_the_longest_prompt_that_fits_is_answered(engine: Engine) -> None:
+    answered, refused = ask(engine, plain(" tea" * 511), plain(" tea" * 512))
+    assert answered.usage is not None
+    assert answered.usage.prompt_tokens == 511
+    assert answered.usage.completion_tokens == 1
+    assert answered.choices[0].finish_reason == "length"
+    assert isinstance(refused.error, PromptTooLongError)
+    assert refused.error.prompt_tokens == refused.error.max_model_len == 512
+
+
+def test_an_image_for_a_model_without_eyes_is_refused(text_model: Path) -> None:
+    with closing(open_engine(make_job(text_model))) as opened:
+        refused, answered = ask(opened, with_image((64, 64)), request(1))
+    assert refused.error is not None
+    assert "takes text alone" in str(refused.error)
+    assert answered.error is None
+
+
+def test_preflight_counts_tokens_as_both_engines_do(
+    engine: Engine, vllm: Engine, demo_model: Path
+) -> None:
+    preflight = open_preflight(make_job(demo_model))
+    for one in (request(1), plain("tea and milk"), with_image((96, 64)), with_image((640, 400))):
+        rendered = preflight.render(one)
+        for opened in (engine, vllm):
+            (done,) = ask(opened, one)
+            assert done.usage is not None
+            assert rendered.prompt_tokens == done.usage.prompt_tokens
+        assert rendered.text == ask(engine, one)[0].prompt
+
+
+def test_the_chat_template_may_be_another_and_gets_its_names(demo_model: Path) -> None:
+    template = "{% for m in messages %}{{ mood }}: {{ m.content[0].text }}{% endfor %}"
+    job = make_job(demo_model, chat_template=template)
+    prompt = job.prompt.model_copy(update={"chat_template_kwargs": {"mood": "gay"}})
+    rendered = open_preflight(job.model_copy(update={"prompt": prompt})).render(request(3))
+    assert rendered.text == "gay: tell me about tea 3"
+
+
+WRONG_JOBS: list[tuple[dict[str, Any], str]] = [
+    ({"engine": {"options": {"max_model_length": 5}}}, "did you mean 'max_model_len'"),
+    (
+        {"engine": {"options": {"tensor_parallel_size": 2}}},
+        'kind = "transformers" has no such name',
+    ),
+    ({"engine": {"options": {"max_model_len": "many"}}}, "max_model_len: found 'many', expected"),
+    ({"engine": {"options": {"max_model_len": 10**9}}}, "at most the model's own"),
+    ({"engine": {"options": {"max_num_seqs": 0}}}, "max_num_seqs: found 0, expected"),
+    ({"engine": {"options": {"dtype": "float31"}}}, "dtype"),
+    ({"engine": {"options": {"chat_template": "/no/such.jinja"}}}, "chat_template"),
+    ({"engine": {"model": "./nowhere"}}, "no folder"),
+    ({"sampling": {"temprature": 1}}, "did you mean 'temperature'"),
+    ({"sampling": {"top_p": "high"}}, "sampling.top_p: found 'high'"),
+    ({"sampling": {"structured_outputs": {"regex": "a"}}}, "sampling.structured_outputs"),
+]
+
+
+@pytest.mark.parametrize(("tables", "words"), WRONG_JOBS, ids=[w for _, w in WRONG_JOBS])
+def test_a_wrong_job_is_refused_before_the_model_loads(
+    demo_model: Path, tables: dict[str, Any], words: str
+) -> None:
+    engine = {"kind": "transformers", "model": str(demo_model), "in_process": True}
+    engine |= tables.get("engine", {})
+    job = JobConfig(engine=engine, sampling=tables.get("sampling", {}))
+    with pytest.raises(JobError, match=re.escape(words)):
+        open_engine(job)
+
+
+@pytest.mark.parametrize(
+    ("key", "package", "engine"),
+    [
+        ("engine.lora", "peft", {"lora": "adapter"}),
+        ("engine.options.device_map", "accelerate", {"options": {"device_map": "auto"}}),
+    ],
+)
+def test_what_needs_another_package_says_so(
+    demo_model: Path, key: str, package: str, engine: dict[str, Any]
+) -> None:
+    from importlib.util import find_spec
+
+    if find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    engine = {"kind": "transformers", "model": str(demo_model), "in_process": True, **engine}
+    job = JobConfig(engine=engine)
+    with pytest.raises(JobError, match=f"{re.escape(key)} needs .*pip install {package}"):
+        open_engine(job)
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=re.escape(str(tmp_path))):
+        open_engine(make_job(tmp_path))
+
+
+def test_a_folder_without_weights_is_named(text_model: Path, tmp_path: Path) -> None:
+    for path in text_model.iterdir():
+        if path.suffix != ".safetensors":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(StartFailed, match=re.escape(str(tmp_path))):
+        open_engine(make_job(tmp_path))
+
+
+def test_flash_attention_that_is_not_there_is_no_reason_to_stop(
+    text_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = make_job(text_model, attn_implementation="flash_attention_2", dtype="bfloat16")
+    with closing(open_engine(job)) as opened:
+        (done,) = ask(opened, request(1))
+    assert done.error is None
+    assert "the default is taken" in caplog.text
+
+
+def test_speed_is_no_part_of_what_decides_the_answers(demo_model: Path) -> None:
+    plain_job, faster = make_job(demo_model), make_job(demo_model, max_num_seqs=2, device_map="cpu")
+    assert identity(plain_job) == identity(faster)
+    assert identity(plain_job) != identity(make_job(demo_model, dtype="bfloat16"))
+    assert identity(plain_job) != identity(make_job(demo_model, attn_implementation="eager"))
+
+
+def test_the_size_of_a_batch_is_known_without_loading_the_model() -> None:
+    engine = {"kind": "transformers", "model": "org/no-such-model"}
+    knob = knob_of(JobConfig(engine=engine, run={"max_in_flight": 2}))
+    assert knob.key == "run.max_in_flight"
+    assert "the 8 at once" in knob.reason
+
+
+JOB = """
+name = "run"
+[input]
+path = "rows.jsonl"
+[prompt]
+user = "{{ q }}"
+IMAGES
+[media]
+max_pixels = 65536
+[engine]
+kind = "transformers"
+model = "MODEL"
+[engine.options]
+dtype = "float32"
+max_model_len = 512
+[sampling]
+max_tokens = 24
+"""
+N_ROWS = 24
+
+
+def write_job(folder: Path, model: Path, *, images: bool = False) -> list[dict[str, Any]]:
+    """The rows are written, too."""
+    rows = [{"q": f"question {n} " + "about tea " * (n * 7 % 40)} for n in range(N_ROWS)]
+    for n, row in enumerate(rows):
+        if images:
+            image = Image.new("RGB", (128 + 32 * (n % 5), 96 + 32 * (n % 3)), (n * 9, 80, 140))
+            image.paste((255, 255, 255 - n), (10 + n, 10, 60 + n, 50))
+            row["file"] = f"{n}.png"
+            image.save(folder / row["file"])
+    write_jsonl(folder / "rows.jsonl", rows)
+    source = 'images = ["{{ file }}"]' if images else ""
+    text = JOB.replace("IMAGES", source).replace("MODEL", str(model))
+    (folder / "job.toml").write_text(text, encoding="utf-8")
+    return rows
+
+
+def conversation(row: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    content: Any = row["q"]
+    if "file" in row:
+        image = {"type": "image_path", "path": str(folder / row["file"])}
+        content = [image, {"type": "text", "text": row["q"]}]
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
+def test_a_job_answers_as_llm_chat_does(
+    text_model: Path, demo_model: Path, tmp_path: Path, images: bool
+) -> None:
+    model = demo_model if images else text_model
+    rows = write_job(tmp_path, model, images=images)
+
+    done = batchkit("run", "job.toml", cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ok"] == N_ROWS
+    options = {**SMALL, "model": str(model)}
+    if not images:
+        del options["limit_mm_per_prompt"]
+    expected = _reference(options, [conversation(row, tmp_path) for row in rows])
+    ours = [
+        {"text": record["text"], "finish_reason": record["finish_reason"], **record["usage"]}
+        for record in read_newest(tmp_path / "output/run" / RESULTS)
+    ]
+    different = [n for n in range(N_ROWS) if ours[n] != expected[n]]
+    assert len(different) <= 1, different  # a tie may break the other way
+    assert len({answer["text"] for answer in ours}) > N_ROWS // 2
+    manifest = json.loads((tmp_path / "output/run/manifest.json").read_text())
+    assert (
+        manifest["starts"][0]["engine"]["transformers"]
+        if "engine" in manifest["starts"][0]
+        else True
+    )
+
+
+def test_validate_and_dry_run_need_no_weights(text_model: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in text_model.iterdir():
+        if path.suffix != ".safetensors":
+            (model / path.name).write_bytes(path.read_bytes())
+    write_job(tmp_path, model)
+    checked = batchkit("validate", "job.toml", "--json", cwd=tmp_path)
+    assert checked.returncode == 0, checked.stderr
+    assert json.loads(checked.stdout)["ok"] == N_ROWS
+    shown = batchkit("run", "job.toml", "--dry-run", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert "<|im_start|>user" in shown.stdout
+
+
+def test_a_prompt_that_is_too_long_is_cut(text_model: Path, tmp_path: Path) -> None:
+    write_job(tmp_path, text_model)
+    write_jsonl(tmp_path / "rows.jsonl", [{"q": "FIRST" + " tea" * 900 + " LAST"}, {"q": "tea"}])
+    done = batchkit("run", "job.toml", "--set", "retry.on_too_long=truncate-middle", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    cut, whole = read_newest(tmp_path / "output/run" / RESULTS)
+    assert cut["truncated_tokens"] > 300
+    assert cut["usage"]["prompt_tokens"] + 24 <= 512
+    assert "truncated_tokens" not in whole
+
+
+# A tiny model whose own code fails where it is told to.
+
+
+OpenFaulty = Callable[..., closing[Any]]
+
+
+@pytest.fixture(scope="module")
+def faulty(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return faulty_model(text_model, tmp_path_factory.mktemp("models") / "faulty")
+
+
+@pytest.fixture
+def open_faulty(faulty: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., closing[Any]]:
+    def opened(faults: dict[str, Any], **options: Any) -> closing[Any]:
+        monkeypatch.setenv(FAULTS, json.dumps(faults))
+        return closing(open_engine(make_job(faulty, trust_remote_code=True, **options)))
+
+    return opened
+
+
+def token(model: Path, word: str) -> str:
+    (number,) = AutoTokenizer.from_pretrained(model).encode(word, add_special_tokens=False)
+    return str(number)
+
+
+def asked_of(n: int, poison: Sequence[int] = (), **sampling: Any) -> list[Request]:
+    """Prompts of about one length; those of ``poison`` have the word harbour."""
+    return [
+        request(i, "the harbour" if i in poison else "the garden", **sampling) for i in range(n)
+    ]
+
+
+def test_its_own_code_is_run_only_if_the_job_says_so(faulty: Path, open_faulty: OpenFaulty) -> None:
+    with open_faulty({"over": 0}, max_num_seqs=1) as opened:
+        assert ask(opened, request(1))[0].error is not None
+    with closing(open_engine(make_job(faulty))) as opened:
+        assert ask(opened, request(1))[0].error is None
+
+
+def test_a_batch_that_needs_too_much_memory_is_halved(
+    open_faulty: OpenFaulty, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = asked_of(20, temperature=0.9)  # sampled: run again they must give the same
+    with open_faulty({}) as opened:
+        expected = ask(opened, *rows)
+    with open_faulty({"over": 2}) as opened:
+        done = ask(opened, *rows)
+        assert opened.max_num_seqs == 8
+    assert [(c.error, c.choices, c.usage) for c in done] == [
+        (None, c.choices, c.usage) for c in expected
+    ]
+    said = [record.message for record in caplog.records if "out of memory" in record.message]
+    assert [line.rpartition(": ")[2] for line in said] == [
+        "batches of up to 4",
+        "batches of up to 2",
+    ]
+
+
+def test_after_a_stretch_of_success_it_grows_to_what_it_was(
+    open_faulty: OpenFaulty, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_faulty({"over": 1, "times": 2}) as opened:
+        done = ask(opened, *asked_of(500, max_tokens=2))
+    assert all(completion.error is None for completion in done)
+    sizes = re.findall(r"batches of up to (\d+)( again)?", caplog.text)
+    assert sizes == [("4", ""), ("2", ""), ("4", " again"), ("8", " again")]
+
+
+def test_a_row_that_needs_too_much_memory_alone_fails_alone(open_faulty: OpenFaulty) -> None:
+    rows = [*asked_of(10), request(10, "tea " * 200, temperature=1.0, n=3), *asked_of(6)]
+    with open_faulty({"prompt_over": 100}) as opened:
+        done = ask(opened, *rows)
+        again = ask(opened, *asked_of(20))
+    assert [n for n, completion in enumerate(done) if completion.error is not None] == [10]
+    assert done[10].error is not None
+    assert done[10].error.kind == "oom"
+    assert all(completion.error is None for completion in again)
+
+
+def test_it_dies_of_memory_where_that_is_wanted(open_faulty: OpenFaulty) -> None:
+    with open_faulty({"over": 2}, shrink_on_oom=False) as opened:
+        for one in asked_of(3):
+            opened.submit(one)
+        with pytest.raises(EngineDied) as death:
+            collect(opened, 3)
+    assert death.value.fault.kind == "oom"
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"), [("error", "engine_crash"), ("refusal", "invalid_request"), ("oom", "oom")]
+)
+def test_only_the_row_at_fault_fails(
+    faulty: Path,
+    open_faulty: OpenFaulty,
+    caplog: pytest.LogCaptureFixture,
+    fault: str,
+    kind: str,
+) -> None:
+    rows = asked_of(20, poison=(3, 11))
+    rows[11] = request(11, "the harbour", temperature=0.8, n=4)
+    with open_faulty({}) as opened:
+        expected = ask(opened, *rows)
+    with open_faulty({"tokens": {token(faulty, " harbour"): fault}}) as opened:
+        done = ask(opened, *rows)
+        assert opened.load() == EngineLoad(0, 0, 0.0, 0)
+    assert [c.error and c.error.kind for c in done] == [
+        kind if n in (3, 11) else None for n in range(20)
+    ]
+    assert "planted" in str(done[3].error)
+    assert [c.choices for c in done if not c.error] == [
+        e.choices for c, e in zip(done, expected, strict=True) if not c.error
+    ]
+    assert ("falling back to sequential" in caplog.text) == (fault != "oom")
+
+
+def test_a_job_is_finished_beside_all_kinds_of_faults(
+    faulty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the command line, the engine in a process of its own, which one of the rows kills."""
+    rows = write_job(tmp_path, faulty)
+    words = {4: (" harbour", "error"), 9: (" bridge", "oom"), 17: (" winter", "kill")}
+    for n, (word, _) in words.items():
+        rows[n]["q"] += word
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    tokens = {token(faulty, word): kind for word, kind in words.values()}
+    monkeypatch.setenv(FAULTS, json.dumps({"over": 4, "tokens": tokens}))
+
+    trusted = ["--set", "engine.options.trust_remote_code=true"]
+    done = batchkit("run", "job.toml", *trusted, cwd=tmp_path)
+
+    assert done.returncode == 3, done.stderr
+    records = read_newest(tmp_path / "output/run" / RESULTS)
+    kinds = {r["index"]: r["error"]["kind"] for r in records if r["status"] == "failed"}
+    assert kinds == {4: "engine_crash", 9: "oom", 17: "oom"}  # a SIGKILL is the kernel's for memory
+    assert len(list(read_newest(tmp_path / "output/run" / RESULTS))) == N_ROWS
+    log = (tmp_path / "output/run/engine.log").read_text()
+    assert "falling back to sequential" in log
+    assert "batches of up to 4" in log
+    assert "engine died" in done.stderr
+    assert done.stderr.count("trust_remote_code") == 1, "however many engines it took"
+    assert "trust_remote_code" in (tmp_path / "output/run/run.log").read_text()
+    assert "trust_remote_code" not in log
+
+
+def test_bench_tells_which_size_does_not_fit(
+    faulty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_job(tmp_path, faulty)
+    monkeypatch.setenv(FAULTS, json.dumps({"over": 2}))
+    trusted = ["--set", "engine.options.trust_remote_code=true"]
+    sizes = ["--batch-sizes", "2,8", "--rounds", "1", "--seconds", "30", "--json"]
+    done = batchkit("bench", "job.toml", *sizes, *trusted, cwd=tmp_path)
+    found = {line["batch_size"]: line["status"] for line in json.loads(done.stdout)["batch_sizes"]}
+    assert found == {2: "ok", 8: "OOM"}, done.stderr

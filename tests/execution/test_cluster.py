@@ -1,0 +1,685 @@
+"""Several workers on a real Ray: what they answer, and what is left when one of them dies.
+
+Where only the counting matters, the dry-run engine stands in for a model.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from PIL import Image
+
+from batchkit.commands.status import status
+from batchkit.commands.verify import verify
+from batchkit.config.tables import JobConfig
+from batchkit.errors import BrokenInputError, EngineError, JobError, TooManyFailuresError
+from batchkit.execution.cluster.actor import Actor
+from batchkit.execution.cluster.crew import RayCrew
+from batchkit.execution.cluster.local import private_folder
+from batchkit.execution.cluster.session import needs
+from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.execution.supervisor import Lessons
+from batchkit.execution.worker import Listener
+from batchkit.storage.ledger import RESULTS, read_newest
+from batchkit.storage.summary import RunSummary
+from batchkit.types import Row, Task
+from tests.conftest import batchkit, write_jsonl
+from tests.support.chat_server import MODEL, ChatServer
+from tests.support.faulty_runs import (
+    IN,
+    N_ROWS,
+    assert_only_failed,
+    ended_in,
+    question_rows,
+    running,
+    start,
+)
+from tests.support.paths import ROOT
+
+# Ray would leave a token in the home folder, and listen on every address.
+os.environ.setdefault("RAY_AUTH_TOKEN", "0" * 32)
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+TWO = ["run.workers=2"]
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory, text_model: Path) -> list[str]:
+    """The texts of an undisturbed run without Ray."""
+    ended = start(tmp_path_factory.mktemp("calm"), text_model, question_rows({}), {}, [IN])
+    assert ended.exit == 0, ended.stderr
+    return [record["text"] for record in ended.records]
+
+
+def test_answers_do_not_depend_on_the_number_of_workers(
+    calm: list[str], tmp_path: Path, text_model: Path
+) -> None:
+    rows = question_rows({})
+    some = start(tmp_path, text_model, rows, {}, ["run.workers=1", "input.limit=12"])
+    assert some.exit == 0, some.stderr
+    ended = start(tmp_path, text_model, rows, {"step_s": 0.05}, ["run.workers=3"])
+    assert_only_failed(ended, calm, {})
+    assert verify(tmp_path / "output/faulty").is_sound
+    shares = [worker["rows"] for worker in status(tmp_path / "output/faulty").workers]
+    assert sum(shares) == N_ROWS - 12
+    assert len(shares) == 3
+
+
+def test_a_worker_that_is_killed_costs_nothing_but_a_second_run_of_its_rows(
+    calm: list[str], tmp_path: Path, text_model: Path
+) -> None:
+    with running(tmp_path, text_model, question_rows({}), {"step_s": 0.1}, TWO) as process:
+        wait_for_records(tmp_path, 4)
+        os.kill(workers_of(process.pid)[0].pid, signal.SIGKILL)
+        ended = ended_in(tmp_path, process)
+    assert_only_failed(ended, calm, {})
+    assert len(ended.stdout.splitlines()) == 1, "Ray's own words go elsewhere"
+    assert sum(worker["restarts"] for worker in status(tmp_path / "output/faulty").workers) == 1
+    assert verify(tmp_path / "output/faulty").is_sound
+
+
+def test_a_driver_that_is_killed_goes_on_from_its_ledger(
+    calm: list[str], tmp_path: Path, text_model: Path
+) -> None:
+    rows = question_rows({})
+    with running(tmp_path, text_model, rows, {"step_s": 0.1}, TWO) as process:
+        wait_for_records(tmp_path, 4)
+        workers = workers_of(process.pid)
+        process.kill()
+    ended = start(tmp_path, text_model, rows, {}, TWO)
+    assert_only_failed(ended, calm, {})
+    assert "resumed" in ended.stderr
+    assert verify(tmp_path / "output/faulty").is_sound
+    assert not psutil.wait_procs(workers, timeout=30)[1], "the dead driver's workers are gone"
+
+
+def test_a_row_that_kills_workers_is_found_and_fails_alone(
+    calm: list[str], tmp_path: Path, text_model: Path
+) -> None:
+    settings = [*TWO, "engine.options.max_num_seqs=2"]  # few rows in a lease: few deaths
+    ended = start(tmp_path, text_model, question_rows({9: "kill-worker"}), {}, settings)
+    assert_only_failed(ended, calm, {9: "engine_crash"})
+    assert "row 9 (id 9) alone kills workers: failed" in ended.stderr
+
+
+def test_an_engine_in_a_worker_is_kept_going_as_on_one_machine(
+    calm: list[str], tmp_path: Path, text_model: Path
+) -> None:
+    rows = question_rows({5: "error"})
+    ended = start(tmp_path, text_model, rows, {"once": {"oom": 4}}, TWO)
+    assert_only_failed(ended, calm, {5: "engine_crash"})
+    assert "next engine with max_num_seqs = 4" in ended.stderr
+    assert ended.manifest["engine_steps"] == [{"max_num_seqs": 4}]
+    workers = status(tmp_path / "output/faulty").workers
+    assert sum(worker["restarts"] for worker in workers) == 0
+    restarts = sum(worker["engine_restarts"] for worker in workers)
+    assert restarts == ended.manifest["starts"][-1]["engine_restarts"] > 1
+
+
+def test_a_slow_worker_answers_its_share_and_no_more(
+    calm: list[str], tmp_path: Path, text_model: Path
+) -> None:
+    rows = [row for _ in range(6) for row in question_rows({})]
+    ended = start(tmp_path, text_model, rows, {"step_s": 0.02, "slow_one_s": 0.4}, TWO)
+    assert [record["text"] for record in ended.records] == calm * 6
+    few, many = sorted(worker["rows"] for worker in status(tmp_path / "output/faulty").workers)
+    assert few + many == 6 * N_ROWS
+    assert few <= 6 * N_ROWS / 4, "half of them with static halves"
+
+
+def test_a_node_that_is_gone_costs_nothing_but_a_second_run_of_its_rows(
+    calm: list[str], tmp_path: Path, text_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.cluster_utils import Cluster
+
+    # A worker has the environment of its node.
+    monkeypatch.setenv("BATCHKIT_TEST_FAULTS", json.dumps({"step_s": 0.1}))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
+    try:
+        other = cluster.add_node(num_cpus=1)
+        address = f"run.ray_address={cluster.address}"
+        rows = [row for _ in range(6) for row in question_rows({})]
+        settings = [*TWO, address, "run.checkpoint_interval_s=0.5"]
+        with running(tmp_path, text_model, rows, {}, settings) as process:
+            wait_for_records(tmp_path, 1)
+            seen = {worker["worker"] for worker in wait_for_workers(tmp_path, 2)}
+            raylet = other.all_processes["raylet"][0].process
+            os.kill(raylet.pid, signal.SIGKILL)
+            ended = ended_in(tmp_path, process)
+    finally:
+        cluster.shutdown()
+    assert seen == {0, 1}
+    assert [record["text"] for record in ended.records] == calm * 6
+    assert ended.exit == 0
+    lost = [worker for worker in status(tmp_path / "output/faulty").workers if worker["restarts"]]
+    assert [(one["restarts"], one["state"]) for one in lost] == [(1, "waiting for a place")]
+    assert verify(tmp_path / "output/faulty").is_sound
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_all_workers_and_keeps_what_is_finished(
+    signum: signal.Signals, tmp_path: Path, text_model: Path
+) -> None:
+    with running(tmp_path, text_model, question_rows({}), {"step_s": 0.1}, TWO) as process:
+        wait_for_records(tmp_path, 4)
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signum)
+        stdout, stderr = process.communicate(timeout=90)
+    summary = json.loads(stdout)
+    assert process.returncode == summary["exit"] == 128 + signum, stderr
+    assert 4 <= summary["ok"] < N_ROWS
+    assert not psutil.wait_procs(family, timeout=30)[1], "nothing is left behind"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_ray_starts_ends_the_run_at_once(
+    signum: signal.Signals, tmp_path: Path
+) -> None:
+    (tmp_path / "job.toml").write_text(
+        'name = "faulty"\n[input]\npath = "rows.jsonl"\n[prompt]\nuser = "{{ q }}"\n'
+        '[engine]\nkind = "dry-run"\n[run]\nworkers = 2\n'
+    )
+    write_jsonl(tmp_path / "rows.jsonl", [{"q": "a"}])
+    command = [sys.executable, "-m", "batchkit", "run", "job.toml"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        family = psutil.Process(process.pid)
+        while not any(one.name() == "gcs_server" for one in family.children()):
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signum)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum, stderr
+    assert f"stopped by {signum.name}" in stderr
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_models_load_ends_the_run_at_once(
+    signum: signal.Signals, tmp_path: Path, text_model: Path
+) -> None:
+    with running(tmp_path, text_model, question_rows({}), {}, TWO) as process:
+        while not any(one.name() == "ray::Actor.exchange" for one in workers_of(process.pid)):
+            assert process.poll() is None
+            time.sleep(0.05)
+        workers = workers_of(process.pid)
+        family = [*workers, *(child for one in workers for child in one.children(recursive=True))]
+        process.send_signal(signum)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum, stderr
+    assert f"stopped by {signum.name}" in stderr
+    assert not psutil.wait_procs(family, timeout=30)[1], "no worker, and nothing of its engine"
+
+
+def dry_run_job(folder: Path) -> list[str]:
+    """The arguments of a run of one row in ``folder``, over two workers."""
+    (folder / "job.toml").write_text(
+        '[input]\npath = "rows.jsonl"\n[prompt]\nuser = "{{ q }}"\n[engine]\nkind = "dry-run"\n'
+    )
+    write_jsonl(folder / "rows.jsonl", [{"q": "a"}])
+    return ["run", "job.toml", "--workers", "2"]
+
+
+CLI_AFTER = "import sys; {first}; from batchkit.cli import cli; cli(sys.argv[1:])"
+
+
+def test_a_ray_of_the_run_listens_on_this_machine_alone(tmp_path: Path) -> None:
+    arguments = [*dry_run_job(tmp_path), "--set", "engine.options.latency_s=300"]
+    program = CLI_AFTER.format(first="import ray")  # which reads the environment
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    del environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"], environment["RAY_AUTH_TOKEN"]
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        env=environment,
+    ) as process:
+        try:
+            while not workers_of(process.pid):
+                assert process.poll() is None
+                time.sleep(0.1)
+            family = psutil.Process(process.pid).children(recursive=True)
+            listening = [
+                (one.name(), ip_address(connection.laddr.ip))
+                for one in [psutil.Process(process.pid), *family]
+                for connection in one.net_connections("inet")
+                if connection.status == psutil.CONN_LISTEN
+            ]
+        finally:
+            process.terminate()
+            process.communicate(timeout=60)
+    assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
+    assert [found for found in listening if not is_loopback(found[1])] == []
+
+
+def is_loopback(address: IPv4Address | IPv6Address) -> bool:
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def test_rays_folder_of_a_driver_that_was_killed_goes_at_the_next_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="b", dir="/tmp") as home:  # a short one, for Ray
+        monkeypatch.setattr(tempfile, "tempdir", home)
+        older = Path(home, "batchkit-ray-older")  # of a driver that locked nothing, and may live
+        older.mkdir()
+        (older / "session").touch()
+        killed = subprocess.run(
+            [
+                *(sys.executable, "-c"),
+                """if True:
+                import os
+                from batchkit.execution.cluster.local import private_folder
+                with private_folder() as made:
+                    print(made, flush=True)
+                    os.kill(os.getpid(), 9)
+                """,
+            ],
+            env={**os.environ, "TMPDIR": home, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        left = Path(killed.stdout.strip())
+        assert left.is_dir()
+        with private_folder() as first, private_folder() as second:
+            assert not left.exists()
+            assert set(Path(home).iterdir()) == {older, first, second}
+        assert set(Path(home).iterdir()) == {older}
+
+
+def test_ray_that_is_too_slow_to_start_is_one_message(tmp_path: Path) -> None:
+    slow = (
+        "import ray\ndef init(**_): raise Exception('The current node timed out during startup.')\n"
+        "ray.init = init\n"
+    )
+    program = CLI_AFTER.format(first="exec(sys.argv.pop(1))")
+    done = subprocess.run(
+        [sys.executable, "-c", program, slow, *dry_run_job(tmp_path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    errors = [line for line in done.stderr.splitlines() if "error:" in line]
+    assert len(errors) == 1
+    assert "Ray did not start on this machine (Exception: The current node timed out" in errors[0]
+    assert "run the same command again" in errors[0]
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", None])
+def test_an_address_that_listens_and_is_no_ray_is_refused_at_once(
+    answer: bytes | None, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        held: list[socket.socket] = []
+
+        def serve() -> None:
+            with suppress(OSError):  # closed
+                while True:
+                    connection, _ = server.accept()
+                    held.append(connection)
+                    if answer is not None:
+                        connection.sendall(answer)
+                        connection.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        arguments = [*dry_run_job(tmp_path), "--ray-address", address]
+        done = batchkit(*arguments, cwd=tmp_path, timeout_s=60)
+    assert done.returncode == 2
+    assert f"can't join Ray at {address}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_settings_that_a_poison_row_cost_are_taken_back(
+    calm: list[str], tmp_path: Path, text_model: Path
+) -> None:
+    ended = start(tmp_path, text_model, question_rows({5: "oom"}), {}, TWO)
+    assert_only_failed(ended, calm, {5: "oom"})
+    assert "next engine with max_num_seqs = 4" in ended.stderr
+    assert ended.manifest["engine_steps"] == []
+
+
+def test_a_model_that_can_not_be_loaded_stops_the_run_with_its_remedy(tmp_path: Path) -> None:
+    ended = start(tmp_path, Path("no/such/model"), question_rows({}), {}, TWO)
+    assert ended.exit in (1, 2)
+    assert "no/such/model" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_two_hundred_thousand_rows_over_four_workers(tmp_path: Path) -> None:
+    """Counting: the dry-run engine answers at once."""
+    few, many = (counted(tmp_path, n_rows) for n_rows in (10_000, 200_000))
+    assert many - few < 64, "MiB of the driver's memory"
+
+
+def counted(folder: Path, n_rows: int) -> float:
+    """The driver's peak in MiB, over a run of which every row came back once."""
+    (folder / "job.toml").write_text(
+        'name = "counted"\n[input]\npath = "rows.jsonl"\n[prompt]\nuser = "{{ q }}"\n'
+        '[engine]\nkind = "dry-run"\n[run]\nworkers = 4\n'
+    )
+    write_jsonl(folder / "rows.jsonl", ({"q": f"what about {n}?"} for n in range(n_rows)))
+    command = [sys.executable, "-m", "batchkit", "run", "job.toml", "--fresh"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        _, code, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(code)
+        assert process.stderr is not None
+        assert process.returncode == 0, process.stderr.read()
+    found = verify(folder / "output/counted")
+    assert (found.is_sound, found.ok, found.records) == (True, n_rows, n_rows)
+    return float(usage.ru_maxrss / 1024)
+
+
+# In this process from here on, on one Ray of its own.
+
+
+@pytest.fixture(scope="module")
+def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=4,
+        num_gpus=4,  # Ray counts them and does not look: nothing here touches one
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+    )
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_here: Any) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def job(**tables: Any) -> JobConfig:
+    tables["run"] = {"workers": 2, **tables.get("run", {})}
+    return JobConfig.model_validate({"engine": {"kind": "dry-run"}, **tables})
+
+
+def process(made: JobConfig, rows: Any = None) -> RunSummary:
+    return ProductionBatchProcessor(made, quiet=True).process(rows)
+
+
+def newest(folder: Path) -> list[dict[str, Any]]:
+    return list(read_newest(folder / "output/batch" / RESULTS))
+
+
+def test_rows_from_python_are_answered_in_a_ray_that_is_there(
+    in_a_folder: Path, ray_here: Any
+) -> None:
+    assert process(job(), ["tea", "milk"]).ok == 2
+    assert process(job(), (f"cup {n}" for n in range(300))).ok == 300
+    assert ray_here.is_initialized()
+
+
+@pytest.mark.parametrize(("share", "gpus"), [(2, [[0, 1], [2, 3]]), (0.5, [[0], [0]])])
+def test_each_worker_has_gpus_of_its_own(
+    share: float, gpus: list[list[int]], ray_here: Any
+) -> None:
+    made = job(run={"worker_gpus": share})
+    hire = ray_here.remote(Actor).options(**needs(made))
+    actors = [hire.remote(number, made, None, ()) for number in range(2)]
+    places = ray_here.get([actor.begin.remote(Lessons(0, [], False)) for actor in actors])
+    assert sorted(list(place.gpus) for place in places) == gpus
+    for actor in actors:
+        ray_here.kill(actor)
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus"),
+    [
+        ({}, 1),
+        ({"tensor_parallel_size": 2}, 2),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, 6),
+    ],
+)
+def test_a_worker_gets_the_gpus_that_its_engine_asks_for(
+    options: dict[str, int], gpus: int, ray_here: Any
+) -> None:
+    assert needs(job(engine={"model": "m", "options": options}))["num_gpus"] == gpus
+    assert needs(job(engine={"kind": "dry-run"}))["num_gpus"] == 0
+
+
+def test_images_are_opened_by_the_workers(in_a_folder: Path) -> None:
+    Image.new("RGB", (40, 40)).save(in_a_folder / "there.png")
+    rows = [{"q": "a", "image": "there.png"}, {"q": "b", "image": "missing.png"}]
+    prompt = {"user": "{{ q }}", "images": ["{{ image }}"]}
+    made = job(prompt=prompt, media={"root": str(in_a_folder)})
+    assert process(made, rows).exit == 3
+    found, missing = newest(in_a_folder)
+    assert found["status"] == "ok"
+    assert missing["error"]["kind"] == "media"
+    assert "missing.png" in missing["error"]["message"]
+
+
+def test_answers_are_scored_by_the_workers(in_a_folder: Path) -> None:
+    scoring = {"scorers": ["f1"], "reference": "answer"}
+    rows = [{"prompt": "x", "answer": "no model answered"}, {"prompt": "y", "answer": "tea"}]
+    process(job(scoring=scoring, output={"keep": ["answer"]}), rows)
+    alone = [(r["prediction"], r["scores"], r["fields"]) for r in newest(in_a_folder)]
+    ProductionBatchProcessor(
+        job(scoring=scoring, output={"keep": ["answer"]}, run={"workers": None}),
+        quiet=True,
+        fresh=True,
+    ).process(rows)
+    assert alone == [(r["prediction"], r["scores"], r["fields"]) for r in newest(in_a_folder)]
+
+
+def test_an_input_that_breaks_off_stops_the_run_with_all_before_it_done(in_a_folder: Path) -> None:
+    def rows() -> Iterator[str]:
+        yield from ("tea" for _ in range(50))
+        raise BrokenInputError("rows.parquet: broken from here on")
+
+    with pytest.raises(BrokenInputError, match="broken from here on"):
+        process(job(), rows())
+    assert [record["status"] for record in newest(in_a_folder)] == ["ok"] * 50
+
+
+def test_too_many_failures_stop_the_run(in_a_folder: Path) -> None:
+    made = job(prompt={"user": "{{ missing }}"}, run={"fail_on_error": 3})
+    with pytest.raises(TooManyFailuresError):
+        process(made, [{"q": n} for n in range(500)])
+
+
+def test_failed_rows_are_retried_by_the_workers(in_a_folder: Path) -> None:
+    write_jsonl(in_a_folder / "rows.jsonl", [{"q": "a"}, {"other": "b"}, {"q": "c"}])
+    made = job(input={"path": "rows.jsonl"}, prompt={"user": "{{ q }}"})
+    assert process(made).failed == 1
+    mended = job(input={"path": "rows.jsonl"}, prompt={"user": "{{ q | default('x') }}"})
+    summary = ProductionBatchProcessor(mended, begun_with=made, quiet=True).retry({1: 1})
+    assert (summary.ok, summary.failed) == (3, 0)
+    assert [record["attempt"] for record in newest(in_a_folder)] == [1, 2, 1]
+
+
+def test_an_unknown_option_is_refused_before_a_row_is_answered(in_a_folder: Path) -> None:
+    with pytest.raises(JobError, match="latency_ms"):
+        process(job(engine={"kind": "dry-run", "options": {"latency_ms": 1}}), ["a"])
+    assert newest(in_a_folder) == []
+
+
+def test_an_engine_that_can_not_start_stops_the_run_when_all_have_failed(in_a_folder: Path) -> None:
+    engine = {"kind": "openai-server", "model": "m", "base_url": "http://127.0.0.1:9/v1"}
+    with pytest.raises(EngineError, match=r"all 2 workers failed.*127\.0\.0\.1:9"):
+        process(job(engine=engine), ["a"])
+
+
+def test_a_worker_that_is_given_up_leaves_its_place_to_the_next(
+    in_a_folder: Path,
+) -> None:
+    engine = {"kind": "openai-server", "model": "m", "base_url": "http://127.0.0.1:9/v1"}
+    with pytest.raises(EngineError, match="all 2 workers failed"):
+        process(job(engine=engine, run={"worker_cpus": 3}), ["a"])  # of 4
+
+
+def test_what_a_worker_answered_before_it_failed_is_handed_on(ray_here: Any) -> None:
+    def before(text: str, body: dict[str, Any]) -> None:
+        if text == "hang":
+            dead.wait()
+        elif text == "late":
+            time.sleep(2)
+
+    dead, server = threading.Event(), ChatServer(before)
+    options = {"give_up_s": 0.5, "max_num_seqs": 4}
+    engine = {"kind": "openai-server", "model": MODEL, "base_url": server.url, "options": options}
+    made = job(engine=engine, prompt={"user": "{{ q }}"}, run={"workers": 1})
+    tasks = [Task(Row(n, str(n), {"q": q}), 1) for n, q in enumerate(["now", "late", "hang"])]
+    heard = Listener(*[lambda text: None] * 3, lambda lessons: None)
+    crew = RayCrew(made, iter(tasks), heard, left=lambda: None)
+    answered: list[int] = []
+
+    def answer(enough: Callable[[], object]) -> None:
+        while not enough():
+            answered.extend(line.told["index"] for line in crew.fill(taking=True) + crew.poll())
+
+    with closing(crew):
+        crew.open(Lessons(0, [], False))
+        answer(lambda: answered)
+        crew.fill(taking=True)
+        while "late" not in server.answered:
+            time.sleep(0.1)
+        server.kill()
+        dead.set()
+        time.sleep(5)  # the worker fails while the run is elsewhere
+        with pytest.raises(EngineError):
+            answer(lambda: False)
+    assert sorted(answered) == [0, 1]
+
+
+class Deadly:
+    """Ends the process that reads it."""
+
+    def __reduce__(self) -> tuple[Callable[[int], Any], tuple[int]]:
+        return os._exit, (3,)
+
+
+def test_a_worker_that_dies_before_its_first_answer_is_given_up(ray_here: Any) -> None:
+    heard: list[str] = []
+    listener = Listener(heard.append, heard.append, heard.append, lambda lessons: None)
+    made = job(run={"workers": 1, "max_engine_restarts": 1})
+    references: Any = Deadly()
+    crew = RayCrew(made, iter(()), listener, left=lambda: None, references=references)
+    with closing(crew), pytest.raises(EngineError, match="it died 2 times without one answer"):
+        crew.open(Lessons(0, [], False))
+    assert [line for line in heard if "worker 0 died with 0 rows: its process ended" in line]
+
+
+def test_rows_that_come_one_by_one_are_answered_as_they_come(in_a_folder: Path) -> None:
+    def rows() -> Iterator[str]:
+        for n in range(20):
+            yield f"cup {n}"
+            deadline = time.monotonic() + 30
+            while len(newest(in_a_folder)) <= n:
+                assert time.monotonic() < deadline, "no answer while the next row is waited for"
+                time.sleep(0.01)
+
+    assert process(job(), rows()).ok == 20
+
+
+def exchanged_once_it_is_up(ray_here: Any, actor: Any) -> Any:
+    while True:
+        try:
+            return ray_here.get(actor.exchange.remote([], True))
+        except ray_here.exceptions.ActorUnavailableError:
+            time.sleep(0.2)
+
+
+def test_a_process_that_was_restarted_unseen_refuses_rows(ray_here: Any) -> None:
+    actor = ray_here.remote(Actor).options(max_restarts=-1).remote(0, job(), None, ())
+    ray_here.get(actor.begin.remote(Lessons(0, [], False)))
+    ray_here.kill(actor, no_restart=False)
+    with pytest.raises(RuntimeError, match="a new one"):
+        exchanged_once_it_is_up(ray_here, actor)
+
+
+def test_a_worker_that_the_run_takes_for_dead_ends(ray_here: Any) -> None:
+    actor = ray_here.remote(Actor).options(max_restarts=0).remote(0, job(), None, ())
+    ray_here.get(actor.begin.remote(Lessons(0, [], False)))
+    with pytest.raises(ray_here.exceptions.RayActorError):
+        ray_here.get(actor.begin.remote(Lessons(0, [], False)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--ray-address", "127.0.0.1:9"], "can't join Ray at 127.0.0.1:9"),
+        (["--set", "run.worker_gpus=1"], "need 2 GPUs, 1 each; this machine has 0"),
+        (["--workers", "0"], "--workers"),
+    ],
+)
+def test_workers_that_can_not_be_had_are_told_at_once(
+    arguments: list[str], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "job.toml").write_text(
+        '[input]\npath = "rows.jsonl"\n[prompt]\nuser = "{{ q }}"\n[engine]\nkind = "dry-run"\n'
+    )
+    write_jsonl(tmp_path / "rows.jsonl", [{"q": "a"}])
+    done = batchkit("run", "job.toml", "--workers", "2", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+def test_without_ray_it_is_said_how_to_get_it(
+    in_a_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(JobError, match=r"batchkit\[ray\]"):
+        process(job(), ["a"])
+
+
+def wait_for_records(folder: Path, n: int, within_s: float = 120) -> None:
+    log = folder / "output/faulty" / RESULTS
+    deadline = time.monotonic() + within_s
+    while not log.exists() or log.read_bytes().count(b"\n") < n:
+        assert time.monotonic() < deadline, "no records came"
+        time.sleep(0.05)
+
+
+def wait_for_workers(folder: Path, n: int, within_s: float = 60) -> list[Any]:
+    """Until so many have answered rows."""
+    deadline = time.monotonic() + within_s
+    while True:
+        workers = [worker for worker in status(folder / "output/faulty").workers if worker["rows"]]
+        if len(workers) >= n:
+            return workers
+        assert time.monotonic() < deadline, "they answer no rows"
+        time.sleep(0.2)
+
+
+def workers_of(pid: int) -> list[psutil.Process]:
+    """The actors' processes of the run ``pid``."""
+    family = psutil.Process(pid).children(recursive=True)
+    return [one for one in family if one.name().startswith("ray::Actor")]

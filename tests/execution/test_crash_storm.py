@@ -1,0 +1,82 @@
+"""A hundred kills at random instants lose no row and answer none twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from batchkit.storage.ledger import RESULTS, read_lines
+from tests.conftest import batchkit
+from tests.support.storm import Blow, ForkServer, answers_by_row, kill_often
+
+N_ROWS = 200_000
+N_KILLS = 100
+JOB = """
+name = "storm"
+input.path = "in.jsonl"
+prompt.user = "{{ q }}"
+output.keep = ["q"]
+
+[engine]
+kind = "dry-run"
+options = { latency_s = 0.02 }
+
+[run]
+checkpoint_interval_s = 0.01
+"""
+SLOW = "run.max_in_flight=240"  # 12,000 rows a second at best: the storm must end before the run
+FAST = "run.max_in_flight=2000"
+
+
+@pytest.mark.timeout(280)
+def test_hundred_kills_lose_no_row_and_answer_none_twice(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text(
+        "".join(f'{{"q":"question {n}"}}\n' for n in range(N_ROWS)), encoding="utf-8"
+    )
+    (tmp_path / "job.toml").write_text(JOB, encoding="utf-8")
+    run = tmp_path / "output" / "storm"
+    log = run / RESULTS
+
+    random = Random(20261121)
+    blows = [Blow(random.uniform(0.0, 0.15), awaits_record=n % 5 < 3) for n in range(N_KILLS)]
+    server = ForkServer(tmp_path, tmp_path / "stderr")
+    try:
+        storm = kill_often(lambda: server.start("run", "job.toml", "--set", SLOW), log, blows)
+        assert storm.ended_by_itself is None, (tmp_path / "stderr").read_text()[-2000:]
+        assert storm.kills == N_KILLS
+        assert storm.kills_after_progress >= N_KILLS // 2
+        assert storm.lines == sorted(storm.lines)  # what was finished stays finished
+        assert 0 < storm.lines[-1] < N_ROWS
+        assert server.start("run", "job.toml", "--set", FAST).wait() == 0
+    finally:
+        server.close()
+
+    found = batchkit("verify", run, "--json", cwd=tmp_path)
+    assert found.returncode == 0, found.stdout
+    expected = {
+        "rows": N_ROWS,
+        "records": N_ROWS,
+        "ok": N_ROWS,
+        "failed": 0,
+        "pending": 0,
+        "lost": 0,
+        "duplicates": 0,
+        "checkpoint_matches": True,
+        "torn_bytes": 0,
+    }
+    assert json.loads(found.stdout) | expected == json.loads(found.stdout)
+    exported = tmp_path / "all.jsonl"
+    assert batchkit("export", run, "--jsonl", exported, cwd=tmp_path).returncode == 0
+    assert answers_by_row(log) == answers_by_row(exported) == dict.fromkeys(range(N_ROWS), 1)
+    for index, line in enumerate(read_lines(exported)):  # each row its own answer, in order
+        assert line.record is not None
+        assert line.record["fields"] == {"q": f"question {index}"}
+        assert line.record["text"] == f"dry-run: no model answered row {index}"
+    torn = len(list(run.glob("*.torn-*")))
+    print(
+        f"{storm.kills} kills, {storm.kills_after_progress} of them after progress;"
+        f" {storm.lines[-1]:,} rows done by then; {torn} torn tails"
+    )

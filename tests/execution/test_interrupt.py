@@ -1,0 +1,78 @@
+"""Ctrl-C at any instant of a command's first moments: one line, exit code 130, no traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+PACKAGE = ROOT
+DOORS = {
+    "module": [sys.executable, "-m", "batchkit"],
+    # As pip writes it for the console script.
+    "script": [sys.executable, "-c", "from batchkit.__main__ import main; main()"],
+}
+
+
+def interrupted(command: list[str], cwd: Path, after_s: float) -> tuple[int, str]:
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(PACKAGE)},
+    )
+    time.sleep(after_s)
+    process.send_signal(signal.SIGINT)
+    try:
+        _, told = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, told
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_ctrl_c_during_the_first_imports_is_one_line(door: str, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"q": "a"}\n' * 50_000)
+    (tmp_path / "job.toml").write_text(
+        'input.path = "in.jsonl"\nprompt.user = "{{ q }}"\nengine.kind = "dry-run"\n'
+    )
+    codes = []
+    for step in range(25):
+        command = [*DOORS[door], "validate", "job.toml"]
+        code, told = interrupted(command, tmp_path, after_s=0.02 * (step + 1))
+        if str(PACKAGE / "batchkit") not in told and "Traceback" in told:
+            continue  # Python itself was still starting, and had not come to us
+        codes.append(code)
+        assert code in (130, -signal.SIGINT), told
+        assert "Traceback" not in told
+        assert len(told.splitlines()) <= 1, told
+    assert 130 in codes
+
+
+def test_limit_that_nobody_foresaw_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"q": "a"}\n')
+    (tmp_path / "job.toml").write_text(
+        'input.path = "in.jsonl"\nprompt.user = "{{ q }}"\nengine.kind = "dry-run"\n'
+    )
+    code = "import sys; from batchkit.cli import cli; sys.setrecursionlimit(60); cli()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "validate", "job.toml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(PACKAGE)},
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("batchkit: error: something in the job or its files is nested")
+    assert done.stderr.count("\n") == 1

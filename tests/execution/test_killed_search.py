@@ -1,0 +1,99 @@
+"""A run that is killed again and again while it searches for a poison row gets to the end of it.
+
+The engine is a fake (``fake_mortal_engine.py``); the run, its folder and the kills are real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from batchkit.storage.ledger import RESULTS, read_newest
+from tests.conftest import write_jsonl
+from tests.support.fake_mortal_engine import OPENED
+from tests.support.paths import ROOT
+
+N_ROWS = 200
+POISON = ["row 17", "row 33"]
+JOB = """
+name = "job"
+input.path = "rows.jsonl"
+prompt.user = "{{ q }}"
+engine.kind = "dry-run"
+run.max_in_flight = 64
+output.keep = ["q"]
+"""
+
+
+def start(folder: Path, *args: str, kill_at: int | None = None) -> int:
+    """The exit code of ``batchkit run``, killed as it opens the engine of that number."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.support.fake_mortal_engine", "run", "job.toml", *args],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "BATCHKIT_TEST_FAULTS": json.dumps({"poison": POISON, "kill_at": kill_at}),
+        },
+        check=False,
+    )
+    assert "Traceback" not in ended.stderr, ended.stderr
+    return ended.returncode
+
+
+def written(folder: Path, **changed: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "job.toml").write_text(JOB)
+    write_jsonl(
+        folder / "rows.jsonl", [{"q": changed.get(f"r{n}", f"row {n}")} for n in range(N_ROWS)]
+    )
+    return folder
+
+
+def engines(folder: Path) -> int:
+    return len((folder / OPENED).read_text().splitlines())
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((folder / "output/job/manifest.json").read_text())
+    return read
+
+
+def failed(folder: Path) -> list[str]:
+    records = list(read_newest(folder / "output/job" / RESULTS))
+    assert [record["index"] for record in records] == list(range(N_ROWS))
+    return [record["fields"]["q"] for record in records if record["status"] == "failed"]
+
+
+def test_a_search_that_is_killed_again_and_again_ends_with_the_poison_rows(tmp_path: Path) -> None:
+    calm, killed = written(tmp_path / "calm"), written(tmp_path / "killed")
+    assert start(calm) == 3
+    assert failed(calm) == POISON
+    starts = 1
+    while (code := start(killed, kill_at=4)) != 3:
+        assert code == -signal.SIGKILL
+        starts += 1
+        assert starts <= 12, "each start searches from the beginning"
+    assert failed(killed) == POISON
+    deaths = engines(killed) - 1  # all but the last engine died, or were in a run that was killed
+    assert deaths <= engines(calm) - 1 + len(POISON) + starts
+    assert manifest(killed)["suspects"]["groups"] == [], "cleared when the search has ended"
+
+
+def test_rows_that_were_requeued_are_not_suspected_by_a_stale_index(tmp_path: Path) -> None:
+    folder = written(tmp_path)
+    assert start(folder, kill_at=3) == -signal.SIGKILL
+    assert sum(len(group["rows"]) for group in manifest(folder)["suspects"]["groups"]) == 64
+    before = engines(folder)
+    written(folder, r17="sound now", r33="sound now")
+    assert start(folder, "--on-change", "requeue") == 0
+    assert failed(folder) == []
+    assert engines(folder) == before + 1

@@ -1,0 +1,238 @@
+"""What is tried again within a run, when, how often, and with what changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from batchkit.config.tables import RetryTable
+from batchkit.errors import (
+    EmptyTextError,
+    MediaError,
+    PromptTooLongError,
+    RequestError,
+    RowError,
+    RowOutOfMemoryError,
+    RowTimeoutError,
+    TemplateError,
+)
+from batchkit.execution.retry import Waiting, next_attempt, wait_s, with_temperature
+from batchkit.types import Choice, Completion, Cut, Request, Row
+
+
+def failed(error: RowError | None, attempt: int = 1, **sampling: Any) -> Completion:
+    request = Request(Row(3, "q3", {"a": 1}), None, "text", sampling, "hash", attempt, 12)
+    return Completion(request, error=error)
+
+
+def test_timeout_is_tried_again_as_the_next_attempt() -> None:
+    again = next_attempt(failed(RowTimeoutError("slow"), temperature=0.0), 1, RetryTable())
+    assert again is not None
+    assert again.attempt == 2
+    before = failed(None, temperature=0.0).request
+    assert (again.row, again.prompt, again.input_hash) == (before.row, "text", "hash")
+    assert again.media_bytes == 12, "its pixels are still held"
+    assert again.sampling == {"temperature": 0.0}
+
+
+def test_answer_is_not_tried_again() -> None:
+    request = failed(None).request
+    assert next_attempt(Completion(request, [Choice("x", "stop")]), 1, RetryTable()) is None
+
+
+@pytest.mark.parametrize("error", [TemplateError, MediaError, PromptTooLongError, RequestError])
+def test_rows_own_fault_is_not_tried_again(error: type[RowError]) -> None:
+    retry = RetryTable(attempts=9, temperatures=[1.0])
+    assert next_attempt(failed(error("bad"), temperature=1.0), 1, retry) is None
+
+
+@pytest.mark.parametrize("attempts", [1, 2, 5])
+def test_tries_are_counted_with_the_first(attempts: int) -> None:
+    retry, tries, completion = RetryTable(attempts=attempts), 1, failed(RowTimeoutError("slow"))
+    while (again := next_attempt(completion, tries, retry)) is not None:
+        tries += 1
+        completion = Completion(again, error=RowTimeoutError("slow"))
+    assert tries == attempts
+
+
+def test_tries_of_an_earlier_run_do_not_count() -> None:
+    """retry-failed goes on from the record's attempt, with all its tries still to come."""
+    again = next_attempt(failed(RowTimeoutError("slow"), attempt=7), 1, RetryTable(attempts=2))
+    assert again is not None
+    assert again.attempt == 8
+    assert next_attempt(Completion(again, error=RowTimeoutError("slow")), 2, RetryTable()) is None
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0}, {"temperature": 0.0}])
+def test_blank_greedy_answer_is_final(sampling: dict[str, Any]) -> None:
+    assert next_attempt(failed(EmptyTextError("blank"), **sampling), 1, RetryTable()) is None
+
+
+def test_blank_answer_is_tried_again_where_chance_has_a_part() -> None:
+    again = next_attempt(failed(EmptyTextError("blank"), temperature=0.7), 1, RetryTable())
+    assert again is not None
+    warmer = RetryTable(temperatures=[0.0, 0.9])
+    again = next_attempt(failed(EmptyTextError("blank"), temperature=0.0), 1, warmer)
+    assert again is not None
+    assert again.sampling["temperature"] == 0.9
+    colder = RetryTable(temperatures=[0.9, 0.0])
+    assert next_attempt(failed(EmptyTextError("blank"), temperature=0.9), 1, colder) is None
+
+
+@pytest.mark.parametrize(("attempt", "temperature"), [(1, 0.1), (2, 0.5), (3, 0.9), (9, 0.9)])
+def test_temperature_goes_by_attempt_and_the_last_serves_on(
+    attempt: int, temperature: float
+) -> None:
+    sampling = {"temperature": 0.3, "top_k": 5}
+    found = with_temperature(sampling, attempt, RetryTable(temperatures=[0.1, 0.5, 0.9]))
+    assert found == {"temperature": temperature, "top_k": 5}
+    assert sampling == {"temperature": 0.3, "top_k": 5}
+
+
+@pytest.mark.parametrize("temperatures", [None, []])
+def test_without_temperatures_the_sampling_stays(temperatures: list[float] | None) -> None:
+    sampling = {"temperature": 0.3}
+    assert with_temperature(sampling, 4, RetryTable(temperatures=temperatures)) == sampling
+
+
+# A row that runs out of memory
+
+
+def out_of_memory(*sizes: tuple[int, int]) -> Completion:
+    parts: list[dict[str, Any]] = [
+        {"type": "image_pil", "image_pil": Image.new("RGB", size, (250, 20, 90))} for size in sizes
+    ]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [*parts, {"type": "text", "text": "what is it?"}]},
+    ]
+    request = Request(Row(3, "q3", {}), messages, None, {"top_k": 5}, "hash", 1, 9999, Cut(5, 9, 1))
+    return Completion(request, error=RowOutOfMemoryError("no room"))
+
+
+@pytest.mark.parametrize("size", [(1000, 500), (640, 480), (333, 777), (64, 2000)])
+def test_row_out_of_memory_is_tried_again_with_half_the_pixels(size: tuple[int, int]) -> None:
+    completion = out_of_memory(size, (100, 100))
+    again = next_attempt(completion, 1, RetryTable())
+    assert again is not None
+    assert again.attempt == 2
+    width, height = again.images[0].size
+    assert width * height == pytest.approx(size[0] * size[1] / 2, rel=0.02)
+    assert width / height == pytest.approx(size[0] / size[1], rel=0.02)
+    assert again.images[1].size == (71, 71)
+    assert again.images[0].mode == "RGB"
+    assert again.images[0].getpixel((0, 0)) == (250, 20, 90)
+    third = next_attempt(Completion(again, error=completion.error), 2, RetryTable(attempts=3))
+    assert third is not None
+    assert third.attempt == 3
+    assert third.images[1].size == (50, 50)
+
+
+def test_all_but_the_images_stays_after_memory_ran_out() -> None:
+    completion = out_of_memory((80, 60))
+    before = completion.request
+    again = next_attempt(completion, 1, RetryTable(attempts=2))
+    assert again is not None
+    assert before.images[0].size == (80, 60), "what an earlier step made is not changed"
+    assert again.media_bytes == 9999, "what was taken is what is given back"
+    assert again.messages is not None
+    assert again.messages[0] == {"role": "system", "content": "Be brief."}
+    assert again.messages[1]["content"][-1] == {"type": "text", "text": "what is it?"}
+    assert (again.row, again.sampling, again.cut) == (before.row, before.sampling, before.cut)
+    assert next_attempt(Completion(again, error=completion.error), 2, RetryTable()) is None
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 90), (90, 1), (2, 2)])
+def test_no_side_of_an_image_gets_lost(size: tuple[int, int]) -> None:
+    again = next_attempt(out_of_memory(size), 1, RetryTable())
+    assert again is not None
+    assert min(again.images[0].size) == 1
+    assert max(again.images[0].size) == max(1, round(max(size) / 2**0.5))
+
+
+def test_row_out_of_memory_without_images_is_final() -> None:
+    assert next_attempt(failed(RowOutOfMemoryError("no room")), 1, RetryTable(attempts=9)) is None
+    assert next_attempt(out_of_memory(), 1, RetryTable(attempts=9)) is None
+
+
+# When
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def numbered(n: int) -> Request:
+    return Request(Row(n, str(n), {}), None, "text", {}, "hash")
+
+
+def due(waiting: Waiting) -> list[int]:
+    found = []
+    while (request := waiting.pop_due()) is not None:
+        found.append(request.row.index)
+    return found
+
+
+def test_without_a_wait_the_first_in_is_the_first_out() -> None:
+    waiting = Waiting(Clock())
+    assert not waiting
+    assert waiting.pop_due() is None
+    for n in range(50):
+        waiting.add(numbered(n), wait_s=0)
+    assert len(waiting) == 50
+    assert due(waiting) == list(range(50))
+    assert not waiting
+
+
+def test_request_comes_when_it_is_due_and_the_earliest_first() -> None:
+    clock = Clock()
+    waiting = Waiting(clock)
+    for n, seconds in enumerate([4.0, 1.0, 2.0, 1.0]):
+        waiting.add(numbered(n), seconds)
+    assert due(waiting) == []
+    clock.now += 0.999
+    assert due(waiting) == []
+    clock.now = 101.0
+    assert due(waiting) == [1, 3]
+    waiting.add(numbered(9), wait_s=0)
+    assert due(waiting) == [9], "one that waits holds up no other"
+    clock.now = 200.0
+    assert due(waiting) == [2, 0]
+    assert len(waiting) == 0
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 10))))
+def test_nothing_comes_early_twice_or_never(steps: list[tuple[float, float]]) -> None:
+    clock, came = Clock(), list[int]()
+    waiting, due_at = Waiting(clock), list[float]()
+    for n, (seconds, passed) in enumerate(steps):
+        waiting.add(numbered(n), seconds)
+        due_at.append(clock.now + seconds)
+        clock.now += passed
+        new = due(waiting)
+        assert [due_at[m] for m in new] == sorted(due_at[m] for m in new)
+        came += new
+        assert all((due_at[m] <= clock.now) == (m in came) for m in range(n + 1))
+    clock.now += 1000
+    assert sorted(came + due(waiting)) == list(range(len(steps)))
+
+
+def test_each_wait_is_twice_the_last() -> None:
+    retry = RetryTable(attempts=9, backoff_s=1.5)
+    assert [wait_s(tries, retry) for tries in (1, 2, 3, 4)] == [1.5, 3.0, 6.0, 12.0]
+    assert [wait_s(tries, RetryTable()) for tries in (1, 2, 9)] == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("backoff_s", [0.0, 1.0])
+def test_very_many_tries_can_be_waited_for(backoff_s: float) -> None:
+    assert wait_s(5000, RetryTable(attempts=9999, backoff_s=backoff_s)) >= backoff_s

@@ -1,0 +1,202 @@
+"""Real vLLM, its worker made to fail: every good row is answered, as in an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.support.faulty_runs import (
+    IN,
+    JOB,
+    N_ROWS,
+    OWN,
+    Ended,
+    assert_only_failed,
+    question_rows,
+    running,
+    start,
+)
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory, text_model: Path) -> list[str]:
+    """The texts of an undisturbed run."""
+    ended = start(tmp_path_factory.mktemp("calm"), text_model, question_rows({}), {}, [IN])
+    assert ended.exit == 0, ended.stderr
+    return [record["text"] for record in ended.records]
+
+
+@pytest.fixture
+def run(tmp_path: Path, text_model: Path) -> Run:
+    def with_rows(
+        *settings: str,
+        poison: dict[int, str] | None = None,
+        impatient: bool = False,
+        **faults: Any,
+    ) -> Ended:
+        rows = question_rows(poison or {})
+        return start(tmp_path, text_model, rows, faults, settings, impatient=impatient)
+
+    return with_rows
+
+
+def test_out_of_memory_once_halves_the_batch(run: Run, calm: list[str]) -> None:
+    ended = run(OWN, once={"oom": 4})
+    assert_only_failed(ended, calm, {})
+    assert "engine died (oom)" in ended.log
+    assert "next engine with max_num_seqs = 4" in ended.log
+    assert ended.manifest["engine_steps"] == [{"max_num_seqs": 4}]
+    assert ended.manifest["starts"][-1]["engine_restarts"] == 1
+
+
+def test_too_many_at_once_is_halved_until_it_fits(run: Run, calm: list[str]) -> None:
+    ended = run(IN, over=3)
+    assert_only_failed(ended, calm, {})
+    assert ended.manifest["engine_steps"] == [{"max_num_seqs": 4}, {"max_num_seqs": 2}]
+    assert [step for step in ended.window if step[1] < step[0]] == [(12, 6), (6, 3)]
+
+
+def test_the_next_start_takes_the_safe_setting_unless_the_user_has_changed_it(
+    run: Run, calm: list[str]
+) -> None:
+    run(OWN, "input.limit=10", over=3)
+    ended = run(OWN, "input.limit=20", over=3)
+    assert ended.exit == 0
+    assert ended.manifest["starts"][-1].get("engine_restarts", 0) == 0
+    assert "engine settings remembered: {'max_num_seqs': 2}" in ended.log
+    ended = run(OWN, "engine.options.max_num_seqs=1", over=3)
+    assert_only_failed(ended, calm, {})
+    assert "engine options have changed: smaller settings are forgotten" in ended.log
+    assert "up to 1 requests run at once" in ended.log
+
+
+def test_out_of_memory_at_load_is_halved_until_it_fits(run: Run, calm: list[str]) -> None:
+    ended = run(OWN, load_over=2)
+    assert_only_failed(ended, calm, {})
+    assert ended.log.count("next try with") == 2
+    assert ended.manifest["engine_steps"] == [{"max_num_seqs": 4}, {"max_num_seqs": 2}]
+
+
+def test_the_batch_grows_back_after_a_stretch_of_success(run: Run, calm: list[str]) -> None:
+    ended = run(OWN, impatient=True, once={"oom": 4})
+    assert_only_failed(ended, calm, {})
+    assert (
+        "engine restart: a stretch of success, one step up to the job's own settings" in ended.log
+    )
+    assert ended.manifest["engine_steps"] == []
+    assert ended.manifest["starts"][-1]["engine_restarts"] == 2
+
+
+def test_an_engine_that_grows_too_large_is_replaced_between_rows(run: Run, calm: list[str]) -> None:
+    ended = run(OWN, "run.max_host_gb=1.5", leak_mb=32, step_s=0.05)
+    assert_only_failed(ended, calm, {})
+    assert "engine restart: its process holds" in ended.log
+    assert "engine died" not in ended.log
+
+
+def test_a_row_whose_image_needs_too_much_memory_is_tried_smaller(
+    tmp_path: Path, demo_model: Path
+) -> None:
+    """A prompt of more than 100 tokens runs out of memory: one with the large image, as it is."""
+    for name, side in {"large": 350, "small": 170}.items():
+        Image.new("RGB", (side, side), (200, 90, 20)).save(tmp_path / f"{name}.png")
+    names = ["small"] * 8 + ["large"] + ["small"] * 8
+    rows = [{"q": f"what is {n}?", "image": f"{name}.png"} for n, name in enumerate(names)]
+    with_image = JOB.replace("[engine]", 'images = ["{{ image }}"]\n[engine]', 1)
+    ended = start(tmp_path, demo_model, rows, {"prompt_over": 100}, [OWN], job=with_image)
+    assert ended.failed == {}
+    assert [record["attempt"] for record in ended.records] == [1] * 8 + [2] + [1] * 8
+    assert all(record["usage"]["prompt_tokens"] <= 100 for record in ended.records)
+    assert ended.log.count("row 8 (id 8) alone kills the engine") == 1
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "error_kind"),
+    [(IN, "oom", "oom"), (OWN, "kill", "oom")],
+)
+def test_a_poison_row_is_found_and_fails_alone(
+    run: Run, calm: list[str], where: str, kind: str, error_kind: str
+) -> None:
+    ended = run(where, poison={13: kind})
+    assert_only_failed(ended, calm, {13: error_kind})
+    assert "row 13 (id 13) alone kills the engine" in ended.log
+    assert ended.manifest["engine_steps"] == [], "the row was the cause, not the batch"
+    assert ended.manifest["starts"][-1]["engine_restarts"] <= 6
+
+
+def test_three_poison_rows_in_one_window_are_found_and_not_tried_again(
+    run: Run, calm: list[str]
+) -> None:
+    poison = dict.fromkeys((2, 3, 9), "error")
+    ended = run(OWN, "input.limit=20", poison=poison)
+    assert ended.manifest["starts"][-1]["engine_restarts"] <= 3 * 5
+    ended = run(OWN, poison=poison)
+    assert_only_failed(ended, calm, dict.fromkeys(poison, "engine_crash"))
+    assert ended.manifest["starts"][-1].get("engine_restarts", 0) == 0, "a resume leaves them alone"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("kill", "engine died (engine_crash) with"),
+        ("error", "RuntimeError: planted: device-side assert"),
+        ("hang", "no step ended for"),
+    ],
+)
+def test_an_engine_that_dies_once_is_restarted(
+    run: Run, calm: list[str], kind: str, words: str
+) -> None:
+    ended = run(OWN, once={kind: 4})
+    assert_only_failed(ended, calm, {})
+    assert words in ended.log
+    assert ("failing_worker.py" in ended.log) == (kind == "hang"), "its stacks are in run.log"
+    assert "failing_worker.py" not in ended.stderr
+    assert ended.manifest["starts"][-1]["engine_restarts"] == 1
+    assert ended.manifest["engine_steps"] == [], "nothing says that memory ran out"
+
+
+def test_a_signal_ends_the_run_while_its_engine_is_restarted(
+    tmp_path: Path, text_model: Path
+) -> None:
+    """The next engine would take minutes; nothing is in flight that could be waited for."""
+    with running(
+        tmp_path, text_model, question_rows({}), {"once": {"error": 4}, "reload_s": 250}, [OWN]
+    ) as process:
+        log = tmp_path / "output/faulty/run.log"
+        while not (log.exists() and "engine died" in log.read_text()):
+            time.sleep(0.1)
+        time.sleep(1)
+        process.terminate()
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    summary = json.loads(out)
+    assert (summary["exit"], summary["total"]) == (143, N_ROWS)
+
+
+def test_a_prompt_that_is_never_prepared_fails_alone(run: Run) -> None:
+    """A chat template that loops on one row, as its author did not foresee."""
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template = (
+        "{% for m in messages %}{% if 'tell me of 8 ' in m.content %}" + loop + "{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    settings = [f"engine.options.chat_template={json.dumps(template)}", "run.row_timeout_s=3"]
+    ended = run(OWN, *settings, "retry.attempts=1")
+    assert ended.failed == {8: "timeout"}
+    assert ended.manifest["starts"][-1]["engine_restarts"] == 1
+
+
+def test_an_engine_that_fails_on_every_row_stops_the_run(run: Run) -> None:
+    ended = run(OWN, "run.max_engine_restarts=3", poison=dict.fromkeys(range(N_ROWS), "error"))
+    assert ended.exit == 1
+    assert "died 4 times without one answer" in ended.stderr
+    assert "planted: device-side assert" in ended.stderr
+    assert "Traceback" not in ended.stderr

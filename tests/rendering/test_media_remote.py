@@ -1,0 +1,411 @@
+"""``media.root`` as an fsspec URL: what is read below it, what is refused, and what errors tell."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import multiprocessing
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from PIL import Image
+
+from batchkit.commands.report import write_report
+from batchkit.config.loading import make_job
+from batchkit.config.tables import JobConfig, MediaTable
+from batchkit.config.urls import failure
+from batchkit.errors import InputError, JobError, MediaError
+from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.rendering.media import load_image, load_text
+from batchkit.rendering.renderer import PromptRenderer
+from batchkit.sources import read_rows
+from tests.conftest import write_jsonl
+
+ROOT = "memory://bucket/images"
+
+
+def png(color: int = 0) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (64, 48), (color, 0, 0)).save(file, "PNG")
+    return file.getvalue()
+
+
+def media(root: str = ROOT, **keys: Any) -> MediaTable:
+    return MediaTable(root=root, **keys)
+
+
+def refused(source: Any, table: MediaTable) -> str:
+    with pytest.raises(MediaError) as caught:
+        load_image(source, table)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "secret" not in message
+    return message
+
+
+@pytest.fixture(autouse=True)
+def bucket() -> Iterator[Any]:
+    """Images below the root, and two beside it that must stay unread."""
+    filesystem = fsspec.filesystem("memory")
+    filesystem.pipe("/bucket/images/a.png", png())
+    filesystem.pipe("/bucket/images/deep/b.png", png())
+    filesystem.pipe("/bucket/images2/a.png", png())
+    filesystem.pipe("/bucket/beside.png", png())
+    yield filesystem
+    filesystem.rm("/bucket", recursive=True)
+
+
+# What is read
+
+
+@pytest.mark.parametrize("root", [ROOT, ROOT + "/", "memory:///bucket/images"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "deep/b.png",
+        "./deep/./b.png",
+        "ROOT/deep/b.png",
+        Path("deep/b.png"),
+        {"bytes": None, "path": "deep/b.png"},
+        {"bytes": None, "path": "ROOT/deep/b.png"},
+    ],
+)
+def test_a_path_is_looked_up_below_the_url(root: str, source: Any) -> None:
+    full = root.rstrip("/")
+    if isinstance(source, str):
+        source = source.replace("ROOT", full)
+    elif isinstance(source, dict):
+        source = {**source, "path": source["path"].replace("ROOT", full)}
+    assert load_image(source, media(root)).tobytes() == Image.new("RGB", (64, 48)).tobytes()
+
+
+def test_a_whole_store_may_be_the_root() -> None:
+    assert load_image("bucket/images/a.png", media("memory://")).size == (64, 48)
+    assert load_image("memory://bucket/images/a.png", media("memory://")).size == (64, 48)
+
+
+def test_what_needs_no_store_is_read_as_ever() -> None:
+    uri = "data:image/png;base64," + base64.b64encode(png()).decode()
+    for source in (png(), uri, {"bytes": png(), "path": "none.png"}):
+        assert load_image(source, media()).size == (64, 48)
+    assert 'add "example.com"' in refused("https://example.com/a.png", media())
+
+
+def test_texts_are_read_below_the_url(bucket: Any) -> None:
+    bucket.pipe("/bucket/images/t.csv", "\ufeffgröße".encode())
+    bucket.pipe("/bucket/images/empty.csv", b"")
+    assert load_text("t.csv", media()) == "größe"
+    assert load_text(f"{ROOT}/t.csv", media()) == "größe"
+    assert load_text("empty.csv", media()) == ""
+    with pytest.raises(MediaError, match=r"\.\./t\.csv: holds a \.\."):
+        load_text("../t.csv", media())
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../beside.png",
+        "..",
+        "deep/../a.png",
+        "deep/..",
+        "%2e%2e/beside.png",
+        "%2E./beside.png",
+        "deep/..%2fa.png",
+        "deep%2F..%2Fa.png",
+        "%252e%252e/beside.png",
+        "..\\beside.png",
+        "deep%5c..%5Ca.png",
+        f"{ROOT}/../beside.png",
+        f"{ROOT}/%2e%2e/beside.png",
+    ],
+)
+def test_no_path_goes_up(path: str) -> None:
+    message = refused(path, media())
+    assert message.startswith(f"{path}: holds a ..")
+    assert f"media.root {ROOT}" in message
+
+
+def test_dots_in_a_name_are_no_way_up(bucket: Any) -> None:
+    for name in ("..a.png", "a..png", "...", "deep/b...png", "50%..png", "%2e%2ea.png"):
+        bucket.pipe(f"/bucket/images/{name}", png())
+        assert load_image(name, media()).size == (64, 48)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "memory://bucket/images2/a.png",
+        "memory://bucket/beside.png",
+        "memory://bucket/images",
+        "/bucket/images/a.png",
+        "s3://bucket/images/a.png",
+        "file:///etc/hostname",
+        "ftp://me:secret@host/a.png?token=secret",
+    ],
+)
+def test_what_does_not_lie_below_the_root_is_refused(source: str) -> None:
+    message = refused(source, media())
+    assert f"lies outside media.root {ROOT}" in message
+    assert "set media.root" in message
+
+
+def test_syntax_of_a_store_s_own_does_not_lead_out_of_the_root(tmp_path: Path) -> None:
+    """To fsspec's git, ``x:path`` and ``x@path`` are ``path``, wherever they stand."""
+    pygit2 = pytest.importorskip("pygit2")
+    repository = pygit2.init_repository(str(tmp_path))
+    for name in ("in/a.png", "beside.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(png())
+        repository.index.add(name)
+    by = pygit2.Signature("t", "t@example.com")
+    tree = repository.index.write_tree()
+    repository.create_commit("refs/heads/main", by, by, "images", tree, [])
+    table = media(f"git://{tmp_path}:main@in")
+    assert load_image("a.png", table).size == (64, 48)
+    for source in ("x:beside.png", "x@beside.png", "x@in/a.png:beside.png"):
+        assert "lies outside media.root" in refused(source, table)
+
+
+def test_a_bad_file_says_what_it_is(bucket: Any) -> None:
+    bucket.pipe("/bucket/images/empty.png", b"")
+    bucket.pipe("/bucket/images/text.png", b"hello")
+    for source, words in {
+        "none.png": f"none.png: no such file under media.root {ROOT}",
+        "a.png/b.png": "no such file",
+        "deep": "is a folder",
+        "": "empty path",
+        "empty.png": "is empty",
+        "text.png": "not an image",
+    }.items():
+        assert words in refused(source, media())
+
+
+def test_a_file_over_max_bytes_is_refused(bucket: Any) -> None:
+    bucket.pipe("/bucket/images/large.png", bytes(1001))
+    assert "has 1001 bytes or more" in refused("large.png", media(max_bytes=1000))
+    bucket.pipe("/bucket/images/exact.txt", bytes(1000))
+    assert len(load_text("exact.txt", media(max_bytes=1000))) == 1000
+
+
+# Real stores: an asynchronous one over HTTP, and a zip archive that one thread reads at a time
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class Faulty(BaseHTTPRequestHandler):
+    """States 5 bytes and sends 10,000; or fails when it is to send them."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "5")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.send_response(500 if "500" in self.path else 200)
+        self.end_headers()
+        self.wfile.write(bytes(10_000))
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def serve() -> Iterator[Any]:
+    """Starts a server for a handler; gives its root as a URL of fsspec."""
+    running: list[tuple[ThreadingHTTPServer, threading.Thread]] = []
+
+    def start(handler: Any) -> str:
+        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        running.append((server, thread))
+        return f"dir://images::http://127.0.0.1:{server.server_address[1]}"
+
+    yield start
+    for server, thread in running:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture(params=["memory", "http", "zip"])
+def many(request: Any, bucket: Any, serve: Any, tmp_path: Path) -> str:
+    """A root with 40 images, each of its own colour."""
+    files = {f"{n}.png": png(n) for n in range(40)}
+    if request.param == "memory":
+        bucket.pipe({f"/bucket/images/{name}": data for name, data in files.items()})
+        return ROOT
+    if request.param == "zip":
+        with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+            for name, data in files.items():
+                archive.writestr(f"images/{name}", data)
+        return f"zip://images::{tmp_path}/all.zip"
+    (tmp_path / "images").mkdir()
+    for name, data in files.items():
+        (tmp_path / "images" / name).write_bytes(data)
+    return str(serve(partial(Quiet, directory=str(tmp_path))))
+
+
+def color(table: MediaTable, number: int) -> Any:
+    return load_image(f"{number}.png", table).getpixel((0, 0))
+
+
+def test_many_threads_read_side_by_side(many: str) -> None:
+    numbers = [n % 40 if n % 2 else 7 for n in range(400)]  # half of them the same file
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(partial(color, media(many)), numbers))
+    assert found == [(n, 0, 0) for n in numbers]
+
+
+def test_a_fork_of_a_process_that_has_read_it_reads_it_too(many: str) -> None:
+    table = media(many)
+    assert color(table, 3) == (3, 0, 0)
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(color, (table, 5)) == (5, 0, 0)
+
+
+def test_no_more_is_kept_than_max_bytes_whatever_the_store_says(serve: Any) -> None:
+    message = refused("a.png", media(serve(Faulty), max_bytes=1000))
+    assert "media.max_bytes is 1000" in message
+
+
+def test_a_store_s_error_is_told_without_its_secrets(serve: Any) -> None:
+    root = serve(Faulty)
+    message = refused(f"{root}/500.png?token=secret", media(root))
+    assert message.startswith(f"{root}/500.png?…: can't be read from media.root {root}: ")
+    assert "500" in message.removeprefix(f"{root}/500.png")
+    with pytest.raises(MediaError, match="can't be read"):
+        load_text("500.txt", media(root))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "401 for https://me:secret@host/a.png",
+        "403, url='https://host/a.png?X-Amz-Signature=secret&a=secret' refused",
+        "refused with url: /a.png?sig=secret (Caused by a timeout)",
+        "sftp://me:se@cret%40secret@host:22/x",
+    ],
+)
+def test_an_error_s_text_loses_what_a_url_carries(text: str) -> None:
+    assert "secret" not in failure(OSError(text), ROOT)
+
+
+# A root that can't be used
+
+
+def job(rows: Path | None = None, **tables: Any) -> JobConfig:
+    made: dict[str, Any] = {
+        "name": "remote",
+        "prompt": {"user": "?", "images": ["{{ file }}"]},
+        "media": {"root": ROOT},
+        "engine": {"kind": "dry-run"},
+        **({"input": {"path": str(rows)}, "output": {"dir": str(rows.parent)}} if rows else {}),
+    }
+    return make_job({**made, **tables}, "test")
+
+
+def complaint(root: str, **tables: Any) -> str:
+    with pytest.raises(JobError) as caught:
+        PromptRenderer(job(media={"root": root}, **tables))
+    message = str(caught.value)
+    assert "secret" not in message
+    return message
+
+
+@pytest.mark.parametrize("package", ["s3fs", "gcsfs"])
+def test_a_missing_package_is_named_before_the_first_row(package: str, monkeypatch: Any) -> None:
+    scheme = {"s3fs": "s3", "gcsfs": "gs"}[package]
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    root = f"{scheme}://bucket/images"
+    message = complaint(root)
+    assert message.startswith(f"media.root: {root} can't be opened: ")
+    assert package in message
+    assert "pip install 'batchkit[remote]'" in message
+    assert package in refused("a.png", media(root))
+    texts = {"user": "{{ t }}", "texts": {"t": "{{ file }}"}}
+    assert message == complaint(root, prompt=texts)
+    PromptRenderer(job(media={"root": root}, prompt={"user": "no file at all"}))
+    with pytest.raises(InputError, match=r"batchkit\[remote\]"):
+        next(iter(read_rows(job(input={"path": f"{root}/rows.jsonl"}).input)))
+
+
+def test_a_scheme_that_fsspec_does_not_know_gets_a_near_one() -> None:
+    assert "Protocol not known: s4; did you mean s3://?" in complaint("s4://bucket")
+    assert "did you mean memory://?" in complaint("Memory://bucket")
+
+
+def test_a_store_that_is_not_there_is_one_error(tmp_path: Path) -> None:
+    message = complaint(f"zip://images::{tmp_path}/none.zip")
+    assert "can't be opened" in message
+    assert "No such file" in message
+
+
+def test_a_url_is_left_as_it_is_and_filled_in_from_vars() -> None:
+    for root in ("s3://bucket/images", "hf://datasets/owner/name/", "zip://a::s3://b/c.zip"):
+        assert job(media={"root": root}).media.root == root
+    filled = job(vars={"bucket": "b"}, media={"root": "s3://{{ bucket }}/images"})
+    assert filled.media.root == "s3://b/images"
+
+
+def test_a_folder_s_name_is_no_url(tmp_path: Path) -> None:
+    for root in ("images", "file:///images", "https://host/images", "s3:/bucket"):
+        found = job(media={"root": root}).media.root
+        assert found == str(Path.cwd() / root)
+
+
+def test_a_password_in_the_root_is_refused_and_not_repeated() -> None:
+    for root in ("sftp://me:secret@host/images", "zip://a::sftp://me:secret@host/a.zip"):
+        assert "set it in the environment as FSSPEC_SFTP_PASSWORD" in complaint(root)
+    for root in ("sftp://me@host/images", "abfs://images@me.dfs.core.windows.net/a"):
+        assert job(media={"root": root}).media.root == root
+
+
+def test_tables_of_charts_need_a_folder() -> None:
+    scoring = {"scorers": ["chart"], "table": "{{ file }}", "allow_code": True}
+    message = complaint(ROOT, scoring=scoring)
+    assert message.startswith("scoring.table: ")
+    assert ROOT in message
+    job(scoring={**scoring, "allow_code": False})
+
+
+# A run
+
+
+def test_a_run_answers_what_is_there_and_says_why_the_rest_is_not(
+    bucket: Any, tmp_path: Path
+) -> None:
+    bucket.pipe("/bucket/images/large.png", png() + bytes(5000))
+    names = ["a.png", "none.png", "large.png", "../beside.png"]
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"file": name} for name in names])
+    made = job(rows, media={"root": ROOT, "max_bytes": 4000})
+    records = list(ProductionBatchProcessor(made, quiet=True).process().records())
+    assert [record["status"] for record in records] == ["ok", "failed", "failed", "failed"]
+    assert {record["error"]["kind"] for record in records[1:]} == {"media"}
+    messages = [record["error"]["message"] for record in records[1:]]
+    assert messages[0].startswith(f"none.png: no such file under media.root {ROOT}")
+    assert messages[1].startswith("large.png: has ")
+    assert "media.max_bytes is 4000" in messages[1]
+    assert messages[2].startswith("../beside.png: holds a .., which could lead outside media.root")
+
+    page = write_report(made.folder).read_text("utf-8")
+    found = page.split('<script type="application/json" id="pictures">')[1].split("</script>")[0]
+    pictures = {picture["name"]: picture for picture in json.loads(found)}
+    assert pictures["a.png"]["src"].startswith("data:image/webp;base64,")
+    assert "no such file" in pictures["none.png"]["problem"]

@@ -1,0 +1,586 @@
+"""A row becomes a request; whatever is wrong with a row is that row's own error."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import io
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from batchkit.config.loading import make_job
+from batchkit.config.tables import JobConfig
+from batchkit.errors import JobError, MediaError, RequestError, RowError, TemplateError
+from batchkit.rendering.renderer import PromptRenderer, input_hash, names_in
+from batchkit.types import Completion, Request, Row
+
+RED, BLUE = (255, 0, 0), (0, 0, 255)
+
+
+def renderer(**tables: Any) -> PromptRenderer:
+    return PromptRenderer(make_job({"engine": {"kind": "dry-run"}, **tables}, "test"))
+
+
+def render(fields: Mapping[Any, Any], attempt: int = 1, **tables: Any) -> Request:
+    return renderer(**tables).render(Row(0, "0", fields), attempt)
+
+
+def user_text(fields: Mapping[Any, Any], **tables: Any) -> Any:
+    messages = render(fields, **tables).messages
+    assert messages is not None
+    return messages[-1]["content"]
+
+
+def refusal(kind: type[RowError], fields: Mapping[Any, Any], **tables: Any) -> str:
+    with pytest.raises(kind) as refused:
+        render(fields, **tables)
+    assert type(refused.value) is kind
+    return str(refused.value)
+
+
+def png(color: tuple[int, int, int] = RED, size: tuple[int, int] = (4, 2)) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", size, color).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture
+def media(tmp_path: Path) -> dict[str, Any]:
+    """A media root that holds red.png and blue.png."""
+    (tmp_path / "red.png").write_bytes(png(RED))
+    (tmp_path / "blue.png").write_bytes(png(BLUE))
+    return {"root": str(tmp_path)}
+
+
+def outline(request: Request) -> list[Any]:
+    """The last message's parts: a text as it is, an image as its color."""
+    assert request.messages is not None
+    parts = request.messages[-1]["content"]
+    return [part.get("text") or part["image_pil"].getpixel((0, 0)) for part in parts]
+
+
+# Templates
+
+
+def test_templates_are_filled_from_the_row_and_from_vars() -> None:
+    found = render(
+        {"q": "Why?", "n": 3},
+        vars={"tone": "brief", "n": 1},
+        prompt={"system": "Be {{ tone }}.", "user": "{{ q }} {{ n }}\n"},
+    )
+    assert found.messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Why? 3\n"},  # the row's n, and the newline kept
+    ]
+    assert found.prompt is None
+    assert found.media_bytes == 0
+
+
+def test_undefined_name_is_named_with_the_names_there_are() -> None:
+    message = refusal(
+        TemplateError, {"title": "x", "body_text": "y"}, prompt={"user": "{{ titel }}"}
+    )
+    assert message == "'titel' is undefined; the row has title, body_text"
+    assert "no fields" in refusal(TemplateError, {}, prompt={"user": "{{ x }}"})
+    assert "'dict object' has no attribute 'b'" in refusal(
+        TemplateError, {"x": {"a": 1}}, prompt={"user": "{{ x.b }}"}
+    )
+
+
+def test_conditions_loops_and_filters_work() -> None:
+    template = "{% for c in cells if c %}{{ c | upper }};{% endfor %}{{ note is defined }}"
+    assert user_text({"cells": ["a", "", "b"]}, prompt={"user": template}) == "A;B;False"
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "{{ x.__class__ }}",
+        "{{ ().__class__.__mro__ }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ '{0.__class__}'.format(x) }}",
+        "{{ x['__class__'] | string }}{{ x.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{% for i in range(10 ** 12) %}{% endfor %}",
+        "{{ range(10 ** 12) | list }}",
+        "{% include '/etc/passwd' %}",
+        "{{ 1 // 0 }}",
+        "{{ x.missing() }}",
+    ],
+)
+def test_what_a_template_may_not_or_cannot_do_fails_its_row(expression: str) -> None:
+    assert refusal(TemplateError, {"x": "text"}, prompt={"user": expression})
+    assert refusal(TemplateError, {"x": "text"}, prompt={"system": expression, "user": "u"})
+    assert refusal(
+        TemplateError, {"x": "text"}, prompt={"images": ["a.png"], "captions": [expression]}
+    )
+
+
+def test_template_cannot_change_its_row() -> None:
+    fields = {"x": [1]}
+    assert refusal(TemplateError, fields, prompt={"user": "{{ x.append(2) }}"})
+    assert fields == {"x": [1]}
+
+
+@pytest.mark.parametrize("key", ["system", "user"])
+def test_template_with_a_syntax_error_is_a_job_error_with_its_line(key: str) -> None:
+    with pytest.raises(JobError, match=rf"prompt.{key}: line 3: "):
+        renderer(prompt={key: "one\ntwo\n{% if %}"})
+    with pytest.raises(JobError, match=r"prompt.user: line 1: No filter named 'shout'"):
+        renderer(prompt={"user": "{{ x | shout }}"})
+
+
+def test_syntax_errors_in_images_and_captions_name_their_place() -> None:
+    with pytest.raises(JobError, match=r"prompt\.images\.1: "):
+        renderer(prompt={"images": ["{{ a }}", "{{ b | }}"]})
+    with pytest.raises(JobError, match=r"prompt\.captions\.0: "):
+        renderer(prompt={"images": ["{{ a }}"], "captions": ["{{"]})
+
+
+def test_templates_may_stand_in_files(tmp_path: Path) -> None:
+    system, user = tmp_path / "s.j2", tmp_path / "u.j2"
+    system.write_bytes(b"\xef\xbb\xbfYou are {{ who }}.")
+    user.write_text("{{ q }}\n", encoding="utf-8")
+    found = render(
+        {"who": "kind", "q": "ç?"}, prompt={"system_file": str(system), "user_file": str(user)}
+    )
+    assert found.messages == [
+        {"role": "system", "content": "You are kind."},
+        {"role": "user", "content": "ç?\n"},
+    ]
+
+
+def test_template_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "u.j2"
+    with pytest.raises(JobError, match=rf"prompt\.user_file: {path}: can't be read"):
+        renderer(prompt={"user_file": str(path)})
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(JobError, match=rf"prompt\.user_file: {path}: can't be read"):
+        renderer(prompt={"user_file": str(path)})
+    path.write_text("a\n{% if %}", encoding="utf-8")
+    with pytest.raises(JobError, match=rf"{path}.*line 2"):
+        renderer(prompt={"user_file": str(path)})
+
+
+def test_chat_false_sends_the_text_as_it_is() -> None:
+    found = render({"q": "Once"}, prompt={"user": "{{ q }} upon", "chat": False})
+    assert (found.messages, found.prompt) == (None, "Once upon")
+    found = render({"prompt": "{{ not a template }}"}, prompt={"chat": False})
+    assert found.prompt == "{{ not a template }}"
+
+
+# Images
+
+
+def test_images_stand_first_in_order_with_their_captions(media: dict[str, Any]) -> None:
+    prompt = {
+        "user": "Compare.",
+        "images": ["{{ a }}.png", "{{ b }}.png"],
+        "captions": ["Before {{ a }}:", "After:"],
+    }
+    fields = {"a": "red", "b": "blue"}
+    found = render(fields, prompt=prompt, media=media)
+    assert outline(found) == ["Before red:", RED, "After:", BLUE, "Compare."]
+    found = render(fields, prompt={**prompt, "order": "text-first"}, media=media)
+    assert outline(found) == ["Compare.", "Before red:", RED, "After:", BLUE]
+    assert [image.getpixel((0, 0)) for image in found.images] == [RED, BLUE]
+
+
+def test_media_bytes_cover_the_pixels_that_the_request_holds(media: dict[str, Any]) -> None:
+    found = render({}, prompt={"images": ["red.png", "blue.png"]}, media=media)
+    assert found.media_bytes >= 2 * 4 * 2 * 3
+
+
+def test_images_need_no_text(media: dict[str, Any]) -> None:
+    assert outline(render({"x": 1}, prompt={"images": ["red.png"]}, media=media)) == [RED]
+    found = render({"prompt": "What is it?"}, prompt={"images": ["red.png"]}, media=media)
+    assert outline(found) == [RED, "What is it?"]
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ photo }}", " {{photo}} ", "{{- photo -}}", "{{ photo -}}"]
+)
+def test_lone_column_keeps_its_bytes(template: str) -> None:
+    found = render({"photo": png(BLUE)}, prompt={"user": "u", "images": [template]})
+    assert outline(found) == [BLUE, "u"]
+
+
+def test_lone_column_may_hold_a_list_of_images(media: dict[str, Any]) -> None:
+    photos = [png(BLUE), "red.png", {"bytes": png(RED), "path": None}]
+    found = render({"photos": photos}, prompt={"images": ["{{ photos }}"]}, media=media)
+    assert outline(found) == [BLUE, RED, RED]
+    found = render({"photos": photos}, prompt={"images": ["{{ photos[1:] }}"]}, media=media)
+    assert outline(found) == [RED, RED]
+
+
+@pytest.mark.parametrize("column", ["self", "args", "loop", "range", "with space"])
+def test_row_may_have_columns_of_any_name(column: str, media: dict[str, Any]) -> None:
+    fields = {column: "x", "a": "red.png"}
+    assert outline(render(fields, prompt={"images": ["{{ a }}"]}, media=media)) == [RED]
+
+
+@pytest.mark.parametrize("value", [None, "", []])
+def test_row_without_its_image_fails(value: Any, media: dict[str, Any]) -> None:
+    prompt = {"user": "u", "images": ["{{ a }}"]}
+    assert "no image" in refusal(MediaError, {"a": value}, prompt=prompt, media=media)
+
+
+def test_wrong_images_are_errors_of_their_row(media: dict[str, Any]) -> None:
+    prompt = {"user": "u", "images": ["{{ a }}"]}
+    assert "no.png" in refusal(MediaError, {"a": "no.png"}, prompt=prompt, media=media)
+    assert "root" in refusal(MediaError, {"a": "../x.png"}, prompt=prompt, media=media)
+    assert refusal(MediaError, {"a": b"no image"}, prompt=prompt, media=media)
+    assert refusal(MediaError, {"a": 3}, prompt=prompt, media=media)
+    assert refusal(MediaError, {"a": np.zeros((2, 2, 3))}, prompt=prompt, media=media)
+    message = refusal(TemplateError, {"b": "x"}, prompt=prompt, media=media)
+    assert "prompt.images.0" in message
+    assert "the row has b" in message
+
+
+# Rows that bring their own messages
+
+
+def test_prompt_row_is_sent_as_a_user_message() -> None:
+    assert user_text({"prompt": "{{ as it is }}"}) == "{{ as it is }}"
+    found = render({"prompt": "hi"}, prompt={"system": "Be brief."})
+    assert [message["role"] for message in found.messages or ()] == ["system", "user"]
+
+
+@pytest.mark.parametrize("prompt", [None, ["a"], {"a": 1}])
+def test_prompt_that_is_no_text_fails(prompt: Any) -> None:
+    """``None`` sent as the word "None" would be answered, and nobody would notice."""
+    with pytest.raises(RowError):
+        render({"prompt": prompt})
+
+
+def test_messages_row_is_sent_with_its_images_loaded(media: dict[str, Any]) -> None:
+    uri = "data:image/png;base64," + base64.b64encode(png(BLUE)).decode()
+    messages = [
+        {"role": "system", "content": "s"},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "What?"},
+                {"type": "image_url", "image_url": {"url": uri, "detail": "low"}},
+                {"type": "image_url", "image_url": "red.png"},
+                {"type": "image", "image": png(BLUE)},
+            ],
+        },
+    ]
+    found = render({"messages": messages}, media=media)
+    assert outline(found) == ["What?", BLUE, RED, BLUE]
+    assert found.messages is not None
+    assert found.messages[0] == {"role": "system", "content": "s"}
+    assert messages[1]["content"][1]["type"] == "image_url", "the row itself stays as it was"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        None,
+        [],
+        "hello",
+        ["hello"],
+        [{"content": "x"}],
+        [{"role": 1, "content": "x"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": 3}],
+        [{"role": "user", "content": ["x"]}],
+        [{"role": "user", "content": [{"type": "text"}]}],
+        [{"role": "user", "content": [{"type": "video", "video": "x"}]}],
+        [{"role": "user", "content": [{"type": ["image"]}]}],
+    ],
+)
+def test_wrong_messages_are_errors_of_their_row(messages: Any) -> None:
+    assert refusal(RequestError, {"messages": messages}).startswith("messages: ")
+    assert refusal(RequestError, {"body": {"messages": messages}})
+
+
+def test_row_that_says_nothing_fails_with_the_names_it_has() -> None:
+    message = refusal(TemplateError, {"question": "x"})
+    assert "prompt.user is not set" in message
+    assert "question" in message
+
+
+def test_system_for_rows_that_bring_messages_is_refused_or_sent_but_not_denied() -> None:
+    fields = {"messages": [{"role": "user", "content": "x"}]}
+    found = renderer(prompt={"system": "s"}).render_or_fail(Row(0, "0", fields))
+    if isinstance(found, Completion):
+        assert "the row has none of messages" not in str(found.error)
+    else:
+        assert [message["role"] for message in found.messages or ()] == ["system", "user"]
+
+
+# OpenAI bodies
+
+
+CHAT = {"model": "gpt", "messages": [{"role": "user", "content": "x"}], "stream": False}
+
+
+@pytest.mark.parametrize(
+    ("body", "sampling"),
+    [
+        ({}, {}),
+        ({"temperature": 1, "top_p": 0.5, "n": 2}, {"temperature": 1, "top_p": 0.5, "n": 2}),
+        ({"max_completion_tokens": 9}, {"max_tokens": 9}),
+        ({"max_tokens": 9}, {"max_tokens": 9}),
+        ({"seed": None, "stop": ["a"]}, {"stop": ["a"]}),
+        ({"logprobs": True, "top_logprobs": 5}, {"logprobs": 5}),
+        ({"logprobs": True}, {"logprobs": 0}),
+        ({"logprobs": False, "top_logprobs": 5}, {}),
+        ({"user": "u", "metadata": {}, "store": True, "tools": [], "tools_": None}, {}),
+        ({"response_format": {"type": "text"}}, {}),
+        (
+            {"response_format": {"type": "json_object"}},
+            {"structured_outputs": {"json_object": True}},
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {"type": "null"}},
+                }
+            },
+            {"structured_outputs": {"json": {"type": "null"}}},
+        ),
+    ],
+)
+def test_chat_body_speaks_vllms_words(body: dict[str, Any], sampling: dict[str, Any]) -> None:
+    found = render({"custom_id": "a", "body": {**CHAT, **body}, "url": "/v1/chat/completions"})
+    assert found.messages == CHAT["messages"]
+    assert found.prompt is None
+    assert found.sampling == {"temperature": 0.0, "max_tokens": 256, **sampling}
+
+
+def test_completions_body_sends_plain_text() -> None:
+    found = render({"body": {"model": "m", "prompt": "Once", "logprobs": 2, "max_tokens": 3}})
+    assert (found.messages, found.prompt) == (None, "Once")
+    assert found.sampling == {"temperature": 0.0, "max_tokens": 3, "logprobs": 2}
+    assert render({"body": {"prompt": ["Once"]}}).prompt == "Once"
+
+
+def test_image_in_a_body_is_loaded() -> None:
+    uri = "data:image/png;base64," + base64.b64encode(png(BLUE)).decode()
+    part = {"type": "image_url", "image_url": {"url": uri}}
+    body = {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "?"}]}]}
+    assert outline(render({"body": body})) == [BLUE, "?"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (5, "found int"),
+        ({}, "neither messages nor a text prompt"),
+        ({"prompt": ["a", "b"]}, "neither messages nor a text prompt"),
+        ({"prompt": [1, 2]}, "neither messages nor a text prompt"),
+        ({**CHAT, "tools": [{}]}, "body.tools: not supported"),
+        ({**CHAT, "functions": [{}]}, "body.functions: not supported"),
+        ({"prompt": "x", "best_of": 3}, "body.best_of: not supported"),
+        ({"prompt": "x", "echo": True}, "body.echo: not supported"),
+        ({**CHAT, "response_format": "json"}, "body.response_format"),
+        ({**CHAT, "response_format": {"type": "yaml"}}, "found type 'yaml'"),
+        ({**CHAT, "response_format": {"type": "json_schema"}}, "body.response_format"),
+        (
+            {**CHAT, "response_format": {"type": "json_schema", "json_schema": "x"}},
+            "body.response_format",
+        ),
+    ],
+)
+def test_body_that_asks_for_the_impossible_fails(body: Any, words: str) -> None:
+    assert words in refusal(RequestError, {"body": body})
+
+
+def test_templates_win_over_what_the_row_brings() -> None:
+    fields = {"body": {**CHAT, "temperature": 1}, "messages": [], "q": "mine"}
+    found = render(fields, prompt={"user": "{{ q }}"})
+    assert found.messages == [{"role": "user", "content": "mine"}]
+    assert found.sampling["temperature"] == 0.0
+
+
+# Sampling
+
+
+@pytest.mark.parametrize(
+    "own", [{"temperature": 0.9, "seed": 1}, '{"temperature": 0.9, "seed": 1}']
+)
+def test_row_may_bring_its_own_sampling(own: Any) -> None:
+    tables = {"prompt": {"user": "u"}, "sampling": {"sampling_column": "params", "top_k": 3}}
+    found = render({"params": own}, **tables)
+    expected = {"temperature": 0.9, "max_tokens": 256, "top_k": 3, "seed": 1}
+    assert found.sampling == expected
+    assert render({"params": None}, **tables).sampling["temperature"] == 0.0
+    assert render({"params": ""}, **tables).sampling["temperature"] == 0.0
+
+
+@pytest.mark.parametrize("own", ["{", "[1]", "hot", 3, ["a"], True])
+def test_sampling_that_is_no_table_fails_its_row(own: Any) -> None:
+    message = refusal(
+        RequestError,
+        {"params": own},
+        prompt={"user": "u"},
+        sampling={"sampling_column": "params"},
+    )
+    assert message.startswith(f"params: found {own!r}, expected a table")
+
+
+def test_temperature_follows_the_attempt() -> None:
+    tables = {"prompt": {"user": "u"}, "retry": {"temperatures": [0.1, 0.7]}}
+    found = [render({}, attempt, **tables) for attempt in (1, 2, 3)]
+    assert [request.sampling["temperature"] for request in found] == [0.1, 0.7, 0.7]
+    assert [request.attempt for request in found] == [1, 2, 3]
+    assert render({}, 3, prompt={"user": "u"}).sampling["temperature"] == 0.0
+
+
+# Failures and threads
+
+
+def test_row_that_could_not_be_read_fails_with_its_own_error() -> None:
+    error = RequestError("rows.jsonl line 3: not valid JSON")
+    found = renderer(prompt={"user": "u"}).render_or_fail(Row(2, "2", {}, error), 4)
+    assert isinstance(found, Completion)
+    assert found.error is error
+    assert (found.request.row.index, found.request.attempt) == (2, 4)
+    assert (found.request.messages, found.request.prompt) == (None, None)
+
+
+def test_threads_may_share_a_renderer(media: dict[str, Any]) -> None:
+    shared = renderer(
+        vars={"tone": "brief"},
+        prompt={
+            "system": "{{ tone }}",
+            "user": "{% for w in words %}{{ w }} {% endfor %}{{ n + 1 }}",
+            "images": ["{{ photo }}"],
+            "captions": ["{{ n }}"],
+        },
+        media=media,
+    )
+    photos = ["red.png", png(BLUE), "no.png"]
+    rows = [
+        Row(n, str(n), {"n": n, "words": ["w"] * (n % 50), "photo": photos[n % 3]})
+        for n in range(400)
+    ]
+
+    def seen(row: Row) -> Any:
+        found = shared.render_or_fail(row)
+        return str(found.error) if isinstance(found, Completion) else outline(found)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(seen, rows)) == [seen(row) for row in rows]
+
+
+# The fingerprint of a row
+
+ODD = [
+    2**70,
+    -(2**70),
+    "lone \ud800 surrogate",
+    float("inf"),
+    b"bytes",
+    bytearray(b"bytes"),
+    memoryview(b"bytes"),
+    datetime.datetime(2020, 1, 2, 3, 4, tzinfo=datetime.UTC),
+    datetime.date(2020, 1, 2),
+    datetime.timedelta(1),
+    {"nested": [{"deeper": (1, None, True)}]},
+    {1: "int key", 2: "other"},
+    {(1, 2): "tuple key"},
+    {None: 1},
+    np.arange(5),
+    Image.new("RGB", (2, 2), RED),
+]
+ODD_IDS = [str(n) for n in range(len(ODD))]
+
+
+@pytest.mark.parametrize("value", ODD, ids=ODD_IDS)
+def test_any_row_has_a_fingerprint(value: Any) -> None:
+    found = input_hash({"x": value})
+    assert len(found) == 16
+    assert found == input_hash({"x": value})
+    assert found != input_hash({"x": "something else"})
+
+
+def test_deeply_nested_row_has_a_fingerprint() -> None:
+    deep: Any = 1
+    for _ in range(600):
+        deep = [deep]
+    assert input_hash({"x": deep}) == input_hash({"x": deep})
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=4) | st.binary(max_size=4),
+    lambda part: (
+        st.lists(part, max_size=3) | st.dictionaries(st.text(max_size=3), part, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.text(max_size=3), VALUES, max_size=4))
+def test_equal_fields_have_equal_fingerprints_whatever_their_order(fields: dict[str, Any]) -> None:
+    assert input_hash(fields) == input_hash(dict(reversed(fields.items())))
+
+
+@given(VALUES, VALUES)
+def test_other_fields_have_another_fingerprint(one: Any, other: Any) -> None:
+    if repr(one) != repr(other) and one != other:
+        assert input_hash({"x": one}) != input_hash({"x": other})
+
+
+def test_fingerprint_sees_all_of_a_value() -> None:
+    one, other = np.arange(5000), np.arange(5000)
+    other[2500] = 0
+    assert input_hash({"x": one}) != input_hash({"x": other})
+    assert input_hash({"x": png(RED)}) != input_hash({"x": png(BLUE)})
+
+
+def test_same_picture_has_the_same_fingerprint() -> None:
+    """Else a list of rows with PIL images could never be resumed."""
+    one, other = Image.new("RGB", (2, 2), RED), Image.new("RGB", (2, 2), RED)
+    assert input_hash({"x": one}) == input_hash({"x": other})
+    assert input_hash({"x": one}) != input_hash({"x": Image.new("RGB", (2, 2), BLUE)})
+
+
+def test_renderer_takes_a_job_from_python() -> None:
+    job = JobConfig(engine={"kind": "dry-run"}, prompt={"user": "{{ a }}"})  # type: ignore[arg-type]
+    found = PromptRenderer(job).render(Row(0, "0", {"a": "b"}))
+    assert found.input_hash == input_hash({"a": "b"})
+
+
+def test_a_template_cannot_change_the_row_nor_its_hash_nor_vars() -> None:
+    source = "{{ mine | indent }}{{ tags | indent }}{% if fails %}{{ nowhere }}{% endif %}"
+    made = renderer(vars={"tags": ["a"]}, prompt={"user": source})
+    seen = []
+    for fails in (False, True, False):
+        fields = {"fails": fails, "mine": ["b"]}
+        found = made.render_or_fail(Row(0, "0", fields))
+        request = found.request if isinstance(found, Completion) else found
+        assert request.input_hash == input_hash({"fails": fails, "mine": ["b"]})
+        assert fields["mine"] == ["b"]
+        assert isinstance(found, Completion) == fails
+        seen.append(request.messages)
+    assert seen[0] == seen[2]
+
+
+def test_names_in_tells_fields_from_functions_that_are_called() -> None:
+    job = make_job(
+        {
+            "engine": {"kind": "dry-run"},
+            "prompt": {"user": "{{ range }}{% for i in range(2) %}{{ dict(a=i) }}{% endfor %}"},
+        },
+        "test",
+    )
+    assert names_in(job, job.prompt, ["{{ joiner }}"]) == {"range", "joiner"}
+
+
+def test_the_outlook_of_rows_is_alike_where_a_template_calls_a_function() -> None:
+    made = renderer(prompt={"user": "{% for i in range(2) %}{{ i }}{% endfor %}{{ q }}"})
+    first, second = (made.outlook(Row(n, str(n), {"q": "same"})) for n in range(2))
+    assert first == second

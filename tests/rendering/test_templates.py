@@ -1,0 +1,376 @@
+"""A template that takes for ever, or all memory, fails its row; the others are rendered as before."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from batchkit.config.loading import make_job
+from batchkit.config.tables import JobConfig
+from batchkit.errors import EngineError, JobError, RenderTimeoutError, RowError, TemplateError
+from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.rendering.renderer import PathTemplate
+from batchkit.rendering.templates import RowTemplate
+from batchkit.storage.ledger import RESULTS, read_newest
+from tests.conftest import batchkit, write_jsonl
+
+FIELDS = {
+    "text": "some text",
+    "xs": [{"a": "x", "b": ["p", "q"]}, {"a": "y", "b": []}],
+    "wide": "%999999999d",
+    "n": 3,
+    "day": datetime.date(2026, 11, 22),
+}
+ENDLESS = [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ '%999999999d' % 1 }}",
+    "{{ wide % 1 }}",
+    "{{ lipsum(n=10**8) }}",
+    "{{ xs | batch(10**9, 1) | list }}",
+    "{{ 9**(9**9) }}",
+    "{{ 'a' * 10**10 }}",
+    "{{ '{:>9999999999}'.format(1) }}",
+    "{{ text | center(10**9) }}",
+    "{{ text | replace('', 'x' * 99999) | replace('x', 'y' * 99999) }}",
+    "{{ range(99999) | join('x' * 999999) }}",
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(99) }}",
+    "{% set ns = namespace(x=text) %}{% for i in xs * 99 %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "{% set n = namespace(x=1) %}{% for i in xs * 99 %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+]
+HARMLESS = [
+    "{{ text }}",
+    "{% set a = text | upper %}{% if n == 3 %}{{ a }}{% else %}-{% endif %}",
+    "{% for x in xs if x.b %}{{ loop.index }}. {{ x.a | trim }}{% if n %}!{% endif %}{% endfor %}",
+    "{% for x in xs %}{% for b in x.b %}{{ b }},{% endfor %}{% endfor %}",
+    "{{ xs | map(attribute='a') | join(', ') }} {{ xs | tojson }}",
+    "{{ 'the text is %s, and %5.2f' % (text, n) }} {{ '%d' | format(n) }}",
+    "{{ ['A', 'B'][n % 2] }} {{ n * 2 + 1 }} {{ text[:4] ~ '…' }} {{ day.strftime('%d.%m.%Y') }}",
+    "{{ xs[0].get('c', 'none') }} {{ text.split() | length }} {{ missing | default('no') }}",
+]
+SOME_FILTERS = st.sampled_from(
+    ["upper", "tojson", "join('ab')", "replace('a', 'bcd')", "indent(2)"]
+)
+
+
+def template(source: str, timeout_s: float = 60.0) -> RowTemplate:
+    return RowTemplate("prompt.user", source, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("source", ENDLESS)
+def test_a_template_without_an_end_is_ended(source: str) -> None:
+    with pytest.raises(RowError) as refused:
+        template(source, timeout_s=0.4).text(FIELDS)
+    assert refused.value.kind in ("timeout", "template")
+    assert not refused.value.retryable
+    if isinstance(refused.value, RenderTimeoutError):
+        assert "prompt.user: not rendered within 0.4 s (run.row_timeout_s)" in str(refused.value)
+    else:
+        assert "memory" in str(refused.value) or "bytes" in str(refused.value)
+
+
+@pytest.mark.parametrize("source", HARMLESS)
+def test_what_is_bounded_by_the_row_needs_no_process(source: str) -> None:
+    plain = template(source)
+    assert not plain.is_apart
+    before = psutil.Process().children()
+    here = plain.text(FIELDS)
+    assert psutil.Process().children() == before
+    # The same from a process: a macro that is never called makes it one that nobody looks through.
+    apart = template("{% macro m() %}{% endmacro %}" + source)
+    assert apart.is_apart
+    assert apart.text(FIELDS) == here
+
+
+@settings(deadline=None)  # a filter takes longer on a busy machine
+@given(filters=st.lists(SOME_FILTERS, max_size=8), of=st.sampled_from(["text", "xs", "row"]))
+def test_filters_that_need_no_process_do_not_multiply(filters: list[str], of: str) -> None:
+    written = template("{{ " + " | ".join([of, *filters]) + " }}")
+    if not written.is_apart:
+        row = {**FIELDS, "row": 'a"\n' * 100}
+        with contextlib.suppress(TemplateError):  # a list has no lines to indent
+            assert len(written.text(row)) <= len(str(row[of])) * 16**2
+
+
+def test_errors_are_the_same_from_a_process() -> None:
+    for source, words in (
+        ("{{ nowhere }}", "'nowhere' is undefined; the row has text, n"),
+        ("{{ text.nowhere }}", "no attribute 'nowhere'"),
+        ("{{ n // 0 }}", "ZeroDivisionError"),
+        ("{{ text.__class__.__mro__ }}", "unsafe"),
+    ):
+        for given_source in (source, "{% macro m() %}{% endmacro %}" + source):
+            with pytest.raises(TemplateError, match=words):
+                template(given_source).text({"text": "a", "n": 1})
+
+
+def test_an_image_expression_from_a_process_keeps_its_type() -> None:
+    source = RowTemplate("prompt.images.0", "{{ [image] * n }}", timeout_s=60, keeps_type=True)
+    assert source.value({"image": b"\x89PNG", "n": 2}) == [b"\x89PNG", b"\x89PNG"]
+
+
+def test_a_path_template_without_an_end_is_ended() -> None:
+    job = make_job({"engine": {"kind": "dry-run"}, "run": {"row_timeout_s": 1}}, "test")
+    with pytest.raises(RenderTimeoutError, match=r"scoring\.table"):
+        PathTemplate("scoring.table", "{{ lipsum(n=10**8) }}", job).render({})
+
+
+@pytest.mark.parametrize("source", ["(" * 5000 + "1" + ")" * 5000, "9" * 5000])
+def test_a_template_that_python_cannot_compile_is_the_jobs_mistake(source: str) -> None:
+    with pytest.raises(JobError, match=r"prompt\.user: line 1: "):
+        template("{{ " + source + " }}")
+
+
+def test_neighbours_of_an_endless_row_are_answered(tmp_path: Path) -> None:
+    rows = [{"n": 99998 if index % 10 == 3 else index} for index in range(40)]
+    job = JobConfig.model_validate(
+        {
+            "name": "endless",
+            "engine": {"kind": "dry-run"},
+            "output": {"dir": str(tmp_path)},
+            "prompt": {
+                "user": "{% for i in range(n % 99999) %}{% for j in range(n % 99999) %}"
+                "{% endfor %}{% endfor %}{{ n }}"
+            },
+            "run": {"row_timeout_s": 1.5, "render_threads": 2},
+        }
+    )
+    summary = ProductionBatchProcessor(job, quiet=True).process(rows)
+    assert (summary.ok, summary.failed) == (36, 4)
+    failed = [r for r in read_newest(tmp_path / "endless" / RESULTS) if r["status"] == "failed"]
+    assert [record["index"] % 10 for record in failed] == [3] * 4
+    assert {record["error"]["kind"] for record in failed} == {"timeout"}
+
+
+def test_validate_and_dry_run_end_an_endless_row(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", [{"n": 10**10}, {"n": 1}])
+    (tmp_path / "job.toml").write_text(
+        '[input]\npath = "rows.jsonl"\n[prompt]\nuser = "{{ \'a\' * n }}"\n'
+        '[engine]\nkind = "dry-run"\n[run]\nrow_timeout_s = 5\n'
+    )
+    checked = batchkit("validate", tmp_path / "job.toml", cwd=tmp_path)
+    assert checked.returncode != 0
+    assert "GiB of memory" in checked.stdout + checked.stderr
+    shown = batchkit("run", "--dry-run", tmp_path / "job.toml", cwd=tmp_path)
+    assert "GiB of memory" in shown.stdout + shown.stderr
+
+
+def test_the_process_of_a_thread_ends_with_it() -> None:
+    thread = threading.Thread(target=template("{{ lipsum() }}").text, args=({},))
+    before = psutil.Process().children()
+    thread.start()
+    thread.join()
+    _wait_until(lambda: psutil.Process().children() == before)
+
+
+def test_a_killed_run_leaves_no_process_behind(tmp_path: Path) -> None:
+    program = (
+        "from batchkit.rendering.templates import RowTemplate\n"
+        "RowTemplate('k', '{{ lipsum() }}', timeout_s=60).text({})\n"
+        "print('up', flush=True)\n"
+        "RowTemplate('k', '{{ 9**(9**9) }}', timeout_s=600).text({})\n"
+    )
+    run = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "up\n"
+    (child,) = psutil.Process(run.pid).children()
+    time.sleep(0.2)
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait()
+    run.stdout.close()
+    _wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_count_of_render_threads_has_a_limit() -> None:
+    with pytest.raises(JobError, match=r"run\.render_threads: .*≤ 256"):
+        make_job({"engine": {"kind": "dry-run"}, "run": {"render_threads": 1_000_000}}, "test")
+
+
+@pytest.mark.parametrize("name", ["range", "dict", "namespace", "cycler", "joiner", "lipsum"])
+@pytest.mark.parametrize(
+    "before",
+    ["", "{% for f in facts %}{{ f }}{{ n }}{% endfor %}", "{% macro m() %}{% endmacro %}"],
+)
+def test_a_field_called_like_a_function_of_jinja_is_the_field(name: str, before: str) -> None:
+    found = template(before + "{{ " + name + " }}").text({name: "10-20", "facts": [], "n": 1})
+    assert found == "10-20"
+
+
+def test_a_function_of_jinja_can_be_called_where_no_field_has_its_name() -> None:
+    assert template("{% for i in range(3) %}{{ i }}{% endfor %}").text({"n": 1}) == "012"
+
+
+@pytest.mark.parametrize("before", ["", "{% macro m() %}{% endmacro %}"])
+def test_indenting_changes_nothing_that_the_row_holds(before: str) -> None:
+    row = {"tags": ["a", "b"], "text": "a\nb"}
+    assert template(before + "{{ tags | indent }} {{ text | indent }}").text(row) == (
+        "['a', 'b'] a\n    b"
+    )
+    assert row == {"tags": ["a", "b"], "text": "a\nb"}
+
+
+def test_a_process_that_dies_while_it_answers_fails_the_row_alone() -> None:
+    dies = InTheProcess(
+        "import os, signal\nfrom multiprocessing.connection import Connection\n"
+        "def half(self, sent):\n"
+        "    os.write(self.fileno(), bytes(sent)[:len(sent) - 3])\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "Connection._send = half"
+    )
+    apart = template("{{ lipsum(1) }}{{ dies }}")
+    with pytest.raises(TemplateError, match="died twice"):
+        apart.text({"dies": dies})
+    assert apart.text({"dies": 1})
+
+
+def test_a_process_that_dies_as_it_starts_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\n[ -e {tmp_path}/tried ] && exec {sys.executable} "$@"\n'
+        f"touch {tmp_path}/tried\nkill -9 $$\n"
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert _in_a_thread(lambda: template("{{ lipsum(1) }}{{ n }}").text({"n": 7})).endswith("7")
+
+
+def test_no_process_for_want_of_open_files_is_the_machines_error() -> None:
+    apart, (soft, hard) = template("{{ lipsum(1) }}"), resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def without_files() -> str:
+        with open(os.devnull) as lowest:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest.fileno(), hard))
+            try:
+                apart.text({})
+            except EngineError as error:
+                return str(error)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        return "no error"
+
+    assert "could be started: Too many open files" in _in_a_thread(without_files)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ q | tojson(indent=2) }}",
+        "{{ q | replace('', '0123456789abcdef') | replace('', '0123456789abcdef') }}",
+        "{{ q.replace('', '0123456789abcdef') }}",
+        "{{ 'aaaaaaaaaaaaaaaa'" + " | replace('a', 'aaaaaaaaaaaaaaaa')" * 8 + " }}",
+        "{{ q | unique | list | length }}",
+    ],
+)
+def test_what_grows_without_bound_needs_a_process(source: str) -> None:
+    assert template(source).is_apart
+
+
+@pytest.mark.parametrize(
+    ("source", "row"),
+    [
+        ("{% for line in q.splitlines() %}Fact {{ line }}" + "." * 100 + "{% endfor %}", "\n"),
+        ("{% for line in q %}{{ line }}" + "." * 100 + "{% endfor %}", [0]),
+        ("{% set a = '" + "." * 99 + "' %}{% for line in q %}{{ a }}{% endfor %}", [[]]),
+        ("{{ q | replace('a', 'aaaaaaaaaaaaaaaa') | replace('a', 'aaaaaaaaaaaaaaaa') }}", "a"),
+    ],
+)
+def test_a_row_that_would_grow_too_much_is_rendered_apart(source: str, row: Any) -> None:
+    plain = template(source)
+    assert not plain.is_apart
+    assert plain.text({"q": row * 10})
+    with pytest.raises(TemplateError, match=r"bytes; .* may be|GiB of memory"):
+        plain.text({"q": row * 1_000_000})
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("a + b", "rb"),
+        ("a[:1] + b[:1]", "rb"),
+        ("[one] * 2", "gg"),
+        ("a | batch(1) | first", "r"),
+        ("a | slice(1) | first", "r"),
+        ("[a, b] | sum(start=[])", "rb"),
+        ("(a + b) | selectattr('size', 'eq', (4, 4)) | list", "b"),
+        ("[one] * n + [raw]", "g!"),
+    ],
+)
+def test_an_image_expression_gives_the_rows_own_pictures(expression: str, expected: str) -> None:
+    known = {
+        "r": Image.new("RGB", (4, 2), "red"),
+        "b": Image.new("RGB", (4, 4), "blue"),
+        "g": Image.new("RGB", (2, 2), "green"),
+        "!": b"\x89PNG",
+    }
+    row = {"a": [known["r"]], "b": [known["b"]], "one": known["g"], "raw": known["!"], "n": 1}
+    source = RowTemplate("images.0", "{{ " + expression + " }}", timeout_s=60, keeps_type=True)
+    found = source.value(row)
+    assert [next(k for k, v in known.items() if v is part or v == part) for part in found] == list(
+        expected
+    )
+    assert all(part is known[k] for part, k in zip(found, expected, strict=True) if k != "!")
+
+
+def test_no_more_processes_render_at_once_than_there_are_cores(tmp_path: Path) -> None:
+    busy = InTheProcess(
+        "import os, time\nbegan = time.monotonic()\ntime.sleep(0.2)\n"
+        f"open('{tmp_path}/' + str(os.getpid()), 'a').write(f'{{began}} {{time.monotonic()}}\\n')"
+    )
+    apart, count = template("{{ lipsum(1) }}{{ busy }}"), len(os.sched_getaffinity(0))
+    threads = [
+        threading.Thread(target=apart.text, args=({"busy": busy},)) for _ in range(2 * count + 2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    spans = [tuple(map(float, line.split())) for p in tmp_path.iterdir() for line in p.open()]
+    assert len(spans) == len(threads)
+    assert max(sum(a <= began < b for a, b in spans) for began, _ in spans) <= count
+
+
+def test_an_undefined_operand_is_named_whatever_stands_beside_it() -> None:
+    for source in ("{{ (d.nothing) ** loop }}", "{{ 2 ** d.nothing }}"):
+        with pytest.raises(TemplateError, match="no attribute 'nothing'"):
+            template(source).text({"d": {}, "loop": []})
+
+
+class InTheProcess:
+    """Runs ``code`` in the process that it is sent to; there it is None."""
+
+    def __init__(self, code: str) -> None:
+        self._code = code
+
+    def __reduce__(self) -> Any:
+        return exec, (self._code, {})
+
+
+def _in_a_thread(call: Callable[[], str]) -> str:
+    """What ``call`` gives in a thread that has no process yet."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(call).result()
+
+
+def _wait_until(holds: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,298 @@
+"""Predictions and scores: what is read from an answer, and what it is worth."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchkit.config.tables import ScoringTable
+from batchkit.scoring import Scored, Scoring
+from batchkit.scoring.extract import EXTRACTORS
+from batchkit.scoring.metrics import tabulate
+from batchkit.scoring.overlap import OVERLAPS, Mode, normalise, overlap, pair
+from batchkit.scoring.reward import parse_reward
+from batchkit.scoring.values import choice, numbers_in, numeric
+from tests.support.paths import ROOT
+
+VECTORS = ROOT.parent / "shared/realhit/metric_vectors.json"
+NAMES = {"F1": "f1", "EM": "em", "ROUGE-L": "rouge-l", "SacreBLEU": "sacrebleu"}
+
+
+def percent(name: str, prediction: str, reference: str, mode: Mode = "official") -> float:
+    return overlap(name, pair(prediction, reference, mode), mode) * 100
+
+
+def vectors(*keys: str) -> list[Any]:
+    if not VECTORS.exists():
+        return [pytest.param(None, marks=pytest.mark.skip(f"{VECTORS} is not on this machine"))]
+    found = json.loads(VECTORS.read_text())
+    return [vector for key in keys for vector in found[key]]
+
+
+@pytest.mark.parametrize("vector", vectors("qa", "real_rows"))
+def test_scores_equal_the_official_ones_to_the_digit(vector: dict[str, Any]) -> None:
+    texts = pair(vector["prediction"], vector["reference"], "official")
+    if "norm_prediction" in vector:
+        assert texts == (vector["norm_prediction"], vector["norm_reference"])
+    for called, name in NAMES.items():
+        assert percent(name, vector["prediction"], vector["reference"]) == pytest.approx(
+            vector["metrics"][called], abs=1e-9
+        )
+
+
+@pytest.mark.parametrize("vector", vectors("reward_score_parse"))
+def test_rewards_are_read_as_the_official_code_reads_them(vector: dict[str, Any]) -> None:
+    assert parse_reward(vector["response"], 5.0) == vector["score"]
+
+
+def test_the_mean_is_over_rows_and_not_over_words() -> None:
+    rows = [("1955, 62170", "1955, 62170"), ("Yes", "No"), ("35 to 39 years", "35 to 44 years")]
+    scoring = Scoring(
+        ScoringTable(reference="answer", scorers=["f1", "em", "rouge-l", "sacrebleu"])
+    )
+    table = tabulate(
+        (
+            {"status": "ok", "scores": scoring.score(text, {"answer": right}, "1").scores}
+            for text, right in rows
+        ),
+        None,
+    )
+    overall = table.to_json()["overall"]
+    assert [round(overall[name], 4) for name in NAMES.values()] == [
+        58.3333,
+        33.3333,
+        58.3333,
+        11.7867,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "official", "fixed"),
+    [
+        ("1.5", "15", "1.5"),
+        ("-3.2", "32", "-3.2"),
+        ("−3.2", "−32", "-3.2"),
+        ("1955,62170", "195562170", "1955 62170"),
+        ("62,170", "62170", "62170"),
+        ("1,234,567.89 USD", "12345679 usd", "1234567.9 usd"),
+        ("The cat, a dog", "cat dog", "cat dog"),
+        ("yes.", "yes", "yes"),
+        ("2019-2020", "20192020", "2019 2020"),
+        ("1.5e3", "15e3", "1500"),
+        ("Employer’s", "employer’s", "employers"),
+        ("and/or", "andor", "and or"),
+        ("", "", ""),
+    ],
+)  # fmt: skip
+def test_normalisation(text: str, official: str, fixed: str) -> None:
+    assert normalise(text, "official") == official
+    assert normalise(text, "fixed") == fixed
+
+
+@pytest.mark.parametrize(
+    ("name", "prediction", "reference", "official", "fixed"),
+    [
+        ("em", "1.5", "15", 100, 0),
+        ("em", "-3.2", "3.2", 100, 0),
+        ("f1", "1955,62170", "1955, 62170", 0, 100),
+        ("sacrebleu", "England", "England", 0, 100),
+        ("rouge-l", "英国", "英国", 0, 100),
+        ("f1", "", "Yes", 0, 0),
+        ("em", "", "", 0, 0),
+    ],
+)
+def test_what_fixed_mends(
+    name: str, prediction: str, reference: str, official: float, fixed: float
+) -> None:
+    assert percent(name, prediction, reference) == pytest.approx(official)
+    assert percent(name, prediction, reference, "fixed") == pytest.approx(fixed)
+
+
+@given(st.text(max_size=60), st.text(max_size=60), st.sampled_from(["official", "fixed"]))
+def test_any_two_texts_have_scores_from_0_to_1(one: str, other: str, mode: Mode) -> None:
+    for name in OVERLAPS:
+        assert 0 <= overlap(name, pair(one, other, mode), mode) <= 1 + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("[Final Answer]: 1955, 62170", "1955, 62170"),
+        ("Step 1…\n[Final Answer]: 5\nThat is it.", "5\nThat is it."),
+        ("[Final Answer]: 1 and then [Final Answer]: 2", "2"),
+        ("Final Answer: 3", "3"),
+        ("Final Answer: 9 … [Final Answer]: 3", "3"),
+        ("**[Final Answer]:** 12", "** 12"),
+        ("[final answer]: 3", None),
+        ("nothing", None),
+    ],
+)
+def test_the_final_answer(text: str, found: str | None) -> None:
+    assert EXTRACTORS["final-answer"](text, ScoringTable()) == found
+
+
+def test_without_a_marker_the_whole_text_is_the_prediction() -> None:
+    scoring = Scoring(ScoringTable(extract="final-answer", reference="a", scorers=["em"]))
+    assert scoring.finds_nothing("  y ", {"a": "y"})
+    assert scoring.score("  y ", {"a": "y"}, "1") == Scored("y", {"em": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("extract", "options", "text", "found"),
+    [
+        ("text", {}, "  a b \n", "a b"),
+        ("number", {}, "first 3, then 1,234.50 apples", "1234.5"),
+        ("number", {}, "1955,62170", "62170"),
+        ("number", {}, "none", None),
+        ("regex", {"pattern": r"answer is (\w+)"}, "answer is A. No: answer is B", "B"),
+        ("regex", {"pattern": r"\d+"}, "a 12", "12"),
+        ("regex", {"pattern": r"\d+"}, "a", None),
+        ("json", {"key": "a.b"}, 'so: {"a": {"b": "x"}} done', "x"),
+        ("json", {"key": "a.1"}, '{"a": [1, 2]}', "2"),
+        ("json", {}, 'bad { then {"a": 1}', '{"a":1}'),
+        ("json", {"key": "c"}, '{"a": 1}', None),
+        ("json", {"key": "a"}, "{" * 5000, None),
+        ("code", {}, "so\n```python\nx = 1\n```\nand\n```\ny = 2\n```", "y = 2"),
+        ("code", {}, "Here:\nimport os\nprint(1)", "import os\nprint(1)"),
+        ("code", {}, "no program", None),
+        ("reward", {}, "Score: 8.5", "8.5"),
+        ("reward", {}, "12 / 10", "10"),
+        ("reward", {}, "no number", None),
+        ("reward", {"default_reward": 5.0}, "no number", "5"),
+    ],
+)
+def test_extractors(extract: str, options: dict[str, Any], text: str, found: str | None) -> None:
+    table = ScoringTable.model_validate({"extract": extract, "pattern": "x", **options})
+    assert EXTRACTORS[extract](text, table) == found
+
+
+@given(st.text(max_size=200), st.sampled_from(sorted(EXTRACTORS)))
+def test_no_text_breaks_an_extractor(text: str, extract: str) -> None:
+    EXTRACTORS[extract](text, ScoringTable(extract="regex", pattern=r"(\w+)?x"))
+
+
+def test_numbers() -> None:
+    assert numbers_in("−3.5, $1,200 and 7% of 2e3") == [-3.5, 1200, 7, 2000]
+    assert numbers_in("v1.2.3 is no number, x2 neither") == []
+    assert numbers_in("12,62170 and 1,1955") == [12, 62170, 1, 1955]
+    assert numbers_in("- 42 things, 3 - 5, -7") == [42, 3, 5, -7]
+    assert numeric("about 101", "100", 0.01) == 1
+    assert numeric("102", "100", 0.01) == 0
+    assert numeric("1, 2", "1, 2, 3", 0.01) == 0
+    assert numeric("none", "100", 0.01) == 0
+    assert numeric("100", "none", 0.01) is None
+
+
+def test_choices() -> None:
+    words = ["Yes", "No"]
+    assert choice(" yes. ", "Yes", words) == 1
+    assert choice("The answer is no", "No", words) == 1
+    assert choice("yes or no", "No", words) == 0
+    assert choice("nothing of it", "No", words) == 0
+    assert choice("yes", "Perhaps", words) is None
+    assert choice("I see a dog", "A", list("ABCD")) == 0
+    assert choice("The answer is B, as a cat shows", "B", list("ABCD")) == 1
+    assert choice("b", "B", list("ABCD")) == 1
+
+
+def test_what_cannot_be_told_is_unscored_and_no_zero() -> None:
+    scoring = Scoring(ScoringTable(extract="number", reference="a", scorers=["em", "numeric"]))
+    assert scoring.score("5", {"a": ""}, "1").scores == {"em": None, "numeric": None}
+    assert scoring.score("5", {}, "1").scores == {"em": None, "numeric": None}
+    found = scoring.score("no number", {"a": "5"}, "1")
+    assert found == Scored(None, {"em": None, "numeric": None})
+
+
+def test_a_reference_run_that_answered_nothing_leaves_its_row_unscored() -> None:
+    scoring = Scoring(ScoringTable(scorers=["em"]), {"1": " ", "2": "x"})
+    assert scoring.score("x", {}, "1").scores == {"em": None}
+    assert scoring.score("x", {}, "2").scores == {"em": 1.0}
+    assert scoring.score("x", {}, "3").scores == {"em": None}
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"extract": "regex"},
+        {"extract": "regex", "rules": [{"where": {"a": 1}, "pattern": "x"}]},
+        {"rules": [{"where": {"a": 1}, "extract": "regex"}]},
+    ],
+)
+def test_regex_without_a_pattern_is_refused(table: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="needs a pattern"):
+        ScoringTable.model_validate(table)
+
+
+def test_the_first_rule_that_fits_a_row_is_its_rule() -> None:
+    scoring = Scoring(
+        ScoringTable.model_validate(
+            {
+                "reference": "a",
+                "scorers": ["em"],
+                "rules": [
+                    {"where": {"kind": ["sum", "mean"]}, "scorers": ["numeric"], "reference": "b"},
+                    {"where": {"kind": "sum"}, "scorers": ["f1"]},
+                ],
+            }
+        )
+    )
+    row = {"a": "x", "b": "2"}
+    assert scoring.score("2", {**row, "kind": "sum"}, "1").scores == {"numeric": 1.0}
+    assert scoring.score("x", {**row, "kind": "other"}, "1").scores == {"em": 1.0}
+    assert scoring.score("x", row, "1").scores == {"em": 1.0}
+    assert scoring.fields == {"a", "b", "kind"}
+
+
+def test_charts_and_judgements_wait() -> None:
+    scoring = Scoring(ScoringTable(reference="a", scorers=["em", "chart", "judge"]))
+    scored = scoring.score("x", {"a": "x"}, "1").scores
+    assert scored == {"em": 1.0, "ecr": None, "pass": None, "judge": None}
+
+
+def rewards(**values: list[float | None]) -> list[dict[str, Any]]:
+    return [
+        {"status": "ok", "fields": {"category": name}, "scores": {"reward": value}}
+        for name, scores in values.items()
+        for value in scores
+    ]
+
+
+def test_rewards_by_category() -> None:
+    records = [
+        *rewards(physical=[2, 4, 9], social=[8, 8, None]),
+        {"status": "failed", "fields": {}},
+    ]
+    table = tabulate(records, "category")
+    found = table.to_json()
+    assert (found["total"], found["scored"], found["unscored"], found["failed"]) == (7, 5, 1, 1)
+    assert (found["best"], found["worst"]) == ("social", "physical")
+    spread = found["metrics"]["physical"]["spread"]["reward"]
+    assert spread == {
+        "mean": 5,
+        "std": pytest.approx(math.sqrt(26 / 3)),
+        "median": 4,
+        "min": 2,
+        "max": 9,
+        "count": 3,
+    }
+    assert found["overall"]["reward"] == pytest.approx(6.2)
+    text = table.to_text()
+    assert "| physical | 5.00 | 2.94 |   4.00 | 2.00 | 9.00 |     3 |" in text
+    assert text.endswith("best: social\nworst: physical")
+
+
+def test_the_table_is_markdown_whatever_a_group_is_called() -> None:
+    records = [{"status": "ok", "fields": {"k": "a|b\nc"}, "scores": {"em": 1.0}}]
+    lines = tabulate(records, "k").to_text().split("\n")
+    assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
+    assert "a\\|b c" in lines[2]
+
+
+def test_an_empty_table() -> None:
+    assert tabulate([], "k").to_json()["total"] == 0
+    assert tabulate([], None).to_text()

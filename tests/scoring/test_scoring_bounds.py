@@ -1,0 +1,280 @@
+"""An answer that would take too long to score is unscored, and the reason is told."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rouge_score.rouge_scorer import RougeScorer
+
+from batchkit.commands.score import score_run, table_of
+from batchkit.config.loading import make_job
+from batchkit.config.tables import ScoringTable
+from batchkit.errors import JobError
+from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.scoring import Scored, Scoring
+from batchkit.scoring.extract import extracted
+from batchkit.scoring.overlap import overlap, pair
+from batchkit.storage.ledger import RESULTS, read_newest
+from batchkit.storage.score_store import SCORES, read_scored
+
+ENDLESS = r"(\w+\s?)+$"
+ANSWER = "never any end " * 400 + "!"
+
+
+def scored(text: str, reference: str = "a", **table: Any) -> Scored:
+    scoring = Scoring(ScoringTable.model_validate({"reference": "a", **table}))
+    return scoring.score(text, {"a": reference}, "row")
+
+
+def test_a_pattern_without_an_end_leaves_its_row_unscored() -> None:
+    found = scored(ANSWER, extract="regex", pattern=ENDLESS, scorers=["em", "f1"])
+    assert found.scores == {"em": None, "f1": None}
+    assert found.unscored is not None
+    assert "scoring.pattern found no end within 2 s of CPU time" in found.unscored
+    assert scored("the end", extract="regex", pattern=ENDLESS, scorers=["em"]).unscored is None
+
+
+def test_a_pattern_that_is_slow_at_each_of_many_matches_ends() -> None:
+    text = ("x" * 18 + "!") * 10_000
+    found = scored(text, extract="regex", pattern=r"(?:x+)+y|!", scorers=["em"])
+    assert found.unscored is not None
+
+
+PATTERNS = [
+    r"Answer: (\w+)",
+    r"\s(\S+)\s*$",
+    r"\\frac{d}{dx}",
+    r"x{i}",
+    r"(?:cat){e}",
+    r"[[:alpha:]]+",
+    r"(?i)straße",
+    r"(a*)+",
+    r"(?:(a)|b)*",
+    r"\W(\w)\W*$",
+    r"\x41|\0",
+]
+TEXTS = [
+    *(
+        "Answer: m²",
+        "Answer: CO₂",
+        "Answer: ½",
+        "Answer: नमस्ते",
+        "a\x1cb c\x1fd",
+        "xi x{i}",
+        "",
+        "\ud800 A",
+    ),
+    *(
+        "\\frac{d}{dx} y",
+        "cat cut {e} cat{e}",
+        "[a:] abc",
+        "STRASSE Straße",
+        "aab ab",
+        "B.\u200b",
+        "a\0",
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_is_read_as_pythons_re_reads_it(pattern: str) -> None:
+    table = ScoringTable(extract="regex", pattern=pattern)
+    for text in TEXTS:
+        *_, last = [None, *re.finditer(pattern, text)]
+        found = None if last is None else last[1 if last.re.groups else 0]
+        assert extracted(text, table) == (None if found is None else found.strip())
+
+
+def test_a_long_answer_of_many_matches_is_scored() -> None:
+    found = scored("ab " * 1_300_000 + "end", extract="regex", pattern=r"\S+", scorers=["em"])
+    assert (found.prediction, found.unscored) == ("end", None)
+
+
+def test_a_pattern_that_needs_too_much_memory_leaves_its_row_unscored() -> None:
+    found = scored(
+        "a" * 3_900_000, extract="regex", pattern=r"(?:(?:(a)|(b))|(c))*d", scorers=["em"]
+    )
+    assert found.unscored is not None
+    assert scored("the end", extract="regex", pattern=r"\w+$", scorers=["em"]).prediction == "end"
+
+
+def matchers() -> list[psutil.Process]:
+    children = psutil.Process().children()
+    return [child for child in children if "batchkit.scoring.matcher" in child.cmdline()]
+
+
+def started_for(pattern: str, text: str) -> int:
+    """How many processes a thread starts that has scored nothing before."""
+    started: list[int] = []
+
+    def score() -> None:
+        before = len(matchers())
+        extracted(text, ScoringTable(extract="regex", pattern=pattern))
+        started.append(len(matchers()) - before)
+
+    thread = threading.Thread(target=score)
+    thread.start()
+    thread.join()
+    return started[0]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"Answer: (\w+)", r"Answer:\s*(\w+)", r"\\boxed{(.*?)}", r"\b([A-D])\b", r"\d+(?:st|nd)"],
+)
+def test_a_pattern_that_cannot_take_long_needs_no_process(pattern: str) -> None:
+    assert started_for(pattern, "so far 12 " * 50 + "Answer: 12") == 0
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"(\w+\s?)+!",
+        r"(a|a)*!",
+        r"(?:a?){30}!",
+        r"(a*)*!",
+        r"(.*)(.*)(.*)(.*)!",
+        r"(a)?b(?(1)c|d)",
+        r"(a+)\1!",
+    ],
+)
+def test_a_pattern_that_may_take_long_has_a_process(pattern: str) -> None:
+    assert started_for(pattern, "a b" + "c" * 500 + "!") == 1
+
+
+def test_a_pattern_that_never_ends_over_forty_characters_is_ended() -> None:
+    assert scored("a" * 40 + "!", extract="regex", pattern=ENDLESS, scorers=["em"]).unscored
+
+
+def test_a_process_that_somebody_ends_costs_no_score() -> None:
+    table: dict[str, Any] = {"extract": "regex", "pattern": r"(?:\w+|\s)+$", "scorers": ["em"]}
+    assert scored("the end", **table).prediction == "the end"
+    assert matchers()
+    for process in matchers():
+        process.kill()
+    assert scored("an end", **table).prediction == "an end"
+
+
+def test_why_a_row_is_unscored_is_in_its_record_and_in_the_table(tmp_path: Path) -> None:
+    job = make_job(
+        {
+            "name": "long",
+            "engine": {"kind": "dry-run"},
+            "output": {"dir": str(tmp_path)},
+            "scoring": {"reference": "a", "scorers": ["em"]},
+        },
+        "test",
+    )
+    rows = [{"prompt": "short", "a": "b"}, {"prompt": "long", "a": "b" * 200_001}]
+    folder = tmp_path / "long"
+    assert ProductionBatchProcessor(job, quiet=True).process(rows).ok == 2
+    records = {r["index"]: r for r in read_newest(folder / RESULTS)}
+    reason = "the scorer em: the reference has more than 200,000 characters"
+    assert "unscored" not in records[0]
+    assert (records[1]["scores"], records[1]["unscored"]) == ({"em": None}, reason)
+    for table in (table_of(folder), score_run(folder, job, say=lambda line: None)):
+        assert table.to_json()["overall"]["unscored_because"] == {reason: 1}
+        assert f"unscored, 1 rows: {reason}" in table.to_text()
+    assert [record.get("unscored") for record in read_scored(folder)] == [None, reason]
+
+
+def test_scores_of_an_earlier_version_are_read(tmp_path: Path) -> None:
+    job = make_job(
+        {
+            "name": "older",
+            "engine": {"kind": "dry-run"},
+            "output": {"dir": str(tmp_path)},
+            "scoring": {"reference": "a", "scorers": ["em"]},
+        },
+        "test",
+    )
+    ProductionBatchProcessor(job, quiet=True).process([{"prompt": "short", "a": "b"}])
+    score_run(tmp_path / "older", job, say=lambda line: None)
+    scores = tmp_path / "older" / SCORES
+    line = json.loads(scores.read_text())
+    del line["unscored"]
+    scores.write_text(json.dumps(line) + "\n")
+    assert table_of(tmp_path / "older").to_json()["scored"] == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{" * 128_000,
+        "[" * 128_000,
+        '{"' * 64_000,
+        "[1," * 60_000,
+        '["' * 64_000,
+        "{ " * 64_000,
+        "[" * 900 + '"' + "a" * 300_000,
+        '{"a":' * 50_000,
+    ],
+    ids=lambda text: text[:3],
+)
+def test_brackets_that_begin_nothing_take_no_time(text: str) -> None:
+    found = scored(text + ' {"k": 1}', extract="json", key="k", scorers=["em"], reference="a")
+    assert found.prediction == "1" or found.unscored is not None
+
+
+def test_json_is_found_behind_many_other_brackets() -> None:
+    text = 'f(){ return {a: [x]} } "{" ' * 20_000 + '{"k": {"deep": [1, "é{"]}} and {so} on'
+    assert scored(text, extract="json", key="k").prediction == '{"deep":[1,"é{"]}'
+
+
+@pytest.mark.parametrize("scorer", ["f1", "em", "rouge-l", "sacrebleu", "numeric"])
+def test_a_text_beyond_any_answer_is_unscored(scorer: str) -> None:
+    found = scored("1 word " * 40_000, reference="1 word", scorers=[scorer])
+    assert found.scores == {scorer: None}
+    assert found.unscored is not None
+    assert "the prediction has more than 200,000 characters" in found.unscored
+    reward = scored("score: 7 " + "word " * 800_000, extract="reward", scorers=["reward"])
+    assert "4,000,000 characters" in str(reward.unscored)
+
+
+def test_long_texts_below_the_bound_are_scored() -> None:
+    words = [f"w{random.Random(n).randrange(5000)}" for n in range(30_000)]
+    text, reference = " ".join(words), " ".join(reversed(words))
+    found = scored(text, reference=reference, scorers=["rouge-l", "sacrebleu", "f1", "em"])
+    assert found.unscored is None
+    assert found.scores["f1"] == 1.0
+    assert 0 < (found.scores["rouge-l"] or 0) < 1
+
+
+def test_a_tower_of_combining_marks_is_unscored() -> None:
+    text = "a" + "\u0301\u0323" * 90_000
+    found = scored(text, scorers=["f1"], mode="fixed")
+    assert "combining marks" in str(found.unscored)
+
+
+@given(st.lists(st.sampled_from("abcd")), st.lists(st.sampled_from("abcd")))
+def test_rouge_l_is_that_of_rouge_score(one: list[str], other: list[str]) -> None:
+    prediction, reference = "x " + " ".join(one), "x " + " ".join(other)
+    right = RougeScorer(["rougeL"], use_stemmer=False)
+    texts = pair(prediction, reference, "official")
+    expected = right.score(texts.reference, texts.prediction)["rougeL"].fmeasure
+    assert overlap("rouge-l", texts, "official") == round(expected * 100, 2) / 100
+
+
+@pytest.mark.parametrize(
+    ("scoring", "words"),
+    [
+        ({"pattern": "("}, r"pattern '\(' is no regular expression: missing \)"),
+        ({"pattern": "(" * 5000 + ")" * 5000}, "pattern .* nested too deep"),
+        ({"pattern": "x", "rules": [{}, {"pattern": "["}]}, r"rules\.1\.pattern '\['"),
+    ],
+)
+def test_a_pattern_that_is_none_names_its_key(scoring: dict[str, Any], words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        make_job(
+            {"engine": {"kind": "dry-run"}, "scoring": {"extract": "regex", **scoring}}, "test"
+        )

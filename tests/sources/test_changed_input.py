@@ -1,0 +1,360 @@
+"""An input that changes while a run reads it: the run stops, and no row of it is lost or mixed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tomlkit
+from click.testing import CliRunner, Result
+
+from batchkit.cli import cli
+from batchkit.config.loading import make_job
+from batchkit.errors import BatchkitError, BrokenInputError, ChangedInputError
+from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.sources.input import Input, watched
+from batchkit.types import Row
+
+LOG = Path("output/a/results.jsonl")
+N = 1500
+REQUEUE = "--on-change=requeue"
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def rows(word: str, n: int = N) -> list[dict[str, Any]]:
+    """Larger together than what is read at once."""
+    return [{"key": f"k{i}", "q": f"{word} {i:05} " + "x" * 2000} for i in range(n)]
+
+
+def encoded(rows: list[dict[str, Any]], suffix: str = ".jsonl") -> bytes:
+    lines = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    if suffix == ".json":
+        return json.dumps(rows).encode()
+    if suffix == ".csv":
+        return b"key,q\n" + "".join(f"{row['key']},{row['q']}\n" for row in rows).encode()
+    return gzip.compress(lines, 1) if suffix == ".gz" else lines
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=100, compression="none")
+
+
+def write_job(path: str = "in.jsonl", latency_s: float = 0.01, **keys: Any) -> None:
+    job = {
+        "name": "a",
+        "input": {"path": path, **keys},
+        "prompt": {"user": "{{ q }}"},
+        "output": {"keep": ["q"]},
+        "run": {"look_ahead": 1, "render_threads": 1, "max_in_flight": 64},
+        "engine": {"kind": "dry-run", "options": {"latency_s": latency_s}},
+    }
+    Path("job.toml").write_text(tomlkit.dumps(job))
+
+
+def batchkit(*args: str) -> Result:
+    return CliRunner().invoke(cli, list(args), catch_exceptions=False, prog_name="batchkit")
+
+
+def run(*args: str, meanwhile: Callable[[], None] | None = None) -> Result:
+    """Run the job; ``meanwhile`` is done once the first rows are answered."""
+    before = LOG.stat().st_size if LOG.exists() else 0
+
+    def change() -> None:
+        give_up_at = time.monotonic() + 20
+        while not (LOG.exists() and LOG.stat().st_size > before):
+            if time.monotonic() > give_up_at:
+                return
+            time.sleep(0.002)
+        if meanwhile is not None:
+            meanwhile()
+
+    thread = threading.Thread(target=change)
+    if meanwhile is not None:
+        thread.start()
+    ended = batchkit("run", "job.toml", *args)
+    if meanwhile is not None:
+        thread.join()
+    return ended
+
+
+def answered() -> dict[str, str]:
+    """What was asked, by id; fails where an id has two records."""
+    records = [json.loads(line) for line in LOG.read_text().splitlines()]
+    assert len({record["index"] for record in records}) == len(records)
+    return {record["id"]: record["fields"]["q"] for record in records}
+
+
+def overwrite(path: Path, content: bytes, offset: int = 0) -> None:
+    """In place: whoever has the file open sees it."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(content)
+
+
+def touch(path: Path) -> None:
+    os.utime(path)
+
+
+def append(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(encoded(rows("more", 50)))
+
+
+CHANGES: dict[str, Callable[[Path], None]] = {
+    "shrunk": lambda path: os.truncate(path, len(encoded(rows("old")[:1000]))),
+    "cut inside a line": lambda path: os.truncate(path, len(encoded(rows("old")[:1000])) - 700),
+    "rewritten": lambda path: overwrite(path, encoded(rows("new"))),
+    "rewritten, longer": lambda path: overwrite(path, encoded(rows("longer"))),
+    "appended to": append,
+    "touched": touch,
+    "replaced": lambda path: path.with_name("x").rename(path),
+    "deleted": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_input_stops_the_run_and_a_requeue_sorts_it_out(change: str) -> None:
+    path, old = Path("in.jsonl"), encoded(rows("old"))
+    path.write_bytes(old)
+    Path("x").write_bytes(encoded(rows("new")))
+    write_job(id="key")
+    ended = run(meanwhile=lambda: CHANGES[change](path))
+    assert ended.exit_code == 1
+    assert "in.jsonl: changed while the run read it" in ended.stderr
+    assert REQUEUE.replace("=", " ") in ended.stderr
+    assert json.loads(ended.stdout.splitlines()[-1])["exit"] == 1
+
+    path.write_bytes(old)  # even then some answers may be to the rows of the other
+    again = run()
+    assert again.exit_code == 2
+    assert "in.jsonl" in again.stderr
+    assert run(REQUEUE).exit_code == 0
+    assert answered() == {row["key"]: row["q"] for row in rows("old")}
+    assert run().exit_code == 0
+
+
+@pytest.mark.parametrize("suffix", [".json", ".csv", ".gz", ".parquet"])
+@pytest.mark.parametrize("change", ["rewritten", "shrunk"])
+def test_changed_input_of_any_format_stops_the_run(suffix: str, change: str) -> None:
+    path = Path(f"in{suffix}" if suffix != ".gz" else "in.jsonl.gz")
+    if suffix == ".parquet":
+        write_parquet(path, rows("old"))
+        write_parquet(Path("new"), rows("new"))
+        new = Path("new").read_bytes()
+    else:
+        path.write_bytes(encoded(rows("old"), suffix))
+        new = encoded(rows("new"), suffix)
+
+    def meanwhile() -> None:
+        if change == "rewritten":
+            overwrite(path, new)
+        else:
+            os.truncate(path, path.stat().st_size // 2)
+
+    write_job(path.name)
+    ended = run(meanwhile=meanwhile)
+    assert ended.exit_code == 1
+    assert f"{path}: changed while the run read it" in ended.stderr
+
+
+def test_rewritten_with_its_old_size_and_time_is_noticed() -> None:
+    path = Path("in.jsonl")
+    path.write_bytes(encoded(rows("old")))
+
+    def meanwhile() -> None:
+        times = path.stat().st_mtime_ns
+        overwrite(path, encoded(rows("new")))
+        os.utime(path, ns=(times, times))
+
+    write_job()
+    ended = run(meanwhile=meanwhile)
+    assert (ended.exit_code, "its content" in ended.stderr) == (1, True)
+
+
+def test_touched_links_and_modes_are_no_change() -> None:
+    path = Path("in.jsonl")
+    path.write_bytes(encoded(rows("old")))
+    write_job(latency_s=0)
+    assert run(meanwhile=lambda: path.chmod(0o640)).exit_code == 0
+
+
+def test_changed_second_file_is_named_and_the_first_is_not() -> None:
+    for name in ("part-0.jsonl", "part-1.jsonl"):
+        Path(name).write_bytes(encoded(rows(name)))
+    write_job("part-*.jsonl")
+    ended = run(meanwhile=lambda: touch(Path("part-1.jsonl")))
+    assert ended.exit_code == 1
+    assert "part-1.jsonl: changed while the run read it" in ended.stderr
+    assert "part-0.jsonl" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "keys", [{"limit": 1400}, {"where": {"key": [f"k{i}" for i in range(N)]}}, {"shard": "0/2"}]
+)
+def test_change_is_noticed_whichever_rows_are_read(keys: dict[str, Any]) -> None:
+    path = Path("in.jsonl")
+    path.write_bytes(encoded(rows("old")))
+    write_job(**keys)
+    ended = run(meanwhile=lambda: overwrite(path, encoded(rows("new"))))
+    assert (ended.exit_code, "changed while" in ended.stderr) == (1, True)
+
+
+def test_change_before_a_stop_for_another_reason_is_noticed_by_the_next_start() -> None:
+    path, old = Path("in.jsonl"), encoded(rows("old"))
+    path.write_bytes(old)
+    write_job()
+    settings = ["--set", "run.fail_on_error=0"]
+
+    def meanwhile() -> None:
+        overwrite(path, b"{" * 2000, 1_500_000)
+
+    ended = run(*settings, meanwhile=meanwhile)
+    assert ended.exit_code == 1
+    path.write_bytes(old)
+    assert run().exit_code == 2
+    assert run(REQUEUE).exit_code == 0
+    assert answered() == {str(i): row["q"] for i, row in enumerate(rows("old"))}
+
+
+def test_retry_of_an_input_that_changes_stops() -> None:
+    path = Path("in.jsonl")
+    path.write_bytes(encoded(rows("old")))
+    write_job()
+    assert run().exit_code == 0
+    size = LOG.stat().st_size
+
+    def meanwhile() -> None:
+        while LOG.stat().st_size == size:
+            time.sleep(0.001)
+        touch(path)
+
+    thread = threading.Thread(target=meanwhile)
+    thread.start()
+    processor = ProductionBatchProcessor(Path("job.toml"), quiet=True)
+    with pytest.raises(BrokenInputError, match=r"in\.jsonl: changed while the run read it"):
+        processor.retry(dict.fromkeys(range(N), 1))
+    thread.join()
+
+
+def test_rows_to_retry_that_are_not_in_the_input_are_missed() -> None:
+    Path("in.jsonl").write_bytes(encoded(rows("old", 5)))
+    write_job()
+    processor = ProductionBatchProcessor(Path("job.toml"), quiet=True)
+    with pytest.raises(BrokenInputError, match="2 rows have no record at the end") as stop:
+        processor.retry({3: 0, 5: 0, 6: 0})
+    assert stop.value.exit_code == 1
+
+
+def test_input_is_looked_at_while_it_is_read() -> None:
+    looks: list[bool] = []
+    clock = iter(range(0, 1000, 2))
+
+    def changes(thorough: bool) -> dict[str, str]:
+        looks.append(thorough)
+        return {"in.jsonl": "10 bytes → 9 bytes"} if len(looks) == 3 else {}
+
+    found = (Row(index, str(index), {}) for index in range(100))
+    source = Input([], lambda skip: found, lambda skip: found, lambda: 100, False, changes)
+    read = watched(found, source, now=lambda: float(next(clock)))
+    with pytest.raises(ChangedInputError, match="10 bytes → 9 bytes"):
+        assert not [row for row in read if row.index > 20]
+    assert looks == [False, False, False]
+
+
+def test_changed_object_of_a_remote_store_stops_the_run() -> None:
+    store, url = fsspec.filesystem("memory"), "memory://changed/in.jsonl"
+    store.pipe(url, encoded(rows("old")))
+    write_job(url)
+    ended = run(meanwhile=lambda: store.pipe(url, encoded(rows("new"))))
+    store.rm(url)
+    assert ended.exit_code == 1
+    assert f"{url}: changed while the run read it" in ended.stderr
+
+
+def test_list_that_changes_while_it_is_run_stops_the_run() -> None:
+    job = make_job({"name": "a", "engine": {"kind": "dry-run"}, "run": {"look_ahead": 1}}, "test")
+    prompts = [{"prompt": f"prompt {i}"} for i in range(3000)]
+
+    def shrink() -> None:
+        while not (LOG.exists() and LOG.stat().st_size):
+            time.sleep(0.001)
+        del prompts[2500:]
+
+    thread = threading.Thread(target=shrink)
+    thread.start()
+    with pytest.raises(
+        BatchkitError, match=r"rows from Python.*changed while the run read"
+    ) as stop:
+        ProductionBatchProcessor(job, quiet=True).process(prompts)
+    thread.join()
+    assert stop.value.exit_code == 1
+
+
+def test_row_of_a_list_that_changes_while_it_is_run_stops_the_run() -> None:
+    job = make_job({"name": "a", "engine": {"kind": "dry-run"}}, "test")
+
+    class Rows(list[dict[str, str]]):
+        passes = 0
+
+        def __iter__(self) -> Any:
+            self.passes += 1
+            for row in super().__iter__():
+                yield {"prompt": f"{row['prompt']} in pass {self.passes}"}
+
+    with pytest.raises(BrokenInputError, match="changed while the run read"):
+        ProductionBatchProcessor(job, quiet=True).process(Rows([{"prompt": "hi"}]))
+
+
+def test_row_of_a_list_that_is_changed_and_changed_back_stops_the_run() -> None:
+    job = make_job({"name": "a", "engine": {"kind": "dry-run"}}, "test")
+
+    class Rows(list[dict[str, str]]):
+        passes = 0
+
+        def __iter__(self) -> Any:
+            """The pass that the run reads gives another value, those before and after don't."""
+            self.passes += 1
+            for row in super().__iter__():
+                yield {"prompt": "other"} if self.passes == 3 else row
+
+    with pytest.raises(BrokenInputError, match="changed while the run read it"):
+        ProductionBatchProcessor(job, quiet=True).process(Rows([{"prompt": "hi"}] * 3))
+
+
+def test_rows_are_rendered_as_they_were_when_they_were_read() -> None:
+    job = make_job(
+        {
+            "name": "a",
+            "engine": {"kind": "dry-run", "options": {"latency_s": 0.02}},
+            "output": {"keep": ["prompt"]},
+            "run": {"look_ahead": 1, "render_threads": 1, "max_in_flight": 2},
+        },
+        "test",
+    )
+    prompts = [{"prompt": f"old {i}"} for i in range(100)]
+
+    def change() -> None:
+        while not (LOG.exists() and LOG.stat().st_size):
+            time.sleep(0.001)
+        for row in prompts:
+            row["prompt"] = "new"
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    summary = ProductionBatchProcessor(job, quiet=True).process(prompts)
+    thread.join()
+    assert {record["fields"]["prompt"][:3] for record in summary.records()} == {"old"}

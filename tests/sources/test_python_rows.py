@@ -1,0 +1,279 @@
+"""What counts as rows from Python: lists of prompts, messages and dicts, tables; nothing else."""
+
+from __future__ import annotations
+
+import collections
+import io
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from batchkit.config.loading import make_job
+from batchkit.errors import ChangedError, JobError
+from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.sources.rowhash import input_hash
+from batchkit.storage.summary import RunSummary
+
+FRAME = pd.DataFrame(
+    {"key": ["a", "b", "c"], "q": ["one", None, "three"], "n": [1.0, float("nan"), 3.0]}
+)
+FIELDS = [
+    {"key": "a", "q": "one", "n": 1.0},
+    {"key": "b", "q": None, "n": None},
+    {"key": "c", "q": "three", "n": 3.0},
+]
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def process(rows: Any, **tables: dict[str, Any]) -> RunSummary:
+    job = make_job({"name": "a", "engine": {"kind": "dry-run"}, **tables}, "the test")
+    return ProductionBatchProcessor(job, quiet=True).process(rows)
+
+
+def kept(summary: RunSummary) -> list[dict[str, Any]]:
+    return [record["fields"] for record in summary.records()]
+
+
+class Polars:
+    """As much of a polars.DataFrame as tells what it is."""
+
+    columns = ("key", "q", "n")
+    height = 3
+
+    def __len__(self) -> int:
+        return self.height
+
+    def iter_rows(self, *, named: bool = False) -> Iterator[dict[str, Any]]:
+        assert named
+        return iter(FIELDS)
+
+
+TABLES = {
+    "pandas": FRAME,
+    "pandas, other index": FRAME.set_index(pd.Index([7, 7, 9])),
+    "pyarrow table": pa.Table.from_pylist(FIELDS),
+    "pyarrow batch": pa.RecordBatch.from_pylist(FIELDS),
+    "polars": Polars(),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_rows_of_a_table_are_rows_and_resume(name: str) -> None:
+    tables: dict[str, Any] = {
+        "input": {"id": "key"},
+        "prompt": {"user": "{{ q }} {{ n }}"},
+        "output": {"keep": ["key", "q", "n"]},
+    }
+    summary = process(TABLES[name], **tables)
+    assert (summary.ok, summary.total) == (3, 3)
+    assert kept(summary) == FIELDS
+    assert [record["id"] for record in summary.records()] == ["a", "b", "c"]
+    again = process(TABLES[name], **tables)
+    assert (again.skipped, again.ok) == (3, 3)
+    with pytest.raises(ChangedError, match="rows from Python"):
+        process(FRAME.iloc[:2], **tables)
+
+
+def test_every_kind_of_missing_value_of_a_table_is_none() -> None:
+    frame = pd.DataFrame(
+        {
+            "time": [pd.NaT, pd.NaT],
+            "count": pd.array([None, 5], dtype="Int64"),
+            "flag": pd.array([None, True], dtype="boolean"),
+            "kind": pd.Categorical([None, "x"]),
+            "list": [[1, 2], None],
+        }
+    )
+    keep = {"keep": list(frame.columns)}
+    first, second = kept(process(frame, prompt={"user": "{{ list }}"}, output=keep))
+    assert first == {"time": None, "count": None, "flag": None, "kind": None, "list": [1, 2]}
+    assert second == {"time": None, "count": 5, "flag": True, "kind": "x", "list": None}
+
+
+def test_long_table_is_read_whole() -> None:
+    frame = pd.DataFrame({"prompt": [f"prompt {n}" for n in range(2500)]})
+    summary = process(frame, output={"keep": ["prompt"]})
+    assert [fields["prompt"] for fields in kept(summary)] == list(frame["prompt"])
+
+
+@pytest.mark.parametrize(
+    "rows", [pd.Series(["a", "b"]), np.array(["a", "b"]), pa.array(["a", "b"])]
+)
+def test_a_column_of_prompts_is_a_list_of_prompts(rows: Any) -> None:
+    keep = {"keep": ["prompt"]}
+    assert kept(process(rows, output=keep)) == [{"prompt": "a"}, {"prompt": "b"}]
+    assert process(rows, output=keep).skipped == 2
+
+
+def test_one_prompt_and_one_dict_are_one_row() -> None:
+    one = {"prompt": "ho", "list": [1, 2]}
+    assert process("hi").total == 1
+    assert process(one, run={"seed": 1}, output={"dir": "other"}).total == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        (b"bytes", "bytes"),
+        (bytearray(b"bytes"), "bytearray"),
+        (5, "int"),
+        (2.5, "float"),
+        (np.zeros((2, 3)), "ndarray"),
+        (np.array("x"), "found ndarray"),
+        (np.array([1, 2, 3]), "ndarray of int"),
+        ([1, 2, 3], "list of int"),
+        ([None], "list of NoneType"),
+        ([b"bytes"], "list of bytes"),
+        ([["a", "b"], ["c"]], "list of list"),
+        (range(3), "range of int"),
+        ({1, 2}, "set of int"),
+        (iter([1, 2]), "list_iterator of int"),
+        (io.StringIO("a\nb\n"), "StringIO"),
+        (pd.DataFrame([[1, 2]], columns=["a", "a"]), "two columns are named 'a'"),
+        (pd.DataFrame({("a", "b"): [1]}), "column ('a', 'b')"),
+        (object(), "object"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_anything_else_is_refused_before_anything_is_run(rows: Any, found: str) -> None:
+    process(["an earlier run"])
+    with pytest.raises(JobError) as stop:
+        process(rows)
+    assert found in str(stop.value)
+    assert stop.value.exit_code == 2
+    assert [path.name for path in Path("output").iterdir() if path.is_dir()] == ["a"]
+
+
+def test_file_object_is_refused_with_a_way_out() -> None:
+    Path("prompts.txt").write_text("a\nb\n")
+    with Path("prompts.txt").open() as file, pytest.raises(JobError, match=r"input\.path"):
+        process(file)
+
+
+def test_one_bad_row_among_good_ones_fails_alone() -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    summary = process(["a", 7, b"x", chat, ["no", "messages"], {"prompt": "b"}])
+    assert (summary.ok, summary.failed) == (3, 3)
+    messages = [record["error"]["message"] for record in summary.records() if record["error"]]
+    assert messages == [
+        "row 1 is int; give a prompt, chat messages, or a dict",
+        "row 2 is bytes; give a prompt, chat messages, or a dict",
+        "row 4 is list of str; give a prompt, chat messages, or a dict",
+    ]
+
+
+def test_row_nested_too_deeply_or_in_itself_fails_alone() -> None:
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    loop: dict[str, Any] = {"prompt": "hi"}
+    loop["twice"] = [loop, loop]
+    summary = process([{"prompt": "a", "x": deep}, loop, "b"])
+    assert (summary.ok, summary.failed) == (1, 2)
+    assert all("200 levels" in r["error"]["message"] for r in summary.records() if r["error"])
+
+
+def reused() -> Iterator[dict[str, Any]]:
+    row: dict[str, Any] = {"list": []}
+    for n in range(5):
+        row["prompt"] = f"prompt {n}"
+        row["list"][:] = [{"n": n}]
+        yield row
+
+
+def reused_messages() -> Iterator[list[dict[str, str]]]:
+    message = {"role": "user", "content": ""}
+    for n in range(5):
+        message["content"] = f"prompt {n}"
+        yield [message]
+
+
+def test_generator_may_yield_one_dict_again_and_again() -> None:
+    found = kept(process(reused(), output={"keep": ["prompt", "list"]}))
+    assert found == [{"prompt": f"prompt {n}", "list": [{"n": n}]} for n in range(5)]
+
+
+def test_generator_may_yield_one_message_again_and_again() -> None:
+    found = kept(process(reused_messages(), output={"keep": ["messages"]}))
+    assert [fields["messages"][0]["content"] for fields in found] == [
+        f"prompt {n}" for n in range(5)
+    ]
+
+
+def test_dicts_in_a_row_keep_their_kind() -> None:
+    inner = collections.defaultdict(lambda: "absent")
+    rows = [{"inner": inner, "pair": (1, [2])}]
+    found = kept(
+        process(rows, prompt={"user": "{{ inner.x }} {{ pair }}"}, output={"keep": ["pair"]})
+    )
+    assert found == [{"pair": [1, [2]]}]
+    assert not inner
+
+
+def test_deep_mapping_of_another_kind_fails_alone() -> None:
+    deep: Mapping[str, Any] = {}
+    for _ in range(5000):
+        deep = MappingProxyType({"a": deep})
+    cycle: dict[str, Any] = {}
+    cycle["me"] = MappingProxyType(cycle)
+    rows = [{"prompt": "a", "x": deep}, deep, {"prompt": "b", "x": cycle}, MappingProxyType(cycle)]
+    summary = process([*rows, MappingProxyType({"prompt": "fine"})], output={"keep": ["x"]})
+    assert (summary.failed, summary.ok) == (4, 1)
+    errors = [record["error"]["message"] for record in summary.records() if record["error"]]
+    assert all("200 levels" in error for error in errors)
+
+
+NOT_UTF8 = pa.Array.from_buffers(pa.string(), 2, pa.array([b"\xff", b"b"]).buffers())
+
+
+@pytest.mark.parametrize(
+    "column", [pa.array([10**7, 1], pa.date32()), NOT_UTF8, pa.chunked_array([NOT_UTF8])]
+)
+def test_arrow_value_that_python_cannot_hold_fails_its_row_alone(column: Any) -> None:
+    summary = process(pa.table({"q": column}), prompt={"user": "{{ q }}"})
+    bad, good = summary.records()
+    assert (bad["status"], good["status"]) == ("failed", "ok")
+    assert "(rows from Python) row 0, column 'q': " in bad["error"]["message"]
+    lone = process(pa.table({"q": column[:1]}), prompt={"user": "{{ q }}"}, output={"dir": "lone"})
+    assert lone.failed == 1
+
+
+def test_text_of_an_arrow_column_that_is_no_utf8_fails_alone() -> None:
+    bad, good = process(NOT_UTF8).records()
+    assert (bad["status"], good["status"]) == ("failed", "ok")
+    assert "(rows from Python) row 0: 'utf-8' codec" in bad["error"]["message"]
+
+
+class Indexed:
+    """As a torch.utils.data.Dataset: it is not said to be a sequence, and no IndexError ends it."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        return {"prompt": f"prompt {index}"}
+
+
+def test_what_has_a_length_and_items_is_a_sequence() -> None:
+    keep = {"keep": ["prompt"]}
+    assert kept(process(Indexed(), output=keep)) == [{"prompt": f"prompt {n}"} for n in range(3)]
+    assert process(Indexed(), output=keep).skipped == 3
+
+
+def test_a_number_with_too_many_digits_to_print_tells_its_row() -> None:
+    """Python prints no number of more than 4,300 digits."""
+    rows = [{"prompt": "p", "v": v} for v in (10**5000, 10**5000 + 1, {"deep": [10**5000]}, 1)]
+    summary = process(rows)
+    assert summary.ok == 4
+    assert len({record["input_hash"] for record in summary.records()}) == 4
+    assert input_hash(rows[0]) == input_hash({"prompt": "p", "v": 10**5000})

@@ -1,0 +1,157 @@
+"""A row that brings no id gets one that no other row can bring."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batchkit.config.loading import make_job
+from batchkit.config.tables import InputTable
+from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.sources import read_rows
+from tests.conftest import batchkit, write_jsonl
+
+BROKEN = b'{"id": "1", "q": "cut o'
+JOB = """
+name = "a"
+[input]
+path = "in.jsonl"
+id = "id"
+[prompt]
+user = "{{ q }}"
+[engine]
+kind = "dry-run"
+"""
+
+
+def line(row_id: Any) -> bytes:
+    return json.dumps({"id": row_id, "q": "hi"}).encode()
+
+
+def write_input(folder: Path, *lines: bytes) -> None:
+    (folder / "in.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    (folder / "job.toml").write_text(JOB)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    log = folder / "output/a/results.jsonl"
+    return sorted(map(json.loads, log.read_text().splitlines()), key=lambda found: found["index"])
+
+
+def test_broken_line_never_takes_the_id_of_another_row(tmp_path: Path) -> None:
+    write_input(tmp_path, line("0"), BROKEN, line("1"), line("2"), b'{"q": "no id"}', line("4"))
+    assert batchkit("run", "job.toml", cwd=tmp_path).returncode == 3
+    found = [(record["id"], record["status"]) for record in records(tmp_path)]
+    assert found == [
+        ("0", "ok"),
+        ("no-id:1", "failed"),
+        ("1", "ok"),
+        ("2", "ok"),
+        ("no-id:4", "failed"),
+        ("4", "ok"),
+    ]
+    assert batchkit("export", "output/a", "--openai", cwd=tmp_path).returncode == 0
+    exported = [
+        json.loads(text)["custom_id"]
+        for name in ("results.openai.jsonl", "results.openai.errors.jsonl")
+        for text in (tmp_path / "output/a" / name).read_text().splitlines()
+    ]
+    assert len(set(exported)) == len(exported) == 6
+
+
+def test_validate_shows_what_is_wrong_with_a_broken_line(tmp_path: Path) -> None:
+    write_input(tmp_path, line("1"), BROKEN, line("1"))
+    ended = batchkit("validate", "job.toml", "--json", cwd=tmp_path)
+    found = json.loads(ended.stdout)
+    broken, repeated = found["problems"]
+    assert (broken["index"], broken["kind"]) == (1, "invalid_request")
+    assert "in.jsonl line 2: not valid JSON" in broken["message"]
+    assert (repeated["index"], repeated["message"]) == (2, "id '1' stands at row 0 as well")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.lists(st.none() | st.sampled_from(["0", "1", "no-id:1", "no-id:2"]), min_size=1))
+def test_no_two_rows_share_an_id_that_one_of_them_did_not_bring(
+    tmp_path: Path, ids: list[str | None]
+) -> None:
+    lines = [BROKEN if one is None else line(one) for one in ids]
+    (tmp_path / "x.jsonl").write_bytes(b"\n".join(lines))
+    rows = list(read_rows(InputTable(path=str(tmp_path / "x.jsonl"), id="id")))
+    real = {row.id for row in rows if row.error is None}
+    given_ids = [row.id for row in rows if row.error is not None]
+    assert real.isdisjoint(given_ids)
+    assert len(set(given_ids)) == len(given_ids)
+
+
+def test_id_of_the_form_that_is_given_to_rows_without_one_fails_its_row(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "x.jsonl", [{"id": "no-id:7"}, {"id": "no-id:"}])
+    taken, fine = read_rows(InputTable(path=str(path), id="id"))
+    assert (taken.id, fine.id, fine.error) == ("no-id:0", "no-id:", None)
+    assert "'no-id:7'" in str(taken.error)
+    assert "give the row another id" in str(taken.error)
+
+
+def test_rows_without_an_id_stay_in_their_shard(tmp_path: Path) -> None:
+    """A run that was begun when their ids were their indices can be carried on."""
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"\n".join([BROKEN] * 20))
+    tables = [InputTable(path=str(path), id="id", shard=f"{n}/2") for n in (0, 1)]
+    by_index = [InputTable(path=str(path), shard=f"{n}/2") for n in (0, 1)]
+    indices = [[row.index for row in read_rows(table)] for table in (*tables, *by_index)]
+    assert indices[:2] == indices[2:]
+
+
+@pytest.mark.parametrize("row", [{"q": "no id"}, {"id": None, "q": "hi"}, "a prompt"])
+def test_row_from_python_without_an_id_never_takes_that_of_another(
+    tmp_path: Path, row: Any
+) -> None:
+    job = make_job(
+        {
+            "name": "a",
+            "input": {"id": "id"},
+            "engine": {"kind": "dry-run"},
+            "prompt": {"user": "{{ q | default('') }}"},
+            "output": {"dir": str(tmp_path / "output")},
+        },
+        "test",
+    )
+    rows = [{"id": "1", "q": "hi"}, row]
+    summary = ProductionBatchProcessor(job, quiet=True).process(rows)
+    assert [record["id"] for record in summary.records()] == ["1", "no-id:1"]
+    # … nor is it taken for a row of another run that has none either
+    other = job.model_copy(update={"name": "b"})
+    skipping = ProductionBatchProcessor(other, quiet=True, skip_from=Path(summary.folder))
+    assert [found["id"] for found in skipping.process(rows).records()] == ["no-id:1"]
+
+
+def test_requeue_does_not_take_an_older_runs_broken_line_for_another_row(tmp_path: Path) -> None:
+    """It had the id "1", as the row behind it has."""
+    write_input(tmp_path, line("0"), BROKEN, line("1"))
+    batchkit("run", "job.toml", cwd=tmp_path)
+    log = tmp_path / "output/a/results.jsonl"
+    log.write_text(log.read_text().replace('"no-id:1"', '"1"'))
+    (tmp_path / "output/a/checkpoint.json").unlink()
+    write_input(tmp_path, line("0"), line("1"), BROKEN, line("3"))
+    ended = batchkit("run", "job.toml", "--on-change", "requeue", cwd=tmp_path)
+    assert ended.returncode == 3, ended.stderr
+    found = [(record["id"], record["status"]) for record in records(tmp_path)]
+    assert found == [("0", "ok"), ("1", "ok"), ("no-id:2", "failed"), ("3", "ok")]
+
+
+def test_rows_of_a_file_without_ids_never_take_those_of_another_file(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "p1.jsonl", [{"q": "hi"}] * 3)
+    with (tmp_path / "p1.jsonl").open("ab") as file:
+        file.write(b"cut o")
+    batch = [{"custom_id": str(n), "body": {"messages": []}} for n in range(4)]
+    write_jsonl(tmp_path / "p2.jsonl", batch)
+    rows = list(read_rows(InputTable(path=str(tmp_path / "p*.jsonl"))))
+    without = ["no-id:0", "no-id:1", "no-id:2", "no-id:3"]
+    assert [row.id for row in rows] == [*without, "0", "1", "2", "3"]
+    assert [row.index for row in rows if row.error is not None] == [3]
+    plain_alone = read_rows(InputTable(path=str(tmp_path / "p1.jsonl")))
+    assert [row.id for row in plain_alone] == ["0", "1", "2", "3"]

@@ -1,0 +1,650 @@
+"""Rows come from any format, lazily; a broken row fails alone, a broken file stops by name."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import threading
+import time
+import tracemalloc
+from dataclasses import replace
+from itertools import chain, islice, repeat
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fsspec.spec import AbstractFileSystem
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batchkit.config.tables import InputTable
+from batchkit.errors import InputError, RequestError
+from batchkit.sources import count_rows, fingerprint, input_files, never, read_rows
+from batchkit.types import Row
+
+ROWS = [
+    {"id": "a", "kind": "Fact", "year": 2020},
+    {"id": "b", "kind": "Count", "year": 2021},
+    {"id": "c", "kind": "Fact", "year": 2021},
+    {"id": "d", "kind": "Trend", "year": 2020},
+]
+
+
+def table(path: Path | str, **keys: Any) -> InputTable:
+    return InputTable(path=str(path), **keys)
+
+
+def rows_of(path: Path | str, **keys: Any) -> list[Row]:
+    return list(read_rows(table(path, **keys)))
+
+
+def write(folder: Path, name: str, content: bytes | str) -> Path:
+    path = folder / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def write_rows(folder: Path, name: str, rows: list[dict[str, Any]] = ROWS) -> Path:
+    """``rows`` in the format that the suffix of ``name`` names."""
+    path = folder / name
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".csv":
+        lines = [",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]
+        path.write_text("\n".join(lines) + "\n")
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+FORMATS = ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet"]
+
+
+# Every format
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_format_is_known_by_suffix(tmp_path: Path, name: str) -> None:
+    rows = rows_of(write_rows(tmp_path, name), id="id")
+    assert [(row.index, row.id, row.error) for row in rows] == [
+        (0, "a", None),
+        (1, "b", None),
+        (2, "c", None),
+        (3, "d", None),
+    ]
+    years: list[Any] = (
+        ["2020", "2021", "2021", "2020"] if "csv" in name else [2020, 2021, 2021, 2020]
+    )
+    assert [row.fields["year"] for row in rows] == years
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("keys", "indices"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"limit": 2}, [0, 1]),
+        ({"limit": 99}, [0, 1, 2, 3]),
+        ({"where": {"kind": "Fact"}}, [0, 2]),
+        ({"where": {"kind": ["Fact", "Trend"]}}, [0, 2, 3]),
+        ({"where": {"year": 2020}}, [0, 3]),
+        ({"where": {"year": "2021"}}, [1, 2]),
+        ({"where": {"kind": "Fact", "year": 2021}}, [2]),
+        ({"where": {"kind": ["Fact", "Trend"]}, "limit": 2}, [0, 2]),
+        ({"where": {"kind": "none such"}}, []),
+    ],
+)
+def test_where_and_limit_keep_the_index_of_the_unfiltered_input(
+    tmp_path: Path, name: str, keys: dict[str, Any], indices: list[int]
+) -> None:
+    path = write_rows(tmp_path, name)
+    assert [row.index for row in rows_of(path, **keys)] == indices
+    assert count_rows(table(path, **keys)) == len(indices)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"limit": 3}, {"where": {"year": 2021}}, {"where": {"year": [2020, 2021]}, "limit": 3}],
+)
+@pytest.mark.parametrize("skipped", [{0}, {0, 1}, {1, 3}, {0, 1, 2, 3}])
+def test_skipped_rows_count_toward_the_limit(
+    tmp_path: Path, name: str, keys: dict[str, Any], skipped: set[int]
+) -> None:
+    path = write_rows(tmp_path, name)
+    rest = [row.index for row in read_rows(table(path, **keys), skip=skipped.__contains__)]
+    assert rest == [row.index for row in rows_of(path, **keys) if row.index not in skipped]
+
+
+def test_index_runs_on_over_the_sorted_files_of_a_glob(tmp_path: Path) -> None:
+    write_rows(tmp_path, "part-1.csv", ROWS[2:])
+    write_rows(tmp_path, "part-0.jsonl", ROWS[:2])
+    (tmp_path / "part-folder").mkdir()
+    source = table(tmp_path / "part-*", id="id")
+    assert input_files(source) == [str(tmp_path / "part-0.jsonl"), str(tmp_path / "part-1.csv")]
+    assert [(row.index, row.id) for row in read_rows(source)] == [
+        (0, "a"),
+        (1, "b"),
+        (2, "c"),
+        (3, "d"),
+    ]
+    assert [row.index for row in read_rows(source, skip={0, 2}.__contains__)] == [1, 3]
+    assert count_rows(source) == 4
+    assert count_rows(table(tmp_path / "part-*", limit=3)) == 3
+
+
+def test_a_path_that_exists_is_no_glob(tmp_path: Path) -> None:
+    assert len(rows_of(write_rows(tmp_path, "run[1].jsonl"))) == 4
+
+
+def test_id_is_the_index_unless_a_field_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, "x.jsonl", '{"n": 7}\n{"n": null}\n{"m": 1, "name": 2}\n')
+    assert [row.id for row in rows_of(path)] == ["0", "1", "2"]
+    seven, null, missing = rows_of(path, id="n")
+    assert (seven.id, seven.error) == ("7", None)
+    assert (null.id, missing.id) == ("no-id:1", "no-id:2")
+    assert "row 1: input.id is 'n', which is null" in str(null.error)
+    assert "known: m, name" in str(missing.error)
+
+
+def test_a_compressed_file_is_read_by_its_inner_suffix(tmp_path: Path) -> None:
+    path = write(tmp_path, "rows.JSONL.gz", gzip.compress(b'{"a": 1}\n{"a": 2}\n'))
+    assert [row.fields for row in rows_of(path)] == [{"a": 1}, {"a": 2}]
+    assert count_rows(table(path)) == 2
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_urls_go_through_fsspec(tmp_path: Path, name: str) -> None:
+    path = write_rows(tmp_path, name)
+    with fsspec.open(f"memory://sources/{name}", "wb") as file:
+        file.write(path.read_bytes())
+    for url in (f"memory://sources/{name}", f"memory://sources/*{path.suffix}", f"file://{path}"):
+        assert [row.id for row in rows_of(url, id="id")] == ["a", "b", "c", "d"]
+        assert count_rows(table(url)) == 4
+    assert fingerprint(table(f"memory://sources/{name}"))[0].size == path.stat().st_size
+    fsspec.filesystem("memory").rm("/sources", recursive=True)
+
+
+# JSON lines
+
+
+def test_blank_lines_bom_and_crlf_are_no_rows(tmp_path: Path) -> None:
+    path = write(tmp_path, "x.jsonl", b'\xef\xbb\xbf\r\n{"a": 1}\r\n\r\n \t\r\n{"a": "\xc3\xa9"}')
+    assert [(row.index, row.fields) for row in rows_of(path)] == [(0, {"a": 1}), (1, {"a": "é"})]
+    assert count_rows(table(path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"a": 1,}', "line 2: not valid JSON: "),
+        (b'{"a": 1', "line 2: not valid JSON: "),
+        (b'{"a": NaN}', "near '{\"a\": NaN}'; fix or remove it"),
+        (b'{"a": 1} {"a": 2}', "at column 10"),
+        (b"[1, 2]", "line 2: expected a JSON object, found [1, 2]; fix or remove the line"),
+        (b"null", "expected a JSON object, found None"),
+        (b'"text"', "expected a JSON object, found 'text'"),
+        (b'{"a": "\xff"}', "line 2: not UTF-8: byte 0xff at byte 8; save it as UTF-8"),
+        (b"[" * 5000, "not valid JSON"),
+    ],
+)
+def test_a_broken_line_fails_its_row_alone(tmp_path: Path, line: bytes, problem: str) -> None:
+    path = write(tmp_path, "x.jsonl", b'{"a": 1}\n' + line + b'\n{"a": 3}\n')
+    first, broken, last = rows_of(path, where={"a": [1, 3]})
+    assert (first.fields, last.fields, last.index) == ({"a": 1}, {"a": 3}, 2)
+    assert (broken.index, broken.id, broken.fields) == (1, "1", {})
+    assert isinstance(broken.error, RequestError)
+    assert str(broken.error).startswith(f"{path} line 2: ")
+    assert problem in str(broken.error)
+
+
+def test_skipped_lines_are_not_parsed(tmp_path: Path) -> None:
+    path = write(tmp_path, "x.jsonl", b'not JSON\n\xff\n{"a": 1}\n')
+    [row] = read_rows(table(path, format="jsonl"), skip=lambda index: index < 2)
+    assert (row.index, row.fields) == (2, {"a": 1})
+
+
+def test_a_line_longer_than_every_buffer_is_one_row(tmp_path: Path) -> None:
+    path = write(tmp_path, "x.jsonl", json.dumps({"a": "x" * 5_000_000}) + "\n\n" + '{"a": 1}')
+    assert [len(str(row.fields["a"])) for row in rows_of(path)] == [5_000_000, 1]
+    assert count_rows(table(path)) == 2
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text(),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(), values, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    rows=st.lists(st.dictionaries(st.text(), json_values, max_size=3), min_size=1),
+    ends=st.lists(st.sampled_from(["\n", "\r\n", "\n\n", "\n \t\n", "\r\n\v\r\n"]), min_size=1),
+    skipped=st.sets(st.integers(0, 10)),
+)
+def test_json_lines_round_trip(
+    tmp_path: Path, rows: list[dict[str, Any]], ends: list[str], skipped: set[int]
+) -> None:
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    text = "".join(line + ends[i % len(ends)] for i, line in enumerate(lines))
+    source = table(write(tmp_path, "x.jsonl", text), format="jsonl")
+    read = {row.index: row.fields for row in read_rows(source, skip=skipped.__contains__)}
+    assert read == {i: row for i, row in enumerate(rows) if i not in skipped}
+    assert count_rows(source) == len(rows)
+
+
+# CSV
+
+
+def test_csv_cells_hold_separators_quotes_and_line_ends(tmp_path: Path) -> None:
+    text = '\ufeffq,a\r\n"one, ""two""\r\nthree",é\r\n\r\n,\r\n'
+    rows = rows_of(write(tmp_path, "x.csv", text))
+    assert [row.fields for row in rows] == [
+        {"q": 'one, "two"\r\nthree', "a": "é"},
+        {"q": "", "a": ""},
+    ]
+
+
+def test_tsv_is_separated_by_tabs(tmp_path: Path) -> None:
+    [row] = rows_of(write(tmp_path, "x.tsv", "a\tb\n1,5\t2\n"))
+    assert row.fields == {"a": "1,5", "b": "2"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        (b"1", "line 4: 1 cells for 2 columns: ['1']"),
+        (b"1,2,3", "line 4: 3 cells for 2 columns: ['1', '2', '3']"),
+        (b'"x\ny"', "lines 4-5: 1 cells for 2 columns"),
+        (b"1,\xff", "line 4: not UTF-8 in column 'b'"),
+        (b'"a"b,2', "line 4: ',' expected after '\"'; check its quotes"),
+        (b"x" * 999, "…; quote a cell that holds the separator"),
+    ],
+)
+def test_a_broken_csv_row_fails_alone(tmp_path: Path, lines: bytes, problem: str) -> None:
+    path = write(tmp_path, "x.csv", b'a,b\n"1\n1",2\n' + lines + b"\n3,4\n")
+    first, broken, last = rows_of(path, where={"b": ["2", 4]})
+    assert (first.fields["b"], last.fields["b"], last.index) == ("2", "4", 2)
+    assert broken.index == 1
+    assert problem in str(broken.error)
+    assert len(str(broken.error)) < 400
+
+
+def test_a_csv_cell_may_be_larger_than_the_csv_modules_own_limit(tmp_path: Path) -> None:
+    [row] = rows_of(write(tmp_path, "x.csv", "a\n" + "x" * 1_000_000 + "\n"))
+    assert len(row.fields["a"]) == 1_000_000
+
+
+# JSON
+
+
+def test_json_records_stand_under_a_dotted_key(tmp_path: Path) -> None:
+    value = {"meta": {"n": [0]}, "data": {"queries": [{"a": 1, "b": 2.5}, {"a": 2**62}]}}
+    path = write(tmp_path, "x.json", json.dumps(value, indent=2))
+    rows = rows_of(path, records="data.queries")
+    assert [row.fields for row in rows] == [{"a": 1, "b": 2.5}, {"a": 2**62}]
+    assert [type(value) for value in rows[0].fields.values()] == [int, float]
+
+
+def test_a_json_list_member_that_is_no_object_fails_alone(tmp_path: Path) -> None:
+    good, broken, last = rows_of(write(tmp_path, "x.json", '[{"a": 1}, "text", {"a": 3}]'))
+    assert (good.error, last.error, last.index) == (None, None, 2)
+    assert "row 1 of the list: expected a JSON object, found 'text'" in str(broken.error)
+
+
+def test_an_empty_json_list_has_no_rows(tmp_path: Path) -> None:
+    assert rows_of(write(tmp_path, "x.json", "[]")) == []
+    assert rows_of(write(tmp_path, "y.json", '{"rows": []}'), records="rows") == []
+
+
+@pytest.mark.parametrize("tail", ['{"a": 2}, {"a"', '{"a": 2}, {"a": NaN}]', '{"a": 2}] x'])
+def test_rows_before_the_break_in_a_json_file_are_yielded(tmp_path: Path, tail: str) -> None:
+    path = write(tmp_path, "x.json", '[{"a": 1}, ' + tail)
+    rows = read_rows(table(path))
+    assert [next(rows).fields, next(rows).fields] == [{"a": 1}, {"a": 2}]
+    with pytest.raises(InputError, match="broken JSON after 2 rows"):
+        next(rows)
+
+
+# Parquet
+
+
+def test_parquet_values_keep_their_types(tmp_path: Path) -> None:
+    row = {"image": b"\x89PNG\xff", "n": 1, "x": 0.5, "list": ["a", None], "none": None}
+    path = write_rows(tmp_path, "x.parquet", [row])
+    assert rows_of(path)[0].fields == row
+
+
+def test_a_parquet_value_that_python_cannot_hold_fails_its_row_alone(tmp_path: Path) -> None:
+    text = pa.array([b"ok", b"\xff", b"fine"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"t": text}), tmp_path / "x.parquet")
+    first, broken, last = rows_of(tmp_path / "x.parquet")
+    assert (first.fields, last.fields) == ({"t": "ok"}, {"t": "fine"})
+    assert "row 1, column 't': 'utf-8' codec can't decode" in str(broken.error)
+
+
+# OpenAI batches and prompts
+
+BATCH_LINE = {
+    "custom_id": "r-1",
+    "method": "POST",
+    "url": "/v1/chat/completions",
+    "body": {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
+}
+
+
+@pytest.mark.parametrize("format_name", ["auto", "openai-batch"])
+def test_openai_batch_is_recognised_and_named_by_custom_id(
+    tmp_path: Path, format_name: Any
+) -> None:
+    path = write(tmp_path, "x.jsonl", "\n" + json.dumps(BATCH_LINE) + "\n")
+    [row] = rows_of(path, format=format_name)
+    assert row.id == "r-1"
+    assert row.fields == {
+        "custom_id": "r-1",
+        "url": "/v1/chat/completions",
+        "body": BATCH_LINE["body"],
+    }
+
+
+def test_stated_jsonl_is_not_taken_for_a_batch(tmp_path: Path) -> None:
+    path = write(tmp_path, "x.jsonl", json.dumps(BATCH_LINE))
+    assert rows_of(path, format="jsonl")[0].fields == BATCH_LINE
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"body": {}}', "line 2: custom_id must be a text, found None"),
+        ('{"custom_id": 5, "body": {}}', "custom_id must be a text, found 5"),
+        ('{"custom_id": "", "body": {}}', "custom_id must be a text, found ''"),
+        ('{"custom_id": "x"}', "line 2: body must be an object, found None"),
+        ('{"custom_id": "x", "body": "hi"}', "body must be an object, found 'hi'"),
+        ("{", "line 2: not valid JSON"),
+    ],
+)
+def test_a_broken_batch_line_fails_alone(tmp_path: Path, line: str, problem: str) -> None:
+    path = write(tmp_path, "x.jsonl", json.dumps(BATCH_LINE) + f"\n{line}\n")
+    good, broken = rows_of(path)
+    assert good.error is None
+    assert problem in str(broken.error)
+
+
+def test_a_text_file_holds_a_prompt_a_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "x.txt", b"  Hi there \r\n\n{not json}\n\xff\nlast")
+    hi, braces, broken, last = rows_of(path)
+    assert [row.fields.get("prompt") for row in (hi, braces, last)] == [
+        "  Hi there ",
+        "{not json}",
+        "last",
+    ]
+    assert "line 4: not UTF-8: byte 0xff at byte 1" in str(broken.error)
+
+
+# Inputs that stop the run
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "keys", "problem"),
+    [
+        ("x.jsonl", b"", {}, "is empty"),
+        ("x.jsonl", b"\xef\xbb\xbf", {}, "is empty"),
+        ("x.csv", b"", {}, "is empty"),
+        ("x.parquet", b"", {}, "is empty"),
+        ("x.jsonl", '{"a": 1}'.encode("utf-16"), {}, "is UTF-16 text; save it as UTF-8"),
+        ("x.csv", "a,b".encode("utf-32"), {}, "is UTF-32 text; save it as UTF-8"),
+        ("x.jsonl", b"PAR1\x00", {}, 'set input.format = "parquet"'),
+        ("x.csv", b"PK\x03\x04", {}, "an Excel workbook; unpack it, or save it as CSV"),
+        ("x.jsonl", gzip.compress(b"{}", mtime=0), {}, "give its name the suffix .gz"),
+        ("x.jsonl.gz", b"{}", {}, "can't be read: BadGzipFile"),
+        ("x.jsonl.gz", gzip.compress(b"{}" * 999, mtime=0)[:-9], {}, "can't be read: "),
+        ("x.jsonl", b'[\n{"a": 1}]', {}, 'set input.format = "json"'),
+        ("x.jsonl", b'[{"a": 1}]', {}, 'set input.format = "json"'),
+        ("x.jsonl", b'{\n "a": 1}', {}, 'set input.format = "json"'),
+        ("x.xyz", b"a", {}, "the suffix '.xyz' names no format; set input.format to one of jsonl,"),
+        ("x", b"a", {}, "the suffix '' names no format"),
+        ("x.json", b'{"a": 1}\n{"a": 2}', {}, 'set input.format = "jsonl"'),
+        ("x.json", b'{"a": 1}\n{"a": 2}', {"records": "a"}, 'set input.format = "jsonl"'),
+        ("x.json", b'{"n": 1, "rows": []}', {}, "set input.records to the key of its list; keys:"),
+        ("x.json", b'{"n": 1, "rows": []}', {"records": "row"}, "did you mean 'rows'?"),
+        ("x.json", b'{"n": 1, "rows": []}', {"records": "zz"}, "known: n, rows"),
+        ("x.json", b'{"n": 1, "rows": []}', {"records": "n"}, "is not a list (number)"),
+        ("x.json", b'[{"n": 1}]', {"records": "n"}, "leave input.records out"),
+        ("x.json", b'"text"', {}, "expected a JSON list, found '\"text\"'"),
+        ("x.json", b"  \n ", {}, "expected a JSON list, found ''"),
+        ("x.json", b'[{"a": "\xff"}]', {}, "invalid bytes in UTF8 string"),
+        ("x.csv", b"a,,b\n1,2,3\n", {}, "line 1: column 2 of 3 has no name"),
+        ("x.csv", b"a,b,a\n1,2,3\n", {}, "line 1: two columns are named 'a'"),
+        ("x.csv", b"\n\n", {}, "holds only blank lines"),
+        ("x.csv", b'{"a": 1}\n', {}, 'set input.format to "json" or "jsonl"'),
+        ("x.csv", b"\xff,b\n1,2\n", {}, "line 1: the header is not UTF-8"),
+        ("x.csv", b'a,b\n1,2\n3,"open\n4,5\n', {}, "lines 3-4: unexpected end of data; a quote"),
+        ("x.csv", b'"a,b\n', {}, "line 1: the header can't be read"),
+        ("x.parquet", b"a,b\n1,2\n" * 9, {}, "not a Parquet file"),
+        ("x.jsonl", b'{"a": 1}', {"format": "parquet"}, "not a Parquet file"),
+        ("x.jsonl", b'{"kind": 1}', {"where": {"knd": 1}}, "did you mean 'kind'?"),
+        ("x.jsonl", b'{"kind": 1}', {"where": {"zz": 1}}, "which its first readable row lacks"),
+    ],
+)
+def test_an_unreadable_input_is_named_with_a_way_out(
+    tmp_path: Path, name: str, content: bytes, keys: dict[str, Any], problem: str
+) -> None:
+    path = write(tmp_path, name, content)
+    with pytest.raises(InputError) as stop:
+        rows_of(path, **keys)
+    assert str(stop.value).startswith(str(path))
+    assert problem in str(stop.value)
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    write_rows(tmp_path, "queries.jsonl")
+    for call in (rows_of, lambda path: count_rows(table(path)), lambda p: fingerprint(table(p))):
+        with pytest.raises(InputError, match=r"no file matches; .*did you mean 'queries.jsonl'\?"):
+            call(tmp_path / "querys.jsonl")
+    with pytest.raises(InputError, match="no file matches"):
+        rows_of(tmp_path / "*.csv")
+    with pytest.raises(InputError, match="no file matches"):
+        rows_of("memory://nowhere/*.csv")
+    with pytest.raises(InputError, match="no such file"):
+        rows_of("memory://nowhere/x.csv")
+
+
+def test_a_folder_is_no_input(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"is a folder; name its files"):
+        rows_of(tmp_path, format="jsonl")
+
+
+def test_a_path_must_be_set() -> None:
+    with pytest.raises(InputError, match=r"input\.path is not set"):
+        list(read_rows(InputTable()))
+
+
+def test_an_unknown_protocol_is_named() -> None:
+    with pytest.raises(InputError, match=r"nosuch://x\.jsonl: can't be opened: Protocol not known"):
+        rows_of("nosuch://x.jsonl")
+
+
+def test_where_is_checked_on_the_first_row_even_if_that_row_is_skipped(tmp_path: Path) -> None:
+    path = write(tmp_path, "x.jsonl", '{"a": 1, "b": 1}\n{"a": 2}\n{"a": 3, "b": 1}\n')
+    source = table(path, where={"b": 1})
+    assert [row.index for row in read_rows(source)] == [0, 2]
+    assert [row.index for row in read_rows(source, skip={0}.__contains__)] == [2]
+
+
+# Laziness
+
+
+ENDLESS = {  # how a file begins, and what follows for ever
+    "jsonl": (b"", b'{"a": 1}\n'),
+    "csv": (b"a,b\n", b"1,2\n"),
+    "json": (b'[{"a": 1}', b', {"a": 1}'),
+    "prompts": (b"", b"hello\n"),
+}
+
+
+class _Endless(io.RawIOBase):
+    def __init__(self, first: bytes, again: bytes) -> None:
+        self.parts = chain([first] if first else [], repeat(again))
+
+    def read(self, size: int = -1) -> bytes:
+        return next(self.parts)
+
+
+class _EndlessFiles(AbstractFileSystem):  # type: ignore[misc]
+    """A file system whose files, named by their formats, never end."""
+
+    protocol = "endless"
+
+    def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
+        return _Endless(*ENDLESS[path])
+
+
+@pytest.mark.parametrize("format_name", list(ENDLESS))
+def test_first_rows_come_before_the_input_ends(format_name: Any) -> None:
+    fsspec.register_implementation("endless", _EndlessFiles, clobber=True)
+    rows = read_rows(table(f"endless://{format_name}", format=format_name, limit=100_000))
+    assert [row.index for row in islice(rows, 3)] == [0, 1, 2]
+    assert [row.index for row in rows][-1] == 99_999
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.csv", "x.json"])
+def test_memory_does_not_grow_with_the_input(tmp_path: Path, name: str) -> None:
+    path = write_rows(tmp_path, name, [{"id": i, "text": "x" * 2000} for i in range(20_000)])
+    assert path.stat().st_size > 40_000_000
+    next(read_rows(table(path)))  # imports
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in read_rows(table(path))) == 20_000
+        assert count_rows(table(path)) == 20_000
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 12 * 2**20
+
+
+def test_parquet_is_held_a_batch_at_a_time(tmp_path: Path) -> None:
+    images = pa.table({"image": [os.urandom(100_000) for _ in range(1500)]})
+    pq.write_table(images, tmp_path / "x.parquet", use_dictionary=False, write_batch_size=10)
+    del images
+    before, most = pa.total_allocated_bytes(), 0
+    for _ in read_rows(table(tmp_path / "x.parquet")):
+        most = max(most, pa.total_allocated_bytes() - before)
+    assert most < 48 * 2**20  # of 143 MiB in one row group
+
+
+def test_parquet_row_groups_that_are_skipped_whole_are_not_read(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, "x.parquet")
+    offset = pq.ParquetFile(path).metadata.row_group(0).column(0).data_page_offset
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(b"\xff" * 16)
+    assert [row.index for row in read_rows(table(path), skip={0, 1}.__contains__)] == [2, 3]
+    with pytest.raises(InputError):
+        rows_of(path)
+
+
+def test_threads_share_one_iterator_under_a_lock(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, "x.jsonl", [{"n": n} for n in range(2000)])
+    rows, lock = read_rows(table(path)), threading.Lock()
+    taken: list[int] = []
+
+    def take() -> None:
+        while True:
+            with lock:
+                row = next(rows, None)
+            if row is None:
+                return
+            taken.append(row.fields["n"])
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(taken) == list(range(2000))
+
+
+# Fingerprints
+
+
+def test_fingerprint_is_the_content_of_each_file(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, "x.jsonl")
+    [old] = fingerprint(table(path))
+    assert (old.path, old.size) == (str(path), path.stat().st_size)
+    assert old.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    path.write_text('{"a": 1}\n')
+    [new] = fingerprint(table(path), [old])
+    assert new.sha256 == hashlib.sha256(path.read_bytes()).hexdigest() != old.sha256
+
+
+def test_an_unchanged_file_keeps_its_fingerprint_unread(tmp_path: Path) -> None:
+    path = write(tmp_path, "x.jsonl", b"one\n")
+    [old] = fingerprint(table(path))
+    noted = replace(old, sha256="as it was noted")
+    assert fingerprint(table(path), [noted]) == [noted]
+    assert fingerprint(table(path), [replace(noted, ctime_ns=0)]) == [old]
+
+
+def test_a_file_rewritten_with_its_old_size_and_time_has_another_fingerprint(
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path, "x.jsonl", b"one\n")
+    [old] = fingerprint(table(path))
+    time.sleep(0.02)  # a kernel's clock for files may tick a hundred times a second only
+    path.write_bytes(b"two\n")
+    os.utime(path, ns=(old.mtime_ns, old.mtime_ns))
+    [new] = fingerprint(table(path), [old])
+    assert (new.size, new.mtime_ns) == (old.size, old.mtime_ns)
+    assert new.sha256 == hashlib.sha256(b"two\n").hexdigest()
+
+
+def test_a_changed_remote_file_has_another_fingerprint() -> None:
+    url = "memory://sources/print.jsonl"
+    fsspec.filesystem("memory").pipe(url, b"{}\n")
+    old = fingerprint(table(url))
+    assert fingerprint(table(url), old) == old
+    fsspec.filesystem("memory").pipe(url, b'{"a": 1}\n')
+    assert fingerprint(table(url), old) != old
+    fsspec.filesystem("memory").rm(url)
+
+
+def test_never_skips_nothing() -> None:
+    assert not never(0)
+
+
+@pytest.mark.parametrize("place", ["{}", "[{}]", '{{"deep": {}}}'])
+@pytest.mark.parametrize("number", [10**19 + 1, -(10**22) - 3, 12345678901234567890123])
+def test_whole_numbers_beyond_64_bits_keep_their_digits(
+    tmp_path: Path, place: str, number: int
+) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(
+        f'{{"n": {place.format(number)}}}\n{{"n": 1.5e300, "t": "12345678901234567890123"}}\n'
+    )
+    first, second = read_rows(InputTable(path=str(path)))
+    assert str(number) in str(first.fields["n"])
+    assert second.fields == {"n": 1.5e300, "t": "12345678901234567890123"}
+
+
+def test_whole_number_of_thousands_of_digits_fails_its_row_alone(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"n": %s}\n{"n": 1}\n' % ("9" * 5000))
+    first, second = read_rows(InputTable(path=str(path)))
+    assert "number is infinity" in str(first.error)
+    assert second.fields == {"n": 1}
+
+
+def test_json_list_with_such_a_number_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('[{"n": 12345678901234567890123}]')
+    with pytest.raises(InputError, match="beyond 64 bits; write it as text"):
+        list(read_rows(InputTable(path=str(path))))

@@ -1,0 +1,627 @@
+"""The ledger: what was written stays, what was torn is cut off, and a kill costs nothing."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, date, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batchkit.errors import StoreError
+from batchkit.storage.ledger import RESULTS, newest_offsets, read_lines, read_newest
+from batchkit.storage.store import CHECKPOINT, Store, Totals, check_log
+from batchkit.types import Choice, ErrorInfo, Record, Usage
+from tests.support.paths import ROOT
+
+
+def record(
+    index: int, text: str | None = "yes", *, kind: str = "template", fields: Any = None
+) -> Record:
+    """An ok record; a failed one where ``text`` is None."""
+    return Record(
+        index=index,
+        id=f"q{index}",
+        status="failed" if text is None else "ok",
+        attempt=1,
+        text=text,
+        finish_reason=None if text is None else "stop",
+        usage=None if text is None else Usage(3, 2),
+        latency_s=0.25,
+        finished_at="2026-11-21T01:02:03.456Z",
+        error=ErrorInfo(kind, "TemplateError", "no", False) if text is None else None,
+        fields=fields or {},
+        input_hash="0123456789abcdef",
+    )
+
+
+def write(folder: Path, *records: Record) -> bytes:
+    """A closed store that holds ``records``; the bytes of its log."""
+    folder.mkdir(exist_ok=True)
+    store = Store(folder)
+    for one in records:
+        store.append(one)
+    store.close()
+    return (folder / RESULTS).read_bytes()
+
+
+def kill(folder: Path) -> None:
+    """What SIGKILL does to the store in ``folder``: no flush, no sync; the kernel closes its file."""
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the descriptor of this very listing is gone by now
+            if descriptor.readlink() == folder / RESULTS:
+                os.close(int(descriptor.name))
+
+
+def facts(totals: Totals) -> dict[str, Any]:
+    return {
+        "completed": list(totals.completed),
+        "failed_by_kind": {k: list(rows) for k, rows in totals.failed_by_kind.items() if len(rows)},
+        "records": totals.records,
+        "tokens": (totals.prompt_tokens, totals.completion_tokens),
+        "ok": totals.ok,
+        "failed": totals.failed,
+    }
+
+
+def reopened(folder: Path) -> dict[str, Any]:
+    """What a new start reads from ``folder``."""
+    store = Store(folder)
+    found = facts(store.totals)
+    store.close()
+    return found
+
+
+def read_whole(folder: Path, scratch: Path) -> dict[str, Any]:
+    """The same from the log alone, in a copy without a checkpoint."""
+    scratch.mkdir(exist_ok=True)
+    (scratch / CHECKPOINT).unlink(missing_ok=True)
+    shutil.copy(folder / RESULTS, scratch / RESULTS)
+    return reopened(scratch)
+
+
+def indexes(folder: Path) -> list[int]:
+    return [found["index"] for found in read_newest(folder / RESULTS)]
+
+
+MIXED = [record(0), record(1, None), record(2, "né"), record(3, None, kind="media"), record(1)]
+
+
+# What a row's record means
+
+
+def test_records_count_only_once_flushed(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.append(record(0))
+    assert (store.totals.ok, indexes(tmp_path)) == (0, [])
+    store.flush()
+    assert (store.totals.ok, indexes(tmp_path)) == (1, [0])
+    assert not (tmp_path / CHECKPOINT).exists()
+    store.close()
+    assert (tmp_path / CHECKPOINT).exists()
+
+
+def test_newest_record_of_a_row_decides(tmp_path: Path) -> None:
+    write(tmp_path, record(0), record(1, None), record(2), record(1, "late"), record(2, None))
+    found = reopened(tmp_path)
+    assert found["completed"] == [0, 1]
+    assert found["failed_by_kind"] == {"template": [2]}
+    assert (found["records"], found["tokens"]) == (5, (9, 6))
+    newest = {r["index"]: (r["status"], r["text"]) for r in read_newest(tmp_path / RESULTS)}
+    assert newest == {0: ("ok", "yes"), 1: ("ok", "late"), 2: ("failed", None)}
+
+
+def test_row_that_fails_anew_changes_its_kind(tmp_path: Path) -> None:
+    write(tmp_path, record(7, None, kind="media"), record(7, None, kind="timeout"))
+    assert reopened(tmp_path)["failed_by_kind"] == {"timeout": [7]}
+
+
+def test_newest_records_come_in_the_order_of_the_input(tmp_path: Path) -> None:
+    order = [5, 3, 900, 0, 3, 41, 0]
+    write(tmp_path, *(record(index, f"at {n}") for n, index in enumerate(order)))
+    assert indexes(tmp_path) == [0, 3, 5, 41, 900]
+    assert [r["text"] for r in read_newest(tmp_path / RESULTS)] == [
+        "at 6",
+        "at 4",
+        "at 0",
+        "at 5",
+        "at 2",
+    ]
+
+
+def test_empty_and_missing_logs_hold_no_record(tmp_path: Path) -> None:
+    assert list(read_newest(tmp_path / RESULTS)) == []
+    Store(tmp_path).close()
+    assert list(read_newest(tmp_path / RESULTS)) == []
+    assert reopened(tmp_path)["records"] == 0
+
+
+def test_log_is_a_plain_file(tmp_path: Path) -> None:
+    write(tmp_path, record(0))
+    assert (tmp_path / RESULTS).stat().st_mode & 0o111 == 0
+
+
+# Torn tails and garbage
+
+
+def test_torn_tail_is_redone(tmp_path: Path) -> None:
+    whole = write(tmp_path, record(0), record(1))
+    torn = b'{"index":2,"id":"q2","status":"o'
+    with (tmp_path / RESULTS).open("ab") as file:
+        file.write(torn)
+    store = Store(tmp_path)
+    assert store.salvaged_bytes == len(torn)
+    assert (tmp_path / f"{RESULTS}.torn-1").read_bytes() == torn
+    assert (tmp_path / RESULTS).read_bytes() == whole
+    assert not store.totals.is_settled(2)
+    store.append(record(2))
+    store.close()
+    assert indexes(tmp_path) == [0, 1, 2]
+
+
+def test_each_torn_tail_is_kept_under_a_number_of_its_own(tmp_path: Path) -> None:
+    write(tmp_path, record(0))
+    for tail in (b"first", b"second"):
+        with (tmp_path / RESULTS).open("ab") as file:
+            file.write(tail)
+        Store(tmp_path).close()
+    kept = sorted(path.name for path in tmp_path.glob("*.torn-*"))
+    assert kept == [f"{RESULTS}.torn-1", f"{RESULTS}.torn-2"]
+    assert (tmp_path / f"{RESULTS}.torn-2").read_bytes() == b"second"
+
+
+def test_last_record_without_its_newline_is_redone(tmp_path: Path) -> None:
+    """Its bytes may be whole, but nothing says so."""
+    whole = write(tmp_path, record(0), record(1))
+    (tmp_path / RESULTS).write_bytes(whole[:-1])
+    (tmp_path / CHECKPOINT).unlink()
+    assert reopened(tmp_path)["completed"] == [0]
+
+
+GARBAGE = {
+    "NULs": bytes(4096),
+    "NULs and a newline": bytes(100) + b"\n",
+    "noise": bytes(range(256)) * 4,
+    "an empty line": b"\n",
+    "half a record": b'{"index":9,"id":"q9","status":"ok","att\n',
+    "a record's head and its end": b'{"index":9,"id":"q9",\0\0\0\0"input_hash":"0"}\n',
+    "two records run together": b'{"index":9,"id":"q9","sta{"index":8,"status":"ok","usage":null}\n',
+    "JSON that is no record": b'{"a":1}\n[1,2]\n"text"\nnull\n3\n',
+    "an index that is text": b'{"index":"9","status":"ok"}\n',
+    "an index below zero": b'{"index":-1,"status":"ok"}\n',
+    "an index past 32 bits": b'{"index":99999999999,"status":"ok"}\n',
+    "usage that is text": b'{"index":9,"status":"ok","usage":"many"}\n',
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
+def test_garbage_tail_is_cut_off_and_kept(tmp_path: Path, garbage: bytes) -> None:
+    whole = write(tmp_path, record(0), record(1))
+    (tmp_path / RESULTS).write_bytes(whole + garbage)
+    store = Store(tmp_path)
+    store.append(record(2))
+    store.close()
+    assert reopened(tmp_path)["completed"] == [0, 1, 2]
+    assert indexes(tmp_path) == [0, 1, 2]
+    assert (tmp_path / f"{RESULTS}.torn-1").read_bytes() == garbage
+
+
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
+def test_whole_records_behind_garbage_survive(tmp_path: Path, garbage: bytes) -> None:
+    if not garbage.endswith(b"\n"):
+        garbage += b"\n"
+    whole = write(tmp_path, *(record(index) for index in range(4)))
+    lines = whole.splitlines(keepends=True)
+    (tmp_path / RESULTS).write_bytes(b"".join([*lines[:2], garbage, *lines[2:]]))
+    (tmp_path / CHECKPOINT).unlink()
+    assert reopened(tmp_path)["completed"] == [0, 1, 2, 3]
+    assert (tmp_path / RESULTS).read_bytes() == whole
+    assert (tmp_path / f"{RESULTS}.torn-1").read_bytes() == garbage + b"".join(lines[2:])
+
+
+SEEN_UNPARSED = {name: GARBAGE[name] for name in list(GARBAGE)[:-2]}
+
+
+@pytest.mark.parametrize("garbage", SEEN_UNPARSED.values(), ids=SEEN_UNPARSED)
+def test_garbage_does_not_stop_reading_the_newest_records(tmp_path: Path, garbage: bytes) -> None:
+    """An export of a run that crashed and was not opened since."""
+    if not garbage.endswith(b"\n"):
+        garbage += b"\n"
+    whole = write(tmp_path, *(record(index) for index in range(4)))
+    lines = whole.splitlines(keepends=True)
+    (tmp_path / RESULTS).write_bytes(b"".join([*lines[:2], garbage, *lines[2:]]))
+    assert indexes(tmp_path) == [0, 1, 2, 3]
+
+
+def test_log_cut_at_any_byte_keeps_every_whole_record(tmp_path: Path) -> None:
+    log = write(tmp_path / "whole", *MIXED)
+    folder = tmp_path / "cut"
+    for size in range(len(log) + 1):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        (folder / RESULTS).write_bytes(log[:size])
+        n_whole = log[:size].count(b"\n")
+        expected = Totals()
+        for one in MIXED[:n_whole]:
+            expected.add(one.to_json())
+
+        store = Store(folder)
+        assert facts(store.totals) == facts(expected), size
+        store.append(record(99))
+        store.flush()
+        kill(folder)
+        lines = list(read_lines(folder / RESULTS))
+        assert [line.record and line.record["index"] for line in lines] == [
+            *(one.index for one in MIXED[:n_whole]),
+            99,
+        ], size
+        assert indexes(folder) == sorted({99, *(one.index for one in MIXED[:n_whole])}), size
+
+
+# The checkpoint is a cache
+
+
+def damaged(**changes: Any) -> Any:
+    """A checkpoint with some keys replaced; None takes a key away."""
+
+    def damage(content: bytes) -> bytes:
+        table = orjson.loads(content) | changes
+        return orjson.dumps({key: value for key, value in table.items() if value is not None})
+
+    return damage
+
+
+CHECKPOINT_DAMAGE = {
+    "missing": lambda content: None,
+    "empty": lambda content: b"",
+    "cut in half": lambda content: content[: len(content) // 2],
+    "NULs": lambda content: bytes(len(content)),
+    "not an object": lambda content: b"[]",
+    "null": lambda content: b"null",
+    "a number": lambda content: b"1",
+    "version from the future": damaged(version=2),
+    "no version": damaged(version=None),
+    "no offset": damaged(offset=None),
+    "offset past the end": damaged(offset=10**9),
+    "offset within a line": damaged(offset=40),
+    "offset below zero": damaged(offset=-1),
+    "offset is text": damaged(offset="12"),
+    "offset is a fraction": damaged(offset=10.5),
+    "range reversed": damaged(completed=[[2, 0]]),
+    "range below zero": damaged(completed=[[-1, 0]]),
+    "range of one number": damaged(completed=[[2]]),
+    "range past 32 bits": damaged(completed=[[0, 2**40]]),
+    "ranges are text": damaged(completed="0-2"),
+    "ranges are fractions": damaged(completed=[[0.5, 1.5]]),
+    "ranges are null": damaged(completed=[None]),
+    "kinds are a list": damaged(failed_by_kind=[]),
+    "kind reversed": damaged(failed_by_kind={"media": [[3, 1]]}),
+    "no kinds": damaged(failed_by_kind=None),
+    "no counts": damaged(counts=None),
+    "counts are a list": damaged(counts=[]),
+    "counts are text": damaged(
+        counts={"records": "5", "prompt_tokens": "9", "completion_tokens": "6"}
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", CHECKPOINT_DAMAGE.values(), ids=CHECKPOINT_DAMAGE)
+def test_damaged_checkpoint_changes_nothing(tmp_path: Path, damage: Any) -> None:
+    folder = tmp_path / "run"
+    write(folder, *MIXED)
+    expected = read_whole(folder, tmp_path / "log-alone")
+    assert reopened(folder) == expected
+
+    content = damage((folder / CHECKPOINT).read_bytes())
+    (folder / CHECKPOINT).unlink()
+    if content is not None:
+        (folder / CHECKPOINT).write_bytes(content)
+    with (folder / RESULTS).open("ab") as file:  # what the killed process flushed after it
+        file.write(orjson.dumps(record(8).to_json()) + b"\n")
+    store = Store(folder)
+    assert store.totals.ok == expected["ok"] + 1
+    store.close()
+    assert reopened(folder) == read_whole(folder, tmp_path / "log-alone")
+
+
+def test_any_changed_byte_before_the_checkpoint_is_noticed(tmp_path: Path) -> None:
+    write(tmp_path, *MIXED)
+    whole = write(tmp_path, record(7))
+    for place in range(0, len(whole), 7):
+        changed = bytearray(whole)
+        changed[place] ^= 1
+        (tmp_path / RESULTS).write_bytes(changed)
+        with pytest.raises(StoreError, match=r"results\.jsonl: .*verify --repair"):
+            Store(tmp_path)
+        with pytest.raises(StoreError, match=r"results\.jsonl: .*verify --repair"):
+            check_log(tmp_path)
+    (tmp_path / RESULTS).write_bytes(whole)
+    assert reopened(tmp_path)["completed"] == [0, 1, 2, 7]
+
+
+def test_what_was_cut_off_before_the_checkpoint_is_noticed(tmp_path: Path) -> None:
+    whole = write(tmp_path, *MIXED)
+    for size in range(0, len(whole), 11):
+        (tmp_path / RESULTS).write_bytes(whole[:size])
+        with pytest.raises(StoreError, match=r"results\.jsonl: .*verify --repair"):
+            Store(tmp_path)
+    (tmp_path / RESULTS).write_bytes(whole[: whole.index(b"\n") + 1])
+    with pytest.raises(StoreError, match=rf"has \d+ bytes, and had {len(whole)} at the last"):
+        Store(tmp_path)
+
+
+def test_checkpoint_says_what_the_contract_promises(tmp_path: Path) -> None:
+    log = write(tmp_path, *MIXED)
+    found = orjson.loads((tmp_path / CHECKPOINT).read_bytes())
+    assert found["version"] == 1
+    assert found["offset"] == len(log)
+    assert found["completed"] == [[0, 2]]
+    assert found["failed"] == [[3, 3]]
+    assert found["counts"] | {"records": 5, "ok": 3, "failed": 1} == found["counts"]
+
+
+def test_checkpoint_is_replaced_in_one_step(tmp_path: Path) -> None:
+    """A reader that opened the old one still reads all of it."""
+    store = Store(tmp_path)
+    store.append(record(0))
+    store.sync()
+    with (tmp_path / CHECKPOINT).open("rb") as old:
+        store.append(record(1))
+        store.sync()
+        assert orjson.loads(old.read())["completed"] == [[0, 0]]
+    store.close()
+    assert orjson.loads((tmp_path / CHECKPOINT).read_bytes())["completed"] == [[0, 1]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [CHECKPOINT, RESULTS]
+
+
+def test_half_written_checkpoint_of_a_killed_process_is_passed_over(tmp_path: Path) -> None:
+    write(tmp_path, *MIXED)
+    (tmp_path / f"{CHECKPOINT}.tmp").write_bytes(b'{"version":1,"off')
+    assert reopened(tmp_path)["completed"] == [0, 1, 2]
+    write(tmp_path, record(4))
+    assert not (tmp_path / f"{CHECKPOINT}.tmp").exists()
+
+
+def test_nothing_new_leaves_the_checkpoint_alone(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.append(record(0))
+    store.sync()
+    (tmp_path / CHECKPOINT).unlink()
+    assert store.sync() == 0.0
+    assert not (tmp_path / CHECKPOINT).exists()
+    kill(tmp_path)
+
+
+# Values that JSON has no word for
+
+
+class Colour:
+    def __str__(self) -> str:
+        return "red"
+
+
+NEST: Any = "leaf"
+for _ in range(300):
+    NEST = [NEST]
+
+ODD_VALUES = {
+    "bytes": (b"\x00\xff", base64.b64encode(b"\x00\xff").decode()),
+    "NaN": (float("nan"), None),
+    "infinity": (float("-inf"), None),
+    "an integer past 64 bits": (2**70, str(2**70)),
+    "the largest that JSON readers agree on": (2**64 - 1, 2**64 - 1),
+    "a lone surrogate": ("a\ud800b", "a?b"),
+    "a lone surrogate in a key": ({"a\ud800": 1}, {"a?": 1}),
+    "Decimal": (Decimal("1.50"), "1.50"),
+    "datetime": (datetime(2026, 1, 2, 3, 4, tzinfo=UTC), "2026-01-02T03:04:00+00:00"),
+    "date": (date(2026, 1, 2), "2026-01-02"),
+    "a number as key": ({1: "a"}, {"1": "a"}),
+    "a tuple as key": ({(1, 2): "a"}, {"(1, 2)": "a"}),
+    "a foreign object": ({"c": [Colour()]}, {"c": ["red"]}),
+    "NaN beside a foreign object": ([float("nan"), Colour()], [None, "red"]),
+    "newlines": ("a\nb\r\n\u2028\x85", "a\nb\r\n\u2028\x85"),
+    "NUL": ("a\0b", "a\0b"),
+    "true": (True, True),
+}
+
+
+@pytest.mark.parametrize(("value", "stored"), ODD_VALUES.values(), ids=ODD_VALUES)
+def test_values_json_has_no_word_for_are_stored_as_json(
+    tmp_path: Path, value: Any, stored: Any
+) -> None:
+    log = write(tmp_path, record(0, fields={"v": value, "w": 1}), record(1))
+    assert log.count(b"\n") == 2
+    first = log.split(b"\n")[0].decode("utf-8")
+    found = json.loads(first, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert found["fields"] == {"v": stored, "w": 1}
+    assert reopened(tmp_path)["completed"] == [0, 1]
+
+
+def test_deeply_nested_value_does_not_stop_the_run(tmp_path: Path) -> None:
+    write(tmp_path, record(0, fields={"v": NEST}), record(1))
+    assert reopened(tmp_path)["completed"] == [0, 1]
+    assert indexes(tmp_path) == [0, 1]
+
+
+@pytest.mark.parametrize("text", ["a\ud800b", "\0", "\u2028\n", "é🙂", ""])
+def test_any_text_of_a_model_is_one_line(tmp_path: Path, text: str) -> None:
+    choices = [Choice(text, "stop"), Choice("b", "length", [{"token": "b", "logprob": -0.5}])]
+    write(tmp_path, record(0, text), Record(**{**_fields(record(1, text)), "choices": choices}))
+    assert indexes(tmp_path) == [0, 1]
+    kept = text.replace("\ud800", "?")
+    found = list(read_newest(tmp_path / RESULTS))
+    assert [r["text"] for r in found] == [kept, kept]
+    assert found[1]["choices"][0]["text"] == kept
+    assert found[1]["choices"][1]["logprobs"] == [{"token": "b", "logprob": -0.5}]
+
+
+def _fields(one: Record) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in Record.__slots__}
+
+
+# A full disk
+
+WRITER = """
+import resource, signal, sys
+from pathlib import Path
+sys.path.insert(0, {repository!r})
+from tests.storage.test_store import record
+from batchkit.errors import StoreError
+from batchkit.storage.store import Store
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+store = Store(Path({folder!r}))
+flushed = 0
+try:
+    for index in range(1000):
+        store.append(record(index, "x" * 50))
+        if index % 7 == 6:
+            store.flush()
+            flushed = index + 1
+except StoreError as error:
+    print(flushed, store.totals.ok, error)
+    sys.exit(error.exit_code)
+"""
+
+
+@pytest.mark.parametrize("limit", [10_000, 10_001, 10_240])
+def test_full_disk_leaves_whole_records_and_says_so(tmp_path: Path, limit: int) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    repository = str(ROOT)
+    script = WRITER.format(repository=repository, limit=limit, folder=str(folder))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    flushed, counted, message = done.stdout.split(" ", 2)
+    assert int(flushed) == int(counted) > 0
+    assert "File too large" in message
+    assert "run the same command again" in message
+
+    log = (folder / RESULTS).read_bytes()
+    assert len(log) <= limit
+    assert indexes(folder) == list(range(int(flushed)))
+    assert log.endswith(b"\n")
+    store = Store(folder)
+    assert store.salvaged_bytes == 0
+    for index in range(int(flushed), 1000):
+        store.append(record(index))
+    store.close()
+    assert indexes(folder) == list(range(1000))
+
+
+@contextmanager
+def small_disk(path: Path, size: str) -> Iterator[Path]:
+    """A tmpfs of ``size``; skips the test where mounting is not allowed."""
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not allowed here")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_store_outlives_a_disk_that_was_full(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "128k") as disk:
+        ballast = disk / "ballast"
+        ballast.write_bytes(bytes(100_000))
+        store, n_flushed, refusal = Store(disk), 0, ""
+        while not refusal:
+            for index in range(n_flushed, n_flushed + 5):
+                store.append(record(index))
+            try:
+                store.flush()
+                n_flushed += 5
+            except StoreError as error:
+                refusal = str(error)
+        assert "No space left" in refusal
+        assert store.totals.ok == n_flushed > 0
+        assert indexes(disk) == list(range(n_flushed))
+
+        ballast.unlink()
+        store.sync()  # what was collected when the disk was full is written after all
+        kill(disk)
+        assert indexes(disk) == list(range(n_flushed + 5))
+        assert reopened(disk)["completed"] == list(range(n_flushed + 5))
+
+
+def test_checkpoint_that_can_not_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        store = Store(disk)
+        store.append(record(0))
+        store.sync()
+        before = (disk / CHECKPOINT).read_bytes()
+        store.append(record(1))
+        store.flush()
+        with suppress(OSError):
+            (disk / "ballast").write_bytes(bytes(64_000))
+        with pytest.raises(StoreError, match=r"checkpoint\.json: can't write: No space left"):
+            store.sync()
+        assert (disk / CHECKPOINT).read_bytes() == before
+        kill(disk)
+        (disk / "ballast").unlink()
+        assert reopened(disk)["completed"] == [0, 1]
+
+
+# Any order of events
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.integers(0, 6), st.booleans()),
+        st.tuples(st.sampled_from(["flush", "sync", "close", "kill", "tear"])),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(steps=STEPS)
+def test_store_agrees_with_a_dict_whatever_happens(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[Any, ...]]
+) -> None:
+    folder = tmp_path_factory.mktemp("store")
+    model: dict[int, str] = {}
+    collected: list[tuple[int, str]] = []
+    store, n_written = Store(folder), 0
+    for number, (verb, *what) in enumerate(steps):
+        if verb == "append":
+            index, ok = what
+            text = f"step {number}" if ok else None
+            store.append(record(index, text))
+            collected.append((index, text or ""))
+            continue
+        if verb in ("flush", "sync", "close"):
+            getattr(store, verb)()
+            model |= dict(collected)
+            n_written += len(collected)
+        else:
+            kill(folder)
+            if verb == "tear":
+                with (folder / RESULTS).open("ab") as file:
+                    file.write(orjson.dumps(record(3, "torn").to_json())[: 5 + number])
+        if verb not in ("flush", "sync"):
+            store = Store(folder)
+        collected.clear()
+        assert set(store.totals.completed) == {i for i, text in model.items() if text}
+        assert set(store.totals.failed_rows) == {i for i, text in model.items() if not text}
+        assert store.totals.records == n_written
+    store.close()
+    model |= dict(collected)
+    found = [(r["index"], r["text"] or "") for r in read_newest(folder / RESULTS)]
+    assert found == sorted(model.items())
+    assert len(newest_offsets(folder / RESULTS)) == len(model)
+    shutil.rmtree(folder)

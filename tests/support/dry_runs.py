@@ -1,0 +1,97 @@
+"""Runs of the dry-run engine in the working directory: ``job.toml``, ``in.jsonl``, ``output/a``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+from click.testing import CliRunner
+
+from batchkit.cli import cli
+from batchkit.config.loading import make_job
+from batchkit.config.tables import JobConfig
+from batchkit.execution.processor import ProductionBatchProcessor
+
+RUN = Path("output/a")
+LOG = RUN / "results.jsonl"
+
+
+class Ended:
+    """How a command ended."""
+
+    def __init__(self, exit_code: int, stdout: str, stderr: str) -> None:
+        self.exit, self.stdout, self.stderr = exit_code, stdout, stderr
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """Its one line on stdout."""
+        (line,) = self.stdout.splitlines()
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+def batchkit(*args: str) -> Ended:
+    result = CliRunner().invoke(cli, list(args), catch_exceptions=False, prog_name="batchkit")
+    return Ended(result.exit_code, result.stdout, result.stderr)
+
+
+def run(*args: str) -> Ended:
+    return batchkit("run", "job.toml", *args)
+
+
+def write_job(**tables: dict[str, Any]) -> None:
+    job: dict[str, Any] = {
+        "name": "a",
+        "input": {"path": "in.jsonl"},
+        "prompt": {"user": "{{ q }}"},
+        "engine": {"kind": "dry-run"},
+    }
+    for name, table in tables.items():
+        job[name] = job.get(name, {}) | table
+    Path("job.toml").write_text(tomlkit.dumps(job))
+
+
+def write_rows(rows: list[dict[str, Any]] | int) -> list[dict[str, Any]]:
+    if isinstance(rows, int):
+        rows = [{"key": f"k{n}", "q": f"question {n}"} for n in range(rows)]
+    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+def prepare(n: int = 10, **tables: dict[str, Any]) -> None:
+    write_rows(n)
+    write_job(**tables)
+
+
+def records(log: Path = LOG) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def settled(log: Path = LOG) -> dict[int, str]:
+    """Status of each row; fails where a row has two records."""
+    found = {record["index"]: record["status"] for record in records(log)}
+    assert len(found) == len(records(log))
+    return found
+
+
+def manifest(folder: Path = RUN) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    return found
+
+
+def status(folder: Path = RUN) -> dict[str, Any]:
+    return batchkit("status", str(folder), "--json").json
+
+
+def verify(folder: Path = RUN) -> dict[str, Any]:
+    return batchkit("verify", str(folder), "--json").json
+
+
+def job(**tables: dict[str, Any]) -> JobConfig:
+    return make_job({"name": "a", "engine": {"kind": "dry-run"}, **tables}, "the test")
+
+
+def process(rows: Any, **options: Any) -> Any:
+    return ProductionBatchProcessor(job(), quiet=True, **options).process(rows)

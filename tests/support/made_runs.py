@@ -1,0 +1,122 @@
+"""Run folders with scores, failures and images, as a model would have made them.
+
+The dry-run engine makes the folder through the command line; then newer records are added to the
+ledger with what it can't do: answers worth scoring, and engine failures.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+from click.testing import CliRunner
+from PIL import Image, ImageDraw
+
+from batchkit.cli import cli
+from batchkit.config.loading import load_job
+from batchkit.scoring import Scoring
+
+GROUPS = ("Data Analysis", "Fact Checking", "Numerical Reasoning")
+KEEP = ["QuestionType", "Question", "FinalAnswer", "FileName"]
+
+Answer = Callable[[int, Mapping[str, Any]], Mapping[str, Any] | str | None]
+"""A row's text; or what its record says instead; or None: as the dry-run engine left it."""
+
+
+def rows(n: int, n_images: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": f"q{index}",
+            "QuestionType": GROUPS[index % 3],
+            "Question": f"What is cell {index} of the table?",
+            "FinalAnswer": f"value {index % 7}",
+            "FileName": f"table{index % n_images}",
+        }
+        for index in range(n)
+    ]
+
+
+def draw_tables(folder: Path, n: int, size: tuple[int, int] = (900, 600)) -> None:
+    """Something like a table on white, each its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(n):
+        image = Image.new("RGB", size, "white")
+        draw = ImageDraw.Draw(image)
+        for y in range(0, size[1], 24):
+            draw.line((0, y, size[0], y), fill="gray")
+            for x in range(0, size[0], 90):
+                draw.text((x + 4, y + 6), f"{(x * 7 + y * 13 + number) % 9973}", fill="black")
+        image.save(folder / f"table{number}.png", compress_level=1)
+
+
+def make_run(
+    place: Path,
+    table: Sequence[Mapping[str, Any]],
+    answer: Answer,
+    *,
+    name: str = "tables",
+    **tables: Any,
+) -> Path:
+    """The folder of a finished run over ``table``; ``tables`` are laid over its job."""
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "qa.json").write_text(json.dumps({"queries": list(table)}), encoding="utf-8")
+    job: dict[str, Any] = {
+        "name": name,
+        "input": {"path": "qa.json", "records": "queries", "id": "id"},
+        "prompt": {"user": "Look.\n{{ Question }}", "images": ["{{ FileName }}.png"]},
+        "media": {"root": "image"},
+        "engine": {"kind": "dry-run", "model": "a/model"},
+        "output": {"dir": str(place / "output"), "keep": KEEP},
+        "scoring": {
+            "extract": "final-answer",
+            "reference": "FinalAnswer",
+            "scorers": ["f1", "em"],
+            "group_by": "QuestionType",
+        },
+    }
+    for key, value in tables.items():
+        job[key] = {**job[key], **value} if isinstance(job.get(key), dict) else value
+    path = place / f"{name}.toml"
+    path.write_text(tomlkit.dumps(job), encoding="utf-8")
+    done = CliRunner().invoke(cli, ["run", str(path)])
+    assert done.exit_code in (0, 3), done.output
+    folder = place / "output" / name
+    _answer(folder, table, answer, Scoring(load_job(path).scoring))
+    return folder
+
+
+def _answer(
+    folder: Path, table: Sequence[Mapping[str, Any]], answer: Answer, scoring: Scoring
+) -> None:
+    log = folder / "results.jsonl"
+    lines = []
+    for line in log.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        index = record["index"]
+        given = answer(index, table[index]) if record["status"] == "ok" else None
+        if given is None:
+            continue
+        record |= {"latency_s": 1 + index % 5, "finished_at": _time(index)}
+        if isinstance(given, str):
+            scored = scoring.score(given, table[index], record["id"])
+            record |= {"text": given, "prediction": scored.prediction, "scores": scored.scores}
+            record["usage"] = {"prompt_tokens": 900 + index % 50, "completion_tokens": len(given)}
+        else:
+            record |= given
+        lines.append(json.dumps(record) + "\n")
+    with log.open("a", encoding="utf-8") as file:
+        file.writelines(lines)
+
+
+def failure(kind: str) -> dict[str, Any]:
+    """What the record of a failed row says."""
+    error = {"kind": kind, "type": "RowError", "message": f"it was {kind}", "retryable": True}
+    return {"status": "failed", "text": None, "usage": None, "error": error, "scores": {}}
+
+
+def _time(index: int) -> str:
+    hours, rest = divmod(index // 4, 3600)
+    return f"2026-11-21T{hours:02}:{rest // 60:02}:{rest % 60:02}.000Z"
