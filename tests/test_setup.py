@@ -305,7 +305,7 @@ def test_set_up_refuses_a_file_that_is_not_the_locked_one(tmp_path: Path) -> Non
     (clone / "scripts").mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "setup.sh", clone / "scripts")
     for name in ("pyproject.toml", "batchkit/commands/doctor/torchvision_fix.py"):
-        (clone / name).parent.mkdir(exist_ok=True)
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, clone / name)
     served = tmp_path / "served"
     served.mkdir()
