@@ -31,7 +31,7 @@ uv_install() {
     local options=(--python "$venv/bin/python" --no-deps --index-strategy unsafe-best-match) place
     for place in $(pip_setting index-url); do options+=(--default-index "$place"); done
     for place in $(pip_setting extra-index-url); do
-        case $place in file://*) [ -d "${place#file://}" ] || continue ;; esac
+        case $place in file:*) [ -d "/${place#file:*/}" ] || continue ;; esac
         options+=(--index "$place")
     done
     for place in $(pip_setting find-links); do options+=(--find-links "$place"); done
@@ -106,9 +106,9 @@ else
     quiet_pip --no-deps --no-build-isolation -e .
 fi
 
-mended=$("$venv/bin/python" -m batchkit.commands.doctor.torchvision_fix) ||
+fixed=$("$venv/bin/python" -m batchkit.commands.doctor.torchvision_fix) ||
     fail "torchvision can't be used (above); start over with: make clean setup"
-say "$mended"
+say "$fixed"
 say "importing vLLM, to see that it works"
 checked=$("$venv/bin/python" - 2>&1 <<'PYTHON'
 import torch, torchvision, transformers, vllm

@@ -1,4 +1,4 @@
-"""Set-up: the doctor's verdicts, the mend for torchvision, and the lock."""
+"""Set-up: the doctor's verdicts, the fix for torchvision, and the lock."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from zipfile import ZipFile
 import pip
 import pytest
 
-from batchkit.commands.doctor import VLLM_RANGE, Finding, as_text, judge
-from batchkit.commands.doctor import torchvision_fix as torchvision_mend
+from batchkit.commands.doctor import VLLM_RANGE, Finding, as_text, judge, torchvision_fix
 from batchkit.commands.doctor.machine import Facts, Folder, Gpu, Probe
 
 ROOT = Path(__file__).parent.parent
@@ -107,7 +106,7 @@ SICK = [
     ("torch", without(CPU, "torch"), "not installed", "make clean setup"),
     ("torch", with_error(CPU, "torch", "exit status -11"), "status -11", "make clean setup"),
     ("torchvision", without(CPU, "torchvision"), "not installed", "make clean setup"),
-    ("torchvision", with_error(CPU, "torchvision", NMS), "another torch", "torchvision_mend"),
+    ("torchvision", with_error(CPU, "torchvision", NMS), "another torch", "torchvision_fix"),
     ("torchvision", with_error(CPU, "torchvision", "OSError: x"), "OSError: x", "make clean"),
     (
         "torchaudio, torchcodec",
@@ -159,8 +158,8 @@ def test_each_trouble_is_named_with_its_remedy(
     assert f"→ {verdict.remedy}" in as_text([verdict])
 
 
-def test_the_mend_counts_as_a_working_torchvision() -> None:
-    assert "mended" in finding(CPU, "torchvision").found
+def test_the_fix_counts_as_a_working_torchvision() -> None:
+    assert "fixed" in finding(CPU, "torchvision").found
     assert "compiled ops load" in finding(CUDA, "torchvision").found
 
 
@@ -188,7 +187,7 @@ def test_doctor_and_pyproject_agree_on_vllm() -> None:
     assert wanted in project["optional-dependencies"]["vllm"]
 
 
-# -- the mend ----------------------------------------------------------------------------------
+# -- the fix -----------------------------------------------------------------------------------
 
 FAKE_TORCHVISION = """
 import torch
@@ -210,11 +209,11 @@ print(importlib.util.find_spec("torchvision").name, "torch" in sys.modules)
 import torchvision
 print(torchvision.torch.ops.torchvision.nms.default._schema)
 """
-INSTALL = f"import {torchvision_mend.COPY}; {torchvision_mend.COPY}.install_hook()"
+INSTALL = f"import {torchvision_fix.COPY}; {torchvision_fix.COPY}.install_hook()"
 
 
 def imported(folder: Path, install: str) -> subprocess.CompletedProcess[str]:
-    """Imports the fake torchvision; ``-S`` and a path by hand keep the environment's mend out."""
+    """Imports the fake torchvision; ``-S`` and a path by hand keep the environment's fix out."""
     site = [path for path in sys.path if path.endswith("site-packages")]
     code = f"import sys; sys.path[:0] = {[str(folder), *site]!r}{USE.format(install=install)}"
     return subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True)
@@ -222,20 +221,20 @@ def imported(folder: Path, install: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def fake_torchvision(tmp_path: Path) -> Path:
-    """A torchvision without compiled ops, and the mend as set-up copies it."""
+    """A torchvision without compiled ops, and the fix as set-up copies it."""
     pytest.importorskip("torch")
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision" / "__init__.py").write_text(FAKE_TORCHVISION)
-    copy = tmp_path / f"{torchvision_mend.COPY}.py"
-    copy.write_text(Path(torchvision_mend.__file__).read_text())
+    copy = tmp_path / f"{torchvision_fix.COPY}.py"
+    copy.write_text(Path(torchvision_fix.__file__).read_text())
     return tmp_path
 
 
-def test_torchvision_without_its_ops_fails_unmended(fake_torchvision: Path) -> None:
+def test_torchvision_without_its_ops_fails_without_the_fix(fake_torchvision: Path) -> None:
     assert "torchvision::nms does not exist" in imported(fake_torchvision, "").stderr
 
 
-def test_mend_declares_the_ops_and_waits_with_torch_until_torchvision_is_imported(
+def test_fix_declares_the_ops_and_waits_with_torch_until_torchvision_is_imported(
     fake_torchvision: Path,
 ) -> None:
     (fake_torchvision / "torchvision" / "_C.so").write_text("not a library")
@@ -247,7 +246,7 @@ def test_mend_declares_the_ops_and_waits_with_torch_until_torchvision_is_importe
     assert schema.startswith("torchvision::nms(Tensor dets, Tensor scores, float iou_threshold)")
 
 
-def test_mend_stands_aside_where_the_ops_load(fake_torchvision: Path) -> None:
+def test_fix_stands_aside_where_the_ops_load(fake_torchvision: Path) -> None:
     """Any library that loads counts as torchvision's own, which declares the operators itself."""
     import torch
 
@@ -256,13 +255,13 @@ def test_mend_stands_aside_where_the_ops_load(fake_torchvision: Path) -> None:
     assert "torchvision::nms does not exist" in imported(fake_torchvision, INSTALL).stderr
 
 
-def test_set_up_sees_through_a_mend_that_is_already_there(fake_torchvision: Path) -> None:
-    tried = imported(fake_torchvision, INSTALL + torchvision_mend.UNMENDED)
+def test_set_up_sees_through_a_fix_that_is_already_there(fake_torchvision: Path) -> None:
+    tried = imported(fake_torchvision, INSTALL + torchvision_fix.WITHOUT_FIX)
     assert "torchvision::nms does not exist" in tried.stderr
 
 
 def test_pth_line_runs_at_start_up() -> None:
-    line = torchvision_mend.PTH_LINE
+    line = torchvision_fix.PTH_LINE
     assert line.startswith("import ")  # site executes no other lines
     assert line.count("\n") == 1
     assert line.strip() == INSTALL

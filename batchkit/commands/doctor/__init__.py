@@ -109,7 +109,7 @@ def _torchvision(facts: Facts) -> Finding:
         return _imported("torchvision", version, facts, SETUP)
     if probe.result["ops"]:
         return Finding("torchvision", True, f"{version}, its compiled ops load")
-    return Finding("torchvision", True, f"{version}, mended: no compiled ops, none needed")
+    return Finding("torchvision", True, f"{version}, fixed: no compiled ops, none needed")
 
 
 def _audio_and_video(facts: Facts) -> Finding:

@@ -8,7 +8,7 @@ torchvision adds fakes to is enough: ``nms`` then exists, and calling it still f
 Every process needs this (vLLM inspects models in a subprocess), so ``python -m
 batchkit.commands.doctor.torchvision_fix`` copies this file into the environment beside a ``.pth`` line that
 installs the hook below when Python starts. The hook costs no import until torchvision is
-imported, and stands aside where the compiled ops do load.
+imported, and does nothing if the compiled ops load.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from __future__ import annotations
 import sys
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 
-COPY = "_batchkit_torchvision_mend"
+COPY = "_batchkit_torchvision_fix"
 PTH_LINE = f"import {COPY}; {COPY}.install_hook()\n"
 SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
-UNMENDED = f"""
+WITHOUT_FIX = f"""
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if getattr(f, "__module__", "") != {COPY!r}]
-"""  # takes the hook out again, in a process that looks whether it is needed
+"""  # removes the hook, in a process that checks if it is needed
 _libraries: list[object] = []  # a torch Library forgets its operators when it is collected
 
 
@@ -42,11 +42,11 @@ class _TorchvisionFinder:
             return None
         spec = PathFinder.find_spec(name)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
-            spec.loader = _MendingLoader(name, spec.loader.path)
+            spec.loader = _FixingLoader(name, spec.loader.path)
         return spec
 
 
-class _MendingLoader(SourceFileLoader):
+class _FixingLoader(SourceFileLoader):
     def exec_module(self, module: object) -> None:
         if not _ops_load(self.path):
             _declare_ops()
@@ -78,28 +78,28 @@ def _declare_ops() -> None:
 
 
 def main() -> int:
-    """Installs the mend in this environment where it is needed, removes it where it is not."""
+    """Installs the fix in this environment if it is needed, and removes it if not."""
     import sysconfig
     from pathlib import Path
 
     site_packages = Path(sysconfig.get_path("purelib"))
     copy, pth = site_packages / f"{COPY}.py", site_packages / f"{COPY}.pth"
-    error = _import_error(UNMENDED)
+    error = _import_error(WITHOUT_FIX)
     if error is None:
         pth.unlink(missing_ok=True)
         copy.unlink(missing_ok=True)
-        print("torchvision: its compiled ops fit this torch; nothing to mend")
+        print("torchvision: its compiled ops fit this torch; nothing to fix")
         return 0
     if "torchvision::nms does not exist" not in error:
-        print(f"torchvision: can't be imported, and this mend can't help: {error}", file=sys.stderr)
+        print(f"torchvision: can't be imported, and this fix can't help: {error}", file=sys.stderr)
         return 1
     copy.write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
     pth.write_text(PTH_LINE, encoding="utf-8")
     error = _import_error("")
     if error is not None:
-        print(f"torchvision: still can't be imported after the mend: {error}", file=sys.stderr)
+        print(f"torchvision: still can't be imported after the fix: {error}", file=sys.stderr)
         return 1
-    print(f"torchvision: its compiled ops don't fit this torch; mended by {pth.name}")
+    print(f"torchvision: its compiled ops don't fit this torch; fixed by {pth.name}")
     return 0
 
 

@@ -23,13 +23,14 @@ from batchkit.engines.faults import (
     tells_of_memory,
 )
 from batchkit.engines.host_memory import LOOK_S, MemoryWatch, family_bytes
+from batchkit.engines.process import guard
 from batchkit.engines.process.engine_log import EngineLog
 from batchkit.engines.process.guard import GRACE_S
 from batchkit.engines.process.launcher import LOG
 from batchkit.errors import EngineError, JobError
 from batchkit.storage.files import open_log
 
-_GUARD = Path(__file__).with_name("guard.py")
+_GUARD = Path(guard.__file__)
 _LOOK_S = 0.1
 _STOP_S = GRACE_S + 5.0
 _LAST_LINES = 12
