@@ -394,7 +394,8 @@ def test_memory_stays_flat_over_thousands_of_large_images(photos: Path, tmp_path
 
 
 def test_slow_engine_does_not_let_images_pile_up(photos: Path, tmp_path: Path) -> None:
-    """Rendered as fast as they can be, 40 of them would take 600 MiB."""
+    """Rendered as fast as they can be, 40 of them would take 600 MiB. Large blocks leave large gaps in
+    the heap, so the margin is twice the usual."""
     held = 4 * DECODED_BYTES
     before, _, late = peaks(
         tmp_path,
@@ -404,4 +405,4 @@ def test_slow_engine_does_not_let_images_pile_up(photos: Path, tmp_path: Path) -
         max_pixels=4_000_000,
         max_memory_bytes=held,
     )
-    assert late - before < held + THREADS * DECODING_BYTES + MARGIN_BYTES
+    assert late - before < held + THREADS * DECODING_BYTES + 2 * MARGIN_BYTES
