@@ -174,7 +174,7 @@ def test_wheel_brings_the_page(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     page = ("page.html.j2", "page.js", "page.css", "compare.html.j2")
-    assert {f"batchkit/report/{name}" for name in page} <= names
+    assert {f"batchkit/commands/report/{name}" for name in page} <= names
 
 
 def test_image_past_pillow_s_bomb_limit_gets_its_thumbnail(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from batchkit.storage.ledger import RESULTS, read_lines
 from tests.conftest import batchkit
 from tests.support.storm import Blow, ForkServer, answers_by_row, kill_often
 
-N_ROWS = 200_000
+N_ROWS = 40_000
 N_KILLS = 100
 JOB = """
 name = "storm"
@@ -27,8 +27,8 @@ options = { latency_s = 0.02 }
 [run]
 checkpoint_interval_s = 0.01
 """
-SLOW = "run.max_in_flight=240"  # 12,000 rows a second at best: the storm must end before the run
-FAST = "run.max_in_flight=2000"
+SLOW = "run.max_in_flight=48"  # 2,400 rows a second at best: the storm must end before the run
+FAST = "run.max_in_flight=1000"
 
 
 @pytest.mark.timeout(280)

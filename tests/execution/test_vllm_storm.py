@@ -1,4 +1,7 @@
-"""SIGKILL at twenty random instants: nothing lost, nothing twice, and every answer the same."""
+"""SIGKILL at random instants: no row is lost or duplicated, and every answer is the same.
+
+``test_crash_storm.py`` kills a hundred times, with the dry-run engine.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 from PIL import Image
 
 from batchkit.storage.ledger import RESULTS, read_newest
 from tests.conftest import batchkit, write_jsonl
 from tests.support.paths import ROOT
 
-N_ROWS, N_KILLS = 400, 20
+N_ROWS, N_KILLS = 160, 8
 
 JOB = """
 name = "storm"
@@ -45,7 +47,6 @@ checkpoint_interval_s = 0.2
 """
 
 
-@pytest.mark.timeout(900)
 def test_a_storm_of_kills_loses_nothing_and_changes_nothing(
     tmp_path: Path, demo_model: Path
 ) -> None:
@@ -63,7 +64,7 @@ def test_a_storm_of_kills_loses_nothing_and_changes_nothing(
 
     done_at_kill = []
     for number in range(N_KILLS):
-        _kill_once(tmp_path, log, instants, while_generating=number % 5 < 3)
+        _kill_once(tmp_path, log, instants, while_generating=number % 2 == 1)
         done_at_kill.append(len(list(read_newest(log))) if log.exists() else 0)
     assert done_at_kill == sorted(done_at_kill), "a kill took finished rows away"
     assert 0 < done_at_kill[-1] < N_ROWS, f"the kills missed the run: {done_at_kill}"
