@@ -28,9 +28,23 @@ SMALL = {
 }
 
 
+HEAVY = (
+    "test_cluster",
+    "test_vllm_faults",
+    "test_vllm_",
+    "test_process_engine",
+    "test_tuning_vllm",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first: `make test` gives whole files to two processes (pytest-xdist)."""
-    items.sort(key=lambda item: not item.path.name.startswith("test_vllm_"))
+
+    def order(item: pytest.Item) -> int:
+        name = item.path.name
+        return next((n for n, start in enumerate(HEAVY) if name.startswith(start)), len(HEAVY))
+
+    items.sort(key=order)
 
 
 @pytest.fixture(scope="session")
