@@ -8,6 +8,8 @@ from typing import Any
 
 import orjson
 
+from batchkit.sources.pictures import is_picture, look_of
+
 
 def input_hash(fields: Mapping[str, Any]) -> str:
     """16 hex digits that are the same for rows with equal fields."""
@@ -15,7 +17,8 @@ def input_hash(fields: Mapping[str, Any]) -> str:
         line = orjson.dumps(
             fields, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS, default=_hashable
         )
-    except TypeError:  # a key or a number that JSON has no word for, or hundreds of levels
+    except TypeError:  # a key or a number that JSON has no word for, hundreds of levels, or
+        # whatever a value's own code raises
         line = _as_text(fields).encode("utf-8", "backslashreplace")
     return hashlib.blake2b(line, digest_size=8).hexdigest()
 
@@ -25,18 +28,19 @@ def _hashable(value: Any) -> str:
     if isinstance(value, bytes | bytearray | memoryview):
         return hashlib.blake2b(value).hexdigest()
     if hasattr(value, "tobytes"):  # PIL, numpy: their repr is an address, or leaves out the middle
+        look = look_of(value) if is_picture(value) else ""
         size = getattr(value, "size", None), getattr(value, "shape", None)
-        return f"{type(value).__name__} {size} {hashlib.blake2b(value.tobytes()).hexdigest()}"
+        return f"{type(value).__name__} {size} {hashlib.blake2b(value.tobytes()).hexdigest()}{look}"
     return repr(value)
 
 
 def _as_text(fields: Mapping[str, Any]) -> str:
     try:
         return repr(sorted(fields.items(), key=lambda field: str(field[0])))
-    except ValueError:  # a number of more than 4,300 digits
-        return repr(_in_hex(fields))
     except RecursionError:
         return f"nested too deeply: {sorted(map(str, fields))}"
+    except Exception:  # a number of more than 4,300 digits, or an object that can't be shown
+        return repr(_in_hex(fields))
 
 
 def _in_hex(value: Any) -> Any:
@@ -44,4 +48,9 @@ def _in_hex(value: Any) -> Any:
         return sorted((str(_in_hex(key)), _in_hex(part)) for key, part in value.items())
     if isinstance(value, list | tuple):
         return [_in_hex(part) for part in value]
-    return hex(value) if isinstance(value, int) else _hashable(value)
+    if isinstance(value, int):
+        return hex(value)
+    try:
+        return _hashable(value)
+    except Exception:  # its own code runs here
+        return f"({type(value).__name__})"

@@ -8,6 +8,7 @@ import io
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -546,6 +547,52 @@ def test_same_picture_has_the_same_fingerprint() -> None:
     one, other = Image.new("RGB", (2, 2), RED), Image.new("RGB", (2, 2), RED)
     assert input_hash({"x": one}) == input_hash({"x": other})
     assert input_hash({"x": one}) != input_hash({"x": Image.new("RGB", (2, 2), BLUE)})
+
+
+def looks(orientation: int = 1, mode: str = "P", palette: int = 0) -> Image.Image:
+    """4 × 2 pixels of 0, which the rest shows in one way or another."""
+    image = Image.new(mode, (4, 2))
+    if mode == "P":
+        image.putpalette([palette] * 768)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = io.BytesIO()
+    image.save(file, "TIFF" if mode == "CMYK" else "PNG", exif=exif)
+    return Image.open(file)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (looks(palette=0), looks(palette=255)),
+        (looks(mode="CMYK"), looks(mode="RGBA")),
+        (looks(mode="RGB"), looks(mode="RGB", orientation=6)),
+    ],
+    ids=["palette", "mode", "orientation"],
+)
+def test_pictures_of_equal_bytes_that_look_different_have_different_fingerprints(
+    one: Image.Image, other: Image.Image
+) -> None:
+    assert one.tobytes() == other.tobytes()
+    assert input_hash({"x": one}) != input_hash({"x": other})
+
+
+def test_rows_that_share_an_opened_picture_all_see_the_whole_of_it(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (600, 600, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "x.png")
+    shared = renderer(prompt={"user": "q", "images": ["{{ image }}"]})
+    for _ in range(5):
+        opened = Image.open(tmp_path / "x.png")  # decoded at first use
+        ready = Barrier(4)
+
+        def rendered(n: int, image: Image.Image = opened, ready: Barrier = ready) -> Request:
+            ready.wait()
+            return shared.render(Row(n, str(n), {"image": image}))
+
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(rendered, range(4)))
+        assert len({request.input_hash for request in found}) == 1
+        assert all(np.array_equal(np.asarray(request.images[0]), pixels) for request in found)
 
 
 def test_renderer_takes_a_job_from_python() -> None:

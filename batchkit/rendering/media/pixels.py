@@ -27,6 +27,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 from batchkit.config.tables import MediaTable
 from batchkit.errors import MediaError
 from batchkit.rendering.media.size import LARGEST_ASPECT, Size, smart_size, target_size
+from batchkit.sources.pictures import loaded, orientation_of
 
 # Opened by these and not by Image.open: it knows 40 more formats, and refuses images over
 # Image.MAX_IMAGE_PIXELS, a global of the user's process that is not ours to move.
@@ -59,7 +60,6 @@ _TILE_PIXELS_A_SIDE = 1024
 _LARGE_BYTES = 128 * 2**20
 _one_large_image = threading.Lock()
 
-_EXIF_ORIENTATION = 0x0112
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -94,7 +94,7 @@ def decode(data: bytes, name: str, media: MediaTable) -> Image.Image:
             )
         with _one_large_image if need_bytes > _LARGE_BYTES else nullcontext():
             image.load()
-            return _upright(_scaled(image, extent, target, name), _orientation(image))
+            return _upright(_scaled(image, extent, target, name), orientation_of(image))
 
 
 def fit(image: Image.Image, name: str, media: MediaTable) -> Image.Image:
@@ -106,10 +106,10 @@ def fit(image: Image.Image, name: str, media: MediaTable) -> Image.Image:
     if not image.width or not image.height:
         raise MediaError(f"{name}: has no pixels; give an image of at least 1×1")
     with _translated(name, f"an image of mode {image.mode}"):
-        image.load()
+        orientation = loaded(image)
         full = Size(*image.size)
         target = _target(full, name, media)
-        return _upright(_scaled(image, full, target, name), _orientation(image))
+        return _upright(_scaled(image, full, target, name), orientation)
 
 
 def _target(full: Size, name: str, media: MediaTable) -> Size:
@@ -276,14 +276,6 @@ def _flat_tile(tile: Image.Image, levels: _Levels | None) -> Image.Image:
         white.paste(colors, mask=colors)
         return white
     return tile.convert("L" if tile.mode in ("1", "L") else "RGB")
-
-
-def _orientation(image: Image.Image) -> int | None:
-    try:
-        orientation = image.getexif().get(_EXIF_ORIENTATION)
-    except Exception:  # broken EXIF raises anything; the pixels are good, shown as they lie
-        return None
-    return orientation if isinstance(orientation, int) else None
 
 
 def _upright(image: Image.Image, orientation: int | None) -> Image.Image:

@@ -1,0 +1,50 @@
+"""PIL images that rows from Python bring: recognised by their methods, so that PIL is not imported."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+_EXIF_ORIENTATION = 0x0112
+_PLAIN_MODES = ("RGB", "L")
+
+# Pillow decodes an opened file at its first use, and marks it as decoded before the pixels are
+# there. Rows may share such an image, and render threads work side by side: without a lock, all but
+# one of them would see a part of the picture. A few locks serve all images, so none must be freed.
+_LOCKS = [threading.Lock() for _ in range(64)]
+
+
+def is_picture(value: Any) -> bool:
+    return hasattr(value, "getexif") and hasattr(value, "tobytes")
+
+
+def loaded(picture: Any) -> int | None:
+    """Decode ``picture``, one thread at a time; its orientation as ``orientation_of`` gives it.
+
+    Raises what Pillow raises for a broken file.
+    """
+    with _LOCKS[id(picture) // 16 % len(_LOCKS)]:
+        picture.load()
+        return orientation_of(picture)
+
+
+def orientation_of(picture: Any) -> int | None:
+    """The EXIF orientation of a picture, 1 to 8, or None."""
+    try:
+        orientation = picture.getexif().get(_EXIF_ORIENTATION)
+    except Exception:  # broken EXIF raises anything; the pixels are good, shown as they lie
+        return None
+    return orientation if isinstance(orientation, int) else None
+
+
+def look_of(picture: Any) -> str:
+    """What decides how the bytes of a picture look; empty for upright RGB and gray.
+
+    Empty, so that most pictures keep the fingerprint that earlier versions gave them.
+    """
+    orientation, mode = loaded(picture), picture.mode
+    transparency = picture.info.get("transparency")
+    if mode in _PLAIN_MODES and transparency is None and orientation in (None, 1):
+        return ""
+    palette = bytes(picture.getpalette("RGBA") or ()).hex() if mode in ("P", "PA") else ""
+    return f" {mode} {palette} {transparency!r} {orientation}"
