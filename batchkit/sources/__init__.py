@@ -7,7 +7,7 @@ and ``limit``, which are settled here for all formats. Adding one: a module, a l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from batchkit.config.shard import parse_shard
@@ -40,8 +40,15 @@ def never(index: int) -> bool:
     return False
 
 
-def read_rows(table: InputTable, *, skip: Callable[[int], bool] = never) -> Iterator[Row]:
+def read_rows(
+    table: InputTable,
+    *,
+    skip: Callable[[int], bool] = never,
+    files: Sequence[str] | None = None,
+) -> Iterator[Row]:
     """Rows of the input, lazily, filtered by ``where``, cut at ``limit``, of them those of ``shard``.
+
+    ``files`` are what ``input_files`` found earlier: other files that match by now are not read.
 
     ``Row.index`` is the position in the unfiltered input, over all files in order. A row that can't
     be read comes with ``error`` set; it passes every filter, so that it becomes a failed record.
@@ -56,21 +63,22 @@ def read_rows(table: InputTable, *, skip: Callable[[int], bool] = never) -> Iter
     Raises:
         InputError: the input can't be read any further; the rows before it were yielded.
     """
+    files = input_files(table) if files is None else files
     if table.shard is None:
-        yield from _rows(table, skip)
+        yield from _rows(table, skip, files)
         return
     shard = parse_shard(table.shard)
-    if has_ids(table):
-        yield from (row for row in _rows(table, skip) if shard.holds(_shared_out_by(row)))
+    if has_ids(table, files):
+        yield from (row for row in _rows(table, skip, files) if shard.holds(_shared_out_by(row)))
     else:  # told by the index alone, so the rows of other shards need not be parsed
-        yield from _rows(table, lambda index: skip(index) or not shard.holds(str(index)))
+        yield from _rows(table, lambda index: skip(index) or not shard.holds(str(index)), files)
 
 
 def _shared_out_by(row: Row) -> str:
     return str(row.index) if is_fallback(row.id) else row.id
 
 
-def _rows(table: InputTable, skip: Callable[[int], bool]) -> Iterator[Row]:
+def _rows(table: InputTable, skip: Callable[[int], bool], files: Sequence[str]) -> Iterator[Row]:
     """As ``read_rows``, of all shards."""
     keeps, filtered = compile_where(table.where), bool(table.where)
     checked = not filtered  # the first readable row has shown that the fields in `where` exist
@@ -79,8 +87,8 @@ def _rows(table: InputTable, skip: Callable[[int], bool]) -> Iterator[Row]:
         return checked and table.limit is None and skip(index)
 
     index = n_kept = 0
-    some_have_ids = has_ids(table)
-    for path in input_files(table):
+    some_have_ids = has_ids(table, files)
+    for path in files:
         format_name = format_of(path, table)
         key = _id_key(path, table)
         read = load_reader(format_name)
@@ -95,7 +103,7 @@ def _rows(table: InputTable, skip: Callable[[int], bool]) -> Iterator[Row]:
                 return
 
 
-def count_rows(table: InputTable) -> int:
+def count_rows(table: InputTable, files: Sequence[str] | None = None) -> int:
     """How many rows ``read_rows`` would yield; no row is parsed unless ``where`` or ``shard`` is
     set.
 
@@ -103,9 +111,9 @@ def count_rows(table: InputTable) -> int:
         InputError: as ``read_rows``, as far as it shows without parsing.
     """
     if table.where or table.shard:
-        return sum(1 for _ in read_rows(table))
+        return sum(1 for _ in read_rows(table, files=files))
     total = 0
-    for path in input_files(table):
+    for path in input_files(table) if files is None else files:
         format_name = format_of(path, table)
         count = load_counter(format_name)
         if count is not None and table.limit is None:
@@ -119,11 +127,12 @@ def count_rows(table: InputTable) -> int:
     return total
 
 
-def has_ids(table: InputTable) -> bool:
+def has_ids(table: InputTable, files: Sequence[str] | None = None) -> bool:
     """True where the rows bring ids of their own, which outlive a change of their place."""
     if table.id is not None:
         return True
-    return any(_id_key(path, table) is not None for path in input_files(table))
+    files = input_files(table) if files is None else files
+    return any(_id_key(path, table) is not None for path in files)
 
 
 def _id_key(path: str, table: InputTable) -> str | None:

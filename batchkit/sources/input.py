@@ -56,15 +56,16 @@ class Input(NamedTuple):
 
 
 def from_job(job: JobConfig) -> Input:
-    """The job's own input."""
+    """The job's own input: the files that match now, and none that appears later."""
     unlimited = job.input.model_copy(update={"limit": None})
     files = fingerprint(job.input, _known_files(job.folder))
+    paths = [file.path for file in files]
     return Input(
         files=[asdict(file) for file in files],
-        read=lambda skip: read_rows(job.input, skip=skip),
-        everything=lambda skip: read_rows(unlimited, skip=skip),
-        size=lambda: count_rows(job.input),
-        has_ids=has_ids(job.input),
+        read=lambda skip: read_rows(job.input, skip=skip, files=paths),
+        everything=lambda skip: read_rows(unlimited, skip=skip, files=paths),
+        size=lambda: count_rows(job.input, paths),
+        has_ids=has_ids(job.input, paths),
         changes=lambda thorough: changed_files(job.input, files, thorough=thorough),
     )
 

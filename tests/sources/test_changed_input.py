@@ -19,10 +19,10 @@ import tomlkit
 from click.testing import CliRunner, Result
 
 from batchkit.cli import cli
-from batchkit.config.loading import make_job
+from batchkit.config.loading import load_job, make_job
 from batchkit.errors import BatchkitError, BrokenInputError, ChangedInputError
 from batchkit.execution.processor import ProductionBatchProcessor
-from batchkit.sources.input import Input, watched
+from batchkit.sources.input import Input, from_job, watched
 from batchkit.types import Row
 
 LOG = Path("output/a/results.jsonl")
@@ -200,6 +200,27 @@ def test_changed_second_file_is_named_and_the_first_is_not() -> None:
     assert ended.exit_code == 1
     assert "part-1.jsonl: changed while the run read it" in ended.stderr
     assert "part-0.jsonl" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"id": "key"}, {"shard": "0/1"}, {"where": {"q": ["a", "b"]}}]
+)
+def test_file_that_comes_and_goes_after_the_input_was_looked_at_is_not_read(
+    keys: dict[str, Any],
+) -> None:
+    """Else its rows would be answered, and shift the index of all rows behind them."""
+    Path("part-0.jsonl").write_text('{"key": "0", "q": "a"}\n')
+    Path("part-2.jsonl").write_text('{"key": "2", "q": "b"}\n')
+    write_job("part-*.jsonl", **keys)
+    source = from_job(load_job(Path("job.toml")))
+    passing = Path("part-1.jsonl")
+    passing.write_text('{"custom_id": "1", "body": {}, "q": "a"}\n')
+    found, size = list(source.read(lambda index: False)), source.size()
+    passing.unlink()
+    assert not source.changes(True)
+    assert [(row.index, row.fields["q"]) for row in found] == [(0, "a"), (1, "b")]
+    assert [row.id for row in found] == (["0", "2"] if keys.get("id") else ["0", "1"])
+    assert size == 2
 
 
 @pytest.mark.parametrize(
