@@ -214,17 +214,28 @@ def _settle_changes(
 
 
 def input_changes(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
-    """One line for each file that differs, by content: moving or touching one changes nothing."""
-    if [file["sha256"] for file in then] == [file["sha256"] for file in now]:
+    """One line for each file that differs, by content: moving or touching one changes nothing.
+
+    Unless its new name has it read in another format.
+    """
+    if len(then) == len(now) and all(map(_same, then, now)):
         return []
     old = {file["path"]: file for file in then}
     new = {file["path"]: file for file in now}
     return [
         f"input {path}: {_described(old.get(path))} → {_described(new.get(path))}"
         for path in sorted({*old, *new})
-        if (old.get(path) or {}).get("sha256") != (new.get(path) or {}).get("sha256")
+        if path not in old or path not in new or not _same(old[path], new[path])
     ] or ["input: the order of the files"]
 
 
+def _same(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    formats = {then.get("read_as"), now.get("read_as")} - {None, ""}  # older runs noted none
+    return bool(then["sha256"] == now["sha256"]) and len(formats) < 2
+
+
 def _described(file: Mapping[str, Any] | None) -> str:
-    return "none" if file is None else f"{file['size']:,} bytes, {str(file['sha256'])[:12]}"
+    if file is None:
+        return "none"
+    name = f", read as {file['read_as']}" if file.get("read_as") else ""
+    return f"{file['size']:,} bytes, {str(file['sha256'])[:12]}{name}"

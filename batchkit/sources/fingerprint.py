@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from batchkit.config.masking import masked
@@ -13,6 +13,7 @@ from batchkit.config.regular_file import open_regular
 from batchkit.config.tables import InputTable
 from batchkit.errors import InputError
 from batchkit.sources.files import input_files, remote_error
+from batchkit.sources.formats import read_as
 
 SMALL_BYTES = 2**24  # what is read again in no time, whatever its time says
 
@@ -21,13 +22,15 @@ SMALL_BYTES = 2**24  # what is read again in no time, whatever its time says
 class FileFingerprint:
     """One input file. ``sha256`` is of its bytes; of a remote file, of what its store tells of it
     (``fsspec``'s ``ukey``: size, ETag or time), and the times are then 0. ``ctime_ns`` changes with
-    every write, and can't be set back as ``mtime_ns`` can."""
+    every write, and can't be set back as ``mtime_ns`` can. ``read_as`` is the format that its name
+    or the job gives it."""
 
     path: str
     size: int
     mtime_ns: int
     sha256: str
     ctime_ns: int = 0  # not known to the runs of older versions
+    read_as: str = ""  # nor was this
 
 
 def fingerprint(
@@ -41,7 +44,8 @@ def fingerprint(
         InputError: no file, or one can't be read.
     """
     known = {(old.path, old.size, old.mtime_ns, old.ctime_ns): old.sha256 for old in previous}
-    return [_remote(path) if "://" in path else _local(path, known) for path in input_files(table)]
+    found = (_remote(path) if "://" in path else _local(path, known) for path in input_files(table))
+    return [replace(file, read_as=read_as(file.path, table)) for file in found]
 
 
 def changed_files(

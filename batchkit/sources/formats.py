@@ -58,6 +58,13 @@ def format_of(path: str, table: InputTable) -> str:
     return SUFFIXES[suffix]
 
 
+def read_as(path: str, table: InputTable) -> str:
+    """What the name of a file decides about its rows: equal bytes under another name may be others."""
+    suffix = suffix_of(path)
+    name = SUFFIXES.get(suffix, "") if table.format == "auto" else table.format
+    return "tsv" if name == "csv" and suffix == ".tsv" else name
+
+
 def suffix_of(path: str) -> str:
     """``.jsonl`` for ``a.jsonl``, ``A.JSONL.gz`` and ``https://host/a.jsonl?token=x``."""
     # Not urlsplit, to which "memory://a.jsonl" is a host and "#" in a key ends the path.

@@ -202,6 +202,32 @@ def test_changed_second_file_is_named_and_the_first_is_not() -> None:
     assert "part-0.jsonl" not in ended.stderr
 
 
+@pytest.mark.parametrize(("before", "after"), [("in.jsonl", "in.txt"), ("in.csv", "in.tsv")])
+def test_file_renamed_to_another_format_is_another_input(before: str, after: str) -> None:
+    """Its bytes are the same, its rows are not."""
+    lines = ["q", "one\tand", "two"] if before == "in.csv" else ['{"q": "one"}', '{"q": "two"}']
+    Path(before).write_text("\n".join(lines) + "\n")
+    write_job(before)
+    assert run("--set", "input.limit=1").exit_code == 0
+    Path(before).rename(after)
+    write_job(after)
+    ended = run()
+    assert ended.exit_code == 2
+    assert f"{after}: none → " in ended.stderr
+    assert "read as " + {"in.txt": "prompts", "in.tsv": "tsv"}[after] in ended.stderr
+    assert len(answered()) == 1
+
+
+def test_file_renamed_within_its_format_is_the_same_input() -> None:
+    Path("in.jsonl").write_bytes(encoded(rows("old", 3)))
+    write_job()
+    assert run("--set", "input.limit=1").exit_code == 0
+    Path("in.jsonl").rename("moved.ndjson")
+    write_job("moved.ndjson")
+    assert run().exit_code == 0
+    assert len(answered()) == 3
+
+
 @pytest.mark.parametrize(
     "keys", [{}, {"id": "key"}, {"shard": "0/1"}, {"where": {"q": ["a", "b"]}}]
 )
