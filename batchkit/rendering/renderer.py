@@ -221,7 +221,7 @@ class PromptRenderer:
         try:
             max_tokens = self._row_sampling(row.fields).get("max_tokens")
             beginning = self._files(row) or self._beginning(row)
-        except RowError:
+        except Exception:  # the values' own code runs here; rendering will say what is wrong
             return Outlook(str(row.index), 0)
         return Outlook(beginning, max_tokens if isinstance(max_tokens, int) else 0)
 
@@ -355,9 +355,10 @@ class PromptRenderer:
         if self._user is None and isinstance(body := fields.get("body"), Mapping):
             sampling = {**sampling, **sampling_of(body)}
         column = self._job.sampling.sampling_column
-        if column is None or fields.get(column) in (None, ""):
+        found = None if column is None else fields.get(column)
+        if found is None or (isinstance(found, str) and not found):
             return sampling
-        own = fields[column]
+        own = found
         if isinstance(own, str):
             try:
                 own = orjson.loads(own)
@@ -365,7 +366,7 @@ class PromptRenderer:
                 own = None
         if not isinstance(own, Mapping):
             raise RequestError(
-                f"{column}: found {_short(fields[column])}, expected a table of sampling parameters"
+                f"{column}: found {_short(found)}, expected a table of sampling parameters"
             )
         return {**sampling, **own}
 
@@ -413,7 +414,8 @@ def _source_in(part: Mapping[str, Any]) -> Any:
     if part["type"] == "image_url":
         url = part.get("image_url")
         return url.get("url") if isinstance(url, Mapping) else url
-    return part.get("image") or part.get("image_pil")
+    image = part.get("image")  # may be an array, which is neither true nor false
+    return part.get("image_pil") if image is None else image
 
 
 def _known_by(source: Any) -> str:
@@ -442,7 +444,10 @@ def _names(fields: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # its own code runs here
+        text = f"({type(value).__name__})"
     return text if len(text) <= 80 else text[:77] + "…"
 
 

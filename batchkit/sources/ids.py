@@ -32,7 +32,11 @@ def row_of(
         return Row(index, given_id, {}, found)
     if key is None:
         return Row(index, given_id, found)
-    row_id = None if found.get(key) is None else str(found[key])
+    try:
+        row_id = None if found.get(key) is None else str(found[key])
+    except Exception as failed:  # a number of more than 4,300 digits, or an object's own code
+        text = f"{path} row {index}: input.id is {shown(key)}, which has no text: {failed}"
+        return Row(index, fallback_id(index), found, RequestError(text))
     if row_id is not None and not is_fallback(row_id):
         return Row(index, row_id, found)
     problem = "is null" if key in found else f"is missing; {one_of(key, found)}"

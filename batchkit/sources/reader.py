@@ -38,7 +38,10 @@ def shown(value: object, width: int = 60) -> str:
     """``value`` as its Python literal, cut to ``width`` characters."""
     if isinstance(value, (str, bytes)):
         value = value[: width + 1]
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # a number of more than 4,300 digits, or an object's own code
+        text = f"({type(value).__name__})"
     return text if len(text) <= width else text[: width - 1] + "…"
 
 

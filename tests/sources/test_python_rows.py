@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from PIL import Image
 
 from batchkit.config.loading import make_job
 from batchkit.errors import ChangedError, JobError
@@ -277,3 +278,42 @@ def test_a_number_with_too_many_digits_to_print_tells_its_row() -> None:
     assert summary.ok == 4
     assert len({record["input_hash"] for record in summary.records()}) == 4
     assert input_hash(rows[0]) == input_hash({"prompt": "p", "v": 10**5000})
+
+
+class Unprintable:
+    def __str__(self) -> str:
+        raise RuntimeError("it has no text")
+
+    __repr__ = __str__
+
+
+def with_image(image: Any) -> list[dict[str, Any]]:
+    parts = [{"type": "image", "image": image}, {"type": "text", "text": "what is it?"}]
+    return [{"role": "user", "content": parts}]
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "tables"),
+    [
+        ({"q": "a"}, {"q": 10**5000}, {"prompt": {"user": "{{ q }}"}}),
+        ({"q": "a"}, {"q": [10**5000]}, {"prompt": {"user": "{{ q }}"}}),
+        ({"q": "a"}, {"q": Unprintable()}, {"prompt": {"user": "{{ q }}"}}),
+        ({"prompt": "a"}, {"prompt": Unprintable()}, {}),
+        ({"prompt": "a", "id": 1}, {"prompt": "b", "id": 10**5000}, {"input": {"id": "id"}}),
+        ({"prompt": "a", "id": 1}, {"prompt": "b", "id": Unprintable()}, {"input": {"id": "id"}}),
+        (
+            {"prompt": "a", "own": {}},
+            {"prompt": "b", "own": np.zeros(2)},
+            {"sampling": {"sampling_column": "own"}},
+        ),
+        (with_image(Image.new("RGB", (4, 4))), with_image(np.zeros((4, 4, 3))), {}),
+    ],
+    ids=["number", "list", "object", "prompt", "id", "object as id", "sampling", "image"],
+)
+@pytest.mark.parametrize("kind", [list, iter])
+def test_value_whose_own_code_fails_fails_its_row_alone(
+    kind: Any, good: Any, bad: Any, tables: dict[str, Any]
+) -> None:
+    summary = process(kind([good, bad, good]), **tables)
+    assert (summary.ok, summary.failed, summary.exit) == (2, 1, 3)
+    assert [record["index"] for record in summary.records() if record["status"] == "failed"] == [1]

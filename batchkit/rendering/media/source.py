@@ -145,7 +145,11 @@ def shown(source: object) -> str:
             return line(bare(source))
         case str():
             return line(source) or "empty path"
-    return f"image {line(repr(source))} ({type(source).__name__})"
+    try:
+        text = repr(source)
+    except Exception:  # its own code runs here
+        text = "that can't be shown"
+    return f"image {line(text)} ({type(source).__name__})"
 
 
 def line(text: object) -> str:
