@@ -111,7 +111,7 @@ def _copy(
                 dropped += 1
                 continue
             kept += 1
-            record["index"] = row_now[0]
+            record["index"], record["id"] = row_now[0], key  # without ids of its own: its index
             store.copy(Line(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE), record))
             if kept % _AT_ONCE == 0:
                 store.flush()

@@ -155,3 +155,21 @@ def test_rows_of_a_file_without_ids_never_take_those_of_another_file(tmp_path: P
     assert [row.index for row in rows if row.error is not None] == [3]
     plain_alone = read_rows(InputTable(path=str(tmp_path / "p1.jsonl")))
     assert [row.id for row in plain_alone] == ["0", "1", "2", "3"]
+
+
+def test_requeue_names_rows_as_they_are_named_without_the_files_that_had_ids(
+    tmp_path: Path,
+) -> None:
+    """Else the audit takes every record that was kept for one of another row."""
+    write_jsonl(tmp_path / "p1.jsonl", [{"prompt": "hi"}] * 3)
+    write_jsonl(tmp_path / "p2.jsonl", [{"custom_id": "x", "body": {"prompt": "hi"}}])
+    (tmp_path / "job.toml").write_text(
+        'name = "a"\ninput.path = "p*.jsonl"\nengine.kind = "dry-run"\n'
+    )
+    assert batchkit("run", "job.toml", cwd=tmp_path).returncode == 0
+    (tmp_path / "p2.jsonl").unlink()
+    ended = batchkit("run", "job.toml", "--on-change", "requeue", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "3 records kept" in ended.stderr
+    assert [record["id"] for record in records(tmp_path)] == ["0", "1", "2"]
+    assert batchkit("verify", "output/a", cwd=tmp_path).returncode == 0
