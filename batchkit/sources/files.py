@@ -60,7 +60,7 @@ def open_input(path: str, *, text: bool = True) -> Iterator[io.BufferedReader[An
             if text:
                 _begin_text(path, file)
             if not file.peek(1):
-                raise InputError(f"{path}: is empty; it must hold at least one row")
+                raise is_empty(path)
             yield file
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file") from error
@@ -160,6 +160,12 @@ def _begin_text(path: str, file: io.BufferedReader[Any]) -> None:
             raise InputError(f"{path}: {problem}")
     if start.startswith(UTF8_BOM):
         file.read(len(UTF8_BOM))
+
+
+def is_empty(path: str) -> InputError:
+    return InputError(
+        f"{path}: is empty; it must hold at least one row. Write its rows, or remove it"
+    )
 
 
 def remote_error(path: str, error: Exception) -> InputError:

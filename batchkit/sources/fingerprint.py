@@ -12,7 +12,7 @@ from batchkit.config.masking import masked
 from batchkit.config.regular_file import open_regular
 from batchkit.config.tables import InputTable
 from batchkit.errors import InputError
-from batchkit.sources.files import input_files, remote_error
+from batchkit.sources.files import input_files, is_empty, remote_error
 from batchkit.sources.formats import read_as
 
 SMALL_BYTES = 2**24  # what is read again in no time, whatever its time says
@@ -41,7 +41,7 @@ def fingerprint(
     A local file whose path, size and times are as in ``previous`` keeps its sha256 unread.
 
     Raises:
-        InputError: no file, or one can't be read.
+        InputError: no file, or one is empty or can't be read.
     """
     known = {(old.path, old.size, old.mtime_ns, old.ctime_ns): old.sha256 for old in previous}
     found = (_remote(path) if "://" in path else _local(path, known) for path in input_files(table))
@@ -101,6 +101,8 @@ def _local(path: str, known: Mapping[tuple[str, int, int, int], str]) -> FileFin
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise InputError(f"{path}: can't be read: {error.strerror}") from error
+    if not stat.st_size:
+        raise is_empty(path)
     return FileFingerprint(path, stat.st_size, stat.st_mtime_ns, sha256, stat.st_ctime_ns)
 
 

@@ -202,6 +202,18 @@ def test_changed_second_file_is_named_and_the_first_is_not() -> None:
     assert "part-0.jsonl" not in ended.stderr
 
 
+def test_empty_file_among_others_is_refused_before_anything_is_answered() -> None:
+    """Its removal would be a change of the input, once rows are answered."""
+    Path("part-0.jsonl").write_bytes(encoded(rows("old", 3)))
+    Path("part-1.jsonl").touch()
+    write_job("part-*.jsonl", id="key")
+    ended = run()
+    assert (ended.exit_code, LOG.exists()) == (2, False)
+    assert "part-1.jsonl: is empty; it must hold at least one row" in ended.stderr
+    Path("part-1.jsonl").unlink()
+    assert run().exit_code == 0
+
+
 @pytest.mark.parametrize(("before", "after"), [("in.jsonl", "in.txt"), ("in.csv", "in.tsv")])
 def test_file_renamed_to_another_format_is_another_input(before: str, after: str) -> None:
     """Its bytes are the same, its rows are not."""
