@@ -7,7 +7,8 @@ import glob
 import io
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ NOT_TEXT = {  # how a file begins that no text format can read; the longer begin
     b"PAR1": 'is a Parquet file; set input.format = "parquet"',
     b"PK\x03\x04": "is a zip archive or an Excel workbook; unpack it, or save it as CSV",
     b"\x1f\x8b": "is gzip-compressed; give its name the suffix .gz",
-    b"\x28\xb5\x2f\xfd": "is zstd-compressed; name it .zst and pip install zstandard",
+    b"\x28\xb5\x2f\xfd": "is zstd-compressed; give its name the suffix .zst",
 }
 
 
@@ -105,7 +106,7 @@ def _open(path: str) -> Iterator[io.BufferedReader[Any]]:
     with ExitStack() as stack:
         try:
             foreign = stack.enter_context(_through_fsspec(path, stack))
-        except OSError:  # open_input knows these
+        except (OSError, InputError):  # open_input knows these
             raise
         except Exception as error:  # each filesystem raises its vendor's own
             raise remote_error(path, error) from error
@@ -117,10 +118,21 @@ def _through_fsspec(path: str, stack: ExitStack) -> Any:
     import fsspec
     from fsspec.utils import infer_compression
 
+    if path.endswith(".zst"):
+        packed = fsspec.open(path, "rb") if "://" in path else open_regular(path)
+        return _unpacked_zstd(path, stack.enter_context(packed))
     if "://" in path:
         return fsspec.open(path, "rb", compression="infer")
     file, method = stack.enter_context(open_regular(path)), infer_compression(path)
     return file if method is None else fsspec.compression.compr[method](file, mode="rb")
+
+
+def _unpacked_zstd(path: str, packed: Any) -> Any:
+    """Not as fsspec may do it, by the package zstandard: it takes a file that was cut short for whole."""
+    for name in ("compression.zstd", "backports.zstd"):  # the first is Python's own, from 3.14 on
+        with suppress(ImportError):
+            return import_module(name).ZstdFile(packed, mode="rb")
+    raise InputError(f"{path}: is zstd-compressed; pip install backports.zstd")
 
 
 class _Foreign(io.RawIOBase):

@@ -393,6 +393,30 @@ def test_a_text_file_holds_a_prompt_a_line(tmp_path: Path) -> None:
 # Inputs that stop the run
 
 
+ZSTD = (
+    bytes.fromhex("28b52ffd0458410000") + b'{"a": 1}\x0a'
+)  # one raw block, and its checksum missing
+
+
+def test_zstd_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
+    """Whatever is installed: the package zstandard gives what is there, and no error."""
+    path = write(tmp_path, "x.txt.zst", ZSTD)
+    with pytest.raises(InputError) as stop:
+        rows_of(path)
+    assert any(
+        told in str(stop.value) for told in ("pip install backports.zstd", "ended before the end")
+    )
+
+
+@pytest.mark.parametrize("url", ["{}", "file://{}"])
+def test_zstd_frames_are_one_file(tmp_path: Path, url: str) -> None:
+    zstd = pytest.importorskip("backports.zstd")
+    frames = [zstd.compress(b'{"a": %d}\n' % n * 2) for n in range(3)]
+    path = write(tmp_path, "x.jsonl.zst", b"".join(frames))
+    found = list(read_rows(InputTable(path=url.format(path))))
+    assert [row.fields["a"] for row in found] == [0, 0, 1, 1, 2, 2]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "keys", "problem"),
     [
@@ -405,6 +429,7 @@ def test_a_text_file_holds_a_prompt_a_line(tmp_path: Path) -> None:
         ("x.jsonl", b"PAR1\x00", {}, 'set input.format = "parquet"'),
         ("x.csv", b"PK\x03\x04", {}, "an Excel workbook; unpack it, or save it as CSV"),
         ("x.jsonl", gzip.compress(b"{}", mtime=0), {}, "give its name the suffix .gz"),
+        ("x.jsonl", b"\x28\xb5\x2f\xfd..", {}, "give its name the suffix .zst"),
         ("x.jsonl.gz", b"{}", {}, "can't be read: BadGzipFile"),
         ("x.jsonl.gz", gzip.compress(b"{}" * 999, mtime=0)[:-9], {}, "can't be read: "),
         ("x.jsonl", b'[\n{"a": 1}]', {}, 'set input.format = "json"'),
