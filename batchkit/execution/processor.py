@@ -136,6 +136,7 @@ class ProductionBatchProcessor:
                     on_change=self._on_change,
                 )
             )
+            renderer.check_files()  # the manifest has what they said later
             progress = stack.enter_context(closing(self._progress()))
             for text in run.news:
                 progress.event(text)
@@ -326,7 +327,7 @@ class _Loop:
         opening = self._stop.immediate
         if self._job.run.workers is not None:
             return RayCrew(
-                self._job,
+                self._renderer.job,
                 tasks,
                 listener,
                 left=self._left,

@@ -93,6 +93,8 @@ class PromptRenderer:
         user = self._source("user", prompt.user, prompt.user_file)
         self.sources = [source.text for source in (system, user) if source is not None]
         self._system, self._user = self._compile(system), self._compile(user)
+        self.job = _with_texts_of_files(job, system, user)
+        """The job with its template files' texts in it: what a worker renders that begins later."""
         self._images = [
             self._template(f"prompt.images.{n}", source, keeps_type=True)
             for n, source in enumerate(prompt.images)
@@ -117,6 +119,19 @@ class PromptRenderer:
             part is not None and part.is_apart for part in (*parts, *self._texts.values())
         )
         """True where each row's templates are rendered in a process of their own."""
+
+    def check_files(self) -> None:
+        """Raises JobError if a template file no longer says what this renders."""
+        prompt, now = self._job.prompt, self.job.prompt
+        for key, path, text in (
+            ("system", prompt.system_file, now.system),
+            ("user", prompt.user_file, now.user),
+        ):
+            source = self._source(key, text, path)
+            if source is not None and source.text != text:
+                raise JobError(
+                    f"{source.key}: changed as the run began; run the same command again"
+                )
 
     def render(self, row: Row, attempt: int = 1) -> Request:
         """The request for ``row``, its images decoded.
@@ -396,6 +411,16 @@ class PromptRenderer:
     def _template(self, key: str, text: str, *, keeps_type: bool = False) -> RowTemplate:
         timeout_s = self._job.run.row_timeout_s
         return RowTemplate(key, text, timeout_s=timeout_s, keeps_type=keeps_type)
+
+
+def _with_texts_of_files(job: JobConfig, system: _Source | None, user: _Source | None) -> JobConfig:
+    texts = {
+        "system": system and system.text,
+        "system_file": None,
+        "user": user and user.text,
+        "user_file": None,
+    }
+    return job.model_copy(update={"prompt": job.prompt.model_copy(update=texts)})
 
 
 def _sources_in(messages: Any) -> list[Any]:

@@ -159,6 +159,25 @@ def test_templates_may_stand_in_files(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("key", ["system_file", "user_file"])
+def test_template_file_that_changes_as_the_run_begins_is_noticed_and_reaches_no_worker(
+    tmp_path: Path, key: str
+) -> None:
+    path = tmp_path / "template.j2"
+    path.write_text("first {{ q }}")
+    prompt = {"user": "{{ q }}"} if key == "system_file" else {}
+    made = renderer(prompt={**prompt, key: str(path)})
+    made.check_files()
+    path.write_text("second {{ q }}")
+    with pytest.raises(JobError, match=rf"prompt\.{key}: {path}: changed as the run began"):
+        made.check_files()
+    row = Row(0, "0", {"q": "?"})
+    later = PromptRenderer(made.job).render(row)  # as a worker does that is started again
+    assert later.messages == made.render(row).messages
+    assert later.messages is not None
+    assert later.messages[0]["content"] == "first ?"
+
+
 def test_template_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     path = tmp_path / "u.j2"
     with pytest.raises(JobError, match=rf"prompt\.user_file: {path}: can't be read"):
