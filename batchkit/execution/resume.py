@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from batchkit.config.tables import JobConfig
-from batchkit.errors import BatchkitError, ChangedError, StoreError
+from batchkit.errors import BatchkitError, ChangedError, JobError, StoreError
 from batchkit.execution.requeue import finish_requeue, requeue
 from batchkit.execution.signals import Interrupted
 from batchkit.sources.input import Input
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.manifest import (
     differences,
+    job_of_run,
     known_of,
     new_manifest,
     new_start,
@@ -86,6 +87,8 @@ def open_run(
                     " aside; wait for it, then run the same command again"
                 )
         manifest = _merged(new, read_manifest(folder)) if is_run(folder) else new
+        if (moved := _moved_media(folder, job)) is not None:
+            news.append(moved)
         start = new_start(command, overrides)
         manifest["starts"].append(start)
         write_job(folder, job)
@@ -98,6 +101,20 @@ def open_run(
         run.save()
         with _closing(run, start):
             yield run
+
+
+def _moved_media(folder: Path, job: JobConfig) -> str | None:
+    """What to say if images were read from another folder before. Data may be moved, so it is no change."""
+    try:
+        before = job_of_run(folder).media.root
+    except JobError:  # the first start, or a damaged job.toml: this start writes a new one
+        return None
+    if Path(before).absolute() == Path(job.media.root).absolute():
+        return None
+    return (
+        f"media.root was {before} and is {job.media.root} now: rows that have an answer keep it; if"
+        " the images are others, begin anew with --fresh"
+    )
 
 
 @contextmanager

@@ -430,6 +430,16 @@ def test_requeue_under_a_limit_keeps_the_records_past_it() -> None:
     assert settled() == dict.fromkeys(range(6), "ok")
 
 
+def test_another_folder_of_images_is_pointed_out() -> None:
+    prepare()
+    for folder in ("then", "now"):
+        Path(folder).mkdir()
+    run("--limit", "4", "--set", "media.root=then")
+    said = run("--set", "media.root=now").stderr
+    assert f"media.root was {Path('then').absolute()} and is {Path('now').absolute()} now" in said
+    assert "media.root" not in run("--set", "media.root=now").stderr
+
+
 def test_fresh_moves_each_earlier_run_aside() -> None:
     prepare(3)
     for _ in range(3):
