@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -42,15 +42,17 @@ def open_log(path: Path) -> BinaryIO:
         raise StoreError(f"{path}: can't write: {error.strerror}") from error
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
     """Replace ``path`` so that a reader sees either the old content or all of the new.
+
+    ``content`` may come in parts, and may be read from ``path`` itself.
 
     For the process that holds the folder: two that write the same path at once would meet.
     """
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)  # of a process that was killed, or planted
     with open(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-        file.write(content)
+        file.writelines([content] if isinstance(content, bytes) else content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

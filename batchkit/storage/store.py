@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from batchkit.errors import StoreError
 from batchkit.storage.checksum import Checksum, Span
 from batchkit.storage.files import open_private, write_atomically
 from batchkit.storage.index_set import IndexSet
-from batchkit.storage.ledger import IS_MISSING, RESULTS, log_of, read_lines
+from batchkit.storage.ledger import IS_MISSING, RESULTS, log_of, read_lines, record_of
 from batchkit.storage.plain_json import encoded
 from batchkit.types import Record
 
@@ -33,6 +33,7 @@ CHECKPOINT = "checkpoint.json"
 VERSION = 1
 COUNTS = ("records", "prompt_tokens", "completion_tokens")
 _SEAL = b',"seal":'
+_BLOCK_BYTES = 1 << 20
 
 
 class Line(NamedTuple):
@@ -238,44 +239,26 @@ class Store:
         What is cut is kept as ``results.jsonl.torn-<n>``; whole records behind a broken line are
         written again, so that nothing which was finished is lost. Returns the end of the log.
         """
-        end, broken_at, whole = offset, None, []
+        end, broken_at, is_tail = offset, None, True
         for line in read_lines(self.path, offset):
             end = line.end
             if line.record is not None:
                 self.totals.add(line.record)
-                if broken_at is not None:
-                    whole.append(orjson.dumps(line.record, option=orjson.OPT_APPEND_NEWLINE))
+                is_tail = broken_at is None
             elif broken_at is None:
                 broken_at = line.offset
         if broken_at is None:
             return end
-        with self.path.open("rb") as file:
-            file.seek(broken_at)
-            torn = file.read()
-        write_atomically(free_name(self.path, "torn"), torn)
-        self.salvaged_bytes = len(torn)
-        if not whole:
+        write_atomically(free_name(self.path, "torn"), _blocks(self.path, broken_at, end))
+        self.salvaged_bytes = end - broken_at
+        if is_tail:
             os.ftruncate(self._file, broken_at)
             return broken_at
-        self._rewrite(broken_at, whole)
-        return os.fstat(self._file).st_size
-
-    def _rewrite(self, end: int, lines: list[bytes]) -> None:
-        """The log up to ``end``, then ``lines``: in one step, so that a kill loses none of them."""
-        temporary = self.path.with_name(f"{RESULTS}.tmp")
-        temporary.unlink(missing_ok=True)  # of a process that was killed
-        with (
-            self.path.open("rb") as old,
-            open(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as new,
-        ):
-            while (left := end - new.tell()) > 0:
-                new.write(old.read(min(left, 2**20)))
-            new.writelines(lines)
-            new.flush()
-            os.fsync(new.fileno())
-        temporary.replace(self.path)
+        # In one step, so that a kill loses no record behind the broken line.
+        write_atomically(self.path, _whole_lines(self.path, broken_at))
         os.close(self._file)
         self._file = open_private(self.path, os.O_RDWR | os.O_APPEND)
+        return os.fstat(self._file).st_size
 
 
 class Checkpoint(NamedTuple):
@@ -376,6 +359,22 @@ def log_damage(folder: Path, checksum: Checksum) -> str | None:
         " and each line there is a whole record, so nothing tells what was changed. Bring a copy"
         f" back, or accept the file as it is now with {repair}"
     )
+
+
+def _blocks(path: Path, start: int, end: int) -> Iterator[bytes]:
+    """The file's bytes from ``start`` to ``end``: a log may be larger than the memory."""
+    with path.open("rb") as file:
+        file.seek(start)
+        while block := file.read(min(end - file.tell(), _BLOCK_BYTES)):
+            yield block
+
+
+def _whole_lines(path: Path, broken_at: int) -> Iterator[bytes]:
+    """The log up to ``broken_at``, and the whole records behind it."""
+    yield from _blocks(path, 0, broken_at)
+    with path.open("rb") as file:
+        file.seek(broken_at)
+        yield from (line for line in file if record_of(line) is not None)
 
 
 def _broken_line(path: Path, span: Span) -> int | None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, date, datetime
@@ -169,6 +170,25 @@ def test_torn_tail_is_redone(tmp_path: Path) -> None:
     store.append(record(2))
     store.close()
     assert indexes(tmp_path) == [0, 1, 2]
+
+
+def test_long_log_with_an_early_broken_line_fits_the_memory(tmp_path: Path) -> None:
+    """No checkpoint covers it, so that all of it is gone through."""
+    n, text = 3000, "x" * 20_000
+    write(tmp_path, *(record(index, text) for index in range(n)))
+    log, whole = tmp_path / RESULTS, (tmp_path / RESULTS).read_bytes()
+    second = whole.index(b"\n") + 1
+    log.write_bytes(b'{"index":0,"id\n' + whole[second:])
+    (tmp_path / CHECKPOINT).unlink()
+    size, rest = log.stat().st_size, whole[second:]
+    tracemalloc.start()
+    store = Store(tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    store.close()
+    assert log.read_bytes() == rest
+    assert peak < size / 4
+    assert store.salvaged_bytes == size == (tmp_path / f"{RESULTS}.torn-1").stat().st_size
 
 
 def test_each_torn_tail_is_kept_under_a_number_of_its_own(tmp_path: Path) -> None:
