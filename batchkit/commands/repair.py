@@ -62,10 +62,14 @@ def repair(folder: Path) -> Repair:
             removed = _copy(path, whole, lambda record, offset: True)
             log = read_log(whole / RESULTS, 0)
             rows = compare(folder, whole / RESULTS, manifest, log)
+            # Another row's answer must not supersede the row's own.
+            fitting = read_log(whole / RESULTS, 0, rows.fits)
             removed += _copy(
                 whole / RESULTS,
                 known,
-                lambda record, offset: rows.fits(record) and not log.is_superseded(record, offset),
+                lambda record, offset: (
+                    rows.fits(record) and not fitting.is_superseded(record, offset)
+                ),
             )
             kept = sum(1 for _ in read_lines(known / RESULTS))
             lock.check()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -169,12 +169,16 @@ def verify(folder: Path) -> Verification:
     )
 
 
-def read_log(path: Path, offset: int) -> _Log:
-    """One pass; ``at_checkpoint`` counts what ends before ``offset``."""
+def read_log(
+    path: Path, offset: int, keep: Callable[[dict[str, Any]], bool] = lambda record: True
+) -> _Log:
+    """One pass over the records that ``keep`` says of; ``at_checkpoint``: of those before ``offset``."""
     found = _Log()
     for line in read_lines(path):
         if line.record is None:
             found.torn_bytes += line.end - line.offset
+            continue
+        if not keep(line.record):
             continue
         found.totals.add(line.record)
         if line.end <= offset:

@@ -145,6 +145,20 @@ def test_repair_sets_aside_what_it_takes_out() -> None:
     assert (RUN / "results.jsonl.broken-1").read_bytes() == broken
 
 
+def test_repair_keeps_a_rows_own_answer_where_another_rows_came_after_it() -> None:
+    prepare(5)
+    run()
+    own = LOG.read_bytes()
+    write_rows([{"q": f"other {n}"} for n in range(4)])
+    run("--set", "name=b")
+    LOG.write_bytes(own + Path("output/b/results.jsonl").read_bytes())
+    prepare(5)
+    assert verify()["mixed"] == 4
+    assert batchkit("verify", "--repair", str(RUN)).exit == 0
+    assert LOG.read_bytes() == own
+    assert len((RUN / "results.jsonl.broken-1").read_bytes().splitlines()) == 4
+
+
 def test_repair_of_a_sound_run_changes_nothing() -> None:
     prepare(10)
     run()
