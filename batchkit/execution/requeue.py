@@ -72,8 +72,9 @@ def finish_requeue(folder: Path) -> str | None:
         raise StoreError(f"{made}: is not the folder that a requeue makes; remove it")
     try:
         if (made / RESULTS).exists():
-            aside = free_name(folder / RESULTS, "before")
-            os.link(folder / RESULTS, aside)
+            if (folder / RESULTS).exists():  # not so if a kill came between here and the new log
+                aside = free_name(folder / RESULTS, "before")
+                (folder / RESULTS).rename(aside)
             (folder / CHECKPOINT).unlink(missing_ok=True)  # it is of the old log
         for name in (RESULTS, CHECKPOINT, MANIFEST):
             if (made / name).exists():

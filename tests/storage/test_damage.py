@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -451,7 +453,7 @@ cli(["run", "job.toml", "--on-change", "requeue"], prog_name="batchkit")
     [
         ("Path.mkdir", 1),
         ("Path.rename", 1),
-        ("os.link", 1),
+        ("Path.rename", 2),
         ("Path.replace", 4),
         ("Path.replace", 5),
         ("Path.replace", 6),
@@ -492,6 +494,22 @@ def test_requeue_killed_at_any_instant_mixes_no_rows(
         len(now),
     )
     assert not list(RUN.glob(".requeue*"))
+
+
+def test_requeue_needs_no_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """exFAT, and many FUSE and network filesystems, have none."""
+
+    def link(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    prepare(5)
+    run()
+    before = LOG.read_bytes()
+    write_rows(6)
+    monkeypatch.setattr(os, "link", link)
+    assert run("--on-change", "requeue").exit == 0
+    assert settled() == dict.fromkeys(range(6), "ok")
+    assert (RUN / "results.jsonl.before-1").read_bytes() == before
 
 
 def test_nobody_reads_a_run_whose_requeue_was_interrupted() -> None:
