@@ -60,10 +60,17 @@ def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Until the names in ``folder`` outlive a power cut."""
+    """Until the names in ``folder`` outlive a power cut, where its filesystem can promise that.
+
+    Some network and FUSE filesystems have no fsync of a folder and answer EINVAL or EBADF, which
+    PostgreSQL's ``fsync_fname`` passes over as well.
+    """
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF):
+            raise
     finally:
         os.close(opened)
 

@@ -674,6 +674,20 @@ def test_status_works_where_nothing_can_be_written() -> None:
         subprocess.run(["umount", "-l", str(RUN)], check=True)
 
 
+def test_folder_that_can_not_be_synced_can_be_a_run_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.fsync
+
+    def fsync(opened: int) -> None:
+        if stat.S_ISDIR(os.fstat(opened).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        real(opened)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    prepare(3)
+    assert run().exit == 0
+    assert len(settled()) == 3
+
+
 # A full disk
 
 
