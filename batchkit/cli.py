@@ -237,7 +237,8 @@ def retry_failed(
     """Run again the rows of RUN that failed or came back empty, and append what comes of it.
 
     Rows that are ok are not touched. --set holds for this start alone. Secrets are not kept in a run
-    folder: where RUN is the job file, they are read from there.
+    folder: where RUN is the job file, they are read from there. Exits with 1 if rows of RUN have no
+    record yet.
     """
     from batchkit.commands.run import retry_failed as again
     from batchkit.types import ERROR_KINDS
@@ -840,6 +841,8 @@ def _tell(summary: Any, next_command: str) -> None:
     )
     if summary.exit in (130, 143):
         _print("batchkit: interrupted; run the same command to go on", err=True)
+    elif summary.exit == 1:
+        _print("batchkit: rows without a record remain; next: batchkit run", err=True)
     elif summary.failed:
         _print(f"batchkit: some rows failed; next: {next_command}", err=True)
     _print(f"batchkit: results in {summary.folder}/results.jsonl", err=True)

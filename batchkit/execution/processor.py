@@ -175,6 +175,7 @@ class _Loop:
         self._progress = progress
         self._stop = stop
         self._source = source
+        self._is_retry = False
         self._attempts: Mapping[int, int] = {}
         self._convicted: Collection[int] = ()
         self._references = references
@@ -197,7 +198,8 @@ class _Loop:
     def retry(self, attempts: Mapping[int, int], convicted: Collection[int]) -> RunSummary:
         """Settle the rows in ``attempts`` anew; the numbers are those of their last attempts."""
         attempts = self._still_due(attempts)
-        self._attempts, self._convicted = attempts, convicted
+        self._is_retry, self._attempts, self._convicted = True, attempts, convicted
+        self._elsewhere = self._manifest["skipped_elsewhere"]
         self._resumed -= sum(map(self._store.totals.is_settled, attempts))
         rows = self._source.everything(lambda index: index not in attempts)
         return self._settle_all(self._readable(rows))
@@ -275,7 +277,7 @@ class _Loop:
 
     def _check_complete(self) -> None:
         """Every row was read: none may be left without a record."""
-        if self._attempts:
+        if self._is_retry:
             missing = len(self._attempts) - self._settled
         else:
             total = self._total.wait()
@@ -350,7 +352,7 @@ class _Loop:
 
     def _left(self) -> int | None:
         """How many rows of this start have no record yet."""
-        if self._attempts:
+        if self._is_retry:
             return len(self._attempts) - self._settled
         total = self._total.now()
         return None if total is None else total - self._elsewhere - self._resumed - self._settled
@@ -499,12 +501,13 @@ class _Loop:
         )
 
     def _summary(self, total: int | None, code: int | None = None) -> RunSummary:
-        """How it ended; without a ``code``, by whether a row failed."""
+        """How it ended; without a ``code``, by whether rows remain (after a retry) or failed."""
         if code is None or code > 128:
             self._store.sync()  # after an error, the store's own close does what can still be done
         state = self._state()
         if code is None:
-            code = 3 if state.failed else 0
+            remaining = (total or 0) - self._elsewhere - state.settled
+            code = 1 if self._is_retry and remaining > 0 else 3 if state.failed else 0
         self._manifest["total"] = total
         self._manifest["skipped_elsewhere"] = self._elsewhere
         self._manifest["starts"][-1]["exit"] = code

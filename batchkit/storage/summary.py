@@ -16,7 +16,7 @@ class RunSummary:
 
     ``skipped`` were settled before it began; ``retried`` are further tries within it; ``seconds``
     is the time with the engine up, loading excluded. ``exit`` is the exit code: 0 all rows ok,
-    3 some failed, 1 stopped by an error, 130 and 143 interrupted.
+    3 some failed, 1 stopped by an error or rows without a record remain, 130 and 143 interrupted.
     """
 
     name: str

@@ -865,6 +865,27 @@ def test_retry_of_the_last_run_names_it() -> None:
     assert found.stderr.startswith("batchkit: output/a\n")
 
 
+def test_retry_of_a_run_that_was_stopped_says_that_rows_remain() -> None:
+    rows_that_fail(10, every=2)
+    write_job()
+    run()
+    LOG.write_bytes(b"".join(LOG.read_bytes().splitlines(keepends=True)[:-3]))
+    (RUN / "checkpoint.json").unlink()
+    found = batchkit("retry-failed", "--set", "vars.q=now")
+    assert (found.exit, manifest()["starts"][-1]["exit"]) == (1, 1)
+    assert "rows without a record remain; next: batchkit run" in found.stderr
+    assert (status()["ok"], status()["failed"]) == (7, 0)
+
+
+def test_retry_leaves_the_rows_of_another_run_to_it() -> None:
+    write_rows([{"key": n, "q": "x"} for n in range(4)] + [{"key": 4}])
+    write_job(input={"id": "key"})
+    run("--limit", "2", "--set", "name=b")
+    assert run("--skip-from", "output/b").exit == 3
+    assert batchkit("retry-failed", str(RUN), "--set", "vars.q=now").exit == 0
+    assert (status()["pending"], verify()["pending"]) == (0, 0)
+
+
 def test_retry_takes_only_the_kinds_it_was_given() -> None:
     write_rows([{"q": "x"}, {"other": "x"}])
     Path("in.jsonl").write_text(Path("in.jsonl").read_text() + "not JSON\n")
