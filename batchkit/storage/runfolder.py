@@ -20,7 +20,7 @@ from batchkit.types import utc_now
 
 JOB = "job.toml"
 MANIFEST = "manifest.json"
-_LOCK = ".lock"
+LOCK = ".lock"
 _HOLDER = ".holder.json"
 
 
@@ -28,7 +28,7 @@ class Claim:
     """A run folder that this process holds, for as long as its lock file is the one it locked."""
 
     def __init__(self, folder: Path) -> None:
-        self._lock = folder / _LOCK
+        self._lock = folder / LOCK
         self._file = self._lock_file()
 
     def check(self) -> None:
@@ -63,7 +63,7 @@ def claim(folder: Path) -> Iterator[Claim]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # `status` tries the lock for an instant: wait that long before calling it held.
-        lock = FileLock(folder / _LOCK)
+        lock = FileLock(folder / LOCK)
         lock.acquire(timeout=0.5)
     except Timeout:
         holder = held_by(folder) or {}
@@ -99,7 +99,7 @@ def held_by(folder: Path) -> dict[str, Any] | None:
     Writes nothing, so that it also works in a folder that is mounted read-only.
     """
     try:
-        lock = os.open(folder / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        lock = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
     try:

@@ -410,7 +410,16 @@ def test_export_never_writes_over_the_ledger(name: str) -> None:
     assert LOG.read_bytes() == before
 
 
-@pytest.mark.parametrize("name", ["checkpoint.json", "manifest.json", "job.toml"])
+def test_export_never_writes_over_the_input() -> None:
+    run_rows([{"q": "x"}])
+    (source,) = json.loads((RUN / "manifest.json").read_text())["input"]
+    before = Path(source["path"]).read_bytes()
+    done = batchkit("export", "job.toml", "--jsonl", source["path"])
+    assert (done.exit_code, "is the input of a run" in done.stderr) == (1, True)
+    assert Path(source["path"]).read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "manifest.json", "job.toml", ".lock"])
 def test_export_never_writes_over_what_the_run_needs(name: str) -> None:
     run_rows([{"q": "x"}])
     before = (RUN / name).read_bytes()

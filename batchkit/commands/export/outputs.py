@@ -1,4 +1,4 @@
-"""Where exports and reports may not go: onto what a run lives on."""
+"""Where exports may not go: onto what a run lives on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 from batchkit.errors import StoreError
 from batchkit.execution.progress import LOG
 from batchkit.storage.ledger import RESULTS
-from batchkit.storage.runfolder import JOB, MANIFEST, is_run
+from batchkit.storage.manifest import read_manifest
+from batchkit.storage.runfolder import JOB, LOCK, MANIFEST, is_run
 from batchkit.storage.score_store import SCORES
 from batchkit.storage.store import CHECKPOINT
 
@@ -18,15 +19,20 @@ _OWN_FILES = {
     JOB: "job",
     LOG: "log",
     SCORES: "scores",
+    LOCK: "lock",
 }
 
 
 def refuse_own_file(path: Path, folder: Path) -> None:
-    """Raises StoreError where ``path`` is a file that a run lives on: that in ``folder``, or any."""
+    """Raises StoreError where ``path`` is a file that a run lives on: that in ``folder``, or any; or
+    the input of the run in ``folder``."""
     resolved = path.resolve()
     role = _OWN_FILES.get(resolved.name) if is_run(resolved.parent) else None
     for name, known in _OWN_FILES.items():  # by another name, too: a hard link
         if path.exists() and (own := folder / name).exists() and path.samefile(own):
             role = known
+    for file in read_manifest(folder)["input"]:
+        if path.exists() and (read := Path(file["path"])).exists() and path.samefile(read):
+            role = "input"
     if role is not None:
         raise StoreError(f"{path}: is the {role} of a run; write to another file")
