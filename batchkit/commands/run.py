@@ -103,6 +103,11 @@ def retry_failed(
                 f"--set {setting}: a run is scored in one way; `batchkit score {folder} --set"
                 f" {setting}` scores all of it anew"
             )
+        if (key := override.partition("=")[0].strip()).startswith("input") and key != "input.path":
+            raise JobError(
+                f"--set {masked_override(override)}: a retry finds the rows of the run as the run did;"
+                " only input.path may differ, for an input that was moved"
+            )
     read_manifest(folder)
     check_log(folder)
     attempts: dict[int, int] = {}

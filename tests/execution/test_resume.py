@@ -944,6 +944,26 @@ def test_retry_reaches_rows_past_the_limit_of_the_last_start() -> None:
     assert found.stdout == "retried 5 rows (5 template): 5 mended\n"
 
 
+@pytest.mark.parametrize("override", ["input.id=other", "input.format=txt", "input={id='other'}"])
+def test_retry_reads_the_input_as_the_run_did(override: str) -> None:
+    rows_that_fail(4, every=2)
+    write_job()
+    run()
+    before = LOG.read_bytes()
+    found = batchkit("retry-failed", "--set", "vars.q=now", "--set", override)
+    assert (found.exit, LOG.read_bytes()) == (2, before)
+    assert f"--set {override}" in found.stderr
+
+
+def test_retry_of_an_input_that_was_moved_finds_its_rows() -> None:
+    rows_that_fail(4, every=2)
+    write_job()
+    run()
+    Path("in.jsonl").rename("moved.jsonl")
+    moved = ["--set", "input.path=moved.jsonl"]
+    assert batchkit("retry-failed", "--set", "vars.q=now", *moved).exit == 0
+
+
 def test_retry_of_a_changed_input_is_refused() -> None:
     rows_that_fail(4, every=2)
     write_job()
