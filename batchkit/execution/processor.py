@@ -101,7 +101,7 @@ class ProductionBatchProcessor:
         convicted: Collection[int] = (),
         rows: Sequence[Any] | Input | None = None,
     ) -> RunSummary:
-        """Run the rows in ``attempts`` again, whatever their record says.
+        """Run the rows in ``attempts`` again, those that still have no answer.
 
         ``attempts`` maps a row's index to the number of its last attempt, 0 where it has no record
         yet; the ``convicted`` ones killed the engine, and are run alone. ``rows`` (or where they
@@ -205,7 +205,10 @@ class _Loop:
         return self._settle_all(self._readable(rows))
 
     def _still_due(self, attempts: Mapping[int, int]) -> dict[int, int]:
-        """Without the rows that another process tried again before this one held the folder."""
+        """Without the rows that another process tried again before this one held the folder.
+
+        After a requeue by another process, an index may be that of a row that has an answer.
+        """
         log = self._folder / RESULTS
         newest = newest_rows(log)
         due = dict(attempts)
@@ -213,8 +216,9 @@ class _Loop:
             for index, line in zip(newest.rows.tolist(), newest.lines.tolist(), strict=True):
                 if index in due:
                     file.seek(newest.bounds[line])
-                    record = record_of(file.readline()) or {}
-                    if (record.get("attempt") or 1) != attempts[index]:
+                    record = record_of(file.readline()) or {"status": "failed"}
+                    is_other = (record.get("attempt") or 1) != attempts[index]
+                    if is_other or failure_kind(record) is None:
                         del due[index]
         return due
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -294,6 +295,8 @@ def test_retry_of_an_input_that_changes_stops() -> None:
     path.write_bytes(encoded(rows("old")))
     write_job()
     assert run().exit_code == 0
+    LOG.write_text(re.sub("dry-run: no model answered row [0-9]+", "", LOG.read_text()))
+    LOG.with_name("checkpoint.json").unlink()
     size = LOG.stat().st_size
 
     def meanwhile() -> None:

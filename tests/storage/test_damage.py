@@ -17,6 +17,7 @@ from typing import Any
 import orjson
 import pytest
 
+from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.ledger import REQUEUE
 from tests.support.dry_runs import (
@@ -627,6 +628,19 @@ def test_two_retries_at_once_answer_no_row_twice() -> None:
         one.communicate(timeout=60)
     assert 0 in [one.returncode for one in both]
     assert verify()["duplicates"] == 0
+
+
+def test_retry_that_waited_for_a_requeue_answers_no_row_twice() -> None:
+    """Its rows were found by the indexes that they had before."""
+    rows = [{"key": "a", "q": "x"}, {"key": "b"}, {"key": "c", "q": "x"}]
+    write_rows(rows)
+    write_job(input={"id": "key"})
+    run()
+    before = ProductionBatchProcessor("job.toml", quiet=True)
+    write_rows([{"key": "new", "q": "x"}, *rows])
+    assert run("--on-change", "requeue").exit == 3
+    before.retry({1: 1})
+    assert (verify()["duplicates"], len(records())) == (0, 4)
 
 
 # Links and mounts
