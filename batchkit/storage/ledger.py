@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import orjson
 
@@ -97,14 +97,18 @@ class NewestRows(NamedTuple):
 def read_newest(path: Path) -> Iterator[dict[str, Any]]:
     """The newest record of each row, in the order of the input.
 
-    Two passes over the file; it holds 16 bytes a record between them, never the records.
+    Two passes over one open file, also where a requeue replaces the log meanwhile; it holds 16 bytes
+    a record between them, never the records.
     """
-    offsets = newest_offsets(path)
-    if not len(offsets):
+    if not path.exists():
         return
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-        for start in offsets.tolist():
-            yield whole_record(view[start : view.find(b"\n", start)], path, start)
+    with path.open("rb") as file:
+        bounds, lines = newest_lines(file)
+        if not len(lines):
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+            for start in bounds[lines].tolist():
+                yield whole_record(view[start : view.find(b"\n", start)], path, start)
 
 
 def whole_record(raw: bytes, path: Path, offset: int) -> dict[str, Any]:
@@ -128,23 +132,28 @@ def whole_record(raw: bytes, path: Path, offset: int) -> dict[str, Any]:
 
 def newest_offsets(path: Path) -> np.ndarray[Any, Any]:
     """int64 array: the byte offset of each row's newest record, ordered by row index."""
-    bounds, lines = newest_lines(path)
+    bounds, lines, _ = newest_rows(path)
     offsets: np.ndarray[Any, Any] = bounds[lines]
     return offsets
 
 
-def newest_lines(path: Path) -> Newest:
-    """One pass over the log; a missing or empty one holds no line."""
-    bounds, lines, _ = newest_rows(path)
+def newest_lines(log: BinaryIO) -> Newest:
+    """One pass over the open log."""
+    bounds, lines, _ = _newest_rows(log)
     return Newest(bounds, lines)
 
 
 def newest_rows(path: Path) -> NewestRows:
-    """As ``newest_lines``, and whose lines they are."""
+    """As ``newest_lines``, and whose lines they are; a missing log holds none."""
+    with path.open("rb") if path.exists() else BytesIO() as log:
+        return _newest_rows(log)
+
+
+def _newest_rows(log: BinaryIO) -> NewestRows:
     import numpy as np
 
     offset, ends, indexes = 0, [np.zeros(1, np.int64)], [np.zeros(0, np.int64)]
-    for block in _blocks(path):
+    for block in _blocks(log):
         ends_here = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + 1
         found = _plain_indexes(block, ends_here)
         if found is None:
@@ -159,17 +168,14 @@ def newest_rows(path: Path) -> NewestRows:
     return NewestRows(np.concatenate(ends), order[is_newest], by_row[is_newest])
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
+def _blocks(log: BinaryIO) -> Iterator[bytes]:
     """The log in blocks of whole lines, without a torn last line."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES) + file.readline():
-            whole = block[: block.rfind(b"\n") + 1]
-            if whole:
-                yield whole
-            if len(whole) < len(block):
-                return
+    while block := log.read(_BLOCK_BYTES) + log.readline():
+        whole = block[: block.rfind(b"\n") + 1]
+        if whole:
+            yield whole
+        if len(whole) < len(block):
+            return
 
 
 def _plain_indexes(block: bytes, ends: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:

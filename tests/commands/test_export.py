@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -433,6 +434,25 @@ def test_openai_errors_never_land_on_the_ledger() -> None:
     before = LOG.read_bytes()
     batchkit("export", "job.toml", "--openai", "out.jsonl")
     assert LOG.read_bytes() == before
+
+
+@pytest.mark.parametrize("option", ["--jsonl", "--parquet"])
+def test_export_reads_one_log_though_a_requeue_replaces_it(
+    option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export lists the records first and reads them then; both must be of the same file."""
+    run_rows([{"q": "x" * n} for n in range(1, 9)])
+    assert batchkit("export", "job.toml", option, "before").exit_code == 0
+    real = np.argsort
+
+    def argsort(*args: Any, **kwargs: Any) -> Any:
+        Path("new").write_bytes(b"".join(LOG.read_bytes().splitlines(keepends=True)[:0:-1]))
+        Path("new").replace(LOG)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(np, "argsort", argsort)
+    assert batchkit("export", "job.toml", option, "meanwhile").exit_code == 0
+    assert Path("meanwhile").read_bytes() == Path("before").read_bytes()
 
 
 def test_export_replaces_an_older_export_in_one_step() -> None:

@@ -10,7 +10,7 @@ import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import orjson
 
@@ -139,21 +139,21 @@ def read_batches(folder: Path, layout: Layout) -> Iterator[pa.Table]:
         while batch := list(islice(records, _BATCH)):
             yield _of_records(batch, layout)
         return
-    newest = newest_lines(folder / RESULTS)
-    if len(newest.lines):
-        yield from _Log(folder / RESULTS, newest, layout).batches()
+    with (folder / RESULTS).open("rb") as file:
+        newest = newest_lines(file)
+        if len(newest.lines):
+            yield from _Log(folder / RESULTS, file, newest, layout).batches()
 
 
 class _Log:
     """The log in memory, only as much of it as is being read."""
 
-    def __init__(self, path: Path, newest: Newest, layout: Layout) -> None:
+    def __init__(self, path: Path, file: BinaryIO, newest: Newest, layout: Layout) -> None:
         import pyarrow as pa
 
         self._path, self._newest, self._layout = path, newest, layout
         self._schema = schema_of(layout)
-        with path.open("rb") as file:
-            self._view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         bounds = newest.bounds
         self._lines = pa.Array.from_buffers(
             pa.large_binary(),
