@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from batchkit.config.regular_file import open_regular
 from batchkit.errors import StoreError
 from batchkit.storage.checksum import Checksum, Span
 from batchkit.storage.files import open_private, write_atomically
@@ -276,8 +277,7 @@ class Checkpoint(NamedTuple):
 def read_checkpoint(folder: Path) -> Checkpoint | None:
     """What ``checkpoint.json`` says, be it right or wrong; None if it says nothing."""
     try:
-        content = (folder / CHECKPOINT).read_bytes()
-        found = orjson.loads(content)
+        found = orjson.loads(_read_checkpoint(folder))
         if found["version"] != VERSION:
             return None
         totals = Totals(
@@ -297,10 +297,15 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
 def is_sealed(folder: Path) -> bool:
     """True if ``checkpoint.json`` is byte by byte what a store wrote."""
     try:
-        content = (folder / CHECKPOINT).read_bytes()
+        content = _read_checkpoint(folder)
     except OSError:
         return False
     return content == _sealed(content.rpartition(_SEAL)[0] + b"}")
+
+
+def _read_checkpoint(folder: Path) -> bytes:
+    with open_regular(folder / CHECKPOINT) as file:
+        return file.readall()
 
 
 def trusted_checkpoint(folder: Path) -> Checkpoint | None:

@@ -355,6 +355,20 @@ def test_records_without_their_manifest_are_not_carried_on() -> None:
     assert Path("output/a.1/results.jsonl").read_bytes() == before
 
 
+def test_checkpoint_that_is_a_pipe_hangs_nobody() -> None:
+    prepare(5)
+    run()
+    CHECKPOINT.unlink()
+    os.mkfifo(CHECKPOINT)
+    for command in (["status", "--json"], ["verify"], ["run", "job.toml"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "batchkit", *command], capture_output=True, timeout=60
+        )
+        assert b"Traceback" not in done.stderr
+    assert len(settled()) == 5
+    assert CHECKPOINT.is_file()
+
+
 @pytest.mark.parametrize("fresh", [False, True])
 def test_checkpoint_that_is_left_alone_stands_in_no_way(fresh: bool) -> None:
     prepare(5)
