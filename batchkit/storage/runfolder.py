@@ -121,11 +121,21 @@ def is_run(folder: Path) -> bool:
 
 
 def move_aside(folder: Path) -> Path:
-    """Rename ``folder`` to ``<name>.1``, ``.2`` …, the first that is free."""
+    """Rename ``folder`` to ``<name>.1``, ``.2`` …, the first that is free.
+
+    Raises:
+        StoreError: it can't be renamed, as where it is a mount.
+    """
     number = 1
     while (free := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
-    folder.rename(free)
+    try:
+        folder.rename(free)
+    except OSError as error:
+        raise StoreError(
+            f"{folder}: can't be moved aside to {free}: {error.strerror}; move what is in it to"
+            " another folder, or give the job another name"
+        ) from error
     return free
 
 

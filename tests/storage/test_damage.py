@@ -702,6 +702,20 @@ def test_status_works_where_nothing_can_be_written() -> None:
         subprocess.run(["umount", "-l", str(RUN)], check=True)
 
 
+def test_run_folder_that_is_a_mount_is_not_moved_aside_and_told_so() -> None:
+    prepare(3)
+    run()
+    mount = ["mount", "--bind", str(RUN), str(RUN)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        found = run("--fresh")
+        assert (found.exit, "can't be moved aside" in found.stderr) == (1, True)
+        assert len(settled()) == 3
+    finally:
+        subprocess.run(["umount", "-l", str(RUN)], check=True)
+
+
 def test_folder_that_can_not_be_synced_can_be_a_run_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.fsync
 
