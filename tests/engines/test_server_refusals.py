@@ -28,6 +28,8 @@ REFUSALS = {
     "304": Refused(304, b""),
     "307": Refused(307, b"", Location="/login"),
     "404 of the model": Refused(404, error("The image model was not found", "not_found_error")),
+    "404 of a load balancer": Refused(404, b"default backend - 404"),
+    **{str(status): Refused(status, b"no") for status in (405, 407, 410, 421, 426, 501)},
 }
 
 
@@ -60,6 +62,21 @@ def test_what_every_request_is_refused_stops_the_run(kind: str) -> None:
         pytest.raises(EngineError),
     ):
         ask(engine, map(request, range(12)))
+
+
+@pytest.mark.parametrize("status", [409, 424, 499])
+def test_a_refusal_that_says_nothing_of_the_row_is_tried_again(status: int) -> None:
+    """As ``text-generation-inference`` answers 424 to all requests while its model is gone."""
+    refused: list[str] = []
+
+    def before(text: str, body: dict[str, Any]) -> None:
+        if text not in refused:
+            refused.append(text)
+            raise Refused(status, {"error": "Request failed during generation"})
+
+    with serving(before) as server, opened(server) as engine:
+        done = ask(engine, map(request, range(4)))
+    assert [c.error for c in done] == [None] * 4
 
 
 @pytest.mark.parametrize(("status", "others"), [(429, 0), (429, 12), (504, 12), (408, 0)])

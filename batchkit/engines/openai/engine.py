@@ -5,15 +5,15 @@ It runs already, at ``engine.base_url``, or is started for the run (``own_server
 The server batches; here requests are kept on their way to it, and what can go wrong on it is one of
 three:
 
-- the row's own fault (400, 422, an answer that never comes): that row fails;
+- the row's own fault (400, 413, 422, …, an answer that never comes): that row fails;
 - a server that is busy or away (429, 502, 503, 504, no connection): all wait, and it is tried again,
   for ``give_up_s`` at most (``pace.py``); a row that is turned away for so long while others are
   answered fails with ``server``;
 - what no waiting mends (no access, no such model, no money, given up): EngineError. The run stops,
-  and goes on from there when it is started again. A 402, 403, 404 or redirect is this only if a
-  request of one word gets it, too; else it is the row's own.
+  and goes on from there when it is started again. A 402, 403, 404, 405, … or redirect is this only if
+  a request of one word gets it, too; else it is the row's own.
 
-A 500, a broken connection and an answer that is none may be either. The row is tried again a few
+A 500, a 424, a broken connection and an answer that is none may be either. The row is tried again a few
 times, and fails with ``server`` if others, or a request of one word, are answered meanwhile.
 
 A server of our own that ends, or is given up, is an engine that died: EngineDied. So the supervisor

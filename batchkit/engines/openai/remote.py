@@ -33,6 +33,8 @@ START_S = 3.0
 _START_PAUSE_S = 0.5
 _AWAY = (408, 425, 502, 504, 529)
 _BUSY = (429, 503)
+_OF_THE_ROW = (400, 406, 413, 414, 415, 422, 431, 451)
+_OF_THE_MOMENT = (409, 423, 424, 499)  # TGI answers 424 when its model fails
 _MOST_ERROR_BYTES = 1 << 20  # of an error, which is told in 1,000 characters
 
 
@@ -178,9 +180,15 @@ class Remote:
             raise Barred(await self._without_model(refusal), str(refusal))
         if refusal.is_too_long:
             raise api.too_long(await self._counted(refusal, request), self._max_model_len)
-        if status < 500 or status == 501:
+        if status in _OF_THE_ROW:
             raise RequestError(f"the server answered {refusal}")
-        raise ServerFault(f"the server answered {refusal}")
+        if status in _OF_THE_MOMENT or (status >= 500 and status != 501):
+            raise ServerFault(f"the server answered {refusal}")
+        raise Barred(
+            f"{url}: answered {refusal}, also to a request of one word; see to the server, and to what"
+            " is between it and this run, then run the same command again",
+            str(refusal),
+        )
 
     def _see_that_it_is_the_same_model(self, name: Any) -> None:
         """
