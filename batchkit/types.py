@@ -108,8 +108,9 @@ class Outlook(NamedTuple):
     max_tokens: int
 
 
-BROKEN_OFF = ("abort", "error")
-"""Values of ``finish_reason`` with which a text is only the beginning of an answer: vLLM's, and a router's."""
+BROKEN_OFF = ("abort", "error", "insufficient_system_resource", "network_error")
+"""Values of ``finish_reason`` with which a text is only the beginning of an answer: vLLM's, a router's,
+DeepSeek's and Zhipu's."""
 
 
 @dataclass(frozen=True, slots=True)

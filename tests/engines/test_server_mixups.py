@@ -33,6 +33,9 @@ FAILURE = {"code": 502, "message": "the provider died"}
 FAILURES: dict[str, Any] = {
     "the reason is error": said("half an ans", "error"),
     "the reason is abort": said("half an ans", "abort"),
+    "the reason is DeepSeek's": said("half an ans", "insufficient_system_resource"),
+    "the reason is Zhipu's": said("half an ans", "network_error"),
+    "the reason is an object of SGLang's": said("half an ans", {"type": "abort", "message": "x"}),
     "the choice has an error": said("half an ans", "stop", error=FAILURE),
     "the answer has an error": {**said("half an ans"), "error": FAILURE},
     "the answer has an error in words": {**said("half an ans"), "error": "upstream died"},
@@ -204,6 +207,23 @@ def test_an_answer_with_other_choices_than_asked_for_is_never_stored() -> None:
         r["choices"] and [c["text"] for c in r["choices"]] if r["text"] else None for r in records()
     ]
     assert dict(zip(NUMBERS, found, strict=True)) == {n: texts for n, (_, texts) in NUMBERS.items()}
+
+
+UNASKED = {
+    "one index twice": choices(0, 0),
+    "two": choices(1, 0),
+    "two without an index": choices(None, None),
+    "one before the first": choices(-1, 0),
+}
+
+
+def test_an_answer_with_more_choices_than_the_one_asked_for_is_never_stored() -> None:
+    with serving(answering([*UNASKED.values(), choices(7)])) as server:
+        write_job(server, len(UNASKED) + 1)
+        assert batchkit("run", "job.toml").exit_code == 3
+    *several, one = records()
+    assert [r["status"] for r in several] == ["failed"] * len(UNASKED)
+    assert (one["text"], one.get("choices")) == ("choice 7", None)
 
 
 def test_a_server_that_returns_one_choice_whatever_n_is_reported_once() -> None:

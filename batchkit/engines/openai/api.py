@@ -150,14 +150,15 @@ def shown(request: Request) -> str:
 def completion_of(request: Request, answer: Any, latency_s: float, n: int) -> Completion | None:
     """What the server answered; None where that is no answer in OpenAI's shape.
 
-    Where ``n`` > 1 choices were asked for there must be as many, or one: some servers know no ``n``.
+    There must be the ``n`` choices that were asked for (0: not known), or one: some servers know no ``n``.
     """
     try:
         found = answer["choices"]
         places = [choice.get("index") for choice in found]
         if all(place is None for place in places):
             places = list(range(len(found)))
-        if n > 1 and len(found) > 0 and sorted(places) not in (list(range(n)), [0]):
+        fits = sorted(places) in (list(range(n or len(found))), [0])
+        if not fits and (len(found) > 1 or n > 1):
             return None
         ordered = sorted(zip(places, found, strict=True), key=lambda placed: placed[0] or 0)
         choices = [_choice(choice) for _, choice in ordered]
@@ -169,9 +170,9 @@ def completion_of(request: Request, answer: Any, latency_s: float, n: int) -> Co
 def failure_in(answer: Mapping[str, Any]) -> str | None:
     """What went wrong, if an answer that has choices reports that its text is not the whole of it."""
     failures = [
-        (f"finish_reason is {choice.get('finish_reason')}", choice.get("error"))
+        (f"finish_reason is {_reason(choice)}", choice.get("error"))
         for choice in answer["choices"]
-        if choice.get("error") or choice.get("finish_reason") in BROKEN_OFF
+        if choice.get("error") or _reason(choice) in BROKEN_OFF
     ]
     if answer.get("error"):
         failures.append(("the answer has an error", answer["error"]))
@@ -345,4 +346,10 @@ def _choice(choice: Mapping[str, Any]) -> Choice:
         text = "".join(part["text"] for part in text if part.get("type") == "text")
     if not isinstance(text, str | None):
         raise TypeError(f"text is {type(text).__name__}")
-    return choice_of(text or "", choice.get("finish_reason"), choice.get("logprobs"))
+    return choice_of(text or "", _reason(choice), choice.get("logprobs"))
+
+
+def _reason(choice: Mapping[str, Any]) -> Any:
+    """The finish_reason; SGLang has an object for it inside, ``{"type": "abort", …}``, that a proxy may pass on."""
+    reason = choice.get("finish_reason")
+    return reason.get("type") if isinstance(reason, Mapping) else reason

@@ -148,7 +148,7 @@ class Remote:
         response = await self._exchange("POST", url, content, self._timeout_s)
         status, received = response.status, response.content
         if 200 <= status < 300:
-            n = int(body["n"]) if is_count(body.get("n")) else 1
+            n = asked if is_count(asked := body.get("n") or 1) else 0
             try:
                 answer = parsed(received)
             except ValueError as error:
