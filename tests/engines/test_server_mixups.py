@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from batchkit.engines.base import Engine
+from batchkit.errors import EngineError
 from batchkit.execution.records import failed_unless_whole
 from batchkit.types import Choice, Completion, Request, Row
 from tests.engines.test_hostile_answers import (
@@ -174,6 +176,42 @@ def test_a_server_that_comes_back_with_another_model_stops_the_run() -> None:
     for part in ("'OTHER-7B'", "'tiny-2024-08-06'", "engine.model"):
         assert part in done.stderr
     assert len(records()) == 4
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_another"),
+    [
+        ({"root": "/models/a"}, {"root": "/models/b"}, True),
+        ({"meta": {"n_params": 7, "n_ctx": 64}}, {"meta": {"n_params": 8, "n_ctx": 64}}, True),
+        ({"id": "a.gguf"}, {"id": "b.gguf"}, True),
+        ({"id": "a.gguf", "created": 1}, {"id": "a.gguf", "created": 2}, False),
+        ({"meta": {"n_params": 7, "n_ctx": 64}}, {"meta": {"n_params": 7, "n_ctx": 99}}, False),
+        ({"meta": {"n_params": 7}}, {"meta": None}, False),
+    ],
+)
+def test_a_server_that_answers_under_any_name_is_known_by_its_list_when_it_comes_back(
+    first: dict[str, Any], second: dict[str, Any], is_another: bool
+) -> None:
+    with serving(model=first) as server, opened(server, {"max_num_seqs": 2}) as engine:
+        assert len(ask(engine, map(request, range(4)))) == 4
+        server.kill()
+        for n in range(4, 8):
+            engine.submit(request(n))
+        assert engine.poll(0.5) == []
+        with serving(model=second, port=server.port) as again:
+            if is_another:
+                with pytest.raises(EngineError, match="with another model"):
+                    answered(engine, 4)
+                assert again.answered.total() == 0
+            else:
+                assert {c.error for c in answered(engine, 4)} == {None}
+
+
+def answered(engine: Engine, n: int) -> list[Completion]:
+    done: list[Completion] = []
+    while len(done) < n:
+        done += engine.poll(5)
+    return done
 
 
 def test_an_answer_that_names_no_model_says_nothing() -> None:

@@ -241,6 +241,37 @@ def max_model_len(model: Mapping[str, Any]) -> int | None:
     return told if is_count(told) and told else None
 
 
+def difference(
+    before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], name: str | None
+) -> str | None:
+    """How the model that is asked for as ``name`` differs between two lists of models.
+
+    It is the one with that name, or else the only one. vLLM tells its folder, llama.cpp its size.
+    """
+    old, new = _told_of(before, name), _told_of(now, name)
+    changes = [
+        f"{key} was {old[key]!r}, is {new[key]!r}"
+        for key in old
+        if key in new and new[key] != old[key]
+    ]
+    return "; ".join(changes) or None
+
+
+def _told_of(models: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
+    named = [model for model in models if model.get("id") == name] or models
+    if len(named) != 1:
+        return {}
+    (model,) = named
+    meta = model.get("meta")
+    told = {
+        **(meta if isinstance(meta, Mapping) else {}),
+        "id": model.get("id"),
+        "root": model.get("root"),
+    }
+    keys = ("id", "root", "n_params", "n_vocab", "size")
+    return {key: told[key] for key in keys if told.get(key) is not None}
+
+
 def retry_after_s(value: str | None) -> float | None:
     """The header's seconds, whether it counts them or names a date (RFC 9110, 10.2.3)."""
     if not value:

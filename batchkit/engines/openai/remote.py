@@ -79,6 +79,7 @@ class Remote:
         self._counts = job.retry.on_too_long != "fail"
         self._event = event
         self._answered_as: str | None = None
+        self._was_away = False
         self._ignores_n = False
         self._key = _key(engine.api_key_env)
         headers = {"Content-Type": "application/json", "User-Agent": "batchkit"}
@@ -143,6 +144,8 @@ class Remote:
         body = {**body, **self._extra_body}
         content = await _encoded(body)
         url = self.base_url + api.path_of(request)
+        if self._was_away:
+            await self._see_that_it_serves_the_same_model()
         loop = asyncio.get_running_loop()
         began = loop.time()
         response = await self._exchange("POST", url, content, self._timeout_s)
@@ -205,6 +208,29 @@ class Remote:
                 " or name it as engine.model, then run the same command again"
             )
 
+    async def _see_that_it_serves_the_same_model(self) -> None:
+        """After it was away: many servers answer under whatever name a request has, and only their list
+        says which model it is. One that lists nothing any more says nothing.
+
+        Raises:
+            EngineError: it came back with another model.
+            TurnedAway, ServerFault: it is not back yet.
+        """
+        before = self.models
+        try:
+            self.models = await self._list_models()
+        except (EngineError, RowError):
+            self._was_away = False
+            return
+        if told := api.difference(before, self.models, self._model):
+            self.models = before
+            raise EngineError(
+                f"{self.base_url}: the server was away, and came back with another model: {told}. A"
+                " run's answers are all of one model. Serve the first one again, then run the same"
+                " command again"
+            )
+        self._was_away = False
+
     async def _counted(self, refusal: api.Refusal, request: Request) -> api.Refusal:
         """With the prompt's tokens, where a cut needs them.
 
@@ -255,9 +281,13 @@ class Remote:
         self, method: str, url: str, content: bytes | None, timeout_s: float
     ) -> Response:
         """An answer that concerns this one request. Raises as ``ask``."""
-        response = await self._connections.exchange(
-            method, url, content, timeout_s=timeout_s, max_bytes=self._most_bytes
-        )
+        try:
+            response = await self._connections.exchange(
+                method, url, content, timeout_s=timeout_s, max_bytes=self._most_bytes
+            )
+        except (TurnedAway, ServerFault):
+            self._was_away = True
+            raise
         status, received = response.status, response.content
         if status < 300 and not response.is_whole:
             raise AnswerTooLargeError(
@@ -295,6 +325,7 @@ class Remote:
             )
             raise EngineError(denied) if status == 401 else Barred(denied, str(refusal))
         if status in _BUSY or status in _AWAY:
+            self._was_away = self._was_away or status != 429
             raise TurnedAway(
                 f"the server answered {refusal}",
                 is_down=status in _AWAY,
