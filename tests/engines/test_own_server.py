@@ -21,6 +21,7 @@ import tomlkit
 from batchkit.config.loading import make_job
 from batchkit.config.server_command import llama_server, what_decides_answers
 from batchkit.engines.faults import StartFailed
+from batchkit.engines.openai.own_server import claimed_port
 from batchkit.engines.registry import open_engine, open_preflight
 from batchkit.errors import EngineError, JobError
 from batchkit.storage.manifest import differences, identity
@@ -214,6 +215,16 @@ def started_wrongly(tmp_path: Path, command: str, **server: Any) -> str:
     with pytest.raises((JobError, EngineError)) as failed:
         open_engine(make_job(made, "test")).close()
     return str(failed.value)
+
+
+def test_a_port_is_given_to_one_server_at_a_time() -> None:
+    """One that loads for minutes takes its port late, and another run's would be taken for it."""
+    first = claimed_port()
+    taken = first.number
+    with first.claim, claimed_port(iter([taken, taken, taken + 1]).__next__).claim as second:
+        assert second.getsockname().endswith(str(taken + 1).encode())
+    with claimed_port(iter([taken]).__next__).claim as again:
+        assert again.getsockname().endswith(str(taken).encode())
 
 
 def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:

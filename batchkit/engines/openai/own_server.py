@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import re
 import shutil
 import signal
@@ -11,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from batchkit.config.server_command import HOST, words_of
 from batchkit.config.tables import JobConfig, ServerTable
@@ -62,7 +63,7 @@ class OwnServer:
         self._log = EngineLog(job.folder / LOG)
         self._is_memory_limited = job.run.max_host_gb is not None
         self.host_bytes = 0
-        self._port = _free_port()
+        self._port, self._claim = claimed_port()
         self._guard: subprocess.Popen[bytes] | None = None
         self._memory = memory or MemoryWatch()
 
@@ -153,6 +154,7 @@ class OwnServer:
             EngineError: it can't be ended, as when a driver hangs.
         """
         if self._guard is None:
+            self._claim.close()
             return
         self._control.close()
         try:
@@ -163,6 +165,7 @@ class OwnServer:
                 f" and killed: {self.command}"
             ) from None
         self._guard = None
+        self._claim.close()
 
     def _failed(self, how: str, fault: Fault) -> StartFailed:
         lines = self._log.printed().strip().splitlines()[-_LAST_LINES:]
@@ -174,6 +177,33 @@ class OwnServer:
 def _found(name: str) -> str | None:
     """The program's path: also where its environment, as that of batchkit itself, is not activated."""
     return shutil.which(name) or shutil.which(name, path=Path(sys.executable).parent)
+
+
+class ClaimedPort(NamedTuple):
+    """``number`` is given to no other server of a run's until ``claim`` is closed."""
+
+    number: int
+    claim: socket.socket
+
+
+def claimed_port(pick: Callable[[], int] | None = None) -> ClaimedPort:
+    """A free port. Two runs must never get the same one: a server may load for minutes before it takes
+    its port, and meanwhile the other run's server would be taken for it, and answer its rows.
+
+    The claim is a name of Linux's abstract sockets: gone with the process, and known to all users.
+    """
+    while True:
+        number = (pick or _free_port)()
+        claim = socket.socket(socket.AF_UNIX)
+        if sys.platform != "linux":
+            return ClaimedPort(number, claim)
+        try:
+            claim.bind(f"\0batchkit-server-{number}")
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                claim.close()
+                continue
+        return ClaimedPort(number, claim)
 
 
 def _free_port() -> int:
