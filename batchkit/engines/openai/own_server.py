@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import random
 import re
 import shutil
 import signal
@@ -32,6 +34,8 @@ from batchkit.errors import EngineError, JobError
 from batchkit.storage.files import open_log
 
 _GUARD = Path(guard.__file__)
+_UNASSIGNED = range(20_000, 32_768)
+_PORTS_TRIED = 20
 _LOOK_S = 0.1
 _STOP_S = GRACE_S + 5.0
 _LAST_LINES = 12
@@ -207,10 +211,14 @@ def claimed_port(pick: Callable[[], int] | None = None) -> ClaimedPort:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Outside the range from which the kernel gives a port to whoever asks for any (Linux: from 32768
+    on, IANA: from 49152 on), if one is free there: nothing gets it by chance while the server loads."""
+    for port in [*random.sample(_UNASSIGNED, _PORTS_TRIED), 0]:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            found: int = probe.getsockname()[1]
+            return found
+    raise EngineError(f"{HOST}: no free port for the server")
 
 
 def _cause(log: str) -> str:
