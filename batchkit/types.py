@@ -97,7 +97,7 @@ class Request:
         ]
 
 
-class Outlook(NamedTuple):
+class RowHint(NamedTuple):
     """What a row's request will be like, told from its fields alone.
 
     ``beginning``: equal where requests begin with the same images or the same text. ``max_tokens``:

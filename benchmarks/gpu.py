@@ -15,7 +15,7 @@ costs rate on all sides. find-bs and ladder are always eager, with some ten load
   process, as it does in batchkit's engine process; ``own`` is vLLM's default, a process of its own.
   Each row says how long its answer will be, so batchkit begins the longest; ``in order`` is without
   that. Batches of 64 get the first rows only, for they take much longer. Ratios are of rows/s.
-- **images**: as images.py; then find-bs with one batch size, for what binds.
+- **images**: as images.py; then find-bs with one batch size, for what bottleneck.
 - **ledger**: as ledger.py, with the 0.5B shape in place of the engine that only counts.
 - **find-bs**, **ladder**: too many requests at once end in the device's own error: CUDA's out of
   memory, on a CPU the kernel's refusal (gpu_memory.py). On a GPU, ladder also claims more than is
@@ -172,17 +172,17 @@ def images_section(place: Place, found: Found) -> None:
         ways.append(Way(f"{GENERATE_ALL}, own", GENERATE_ALL, own_process=True, wanted=1.3))
     try:
         beside(place, "tiny" if place.tiny else "VL-2B", rows, ways, job, found)
-    finally:  # what binds is worth knowing even where the sides could not all be run
+    finally:  # what bottleneck is worth knowing even where the sides could not all be run
         size, seconds = (4, 2) if place.tiny else (128, 15)
         with_input = {**job, "input": {"path": str(rows)}}
         tried = find_bs(place, with_input, size, size, seconds=seconds)
         (line,) = tried["batch_sizes"]
-        found["waits"], found["binds"] = line["waits"], tried["binds"]
+        found["waits"], found["bottleneck"] = line["waits"], tried["bottleneck"]
         shares = line["waits"] or {}
         told = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
         print(f"engine had free places for want of: {told or 'unknown, too few rows'}")
-        if tried["binds"]:
-            print("what binds: {resource}: {reason}".format(**tried["binds"]))
+        if tried["bottleneck"]:
+            print("bottleneck: {resource}: {reason}".format(**tried["bottleneck"]))
 
 
 def ledger_section(place: Place, found: Found) -> None:

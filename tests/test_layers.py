@@ -55,7 +55,7 @@ FOREIGN_HOMES = {  # who alone may import it; never when the module itself is im
     "pandas": set(),
     "ray": {
         "execution.cluster.actor",
-        "execution.cluster.crew",
+        "execution.cluster.worker_pool",
         "execution.cluster.local",
         "execution.cluster.session",
     },

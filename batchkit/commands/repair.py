@@ -17,7 +17,7 @@ from batchkit.storage.manifest import read_manifest
 from batchkit.storage.runfolder import claim
 from batchkit.storage.store import (
     CHECKPOINT,
-    Line,
+    RecordLine,
     Store,
     free_name,
     is_sealed,
@@ -94,7 +94,7 @@ def _copy(log: Path, into: Path, keep: Callable[[dict[str, Any], int], bool]) ->
         for line in read_lines(log):
             raw = file.read(line.end - line.offset)
             if line.record is not None and keep(line.record, line.offset):
-                store.copy(Line(raw, line.record))
+                store.copy(RecordLine(raw, line.record))
             else:
                 removed.append(raw)
             if line.record is None:
@@ -106,7 +106,7 @@ def _copy(log: Path, into: Path, keep: Callable[[dict[str, Any], int], bool]) ->
     return removed
 
 
-def _records_within(raw: bytes) -> Iterator[Line]:
+def _records_within(raw: bytes) -> Iterator[RecordLine]:
     """The whole records in a broken line, as where a newline between two was lost.
 
     A record's first bytes stand nowhere inside of a JSON string, where quotes are escaped.
@@ -114,4 +114,4 @@ def _records_within(raw: bytes) -> Iterator[Line]:
     for piece in raw.split(RECORD_HEAD)[1:]:
         line = RECORD_HEAD + piece.strip() + b"\n"
         if (record := record_of(line)) is not None:
-            yield Line(line, record)
+            yield RecordLine(line, record)

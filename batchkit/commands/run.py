@@ -112,14 +112,14 @@ def retry_failed(
     check_log(folder)
     attempts: dict[int, int] = {}
     by_kind: Counter[str] = Counter()
-    convicted: set[int] = set()
+    quarantined: set[int] = set()
     for record in read_newest(folder / RESULTS):
         kind = failure_kind(record)
         if kind is not None and (not kinds or kind in kinds):
             attempts[record["index"]] = record.get("attempt") or 1
             by_kind[kind] += 1
             if kind in _LETHAL:
-                convicted.add(record["index"])
+                quarantined.add(record["index"])
     if not attempts:
         return Retry(0, {}, 0, None)
     with StopRequest().installed() as stop:
@@ -129,7 +129,7 @@ def retry_failed(
             overrides=overrides,
             stop=stop,
             command="retry-failed",
-        ).retry(attempts, convicted=convicted)
+        ).retry(attempts, quarantined=quarantined)
         summary = _finished(summary, job_of_run(folder), stop, say)
     mended = sum(
         record["index"] in attempts and failure_kind(record) is None

@@ -2,8 +2,8 @@
 
 After a death every request in flight is a suspect. They are replayed in two groups, with nothing else
 beside them; a group that kills the engine again is split, until the one at fault stands alone. A row
-is convicted when it has killed the engine alone twice in the same way: once may be an accident of
-the machine. Where a search has ended without a conviction, accidents do happen, and it takes three
+is quarantined when it has killed the engine alone twice in the same way: once may be an accident of
+the machine. Where a search has ended without a quarantine, accidents do happen, and it takes three
 times from then on.
 
 What is still suspected travels to the next start as ``Suspicion``s, so that a search that was killed
@@ -29,21 +29,21 @@ class Suspicion(NamedTuple):
     """A group of rows that have yet to be replayed together, as the next start may know it.
 
     ``rows``: the index of each, with its ``input_hash``, which tells whether it is still the same
-    row. ``deaths`` and ``is_convict`` as a Group's.
+    row. ``deaths`` and ``is_quarantined`` as a Group's.
     """
 
     rows: Mapping[int, str]
     deaths: Sequence[str] = ()
-    is_convict: bool = False
+    is_quarantined: bool = False
 
     def to_json(self) -> dict[str, Any]:
         rows = {str(index): input_hash for index, input_hash in self.rows.items()}
-        return {"rows": rows, "deaths": list(self.deaths), "is_convict": self.is_convict}
+        return {"rows": rows, "deaths": list(self.deaths), "is_quarantined": self.is_quarantined}
 
     @classmethod
     def of_json(cls, group: Mapping[str, Any]) -> Suspicion:
         rows = {int(index): input_hash for index, input_hash in group["rows"].items()}
-        return cls(rows, tuple(group["deaths"]), group["is_convict"])
+        return cls(rows, tuple(group["deaths"]), group["is_quarantined"])
 
     def only(self, may_come: Callable[[int], bool]) -> Suspicion:
         """Without the rows that will not come again."""
@@ -59,7 +59,7 @@ class Group(Generic[T]):
 
     requests: Sequence[T]
     deaths: tuple[str, ...] = ()
-    is_convict: bool = False
+    is_quarantined: bool = False
     recalled_from: int | None = None
 
 
@@ -68,14 +68,14 @@ class Suspects(Generic[T]):
 
     What a request is, and what it kills, is the caller's: an engine's Request, a worker's Task.
 
-    ``among_accidents``: an earlier search has ended without a conviction.
+    ``among_accidents``: an earlier search has ended without a quarantine.
     """
 
     def __init__(self, *, among_accidents: bool = False) -> None:
         self._groups: deque[Group[T]] = deque()
         self._replaying: Group[T] | None = None
         self.among_accidents = among_accidents
-        self._without_conviction = False
+        self._without_quarantine = False
 
     def __bool__(self) -> bool:
         """True while a group waits or is being replayed."""
@@ -93,12 +93,12 @@ class Suspects(Generic[T]):
     def died(self, in_flight: Sequence[T], cause: str) -> T | None:
         """The engine died with these in flight. The poison row, if that is proven now; else None."""
         if not self:
-            self._without_conviction = True
+            self._without_quarantine = True
         replayed, self._replaying = self._replaying, None
         if replayed is not None and len(in_flight) == 1:
             deaths = (*replayed.deaths, cause)
-            if replayed.is_convict or deaths.count(cause) >= self._proof:
-                self._without_conviction = False
+            if replayed.is_quarantined or deaths.count(cause) >= self._proof:
+                self._without_quarantine = False
                 return in_flight[0]
             self._groups.append(Group(in_flight, deaths))
             return None
@@ -107,14 +107,14 @@ class Suspects(Generic[T]):
         return None
 
     def suspect(self, request: T) -> None:
-        """Replay ``request`` alone; it was convicted before, so that one death proves it."""
-        self._groups.append(Group([request], is_convict=True))
+        """Replay ``request`` alone; it was quarantined before, so that one death proves it."""
+        self._groups.append(Group([request], is_quarantined=True))
 
     def recall(self, request: T, group: int, deaths: Sequence[str]) -> None:
         """Suspect ``request`` as an earlier start did: in the group of that number, so far as it has
         come and still waits."""
         if not self:
-            self._without_conviction = True
+            self._without_quarantine = True
         for place, waiting in enumerate(self._groups):
             if waiting.recalled_from == group:
                 self._groups[place] = replace(waiting, requests=[*waiting.requests, request])
@@ -139,8 +139,8 @@ class Suspects(Generic[T]):
         self._replaying = self._groups.popleft() if self._groups else None
         if self._replaying is not None:
             return self._replaying.requests
-        if self._without_conviction:
-            self.among_accidents, self._without_conviction = True, False
+        if self._without_quarantine:
+            self.among_accidents, self._without_quarantine = True, False
         return ()
 
     @property

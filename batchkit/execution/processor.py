@@ -22,13 +22,13 @@ from batchkit.errors import (
     TooManyFailuresError,
 )
 from batchkit.execution.bisection import Suspicion
-from batchkit.execution.cluster import RayCrew
+from batchkit.execution.cluster import RayWorkerPool
 from batchkit.execution.hints import hints
 from batchkit.execution.progress import Progress, State
 from batchkit.execution.resume import OnChange, OpenRun, open_run
 from batchkit.execution.signals import DRAIN_S, Interrupted, StopRequest
-from batchkit.execution.supervisor import Lessons
-from batchkit.execution.worker import Crew, Listener, Worker
+from batchkit.execution.supervisor import EngineHistory
+from batchkit.execution.worker import Listener, Worker, WorkerPool
 from batchkit.rendering.ordering import well_ordered
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.sources import is_fallback
@@ -38,7 +38,7 @@ from batchkit.storage.ledger import RESULTS, failure_kind, newest_rows, read_new
 from batchkit.storage.manifest import check_secrets
 from batchkit.storage.runfolder import is_run
 from batchkit.storage.score_store import references_of
-from batchkit.storage.store import Line, Store, check_log
+from batchkit.storage.store import RecordLine, Store, check_log
 from batchkit.storage.summary import RunSummary
 from batchkit.types import Row, Task, Usage
 
@@ -98,26 +98,26 @@ class ProductionBatchProcessor:
         self,
         attempts: Mapping[int, int],
         *,
-        convicted: Collection[int] = (),
+        quarantined: Collection[int] = (),
         rows: Sequence[Any] | Input | None = None,
     ) -> RunSummary:
         """Run the rows in ``attempts`` again, those that still have no answer.
 
         ``attempts`` maps a row's index to the number of its last attempt, 0 where it has no record
-        yet; the ``convicted`` ones killed the engine, and are run alone. ``rows`` (or where they
+        yet; the ``quarantined`` ones killed the engine, and are run alone. ``rows`` (or where they
         come from) and errors as with ``process``.
         """
         if rows is None:
             source = from_job(self.job)
         else:
             source = rows if isinstance(rows, Input) else from_python(rows, self.job.input)
-        return self._run(source, attempts, convicted)
+        return self._run(source, attempts, quarantined)
 
     def _run(
         self,
         source: Input,
         attempts: Mapping[int, int] | None,
-        convicted: Collection[int] = (),
+        quarantined: Collection[int] = (),
     ) -> RunSummary:
         renderer = PromptRenderer(self.job)
         references = references_of(self.job) if self.job.scoring.is_on else None
@@ -138,11 +138,11 @@ class ProductionBatchProcessor:
             )
             renderer.check_files()  # the manifest has what they said later
             progress = stack.enter_context(closing(self._progress()))
-            for text in run.news:
+            for text in run.messages:
                 progress.event(text)
             loop = _Loop(self.job, run, renderer, progress, self._stop, source, references)
             if attempts is not None:
-                return loop.retry(attempts, convicted)
+                return loop.retry(attempts, quarantined)
             done_elsewhere = set() if self._skip_from is None else _ok_ids(self._skip_from)
             return loop.run(done_elsewhere)
 
@@ -177,13 +177,13 @@ class _Loop:
         self._source = source
         self._is_retry = False
         self._attempts: Mapping[int, int] = {}
-        self._convicted: Collection[int] = ()
+        self._quarantined: Collection[int] = ()
         self._references = references
         self._total = Total(source)
         self._resumed = run.store.totals.ok + run.store.totals.failed
         self._elsewhere = 0
         self._tokens_before = _tokens(run.store)
-        self._crew: Crew | None = None
+        self._pool: WorkerPool | None = None
         self._stopping = self._all_read = False
         self._settled = self._failed = 0
         self._next_sync = 0.0
@@ -195,10 +195,10 @@ class _Loop:
         rows = self._source.read(self._store.totals.is_settled)
         return self._settle_all(self._without(done_elsewhere, self._readable(rows)))
 
-    def retry(self, attempts: Mapping[int, int], convicted: Collection[int]) -> RunSummary:
+    def retry(self, attempts: Mapping[int, int], quarantined: Collection[int]) -> RunSummary:
         """Settle the rows in ``attempts`` anew; the numbers are those of their last attempts."""
         attempts = self._still_due(attempts)
-        self._is_retry, self._attempts, self._convicted = True, attempts, convicted
+        self._is_retry, self._attempts, self._quarantined = True, attempts, quarantined
         self._elsewhere = self._manifest["skipped_elsewhere"]
         self._resumed -= sum(map(self._store.totals.is_settled, attempts))
         rows = self._source.everything(lambda index: index not in attempts)
@@ -262,10 +262,10 @@ class _Loop:
         if self._resumed:
             of = "" if (total := self._total.wait(timeout_s=1)) is None else f" of {total:,}"
             self._progress.event(f"resumed {self._resumed:,}{of} rows")
-        with closing(self._new_crew(chain([first], rows))) as crew:
-            self._crew = crew
+        with closing(self._new_pool(chain([first], rows))) as pool:
+            self._pool = pool
             try:
-                self._generate(crew)
+                self._generate(pool)
                 if self._stop.signum is None:
                     self._check_complete()
             except BatchkitError as error:
@@ -298,7 +298,7 @@ class _Loop:
             for hint in hints(self._job, first.fields):
                 self._progress.event(hint)
 
-    def _generate(self, crew: Crew) -> None:
+    def _generate(self, pool: WorkerPool) -> None:
         started = time.monotonic()
         model = self._job.engine.model or self._job.engine.kind
         workers = self._job.run.workers
@@ -309,7 +309,7 @@ class _Loop:
         )
         if self._job.engine.options.get("trust_remote_code"):
             self._progress.event(f"trust_remote_code: Python code that comes with {model} is run")
-        engine = crew.open(self._known())
+        engine = pool.open(self._known())
         loaded = time.monotonic()
         self._load_s = loaded - started
         self._manifest["starts"][-1]["engine"] = dict(engine.versions)
@@ -319,26 +319,26 @@ class _Loop:
         )
         try:
             with self._stop.deferred():
-                self._feed(crew)
+                self._feed(pool)
         finally:
             self._seconds = time.monotonic() - loaded
 
-    def _new_crew(self, rows: Iterator[Row]) -> Crew:
+    def _new_pool(self, rows: Iterator[Row]) -> WorkerPool:
         look_ahead, may_wait = self._job.run.look_ahead, self._source.files is None
         if look_ahead > 1 and not may_wait:  # an iterator's rows may come one by one
-            rows = well_ordered(rows, self._renderer.outlook, look_ahead)
+            rows = well_ordered(rows, self._renderer.hint, look_ahead)
         tasks = (Task(row, self._attempts.get(row.index, 0) + 1) for row in rows)
         listener = Listener(self._progress.event, self._tell, self._progress.note, self._remember)
         # Loading may take minutes, and nothing is in flight meanwhile: a signal ends it at once.
         opening = self._stop.immediate
         if self._job.run.workers is not None:
-            return RayCrew(
+            return RayWorkerPool(
                 self._renderer.job,
                 tasks,
                 listener,
                 left=self._left,
                 references=self._references,
-                convicted=self._convicted,
+                quarantined=self._quarantined,
                 may_wait=may_wait,
                 opening=opening,
             )
@@ -349,7 +349,7 @@ class _Loop:
             listener,
             log=self._folder / LOG,
             references=self._references,
-            convicted=self._convicted,
+            quarantined=self._quarantined,
             may_wait=may_wait,
             opening=opening,
         )
@@ -361,10 +361,10 @@ class _Loop:
         total = self._total.now()
         return None if total is None else total - self._elsewhere - self._resumed - self._settled
 
-    def _known(self) -> Lessons:
+    def _known(self) -> EngineHistory:
         """What earlier starts have learned."""
         among_accidents = self._manifest.get("engine_accidents", False)
-        return Lessons(0, self._known_steps(), among_accidents, self._known_suspicions())
+        return EngineHistory(0, self._known_steps(), among_accidents, self._known_suspicions())
 
     def _known_suspicions(self) -> list[Suspicion]:
         """Where the search for a poison row was when an earlier start was killed."""
@@ -396,24 +396,24 @@ class _Loop:
         self._manifest["engine_steps"] = steps
         return list(steps)
 
-    def _feed(self, crew: Crew) -> None:
+    def _feed(self, pool: WorkerPool) -> None:
         """Until every row is settled or a stop is due: fill, poll, write down."""
         try:
             while True:
-                self._write(crew.fill(taking=self._stop.signum is None))
-                if self._stop.signum is not None and self._must_stop(crew):
+                self._write(pool.fill(taking=self._stop.signum is None))
+                if self._stop.signum is not None and self._must_stop(pool):
                     break
-                if crew.is_done:
+                if pool.is_done:
                     break
                 try:
-                    lines = crew.poll()
+                    lines = pool.poll()
                 except Interrupted:  # while the engine was restarted: nothing is in flight to drain
                     break
                 self._write(lines)
-                self._housekeeping(crew)
+                self._housekeeping(pool)
         finally:
             self._store.flush()
-            self._note_workers(crew)
+            self._note_workers(pool)
             self._progress.update(self._state(), force=True)
 
     def _tell(self, text: str) -> None:
@@ -423,32 +423,32 @@ class _Loop:
         events.append(text)
         del events[:-MOST_EVENTS]
 
-    def _remember(self, lessons: Lessons) -> None:
+    def _remember(self, history: EngineHistory) -> None:
         """What an engine's death taught reaches the manifest at once: the next start needs it."""
-        self._manifest["starts"][-1]["engine_restarts"] = lessons.restarts
-        self._manifest["engine_steps"] = lessons.steps
-        self._manifest["engine_accidents"] = lessons.among_accidents
+        self._manifest["starts"][-1]["engine_restarts"] = history.restarts
+        self._manifest["engine_steps"] = history.steps
+        self._manifest["engine_accidents"] = history.among_accidents
         self._manifest["suspects"] = {
             "of": self._suspects_of(),
-            "groups": [suspicion.to_json() for suspicion in lessons.suspicions],
+            "groups": [suspicion.to_json() for suspicion in history.suspicions],
         }
         self._save_manifest()
 
-    def _must_stop(self, crew: Crew) -> bool:
+    def _must_stop(self, pool: WorkerPool) -> bool:
         """A stop was asked for: say so once, and wait for what is in flight while that is wanted."""
-        if not self._stopping and crew.in_flight and not self._stop.is_due:
+        if not self._stopping and pool.in_flight and not self._stop.is_due:
             self._stopping = True
             self._progress.event(
-                f"stopping: up to {DRAIN_S:.0f} s for {crew.in_flight} rows in flight;"
+                f"stopping: up to {DRAIN_S:.0f} s for {pool.in_flight} rows in flight;"
                 " interrupt again to stop now"
             )
-        return self._stop.is_due or not crew.in_flight
+        return self._stop.is_due or not pool.in_flight
 
-    def _write(self, lines: Sequence[Line]) -> None:
+    def _write(self, lines: Sequence[RecordLine]) -> None:
         """What was settled reaches the log; then see whether too much of it failed."""
         for line in lines:
             self._store.copy(line)
-            self._failed += line.told["status"] != "ok"
+            self._failed += line.record["status"] != "ok"
         self._settled += len(lines)
         self._store.flush()
         if self._failed and self._too_many_failed(self._job.run.fail_on_error):
@@ -464,10 +464,10 @@ class _Loop:
         if isinstance(limit, int):
             return self._failed > limit
         # A row that can't be rendered fails at once, while good ones are still in flight.
-        begun = self._settled + (self._crew.in_flight if self._crew else 0)
+        begun = self._settled + (self._pool.in_flight if self._pool else 0)
         return begun >= _SHARE_FROM and self._failed > limit * begun
 
-    def _housekeeping(self, crew: Crew) -> None:
+    def _housekeeping(self, pool: WorkerPool) -> None:
         """Progress at every turn, a checkpoint when its interval is over.
 
         A checkpoint that takes long is made less often, so that it costs at most a fiftieth of
@@ -482,12 +482,12 @@ class _Loop:
             took = self._store.sync()
             interval = max(self._job.run.checkpoint_interval_s, 50 * took)
             self._next_sync = now + took + interval
-            if self._note_workers(crew):
+            if self._note_workers(pool):
                 self._save_manifest()
 
-    def _note_workers(self, crew: Crew) -> bool:
+    def _note_workers(self, pool: WorkerPool) -> bool:
         """For ``status``: how each of several workers does. Whether there are any to tell of."""
-        if workers := crew.workers():
+        if workers := pool.workers():
             self._manifest["starts"][-1]["workers"] = workers
         return bool(workers)
 
@@ -499,7 +499,7 @@ class _Loop:
             ok=totals.ok,
             failed=totals.failed,
             resumed=self._resumed,
-            in_flight=self._crew.in_flight if self._crew else 0,
+            in_flight=self._pool.in_flight if self._pool else 0,
             prompt_tokens=now.prompt_tokens - before.prompt_tokens,
             completion_tokens=now.completion_tokens - before.completion_tokens,
         )
@@ -524,7 +524,7 @@ class _Loop:
             ok=state.ok,
             failed=state.failed,
             skipped=self._resumed + self._elsewhere,
-            retried=self._crew.retried if self._crew else 0,
+            retried=self._pool.retried if self._pool else 0,
             seconds=round(self._seconds, 3),
             load_seconds=round(self._load_s, 3),
             prompt_tokens=state.prompt_tokens,

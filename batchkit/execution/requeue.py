@@ -23,7 +23,7 @@ from batchkit.storage.files import sync_folder
 from batchkit.storage.ledger import REQUEUE, RESULTS, read_newest
 from batchkit.storage.manifest import write_manifest
 from batchkit.storage.runfolder import MANIFEST
-from batchkit.storage.store import CHECKPOINT, Line, Store, free_name
+from batchkit.storage.store import CHECKPOINT, RecordLine, Store, free_name
 from batchkit.types import Row
 
 _UNFINISHED = f"{REQUEUE}.tmp"
@@ -113,7 +113,7 @@ def _copy(
                 continue
             kept += 1
             record["index"], record["id"] = row_now[0], key  # without ids of its own: its index
-            store.copy(Line(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE), record))
+            store.copy(RecordLine(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE), record))
             if kept % _AT_ONCE == 0:
                 store.flush()
     return kept, dropped

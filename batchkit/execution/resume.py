@@ -36,12 +36,12 @@ OnChange = Literal["fail", "new", "requeue"]
 
 
 class OpenRun(NamedTuple):
-    """A claimed run folder; ``news`` says what was done to open it."""
+    """A claimed run folder; ``messages`` says what was done to open it."""
 
     folder: Path
     store: Store
     manifest: dict[str, Any]
-    news: list[str]
+    messages: list[str]
     lock: Claim
 
     def save(self) -> None:
@@ -73,12 +73,12 @@ def open_run(
         ChangedError: job or input changed, and ``on_change`` is "fail".
         StoreError: another process holds the folder, or the disk refuses.
     """
-    folder, news = job.folder, list[str]()
+    folder, messages = job.folder, list[str]()
     new = new_manifest(job, source.files or [])
     with ExitStack() as held:
         lock = held.enter_context(claim(folder))
-        if _must_move_aside(job, source, new, fresh=fresh, on_change=on_change, news=news):
-            news.append(f"the earlier run is kept in {move_aside(folder)}")  # lock and all
+        if _must_move_aside(job, source, new, fresh=fresh, on_change=on_change, messages=messages):
+            messages.append(f"the earlier run is kept in {move_aside(folder)}")  # lock and all
             held.close()
             lock = held.enter_context(claim(folder))
             if _has_run(folder):
@@ -88,16 +88,16 @@ def open_run(
                 )
         manifest = _merged(new, read_manifest(folder)) if is_run(folder) else new
         if (moved := _moved_media(folder, job)) is not None:
-            news.append(moved)
+            messages.append(moved)
         start = new_start(command, overrides)
         manifest["starts"].append(start)
         write_job(folder, job)
         store = Store(folder, check_lock=lock.check)
         if store.salvaged_bytes:
-            news.append(
+            messages.append(
                 f"{RESULTS} ended in {store.salvaged_bytes} broken bytes; they are set aside"
             )
-        run = OpenRun(folder, store, manifest, news, lock)
+        run = OpenRun(folder, store, manifest, messages, lock)
         run.save()
         with _closing(run, start):
             yield run
@@ -156,7 +156,7 @@ def _must_move_aside(
     *,
     fresh: bool,
     on_change: OnChange,
-    news: list[str],
+    messages: list[str],
 ) -> bool:
     """Settle what an earlier start left in the folder. True if it must give way to a new run.
 
@@ -174,10 +174,10 @@ def _must_move_aside(
             )
         return _has_run(folder)
     if finish_requeue(folder) is not None:
-        news.append("an interrupted --on-change requeue was finished first")
+        messages.append("an interrupted --on-change requeue was finished first")
     if fresh or source.files is None:
         return True
-    return _settle_changes(job, source, new, on_change, news)
+    return _settle_changes(job, source, new, on_change, messages)
 
 
 def _merged(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def _settle_changes(
     source: Input,
     new: dict[str, Any],
     on_change: OnChange,
-    news: list[str],
+    messages: list[str],
 ) -> bool:
     """Do what ``on_change`` says about changes. True where the old run must be moved aside."""
     folder = job.folder
@@ -219,14 +219,14 @@ def _settle_changes(
             "Undo the change, or choose: --fresh or --on-change new (begin anew, the old run is"
             " kept), --on-change requeue (run again what the change touches)"
         )
-    news.append(f"changed since this run began: {'; '.join(changes)}")
+    messages.append(f"changed since this run began: {'; '.join(changes)}")
     if on_change == "new":
         return True
     # Another filter or share changes no answer: the records of the rows that it keeps still hold.
     holds = all(change.startswith(("input.where:", "input.shard:")) for change in job_changes)
     rows = source.everything(lambda index: False) if holds else iter(())
     check_log(folder)
-    news.append(requeue(folder, rows, _merged(new, manifest), by_id=source.has_ids))
+    messages.append(requeue(folder, rows, _merged(new, manifest), by_id=source.has_ids))
     return False
 
 

@@ -35,7 +35,7 @@ from batchkit.types import Completion, Request
 Say = Callable[[str], None]
 
 
-class Lessons(NamedTuple):
+class EngineHistory(NamedTuple):
     """What the deaths of engines taught: the next start of the run needs it.
 
     ``steps``: the ladder's. ``among_accidents``: engines have died of no row's fault. ``suspicions``:
@@ -61,7 +61,7 @@ class SupervisedEngine:
 
     ``restarts`` counts attempts to open an engine after the first. ``remember`` is called
     with what was learned, before the next engine is opened and when a search ends;
-    ``among_accidents`` and ``suspicions`` are what an earlier start learned. ``convicted`` are the
+    ``among_accidents`` and ``suspicions`` are what an earlier start learned. ``quarantined`` are the
     indices of rows that killed an engine in an earlier start: each is run alone, and once.
 
     Raises:
@@ -75,9 +75,9 @@ class SupervisedEngine:
         say: Say,
         *,
         note: Say = lambda text: None,
-        remember: Callable[[Lessons], None] = lambda lessons: None,
+        remember: Callable[[EngineHistory], None] = lambda history: None,
         ladder: Ladder | None = None,
-        convicted: Iterable[int] = (),
+        quarantined: Iterable[int] = (),
         among_accidents: bool = False,
         suspicions: Iterable[Suspicion] = (),
         open_engine: Callable[[JobConfig], Engine] = open_engine,
@@ -85,17 +85,17 @@ class SupervisedEngine:
         self._job = job
         self._say = say
         self._note = note
-        self._tell_lessons = remember
+        self._tell_history = remember
         self._open_engine = open_engine
         self.ladder = ladder or Ladder()
         self._suspects = Suspects[Request](among_accidents=among_accidents)
         self._expected = Expected(suspicions)
         self._is_search_remembered = False
-        self._convicted = set(convicted)
+        self._quarantined = set(quarantined)
         self._in_flight: dict[int, Request] = {}
         self._held: deque[Request] = deque()
         self._answered: Request | None = None
-        self._canary: Request | None = None
+        self._probe: Request | None = None
         self._deaths = 0
         self._restart_due = ""
         self._host_gb_at_start: float | None = None
@@ -118,9 +118,9 @@ class SupervisedEngine:
 
     def submit(self, request: Request) -> None:
         known = self._expected.pop(request.row.index, request.input_hash)
-        if known is not None and known.suspicion.is_convict:
-            self._convicted.add(request.row.index)
-        if request.row.index in self._convicted:
+        if known is not None and known.suspicion.is_quarantined:
+            self._quarantined.add(request.row.index)
+        if request.row.index in self._quarantined:
             self._suspects.suspect(request)
         elif known is not None:
             self._suspects.recall(request, known.group, known.suspicion.deaths)
@@ -140,7 +140,7 @@ class SupervisedEngine:
         for completion in done:
             del self._in_flight[id(completion.request)]
         self._count_success(done)
-        return [completion for completion in done if not self._is_canary(completion)]
+        return [completion for completion in done if not self._is_probe(completion)]
 
     def load(self) -> EngineLoad:
         """As the engine's; what is held back here waits, too."""
@@ -184,13 +184,13 @@ class SupervisedEngine:
             self._suspects.interpose([self._held.popleft()])
         elif self._answered is not None:
             sampling = {**self._answered.sampling, "max_tokens": 1, "min_tokens": 0}
-            self._canary = replace(self._answered, sampling=sampling)
-            self._suspects.interpose([self._canary])
+            self._probe = replace(self._answered, sampling=sampling)
+            self._suspects.interpose([self._probe])
         else:
             self._suspects.single_out()
 
-    def _is_canary(self, completion: Completion) -> bool:
-        if completion.request is not self._canary:
+    def _is_probe(self, completion: Completion) -> bool:
+        if completion.request is not self._probe:
             return False
         if completion.error is not None:
             self._answered = None  # it proves nothing: don't try it again
@@ -233,14 +233,14 @@ class SupervisedEngine:
         The next engine is opened when that is settled: it may take minutes, or never come up.
         """
         fault = self._judged(death.fault)
-        in_flight = [r for r in self._in_flight.values() if r is not self._canary]
+        in_flight = [r for r in self._in_flight.values() if r is not self._probe]
         self._in_flight.clear()
         self._restart_due = _DEATH
         rows = "1 row" if len(in_flight) == 1 else f"{len(in_flight)} rows"
         self._say(f"engine died ({fault.kind}) with {rows} in flight: {fault}")
         if death.stacks:
             self._note(death.stacks)
-        was_expected = len(in_flight) == 1 and in_flight[0].row.index in self._convicted
+        was_expected = len(in_flight) == 1 and in_flight[0].row.index in self._quarantined
         poison = self._poison(death, in_flight)
         if not was_expected:
             self._count_death(fault, may_raise=poison is None)
@@ -249,12 +249,12 @@ class SupervisedEngine:
                 self._make_smaller(fault, alone=len(in_flight) <= 1)
             else:  # a row that runs out of memory alone says nothing about the batch
                 self.ladder.steps = list(self._safe_steps)
-                self._remember(self.ladder.steps, convicted=poison)
+                self._remember(self.ladder.steps, quarantined=poison)
         if poison is None:
             return []
         row = f"row {poison.row.index} (id {poison.row.id})"
         if death.request is None:
-            self._convicted.add(poison.row.index)
+            self._quarantined.add(poison.row.index)
             self._say(f"{row} alone kills the engine: failed")
         else:
             self._say(f"{row} is what it died of: failed")
@@ -355,19 +355,19 @@ class SupervisedEngine:
         self,
         steps: Sequence[Mapping[str, Any]],
         *,
-        convicted: Request | None = None,
+        quarantined: Request | None = None,
         proves: bool = True,
     ) -> None:
-        """``convicted``: a row whose failure has yet to be handed on, and so to reach the disk.
+        """``quarantined``: a row whose failure has yet to be handed on, and so to reach the disk.
         ``proves`` is false where deaths say nothing about the rows: the engine dies of all."""
         groups = list(self._suspects.groups)
-        if convicted is not None:
-            groups.append(Group([convicted], is_convict=True))
+        if quarantined is not None:
+            groups.append(Group([quarantined], is_quarantined=True))
         suspicions = [
             Suspicion(
                 {request.row.index: request.input_hash for request in group.requests},
                 group.deaths,
-                group.is_convict,
+                group.is_quarantined,
             )
             for group in groups
         ] + self._expected.suspicions()
@@ -375,7 +375,9 @@ class SupervisedEngine:
             suspicions = [suspicion._replace(deaths=()) for suspicion in suspicions]
         self._is_search_remembered = bool(groups)
         among_accidents = self._suspects.among_accidents
-        self._tell_lessons(Lessons(self.restarts, list(steps), among_accidents, tuple(suspicions)))
+        self._tell_history(
+            EngineHistory(self.restarts, list(steps), among_accidents, tuple(suspicions))
+        )
 
     def _setting(self) -> str:
         return _shown(self.ladder.overrides) if self.ladder.steps else "the job's own settings"

@@ -1,7 +1,7 @@
 """An engine that is kept going, and all that it takes to make records of rows with it.
 
 A run on one machine is one Worker, called by the run's own thread; with ``run.workers`` there is one
-in each process that Ray starts (``cluster/``). Both are a Crew to the processor's loop.
+in each process that Ray starts (``cluster/``). Both are a WorkerPool to the processor's loop.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from batchkit.engines.process.launcher import Launcher
 from batchkit.engines.registry import open_engine
 from batchkit.execution.attempts import Attempts
 from batchkit.execution.records import failed_unless_whole, to_record
-from batchkit.execution.supervisor import Lessons, Say, SupervisedEngine
+from batchkit.execution.supervisor import EngineHistory, Say, SupervisedEngine
 from batchkit.execution.window import Window
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.scoring import Scored, Scoring, kept_fields
-from batchkit.storage.store import Line, line_of
+from batchkit.storage.store import RecordLine, line_of
 from batchkit.types import Completion, Request, Task
 
 POLL_S = 0.05
@@ -44,7 +44,7 @@ class Listener(NamedTuple):
     event: Say
     engine_event: Say
     note: Say
-    remember: Callable[[Lessons], None]
+    remember: Callable[[EngineHistory], None]
 
 
 class EngineFacts(NamedTuple):
@@ -54,7 +54,7 @@ class EngineFacts(NamedTuple):
     versions: Mapping[str, str]
 
 
-class Crew(Protocol):
+class WorkerPool(Protocol):
     """Whoever makes records of a run's rows: one worker here, or several elsewhere.
 
     The run's thread calls it: ``open`` once, then ``fill`` and ``poll`` in turn until ``is_done``.
@@ -69,17 +69,17 @@ class Crew(Protocol):
     def retried(self) -> int:
         """Further tries of rows so far."""
 
-    def open(self, known: Lessons) -> EngineFacts:
+    def open(self, known: EngineHistory) -> EngineFacts:
         """Load the model; ``known`` is what earlier starts have learned.
 
         Raises:
             JobError, EngineError: it can't be loaded.
         """
 
-    def fill(self, *, taking: bool) -> list[Line]:
+    def fill(self, *, taking: bool) -> list[RecordLine]:
         """Hand rows on while there is room, none where ``taking`` is false; what is settled by it."""
 
-    def poll(self) -> list[Line]:
+    def poll(self) -> list[RecordLine]:
         """What has been settled since, after a short wait.
 
         Raises:
@@ -98,9 +98,9 @@ class Crew(Protocol):
 
 
 class Worker:
-    """A Crew of one. ``tasks`` are its rows, rendered as soon as this is made.
+    """A WorkerPool of one. ``tasks`` are its rows, rendered as soon as this is made.
 
-    ``references``: the right answers by id, where another run gives them. ``convicted``: indices of
+    ``references``: the right answers by id, where another run gives them. ``quarantined``: indices of
     rows that killed an engine before; each is run alone. ``may_wait``: reading ``tasks`` may block.
     ``opening`` is entered around each loading of the model. The engine prints to ``log``.
     """
@@ -114,7 +114,7 @@ class Worker:
         *,
         log: Path,
         references: Mapping[str, str | None] | None = None,
-        convicted: Collection[int] = (),
+        quarantined: Collection[int] = (),
         may_wait: bool = False,
         opening: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -123,7 +123,7 @@ class Worker:
         self._job = job
         self._listener = listener
         self._log = log
-        self._convicted = convicted
+        self._quarantined = quarantined
         self._opening = opening
         self._scoring = (
             Scoring(job.scoring, references, listener.event) if job.scoring.is_on else None
@@ -142,8 +142,8 @@ class Worker:
         self._held.enter_context(closing(self._prefetch))
         self._in_flight = 0
 
-    def open(self, known: Lessons) -> EngineFacts:
-        """As ``Crew``: the engine, with the settings that an earlier start found to be safe."""
+    def open(self, known: EngineHistory) -> EngineFacts:
+        """As ``WorkerPool``: the engine, with the settings that an earlier start found to be safe."""
         launcher = self._held.enter_context(closing(Launcher(self._log)))
 
         def open_one(job: JobConfig) -> Engine:
@@ -161,7 +161,7 @@ class Worker:
                     note=self._listener.note,
                     remember=self._listener.remember,
                     ladder=ladder,
-                    convicted=self._convicted,
+                    quarantined=self._quarantined,
                     among_accidents=known.among_accidents,
                     suspicions=known.suspicions,
                     open_engine=open_one,
@@ -172,12 +172,12 @@ class Worker:
         self._window = Window(self._engine.max_num_seqs, fixed=None if fixed == "auto" else fixed)
         return EngineFacts(self._engine.max_num_seqs, self._engine.versions)
 
-    def fill(self, *, taking: bool = True) -> list[Line]:
+    def fill(self, *, taking: bool = True) -> list[RecordLine]:
         """Submit what is rendered while there is room; wait only if the engine has nothing to do.
 
         Bounded, so that a stretch of rows that can't be rendered reaches the disk on the way.
         """
-        lines: list[Line] = []
+        lines: list[RecordLine] = []
         for _ in range(AHEAD if taking else 0):
             if self._in_flight >= self._window.size:
                 break
@@ -191,9 +191,9 @@ class Worker:
                 self._in_flight += 1
         return lines
 
-    def poll(self) -> list[Line]:
+    def poll(self) -> list[RecordLine]:
         """What the engine has finished; then the window is fitted to how it does."""
-        lines: list[Line] = []
+        lines: list[RecordLine] = []
         if self._in_flight:
             for completion in self._engine.poll(POLL_S):
                 self._in_flight -= 1
@@ -219,7 +219,7 @@ class Worker:
         return self._again.retried
 
     @property
-    def appetite(self) -> int:
+    def capacity(self) -> int:
         """How many rows it can use at a time: those in its window, and as many being rendered."""
         return 2 * self._window.size
 
@@ -234,7 +234,7 @@ class Worker:
             return None  # what is in flight is paid for: settle it before the error is raised
         return self._prefetch.get(timeout_s=0 if self._in_flight else POLL_S)
 
-    def _settled(self, completion: Completion) -> list[Line]:
+    def _settled(self, completion: Completion) -> list[RecordLine]:
         """The row's line, unless it is tried again."""
         settled = self._again.settle(failed_unless_whole(completion))
         if settled is None:

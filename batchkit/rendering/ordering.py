@@ -14,16 +14,16 @@ from itertools import chain, groupby
 from os.path import commonprefix
 from typing import Any
 
-from batchkit.types import Outlook, Row
+from batchkit.types import Row, RowHint
 
 LOOK_AHEAD_BYTES = 32 * 2**20  # of the rows' own text and bytes
 _SAME = 256  # characters that must agree behind what all have in common
 
-_Seen = tuple[Outlook, Row, int]  # and what the row's own fields take
+_Seen = tuple[RowHint, Row, int]  # and what the row's own fields take
 
 
 def well_ordered(
-    rows: Iterator[Row], outlook: Callable[[Row], Outlook], look_ahead: int
+    rows: Iterator[Row], hint: Callable[[Row], RowHint], look_ahead: int
 ) -> Iterator[Row]:
     """All of ``rows``; ``look_ahead`` are held, and none is overtaken by more than twice as many.
 
@@ -36,7 +36,7 @@ def well_ordered(
     try:
         for row in rows:
             n_bytes = size_of(row.fields)
-            coming.append((outlook(row), row, n_bytes))
+            coming.append((hint(row), row, n_bytes))
             held_bytes += n_bytes
             while len(coming) + len(going) >= look_ahead or held_bytes >= LOOK_AHEAD_BYTES:
                 if not going:
@@ -56,7 +56,7 @@ def well_ordered(
 
 def _alike_together(rows: Sequence[_Seen]) -> Iterator[_Seen]:
     """Groups of rows that begin alike, in the order of their first rows."""
-    beginnings = [outlook.beginning for outlook, _, _ in rows]
+    beginnings = [hint.beginning for hint, _, _ in rows]
     shared = len(commonprefix(beginnings))  # noqa: RUF071 - of characters is meant
     groups: dict[str, list[_Seen]] = {}
     for seen in rows:

@@ -26,7 +26,7 @@ from batchkit.rendering.templates import RowTemplate
 from batchkit.rendering.templates.sandbox import fields_read, names_in_order
 from batchkit.rendering.truncation import Place, cut_at, longest_text, next_cut
 from batchkit.sources.rowhash import input_hash
-from batchkit.types import Completion, Outlook, Request, Row
+from batchkit.types import Completion, Request, Row, RowHint
 
 Message = Mapping[str, Any]
 
@@ -231,14 +231,14 @@ class PromptRenderer:
         names = {**self._job.vars, **row.fields}
         return [found for source in self._images for found in _as_list(source.value(names))]
 
-    def outlook(self, row: Row) -> Outlook:
+    def hint(self, row: Row) -> RowHint:
         """Nothing is opened nor rendered. A row that can't be rendered is like no other."""
         try:
             max_tokens = self._row_sampling(row.fields).get("max_tokens")
             beginning = self._files(row) or self._beginning(row)
         except Exception:  # the values' own code runs here; rendering will say what is wrong
-            return Outlook(str(row.index), 0)
-        return Outlook(beginning, max_tokens if isinstance(max_tokens, int) else 0)
+            return RowHint(str(row.index), 0)
+        return RowHint(beginning, max_tokens if isinstance(max_tokens, int) else 0)
 
     def _files(self, row: Row) -> str:
         """The images and texts that its prompt takes in."""

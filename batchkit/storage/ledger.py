@@ -26,7 +26,7 @@ _LONGEST_START = len(RECORD_HEAD) + len(f"{INDEX_LIMIT},")
 _BLOCK_BYTES = 1 << 20
 
 
-class Line(NamedTuple):
+class LogLine(NamedTuple):
     """One line of the ledger; ``record`` is None where the bytes are not a record.
 
     ``offset`` and ``end`` are byte positions, ``end`` behind the newline (or at the end of the
@@ -55,7 +55,7 @@ def log_of(folder: Path) -> Path:
     return path
 
 
-def read_lines(path: Path, offset: int = 0) -> Iterator[Line]:
+def read_lines(path: Path, offset: int = 0) -> Iterator[LogLine]:
     """The ledger's lines from byte ``offset`` on, in the order in which they were written."""
     if not path.exists():
         return
@@ -63,7 +63,7 @@ def read_lines(path: Path, offset: int = 0) -> Iterator[Line]:
         file.seek(offset)
         for raw in file:
             end = offset + len(raw)
-            yield Line(offset, end, record_of(raw))
+            yield LogLine(offset, end, record_of(raw))
             offset = end
 
 
@@ -78,7 +78,7 @@ def failure_kind(record: Mapping[str, Any]) -> str | None:
 class Newest(NamedTuple):
     """Where the newest record of each row stands, ordered by row index.
 
-    Line n of the log goes from byte ``bounds[n]`` to ``bounds[n + 1]``; ``lines`` holds the number
+    LogLine n of the log goes from byte ``bounds[n]`` to ``bounds[n + 1]``; ``lines`` holds the number
     of each row's line. Both are int64 arrays.
     """
 

@@ -103,7 +103,7 @@ class _Model(BaseModel, strict=True):
 class _Group(BaseModel, strict=True):
     rows: dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], str]
     deaths: list[str]
-    is_convict: bool
+    is_quarantined: bool
 
 
 class _Suspects(BaseModel, strict=True):

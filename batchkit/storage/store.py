@@ -37,18 +37,18 @@ _SEAL = b',"seal":'
 _BLOCK_BYTES = 1 << 20
 
 
-class Line(NamedTuple):
+class RecordLine(NamedTuple):
     """A record as it stands in the log, newline and all, and what it says: at least ``index``,
     ``status``, ``usage`` and ``error``."""
 
     raw: bytes
-    told: dict[str, Any]
+    record: dict[str, Any]
 
 
-def line_of(record: Record) -> Line:
+def line_of(record: Record) -> RecordLine:
     """The line that tells of ``record``."""
     told = record.to_json()
-    return Line(encoded(told), told)
+    return RecordLine(encoded(told), told)
 
 
 @dataclass
@@ -135,10 +135,10 @@ class Store:
         """Collect ``record`` for the next ``flush``."""
         self.copy(line_of(record))
 
-    def copy(self, line: Line) -> None:
+    def copy(self, line: RecordLine) -> None:
         """Collect a line that was made elsewhere, as it stands."""
         self._lines.append(line.raw)
-        self._pending.append(line.told)
+        self._pending.append(line.record)
 
     def flush(self) -> None:
         """Write what was appended; after this the rows count as settled."""

@@ -17,9 +17,9 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from batchkit.commands.parity import parity
-from batchkit.commands.parity.answers import Answer, Token
+from batchkit.commands.parity.answers import SideAnswer, Token
 from batchkit.commands.parity.differences import Difference, difference
-from batchkit.commands.parity.findings import Findings
+from batchkit.commands.parity.findings import ParityResult
 from batchkit.commands.parity.sides import MODEL_OPTIONS, sides_of
 from batchkit.config.loading import load_job
 from batchkit.config.tables import JobConfig
@@ -96,7 +96,7 @@ def _line(option: tuple[str, Any]) -> str:
 
 def compare(
     job: JobConfig, engines: str, *only_b: str, only_a: Sequence[str] = (), rows: int = 100
-) -> Findings:
+) -> ParityResult:
     return parity(job, engines, rows=rows, tie=TIE, settings=(only_a, only_b))
 
 
@@ -485,16 +485,16 @@ def test_a_signal_ends_it_and_leaves_nothing(
 # Where answers part
 
 
-def answer(*tokens: Token, text: str | None = None, finish_reason: str = "stop") -> Answer:
+def answer(*tokens: Token, text: str | None = None, finish_reason: str = "stop") -> SideAnswer:
     written = "".join(token.text for token in tokens) if text is None else text
-    return Answer("q", written, finish_reason, tokens)
+    return SideAnswer("q", written, finish_reason, tokens)
 
 
 def token(text: str, logprob: float = -0.1, **others: float) -> Token:
     return Token(text, logprob, {text: logprob, **others})
 
 
-def part(a: Answer, b: Answer) -> Difference:
+def part(a: SideAnswer, b: SideAnswer) -> Difference:
     found = difference(0, a, b)
     assert found is not None
     assert difference(0, a, a) is difference(0, b, b) is None

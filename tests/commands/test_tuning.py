@@ -26,14 +26,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from batchkit.commands.tuning.batch_size_option import (
+    BatchSizeOption,
+    batch_size_option,
+    patch,
+    write_patch,
+)
 from batchkit.commands.tuning.bench import sizes_in
-from batchkit.commands.tuning.binding import Rendered, binding
+from batchkit.commands.tuning.bottleneck import Rendered, bottleneck_of
 from batchkit.commands.tuning.idle import Idle, IdleMeter
-from batchkit.commands.tuning.knob import Knob, knob_of, patch, write_patch
 from batchkit.commands.tuning.memory import MemoryMeter, host_bytes
-from batchkit.commands.tuning.rounds import Answer, Budget, Round, Rounds
+from batchkit.commands.tuning.rounds import Budget, Round, Rounds, TimedAnswer
 from batchkit.commands.tuning.search import Rate, search
-from batchkit.commands.tuning.table import Table
+from batchkit.commands.tuning.table import SizeTable
 from batchkit.commands.tuning.trial import OOM, Trial
 from batchkit.config.loading import make_job
 from batchkit.engines.base import EngineLoad
@@ -42,7 +47,7 @@ from tests.conftest import batchkit, write_jsonl
 from tests.support.chat_server import ChatServer
 from tests.support.paths import ROOT
 
-SEQS = Knob("engine.options.max_num_seqs", "")
+SEQS = BatchSizeOption("engine.options.max_num_seqs", "")
 JOB = """# a job
 name = "tried"   # its name
 [input]
@@ -131,12 +136,12 @@ def test_flat_at_the_largest_allowed_is_no_early_stop() -> None:
     assert trials.tried == [8, 16]
 
 
-def steady(rate: float, n: int, *, since: float = 0.0) -> list[Answer]:
-    return [Answer(since + (k + 1) / rate, 0.5, 10, 4) for k in range(n)]
+def steady(rate: float, n: int, *, since: float = 0.0) -> list[TimedAnswer]:
+    return [TimedAnswer(since + (k + 1) / rate, 0.5, 10, 4) for k in range(n)]
 
 
 def feed(
-    answers: list[Answer], batch_size: int, budget: Budget, *, rows: int, begins: float = 0.0
+    answers: list[TimedAnswer], batch_size: int, budget: Budget, *, rows: int, begins: float = 0.0
 ) -> Rounds:
     """What the feed does with its clock: looks twenty times a second until it is over."""
     rounds, times = Rounds(batch_size, budget), [answer.at for answer in answers]
@@ -153,7 +158,7 @@ def feed(
 
 
 def test_a_round_begins_when_the_engine_is_full_and_ends_with_the_rows() -> None:
-    slow_start = [Answer(3.0 + k / 10, 0.5, 10, 4) for k in range(40)]
+    slow_start = [TimedAnswer(3.0 + k / 10, 0.5, 10, 4) for k in range(40)]
     (found,) = feed(slow_start, 8, Budget(60), rows=40).cut(slow_start, 6.9, is_whole=False)
     assert found.is_typical
     assert found.rows_per_s == pytest.approx(10, rel=0.1), "the first three seconds do not count"
@@ -162,7 +167,7 @@ def test_a_round_begins_when_the_engine_is_full_and_ends_with_the_rows() -> None
 
 
 def test_a_whole_job_is_measured_as_a_whole() -> None:
-    slow_start = [Answer(3.0 + k / 10, 0.5, 10, 4) for k in range(40)]
+    slow_start = [TimedAnswer(3.0 + k / 10, 0.5, 10, 4) for k in range(40)]
     (found,) = feed(slow_start, 8, Budget(60), rows=40).cut(slow_start, 6.9, is_whole=True)
     assert found.is_typical
     assert found.rows == 40
@@ -192,8 +197,8 @@ def test_time_is_up() -> None:
 
 def test_short_answers_come_first_and_do_not_count(folder: Path) -> None:
     """Of the first eight, four take 6 s; the short ones that pass meanwhile would look like speed."""
-    answers = [Answer(k / 20, 0.2, 10, 1) for k in range(1, 120)]
-    answers += [Answer(6.0 + k / 10, 0.8, 10, 4) for k in range(200)]
+    answers = [TimedAnswer(k / 20, 0.2, 10, 1) for k in range(1, 120)]
+    answers += [TimedAnswer(6.0 + k / 10, 0.8, 10, 4) for k in range(200)]
     (found,) = feed(answers, 8, Budget(9), rows=10**6, begins=6.0).cut(answers, 15, is_whole=False)
     assert found.is_typical
     assert found.rows_per_s == pytest.approx(10, rel=0.1)
@@ -221,7 +226,7 @@ def test_rounds_of_a_steady_feed_have_its_rate(
 
 
 def test_percentiles_are_of_latency() -> None:
-    answers = [Answer(k / 10, latency_s=k / 1000, prompt_tokens=1, completion_tokens=1)
+    answers = [TimedAnswer(k / 10, latency_s=k / 1000, prompt_tokens=1, completion_tokens=1)
                for k in range(1, 101)]  # fmt: skip
     (found,) = Rounds(1, Budget(60)).cut(answers, 10.0, is_whole=True)
     assert (found.p50_ms, found.p99_ms) == (50.0, 99.0)
@@ -264,26 +269,28 @@ def trial(size: int, rate: float, *, prompt: int = 100, output: int = 100, **fie
     return Trial(size, "ok", 12.0, 2.0, (found,), rows, **fields)
 
 
-def binds(*trials: Trial, rendered: float = 10_000, with_images: bool = False) -> str:
-    table = Table.of(trials)
+def bottleneck(*trials: Trial, rendered: float = 10_000, with_images: bool = False) -> str:
+    table = SizeTable.of(trials)
     assert table.best is not None
-    return binding(table.lines, table.best, Rendered(512, rendered, with_images)).resource
+    return bottleneck_of(table.lines, table.best, Rendered(512, rendered, with_images)).resource
 
 
 def test_what_binds() -> None:
     free = Idle(0, 0, 0, 8, 0)
-    assert binds(trial(4, 10), trial(8, 19)) == "decode", "twice the batch, twice the rate"
-    assert binds(trial(4, 18, prompt=900), trial(8, 19, prompt=900)) == "prefill"
-    assert binds(trial(4, 18), trial(8, 19, output=300)) == "decode", "most tokens are answers'"
-    assert binds(trial(8, 19, idle=free), rendered=18) == "rendering"
-    assert binds(trial(8, 19, idle=Idle(0.4, 0, 0, 5, 0))) == "rendering"
-    assert binds(trial(8, 19, idle=Idle(0, 0.4, 0, 5, 0))) == "preprocessing"
-    assert binds(trial(8, 19, idle=Idle(0, 0, 0.9, 5, 3))) == "kv-cache"
-    assert binds(trial(8, 19, prompt=0, output=0)) == "unknown"
+    assert bottleneck(trial(4, 10), trial(8, 19)) == "decode", "twice the batch, twice the rate"
+    assert bottleneck(trial(4, 18, prompt=900), trial(8, 19, prompt=900)) == "prefill"
+    assert bottleneck(trial(4, 18), trial(8, 19, output=300)) == "decode", (
+        "most tokens are answers'"
+    )
+    assert bottleneck(trial(8, 19, idle=free), rendered=18) == "rendering"
+    assert bottleneck(trial(8, 19, idle=Idle(0.4, 0, 0, 5, 0))) == "rendering"
+    assert bottleneck(trial(8, 19, idle=Idle(0, 0.4, 0, 5, 0))) == "preprocessing"
+    assert bottleneck(trial(8, 19, idle=Idle(0, 0, 0.9, 5, 3))) == "kv-cache"
+    assert bottleneck(trial(8, 19, prompt=0, output=0)) == "unknown"
 
 
 def test_rounds_of_one_size_become_one_line() -> None:
-    table = Table.of([trial(4, 10), trial(8, 20), trial(4, 12), trial(4, 30), trial(8, 22)])
+    table = SizeTable.of([trial(4, 10), trial(8, 20), trial(4, 12), trial(4, 30), trial(8, 22)])
     small, large = table.lines
     assert small.rows_per_s == 12
     assert small.spread == pytest.approx(20 / 2 / 12)
@@ -292,7 +299,7 @@ def test_rounds_of_one_size_become_one_line() -> None:
 
 
 def test_a_size_that_failed_once_has_no_rate() -> None:
-    table = Table.of([trial(4, 10), trial(8, 20), Trial(8, OOM, 3.0)])
+    table = SizeTable.of([trial(4, 10), trial(8, 20), Trial(8, OOM, 3.0)])
     assert table.best is not None
     assert table.best.batch_size == 4
     shape = table.lines[1].to_json()
@@ -317,8 +324,8 @@ def job_with(window: int | str, options: dict[str, Any]) -> Any:
 def test_the_knob_is_the_one_that_binds(
     window: int | str, seqs: int | None, key: str, most: int | None
 ) -> None:
-    knob = knob_of(job_with(window, {} if seqs is None else {"max_num_seqs": seqs}))
-    assert (knob.key, knob.most) == (key, most)
+    option = batch_size_option(job_with(window, {} if seqs is None else {"max_num_seqs": seqs}))
+    assert (option.key, option.most) == (key, most)
 
 
 ENGINES = {
@@ -339,7 +346,7 @@ def test_one_key_is_written_and_all_else_kept(tmp_path: Path, text: str, key: st
     path = tmp_path / "job.toml"
     path.write_bytes(text.encode())
     path.chmod(0o640)
-    write_patch(path, Knob(key, ""), 48)
+    write_patch(path, BatchSizeOption(key, ""), 48)
     after = path.read_bytes().decode()
     wanted = tomllib.loads(text)
     *tables, name = key.split(".")
@@ -417,7 +424,7 @@ def test_find_bs_json_and_write(folder: Path) -> None:
     assert all(line.keys() >= KEYS for line in found["batch_sizes"])
     assert (found["best"], found["largest"], found["rows"]) == (24, 24, 400)
     assert found["estimated_seconds"] > 0
-    assert found["binds"].keys() == {"resource", "reason"}
+    assert found["bottleneck"].keys() == {"resource", "reason"}
     assert (folder / "job.toml").read_text() == JOB.replace("seqs = 8", "seqs = 24")
     assert no_leftovers(folder)
 
@@ -427,9 +434,9 @@ def test_find_bs_of_a_window_that_binds(folder: Path) -> None:
                      "--low", "4", "--seconds", "0.3", "--json", "--write", cwd=folder)  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
-    assert found["knob"] == "run.max_in_flight"
+    assert found["option"] == "run.max_in_flight"
     assert found["largest"] == 12, "what the adaptive window would start with"
-    assert "the window binds" in ended.stderr
+    assert "the window bottleneck" in ended.stderr
     written = tomllib.loads((folder / "job.toml").read_text())
     assert written["run"] == {"max_in_flight": 12}
     assert written["engine"]["options"]["max_num_seqs"] == 8
@@ -493,8 +500,8 @@ def test_rendering_that_can_not_keep_up_is_what_binds(folder: Path) -> None:
     ended = batchkit("find-bs", "job.toml", "--low", "32", "--high", "32", "--seconds", "3", "--json",
                      cwd=folder)  # fmt: skip
     found = json.loads(ended.stdout)
-    assert found["binds"]["resource"] == "rendering", found
-    assert "images are opened" in found["binds"]["reason"]
+    assert found["bottleneck"]["resource"] == "rendering", found
+    assert "images are opened" in found["bottleneck"]["reason"]
     assert found["render_rows_per_s"] > 0
 
 

@@ -105,7 +105,7 @@ def test_find_bs_finds_what_fits(folder: Path) -> None:
                 12 * line["rows_per_s"], rel=0.1
             )
             assert 0 < line["p50_ms"] <= line["p99_ms"]
-    assert found["binds"]["resource"] == "decode", found["binds"]
+    assert found["bottleneck"]["resource"] == "decode", found["bottleneck"]
     after = before.replace("max_num_seqs = 16", f"max_num_seqs = {found['best']}")
     assert (folder / "job.toml").read_text() == after
 

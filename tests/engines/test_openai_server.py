@@ -24,7 +24,7 @@ from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine
 from batchkit.engines.openai.api import retry_after_s
-from batchkit.engines.openai.rate_limiter import Pace
+from batchkit.engines.openai.rate_limiter import RateLimiter
 from batchkit.engines.registry import open_engine, open_preflight
 from batchkit.errors import (
     EngineError,
@@ -460,21 +460,21 @@ def test_a_server_that_is_killed_and_comes_back_loses_no_row() -> None:
 
 def test_the_pace_halves_once_a_burst_and_grows_back_by_steps() -> None:
     async def burst() -> list[int]:
-        pace, limits = Pace(32), []
-        sent = [await pace.enter() for _ in range(32)]
+        limiter, limits = RateLimiter(32), []
+        sent = [await limiter.enter() for _ in range(32)]
         for sent_at in sent:
-            pace.turned_away(sent_at, is_down=False, retry_after_s=None)
-            pace.leave()
-        limits.append(pace.limit)
+            limiter.turned_away(sent_at, is_down=False, retry_after_s=None)
+            limiter.leave()
+        limits.append(limiter.limit)
         for _ in range(40):
-            pace.went_well()
-        limits.append(pace.limit)
+            limiter.went_well()
+        limits.append(limiter.limit)
         began = asyncio.get_running_loop().time()
-        pace.turned_away(await pace.enter(), is_down=True, retry_after_s=None)
+        limiter.turned_away(await limiter.enter(), is_down=True, retry_after_s=None)
         assert asyncio.get_running_loop().time() - began < 1  # the pause of the first burst
-        limits.append(pace.limit)
-        pace.went_well()
-        limits.append(pace.limit)
+        limits.append(limiter.limit)
+        limiter.went_well()
+        limits.append(limiter.limit)
         return limits
 
     assert asyncio.run(burst()) == [16, 26, 1, 26]

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from transformers import AutoTokenizer
 
-from batchkit.commands.tuning.knob import knob_of
+from batchkit.commands.tuning.batch_size_option import batch_size_option
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine, EngineLoad
 from batchkit.engines.faults import EngineDied, StartFailed
@@ -430,9 +430,9 @@ def test_speed_is_no_part_of_what_decides_the_answers(demo_model: Path) -> None:
 
 def test_the_size_of_a_batch_is_known_without_loading_the_model() -> None:
     engine = {"kind": "transformers", "model": "org/no-such-model"}
-    knob = knob_of(JobConfig(engine=engine, run={"max_in_flight": 2}))
-    assert knob.key == "run.max_in_flight"
-    assert "the 8 at once" in knob.reason
+    option = batch_size_option(JobConfig(engine=engine, run={"max_in_flight": 2}))
+    assert option.key == "run.max_in_flight"
+    assert "the 8 at once" in option.reason
 
 
 JOB = """

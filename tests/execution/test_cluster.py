@@ -30,11 +30,11 @@ from batchkit.commands.verify import verify
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BrokenInputError, EngineError, JobError, TooManyFailuresError
 from batchkit.execution.cluster.actor import Actor
-from batchkit.execution.cluster.crew import RayCrew
 from batchkit.execution.cluster.local import private_folder
 from batchkit.execution.cluster.session import needs
+from batchkit.execution.cluster.worker_pool import RayWorkerPool
 from batchkit.execution.processor import ProductionBatchProcessor
-from batchkit.execution.supervisor import Lessons
+from batchkit.execution.supervisor import EngineHistory
 from batchkit.execution.worker import Listener
 from batchkit.storage.ledger import RESULTS, read_newest
 from batchkit.storage.summary import RunSummary
@@ -453,7 +453,7 @@ def test_each_worker_has_gpus_of_its_own(
     made = job(run={"worker_gpus": share})
     hire = ray_here.remote(Actor).options(**needs(made))
     actors = [hire.remote(number, made, None, ()) for number in range(2)]
-    places = ray_here.get([actor.begin.remote(Lessons(0, [], False)) for actor in actors])
+    places = ray_here.get([actor.begin.remote(EngineHistory(0, [], False)) for actor in actors])
     assert sorted(list(place.gpus) for place in places) == gpus
     for actor in actors:
         ray_here.kill(actor)
@@ -557,18 +557,18 @@ def test_what_a_worker_answered_before_it_failed_is_handed_on(ray_here: Any) -> 
     engine = {"kind": "openai-server", "model": MODEL, "base_url": server.url, "options": options}
     made = job(engine=engine, prompt={"user": "{{ q }}"}, run={"workers": 1})
     tasks = [Task(Row(n, str(n), {"q": q}), 1) for n, q in enumerate(["now", "late", "hang"])]
-    heard = Listener(*[lambda text: None] * 3, lambda lessons: None)
-    crew = RayCrew(made, iter(tasks), heard, left=lambda: None)
+    heard = Listener(*[lambda text: None] * 3, lambda history: None)
+    pool = RayWorkerPool(made, iter(tasks), heard, left=lambda: None)
     answered: list[int] = []
 
     def answer(enough: Callable[[], object]) -> None:
         while not enough():
-            answered.extend(line.told["index"] for line in crew.fill(taking=True) + crew.poll())
+            answered.extend(line.record["index"] for line in pool.fill(taking=True) + pool.poll())
 
-    with closing(crew):
-        crew.open(Lessons(0, [], False))
+    with closing(pool):
+        pool.open(EngineHistory(0, [], False))
         answer(lambda: answered)
-        crew.fill(taking=True)
+        pool.fill(taking=True)
         while "late" not in server.answered:
             time.sleep(0.1)
         server.kill()
@@ -588,12 +588,12 @@ class Deadly:
 
 def test_a_worker_that_dies_before_its_first_answer_is_given_up(ray_here: Any) -> None:
     heard: list[str] = []
-    listener = Listener(heard.append, heard.append, heard.append, lambda lessons: None)
+    listener = Listener(heard.append, heard.append, heard.append, lambda history: None)
     made = job(run={"workers": 1, "max_engine_restarts": 1})
     references: Any = Deadly()
-    crew = RayCrew(made, iter(()), listener, left=lambda: None, references=references)
-    with closing(crew), pytest.raises(EngineError, match="it died 2 times without one answer"):
-        crew.open(Lessons(0, [], False))
+    pool = RayWorkerPool(made, iter(()), listener, left=lambda: None, references=references)
+    with closing(pool), pytest.raises(EngineError, match="it died 2 times without one answer"):
+        pool.open(EngineHistory(0, [], False))
     assert [line for line in heard if "worker 0 died with 0 rows: its process ended" in line]
 
 
@@ -619,7 +619,7 @@ def exchanged_once_it_is_up(ray_here: Any, actor: Any) -> Any:
 
 def test_a_process_that_was_restarted_unseen_refuses_rows(ray_here: Any) -> None:
     actor = ray_here.remote(Actor).options(max_restarts=-1).remote(0, job(), None, ())
-    ray_here.get(actor.begin.remote(Lessons(0, [], False)))
+    ray_here.get(actor.begin.remote(EngineHistory(0, [], False)))
     ray_here.kill(actor, no_restart=False)
     with pytest.raises(RuntimeError, match="a new one"):
         exchanged_once_it_is_up(ray_here, actor)
@@ -627,9 +627,9 @@ def test_a_process_that_was_restarted_unseen_refuses_rows(ray_here: Any) -> None
 
 def test_a_worker_that_the_run_takes_for_dead_ends(ray_here: Any) -> None:
     actor = ray_here.remote(Actor).options(max_restarts=0).remote(0, job(), None, ())
-    ray_here.get(actor.begin.remote(Lessons(0, [], False)))
+    ray_here.get(actor.begin.remote(EngineHistory(0, [], False)))
     with pytest.raises(ray_here.exceptions.RayActorError):
-        ray_here.get(actor.begin.remote(Lessons(0, [], False)))
+        ray_here.get(actor.begin.remote(EngineHistory(0, [], False)))
 
 
 @pytest.mark.parametrize(

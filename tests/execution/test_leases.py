@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from batchkit.execution.cluster.leases import Holder, Leases
+from batchkit.execution.cluster.leases import LeaseHolder, Leases
 from batchkit.types import Row, Task
 
 
@@ -26,7 +26,7 @@ class Played(NamedTuple):
     seconds: float
     rows: list[int]
     leases: list[tuple[int, list[int]]]
-    convicted: list[int]
+    quarantined: list[int]
 
 
 def task(index: int) -> Task:
@@ -56,7 +56,7 @@ def play(
     settled: list[int] = []
     rows = [0] * len(row_s)
     handed: list[tuple[int, list[int]]] = []
-    convicted: list[int] = []
+    quarantined: list[int] = []
     life = [0] * len(row_s)
     for number, at in (dies_at or {}).items():
         heapq.heappush(events, (at, number, "dies", life[number]))
@@ -77,7 +77,7 @@ def play(
                 heapq.heappush(events, done)
 
     for holder in leases.holders.values():
-        holder.appetite = 2 * at_once
+        holder.capacity = 2 * at_once
     while True:
         for number in leases.holders:
             hand_out(number)
@@ -93,15 +93,15 @@ def play(
             life[number] += 1
             guilty = holder.die("worker died")
             if guilty is not None:
-                convicted.append(guilty.row.index)
+                quarantined.append(guilty.row.index)
             free_at[number] = [0.0] * at_once
             heapq.heappush(events, (clock.now + restart_s, number, "up", 0))
         elif what == "up":
-            holder.appetite = 2 * at_once
+            holder.capacity = 2 * at_once
     assert leases.are_settled
     assert not waiting
-    assert sorted(settled + convicted) == list(range(n_rows)), "each row once"
-    return Played(clock.now, rows, handed, convicted)
+    assert sorted(settled + quarantined) == list(range(n_rows)), "each row once"
+    return Played(clock.now, rows, handed, quarantined)
 
 
 @pytest.mark.parametrize("row_s", [[0.3, 3.0], [3.0, 0.3], [0.3, 0.3, 3.0], [0.1, 1.0, 0.2, 0.4]])
@@ -140,7 +140,7 @@ def test_what_a_dead_worker_held_is_answered_once_more() -> None:
     handed = [index for _, indices in played.leases for index in indices]
     again = len(handed) - len(set(handed))
     assert 0 < again <= 32
-    assert not played.convicted
+    assert not played.quarantined
 
 
 def test_what_a_worker_held_that_stays_away_is_answered_by_another() -> None:
@@ -151,23 +151,23 @@ def test_what_a_worker_held_that_stays_away_is_answered_by_another() -> None:
 
 def test_a_row_that_kills_workers_is_found_and_the_others_answered() -> None:
     played = play(400, [0.3, 0.3], poison=[77])
-    assert played.convicted == [77]
+    assert played.quarantined == [77]
     deaths = sum(77 in indices for _, indices in played.leases)
     assert deaths <= 8  # of 32: log2, and twice alone
 
 
 def test_two_rows_that_kill_workers_are_found() -> None:
     played = play(400, [0.3, 0.3, 0.3], poison=[10, 399])
-    assert sorted(played.convicted) == [10, 399]
+    assert sorted(played.quarantined) == [10, 399]
 
 
 def test_a_row_that_kills_every_worker_at_the_end_of_the_input_is_found() -> None:
-    assert play(5, [0.3, 0.3], poison=[4]).convicted == [4]
+    assert play(5, [0.3, 0.3], poison=[4]).quarantined == [4]
 
 
 def test_a_row_that_is_known_to_kill_goes_out_alone() -> None:
-    leases = Leases(1, convicted=[1])
-    leases.holders[0].appetite = 8
+    leases = Leases(1, quarantined=[1])
+    leases.holders[0].capacity = 8
     new = map(task, range(3))
     first = leases.lease(0, 3, lambda: next(new, None))
     assert [one.row.index for one in first] == [0, 2]
@@ -180,7 +180,7 @@ def test_a_row_that_is_known_to_kill_goes_out_alone() -> None:
 def test_what_a_worker_held_that_is_given_up_goes_to_the_others() -> None:
     leases = Leases(2)
     for holder in leases.holders.values():
-        holder.appetite = 8
+        holder.capacity = 8
     new = map(task, range(4))
     assert len(leases.lease(0, 4, lambda: next(new, None))) == 2
     leases.holders[0].die("worker died")
@@ -197,7 +197,7 @@ def test_what_a_worker_held_that_is_given_up_goes_to_the_others() -> None:
 def test_a_lone_row_is_not_lost_however_many_workers_are_given_up() -> None:
     leases = Leases(5)
     for holder in leases.holders.values():
-        holder.appetite = 8
+        holder.capacity = 8
     new = iter([task(0)])
     for number in range(4):
         assert [one.row.index for one in leases.lease(number, 1, lambda: next(new, None))] == [0]
@@ -208,7 +208,7 @@ def test_a_lone_row_is_not_lost_however_many_workers_are_given_up() -> None:
 
 def test_a_rate_counts_only_the_time_in_which_rows_were_held() -> None:
     clock = Clock()
-    holder = Holder(clock)
+    holder = LeaseHolder(clock)
     assert holder.rate == 0
     holder.take([task(0), task(1)])
     clock.now = 2.0
@@ -223,7 +223,7 @@ def test_a_rate_counts_only_the_time_in_which_rows_were_held() -> None:
 
 def test_a_rate_is_that_of_the_last_half_minute() -> None:
     clock = Clock()
-    holder = Holder(clock)
+    holder = LeaseHolder(clock)
     for index in range(400):  # ten a second for 20 s, then one a second
         holder.take([task(index)])
         clock.now += 0.1 if index < 200 else 1.0

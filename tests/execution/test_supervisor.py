@@ -23,7 +23,7 @@ from batchkit.engines.faults import EngineDied, Fault, FaultKind, StartFailed, f
 from batchkit.engines.memory_ladder import Ladder
 from batchkit.errors import EngineError, JobError, RequestError
 from batchkit.execution.bisection import PROOF, Suspicion
-from batchkit.execution.supervisor import GROWTH_SHARE, Lessons, SupervisedEngine
+from batchkit.execution.supervisor import GROWTH_SHARE, EngineHistory, SupervisedEngine
 from batchkit.types import Choice, Completion, Request, Row
 
 FAULTS: dict[FaultKind, Fault] = {
@@ -85,7 +85,7 @@ class World:
     dies_with: EngineDied | None = None
     """At the next poll, whatever else is planned."""
     batched_tokens: int | None = None
-    refuses_canaries: bool = False
+    refuses_probes: bool = False
 
     polls: int = 0
     opened: list[int] = field(default_factory=list)
@@ -129,9 +129,9 @@ class World:
         *,
         max_num_seqs: int | None = 8,
         ladder: Ladder | None = None,
-        convicted: Iterable[int] = (),
+        quarantined: Iterable[int] = (),
         suspicions: Iterable[Suspicion] = (),
-        remember: Callable[[Lessons], None] = lambda lessons: None,
+        remember: Callable[[EngineHistory], None] = lambda history: None,
         **run: Any,
     ) -> SupervisedEngine:
         options = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
@@ -142,7 +142,7 @@ class World:
             note=self.noted.append,
             remember=remember,
             ladder=ladder,
-            convicted=convicted,
+            quarantined=quarantined,
             suspicions=suspicions,
             open_engine=self.open,
         )
@@ -196,8 +196,8 @@ class CountingEngine:
         return [self._answer(request) for request in done]
 
     def _answer(self, request: Request) -> Completion:
-        is_canary = request.sampling.get("max_tokens") == 1
-        if request.row.index in self._world.refuses or (is_canary and self._world.refuses_canaries):
+        is_probe = request.sampling.get("max_tokens") == 1
+        if request.row.index in self._world.refuses or (is_probe and self._world.refuses_probes):
             return Completion(request, error=RequestError("refused"))
         return Completion(request, [Choice("tea", "stop")])
 
@@ -272,10 +272,10 @@ def deaths_over_kills(
     What failed, and how many deaths it took.
     """
     failed: dict[int, str] = {}
-    left, learned, deaths = requests(0, n), Lessons(0, [], False), 0
+    left, learned, deaths = requests(0, n), EngineHistory(0, [], False), 0
     for _ in range(50):
-        world, lessons = MortalWorld(poison=poison, dies_after=every), [learned]
-        engine = world.supervise(suspicions=learned.suspicions, remember=lessons.append)
+        world, history = MortalWorld(poison=poison, dies_after=every), [learned]
+        engine = world.supervise(suspicions=learned.suspicions, remember=history.append)
         with closing(engine):
             for request in left:
                 engine.submit(request)
@@ -286,7 +286,7 @@ def deaths_over_kills(
                         failed |= kinds_of([completion])
             except Killed:
                 pass
-        learned = lessons[-1]
+        learned = history[-1]
         deaths += engine.restarts
         if not left:
             return failed, deaths
@@ -314,31 +314,33 @@ def test_rows_that_have_changed_since_are_not_suspected() -> None:
 
 
 def test_a_search_that_has_ended_leaves_nothing_to_remember() -> None:
-    lessons: list[Lessons] = []
+    history: list[EngineHistory] = []
     world = World(poison={5: "engine_crash"})
-    with closing(world.supervise(remember=lessons.append)) as engine:
+    with closing(world.supervise(remember=history.append)) as engine:
         answer_all(engine, requests(0, 8))
-        assert {len(told.suspicions) for told in lessons[:-1]} > {0} or lessons[0].suspicions
-        assert lessons[-1].suspicions == ()
+        assert {len(told.suspicions) for told in history[:-1]} > {0} or history[0].suspicions
+        assert history[-1].suspicions == ()
 
 
-def test_a_row_that_was_convicted_before_a_kill_is_not_searched_for_again() -> None:
+def test_a_row_that_was_quarantined_before_a_kill_is_not_searched_for_again() -> None:
     world = World(poison={2: "oom"})
-    with closing(world.supervise(suspicions=[Suspicion({2: ""}, (), is_convict=True)])) as engine:
+    with closing(
+        world.supervise(suspicions=[Suspicion({2: ""}, (), is_quarantined=True)])
+    ) as engine:
         assert kinds_of(answer_all(engine, requests(0, 8))) == {2: "oom"}
         assert engine.restarts == 1
 
 
 def test_an_engine_that_dies_of_every_row_proves_nothing_for_the_next_start() -> None:
-    lessons: list[Lessons] = []
+    history: list[EngineHistory] = []
     world = World(poison=dict.fromkeys(range(20), "engine_crash"))
     with (
-        closing(world.supervise(remember=lessons.append, max_engine_restarts=5)) as engine,
+        closing(world.supervise(remember=history.append, max_engine_restarts=5)) as engine,
         pytest.raises(EngineError, match="without one answer"),
     ):
         answer_all(engine, requests(0, 20), window=1)
-    assert lessons[-1].suspicions
-    assert not any(suspicion.deaths for suspicion in lessons[-1].suspicions)
+    assert history[-1].suspicions
+    assert not any(suspicion.deaths for suspicion in history[-1].suspicions)
 
 
 KINDS: st.SearchStrategy[FaultKind] = st.sampled_from(["oom", "engine_crash", "stall"])
@@ -396,11 +398,11 @@ def test_every_request_comes_back_exactly_once_whenever_engines_die(
 
 
 def test_that_accidents_happen_is_remembered_for_the_next_start() -> None:
-    lessons: list[Lessons] = []
+    history: list[EngineHistory] = []
     world = World(dies_at={2: "engine_crash", 9: "engine_crash"})
-    with closing(world.supervise(remember=lessons.append)) as engine:
+    with closing(world.supervise(remember=history.append)) as engine:
         answer_all(engine, requests(0, 40), window=4)
-    assert [lesson.among_accidents for lesson in lessons] == [False, True, True, True], (
+    assert [lesson.among_accidents for lesson in history] == [False, True, True, True], (
         "before each engine, and at the end of each search"
     )
 
@@ -415,7 +417,7 @@ def test_deaths_that_do_not_repeat_cost_no_row(
 
 
 @given(WORLDS, SIZES, WINDOWS, st.integers(2, 3))
-def test_a_convicted_row_that_comes_again_runs_alone_and_costs_one_death(
+def test_a_quarantined_row_that_comes_again_runs_alone_and_costs_one_death(
     world: World, size: int, window: int, attempts: int
 ) -> None:
     world.refuses.clear()
@@ -430,17 +432,17 @@ def test_a_convicted_row_that_comes_again_runs_alone_and_costs_one_death(
         assert last == [{index}] * attempts, "each further try alone, and one death for each"
 
 
-def convicted(world: World, engine: SupervisedEngine) -> Request:
+def quarantined(world: World, engine: SupervisedEngine) -> Request:
     """Rows 0 to 7 are through; the one that was found to be poison, to be submitted again."""
     (failed,) = [c.request for c in answer_all(engine, requests(0, 8)) if c.error is not None]
     assert failed.row.index in world.poison
     return replace(failed, attempt=2)
 
 
-def test_a_convicted_row_may_be_answered_when_it_comes_again() -> None:
+def test_a_quarantined_row_may_be_answered_when_it_comes_again() -> None:
     world = World(poison={2: "oom"})
     with closing(world.supervise()) as engine:
-        again = convicted(world, engine)
+        again = quarantined(world, engine)
         deaths = engine.restarts
         world.poison.clear()  # its images are smaller now
         assert kinds_of(answer_all(engine, [again, *requests(8, 12)])) == {}
@@ -448,10 +450,10 @@ def test_a_convicted_row_may_be_answered_when_it_comes_again() -> None:
     assert [group for group in world.groups if group][-2:] == [{2}, {8, 9, 10, 11}]
 
 
-def test_a_convicted_row_that_comes_while_others_run_waits_until_they_are_through() -> None:
+def test_a_quarantined_row_that_comes_while_others_run_waits_until_they_are_through() -> None:
     world = World(poison={2: "engine_crash"})
     with closing(world.supervise()) as engine:
-        again = convicted(world, engine)
+        again = quarantined(world, engine)
         tried, deaths = len(world.groups), engine.restarts
         world.a_poll = 1
         for request in requests(8, 11):
@@ -829,8 +831,8 @@ def test_poison_rows_that_are_spread_do_not_end_a_run_without_rows_behind_them(
         assert kinds_of(answer_all(engine, requests(0, rows))) == known_kinds(world)
 
 
-def test_a_canary_that_is_refused_proves_nothing_and_is_not_tried_for_ever() -> None:
-    world = World(poison=dict.fromkeys(range(20, 36), "engine_crash"), refuses_canaries=True)
+def test_a_probe_that_is_refused_proves_nothing_and_is_not_tried_for_ever() -> None:
+    world = World(poison=dict.fromkeys(range(20, 36), "engine_crash"), refuses_probes=True)
     with closing(world.supervise()) as engine:
         done = answer_all(engine, requests(0, 20))
         done += answer_all(engine, [*requests(20, 36), *requests(36, 40)])
@@ -843,9 +845,9 @@ def test_a_row_that_is_proven_by_the_last_death_allowed_is_not_lost() -> None:
         assert kinds_of(answer_all(engine, requests(0, 1))) == {0: "engine_crash"}
 
 
-def test_rows_that_were_convicted_before_are_run_alone_and_once_however_many() -> None:
+def test_rows_that_were_quarantined_before_are_run_alone_and_once_however_many() -> None:
     world = World(poison=dict.fromkeys(range(40), "engine_crash"))
-    with closing(world.supervise(convicted=range(40))) as engine:
+    with closing(world.supervise(quarantined=range(40))) as engine:
         assert kinds_of(answer_all(engine, requests(0, 40))) == known_kinds(world)
         assert engine.restarts == 40
 
@@ -878,7 +880,7 @@ def test_steps_that_never_helped_are_not_remembered() -> None:
     world = World(dies_at=dict.fromkeys(range(1, 40), "oom"))
     kept: list[Any] = []
     engine = world.supervise(
-        max_engine_restarts=3, remember=lambda lessons: kept.append(list(lessons.steps))
+        max_engine_restarts=3, remember=lambda history: kept.append(list(history.steps))
     )
     with closing(engine), pytest.raises(EngineError):
         answer_all(engine, requests(0, 40))

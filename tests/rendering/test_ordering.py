@@ -16,36 +16,36 @@ from batchkit.errors import InputError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.rendering.ordering import LOOK_AHEAD_BYTES, well_ordered
 from batchkit.rendering.renderer import PromptRenderer
-from batchkit.types import Outlook, Row
+from batchkit.types import Row, RowHint
 from tests.conftest import write_jsonl
 
 
-def rows_of(outlooks: list[Outlook]) -> list[Row]:
-    return [Row(n, str(n), {"outlook": outlook}) for n, outlook in enumerate(outlooks)]
+def rows_of(hints: list[RowHint]) -> list[Row]:
+    return [Row(n, str(n), {"hint": hint}) for n, hint in enumerate(hints)]
 
 
-def ordered(outlooks: list[Outlook], look_ahead: int = 100) -> list[int]:
-    rows = iter(rows_of(outlooks))
-    return [row.index for row in well_ordered(rows, lambda row: row.fields["outlook"], look_ahead)]
+def ordered(hints: list[RowHint], look_ahead: int = 100) -> list[int]:
+    rows = iter(rows_of(hints))
+    return [row.index for row in well_ordered(rows, lambda row: row.fields["hint"], look_ahead)]
 
 
 def test_rows_that_begin_alike_stand_together_in_the_order_of_their_first() -> None:
     texts = ["You read: cats. Who?", "You read: dogs. Who?"]
     documents = [text.replace("Who?", "x" * 300) for text in texts]
     beginnings = [f"{documents[n % 2]} {n}" for n in range(6)]
-    assert ordered([Outlook(b, 0) for b in beginnings]) == [0, 2, 4, 1, 3, 5]
+    assert ordered([RowHint(b, 0) for b in beginnings]) == [0, 2, 4, 1, 3, 5]
 
 
 def test_rows_that_share_nothing_keep_their_order() -> None:
     draw = random.Random(0)
     beginnings = [f"Translate: {draw.random()}" for _ in range(50)]
-    assert ordered([Outlook(b, 64) for b in beginnings]) == list(range(50))
+    assert ordered([RowHint(b, 64) for b in beginnings]) == list(range(50))
 
 
 def test_the_longest_answers_come_first_at_the_end_only() -> None:
     lengths = [1, 5, 2, 6, 3, 7, 4, 8]
-    assert ordered([Outlook("same", n) for n in lengths], look_ahead=4) == [0, 1, 2, 3, 4, 7, 5, 6]
-    assert ordered([Outlook("same", n) for n in lengths]) == [7, 5, 3, 1, 6, 4, 2, 0]
+    assert ordered([RowHint("same", n) for n in lengths], look_ahead=4) == [0, 1, 2, 3, 4, 7, 5, 6]
+    assert ordered([RowHint("same", n) for n in lengths]) == [7, 5, 3, 1, 6, 4, 2, 0]
 
 
 @given(
@@ -57,7 +57,7 @@ def test_the_longest_answers_come_first_at_the_end_only() -> None:
 def test_every_row_comes_once_and_none_is_overtaken_by_more_than_twice_the_look_ahead(
     seen: list[tuple[str, int]], look_ahead: int
 ) -> None:
-    order = ordered([Outlook(*pair) for pair in seen], look_ahead)
+    order = ordered([RowHint(*pair) for pair in seen], look_ahead)
     assert sorted(order) == list(range(len(seen)))
     for place, index in enumerate(order):
         assert sum(other > index for other in order[:place]) < 2 * look_ahead
@@ -72,7 +72,7 @@ def test_large_rows_are_not_all_held() -> None:
             read += 1
             yield Row(n, str(n), {"image": [{"data": b"x" * (LOOK_AHEAD_BYTES // 4)}]})
 
-    found = well_ordered(rows(), lambda row: Outlook("", 0), 1000)
+    found = well_ordered(rows(), lambda row: RowHint("", 0), 1000)
     for n in range(90):
         assert next(found).index == n
         assert read <= n + 5
@@ -80,36 +80,36 @@ def test_large_rows_are_not_all_held() -> None:
 
 def test_what_was_read_before_an_error_comes_before_it() -> None:
     def rows() -> Iterator[Row]:
-        yield from rows_of([Outlook("a", 1), Outlook("a", 2)])
+        yield from rows_of([RowHint("a", 1), RowHint("a", 2)])
         raise InputError("the rest is unreadable")
 
-    found = well_ordered(rows(), lambda row: row.fields["outlook"], 100)
+    found = well_ordered(rows(), lambda row: row.fields["hint"], 100)
     assert [next(found).index, next(found).index] == [1, 0]
     with pytest.raises(InputError):
         next(found)
 
 
-def outlook(prompt: Mapping[str, Any], fields: Mapping[str, Any], **tables: Any) -> Outlook:
+def hint(prompt: Mapping[str, Any], fields: Mapping[str, Any], **tables: Any) -> RowHint:
     job = make_job({"engine": {"kind": "dry-run"}, "prompt": prompt, **tables}, "test")
-    return PromptRenderer(job).outlook(Row(0, "0", fields))
+    return PromptRenderer(job).hint(Row(0, "0", fields))
 
 
-def test_the_outlook_of_a_row_comes_from_what_its_prompt_names() -> None:
+def test_the_hint_of_a_row_comes_from_what_its_prompt_names() -> None:
     one_image = {"user": "{{ q }}", "images": ["{{ file }}"]}
-    assert outlook(one_image, {"q": "a", "file": "1.png"}).beginning == "1.png"
+    assert hint(one_image, {"q": "a", "file": "1.png"}).beginning == "1.png"
     holds_it = {"user": "{{ q }}", "images": ["{{ image }}"]}
-    both = [outlook(holds_it, {"q": q, "image": b"pixels"}).beginning for q in "ab"]
-    assert both[0] == both[1] != outlook(holds_it, {"q": "a", "image": b"others"}).beginning
+    both = [hint(holds_it, {"q": q, "image": b"pixels"}).beginning for q in "ab"]
+    assert both[0] == both[1] != hint(holds_it, {"q": "a", "image": b"others"}).beginning
     text = {"user": "{{ table }} {{ q }}", "texts": {"table": "{{ file }}"}}
-    assert outlook(text, {"q": "a", "file": "1.html"}).beginning == "1.html"
-    assert outlook({"user": "{{ b }} {{ a }}"}, {"a": 1, "b": "x"}).beginning == "x\n1"
-    assert outlook({}, {"prompt": "p"}).beginning == "p"
+    assert hint(text, {"q": "a", "file": "1.html"}).beginning == "1.html"
+    assert hint({"user": "{{ b }} {{ a }}"}, {"a": 1, "b": "x"}).beginning == "x\n1"
+    assert hint({}, {"prompt": "p"}).beginning == "p"
     messages = [{"role": "user", "content": "hello"}]
-    assert "hello" in outlook({}, {"messages": messages}).beginning
+    assert "hello" in hint({}, {"messages": messages}).beginning
     sampling = {"max_tokens": 5, "sampling_column": "own"}
-    assert outlook({}, {"prompt": "p"}, sampling=sampling).max_tokens == 5
+    assert hint({}, {"prompt": "p"}, sampling=sampling).max_tokens == 5
     own = {"prompt": "p", "own": {"max_tokens": 9}}
-    assert outlook({}, own, sampling=sampling).max_tokens == 9
+    assert hint({}, own, sampling=sampling).max_tokens == 9
 
 
 @pytest.mark.parametrize(
@@ -123,18 +123,18 @@ def test_the_outlook_of_a_row_comes_from_what_its_prompt_names() -> None:
         {"messages": "none"},
     ],
 )
-def test_a_row_that_cannot_be_rendered_has_an_outlook_too(fields: dict[str, Any]) -> None:
+def test_a_row_that_cannot_be_rendered_has_a_hint_too(fields: dict[str, Any]) -> None:
     prompt = {"user": "{{ q }}", "images": ["{{ file }}"]}
-    found = outlook(prompt, fields, sampling={"sampling_column": "own"})
+    found = hint(prompt, fields, sampling={"sampling_column": "own"})
     assert found.max_tokens == 0
 
 
 def test_rows_that_fail_are_like_no_other_so_that_they_do_not_all_come_at_once() -> None:
     table = {"engine": {"kind": "dry-run"}, "prompt": {"user": "{{ a }} {{ b }}"}}
     renderer = PromptRenderer(make_job({**table, "vars": {"b": "same"}}, "test"))
-    found = {renderer.outlook(Row(n, str(n), {"other": 1})).beginning for n in range(5)}
+    found = {renderer.hint(Row(n, str(n), {"other": 1})).beginning for n in range(5)}
     assert len(found) == 5
-    found = {renderer.outlook(Row(n, str(n), {"a": 1})).beginning for n in range(5)}
+    found = {renderer.hint(Row(n, str(n), {"a": 1})).beginning for n in range(5)}
     assert found == {"1"}
 
 

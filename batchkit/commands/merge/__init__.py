@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from batchkit.commands.merge.newest import JoinedLogs, Winner
+from batchkit.commands.merge.newest import JoinedLogs, NewestRecord
 from batchkit.commands.score import is_scored, scored_from
 from batchkit.commands.score.judge import join_judgements
 from batchkit.config.loading import load_job
@@ -33,7 +33,7 @@ from batchkit.storage.manifest import (
 )
 from batchkit.storage.runfolder import JOB, claim
 from batchkit.storage.score_store import SCORES, join_scores, write_scores
-from batchkit.storage.store import Line, Store, check_log
+from batchkit.storage.store import RecordLine, Store, check_log
 from batchkit.types import utc_now
 
 NAMED = 5  # ids told of the rows that are missing, and of those in conflict
@@ -66,15 +66,15 @@ class Merged:
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "exit": self.exit}
 
-    def add(self, winner: Winner) -> None:
-        if winner.record["status"] == "ok":
+    def add(self, newest: NewestRecord) -> None:
+        if newest.record["status"] == "ok":
             self.ok += 1
         else:
             self.failed += 1
-        if not winner.agree:
+        if not newest.agree:
             self.conflicting += 1
-            self.conflicting_ids += [winner.record["id"]][: NAMED - len(self.conflicting_ids)]
-        elif winner.answers > 1:
+            self.conflicting_ids += [newest.record["id"]][: NAMED - len(self.conflicting_ids)]
+        elif newest.answers > 1:
             self.double += 1
 
 
@@ -113,8 +113,8 @@ def merge(runs: Sequence[Path], into: Path, *, partial: bool = False) -> Merged:
             merged.missing_ids += [row_id][: NAMED - len(merged.missing_ids)]
         merged.total = len(logs.rows) + merged.missing
         if merged.missing and not partial:
-            for winner in logs:
-                merged.add(winner)
+            for newest in logs:
+                merged.add(newest)
             return merged
         _write(into, parts, logs, merged)
         merged.folder = str(into)
@@ -217,14 +217,14 @@ def _write(into: Path, parts: Sequence[_Part], logs: JoinedLogs, merged: Merged)
         raise StoreError(f"{into}: can't write: {error.strerror or error}") from error
 
 
-def _copy(folder: Path, logs: Iterable[Winner], merged: Merged) -> array[int]:
+def _copy(folder: Path, logs: Iterable[NewestRecord], merged: Merged) -> array[int]:
     """Write ledger and checkpoint. Gives the number of the log that each row's record is from."""
     chosen = array("I")
     with closing(Store(folder)) as store:
-        for winner in logs:
-            merged.add(winner)
-            chosen.append(winner.log)
-            store.copy(Line(winner.raw, winner.record))
+        for newest in logs:
+            merged.add(newest)
+            chosen.append(newest.log)
+            store.copy(RecordLine(newest.raw, newest.record))
             if len(chosen) % 1000 == 0:
                 store.flush()
     return chosen

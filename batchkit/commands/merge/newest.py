@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _BATCH = 4096  # rows
 
 
-class Winner(NamedTuple):
+class NewestRecord(NamedTuple):
     """The record of a row that counts, as the line ``raw`` of the log number ``log``.
 
     ``answers``: how many logs have an answer for the row; ``agree``: those have the same text.
@@ -34,7 +34,7 @@ class Winner(NamedTuple):
 
 
 class JoinedLogs:
-    """The newest records of several logs that nobody writes to, one winner a row.
+    """The newest records of several logs that nobody writes to, one newest a row.
 
     In each log the newest record of a row counts. Of those the newest answer wins, by
     ``finished_at``, and a failure only where no log has an answer. Holds 28 bytes for each record,
@@ -66,7 +66,7 @@ class JoinedLogs:
         self._firsts = np.flatnonzero(is_first)
         self.rows: np.ndarray[Any, Any] = rows[self._firsts]
 
-    def __iter__(self) -> Iterator[Winner]:
+    def __iter__(self) -> Iterator[NewestRecord]:
         """In the order of the input."""
         import numpy as np
 
@@ -76,7 +76,7 @@ class JoinedLogs:
             here = slice(batch[0], batch[-1])
             lines = list(zip(*(a[here].tolist() for a in self._columns()), strict=True))
             for first, end in pairwise((batch - batch[0]).tolist()):
-                yield _winner([self._read(*line) for line in lines[first:end]])
+                yield _newest_of([self._read(*line) for line in lines[first:end]])
             for view in self._views:
                 if isinstance(view, mmap.mmap):
                     view.madvise(mmap.MADV_DONTNEED)
@@ -94,7 +94,7 @@ class JoinedLogs:
             view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return self._held.enter_context(view)
 
-    def _read(self, log: int, start: int, end: int) -> Winner:
+    def _read(self, log: int, start: int, end: int) -> NewestRecord:
         """One line, as if no other log had the row."""
         raw = self._views[log][start:end]
         record = record_of(raw)
@@ -103,10 +103,10 @@ class JoinedLogs:
                 f"{self._paths[log]}: the record at byte {start} is damaged; `batchkit verify`"
                 " audits the run"
             )
-        return Winner(log, raw, record, answers=1, agree=True)
+        return NewestRecord(log, raw, record, answers=1, agree=True)
 
 
-def _winner(found: list[Winner]) -> Winner:
+def _newest_of(found: list[NewestRecord]) -> NewestRecord:
     if len(found) == 1:
         return found[0]
     answers = [line for line in found if failure_kind(line.record) is None]

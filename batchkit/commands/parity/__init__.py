@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from batchkit.commands.parity.answers import Answers, answers_of
 from batchkit.commands.parity.differences import difference
-from batchkit.commands.parity.findings import Failure, Findings
+from batchkit.commands.parity.findings import ParityResult, RowFailure
 from batchkit.commands.parity.scratch import Scratch
 from batchkit.commands.parity.sides import Side, sides_of
 from batchkit.config.tables import JobConfig
@@ -29,7 +29,7 @@ def parity(
     tie: float,
     settings: tuple[Sequence[str], Sequence[str]] = ((), ()),
     say: Callable[[str], None] = lambda text: None,
-) -> Findings:
+) -> ParityResult:
     """Ask both of ``engines`` (``vllm,transformers``) the first ``rows`` rows, one after the other.
 
     ``settings``: ``engine.…=VALUE`` for either side alone. A difference with a gap below ``tie`` is
@@ -85,7 +85,7 @@ def _ask(
     return answers
 
 
-def _findings(one: Answers, two: Answers, tie: float) -> Findings:
+def _findings(one: Answers, two: Answers, tie: float) -> ParityResult:
     differences, failures = [], []
     equal = failed_on_both = 0
     for index in sorted(one.rows.keys() & two.rows.keys()):
@@ -93,14 +93,14 @@ def _findings(one: Answers, two: Answers, tie: float) -> Findings:
         if a.error is not None and b.error is not None:
             failed_on_both += 1
         elif a.error is not None:
-            failures.append(Failure(index, a.id, "a", error_of(a.error)))
+            failures.append(RowFailure(index, a.id, "a", error_of(a.error)))
         elif b.error is not None:
-            failures.append(Failure(index, a.id, "b", error_of(b.error)))
+            failures.append(RowFailure(index, a.id, "b", error_of(b.error)))
         elif (found := difference(index, a, b)) is not None:
             differences.append(found)
         else:
             equal += 1
-    return Findings(
+    return ParityResult(
         sides=(one.told(), two.told()),
         rows=len(one.rows),
         equal=equal,

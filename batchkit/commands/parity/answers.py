@@ -31,7 +31,7 @@ class Token(NamedTuple):
     top: Mapping[str, float] = {}
 
 
-class Answer(NamedTuple):
+class SideAnswer(NamedTuple):
     """A row's answer or its ``error``. ``tokens`` is None where the engine tells none."""
 
     id: str
@@ -58,7 +58,7 @@ class Answers(NamedTuple):
     """Of one side, by the row's index. ``seconds``: without loading the model."""
 
     side: Side
-    rows: Mapping[int, Answer]
+    rows: Mapping[int, SideAnswer]
     versions: Mapping[str, str]
     seconds: float
 
@@ -134,13 +134,13 @@ def _shorter(done: Completion, renderer: PromptRenderer) -> Request | None:
     return renderer.shortened(done.request, done.error)
 
 
-def _answer(done: Completion) -> Answer:
+def _answer(done: Completion) -> SideAnswer:
     row_id = done.request.row.id
     if done.error is not None:
-        return Answer(row_id, error=done.error)
+        return SideAnswer(row_id, error=done.error)
     choice = done.choices[0]
     prompt_tokens = None if done.usage is None else done.usage.prompt_tokens
-    return Answer(row_id, choice.text, choice.finish_reason, _tokens(choice), prompt_tokens)
+    return SideAnswer(row_id, choice.text, choice.finish_reason, _tokens(choice), prompt_tokens)
 
 
 def _tokens(choice: Choice) -> Sequence[Token] | None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from batchkit.commands.parity.answers import Answer, Token
+from batchkit.commands.parity.answers import SideAnswer, Token
 
 _WORDS = re.compile(r"\s*\S+")
 _PIECE = "\N{REPLACEMENT CHARACTER}"  # of a character that takes several tokens
@@ -66,7 +66,7 @@ class Difference:
         return self.gap is None, -(self.gap or 0.0), self.index
 
 
-def difference(index: int, a: Answer, b: Answer) -> Difference | None:
+def difference(index: int, a: SideAnswer, b: SideAnswer) -> Difference | None:
     """None where text and finish_reason are equal: then so are the answers, for all that they are for."""
     if (a.text, a.finish_reason) == (b.text, b.finish_reason):
         return None
@@ -104,7 +104,7 @@ def _gap(own: Token | None, other: Token | None) -> _Gap | None:
     return _Gap(max(0.0, own.logprob - min(own.top.values())), is_least=True)
 
 
-def _part(answer: Answer, begins: int, own: Token | None, other: Token | None) -> Part:
+def _part(answer: SideAnswer, begins: int, own: Token | None, other: Token | None) -> Part:
     known = None if own is None or other is None else own.top.get(other.text)
     return Part(
         text=answer.text,

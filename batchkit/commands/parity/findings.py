@@ -18,7 +18,7 @@ _BEFORE, _SHOWN_CHARACTERS = 20, 72
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RowFailure:
     """A row that failed on one side and was answered on the other."""
 
     index: int
@@ -28,14 +28,14 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class ParityResult:
     """``differences``: the largest gap first. ``failures``: of one side only."""
 
     sides: tuple[Told, Told]
     rows: int
     equal: int
     differences: Sequence[Difference]
-    failures: Sequence[Failure]
+    failures: Sequence[RowFailure]
     failed_on_both: int
     tie: float
 
@@ -162,7 +162,7 @@ def _cells(side: Told, rows: int) -> list[str]:
     return [side.name, engine, side.model or "–", *counts]
 
 
-def _row(found: Difference | Failure) -> str:
+def _row(found: Difference | RowFailure) -> str:
     return f"row {found.index} (id {found.id})"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from batchkit.commands.report.comparison import write_comparison
-from batchkit.commands.report.figures import Tally
+from batchkit.commands.report.figures import RunStats
 from batchkit.commands.report.page import check_page, render
 from batchkit.commands.report.pictures import Pictures
 from batchkit.commands.report.rows import show
@@ -39,18 +39,18 @@ def write_report(folder: Path, path: Path | None = None, *, images: bool = True)
         raise StoreError(f"{folder}: nothing to report: no row has finished yet")
     check_log(folder)
     check_page(path)
-    tally = Tally()
+    stats = RunStats()
     records = with_group(read_scored(folder), job)
-    table = tabulate(tally.watch(records), job.scoring.group_by)
-    if not tally.rows:
+    table = tabulate(stats.watch(records), job.scoring.group_by)
+    if not stats.rows:
         raise StoreError(f"{folder}: nothing to report: no row has finished yet")
     with Pictures(job.media) as pictures:
-        shown = show(folder, tally, pictures if images else None)
+        shown = show(folder, stats, pictures if images else None)
         found = pictures.finish()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-            file.writelines(render(folder, manifest, job, tally, table, shown, found))
+            file.writelines(render(folder, manifest, job, stats, table, shown, found))
     except OSError as error:
         raise StoreError(f"{path}: can't write: {error.strerror or error}") from error
     return path

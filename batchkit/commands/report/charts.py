@@ -8,7 +8,14 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from batchkit.commands.report.figures import Histogram, Tally, Timeline, histogram, nice, timeline
+from batchkit.commands.report.figures import (
+    Histogram,
+    RunStats,
+    Timeline,
+    histogram,
+    nice,
+    timeline,
+)
 from batchkit.execution.progress import duration
 
 _HEIGHT = 100.0
@@ -26,14 +33,14 @@ class Chart(NamedTuple):
     x_labels: list[str]
 
 
-def charts(tally: Tally) -> list[Chart]:
+def charts(stats: RunStats) -> list[Chart]:
     """All that this run's records allow."""
-    line = timeline(tally.finished_at, tally.latency_s)
+    line = timeline(stats.finished_at, stats.latency_s)
     found = [] if line is None else [_throughput(line), _in_flight(line)]
     spreads = (
-        ("Latency", histogram(tally.latency_s), "s"),
-        ("Prompt tokens", histogram(tally.prompt_tokens), ""),
-        ("Completion tokens", histogram(tally.completion_tokens), ""),
+        ("Latency", histogram(stats.latency_s), "s"),
+        ("Prompt tokens", histogram(stats.prompt_tokens), ""),
+        ("Completion tokens", histogram(stats.completion_tokens), ""),
     )
     return found + [_spread(title, spread, unit) for title, spread, unit in spreads if spread]
 

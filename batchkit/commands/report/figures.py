@@ -26,7 +26,7 @@ _LONGEST_IDLE = 0.02  # of the time at work: what is longer was a pause between 
 
 
 @dataclass
-class Tally:
+class RunStats:
     """Counts of all records, and the four numbers of each that reached the engine."""
 
     rows: int = 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchkit.commands.report.charts import number
-from batchkit.commands.report.figures import Tally, timeline
+from batchkit.commands.report.figures import RunStats, timeline
 from batchkit.commands.report.pictures import Picture
 from batchkit.commands.report.rows import clip
 from batchkit.config.tables import JobConfig
@@ -26,48 +26,48 @@ class Fact(NamedTuple):
     note: str = ""
 
 
-def facts(manifest: Mapping[str, Any], tally: Tally, table: ScoreTable) -> list[Fact]:
-    line = timeline(tally.finished_at, tally.latency_s)
+def facts(manifest: Mapping[str, Any], stats: RunStats, table: ScoreTable) -> list[Fact]:
+    line = timeline(stats.finished_at, stats.latency_s)
     total = _total(manifest)
-    of = f"of {total:,}" if total is not None and total > tally.rows else "all of the input"
-    found = [Fact("rows", f"{tally.rows:,}", of if total is not None else "")]
-    failed = tally.rows - tally.ok
-    found.append(Fact("answered", f"{tally.ok:,}", _percent(tally.ok, tally.rows)))
-    found.append(Fact("failed", f"{failed:,}", _percent(failed, tally.rows) if failed else ""))
+    of = f"of {total:,}" if total is not None and total > stats.rows else "all of the input"
+    found = [Fact("rows", f"{stats.rows:,}", of if total is not None else "")]
+    failed = stats.rows - stats.ok
+    found.append(Fact("answered", f"{stats.ok:,}", _percent(stats.ok, stats.rows)))
+    found.append(Fact("failed", f"{failed:,}", _percent(failed, stats.rows) if failed else ""))
     if table.names:
         unscored = table.overall.unscored
-        found.append(Fact("unscored", f"{unscored:,}", _percent(unscored, tally.rows)))
+        found.append(Fact("unscored", f"{unscored:,}", _percent(unscored, stats.rows)))
     if line is not None:
         work = f"in {duration(line.seconds)}"
         found.append(Fact("rows/s", number(line.mean_rows_per_s), work))
-        tokens = sum(tally.completion_tokens)
+        tokens = sum(stats.completion_tokens)
         rate = f"{number(tokens / line.seconds)} a second"
         found.append(Fact("tokens written", _short_count(tokens), rate))
-        read = sum(tally.prompt_tokens)
+        read = sum(stats.prompt_tokens)
         rate = f"{number(read / line.seconds)} a second"
         found.append(Fact("tokens read", _short_count(read), rate))
     return found
 
 
-def notes(folder: Path, manifest: Mapping[str, Any], tally: Tally) -> list[str]:
+def notes(folder: Path, manifest: Mapping[str, Any], stats: RunStats) -> list[str]:
     """What a reader of the scores must know."""
     found, total = [], _total(manifest)
     if held_by(folder):
         found.append("The run was still going on when this page was made.")
-    if total is not None and total > tally.rows:
+    if total is not None and total > stats.rows:
         found.append(
-            f"{total - tally.rows:,} rows have not been run yet: the scores are not final."
+            f"{total - stats.rows:,} rows have not been run yet: the scores are not final."
         )
     if manifest.get("scoring", "") is None:
         found.append("The rows are scored in more than one way: `batchkit score` scores all anew.")
-    if tally.cut:
+    if stats.cut:
         found.append(
-            f"{tally.cut:,} answers ({_percent(tally.cut, tally.rows)}) ended at max_tokens, before"
+            f"{stats.cut:,} answers ({_percent(stats.cut, stats.rows)}) ended at max_tokens, before"
             " the model was done."
         )
-    if tally.shortened:
-        found.append(f"{tally.shortened:,} prompts were cut in the middle to fit the model.")
-    if not tally.has_scores:
+    if stats.shortened:
+        found.append(f"{stats.shortened:,} prompts were cut in the middle to fit the model.")
+    if not stats.has_scores:
         found.append("Nothing is scored: the job has no [scoring], or none that fits its answers.")
     return found
 

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 import batchkit
 from batchkit.commands.report.charts import bar, charts, shares
-from batchkit.commands.report.figures import Tally
+from batchkit.commands.report.figures import RunStats
 from batchkit.commands.report.heading import about, facts, notes, picture_notes, subtitle, when
 from batchkit.commands.report.pictures import Picture
 from batchkit.commands.report.rows import Shown, clip
@@ -38,7 +38,7 @@ class Cell(NamedTuple):
     n: int
 
 
-class Line(NamedTuple):
+class TableRow(NamedTuple):
     """A group of the table; the last line, for all rows, has ``group`` None."""
 
     label: str
@@ -53,14 +53,14 @@ def render(
     folder: Path,
     manifest: Mapping[str, Any],
     job: JobConfig,
-    tally: Tally,
+    stats: RunStats,
     table: ScoreTable,
     shown: Shown,
     pictures: Sequence[Picture],
 ) -> Iterator[str]:
     """The page in pieces."""
     told = [
-        *notes(folder, manifest, tally),
+        *notes(folder, manifest, stats),
         *shown.notes,
         *picture_notes(pictures),
         *_group_notes(table),
@@ -69,18 +69,18 @@ def render(
         "page.html.j2",
         title=manifest["name"],
         subtitle=subtitle(manifest),
-        facts=facts(manifest, tally, table),
+        facts=facts(manifest, stats, table),
         notes=told,
         group_by=job.scoring.group_by,
         heads=[head(name) for name in table.names],
         lines=_lines(table),
         spread=_spread(table),
-        charts=charts(tally),
-        failures=shares(tally.failed_by_kind),
+        charts=charts(stats),
+        failures=shares(stats.failed_by_kind),
         about=about(manifest, job),
         job_toml=clip(_read(folder / JOB), _MAX_JOB_CHARACTERS),
         groups=_groups(table),
-        kinds=sorted(tally.failed_by_kind),
+        kinds=sorted(stats.failed_by_kind),
         scorers=[(name, head(name)) for name in table.names],
         has_scores=bool(table.names),
         data=as_json(
@@ -92,7 +92,7 @@ def render(
                     {"name": name, "head": head(name), "scale": _scale(name)}
                     for name in table.names
                 ],
-                "total": tally.rows,
+                "total": stats.rows,
             }
         ),
         pictures=as_json([picture.to_json() for picture in pictures]),
@@ -167,19 +167,19 @@ def _group_notes(table: ScoreTable) -> list[str]:
     return [f"The table leaves out {left_out:,} small groups."] if left_out else []
 
 
-def _lines(table: ScoreTable) -> list[Line]:
+def _lines(table: ScoreTable) -> list[TableRow]:
     lines = [_line(table, name, name, table.groups[name]) for name in _groups(table)]
     return [*lines, _line(table, ALL, None, table.overall)]
 
 
-def _line(table: ScoreTable, label: str, name: str | None, group: Group) -> Line:
+def _line(table: ScoreTable, label: str, name: str | None, group: Group) -> TableRow:
     cells = []
     for scorer in table.names:
         mean = group.mean(scorer)
         top = 10 if scorer in OUT_OF_TEN else 100
         found = None if mean is None else bar(mean / top)
         cells.append(Cell(scorer, mean, found, len(group.scores.get(scorer, ()))))
-    return Line(label, name, group.scored, cells, group.unscored, group.failed)
+    return TableRow(label, name, group.scored, cells, group.unscored, group.failed)
 
 
 def _spread(table: ScoreTable) -> list[tuple[str, Mapping[str, float]]]:

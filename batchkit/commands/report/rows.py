@@ -13,7 +13,7 @@ from jinja2 import Environment
 from jinja2 import TemplateError as JinjaError
 from jinja2.meta import find_undeclared_variables
 
-from batchkit.commands.report.figures import Tally
+from batchkit.commands.report.figures import RunStats
 from batchkit.commands.report.pictures import Pictures
 from batchkit.config.masking import masked_text
 from batchkit.config.tables import JobConfig
@@ -51,29 +51,29 @@ class Shown(NamedTuple):
     notes: list[str]
 
 
-def choose(tally: Tally) -> set[int] | None:
+def choose(stats: RunStats) -> set[int] | None:
     """Indexes of the rows that the page holds: failed ones first, then a seeded sample of the
     others. None: all of them."""
-    if tally.rows <= MAX_ROWS:
+    if stats.rows <= MAX_ROWS:
         return None
     rng = np.random.default_rng(_SEED)
-    failed = _sample(rng, tally.failed_rows, min(MAX_FAILED, MAX_ROWS))
-    return failed | _sample(rng, tally.answered_rows, MAX_ROWS - len(failed))
+    failed = _sample(rng, stats.failed_rows, min(MAX_FAILED, MAX_ROWS))
+    return failed | _sample(rng, stats.answered_rows, MAX_ROWS - len(failed))
 
 
-def show(folder: Path, tally: Tally, pictures: Pictures | None) -> Shown:
+def show(folder: Path, stats: RunStats, pictures: Pictures | None) -> Shown:
     """Reads the records once more, and the input beside them where it is still there."""
-    chosen, notes = choose(tally), []
+    chosen, notes = choose(stats), []
     job = without_masked(job_of_run(folder))
     if chosen is not None:
         notes.append(
-            f"The list below holds {len(chosen):,} of {tally.rows:,} rows: "
-            f"{_part(len(chosen.intersection(tally.failed_rows)), len(tally.failed_rows))} and a"
+            f"The list below holds {len(chosen):,} of {stats.rows:,} rows: "
+            f"{_part(len(chosen.intersection(stats.failed_rows)), len(stats.failed_rows))} and a"
             " random sample of the others. Table and charts are over all rows."
         )
-    n_rows = tally.rows if chosen is None else len(chosen)
-    limit = _text_limit(tally, n_rows)
-    if max(tally.text_lengths, default=0) > limit:
+    n_rows = stats.rows if chosen is None else len(chosen)
+    limit = _text_limit(stats, n_rows)
+    if max(stats.text_lengths, default=0) > limit:
         notes.append(f"Answers longer than {limit:,} characters are cut in the middle.")
     inputs = _Inputs(job, chosen)
     reader = _Reader(job, _scoring(job, notes), pictures, inputs.renderer, limit, n_rows)
@@ -309,9 +309,9 @@ def _foreign(value: Any) -> str:
     return str(value)
 
 
-def _text_limit(tally: Tally, n_rows: int) -> int:
+def _text_limit(stats: RunStats, n_rows: int) -> int:
     """The largest limit with which the answers of ``n_rows`` rows keep to the page's budget."""
-    lengths = np.asarray(tally.text_lengths, dtype=np.int64)
+    lengths = np.asarray(stats.text_lengths, dtype=np.int64)
     share = n_rows / max(1, len(lengths))
     for limit in _TEXT_LIMITS:
         if np.minimum(lengths, limit).sum() * share <= _MAX_TEXT_BYTES:

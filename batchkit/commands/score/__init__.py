@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchkit.commands.score.judge import FOLDER, NAMES, Answer, judge, names_read
+from batchkit.commands.score.judge import FOLDER, NAMES, ScoredAnswer, judge, names_read
 from batchkit.commands.score.predictions import Prediction, read_predictions
 from batchkit.config.tables import JobConfig
 from batchkit.errors import InputError, JobError, RowError
@@ -269,7 +269,7 @@ def _deferred(
         say(f"{len(judged):,} answers are not judged: [scoring.judge] names no model")
     elif judged and job.scoring.judge is not None:
         rows = [
-            Answer(a.index, a.id, a.fields, a.text, a.known.prediction, reference)
+            ScoredAnswer(a.index, a.id, a.fields, a.text, a.known.prediction, reference)
             for a in judged
             for reference in [scoring.reference(a.fields, a.id)]
         ]

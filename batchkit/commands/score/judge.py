@@ -29,7 +29,7 @@ from batchkit.sources.rowhash import input_hash
 from batchkit.storage.ledger import RESULTS, failure_kind, read_newest
 from batchkit.storage.manifest import identity, read_manifest, without_masked, write_manifest
 from batchkit.storage.runfolder import JOB, MANIFEST, claim, is_run
-from batchkit.storage.store import Line, Store, check_log
+from batchkit.storage.store import RecordLine, Store, check_log
 from batchkit.types import Row
 
 FOLDER = "judge"  # of a run: holds a folder for each judge
@@ -41,7 +41,7 @@ _NOTE = "Answer with one line in this format alone: [Score]: xx/100"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ScoredAnswer:
     """One answer to be judged; ``fields`` are its row's."""
 
     index: int
@@ -55,7 +55,7 @@ class Answer:
 def judge(
     job: JobConfig,
     table: JudgeTable,
-    answers: Sequence[Answer],
+    answers: Sequence[ScoredAnswer],
     folder: Path,
     stop: StopRequest,
     say: Callable[[str], None],
@@ -99,7 +99,7 @@ def join_judgements(folders: Sequence[Path], into: Path) -> None:
                         record["index"] = len(known)
                         known.add(record["id"])
                         line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
-                        store.copy(Line(line, record))
+                        store.copy(RecordLine(line, record))
                 store.flush()
         shutil.copyfile(places[0] / JOB, joined / JOB)
         write_manifest(joined, read_manifest(places[0]) | {"total": len(known)})
@@ -143,7 +143,7 @@ def _job(job: JobConfig, table: JudgeTable, folder: Path) -> JobConfig:
     return made.model_copy(update={"name": name})
 
 
-def _shown(answer: Answer, names: set[str]) -> dict[str, Any]:
+def _shown(answer: ScoredAnswer, names: set[str]) -> dict[str, Any]:
     """What the judge is shown and no more: where that is the same, so is its judgement."""
     own = {
         "prediction": answer.prediction or "",

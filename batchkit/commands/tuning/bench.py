@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchkit.commands.tuning.knob import Knob, knob_of
+from batchkit.commands.tuning.batch_size_option import BatchSizeOption, batch_size_option
 from batchkit.commands.tuning.rounds import Budget
-from batchkit.commands.tuning.table import Line, Table, figure
+from batchkit.commands.tuning.table import SizeResult, SizeTable, figure
 from batchkit.commands.tuning.trial import Say, Trial, Trials
 from batchkit.config.tables import JobConfig
 from batchkit.errors import InputError, JobError
@@ -22,8 +22,8 @@ class Bench:
 
     name: str
     model: str
-    knob: Knob
-    table: Table
+    option: BatchSizeOption
+    table: SizeTable
     signum: int | None
 
     @property
@@ -37,7 +37,7 @@ class Bench:
             **self.table.to_json(),
             "name": self.name,
             "model": self.model,
-            "knob": self.knob.key,
+            "option": self.option.key,
             "interrupted": self.signum is not None,
         }
 
@@ -74,19 +74,19 @@ def bench(
     """
     stop, signum = StopRequest(), None
     with stop.installed():
-        knob, total = knob_of(job), count_rows(job.input)
+        option, total = batch_size_option(job), count_rows(job.input)
         if not total:
             raise InputError(f"{job.input.path}: no rows to measure with")
         if rows is not None and rows >= total:
             rows = None
-        _warn(knob, batch_sizes, rows or total, say)
-        with Trials(job, knob, rows=rows, say=say) as trials:
+        _warn(option, batch_sizes, rows or total, say)
+        with Trials(job, option, rows=rows, say=say) as trials:
             try:
                 _measure(trials, batch_sizes, rounds, seconds, say)
             except Interrupted as interrupted:
                 signum = interrupted.signum
-        table = Table.of(trials.done)
-    return Bench(job.name, job.engine.model or job.engine.kind, knob, table, signum)
+        table = SizeTable.of(trials.done)
+    return Bench(job.name, job.engine.model or job.engine.kind, option, table, signum)
 
 
 def _measure(
@@ -103,17 +103,17 @@ def _measure(
             at_a_time = rounds if trial.load_s > seconds else 1
 
 
-def _warn(knob: Knob, batch_sizes: Sequence[int], rows: int, say: Say) -> None:
-    say(f"{knob.key}: {knob.reason}")
+def _warn(option: BatchSizeOption, batch_sizes: Sequence[int], rows: int, say: Say) -> None:
+    say(f"{option.key}: {option.reason}")
     for size in batch_sizes:
         if size > rows:
             say(f"batch size {size:,} is more than the {rows:,} rows: it is never full")
-        elif knob.most is not None and size > knob.most:
-            say(f"batch size {size:,} is never reached: {knob.reason}")
+        elif option.most is not None and size > option.most:
+            say(f"batch size {size:,} is never reached: {option.reason}")
 
 
 def _told(trial: Trial) -> str:
-    line = Line.of([trial])
+    line = SizeResult.of([trial])
     if not line.rounds:
         return f"batch size {trial.batch_size:,}: {line.told}"
     latency = f"p50 {line.median('p50_ms'):,.0f} ms, p99 {line.median('p99_ms'):,.0f} ms"

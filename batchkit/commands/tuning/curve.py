@@ -12,7 +12,7 @@ from jinja2 import Environment, StrictUndefined
 from batchkit.commands.report.charts import number
 from batchkit.commands.report.figures import nice
 from batchkit.commands.tuning.bench import Bench
-from batchkit.commands.tuning.table import Line
+from batchkit.commands.tuning.table import SizeResult
 from batchkit.errors import JobError
 from batchkit.storage.files import replacing
 
@@ -69,17 +69,17 @@ def write_curve(found: Bench, path: Path) -> None:
         raise JobError(f"--html {path}: can't be written: {error.strerror}") from error
 
 
-def _top(lines: Sequence[Line]) -> float:
+def _top(lines: Sequence[SizeResult]) -> float:
     return nice(max((found.rows_per_s for line in lines for found in line.rounds), default=1.0))
 
 
-def _points(lines: Sequence[Line], top: float) -> list[Point]:
+def _points(lines: Sequence[SizeResult], top: float) -> list[Point]:
     """Evenly spread: batch sizes are mostly asked for by doubling."""
     step = (WIDTH - _LEFT - _RIGHT) / max(1, len(lines))
     return [_point(line, _LEFT + step * (n + 0.5), top) for n, line in enumerate(lines)]
 
 
-def _point(line: Line, x: float, top: float) -> Point:
+def _point(line: SizeResult, x: float, top: float) -> Point:
     rates = [found.rows_per_s for found in line.rounds]
     if not rates or line.rows_per_s is None:
         return Point(x, None, None, None, line.batch_size, line.status.partition(":")[0])

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from batchkit.commands.tuning.idle import Idle, IdleMeter
-from batchkit.commands.tuning.rounds import Answer, Budget, Round, Rounds
+from batchkit.commands.tuning.rounds import Budget, Round, Rounds, TimedAnswer
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine
 from batchkit.execution.attempts import Attempts
@@ -86,7 +86,7 @@ class _Feed:
         self._to_come_first = batch_size  # of the rows that fill the engine at the beginning …
         self._first_wave: set[int] = set()  # … and those of them that are not settled yet
         self._idle = IdleMeter()
-        self._answers: list[Answer] = []
+        self._answers: list[TimedAnswer] = []
         self._failed: Counter[str] = Counter()
         self._first_error = ""
         self._first: list[Request] = []
@@ -178,7 +178,7 @@ class _Feed:
             return
         usage = settled.usage
         self._answers.append(
-            Answer(
+            TimedAnswer(
                 self._seconds(),
                 settled.latency_s,
                 0 if usage is None else usage.prompt_tokens,

@@ -6,11 +6,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchkit.commands.tuning.binding import RENDER_S, Binding, Rendered, binding, render_alone
-from batchkit.commands.tuning.knob import Knob, check_patch, knob_of, patch, write_patch
+from batchkit.commands.tuning.batch_size_option import (
+    BatchSizeOption,
+    batch_size_option,
+    check_patch,
+    patch,
+    write_patch,
+)
+from batchkit.commands.tuning.bottleneck import (
+    RENDER_S,
+    Bottleneck,
+    Rendered,
+    bottleneck_of,
+    render_alone,
+)
 from batchkit.commands.tuning.rounds import ENOUGH_ROWS, Budget
 from batchkit.commands.tuning.search import LEAST_GAIN, Rate, search
-from batchkit.commands.tuning.table import Line, Table, figure, header
+from batchkit.commands.tuning.table import SizeResult, SizeTable, figure, header
 from batchkit.commands.tuning.trial import OOM, Say, Trials
 from batchkit.config.tables import JobConfig
 from batchkit.errors import InputError, JobError
@@ -20,14 +32,14 @@ from batchkit.sources import count_rows
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class SearchResult:
     """What the search knows. ``rows``: of the whole job. ``high``: the largest size that could be
     tried. ``signum``: of the signal that cut it short, if one did. ``written``: the job file that
     has the best size now."""
 
     name: str
-    knob: Knob
-    table: Table
+    option: BatchSizeOption
+    table: SizeTable
     rows: int
     high: int
     has_flattened: bool
@@ -45,11 +57,11 @@ class Findings:
         return best.load_s + self.rows * answered / best.rows_per_s
 
     @property
-    def binds(self) -> Binding | None:
+    def bottleneck(self) -> Bottleneck | None:
         best = self.table.best
         if best is None or self.rendered is None:
             return None
-        return binding(self.table.lines, best, self.rendered)
+        return bottleneck_of(self.table.lines, best, self.rendered)
 
     @property
     def exit_code(self) -> int:
@@ -58,19 +70,19 @@ class Findings:
         return 0 if self.table.best is not None else 1
 
     def to_json(self) -> dict[str, Any]:
-        best, binds = self.table.best, self.binds
+        best, bottleneck = self.table.best, self.bottleneck
         estimate = self.estimate_s
         return {
             **self.table.to_json(),
             "name": self.name,
-            "knob": self.knob.key,
+            "option": self.option.key,
             "stopped_early": self.has_flattened,
             "interrupted": self.signum is not None,
             "rows": self.rows,
             "estimated_seconds": None if estimate is None else round(estimate, 1),
             "render_rows_per_s": None if self.rendered is None else round(self.rendered.per_s, 3),
-            "binds": None if binds is None else binds._asdict(),
-            "patch": None if best is None else patch(self.knob, best.batch_size),
+            "bottleneck": None if bottleneck is None else bottleneck._asdict(),
+            "patch": None if best is None else patch(self.option, best.batch_size),
             "written": None if self.written is None else str(self.written),
         }
 
@@ -85,18 +97,18 @@ class Findings:
             load = duration(best.load_s)
             told = f"{duration(self.estimate_s)}, of which {load} to load the model"
             lines.append(f"the whole job, {self.rows:,} rows, at {best.batch_size:,}: about {told}")
-        if self.binds is not None:
-            lines.append(f"what binds: {self.binds.resource}: {self.binds.reason}")
+        if self.bottleneck is not None:
+            lines.append(f"bottleneck: {self.bottleneck.resource}: {self.bottleneck.reason}")
         lines += self._problems()
         if self.written is not None:
-            lines.append(f"{self.written}: {self.knob.key} = {best.batch_size} written")
+            lines.append(f"{self.written}: {self.option.key} = {best.batch_size} written")
         else:
             lines.append(
-                f"in the job file (or with --write):\n\n{patch(self.knob, best.batch_size)}"
+                f"in the job file (or with --write):\n\n{patch(self.option, best.batch_size)}"
             )
         return "\n".join(lines)
 
-    def _largest(self, largest: Line) -> str:
+    def _largest(self, largest: SizeResult) -> str:
         size = f"{largest.batch_size:,}"
         if self.signum is not None:
             return f"{size} so far; the search was interrupted"
@@ -131,7 +143,7 @@ def find_batch_size(
     write_to: Path | None = None,
     say: Say = lambda text: None,
     tell: Say = lambda text: None,
-) -> Findings:
+) -> SearchResult:
     """Search from ``low`` to ``high``, at most ``rows`` rows and ``seconds`` s of answers per trial.
 
     ``say`` gets progress, ``tell`` the table as it grows, line by line. A signal ends the search with
@@ -145,23 +157,23 @@ def find_batch_size(
         raise JobError(f"--low {low} is over --high {high}")
     stop = StopRequest()
     with stop.installed():
-        knob = knob_of(job)
+        option = batch_size_option(job)
         if write_to is not None:
-            check_patch(write_to, knob)
+            check_patch(write_to, option)
         total = count_rows(job.input)
         if not total:
             raise InputError(f"{job.input.path}: no rows to try batch sizes on")
         if rows is not None and rows >= total:
             rows = None
-        high = _highest(knob, low, high, rows or total, say)
-        say(f"{knob.key}: {knob.reason}")
+        high = _highest(option, low, high, rows or total, say)
+        say(f"{option.key}: {option.reason}")
         if job.engine.kind == "openai-server":
             say("the server keeps what it has cached: later trials may look faster than they are")
         rendered, flattened, signum = None, False, None
-        with Trials(job, knob, rows=rows, say=say) as trials:
+        with Trials(job, option, rows=rows, say=say) as trials:
 
             def rate_of(size: int) -> Rate | None:
-                line = Line.of([trials.run(size, Budget(seconds))])
+                line = SizeResult.of([trials.run(size, Budget(seconds))])
                 if len(trials.done) == 1:
                     tell(header(with_spread=False))
                 tell(line.to_text(with_spread=False))
@@ -174,17 +186,17 @@ def find_batch_size(
                 flattened = search(low, high, rate_of)
             except Interrupted as interrupted:
                 signum = interrupted.signum
-        table = Table.of(trials.done)
+        table = SizeTable.of(trials.done)
         written = None
         if write_to is not None and table.best is not None and signum is None:
-            write_patch(write_to, knob, table.best.batch_size)
+            write_patch(write_to, option, table.best.batch_size)
             written = write_to
-    return Findings(job.name, knob, table, total, high, flattened, rendered, signum, written)
+    return SearchResult(job.name, option, table, total, high, flattened, rendered, signum, written)
 
 
-def _highest(knob: Knob, low: int, high: int, rows: int, say: Say) -> int:
+def _highest(option: BatchSizeOption, low: int, high: int, rows: int, say: Say) -> int:
     """``high``, or less where more at once can't be: for want of rows, or past the other bound."""
-    for most, why in ((rows, f"there are {rows:,} rows"), (knob.most, knob.reason)):
+    for most, why in ((rows, f"there are {rows:,} rows"), (option.most, option.reason)):
         if most is not None and most < high:
             high = most
             if high <= low:

@@ -35,7 +35,7 @@ class Budget(NamedTuple):
         return self.seconds * (1 + self.rounds)
 
 
-class Answer(NamedTuple):
+class TimedAnswer(NamedTuple):
     """A row that was answered, ``at`` seconds after the first one was submitted.
 
     ``latency_s`` counts from its entry into the engine's queue.
@@ -107,7 +107,7 @@ class Rounds:
         seconds = self._budget.seconds
         return now >= (self._bounds[0] + seconds * self._budget.rounds if self._bounds else seconds)
 
-    def cut(self, answers: Sequence[Answer], end: float, *, is_whole: bool) -> list[Round]:
+    def cut(self, answers: Sequence[TimedAnswer], end: float, *, is_whole: bool) -> list[Round]:
         """The rounds of a feed that has ended at ``end``; none where nothing was answered.
 
         ``is_whole``: it has answered all rows of the job, so that its own rate is the job's.
@@ -138,7 +138,7 @@ class Rounds:
         return took_s >= self._budget.seconds and more >= self._least_rows
 
 
-def _round(answers: Sequence[Answer], seconds: float, *, is_typical: bool) -> Round:
+def _round(answers: Sequence[TimedAnswer], seconds: float, *, is_typical: bool) -> Round:
     latencies = sorted(answer.latency_s for answer in answers)
     return Round(
         seconds=max(seconds, 1e-6),

@@ -35,7 +35,7 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class SizeResult:
     """One batch size, over all its trials. ``rounds`` is empty unless all of them went well."""
 
     batch_size: int
@@ -51,7 +51,7 @@ class Line:
     reason: str
 
     @classmethod
-    def of(cls, trials: Sequence[Trial]) -> Line:
+    def of(cls, trials: Sequence[Trial]) -> SizeResult:
         """``trials`` are of one size."""
         bad = next((trial.status for trial in trials if not trial.is_ok), OK)
         rounds = tuple(found for trial in trials for found in trial.rounds) if bad == OK else ()
@@ -146,31 +146,31 @@ _RATES = ("rows_per_s", "prompt_tokens_per_s", _OUTPUT, "p50_ms", "p99_ms")
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class SizeTable:
     """One line per batch size, the smallest first."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[SizeResult, ...]
 
     @classmethod
-    def of(cls, trials: Iterable[Trial]) -> Table:
+    def of(cls, trials: Iterable[Trial]) -> SizeTable:
         by_size: dict[int, list[Trial]] = {}
         for trial in trials:
             by_size.setdefault(trial.batch_size, []).append(trial)
-        return cls(tuple(Line.of(by_size[size]) for size in sorted(by_size)))
+        return cls(tuple(SizeResult.of(by_size[size]) for size in sorted(by_size)))
 
     @property
-    def best(self) -> Line | None:
+    def best(self) -> SizeResult | None:
         """The one that answered most rows a second."""
         ok = [line for line in self.lines if line.rounds]
         return max(ok, key=lambda line: line.rows_per_s or 0.0, default=None)
 
     @property
-    def largest(self) -> Line | None:
+    def largest(self) -> SizeResult | None:
         """The largest that was seen to fit."""
         return max((ln for ln in self.lines if ln.rounds), key=_size, default=None)
 
     @property
-    def smallest_too_large(self) -> Line | None:
+    def smallest_too_large(self) -> SizeResult | None:
         """The smallest that ran out of memory."""
         return min((ln for ln in self.lines if ln.status == OOM), key=_size, default=None)
 
@@ -201,7 +201,7 @@ def header(*, with_spread: bool) -> str:
     return _joined([column.head for column in _COLUMNS], with_spread=with_spread)
 
 
-def _size(line: Line) -> int:
+def _size(line: SizeResult) -> int:
     return line.batch_size
 
 

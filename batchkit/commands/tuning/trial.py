@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from batchkit.commands.tuning.batch_size_option import BatchSizeOption, with_size
 from batchkit.commands.tuning.feed import Fed, feed
 from batchkit.commands.tuning.idle import Idle
-from batchkit.commands.tuning.knob import Knob, with_size
 from batchkit.commands.tuning.memory import Memory, MemoryMeter
 from batchkit.commands.tuning.rounds import Budget, Round
 from batchkit.config.tables import JobConfig
@@ -69,14 +69,14 @@ class Trials:
     def __init__(
         self,
         job: JobConfig,
-        knob: Knob,
+        option: BatchSizeOption,
         *,
         rows: int | None,
         say: Say,
     ) -> None:
         self._is_sample = rows is not None
         self._job = job if rows is None else with_rows(job, rows)
-        self._knob = knob
+        self._option = option
         self._say = say
         self._renderer = PromptRenderer(job)
         self._folder = tempfile.TemporaryDirectory(prefix="batchkit-trial-")
@@ -106,7 +106,7 @@ class Trials:
 
     def _tried(self, batch_size: int, budget: Budget) -> Trial:
         started = time.monotonic()
-        job = with_size(self._job, self._knob, batch_size)
+        job = with_size(self._job, self._option, batch_size)
         load_s = 0.0
         with closing(MemoryMeter()) as meter:
             try:

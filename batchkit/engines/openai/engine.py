@@ -7,7 +7,7 @@ three:
 
 - the row's own fault (400, 413, 422, …, an answer that never comes): that row fails;
 - a server that is busy or away (429, 502, 503, 504, no connection): all wait, and it is tried again,
-  for ``give_up_s`` at most (``pace.py``); a row that is turned away for so long while others are
+  for ``give_up_s`` at most (``limiter.py``); a row that is turned away for so long while others are
   answered fails with ``server``;
 - what no waiting mends (no access, no such model, no money, given up): EngineError. The run stops,
   and goes on from there when it is started again. A 402, 403, 404, 405, … or redirect is this only if
@@ -40,7 +40,7 @@ from batchkit.engines.faults import EngineDied, Fault
 from batchkit.engines.openai import api
 from batchkit.engines.openai.connections import ServerFault, TurnedAway
 from batchkit.engines.openai.own_server import OwnServer
-from batchkit.engines.openai.rate_limiter import MOST_FAULTS, Away, Pace, pause_s
+from batchkit.engines.openai.rate_limiter import MOST_FAULTS, Away, RateLimiter, pause_s
 from batchkit.engines.openai.remote import Barred, Remote
 from batchkit.errors import (
     EngineError,
@@ -93,7 +93,7 @@ class OpenAIServerEngine:
             event=self._events.append,
             max_model_len=self._options.max_model_len,
         )
-        self._pace = Pace(self._options.max_num_seqs)
+        self._limiter = RateLimiter(self._options.max_num_seqs)
         self._in_flight = 0
         self._answers = 0
         self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
@@ -145,7 +145,7 @@ class OpenAIServerEngine:
         return done
 
     def load(self) -> EngineLoad:
-        running = min(self._pace.running, self._in_flight)
+        running = min(self._limiter.running, self._in_flight)
         host_bytes = self._own.host_bytes if self._own else 0
         waiting, events = self._in_flight - running, []
         while self._events:
@@ -214,32 +214,32 @@ class OpenAIServerEngine:
         faults, tries, answers = 0.0, 0, 0
         away = Away(self._options.give_up_s, self._answers)
         while True:
-            sent_at = await self._pace.enter()
+            sent_at = await self._limiter.enter()
             try:
                 return await self._ask(request)
             except TurnedAway as turned_away:
                 problem: Exception = turned_away
-                self._pace.turned_away(
+                self._limiter.turned_away(
                     sent_at,
                     is_down=turned_away.is_down,
                     retry_after_s=turned_away.retry_after_s,
                 )
             except RowTimeoutError as error:
                 problem = error
-                self._pace.timed_out(sent_at)
+                self._limiter.timed_out(sent_at)
             except Barred as barred:
                 problem = barred
             except ServerFault as error:
                 problem = error
-                self._pace.is_troubled()
+                self._limiter.is_troubled()
             finally:
-                self._pace.leave()
+                self._limiter.leave()
             if isinstance(problem, Barred):
                 if await self._is_sound(request):
                     raise RequestError(
                         f"the server answered {problem.told}, and answers other requests"
                     )
-                self._pace.is_troubled()
+                self._limiter.is_troubled()
             elif isinstance(problem, TurnedAway):
                 others = self._answers > away.answers
                 is_due = away.is_suspicious or self._silence_s() >= self._patience_s
@@ -272,10 +272,10 @@ class OpenAIServerEngine:
         except RowTimeoutError:
             raise
         except RowError:
-            self._pace.went_well()
+            self._limiter.went_well()
             raise
         self._answers += 1
-        self._pace.went_well()
+        self._limiter.went_well()
         return completion
 
     async def _is_sound(self, request: Request) -> bool:
@@ -298,13 +298,13 @@ class OpenAIServerEngine:
 
     def _silence_s(self) -> float:
         """How long the server has not answered, since it first failed to."""
-        since = self._pace.troubled_since
+        since = self._limiter.troubled_since
         return 0.0 if since is None else self._loop.time() - since
 
     @property
     def _patience_s(self) -> float:
         limit_s = self._options.give_up_s
-        return max(limit_s, self._row_timeout_s) if self._pace.running else limit_s
+        return max(limit_s, self._row_timeout_s) if self._limiter.running else limit_s
 
     def _lose_patience(self, problem: Exception) -> None:
         """Give the server up when nothing has been answered for ``give_up_s``.
@@ -312,7 +312,7 @@ class OpenAIServerEngine:
         Requests that are still on their way may be answered yet, within ``run.row_timeout_s``.
         """
         silence_s = self._silence_s()
-        if self._pace.troubled_since is not None and silence_s >= self._patience_s:
+        if self._limiter.troubled_since is not None and silence_s >= self._patience_s:
             told = (
                 f"no row answered for {silence_s:.0f} s (engine.options.give_up_s ="
                 f" {self._options.give_up_s:g}); last: {problem}"

@@ -21,7 +21,7 @@ def pause_s(tries: int) -> float:
     return longest * random.uniform(0.5, 1.0)
 
 
-class Pace:
+class RateLimiter:
     """At most ``most`` at a time: half of it whenever the server says that it is busy or lets a request
     wait too long, one by one while it can't be reached, a little more with each answer. Belongs to one
     event loop."""
@@ -75,7 +75,7 @@ class Pace:
         Of those that were sent before, only the first says something new.
         """
         self.is_troubled()
-        if self._is_news(sent_at):
+        if self._is_new(sent_at):
             self._pauses += 1
             self._is_down = self._is_down or is_down
             if not is_down:
@@ -89,10 +89,10 @@ class Pace:
     def timed_out(self, sent_at: float) -> None:
         """A request sent at ``sent_at`` waited too long: most likely there are too many at a time."""
         self.is_troubled()
-        if self._is_news(sent_at):
+        if self._is_new(sent_at):
             self._halve()
 
-    def _is_news(self, sent_at: float) -> bool:
+    def _is_new(self, sent_at: float) -> bool:
         """Whether the request was sent since it was last slowed down; if so, that is now."""
         if sent_at < self._slowed_at:
             return False

@@ -73,7 +73,7 @@ class Wire(asyncio.Protocol):
         self._is_reading = True
         self._is_refused = self._is_closed = False
         self._error: Exception | None = None
-        self._news: asyncio.Future[None] | None = None
+        self._arrival: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None
         self._last: int | None = None
         self.requests = 0
@@ -94,8 +94,8 @@ class Wire(asyncio.Protocol):
 
         self._is_reading = True
         while not self._received and not self._is_closed:
-            self._news = asyncio.get_running_loop().create_future()
-            await self._news
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
         if self._is_refused:
             raise httpcore.ReadError("the server had sent bytes before it was asked")
         if not self._received:
@@ -180,16 +180,16 @@ class Wire(asyncio.Protocol):
         self._received += data
         if len(self._received) >= _MOST_BUFFERED:
             self._transport.pause_reading()
-        self._wake(self._news)
+        self._wake(self._arrival)
 
     def eof_received(self) -> None:
         self._is_closed = True
-        self._wake(self._news)
+        self._wake(self._arrival)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._is_closed, self._error = True, self._error or error
         self.resume_writing()
-        self._wake(self._news)
+        self._wake(self._arrival)
 
     def pause_writing(self) -> None:
         self._room = asyncio.get_running_loop().create_future()

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt
 
 from batchkit.config.tables import JobConfig, Table
-from batchkit.engines import request_checks as refusal
+from batchkit.engines import request_checks
 from batchkit.engines.registry import MAX_NUM_SEQS
 from batchkit.engines.transformers.sampling import sampling_of
 from batchkit.engines.transformers.tables import problems_with
@@ -40,14 +40,14 @@ def options_of(job: JobConfig) -> Options:
     problems = [f"engine.options.{problem}" for problem in problems_with(Options, given)]
     if not problems:
         try:
-            template = refusal.chat_template(given)
+            template = request_checks.chat_template(given)
         except JobError as error:
             problems.append(str(error))
     try:
         sampling_of(job.sampling.params())
     except RequestError as error:
         problems.append(str(error))
-    if (missing := refusal.missing_folder(job.engine.model)) is not None:
+    if (missing := request_checks.missing_folder(job.engine.model)) is not None:
         problems.append(missing)
     for key, value, package in (
         ("engine.lora", job.engine.lora, "peft"),

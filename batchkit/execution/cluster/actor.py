@@ -21,10 +21,10 @@ from typing import NamedTuple
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, JobError
-from batchkit.execution.supervisor import Lessons
+from batchkit.execution.supervisor import EngineHistory
 from batchkit.execution.worker import POLL_S, EngineFacts, Listener, Worker
 from batchkit.rendering.renderer import PromptRenderer
-from batchkit.storage.store import Line
+from batchkit.storage.store import RecordLine
 from batchkit.types import Task
 
 GATHER_S = 0.1  # records that come within it travel together
@@ -41,7 +41,7 @@ class Place(NamedTuple):
     gpus: Sequence[int | str]
 
 
-class Failure(NamedTuple):
+class WorkerFailure(NamedTuple):
     """Why a worker can't go on. ``is_of_the_job``: no other could."""
 
     message: str
@@ -49,11 +49,11 @@ class Failure(NamedTuple):
 
 
 class Load(NamedTuple):
-    """``in_flight``: rows that its engine is at. ``appetite``: how many rows it can use at a time."""
+    """``in_flight``: rows that its engine is at. ``capacity``: how many rows it can use at a time."""
 
     in_flight: int
     retried: int
-    appetite: int
+    capacity: int
 
 
 IDLE = Load(0, 0, 0)
@@ -62,11 +62,11 @@ IDLE = Load(0, 0, 0)
 class Report(NamedTuple):
     """What a worker tells: ``events`` are (name of a Listener's ear, text)."""
 
-    lines: Sequence[Line]
+    lines: Sequence[RecordLine]
     events: Sequence[tuple[str, str]]
-    lessons: Lessons | None
+    history: EngineHistory | None
     engine: EngineFacts | None
-    failure: Failure | None
+    failure: WorkerFailure | None
     load: Load
 
 
@@ -78,12 +78,12 @@ class Actor:
         number: int,
         job: JobConfig,
         references: Mapping[str, str | None] | None,
-        convicted: Collection[int],
+        quarantined: Collection[int],
     ) -> None:
         self._number = number
         self._job = job
         self._references = references
-        self._convicted = convicted
+        self._quarantined = quarantined
         self._inbox: SimpleQueue[Task | None] = SimpleQueue()
         spacing_s = (job.run.workers or 1) / MOST_CALLS_PER_S
         self._gather_s, self._heartbeat_s = max(GATHER_S, spacing_s), max(HEARTBEAT_S, spacing_s)
@@ -92,14 +92,14 @@ class Actor:
         self._taking = True
         self._closed = False
         self._unsettled = 0
-        self._lines: list[Line] = []
+        self._lines: list[RecordLine] = []
         self._events: list[tuple[str, str]] = []
-        self._lessons: Lessons | None = None
+        self._history: EngineHistory | None = None
         self._engine: EngineFacts | None = None
-        self._failure: Failure | None = None
+        self._failure: WorkerFailure | None = None
         self._load = IDLE
 
-    def begin(self, known: Lessons) -> Place:
+    def begin(self, known: EngineHistory) -> Place:
         """Load the model, on a thread of its own."""
         import ray
 
@@ -134,7 +134,7 @@ class Actor:
             lines, self._lines = self._lines, []
             events, self._events = self._events, []
             self._unsettled -= len(lines)
-            return Report(lines, events, self._lessons, self._engine, self._failure, self._load)
+            return Report(lines, events, self._history, self._engine, self._failure, self._load)
 
     def close(self) -> None:
         """Drop what is in flight and give the GPU back."""
@@ -142,7 +142,7 @@ class Actor:
         if self._thread is not None:
             self._thread.join(CLOSE_S)
 
-    def _work(self, known: Lessons) -> None:
+    def _work(self, known: EngineHistory) -> None:
         try:
             worker = Worker(
                 self._job,
@@ -156,7 +156,7 @@ class Actor:
                 ),
                 log=_engine_log(self._job.folder, self._number),
                 references=self._references,
-                convicted=self._convicted,
+                quarantined=self._quarantined,
                 may_wait=True,
             )
             with closing(worker):
@@ -165,11 +165,11 @@ class Actor:
                 finally:
                     self._inbox.put(None)  # else its rendering threads would wait for more rows
         except BatchkitError as error:
-            self._fail(Failure(str(error), isinstance(error, JobError)))
+            self._fail(WorkerFailure(str(error), isinstance(error, JobError)))
         except BaseException:
-            self._fail(Failure(traceback.format_exc(), is_of_the_job=False))
+            self._fail(WorkerFailure(traceback.format_exc(), is_of_the_job=False))
 
-    def _answer(self, worker: Worker, known: Lessons) -> None:
+    def _answer(self, worker: Worker, known: EngineHistory) -> None:
         engine = worker.open(known)
         with self._changed:
             self._engine = engine
@@ -180,11 +180,13 @@ class Actor:
             if not taking and not worker.in_flight:
                 time.sleep(POLL_S)
 
-    def _bring(self, worker: Worker, lines: Sequence[Line]) -> None:
+    def _bring(self, worker: Worker, lines: Sequence[RecordLine]) -> None:
         with self._changed:
-            self._load = Load(worker.in_flight, worker.retried, worker.appetite)
+            self._load = Load(worker.in_flight, worker.retried, worker.capacity)
             for line in lines:
-                self._lines.append(Line(line.raw, {name: line.told[name] for name in _TOLD}))
+                self._lines.append(
+                    RecordLine(line.raw, {name: line.record[name] for name in _TOLD})
+                )
             if lines:
                 self._changed.notify_all()
 
@@ -193,11 +195,11 @@ class Actor:
             self._events.append((ear, text))
             self._changed.notify_all()
 
-    def _learn(self, lessons: Lessons) -> None:
+    def _learn(self, history: EngineHistory) -> None:
         with self._changed:
-            self._lessons = lessons
+            self._history = history
 
-    def _fail(self, failure: Failure) -> None:
+    def _fail(self, failure: WorkerFailure) -> None:
         with self._changed:
             self._failure = failure
             self._changed.notify_all()

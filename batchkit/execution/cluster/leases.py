@@ -25,17 +25,17 @@ RATE_SPAN_S = 30.0
 _SAMPLES = 8
 
 
-class Holder:
+class LeaseHolder:
     """The rows that one worker holds, and how fast it answers.
 
-    ``appetite``: how many rows it can use at a time; 0 while its model loads.
+    ``capacity``: how many rows it can use at a time; 0 while its model loads.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._busy_since = self._busy_s = 0.0
         self._samples = deque([(0.0, 0)])
-        self.appetite = 0
+        self.capacity = 0
         self.settled = 0
         self.held: dict[int, Task] = {}
         self.suspects = Suspects[Task]()
@@ -66,7 +66,7 @@ class Holder:
     def die(self, cause: str) -> Task | None:
         """It is dead: what it held becomes suspect. The row at fault, once that is proven."""
         self.deaths_in_a_row += 1
-        self.appetite = 0
+        self.capacity = 0
         held, self.held = list(self.held.values()), {}
         self._busy_s = 0.0
         self._samples = deque([(0.0, self.settled)])
@@ -92,7 +92,7 @@ class Holder:
 class Leases:
     """``holders`` are the workers that may get rows, by their number.
 
-    ``convicted``: indices of rows that killed an engine or a worker before; each goes out alone.
+    ``quarantined``: indices of rows that killed an engine or a worker before; each goes out alone.
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class Leases:
         n_workers: int,
         clock: Callable[[], float] = time.monotonic,
         *,
-        convicted: Collection[int] = (),
+        quarantined: Collection[int] = (),
     ) -> None:
-        self._convicted = convicted
-        self.holders = {number: Holder(clock) for number in range(n_workers)}
+        self._quarantined = quarantined
+        self.holders = {number: LeaseHolder(clock) for number in range(n_workers)}
         self._orphans: deque[Suspects[Task]] = deque()
 
     @property
@@ -138,40 +138,40 @@ class Leases:
             new = iter(next_task, None)
             tasks = list(islice(new, min(self._room(holder, left), MOST_IN_A_LEASE)))
             for task in tasks:
-                if task.row.index in self._convicted:
+                if task.row.index in self._quarantined:
                     holder.suspects.suspect(task)
-            tasks = [task for task in tasks if task.row.index not in self._convicted]
-        if holder.appetite and not tasks and not holder.held and self._adopt(holder):
+            tasks = [task for task in tasks if task.row.index not in self._quarantined]
+        if holder.capacity and not tasks and not holder.held and self._adopt(holder):
             tasks = self._suspects(holder) or []
         holder.take(tasks)
         return tasks
 
-    def _suspects(self, holder: Holder) -> Sequence[Task] | None:
+    def _suspects(self, holder: LeaseHolder) -> Sequence[Task] | None:
         """Those that it is to replay now; none while it still holds others. None: it has no suspects."""
         if not holder.suspects:
             return None
         return [] if holder.held else (holder.suspects.next_group() or None)
 
-    def _adopt(self, idle: Holder) -> bool:
+    def _adopt(self, idle: LeaseHolder) -> bool:
         """``idle`` takes over what waits for its replay elsewhere, if anything does."""
         if self._orphans:
             idle.suspects = self._orphans.popleft()
             return True
         for other in self.holders.values():
-            if other.suspects and not other.held and not other.appetite:  # dead, not yet up again
+            if other.suspects and not other.held and not other.capacity:  # dead, not yet up again
                 idle.suspects, other.suspects = other.suspects, Suspects()
                 return True
         return False
 
-    def _room(self, holder: Holder, left: int | None) -> int:
+    def _room(self, holder: LeaseHolder, left: int | None) -> int:
         """How many rows more it may hold."""
-        room = holder.appetite - len(holder.held)
+        room = holder.capacity - len(holder.held)
         if left is None or room <= 0:
             return max(0, room)
-        at_work = [one for one in self.holders.values() if one.appetite]
+        at_work = [one for one in self.holders.values() if one.capacity]
         rates = [one.rate for one in at_work]
         if not holder.rate:  # it may be a slow one: at first no more than its engine runs at once
-            share = min(math.ceil((left + self.n_held) / len(at_work)), holder.appetite // 2)
+            share = min(math.ceil((left + self.n_held) / len(at_work)), holder.capacity // 2)
             return max(0, min(room, share - len(holder.held)))
         end_s = (left + self.n_held) / sum(rates)
         soonest_s = min(

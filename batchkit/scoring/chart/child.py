@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from batchkit.rendering.child_process import die_with_parent
 from batchkit.scoring.chart.answer import TABLE_NAME, TABLE_PATH
 from batchkit.scoring.chart.confine import confine
-from batchkit.scoring.chart.mend import mended
+from batchkit.scoring.chart.fix import mended
 from batchkit.scoring.chart.messages import (
     CONFINED,
     DEFAULT_LIMITS,

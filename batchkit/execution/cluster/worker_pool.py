@@ -15,18 +15,26 @@ from typing import Any
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, EngineCrashError, EngineError, JobError
 from batchkit.execution.bisection import Suspicion
-from batchkit.execution.cluster.actor import CLOSE_S, IDLE, Actor, Failure, Load, Place, Report
+from batchkit.execution.cluster.actor import (
+    CLOSE_S,
+    IDLE,
+    Actor,
+    Load,
+    Place,
+    Report,
+    WorkerFailure,
+)
 from batchkit.execution.cluster.leases import Leases
 from batchkit.execution.cluster.session import needs, session, shortened
 from batchkit.execution.records import to_record
 from batchkit.execution.signals import Interrupted
-from batchkit.execution.supervisor import Lessons
+from batchkit.execution.supervisor import EngineHistory
 from batchkit.execution.worker import POLL_S, EngineFacts, Listener
 from batchkit.rendering.ordering import size_of
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.scoring import Scored, kept_fields
 from batchkit.sources.rowhash import input_hash
-from batchkit.storage.store import Line, line_of
+from batchkit.storage.store import RecordLine, line_of
 from batchkit.types import Completion, Request, Task
 
 READ_AHEAD = 1024
@@ -54,7 +62,7 @@ class _Life:
     is_said_to_wait: bool = False
 
 
-class _Seat:
+class _WorkerState:
     """A worker as the run sees it, through all its lives. ``call`` is the one under way."""
 
     def __init__(self, number: int, actor: Any) -> None:
@@ -91,8 +99,8 @@ class _Seat:
         return "loading" if self.life.engine is None else "working"
 
 
-class RayCrew:
-    """The Crew of a run with ``run.workers``. ``left``: how many rows of this start have no record yet.
+class RayWorkerPool:
+    """The WorkerPool of a run with ``run.workers``. ``left``: how many rows of this start have no record yet.
 
     ``opening`` is entered while the first model loads; other arguments are as Worker's.
 
@@ -108,7 +116,7 @@ class RayCrew:
         *,
         left: Callable[[], int | None],
         references: Mapping[str, str | None] | None = None,
-        convicted: Collection[int] = (),
+        quarantined: Collection[int] = (),
         may_wait: bool = False,
         opening: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -116,13 +124,13 @@ class RayCrew:
         self._listener = listener
         self._left = left
         self._references = references
-        self._convicted = convicted
+        self._quarantined = quarantined
         self._opening = opening
         self._kept = kept_fields(job)
-        self._leases = Leases(job.run.workers or 1, convicted=convicted)
-        self._seats: list[_Seat] = []
+        self._leases = Leases(job.run.workers or 1, quarantined=quarantined)
+        self._workers: list[_WorkerState] = []
         self._needs: Mapping[str, float] = {}
-        self._known = Lessons(0, [], False)
+        self._known = EngineHistory(0, [], False)
         self._broken: BatchkitError | None = None
         self._held = ExitStack()
         # On a thread of its own, as reading may wait; what it reads is rendered by the workers.
@@ -137,8 +145,8 @@ class RayCrew:
         )
         self._held.enter_context(closing(self._tasks))
 
-    def open(self, known: Lessons) -> EngineFacts:
-        """As ``Crew``: returns when the first worker is up; the others follow."""
+    def open(self, known: EngineHistory) -> EngineFacts:
+        """As ``WorkerPool``: returns when the first worker is up; the others follow."""
         self._known = known
         with self._opening():
             self._held.enter_context(session(self._job))
@@ -147,11 +155,11 @@ class RayCrew:
                 self.fill(taking=True)
                 if self.poll():
                     raise AssertionError("no row is handed out before an engine is up")
-                for seat in self._seats:
-                    if seat.life.engine is not None:
-                        return seat.life.engine
+                for worker in self._workers:
+                    if worker.life.engine is not None:
+                        return worker.life.engine
 
-    def fill(self, *, taking: bool) -> list[Line]:
+    def fill(self, *, taking: bool) -> list[RecordLine]:
         """Call every worker that is not being called, with as many rows as it may have.
 
         Raises:
@@ -161,34 +169,34 @@ class RayCrew:
             raise self._broken
         if self._tasks.broken and self._leases.are_settled:  # not before: what is out is paid for
             self._tasks.get(timeout_s=0)
-        for seat in self._at_work():
-            if seat.call is None:
-                if seat.life.place is None:
-                    if time.monotonic() < seat.begins_at:
+        for worker in self._at_work():
+            if worker.call is None:
+                if worker.life.place is None:
+                    if time.monotonic() < worker.begins_at:
                         continue
-                    seat.life.steps = self._known.steps
-                    seat.call = seat.actor.begin.remote(self._known)
+                    worker.life.steps = self._known.steps
+                    worker.call = worker.actor.begin.remote(self._known)
                 else:
                     tasks: Sequence[Task] = []
                     if taking:
-                        tasks = self._leases.lease(seat.number, self._unread(), self._next_task)
-                    seat.call = seat.actor.exchange.remote(tasks, taking)
-                seat.called_at = time.monotonic()
+                        tasks = self._leases.lease(worker.number, self._unread(), self._next_task)
+                    worker.call = worker.actor.exchange.remote(tasks, taking)
+                worker.called_at = time.monotonic()
         return []
 
-    def poll(self) -> list[Line]:
+    def poll(self) -> list[RecordLine]:
         """What came back, of all workers that have something."""
-        seats = {seat.call: seat for seat in self._seats if seat.call is not None}
-        lines: list[Line] = []
-        if not seats:
+        workers = {worker.call: worker for worker in self._workers if worker.call is not None}
+        lines: list[RecordLine] = []
+        if not workers:
             time.sleep(POLL_S)
             return lines
-        came = _wait(list(seats), 1, POLL_S)
-        if came and (pending := [call for call in seats if call not in came]):
+        came = _wait(list(workers), 1, POLL_S)
+        if came and (pending := [call for call in workers if call not in came]):
             came += _wait(pending, len(pending), 0)
         for call in came:
-            seats[call].call = None
-            lines += self._received(seats[call], call)
+            workers[call].call = None
+            lines += self._received(workers[call], call)
         self._watch()
         return lines
 
@@ -198,15 +206,15 @@ class RayCrew:
 
     @property
     def in_flight(self) -> int:
-        return sum(seat.life.load.in_flight for seat in self._at_work())
+        return sum(worker.life.load.in_flight for worker in self._at_work())
 
     @property
     def retried(self) -> int:
-        return sum(seat.retried for seat in self._seats)
+        return sum(worker.retried for worker in self._workers)
 
     def workers(self) -> list[dict[str, Any]]:
         """One table each: its place, its rate, and what befell it."""
-        return [self._told(seat) for seat in self._seats]
+        return [self._told(worker) for worker in self._workers]
 
     def close(self) -> None:
         """End the workers, those that don't end in time by force, and leave Ray."""
@@ -224,24 +232,24 @@ class RayCrew:
         )
         references = None if self._references is None else ray.put(self._references)
         for number in self._leases.holders:
-            actor = hire.remote(number, self._job, references, self._convicted)
-            self._seats.append(_Seat(number, actor))
+            actor = hire.remote(number, self._job, references, self._quarantined)
+            self._workers.append(_WorkerState(number, actor))
 
     def _dismiss(self) -> None:
-        if not self._seats:
+        if not self._workers:
             return
         import ray
 
         # Those that are loading hear nothing before they are done, and have nothing to end.
-        farewells = [seat.actor.close.remote() for seat in self._seats if seat.life.engine]
+        farewells = [worker.actor.close.remote() for worker in self._workers if worker.life.engine]
         if farewells:
             _wait(farewells, len(farewells), CLOSE_S)
-        for seat in self._seats:
-            ray.kill(seat.actor)
+        for worker in self._workers:
+            ray.kill(worker.actor)
 
-    def _at_work(self) -> list[_Seat]:
+    def _at_work(self) -> list[_WorkerState]:
         """All that are not given up."""
-        return [seat for seat in self._seats if seat.number in self._leases.holders]
+        return [worker for worker in self._workers if worker.number in self._leases.holders]
 
     def _next_task(self) -> Task | None:
         return None if self._tasks.broken else self._tasks.get(timeout_s=0)
@@ -253,80 +261,80 @@ class RayCrew:
         left = self._left()
         return None if left is None else max(1, left - self._leases.n_held)
 
-    def _received(self, seat: _Seat, call: Any) -> list[Line]:
+    def _received(self, worker: _WorkerState, call: Any) -> list[RecordLine]:
         import ray
         from ray.exceptions import ActorUnavailableError, RayError
 
         try:
             told = ray.get(call)
         except ActorUnavailableError as error:
-            if seat.life.place is not None:
-                return self._bury(seat, error)
-            seat.begins_at = time.monotonic() + _ASK_AGAIN_S  # it has no place yet
+            if worker.life.place is not None:
+                return self._bury(worker, error)
+            worker.begins_at = time.monotonic() + _ASK_AGAIN_S  # it has no place yet
             return []
         except RayError as error:
-            return self._bury(seat, error)
+            return self._bury(worker, error)
         if isinstance(told, Place):
-            seat.life.place = told
+            worker.life.place = told
             return []
-        return self._take_in(seat, told)
+        return self._take_in(worker, told)
 
-    def _take_in(self, seat: _Seat, report: Report) -> list[Line]:
-        holder = self._leases.holders[seat.number]
+    def _take_in(self, worker: _WorkerState, report: Report) -> list[RecordLine]:
+        holder = self._leases.holders[worker.number]
         for ear, text in report.events:
-            getattr(self._listener, ear)(f"worker {seat.number}: {text}")
-        if report.lessons is not None:
-            self._learn(seat, report.lessons)
-        life = seat.life
+            getattr(self._listener, ear)(f"worker {worker.number}: {text}")
+        if report.history is not None:
+            self._learn(worker, report.history)
+        life = worker.life
         if report.engine is not None and life.engine is None:
             life.engine = report.engine
-            self._listener.event(f"worker {seat.number} is up{_at(life.place)}")
+            self._listener.event(f"worker {worker.number} is up{_at(life.place)}")
         life.load = report.load
-        holder.appetite = report.load.appetite
-        seat.rows += len(report.lines)
-        for task in holder.settle([line.told["index"] for line in report.lines]):
+        holder.capacity = report.load.capacity
+        worker.rows += len(report.lines)
+        for task in holder.settle([line.record["index"] for line in report.lines]):
             self._tasks.release(task)
         if report.failure is not None:
-            self._give_up(seat, report.failure)
+            self._give_up(worker, report.failure)
         return list(report.lines)
 
-    def _learn(self, seat: _Seat, lessons: Lessons) -> None:
+    def _learn(self, worker: _WorkerState, history: EngineHistory) -> None:
         """What one worker's engine taught holds for all that start from now on: they are alike."""
-        seat.life.engine_restarts, seat.life.steps = lessons.restarts, lessons.steps
-        seat.life.suspicions = lessons.suspicions
-        steps = max((one.life.steps for one in self._seats), key=len)
-        restarts = sum(one.engine_restarts for one in self._seats)
-        among_accidents = self._known.among_accidents or lessons.among_accidents
-        suspicions = tuple(chain.from_iterable(one.life.suspicions for one in self._seats))
-        learned = Lessons(restarts, steps, among_accidents, suspicions)
+        worker.life.engine_restarts, worker.life.steps = history.restarts, history.steps
+        worker.life.suspicions = history.suspicions
+        steps = max((one.life.steps for one in self._workers), key=len)
+        restarts = sum(one.engine_restarts for one in self._workers)
+        among_accidents = self._known.among_accidents or history.among_accidents
+        suspicions = tuple(chain.from_iterable(one.life.suspicions for one in self._workers))
+        learned = EngineHistory(restarts, steps, among_accidents, suspicions)
         if learned != self._known:
             self._known = learned
             self._listener.remember(learned)
 
-    def _bury(self, seat: _Seat, error: Exception | None) -> list[Line]:
+    def _bury(self, worker: _WorkerState, error: Exception | None) -> list[RecordLine]:
         """The worker is dead, or can't be reached: Ray starts another in its place. ``error`` is None
         where no call failed, as it died before its first."""
         from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-        holder = self._leases.holders[seat.number]
+        holder = self._leases.holders[worker.number]
         is_gone = isinstance(error, ActorUnavailableError)  # whose message says no more than that
         cause = "its process or its node is gone" if is_gone else _cause(error)
         self._listener.engine_event(
-            f"worker {seat.number} died{_at(seat.life.place)} with {len(holder.held)} rows: {cause}"
+            f"worker {worker.number} died{_at(worker.life.place)} with {len(holder.held)} rows: {cause}"
         )
-        seat.bury()
+        worker.bury()
         poison = holder.die("worker died")
-        lines = [] if poison is None else [self._convict(poison, cause)]
+        lines = [] if poison is None else [self._quarantine(poison, cause)]
         if poison is not None:
             holder.deaths_in_a_row = 0
         elif isinstance(error, ActorDiedError):  # for good
-            self._give_up(seat, Failure(cause, is_of_the_job=False))
+            self._give_up(worker, WorkerFailure(cause, is_of_the_job=False))
         elif holder.deaths_in_a_row > self._job.run.max_engine_restarts:
             told = f"it died {holder.deaths_in_a_row} times without one answer; last: {cause}"
-            self._give_up(seat, Failure(told, is_of_the_job=False))
+            self._give_up(worker, WorkerFailure(told, is_of_the_job=False))
         return lines
 
-    def _convict(self, task: Task, cause: str) -> Line:
+    def _quarantine(self, task: Task, cause: str) -> RecordLine:
         row = task.row
         self._tasks.release(task)
         self._listener.engine_event(f"row {row.index} (id {row.id}) alone kills workers: failed")
@@ -335,22 +343,22 @@ class RayCrew:
         scored = Scored(None, {}) if self._job.scoring.is_on else None
         return line_of(to_record(Completion(request, error=error), self._kept, scored=scored))
 
-    def _give_up(self, seat: _Seat, failure: Failure) -> None:
+    def _give_up(self, worker: _WorkerState, failure: WorkerFailure) -> None:
         """Go on without it, if there are others that would fare better."""
         import ray
 
-        if failure.is_of_the_job and not any(one.life.engine for one in self._seats):
+        if failure.is_of_the_job and not any(one.life.engine for one in self._workers):
             self._broken = JobError(failure.message)
             return
-        self._leases.give_up(seat.number)
-        seat.call = None  # else its end would be taken for one more death
-        ray.kill(seat.actor)  # else it would keep its GPUs from those that wait for a place
+        self._leases.give_up(worker.number)
+        worker.call = None  # else its end would be taken for one more death
+        ray.kill(worker.actor)  # else it would keep its GPUs from those that wait for a place
         if self._leases.holders:
-            self._listener.engine_event(f"worker {seat.number} is given up: {failure.message}")
-        elif len(self._seats) == 1:
+            self._listener.engine_event(f"worker {worker.number} is given up: {failure.message}")
+        elif len(self._workers) == 1:
             self._broken = EngineError(failure.message)
         else:
-            told = f"all {len(self._seats)} workers failed; the last: {failure.message}"
+            told = f"all {len(self._workers)} workers failed; the last: {failure.message}"
             self._broken = EngineError(told)
 
     def _watch(self) -> None:
@@ -359,47 +367,47 @@ class RayCrew:
         import ray
 
         now = time.monotonic()
-        for seat in self._at_work():
-            silent_s, life = now - seat.called_at, seat.life
-            if self._died_unplaced(seat, now):
-                self._bury(seat, None)
+        for worker in self._at_work():
+            silent_s, life = now - worker.called_at, worker.life
+            if self._died_unplaced(worker, now):
+                self._bury(worker, None)
             elif life.place is None:
                 if now - life.began_at >= PLACE_S and not life.is_said_to_wait:
                     life.is_said_to_wait = True
                     self._listener.event(
-                        f"worker {seat.number} waits for a place: it needs"
+                        f"worker {worker.number} waits for a place: it needs"
                         f" {self._needs['num_cpus']:g} CPUs and {self._needs['num_gpus']:g} GPUs on"
                         " one node"
                     )
-            elif seat.call is not None and silent_s >= self._job.run.stall_timeout_s:
-                seat.called_at = now
+            elif worker.call is not None and silent_s >= self._job.run.stall_timeout_s:
+                worker.called_at = now
                 self._listener.engine_event(
-                    f"worker {seat.number} is silent for {silent_s:.0f} s"
+                    f"worker {worker.number} is silent for {silent_s:.0f} s"
                     f" (run.stall_timeout_s = {self._job.run.stall_timeout_s:g}): restarted"
                 )
-                ray.kill(seat.actor, no_restart=False)
+                ray.kill(worker.actor, no_restart=False)
 
-    def _died_unplaced(self, seat: _Seat, now: float) -> bool:
+    def _died_unplaced(self, worker: _WorkerState, now: float) -> bool:
         """Whether Ray has restarted it once more than it was seen to die. Its first call only waits."""
         from ray._private.state import actors
 
-        if seat.life.place is not None or now < seat.looked_at + _LOOK_S:
+        if worker.life.place is not None or now < worker.looked_at + _LOOK_S:
             return False
-        seat.looked_at = now
-        return int(actors(seat.actor._actor_id.hex()).get("NumRestarts", 0)) > seat.deaths
+        worker.looked_at = now
+        return int(actors(worker.actor._actor_id.hex()).get("NumRestarts", 0)) > worker.deaths
 
-    def _told(self, seat: _Seat) -> dict[str, Any]:
-        holder, place = self._leases.holders.get(seat.number), seat.life.place
+    def _told(self, worker: _WorkerState) -> dict[str, Any]:
+        holder, place = self._leases.holders.get(worker.number), worker.life.place
         return {
-            "worker": seat.number,
-            "state": "given up" if holder is None else seat.state,
+            "worker": worker.number,
+            "state": "given up" if holder is None else worker.state,
             "node": None if place is None else place.node,
             "gpus": [] if place is None else list(place.gpus),
-            "rows": seat.rows,
+            "rows": worker.rows,
             "rows_per_s": 0.0 if holder is None else round(holder.rate, 3),
-            "in_flight": 0 if holder is None else seat.life.load.in_flight,
-            "restarts": seat.deaths,
-            "engine_restarts": seat.engine_restarts,
+            "in_flight": 0 if holder is None else worker.life.load.in_flight,
+            "restarts": worker.deaths,
+            "engine_restarts": worker.engine_restarts,
         }
 
 

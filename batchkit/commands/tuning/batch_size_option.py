@@ -18,7 +18,7 @@ from batchkit.execution.window import START
 from batchkit.storage.files import write_atomically
 
 
-class Knob(NamedTuple):
+class BatchSizeOption(NamedTuple):
     """A key, dotted, and why it is this one. ``most``: larger values would change little."""
 
     key: str
@@ -26,38 +26,38 @@ class Knob(NamedTuple):
     most: int | None = None
 
 
-def knob_of(job: JobConfig) -> Knob:
+def batch_size_option(job: JobConfig) -> BatchSizeOption:
     """``engine.options.max_num_seqs``, or ``run.max_in_flight`` where a number there is less."""
     window = job.run.max_in_flight
     if window == "auto":
-        return Knob(
+        return BatchSizeOption(
             "engine.options.max_num_seqs",
             "how many requests the engine runs at once; the window (run.max_in_flight, how many are"
             " handed to it) adapts to it",
         )
     seqs = _max_num_seqs(job)
     if window < seqs:
-        return Knob(
+        return BatchSizeOption(
             "run.max_in_flight",
-            f"the window binds: run.max_in_flight = {window} keeps the engine from running the"
+            f"the window bottleneck: run.max_in_flight = {window} keeps the engine from running the"
             f' {seqs} at once that it could ("auto" would not)',
             int(START * seqs),
         )
-    return Knob(
+    return BatchSizeOption(
         "engine.options.max_num_seqs",
         f"how many requests the engine runs at once; run.max_in_flight = {window} hands it no more",
         window,
     )
 
 
-def with_size(job: JobConfig, knob: Knob, size: int) -> JobConfig:
-    """The job with ``size`` at the knob, its engine in a process of its own.
+def with_size(job: JobConfig, option: BatchSizeOption, size: int) -> JobConfig:
+    """The job with ``size`` at the option, its engine in a process of its own.
 
     An engine that would go on with less when memory runs out is kept from it: the trial is of this
     size.
     """
     options, run = dict(job.engine.options), job.run
-    if knob.key == "run.max_in_flight":
+    if option.key == "run.max_in_flight":
         run = run.model_copy(update={"max_in_flight": size})
     else:
         options["max_num_seqs"] = size
@@ -67,25 +67,25 @@ def with_size(job: JobConfig, knob: Knob, size: int) -> JobConfig:
     return job.model_copy(update={"engine": engine, "run": run})
 
 
-def patch(knob: Knob, size: int) -> str:
+def patch(option: BatchSizeOption, size: int) -> str:
     """The lines of TOML that set it."""
-    table, _, name = knob.key.rpartition(".")
+    table, _, name = option.key.rpartition(".")
     return f"[{table}]\n{name} = {size}"
 
 
-def check_patch(path: Path, knob: Knob) -> None:
+def check_patch(path: Path, option: BatchSizeOption) -> None:
     """As ``write_patch``, but only see whether it would do: trials take long."""
     path = path.resolve()
     try:
-        _with_value(path.read_text(encoding="utf-8-sig"), knob, 1)
+        _with_value(path.read_text(encoding="utf-8-sig"), option, 1)
     except (OSError, UnicodeDecodeError, TOMLKitError) as error:
         raise JobError(f"{path}: can't be changed: {error}") from error
     if not os.access(path.parent, os.W_OK):
         raise JobError(f"{path}: can't be changed: no leave to write in its folder")
 
 
-def write_patch(path: Path, knob: Knob, size: int) -> None:
-    """Set the knob in the job file at ``path``, in one step; all else stays as it is written.
+def write_patch(path: Path, option: BatchSizeOption, size: int) -> None:
+    """Set the option in the job file at ``path``, in one step; all else stays as it is written.
 
     Raises:
         JobError: it can't be read, written, or changed in this one key alone.
@@ -95,17 +95,19 @@ def write_patch(path: Path, knob: Knob, size: int) -> None:
         before = path.read_bytes()
         mode = path.stat().st_mode
         text = before.decode("utf-8-sig")
-        changed = _with_value(text, knob, size)
+        changed = _with_value(text, option, size)
         if before.startswith(b"\xef\xbb\xbf"):
             changed = "\ufeff" + changed
         write_atomically(path, changed.encode())
         path.chmod(mode)
     except (OSError, UnicodeDecodeError, TOMLKitError) as error:
-        raise JobError(f"{path}: can't be changed: {error}; write\n{patch(knob, size)}") from error
+        raise JobError(
+            f"{path}: can't be changed: {error}; write\n{patch(option, size)}"
+        ) from error
 
 
-def _with_value(text: str, knob: Knob, size: int) -> str:
-    *tables, name = knob.key.split(".")
+def _with_value(text: str, option: BatchSizeOption, size: int) -> str:
+    *tables, name = option.key.split(".")
     document = tomlkit.parse(text)
     table: Any = document
     for part in tables:
@@ -126,7 +128,7 @@ def _with_value(text: str, knob: Knob, size: int) -> str:
     except tomllib.TOMLDecodeError:
         is_as_wanted = False
     if not is_as_wanted:  # tomlkit does not know its way around every way to write a table
-        raise TOMLKitError(f"{knob.key} can't be set without touching other keys")
+        raise TOMLKitError(f"{option.key} can't be set without touching other keys")
     return changed
 
 

@@ -59,7 +59,7 @@ def search(
 
 
 def most_deaths(n: int, poison: int) -> int:
-    """What the search may cost; a lone row still has to be there for every death of a conviction."""
+    """What the search may cost; a lone row still has to be there for every death of a quarantine."""
     return poison * (math.ceil(math.log2(n)) + PROOF) + 1
 
 
@@ -175,7 +175,7 @@ def test_large_groups_go_first_and_in_their_order() -> None:
     ]  # fmt: skip
 
 
-def test_a_convicted_row_comes_last_and_alone_and_one_death_names_it() -> None:
+def test_a_quarantined_row_comes_last_and_alone_and_one_death_names_it() -> None:
     suspects, again = Suspects(), request(9)
     suspects.died([request(0), request(1)], "oom")
     suspects.suspect(again)
@@ -185,7 +185,7 @@ def test_a_convicted_row_comes_last_and_alone_and_one_death_names_it() -> None:
     assert not suspects
 
 
-def test_a_convicted_row_is_suspect_without_any_death() -> None:
+def test_a_quarantined_row_is_suspect_without_any_death() -> None:
     suspects, again = Suspects(), request(9)
     suspects.suspect(again)
     assert suspects, "new requests are to wait"
@@ -256,7 +256,7 @@ def test_the_deaths_of_a_lone_row_count_in_the_next_start() -> None:
 
 
 def test_what_is_suspected_survives_its_way_through_json() -> None:
-    suspicion = Suspicion({7: "ab", 9: "cd"}, ("oom MemoryError",), is_convict=True)
+    suspicion = Suspicion({7: "ab", 9: "cd"}, ("oom MemoryError",), is_quarantined=True)
     assert Suspicion.of_json(json.loads(json.dumps(suspicion.to_json()))) == suspicion
 
 

@@ -8,7 +8,7 @@ from contextlib import closing
 from itertools import islice
 from typing import Literal, NamedTuple
 
-from batchkit.commands.tuning.table import Line, figure
+from batchkit.commands.tuning.table import SizeResult, figure
 from batchkit.config.tables import JobConfig
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.rendering.renderer import PromptRenderer
@@ -21,7 +21,7 @@ _TIED = 1.1
 _LEAST_GROWTH = 1.5  # of the batch, for two trials to tell what a larger one gains
 
 
-class Binding(NamedTuple):
+class Bottleneck(NamedTuple):
     """``reason`` is one sentence with the figures."""
 
     resource: Literal["rendering", "preprocessing", "kv-cache", "decode", "prefill", "unknown"]
@@ -59,31 +59,31 @@ def render_alone(job: JobConfig, rows: int | None, seconds: float) -> Rendered:
     return Rendered(done, done / last if last else 0.0, with_images)
 
 
-def binding(lines: Sequence[Line], best: Line, rendered: Rendered) -> Binding:
+def bottleneck_of(lines: Sequence[SizeResult], best: SizeResult, rendered: Rendered) -> Bottleneck:
     """What to look at to make the job faster at its ``best`` size; ``lines`` are all sizes tried."""
     what = "images are opened and prompts rendered" if rendered.with_images else "prompts rendered"
     idle, rate = best.idle, best.rows_per_s or 0.0
     if idle is not None and idle.rendering > _MOSTLY:
-        return Binding(
+        return Bottleneck(
             "rendering",
             f"for {idle.rendering:.0%} of the time the engine had free places and no row was ready:"
             f" {what} at {figure(rendered.per_s)} rows/s alone, the engine took {figure(rate)} rows/s",
         )
     if idle is not None and idle.preparing > _MOSTLY:
         with_pixels = ", and images preprocessed" if rendered.with_images else ""
-        return Binding(
+        return Bottleneck(
             "preprocessing",
             f"for {idle.preparing:.0%} of the time the engine had free places although rows were"
             f" waiting: prompts are tokenised{with_pixels} there on one thread, too slowly",
         )
     if 0 < rendered.per_s < _TIED * rate:
-        return Binding(
+        return Bottleneck(
             "rendering",
             f"{what} at {figure(rendered.per_s)} rows/s with no engine beside, and the engine answers"
             f" {figure(rate)} rows/s: a faster one would wait",
         )
     if idle is not None and idle.kv_cache > _MOSTLY:
-        return Binding(
+        return Bottleneck(
             "kv-cache",
             f"the KV cache was full for {idle.kv_cache:.0%} of the time, and {idle.running:.0f} of"
             f" {best.batch_size:,} requests ran at once: more memory for it, or a smaller"
@@ -92,16 +92,16 @@ def binding(lines: Sequence[Line], best: Line, rendered: Rendered) -> Binding:
     return _compute(lines, best)
 
 
-def _compute(lines: Sequence[Line], best: Line) -> Binding:
+def _compute(lines: Sequence[SizeResult], best: SizeResult) -> Bottleneck:
     """A row's time is ``a + b / batch``: ``b`` are steps, which the rows of a batch share, and ``a``
     is what each token costs however many run. So the share of ``b`` says whether steps bind."""
     prompt, output = best.median("prompt_tokens_per_s"), best.median("completion_tokens_per_s")
     if not prompt or not output:
-        return Binding("unknown", "the engine did not count its tokens")
+        return Bottleneck("unknown", "the engine did not count its tokens")
     tokens = f"{prompt:,.0f} prompt and {output:,.0f} output tokens/s"
     shared = _shared_by_batch(lines, best)
     if shared is not None and shared >= 0.5:
-        return Binding(
+        return Bottleneck(
             "decode",
             f"{shared:.0%} of a row's time is steps that the batch shares, and a larger batch would"
             f" still make it shorter ({tokens})",
@@ -110,11 +110,11 @@ def _compute(lines: Sequence[Line], best: Line) -> Binding:
     if shared is not None:
         why = f"only {shared:.0%} of a row's time is steps that a larger batch would share"
     if prompt > output:
-        return Binding("prefill", f"{why}, and most tokens are the prompts' ({tokens})")
-    return Binding("decode", f"{why}, and most tokens are the answers' ({tokens})")
+        return Bottleneck("prefill", f"{why}, and most tokens are the prompts' ({tokens})")
+    return Bottleneck("decode", f"{why}, and most tokens are the answers' ({tokens})")
 
 
-def _shared_by_batch(lines: Sequence[Line], best: Line) -> float | None:
+def _shared_by_batch(lines: Sequence[SizeResult], best: SizeResult) -> float | None:
     """From the ``best`` size and the one below it nearest to half of it; None where there is none."""
     smaller = [ln for ln in lines if ln.rounds and best.batch_size >= _LEAST_GROWTH * ln.batch_size]
     if not smaller:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.support.paths import ROOT
+
 NINJA = shutil.which("ninja", path=Path(sys.executable).parent)
 pytestmark = pytest.mark.skipif(
     not (NINJA and shutil.which("cmake") and shutil.which("c++")), reason="no cmake, c++ or ninja"

@@ -646,7 +646,7 @@ def test_names_in_tells_fields_from_functions_that_are_called() -> None:
     assert names_in(job, job.prompt, ["{{ joiner }}"]) == {"range", "joiner"}
 
 
-def test_the_outlook_of_rows_is_alike_where_a_template_calls_a_function() -> None:
+def test_the_hint_of_rows_is_alike_where_a_template_calls_a_function() -> None:
     made = renderer(prompt={"user": "{% for i in range(2) %}{{ i }}{% endfor %}{{ q }}"})
-    first, second = (made.outlook(Row(n, str(n), {"q": "same"})) for n in range(2))
+    first, second = (made.hint(Row(n, str(n), {"q": "same"})) for n in range(2))
     assert first == second
