@@ -252,14 +252,14 @@ def retry_failed(
     if as_json:
         _print(
             json.dumps(
-                {"rows": found.rows, "by_kind": found.by_kind, "mended": found.mended}
+                {"rows": found.rows, "by_kind": found.by_kind, "recovered": found.recovered}
                 | ({} if found.summary is None else found.summary.to_json())
             )
         )
     elif found.summary is None:
         _print("nothing to retry: no row failed" + (f" by {', '.join(kinds)}" if kinds else ""))
     else:
-        _print(f"retried {found.rows} rows ({by_kind}): {found.mended} mended")
+        _print(f"retried {found.rows} rows ({by_kind}): {found.recovered} recovered")
     if found.summary is not None:
         _tell(found.summary, f"batchkit status {folder}")
         raise SystemExit(found.summary.exit)
@@ -390,7 +390,7 @@ def report(runs: tuple[str, ...], output: Path | None, no_images: bool, as_json:
         return
     table = table_of(folders[0])
     if is_mixed(folders[0]):
-        _say(f"{folders[0]}: its rows are scored in more than one way; `batchkit score` mends that")
+        _say(f"{folders[0]}: its rows are scored in more than one way; `batchkit score` fixes that")
     path = write_report(folders[0], output, images=not no_images)
     if as_json:
         _print(json.dumps({**table.to_json(), "path": str(path)}))

@@ -51,7 +51,7 @@ class InputError(JobError):
 
 
 class BrokenInputError(InputError):
-    """The rows can't be read any further; those before are done or will be, once it is mended."""
+    """The rows can't be read any further; those before are done or will be, once it is fixed."""
 
     exit_code = 1
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from batchkit.scoring.chart import Chart, ChartScore, Mode, chart_code, score_charts
-from batchkit.scoring.chart.fix import mended
+from batchkit.scoring.chart.fix import fixed
 
 
 class Gold(NamedTuple):
@@ -109,7 +109,7 @@ def compiles(response: str, mode: Mode) -> bool:
     if mode == "official":
         code = "if True:\n" + "".join(f"    {line}\n" for line in code.strip().split("\n"))
     try:
-        compile(mended(code) if mode == "fixed" else code, "<gold>", "exec")
+        compile(fixed(code) if mode == "fixed" else code, "<gold>", "exec")
     except (SyntaxError, ValueError):
         return False
     return True

@@ -397,17 +397,17 @@ def test_verify_says_sound_and_exits_by_it(finished: Path) -> None:
     assert result.stdout.endswith("NOT SOUND\n")
 
 
-def test_retry_failed_tells_what_it_mended(finished: Path) -> None:
+def test_retry_failed_tells_what_it_recovered(finished: Path) -> None:
     result = call("retry-failed", "--json")
     assert result.exit_code == 3
     found = json.loads(result.stdout)
-    assert (found["rows"], found["by_kind"], found["mended"]) == (1, {"template": 1}, 0)
+    assert (found["rows"], found["by_kind"], found["recovered"]) == (1, {"template": 1}, 0)
     result = call("retry-failed", "--json", "--set", "prompt.user={{ id }}")
     assert result.exit_code == 0
-    assert json.loads(result.stdout)["mended"] == 1
+    assert json.loads(result.stdout)["recovered"] == 1
     result = call("retry-failed", "--json")
     assert result.exit_code == 0
-    assert json.loads(result.stdout) == {"rows": 0, "by_kind": {}, "mended": 0}
+    assert json.loads(result.stdout) == {"rows": 0, "by_kind": {}, "recovered": 0}
     assert "nothing to retry" in call("retry-failed").stdout
 
 

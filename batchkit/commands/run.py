@@ -74,11 +74,11 @@ def _finished(summary: RunSummary, job: JobConfig, stop: StopRequest, say: Say) 
 
 
 class Retry(NamedTuple):
-    """What ``retry-failed`` found, and how it ended; ``mended`` of ``rows`` are ok now."""
+    """What ``retry-failed`` found, and how it ended; ``recovered`` of ``rows`` are ok now."""
 
     rows: int
     by_kind: dict[str, int]
-    mended: int
+    recovered: int
     summary: RunSummary | None
 
 
@@ -131,11 +131,11 @@ def retry_failed(
             command="retry-failed",
         ).retry(attempts, quarantined=quarantined)
         summary = _finished(summary, job_of_run(folder), stop, say)
-    mended = sum(
+    recovered = sum(
         record["index"] in attempts and failure_kind(record) is None
         for record in read_newest(folder / RESULTS)
     )
-    return Retry(len(attempts), dict(by_kind), mended, summary)
+    return Retry(len(attempts), dict(by_kind), recovered, summary)
 
 
 def _with_secrets(job: JobConfig, job_file: Path | None, say: Say) -> JobConfig:

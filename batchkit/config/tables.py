@@ -482,7 +482,7 @@ class ScoringTable(Table):
     group_by: str | None = Field(None, description="The field by whose values the table is cut.")
     mode: Literal["official", "fixed"] = Field(
         "official",
-        description="`official` equals RealHiTBench's own code to the digit; `fixed` mends its quirks:"
+        description="`official` equals RealHiTBench's own code to the digit; `fixed` corrects its quirks:"
         " docs/scoring.md lists them.",
     )
     tolerance: NonNegativeFloat = Field(

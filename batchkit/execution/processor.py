@@ -223,7 +223,7 @@ class _Loop:
         return due
 
     def _readable(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Where reading breaks off, a run that has begun can be carried on once that is mended."""
+        """Where reading breaks off, a run that has begun can be carried on once that is fixed."""
         begun = self._resumed > 0
         try:
             for row in watched(rows, self._source):

@@ -3,8 +3,8 @@ that kills it.
 
 It is an Engine itself, so the processor's loop knows nothing of deaths: what it submits comes back
 exactly once, a poison row with its error. After a death the requests that were in flight are
-replayed in halves (``suspects.py``); new ones are held until all of them are cleared. When memory
-ran out, the next engine takes one step down the ladder (``ladder.py``); if a poison row turns out to
+replayed in halves (``bisection.py``); new ones are held until all of them are cleared. When memory
+ran out, the next engine takes one step down the ladder (``engines/memory_ladder.py``); if a poison row turns out to
 be the cause, the steps that it cost are taken back.
 """
 

@@ -2,7 +2,7 @@
 
 The engine keeps what it computed of an image or of a prompt's beginning only for a while, so rows
 that share one should be in flight together. And a long answer that begins last is alone in the
-engine at the end. Both are mended within a bounded look-ahead; rows that share nothing keep their
+engine at the end. Both are corrected within a bounded look-ahead; rows that share nothing keep their
 order.
 """
 

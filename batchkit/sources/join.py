@@ -18,7 +18,7 @@ def with_fields(
     """Each record with its row's fields: those it kept if ``names`` are among them, else the row's.
 
     The rows are read again where they are needed; ``records`` come in the order of the input. A
-    failed record, which is only counted, does with what it kept where its row has been mended.
+    failed record, which is only counted, does with what it kept where its row has been answered since.
 
     Raises:
         InputError: the rows are gone, or no longer the ones that were answered.

@@ -139,7 +139,7 @@ def test_every_command_takes_the_merged_run() -> None:
     assert [page.pop("path") for page in pages] == ["output/a/report.html", f"{MERGED}/report.html"]
     assert pages[0] == pages[1]
     again = batchkit("retry-failed", str(MERGED), "--set", "prompt.user=fine", "--json")
-    assert again.json | {"rows": 8, "mended": 8, "exit": 0} == again.json
+    assert again.json | {"rows": 8, "recovered": 8, "exit": 0} == again.json
     assert batchkit("status", "--json").json["name"] == "merged", "it was started last"
 
 

@@ -168,7 +168,7 @@ def test_retry_failed_stays_within_the_shard() -> None:
     bad = {row for row in rows_of(0, 2) if row % 4 == 0}
     assert (first.exit, first.json["failed"]) == (3, len(bad))
     again = batchkit("retry-failed", str(folder(0, 2)), "--set", "prompt.user=fine", "--json")
-    assert again.json | {"rows": len(bad), "mended": len(bad), "exit": 0} == again.json
+    assert again.json | {"rows": len(bad), "recovered": len(bad), "exit": 0} == again.json
     assert verify(folder(0, 2)) | {"failed": 0, "pending": 0} == verify(folder(0, 2))
 
 

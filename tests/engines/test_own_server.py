@@ -329,8 +329,8 @@ def test_no_proxy_is_asked_for_the_runs_own_server(
 def test_what_failed_is_run_again_on_a_server_of_its_own(tmp_path: Path) -> None:
     folder = write(tmp_path, 20, f"{SERVER} --dies-of w7")
     assert batchkit("run", "job.toml", cwd=tmp_path).returncode == 3
-    mended = f'engine.server.command="{SERVER}"'
-    again = batchkit("retry-failed", folder, "--set", mended, cwd=tmp_path)
+    recovered = f'engine.server.command="{SERVER}"'
+    again = batchkit("retry-failed", folder, "--set", recovered, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert records(folder)[-1]["text"] == "0 images, asked: say w7"
 

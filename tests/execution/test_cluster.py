@@ -519,8 +519,8 @@ def test_failed_rows_are_retried_by_the_workers(in_a_folder: Path) -> None:
     write_jsonl(in_a_folder / "rows.jsonl", [{"q": "a"}, {"other": "b"}, {"q": "c"}])
     made = job(input={"path": "rows.jsonl"}, prompt={"user": "{{ q }}"})
     assert process(made).failed == 1
-    mended = job(input={"path": "rows.jsonl"}, prompt={"user": "{{ q | default('x') }}"})
-    summary = ProductionBatchProcessor(mended, begun_with=made, quiet=True).retry({1: 1})
+    recovered = job(input={"path": "rows.jsonl"}, prompt={"user": "{{ q | default('x') }}"})
+    summary = ProductionBatchProcessor(recovered, begun_with=made, quiet=True).retry({1: 1})
     assert (summary.ok, summary.failed) == (3, 0)
     assert [record["attempt"] for record in newest(in_a_folder)] == [1, 2, 1]
 

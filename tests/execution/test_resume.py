@@ -68,7 +68,7 @@ def test_resume_runs_only_what_is_missing() -> None:
     assert "resumed 4" in second.stderr
 
 
-def test_torn_run_is_mended_and_finished() -> None:
+def test_torn_run_is_recovered_and_finished() -> None:
     prepare()
     run()
     lines = LOG.read_bytes().splitlines(keepends=True)
@@ -826,14 +826,14 @@ def test_run_with_a_masked_secret_can_be_retried() -> None:
 # retry-failed
 
 
-def test_retry_mends_the_rows_that_failed_and_touches_no_other() -> None:
+def test_retry_recovers_the_rows_that_failed_and_touches_no_other() -> None:
     rows_that_fail(10, every=2)
     write_job()
     assert run().exit == 3
     before = LOG.read_bytes()
     found = batchkit("retry-failed", "job.toml", "--set", "vars.q=now there")
     assert found.exit == 0
-    assert found.stdout == "retried 5 rows (5 template): 5 mended\n"
+    assert found.stdout == "retried 5 rows (5 template): 5 recovered\n"
     assert LOG.read_bytes().startswith(before)
     again = records()[10:]
     assert [(record["index"], record["attempt"]) for record in again] == [
@@ -844,13 +844,13 @@ def test_retry_mends_the_rows_that_failed_and_touches_no_other() -> None:
     assert run().exit == 0  # --set held for that start alone, so nothing changed
 
 
-def test_retry_that_mends_nothing_says_so() -> None:
+def test_retry_that_recovers_nothing_says_so() -> None:
     rows_that_fail(6, every=2)
     write_job()
     run()
     found = batchkit("retry-failed", str(RUN))
     assert found.exit == 3
-    assert found.stdout == "retried 3 rows (3 template): 0 mended\n"
+    assert found.stdout == "retried 3 rows (3 template): 0 recovered\n"
     assert [record["attempt"] for record in records()[6:]] == [2, 2, 2]
     assert batchkit("retry-failed", str(RUN)).exit == 3
     assert {record["attempt"] for record in records()[9:]} == {3}
@@ -893,7 +893,7 @@ def test_retry_takes_only_the_kinds_it_was_given() -> None:
     run()
     assert status()["failed_by_kind"] == {"template": 1, "invalid_request": 1}
     found = batchkit("retry-failed", "--kind", "template", "--set", "vars.q=now")
-    assert found.stdout == "retried 1 rows (1 template): 1 mended\n"
+    assert found.stdout == "retried 1 rows (1 template): 1 recovered\n"
     assert found.exit == 3  # the other one is still failed
     assert status()["failed_by_kind"] == {"invalid_request": 1}
     found = batchkit("retry-failed", "--kind", "media")
@@ -901,13 +901,13 @@ def test_retry_takes_only_the_kinds_it_was_given() -> None:
     assert batchkit("retry-failed", "--kind", "weather").exit == 2
 
 
-def test_retry_as_json_tells_rows_kinds_and_what_it_mended() -> None:
+def test_retry_as_json_tells_rows_kinds_and_what_it_recovered() -> None:
     rows_that_fail(4, every=2)
     write_job()
     run()
     found = batchkit("retry-failed", "--json", "--set", "vars.q=now").json
-    assert found | {"rows": 2, "by_kind": {"template": 2}, "mended": 2, "failed": 0} == found
-    assert batchkit("retry-failed", "--json").json == {"rows": 0, "by_kind": {}, "mended": 0}
+    assert found | {"rows": 2, "by_kind": {"template": 2}, "recovered": 2, "failed": 0} == found
+    assert batchkit("retry-failed", "--json").json == {"rows": 0, "by_kind": {}, "recovered": 0}
 
 
 def test_blank_answer_is_retried_though_its_record_says_ok() -> None:
@@ -918,7 +918,7 @@ def test_blank_answer_is_retried_though_its_record_says_ok() -> None:
     LOG.write_text(text)
     (RUN / "checkpoint.json").unlink()
     found = batchkit("retry-failed")
-    assert found.stdout == "retried 1 rows (1 empty): 1 mended\n"
+    assert found.stdout == "retried 1 rows (1 empty): 1 recovered\n"
     assert records()[-1]["text"] == "dry-run: no model answered row 2"
     assert verify()["duplicates"] == 0
 
@@ -931,7 +931,7 @@ def test_retry_of_a_run_that_was_moved_aside_stays_in_it() -> None:
     other = LOG.read_bytes()
     found = batchkit("retry-failed", "output/a.1", "--set", "vars.q=now")
     assert LOG.read_bytes() == other
-    assert found.stdout == "retried 2 rows (2 template): 2 mended\n"
+    assert found.stdout == "retried 2 rows (2 template): 2 recovered\n"
     assert len(records(Path("output/a.1/results.jsonl"))) == 6
 
 
@@ -941,7 +941,7 @@ def test_retry_reaches_rows_past_the_limit_of_the_last_start() -> None:
     run()
     run("--limit", "2")
     found = batchkit("retry-failed", "--set", "vars.q=now")
-    assert found.stdout == "retried 5 rows (5 template): 5 mended\n"
+    assert found.stdout == "retried 5 rows (5 template): 5 recovered\n"
 
 
 @pytest.mark.parametrize("override", ["input.id=other", "input.format=txt", "input={id='other'}"])

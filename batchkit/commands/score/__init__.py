@@ -1,7 +1,7 @@
 """Scores answers that exist: those of a run again, or predictions that were made elsewhere.
 
 The scores of a run's records stand in ``results.jsonl`` as the rows finished; what is found here is
-laid over them (``scorebook.py``). Charts and judgements, which need a sandbox or a second model, are
+laid over them (``storage/score_store.py``). Charts and judgements, which need a sandbox or a second model, are
 found here alone.
 """
 

@@ -9,7 +9,7 @@ three:
 - a server that is busy or away (429, 502, 503, 504, no connection): all wait, and it is tried again,
   for ``give_up_s`` at most (``limiter.py``); a row that is turned away for so long while others are
   answered fails with ``server``;
-- what no waiting mends (no access, no such model, no money, given up): EngineError. The run stops,
+- what waiting does not fix (no access, no such model, no money, given up): EngineError. The run stops,
   and goes on from there when it is started again. A 402, 403, 404, 405, … or redirect is this only if
   a request of one word gets it, too; else it is the row's own.
 

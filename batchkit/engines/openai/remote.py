@@ -122,7 +122,7 @@ class Remote:
             except (TurnedAway, ServerFault) as problem:
                 if loop.time() + _START_PAUSE_S >= deadline:
                     raise EngineError(
-                        f"{self.base_url}: no answer ({problem}); start the server, or mend"
+                        f"{self.base_url}: no answer ({problem}); start the server, or correct"
                         " engine.base_url, then run the same command again"
                     ) from None
             await asyncio.sleep(_START_PAUSE_S)

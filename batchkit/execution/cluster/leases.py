@@ -5,7 +5,7 @@ dies; then it is handed out again. A worker holds as many rows as its engine can
 gets fewer. Near the end of the input nobody gets more than he can answer while the others are at the
 rest, down to single rows: so all of them end at about the same time.
 
-What a worker held when it died is replayed in halves (``suspects.py``), by the first worker that has
+What a worker held when it died is replayed in halves (``bisection.py``), by the first worker that has
 nothing else to do. So a row that kills workers is found, and the others are answered.
 """
 

@@ -4,7 +4,7 @@ What a chart can do to its own score: the values are read in the interpreter tha
 code that sets out to cheat can hand in any values (it holds no reference to copy, though, and can
 reach nothing but its own row's score).
 
-Two modes. ``official`` is what RealHiTBench's own runner does under numpy 1.26; ``fixed`` mends what
+Two modes. ``official`` is what RealHiTBench's own runner does under numpy 1.26; ``fixed`` corrects what
 in that runner fails good charts. What ``official`` reads is among what ``fixed`` reads: code that does
 the same in both, and passes under ``official``, passes under ``fixed``.
 
@@ -17,7 +17,7 @@ code in the answer             last ``import pandas … plt.show()``,  last fenc
                                                                      from the first import on
 no ``plt.show()``              no code                               runs
 indentation                    spaces at both ends of a line go:     kept; stray spaces, tabs, curly
-                               a loop indented by them fails         quotes mended if it won't compile
+                               a loop indented by them fails         quotes fixed if it won't compile
 names in comprehensions,       those of the code itself are not      as in any script
 functions and lambdas          seen (exec with a locals of its own)
 name of the table              ``'….xlsx'``, or ``table.xlsx``       also ``"….xlsx"``, but not where

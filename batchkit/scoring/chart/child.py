@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from batchkit.rendering.child_process import die_with_parent
 from batchkit.scoring.chart.answer import TABLE_NAME, TABLE_PATH
 from batchkit.scoring.chart.confine import confine
-from batchkit.scoring.chart.fix import mended
+from batchkit.scoring.chart.fix import fixed
 from batchkit.scoring.chart.messages import (
     CONFINED,
     DEFAULT_LIMITS,
@@ -177,7 +177,7 @@ def _values(run: Run, table: str) -> list[str]:
     names = _names(pyplot)
     if run.mode == "fixed":
         pyplot.close = lambda *_, **__: None  # type: ignore[attr-defined]
-        exec(compile(mended(code), "<chart>", "exec"), names)
+        exec(compile(fixed(code), "<chart>", "exec"), names)
         return fixed_readings(pyplot, run.chart_type)
     _print_as_numpy_1()
     # As the official runner has it: below an if, and with locals apart from the globals.

@@ -15,7 +15,7 @@ _NOTHING = re.compile("[\u200b\u200c\u200d\u2060\ufeff]")
 _SPACE_AFTER_BACKSLASH = re.compile(r"\\[ \t]+$", re.MULTILINE)
 
 
-def mended(code: str) -> str:
+def fixed(code: str) -> str:
     """``code``, or the nearest to it that compiles; itself where nothing does."""
     return next((variant for variant in _variants(code) if _compiles(variant)), code)
 
