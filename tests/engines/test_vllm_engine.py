@@ -14,6 +14,7 @@ from PIL import Image
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine
+from batchkit.engines.process.launcher import LOG, Launcher
 from batchkit.engines.registry import open_engine, open_preflight
 from batchkit.engines.vllm import _unknown_images
 from batchkit.errors import EngineError, JobError
@@ -34,6 +35,13 @@ def engine(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     )
     with closing(open_engine(job)) as opened:
         yield opened
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    """For one engine after another: its process imports vLLM once."""
+    with closing(Launcher(tmp_path_factory.mktemp("launcher") / LOG)) as one:
+        yield one
 
 
 def ask(engine: Engine, *requests: Request) -> list[Completion]:
@@ -201,7 +209,9 @@ def test_preflight_counts_tokens_as_the_engine_does(engine: Engine, demo_model: 
         assert preflight.render(one).prompt_tokens == done.usage.prompt_tokens
 
 
-def test_a_row_without_a_token_in_time_is_aborted(vllm_job: Callable[..., JobConfig]) -> None:
+def test_a_row_without_a_token_in_time_is_aborted(
+    vllm_job: Callable[..., JobConfig], launcher: Launcher
+) -> None:
     # A step takes 0.2 s and reads 32 tokens of the prompt: the long one needs 3 s to its first.
     options = {
         **SMALL,
@@ -209,7 +219,7 @@ def test_a_row_without_a_token_in_time_is_aborted(vllm_job: Callable[..., JobCon
         "worker_cls": "tests.support.slow_worker.SlowWorker",
     }
     job = vllm_job(run={"row_timeout_s": 1.0}, engine={"options": options})
-    with closing(open_engine(job)) as opened:
+    with closing(open_engine(job, launcher)) as opened:
         stuck, fine = ask(opened, plain(" tea" * 480, max_tokens=1), plain("milk", max_tokens=1))
     assert fine.error is None
     assert stuck.error is not None
@@ -233,20 +243,22 @@ WRONG_JOBS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("tables", "words"), WRONG_JOBS, ids=[w for _, w in WRONG_JOBS])
 def test_a_wrong_job_is_refused_before_the_model_loads(
-    vllm_job: Callable[..., JobConfig], tables: dict[str, Any], words: str
+    vllm_job: Callable[..., JobConfig], launcher: Launcher, tables: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(JobError, match=re.escape(words)):
-        open_engine(vllm_job(**tables))
+        open_engine(vllm_job(**tables), launcher)
 
 
 def test_a_folder_without_a_model_is_named(
-    vllm_job: Callable[..., JobConfig], tmp_path: Path
+    vllm_job: Callable[..., JobConfig], tmp_path: Path, launcher: Launcher
 ) -> None:
     with pytest.raises((JobError, EngineError), match=re.escape(str(tmp_path))):
-        open_engine(vllm_job(engine={"model": str(tmp_path)}))
+        open_engine(vllm_job(engine={"model": str(tmp_path)}), launcher)
 
 
-def test_a_lora_adapter_changes_the_answers(text_model: Path, tmp_path: Path) -> None:
+def test_a_lora_adapter_changes_the_answers(
+    text_model: Path, tmp_path: Path, launcher: Launcher
+) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -267,7 +279,7 @@ def test_a_lora_adapter_changes_the_answers(text_model: Path, tmp_path: Path) ->
     def answer(lora: str | None) -> str:
         engine = {"model": str(text_model), "options": options, "lora": lora}
         job = JobConfig(engine=engine, output={"dir": str(tmp_path / "output")})
-        with closing(open_engine(job)) as opened:
+        with closing(open_engine(job, launcher)) as opened:
             return ask(opened, request(1))[0].choices[0].text
 
     assert answer(str(tmp_path)) != answer(None)
