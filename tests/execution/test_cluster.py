@@ -59,6 +59,22 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 TWO = ["run.workers=2"]
 
+# Eight rows at once in each worker, a step of them in half a second.
+DRY_RUN = """
+name = "faulty"
+input.path = "rows.jsonl"
+prompt.user = "{{ q }}"
+
+[engine]
+kind = "dry-run"
+options = { latency_s = 0.5, max_num_seqs = 8 }
+"""
+
+
+def answers(n_rows: int) -> list[str]:
+    """The texts of an undisturbed run of ``DRY_RUN``."""
+    return [f"dry-run: no model answered row {n}" for n in range(n_rows)]
+
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory, text_model: Path) -> list[str]:
@@ -83,28 +99,28 @@ def test_answers_do_not_depend_on_the_number_of_workers(
 
 
 def test_a_worker_that_is_killed_costs_nothing_but_a_second_run_of_its_rows(
-    calm: list[str], tmp_path: Path, text_model: Path
+    tmp_path: Path,
 ) -> None:
-    with running(tmp_path, text_model, question_rows({}), {"step_s": 0.1}, TWO) as process:
+    with running(tmp_path, tmp_path, question_rows({}), {}, TWO, job=DRY_RUN) as process:
         wait_for_records(tmp_path, 4)
         os.kill(workers_of(process.pid)[0].pid, signal.SIGKILL)
         ended = ended_in(tmp_path, process)
-    assert_only_failed(ended, calm, {})
+    assert_only_failed(ended, answers(N_ROWS), {})
     assert len(ended.stdout.splitlines()) == 1, "Ray's own words go elsewhere"
     assert sum(worker["restarts"] for worker in status(tmp_path / "output/faulty").workers) == 1
     assert verify(tmp_path / "output/faulty").is_sound
 
 
 def test_a_driver_that_is_killed_goes_on_from_its_ledger(
-    calm: list[str], tmp_path: Path, text_model: Path
+    tmp_path: Path,
 ) -> None:
     rows = question_rows({})
-    with running(tmp_path, text_model, rows, {"step_s": 0.1}, TWO) as process:
+    with running(tmp_path, tmp_path, rows, {}, TWO, job=DRY_RUN) as process:
         wait_for_records(tmp_path, 4)
         workers = workers_of(process.pid)
         process.kill()
-    ended = start(tmp_path, text_model, rows, {}, TWO)
-    assert_only_failed(ended, calm, {})
+    ended = start(tmp_path, tmp_path, rows, {}, TWO, job=DRY_RUN)
+    assert_only_failed(ended, answers(N_ROWS), {})
     assert "resumed" in ended.stderr
     assert verify(tmp_path / "output/faulty").is_sound
     assert not psutil.wait_procs(workers, timeout=30)[1], "the dead driver's workers are gone"
@@ -145,12 +161,11 @@ def test_a_slow_worker_answers_its_share_and_no_more(
 
 
 def test_a_node_that_is_gone_costs_nothing_but_a_second_run_of_its_rows(
-    calm: list[str], tmp_path: Path, text_model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ray.cluster_utils import Cluster
 
     # A worker has the environment of its node.
-    monkeypatch.setenv("BATCHKIT_TEST_FAULTS", json.dumps({"step_s": 0.1}))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
@@ -159,8 +174,8 @@ def test_a_node_that_is_gone_costs_nothing_but_a_second_run_of_its_rows(
         other = cluster.add_node(num_cpus=1)
         address = f"run.ray_address={cluster.address}"
         rows = [row for _ in range(6) for row in question_rows({})]
-        settings = [*TWO, address, "run.checkpoint_interval_s=0.5"]
-        with running(tmp_path, text_model, rows, {}, settings) as process:
+        settings = [*TWO, address, "run.checkpoint_interval_s=0.5", "engine.options.latency_s=1.5"]
+        with running(tmp_path, tmp_path, rows, {}, settings, job=DRY_RUN) as process:
             wait_for_records(tmp_path, 1)
             seen = {worker["worker"] for worker in wait_for_workers(tmp_path, 2)}
             raylet = other.all_processes["raylet"][0].process
@@ -169,7 +184,7 @@ def test_a_node_that_is_gone_costs_nothing_but_a_second_run_of_its_rows(
     finally:
         cluster.shutdown()
     assert seen == {0, 1}
-    assert [record["text"] for record in ended.records] == calm * 6
+    assert [record["text"] for record in ended.records] == answers(6 * N_ROWS)
     assert ended.exit == 0
     lost = [worker for worker in status(tmp_path / "output/faulty").workers if worker["restarts"]]
     assert [(one["restarts"], one["state"]) for one in lost] == [(1, "waiting for a place")]
@@ -178,9 +193,9 @@ def test_a_node_that_is_gone_costs_nothing_but_a_second_run_of_its_rows(
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_all_workers_and_keeps_what_is_finished(
-    signum: signal.Signals, tmp_path: Path, text_model: Path
+    signum: signal.Signals, tmp_path: Path
 ) -> None:
-    with running(tmp_path, text_model, question_rows({}), {"step_s": 0.1}, TWO) as process:
+    with running(tmp_path, tmp_path, question_rows({}), {}, TWO, job=DRY_RUN) as process:
         wait_for_records(tmp_path, 4)
         family = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signum)
