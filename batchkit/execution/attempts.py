@@ -1,6 +1,6 @@
-"""The further tries of a row: after a failure, of a shorter prompt, or for a missing answer.
+"""Further attempts of a row: after a failure, with a shorter prompt, or for a missing answer.
 
-Where the note on the format fails, the answer that is there counts.
+If an attempt that asks for a missing answer fails, the row keeps the answer that it has.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from batchkit.types import Completion, Request
 
 
 class _Asked(NamedTuple):
-    """A row that was asked again: how often, and its last answer, which counts if no more comes."""
+    """A row that was asked again: how often, and its last answer, used if no other follows."""
 
     times: int
     answer: Completion
 
 
 class Attempts:
-    """Decides for each completion whether its row is settled, and holds those that are not.
+    """Decides for each completion whether its row is settled, and holds the requests to retry.
 
-    ``finds_nothing`` tells of an answer whether it lacks what is looked for in it. Owned by the
-    processor's thread; ``retried`` counts all further tries but those of shorter prompts.
+    ``finds_nothing`` returns True if an answer lacks what the scoring looks for in it. Used by one
+    thread only; ``retried`` counts all further attempts except those with shorter prompts.
     """
 
     def __init__(
@@ -44,15 +44,15 @@ class Attempts:
         self.retried = 0
 
     def __len__(self) -> int:
-        """How many requests wait to be submitted again."""
+        """Requests that wait to be submitted again."""
         return len(self._waiting)
 
     def pop_due(self) -> Request | None:
-        """A request whose time for another try has come."""
+        """A request that is due for another attempt, if there is one."""
         return self._waiting.pop_due()
 
     def settle(self, completion: Completion) -> Completion | None:
-        """The completion that settles the row, or None where the row is tried again."""
+        """The completion that settles the row, or None if the row is tried again."""
         if self._is_shortened(completion) or self._is_retried(completion):
             return None
         index = completion.request.row.index
@@ -68,7 +68,7 @@ class Attempts:
         shorter = self._renderer.shortened(completion.request, completion.error)
         if shorter is None:
             return False
-        if shorter.row.index in self._asked:  # rendered anew, so the note is gone
+        if shorter.row.index in self._asked:  # rendered again, without the note
             try:
                 shorter = self._renderer.with_note(shorter) or shorter
             except RowError:
@@ -95,7 +95,7 @@ class Attempts:
             again = (
                 self._renderer.with_note(completion.request) if times == 0 else completion.request
             )
-        except RowError:  # it was rendered before, as the row's prompt was checked
+        except RowError:  # not expected: the prompt was rendered and checked before
             return False
         if again is None:
             return False

@@ -1,16 +1,16 @@
 """Finds the rows that kill an engine, by replaying suspects in halves.
 
-After a death every request in flight is a suspect. They are replayed in two groups, with nothing else
-beside them; a group that kills the engine again is split, until the one at fault stands alone. A row
-is quarantined when it has killed the engine alone twice in the same way: once may be an accident of
-the machine. Where a search has ended without a quarantine, accidents do happen, and it takes three
-times from then on.
+After a death every request in flight is a suspect. They are replayed in two groups, with no other
+request in flight; a group that kills the engine again is split, until the row at fault is alone. A
+row is quarantined when it has killed the engine alone twice in the same way: a single death may be
+an accident of the machine. Once a search has ended without a quarantine, accidents are known to
+happen, and from then on three deaths are needed.
 
-What is still suspected travels to the next start as ``Suspicion``s, so that a search that was killed
-goes on where it was.
+Remaining suspects are passed to the next start as ``Suspicion``s, so that a search that was killed
+continues where it was.
 
 So k poison rows among n cost at most about k * (log2(n) + 2) restarts, and every other row is
-answered. Large groups go first: their answers show early that the engine is sound.
+answered. Large groups go first: their answers show early that the engine works.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 
 class Suspicion(NamedTuple):
-    """A group of rows that have yet to be replayed together, as the next start may know it.
+    """A group of rows that have yet to be replayed together, as stored for the next start.
 
-    ``rows``: the index of each, with its ``input_hash``, which tells whether it is still the same
-    row. ``deaths`` and ``is_quarantined`` as a Group's.
+    ``rows`` maps each index to its ``input_hash``, which shows whether it is still the same row.
+    ``deaths`` and ``is_quarantined`` as in Group.
     """
 
     rows: Mapping[int, str]
@@ -46,15 +46,15 @@ class Suspicion(NamedTuple):
         return cls(rows, tuple(group["deaths"]), group["is_quarantined"])
 
     def only(self, may_come: Callable[[int], bool]) -> Suspicion:
-        """Without the rows that will not come again."""
+        """The same group without the rows that are not read again."""
         return self._replace(rows={i: known for i, known in self.rows.items() if may_come(i)})
 
 
 @dataclass(frozen=True, slots=True)
 class Group(Generic[T]):
-    """Requests to be replayed together. ``deaths``: the causes of those that a lone one died.
+    """Requests to be replayed together. ``deaths``: how a lone one killed the engine, each time.
 
-    ``recalled_from``: the number of the earlier start's group that they belong to.
+    ``recalled_from``: the number of the group of an earlier start that they belong to.
     """
 
     requests: Sequence[T]
@@ -64,9 +64,9 @@ class Group(Generic[T]):
 
 
 class Suspects(Generic[T]):
-    """Groups of requests that have yet to be replayed, each without any other request beside it.
+    """Groups of requests that have yet to be replayed, each with no other request in flight.
 
-    What a request is, and what it kills, is the caller's: an engine's Request, a worker's Task.
+    The caller decides what a request is and what it kills: an engine's Request, a worker's Task.
 
     ``among_accidents``: an earlier search has ended without a quarantine.
     """
@@ -82,16 +82,16 @@ class Suspects(Generic[T]):
         return self._replaying is not None or bool(self._groups)
 
     def __len__(self) -> int:
-        """Requests that wait for their replay."""
+        """Requests that wait for replay."""
         return sum(len(group.requests) for group in self._groups)
 
     @property
     def groups(self) -> Sequence[Group[T]]:
-        """Those that wait for their replay, in their order."""
+        """The groups that wait for replay, in order."""
         return list(self._groups)
 
     def died(self, in_flight: Sequence[T], cause: str) -> T | None:
-        """The engine died with these in flight. The poison row, if that is proven now; else None."""
+        """Record a death with these in flight. Returns the poison row if proven, else None."""
         if not self:
             self._without_quarantine = True
         replayed, self._replaying = self._replaying, None
@@ -107,12 +107,12 @@ class Suspects(Generic[T]):
         return None
 
     def suspect(self, request: T) -> None:
-        """Replay ``request`` alone; it was quarantined before, so that one death proves it."""
+        """Replay ``request`` alone; it was quarantined before, so one death is proof."""
         self._groups.append(Group([request], is_quarantined=True))
 
     def recall(self, request: T, group: int, deaths: Sequence[str]) -> None:
-        """Suspect ``request`` as an earlier start did: in the group of that number, so far as it has
-        come and still waits."""
+        """Suspect ``request`` as an earlier start did: it joins the group of that number if one
+        still waits, else it starts one."""
         if not self:
             self._without_quarantine = True
         for place, waiting in enumerate(self._groups):
@@ -122,11 +122,11 @@ class Suspects(Generic[T]):
         self._groups.append(Group([request], tuple(deaths), recalled_from=group))
 
     def interpose(self, requests: Sequence[T]) -> None:
-        """Play these next. They are under no suspicion; they show whether the engine is sound."""
+        """Replay these next. They are not suspects; they show whether the engine works."""
         self._groups.appendleft(Group(requests))
 
     def single_out(self) -> None:
-        """Play one of the largest group next, alone: of a few poison rows among many, most are good."""
+        """Replay one row of the largest group next, alone: most rows of a group are good."""
         if self._groups:
             largest = max(self._groups, key=lambda group: len(group.requests))
             if len(largest.requests) > 1:
@@ -135,7 +135,7 @@ class Suspects(Generic[T]):
                 self._groups.appendleft(Group(largest.requests[:1]))
 
     def next_group(self) -> Sequence[T]:
-        """The group to replay now that nothing is in flight; empty when all are cleared."""
+        """The group to replay now that nothing is in flight; empty if no group is left."""
         self._replaying = self._groups.popleft() if self._groups else None
         if self._replaying is not None:
             return self._replaying.requests
@@ -156,7 +156,7 @@ class Recalled(NamedTuple):
 
 
 class Expected:
-    """What an earlier start suspected, until those rows come."""
+    """What an earlier start suspected, until those rows are read again."""
 
     def __init__(self, suspicions: Iterable[Suspicion]) -> None:
         self._rows = {
@@ -166,11 +166,11 @@ class Expected:
         }
 
     def pop(self, index: int, input_hash: str) -> Recalled | None:
-        """What was known of the row that comes now; None if nothing was, or it is another row by now."""
+        """What was known of this row; None if nothing was, or if the row has changed since."""
         known = self._rows.pop(index, None)
         return known if known and known.suspicion.rows[index] == input_hash else None
 
     def suspicions(self) -> list[Suspicion]:
-        """Of the rows that have not come yet."""
+        """Those of the rows that have not been read yet."""
         groups = {known.group: known.suspicion for known in self._rows.values()}
         return [groups[number].only(self._rows.__contains__) for number in sorted(groups)]

@@ -1,4 +1,4 @@
-"""What is most likely a slip in a job, told of its first row."""
+"""Likely mistakes in a job, found by looking at its first row."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _NEED_NO_REFERENCE = {"reward", "judge"}
 
 
 def hints(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each slip in ``output.keep`` and in the scoring; ``first`` are a row's fields."""
+    """A line per likely mistake in ``output.keep`` or the scoring; ``first``: a row's fields."""
     yield from _absent("output.keep", job.output.keep, first)
     if job.scoring.is_on:
         yield from scoring_hints(job.scoring, first)
 
 
 def scoring_hints(table: ScoringTable, first: Mapping[str, Any] | None) -> Iterator[str]:
-    """As ``hints``, of the scoring alone; ``first`` may be unknown."""
+    """Like ``hints``, for the scoring alone; ``first`` may be unknown."""
     if first is not None:
         yield from _absent("scoring", sorted(fields_of(table)), first)
     if lost := _without_reference(table):
@@ -32,7 +32,7 @@ def scoring_hints(table: ScoringTable, first: Mapping[str, Any] | None) -> Itera
 
 
 def _absent(key: str, names: Iterable[str], first: Mapping[str, Any]) -> Iterator[str]:
-    """A field that the first row lacks is most likely misspelt; it may be rare, too."""
+    """A field that the first row lacks is probably misspelt, but may just be rare."""
     for name in names:
         if name not in first:
             near = difflib.get_close_matches(name, map(str, first), n=1)
@@ -41,7 +41,7 @@ def _absent(key: str, names: Iterable[str], first: Mapping[str, Any]) -> Iterato
 
 
 def _without_reference(table: ScoringTable) -> list[str]:
-    """The scorers of the parts of ``[scoring]`` that name no reference."""
+    """Scorers of those parts of ``[scoring]`` that name no reference."""
     if table.reference_run is not None:
         return []
     found = {

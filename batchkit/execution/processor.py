@@ -1,4 +1,4 @@
-"""The loop at batchkit's heart: fill the window, poll the engine, settle what came back."""
+"""The main loop: fill the window, poll the engine, write the records."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ _SHARE_FROM = 20  # a share of failed rows says nothing before this many are set
 
 
 class ProductionBatchProcessor:
-    """Puts rows through a model and every finished row on disk, exactly once.
+    """Runs every row through a model and writes each finished row to disk, exactly once.
 
-    ``job`` is a JobConfig or the path of a job file. Calling ``process`` again carries on where the
+    ``job`` is a JobConfig or the path of a job file. Calling ``process`` again continues where the
     last call stopped; one processor makes one run at a time. ``begun_with`` is the job that the run
-    folder stands for, where ``job`` departs from it on purpose by ``overrides``.
+    folder was made for, if ``overrides`` make ``job`` differ from it on purpose.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class ProductionBatchProcessor:
         """Run the job's input, or ``rows``: prompts, chat messages, dicts of template fields, or a
         DataFrame (pandas, polars; pyarrow's tables too), whose NaN is None.
 
-        A list of rows, or a DataFrame, resumes like a file does. An iterator can't be compared with what an earlier
-        call saw, so each call begins a new run; the old folder is moved aside.
+        A list of rows, or a DataFrame, resumes like a file. An iterator can't be compared with what
+        an earlier call saw, so each call begins a new run; the old folder is moved aside.
 
         Raises:
             BatchkitError: the run stopped; everything finished is on disk. See ``errors``.
@@ -101,11 +101,11 @@ class ProductionBatchProcessor:
         quarantined: Collection[int] = (),
         rows: Sequence[Any] | Input | None = None,
     ) -> RunSummary:
-        """Run the rows in ``attempts`` again, those that still have no answer.
+        """Run the rows in ``attempts`` again, except those that have an answer by now.
 
-        ``attempts`` maps a row's index to the number of its last attempt, 0 where it has no record
-        yet; the ``quarantined`` ones killed the engine, and are run alone. ``rows`` (or where they
-        come from) and errors as with ``process``.
+        ``attempts`` maps a row's index to the number of its last attempt, 0 if it has no record
+        yet; the ``quarantined`` ones killed the engine, and are run alone. ``rows`` (or their
+        source) and errors as with ``process``.
         """
         if rows is None:
             source = from_job(self.job)
@@ -122,7 +122,7 @@ class ProductionBatchProcessor:
         renderer = PromptRenderer(self.job)
         references = references_of(self.job) if self.job.scoring.is_on else None
         if self._fresh or self._on_change == "new":
-            open_preflight(self.job)  # a mistyped option must not cost the folder its place
+            open_preflight(self.job)  # before the folder is moved: an option may be mistyped
         with ExitStack() as stack:
             if not self._handles_signals:
                 stack.enter_context(self._stop.installed())
@@ -136,7 +136,7 @@ class ProductionBatchProcessor:
                     on_change=self._on_change,
                 )
             )
-            renderer.check_files()  # the manifest has what they said later
+            renderer.check_files()  # the manifest must describe the same templates
             progress = stack.enter_context(closing(self._progress()))
             for text in run.messages:
                 progress.event(text)
@@ -156,7 +156,7 @@ class ProductionBatchProcessor:
 
 
 class _Loop:
-    """One start of a run. Its own thread is the only one that touches engine and store."""
+    """One start of a run. Only its own thread uses the worker pool and the store."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class _Loop:
         return self._settle_all(self._without(done_elsewhere, self._readable(rows)))
 
     def retry(self, attempts: Mapping[int, int], quarantined: Collection[int]) -> RunSummary:
-        """Settle the rows in ``attempts`` anew; the numbers are those of their last attempts."""
+        """Run the rows in ``attempts`` again; the numbers are those of their last attempts."""
         attempts = self._still_due(attempts)
         self._is_retry, self._attempts, self._quarantined = True, attempts, quarantined
         self._elsewhere = self._manifest["skipped_elsewhere"]
@@ -205,9 +205,9 @@ class _Loop:
         return self._settle_all(self._readable(rows))
 
     def _still_due(self, attempts: Mapping[int, int]) -> dict[int, int]:
-        """Without the rows that another process tried again before this one held the folder.
+        """``attempts`` without the rows that another process retried before this one had the lock.
 
-        After a requeue by another process, an index may be that of a row that has an answer.
+        After a requeue by another process, an index may belong to a row that has an answer.
         """
         log = self._folder / RESULTS
         newest = newest_rows(log)
@@ -223,7 +223,7 @@ class _Loop:
         return due
 
     def _readable(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Where reading breaks off, a run that has begun can be carried on once that is fixed."""
+        """If reading fails, a run that has begun can continue once the input is fixed."""
         begun = self._resumed > 0
         try:
             for row in watched(rows, self._source):
@@ -276,11 +276,11 @@ class _Loop:
             return self._summary(self._total.wait())
 
     def _distrust(self, changed: Collection[str]) -> None:
-        """The next start must compare the rows that were answered with those that are there."""
+        """Make the next start compare the answered rows with those in the input."""
         self._manifest["input"] = distrusted(self._manifest["input"], changed)
 
     def _check_complete(self) -> None:
-        """Every row was read: none may be left without a record."""
+        """All rows were read. Raises BrokenInputError if one of them has no record."""
         if self._is_retry:
             missing = len(self._attempts) - self._settled
         else:
@@ -325,11 +325,11 @@ class _Loop:
 
     def _new_pool(self, rows: Iterator[Row]) -> WorkerPool:
         look_ahead, may_wait = self._job.run.look_ahead, self._source.files is None
-        if look_ahead > 1 and not may_wait:  # an iterator's rows may come one by one
+        if look_ahead > 1 and not may_wait:  # an iterator may give its rows slowly
             rows = well_ordered(rows, self._renderer.hint, look_ahead)
         tasks = (Task(row, self._attempts.get(row.index, 0) + 1) for row in rows)
         listener = Listener(self._progress.event, self._tell, self._progress.note, self._remember)
-        # Loading may take minutes, and nothing is in flight meanwhile: a signal ends it at once.
+        # Loading may take minutes, with nothing in flight: a signal stops it at once.
         opening = self._stop.immediate
         if self._job.run.workers is not None:
             return RayWorkerPool(
@@ -355,14 +355,14 @@ class _Loop:
         )
 
     def _left(self) -> int | None:
-        """How many rows of this start have no record yet."""
+        """Rows of this start that have no record yet; None if the total is unknown."""
         if self._is_retry:
             return len(self._attempts) - self._settled
         total = self._total.now()
         return None if total is None else total - self._elsewhere - self._resumed - self._settled
 
     def _known(self) -> EngineHistory:
-        """What earlier starts have learned."""
+        """What earlier starts have learned about the engine."""
         among_accidents = self._manifest.get("engine_accidents", False)
         return EngineHistory(0, self._known_steps(), among_accidents, self._known_suspicions())
 
@@ -382,7 +382,7 @@ class _Loop:
         return index in self._attempts or not self._store.totals.is_settled(index)
 
     def _suspects_of(self) -> str:
-        """Tells the settings that rows were suspected under; under others they may do no harm."""
+        """A hash of the settings that suspicions hold for; with others, rows may do no harm."""
         options = self._job.engine.options
         return input_hash({"identity": self._manifest["identity"], "options": options})
 
@@ -397,7 +397,7 @@ class _Loop:
         return list(steps)
 
     def _feed(self, pool: WorkerPool) -> None:
-        """Until every row is settled or a stop is due: fill, poll, write down."""
+        """Fill, poll and write until every row is settled or a stop is due."""
         try:
             while True:
                 self._write(pool.fill(taking=self._stop.signum is None))
@@ -407,7 +407,7 @@ class _Loop:
                     break
                 try:
                     lines = pool.poll()
-                except Interrupted:  # while the engine was restarted: nothing is in flight to drain
+                except Interrupted:  # during an engine restart: nothing is in flight
                     break
                 self._write(lines)
                 self._housekeeping(pool)
@@ -417,14 +417,14 @@ class _Loop:
             self._progress.update(self._state(), force=True)
 
     def _tell(self, text: str) -> None:
-        """An event of the engine's life: also in the manifest, for ``status``; the last ones only."""
+        """Report an engine event; the last ones are also kept in the manifest, for ``status``."""
         self._progress.event(text)
         events = self._manifest["starts"][-1].setdefault("engine_events", [])
         events.append(text)
         del events[:-MOST_EVENTS]
 
     def _remember(self, history: EngineHistory) -> None:
-        """What an engine's death taught reaches the manifest at once: the next start needs it."""
+        """Save what an engine's death taught to the manifest at once: the next start needs it."""
         self._manifest["starts"][-1]["engine_restarts"] = history.restarts
         self._manifest["engine_steps"] = history.steps
         self._manifest["engine_accidents"] = history.among_accidents
@@ -435,7 +435,7 @@ class _Loop:
         self._save_manifest()
 
     def _must_stop(self, pool: WorkerPool) -> bool:
-        """A stop was asked for: say so once, and wait for what is in flight while that is wanted."""
+        """A stop was requested: report it once; True when the loop must not wait any longer."""
         if not self._stopping and pool.in_flight and not self._stop.is_due:
             self._stopping = True
             self._progress.event(
@@ -445,7 +445,7 @@ class _Loop:
         return self._stop.is_due or not pool.in_flight
 
     def _write(self, lines: Sequence[RecordLine]) -> None:
-        """What was settled reaches the log; then see whether too much of it failed."""
+        """Write settled rows to the log; then check whether too many failed."""
         for line in lines:
             self._store.copy(line)
             self._failed += line.record["status"] != "ok"
@@ -468,14 +468,14 @@ class _Loop:
         return begun >= _SHARE_FROM and self._failed > limit * begun
 
     def _housekeeping(self, pool: WorkerPool) -> None:
-        """Progress at every turn, a checkpoint when its interval is over.
+        """Update the progress at every call; write a checkpoint when its interval is over.
 
-        A checkpoint that takes long is made less often, so that it costs at most a fiftieth of
-        the time: it is a cache, and a late one only means that a resume reads more of the log.
+        The interval grows if checkpoints are slow, so that they cost at most a fiftieth of the
+        time: the checkpoint is a cache, and an old one only makes a resume read more of the log.
         """
         self._progress.update(self._state())
         if self._manifest["total"] is None and (total := self._total.now()) is not None:
-            self._manifest["total"] = total  # so that status need not count again
+            self._manifest["total"] = total  # so that status need not count the rows
             self._save_manifest()
         now = time.monotonic()
         if now >= self._next_sync:
@@ -486,7 +486,7 @@ class _Loop:
                 self._save_manifest()
 
     def _note_workers(self, pool: WorkerPool) -> bool:
-        """For ``status``: how each of several workers does. Whether there are any to tell of."""
+        """Note the state of each of several workers for ``status``; False if there is only one."""
         if workers := pool.workers():
             self._manifest["starts"][-1]["workers"] = workers
         return bool(workers)
@@ -505,9 +505,9 @@ class _Loop:
         )
 
     def _summary(self, total: int | None, code: int | None = None) -> RunSummary:
-        """How it ended; without a ``code``, by whether rows remain (after a retry) or failed."""
+        """How the run ended; without ``code``, it depends on rows left (retry) or failed."""
         if code is None or code > 128:
-            self._store.sync()  # after an error, the store's own close does what can still be done
+            self._store.sync()  # after an error, closing the store writes what it can
         state = self._state()
         if code is None:
             remaining = (total or 0) - self._elsewhere - state.settled

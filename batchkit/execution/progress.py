@@ -1,4 +1,4 @@
-"""What a run says while it works: a bar or plain lines on stderr, and ``run.log``."""
+"""Progress output: a bar or plain lines on stderr, and ``run.log``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RATE_SPAN_S = 60.0
 
 
 class State(NamedTuple):
-    """Where the run stands. Rows over the whole job; tokens of this start only."""
+    """The state of a run. Rows are of the whole job, tokens of this start only."""
 
     total: int | None
     ok: int
@@ -49,10 +49,10 @@ class Rates(NamedTuple):
 
 
 class Progress:
-    """One per start; owned by the processor's thread.
+    """One per start; used by the processor's thread only.
 
-    On a terminal a tqdm bar, elsewhere one plain line per ``interval_s``; run.log gets every event
-    and the plain lines in both cases. ``quiet`` leaves only run.log.
+    Shows a tqdm bar on a terminal, otherwise one plain line per ``interval_s``; run.log gets every
+    event and the plain lines in both cases. With ``quiet``, only run.log is written.
     """
 
     def __init__(
@@ -78,16 +78,16 @@ class Progress:
         self._next_line = self._next_bar = 0.0
 
     def event(self, text: str) -> None:
-        """Something worth knowing: one line in run.log and on stderr."""
+        """Write one line to run.log and to stderr."""
         self._write(text)
         self._say(text)
 
     def note(self, text: str) -> None:
-        """What is too long for a line, as a dump of stacks: indented, in run.log alone."""
+        """Write a long text, for example a dump of stacks, indented, to run.log only."""
         self._write(text.strip().replace("\n", "\n    "))
 
     def update(self, state: State, *, force: bool = False) -> None:
-        """Show ``state`` where it is time to; costs next to nothing otherwise."""
+        """Show ``state`` if an update is due; very cheap otherwise."""
         now = self._clock()
         if not self._samples:
             self._samples.append((now, state))
@@ -108,7 +108,7 @@ class Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-        with suppress(OSError):  # nothing is left unwritten: every line was flushed
+        with suppress(OSError):  # nothing is lost: every line was flushed
             self._log.close()
 
     def _write(self, line: str) -> None:
@@ -160,7 +160,7 @@ class Progress:
             self._lose_stream()
 
     def _lose_stream(self) -> None:
-        """Nobody reads on: the terminal is gone, or the pipe was closed. run.log goes on."""
+        """The terminal or the pipe was closed: from now on write to run.log only."""
         self._quiet, self._on_terminal = True, False
 
 
@@ -173,7 +173,7 @@ def _log_errors(path: Path) -> Iterator[None]:
 
 
 def describe(state: State, rates: Rates) -> str:
-    """One plain line, as ``1,200 of 3,071 rows, 2 failed, 5.1 rows/s, …, 6 min left``."""
+    """One plain line, for example ``1,200 of 3,071 rows, 2 failed, 5.1 rows/s, …, 6 min left``."""
     of = "" if state.total is None else f" of {state.total:,}"
     parts = [
         f"{state.settled:,}{of} rows",

@@ -1,4 +1,4 @@
-"""How a completion becomes the row's record."""
+"""Makes a row's record from its completion."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def to_record(
     with_prompt: bool = False,
     scored: Scored | None = None,
 ) -> Record:
-    """The line that tells how ``completion`` settled its row, with the row's fields in ``keep``.
+    """The record of the row that ``completion`` settled, with the row's fields in ``keep``.
 
-    ``scored`` is left out where nothing is scored.
+    ``scored`` is None if nothing is scored.
     """
     request, error, usage = completion.request, completion.error, completion.usage
     row, first = request.row, completion.choices[0] if completion.choices else None
@@ -54,11 +54,11 @@ def _truncated_tokens(completion: Completion) -> int | None:
     if not (is_count(cut.prompt_tokens) and is_count(usage.prompt_tokens)):
         return None
     tokens = cut.prompt_tokens - usage.prompt_tokens
-    return tokens if tokens >= 0 else None  # a server may count otherwise as it refuses
+    return tokens if tokens >= 0 else None  # a server may count differently when it refuses
 
 
 def failed_unless_whole(completion: Completion) -> Completion:
-    """An answer that the engine broke off, or that is only white space, is a failure."""
+    """The completion, with an error if its answer was broken off or is only white space."""
     if completion.error is not None:
         return completion
     reasons = [choice.finish_reason for choice in completion.choices]

@@ -1,8 +1,8 @@
-"""``--on-change requeue``: the records whose row is still the same go on to a new log.
+"""``--on-change requeue``: move the records whose row is unchanged to a new log.
 
-Log, checkpoint and manifest are replaced in one step. They are made in a folder beside the old
-ones; renaming that folder to ``.requeue`` decides. From then on nobody reads the old files, and
-whoever opens the run next moves the new ones into place, as often as it takes.
+Log, checkpoint and manifest are replaced in one step. The new ones are made in a folder beside the
+old ones; renaming that folder to ``.requeue`` commits the change. From then on the old files are
+not read, and the next process that opens the run moves the new ones into place, retrying if needed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _AT_ONCE = 1000
 def requeue(folder: Path, rows: Iterable[Row], manifest: Mapping[str, Any], *, by_id: bool) -> str:
     """Keep the records whose row is still among ``rows``, under its present index; drop the others.
 
-    ``manifest`` is the run's from now on. The old log stays beside the new one. A row is the same
-    if its fields are, and it is looked for by id if the job names one (the n-th row of an id for
+    ``manifest`` becomes the run's manifest. The old log is kept beside the new one. A row is the
+    same if its fields are; it is looked up by id if the job names one (the n-th row of an id for
     the n-th record of it), else by index. Holds an index and a hash per row.
 
     Raises:
-        StoreError: the disk refuses; the run is as it was.
+        StoreError: the disk refuses; the run is unchanged.
     """
     unfinished = folder / _UNFINISHED
     try:
@@ -57,14 +57,14 @@ def requeue(folder: Path, rows: Iterable[Row], manifest: Mapping[str, Any], *, b
 
 
 def finish_requeue(folder: Path) -> str | None:
-    """Move what ``requeue`` has made into place, if it was interrupted; the name of the old log.
+    """Finish an interrupted ``requeue``: move its files into place. Returns the old log's name.
 
-    Whoever opens a run calls it first.
+    Called by a run and by a repair before they read the log.
 
     Raises:
         StoreError: the disk refuses.
     """
-    shutil.rmtree(folder / _UNFINISHED, ignore_errors=True)  # nothing was decided yet
+    shutil.rmtree(folder / _UNFINISHED, ignore_errors=True)  # not committed
     made, aside = folder / REQUEUE, None
     if not os.path.lexists(made):
         return None
@@ -72,10 +72,10 @@ def finish_requeue(folder: Path) -> str | None:
         raise StoreError(f"{made}: is not the folder that a requeue makes; remove it")
     try:
         if (made / RESULTS).exists():
-            if (folder / RESULTS).exists():  # not so if a kill came between here and the new log
+            if (folder / RESULTS).exists():  # missing after a kill before the new log
                 aside = free_name(folder / RESULTS, "before")
                 (folder / RESULTS).rename(aside)
-            (folder / CHECKPOINT).unlink(missing_ok=True)  # it is of the old log
+            (folder / CHECKPOINT).unlink(missing_ok=True)  # it belongs to the old log
         for name in (RESULTS, CHECKPOINT, MANIFEST):
             if (made / name).exists():
                 (made / name).replace(folder / name)
@@ -87,7 +87,7 @@ def finish_requeue(folder: Path) -> str | None:
 
 
 def _present(rows: Iterable[Row], *, by_id: bool) -> dict[tuple[str, int], tuple[int, str]]:
-    """Index and hash of each row, by what its record is looked for."""
+    """Index and hash of each row, by the key that its record is looked up with."""
     n_rows: Counter[str] = Counter()
     present = {}
     for row in rows:
@@ -100,7 +100,7 @@ def _present(rows: Iterable[Row], *, by_id: bool) -> dict[tuple[str, int], tuple
 def _copy(
     old: Path, folder: Path, present: Mapping[tuple[str, int], tuple[int, str]], by_id: bool
 ) -> tuple[int, int]:
-    """Write the records to keep, with their checkpoint. How many were kept, and how many dropped."""
+    """Write the records to keep, with their checkpoint. Returns the numbers kept and dropped."""
     n_records: Counter[str] = Counter()
     kept = dropped = 0
     with closing(Store(folder)) as store:
@@ -112,7 +112,7 @@ def _copy(
                 dropped += 1
                 continue
             kept += 1
-            record["index"], record["id"] = row_now[0], key  # without ids of its own: its index
+            record["index"], record["id"] = row_now[0], key  # if rows have no ids: the index
             store.copy(RecordLine(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE), record))
             if kept % _AT_ONCE == 0:
                 store.flush()

@@ -1,8 +1,8 @@
-"""What an earlier start left in the run folder, and what it means for this one.
+"""What an earlier start left in the run folder, and how this start treats it.
 
-A run goes on only with the job and the input that it began with: anything else would mix two
-configurations in one table. Where they differ, ``on_change`` decides: stop and say what differs,
-begin a new run beside the old, or keep the records whose rows are still the same and run the rest.
+A run continues only with the job and the input that it began with: anything else would mix two
+configurations in one table. If they differ, ``on_change`` decides: stop and list the differences,
+begin a new run beside the old one, or keep the records of unchanged rows and run the rest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OnChange = Literal["fail", "new", "requeue"]
 
 
 class OpenRun(NamedTuple):
-    """A claimed run folder; ``messages`` says what was done to open it."""
+    """A claimed run folder; ``messages`` report what was done to open it."""
 
     folder: Path
     store: Store
@@ -48,7 +48,7 @@ class OpenRun(NamedTuple):
         """Write the manifest.
 
         Raises:
-            LostLockError: the folder may be another process's by now; nothing is written.
+            LostLockError: another process may hold the folder now; nothing is written.
             StoreError: the disk refuses.
         """
         self.lock.check()
@@ -65,10 +65,9 @@ def open_run(
     fresh: bool,
     on_change: OnChange,
 ) -> Iterator[OpenRun]:
-    """Claim the run folder, settle what changed, open the store; close all of it afterwards.
+    """Claim the run folder, handle changes, open the store; close everything afterwards.
 
-    ``job`` is what the run is to be made from, ``overrides`` what this start alone does otherwise.
-
+    ``job`` is the job that the run is made from; ``overrides`` apply to this start only.
     Raises:
         ChangedError: job or input changed, and ``on_change`` is "fail".
         StoreError: another process holds the folder, or the disk refuses.
@@ -78,7 +77,7 @@ def open_run(
     with ExitStack() as held:
         lock = held.enter_context(claim(folder))
         if _must_move_aside(job, source, new, fresh=fresh, on_change=on_change, messages=messages):
-            messages.append(f"the earlier run is kept in {move_aside(folder)}")  # lock and all
+            messages.append(f"the earlier run is kept in {move_aside(folder)}")  # with its lock
             held.close()
             lock = held.enter_context(claim(folder))
             if _has_run(folder):
@@ -104,7 +103,7 @@ def open_run(
 
 
 def _moved_media(folder: Path, job: JobConfig) -> str | None:
-    """What to say if images were read from another folder before. Data may be moved, so it is no change."""
+    """A message if ``media.root`` has changed. Data may be moved, so this is not a change."""
     try:
         before = job_of_run(folder).media.root
     except JobError:  # the first start, or a damaged job.toml: this start writes a new one
@@ -119,10 +118,10 @@ def _moved_media(folder: Path, job: JobConfig) -> str | None:
 
 @contextmanager
 def _closing(run: OpenRun, start: dict[str, Any]) -> Iterator[None]:
-    """Close the store and note in the manifest how this start ended, whatever ends it.
+    """Close the store and note in the manifest how this start ended, even after an error.
 
-    An error that ends the run is the one that is raised: if the disk is full, what can't be written
-    after it is only a note to it.
+    The error that ended the run is the one raised: if the disk is full, a further write error
+    becomes a note on it.
     """
     try:
         yield
@@ -158,10 +157,10 @@ def _must_move_aside(
     on_change: OnChange,
     messages: list[str],
 ) -> bool:
-    """Settle what an earlier start left in the folder. True if it must give way to a new run.
+    """Handle what an earlier start left in the folder. True if it must be moved aside.
 
     Raises:
-        StoreError: there are records, and no manifest says what they were made from.
+        StoreError: there are records, and no manifest that describes their job and input.
         ChangedError: job or input changed, and ``on_change`` is "fail".
     """
     folder = job.folder
@@ -181,18 +180,18 @@ def _must_move_aside(
 
 
 def _merged(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
-    """The run's own manifest, with what decides this start's answers in it."""
+    """The run's own manifest, updated with what decides this start's answers."""
     renewed = ("input", "identity", "fingerprints", "model", "seed", "total")
     merged = new | old | {key: new[key] for key in renewed}
     if merged["scoring"] != new["scoring"]:
-        merged["scoring"] = None  # of several kinds, until all is scored anew in one of them
-    # A job that was read back from its job.toml has its secrets masked; their fingerprints stay.
+        merged["scoring"] = None  # mixed, until all rows are scored again in one way
+    # A job that was read from its job.toml has masked secrets; keep their fingerprints.
     merged["identity"] = known_of(new["identity"], old["identity"])
     return merged
 
 
 def _has_run(folder: Path) -> bool:
-    """True if the folder holds more than what a start makes before it writes the manifest."""
+    """True if the folder holds more than a start creates before it writes the manifest."""
     log = folder / RESULTS
     has_records = log.exists() and log.stat().st_size > 0
     return is_run(folder) or has_records or (folder / CHECKPOINT).exists()
@@ -205,7 +204,7 @@ def _settle_changes(
     on_change: OnChange,
     messages: list[str],
 ) -> bool:
-    """Do what ``on_change`` says about changes. True where the old run must be moved aside."""
+    """Apply ``on_change`` to any changes. True if the old run must be moved aside."""
     folder = job.folder
     manifest = read_manifest(folder)
     job_changes = differences(manifest["identity"], new["identity"])
@@ -222,7 +221,7 @@ def _settle_changes(
     messages.append(f"changed since this run began: {'; '.join(changes)}")
     if on_change == "new":
         return True
-    # Another filter or share changes no answer: the records of the rows that it keeps still hold.
+    # Another filter or shard changes no answer: records of the rows that it keeps stay valid.
     holds = all(change.startswith(("input.where:", "input.shard:")) for change in job_changes)
     rows = source.everything(lambda index: False) if holds else iter(())
     check_log(folder)
@@ -231,9 +230,9 @@ def _settle_changes(
 
 
 def input_changes(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
-    """One line for each file that differs, by content: moving or touching one changes nothing.
+    """One line for each file that differs by content; moving or touching a file changes nothing.
 
-    Unless its new name has it read in another format.
+    Except if its new name means that it is read in another format.
     """
     if len(then) == len(now) and all(map(_same, then, now)):
         return []
@@ -247,7 +246,7 @@ def input_changes(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> list
 
 
 def _same(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    formats = {then.get("read_as"), now.get("read_as")} - {None, ""}  # older runs noted none
+    formats = {then.get("read_as"), now.get("read_as")} - {None, ""}  # older runs did not note it
     return bool(then["sha256"] == now["sha256"]) and len(formats) < 2
 
 

@@ -1,4 +1,4 @@
-"""Which failed requests are tried again within a run, when, and with what changed."""
+"""Which failed requests are tried again within a run, when, and what changes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from batchkit.errors import EmptyTextError, RowOutOfMemoryError
 from batchkit.rendering.renderer import with_temperature
 from batchkit.types import Completion, Request
 
-_MOST_DOUBLINGS = 60  # longer than any run; a float ends at 1023
+_MOST_DOUBLINGS = 60  # longer than any run; a float overflows past 1023
 
 
 class Waiting:
-    """Requests to be submitted again, each when its time has come."""
+    """Requests to be submitted again, each when it is due."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -40,9 +40,9 @@ class Waiting:
 
 
 def next_attempt(completion: Completion, tries: int, retry: RetryTable) -> Request | None:
-    """The request to submit again, or None where the failure is final.
+    """The request to submit again, or None if the failure is final.
 
-    ``tries`` counts the row's tries in this run, the one that just failed included.
+    ``tries`` counts the row's tries in this run, including the one that just failed.
     """
     request, error = completion.request, completion.error
     if error is None or not error.retryable or tries >= retry.attempts:
@@ -58,14 +58,14 @@ def next_attempt(completion: Completion, tries: int, retry: RetryTable) -> Reque
 
 
 def next_sampling(request: Request, retry: RetryTable) -> Request:
-    """``request`` as its next attempt: the number, and the temperature of that attempt."""
+    """``request`` with the number and the temperature of its next attempt."""
     attempt = request.attempt + 1
     sampling = with_temperature(request.sampling, attempt, retry)
     return replace(request, sampling=sampling, attempt=attempt)
 
 
 def wait_s(tries: int, retry: RetryTable) -> float:
-    """Seconds before the next try of a row that was tried ``tries`` times: twice as long each time."""
+    """Seconds before the next try after ``tries`` tries; doubles each time."""
     return retry.backoff_s * 2.0 ** min(tries - 1, _MOST_DOUBLINGS)
 
 

@@ -1,7 +1,7 @@
-"""SIGINT and SIGTERM: what was asked for, and by when the run must have stopped.
+"""SIGINT and SIGTERM: which signal was received, and when the run must have stopped.
 
-While rows are in flight a signal only leaves a note, which the processor's loop reads; before and
-after, there is nothing to drain, and it raises Interrupted where it strikes.
+While rows are in flight a signal only sets a flag, which the processor's loop reads; before and
+after, there is nothing to drain, and the handler raises Interrupted at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Interrupted(BaseException):
 
 
 class StopRequest:
-    """The first SIGINT grants 10 s to finish what is in flight; a second one, or SIGTERM, none."""
+    """The first SIGINT allows 10 s to finish what is in flight; a second one, or SIGTERM, none."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.signum: int | None = None
@@ -35,18 +35,18 @@ class StopRequest:
         self._clock = clock
 
     def ask(self, signum: int, *, drain_s: float) -> None:
-        """Stop within ``drain_s`` seconds; asked twice, the earlier deadline holds."""
+        """Stop within ``drain_s`` seconds; of two requests, the earlier deadline counts."""
         self.signum = self.signum or signum
         self._deadline = min(self._deadline, self._clock() + drain_s)
 
     @property
     def is_due(self) -> bool:
-        """True once waiting any longer is not wanted."""
+        """True once the deadline has passed."""
         return self._clock() >= self._deadline
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Signals in here leave a note and don't raise."""
+        """Inside this block signals set a flag and don't raise."""
         self._deferred = True
         try:
             yield
@@ -55,7 +55,7 @@ class StopRequest:
 
     @contextmanager
     def immediate(self) -> Iterator[None]:
-        """Signals in here raise, also where they are deferred around it; so does an earlier note."""
+        """Inside this block signals raise, even within ``deferred``; so does an earlier signal."""
         before, self._deferred = self._deferred, False
         try:
             if self.signum is not None:
@@ -66,7 +66,7 @@ class StopRequest:
 
     @contextmanager
     def installed(self) -> Iterator[StopRequest]:
-        """Handle the two signals; outside the main thread Python allows none, and this does nothing."""
+        """Handle both signals; does nothing outside the main thread, where Python allows none."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -82,7 +82,7 @@ class StopRequest:
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         first = self.signum is None
-        if not first:  # a step that hangs reads no note: the next signal ends the process
+        if not first:  # a loop that hangs reads no flag: the next signal ends the process
             signal.signal(signum, signal.SIG_DFL)
         self.ask(signum, drain_s=DRAIN_S if first and signum == signal.SIGINT else 0.0)
         if not self._deferred:

@@ -1,11 +1,11 @@
-"""Keeps an engine going: restarts it when it dies, smaller when memory ran out, and finds the row
-that kills it.
+"""Keeps an engine running: restarts it when it dies, with smaller settings if memory ran out, and
+finds the row that kills it.
 
-It is an Engine itself, so the processor's loop knows nothing of deaths: what it submits comes back
-exactly once, a poison row with its error. After a death the requests that were in flight are
-replayed in halves (``bisection.py``); new ones are held until all of them are cleared. When memory
-ran out, the next engine takes one step down the ladder (``engines/memory_ladder.py``); if a poison row turns out to
-be the cause, the steps that it cost are taken back.
+It is an Engine itself, so the processor's loop knows nothing of deaths: every submitted request
+comes back exactly once, a poison row with its error. After a death the requests in flight are
+replayed in halves (``bisection.py``); new ones are held until all of them are cleared. If memory
+ran out, the next engine takes one step down the ladder (``engines/memory_ladder.py``); if a poison
+row turns out to be the cause, its steps are undone.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Say = Callable[[str], None]
 
 
 class EngineHistory(NamedTuple):
-    """What the deaths of engines taught: the next start of the run needs it.
+    """What earlier deaths of engines taught; the next start of the run needs it.
 
-    ``steps``: the ladder's. ``among_accidents``: engines have died of no row's fault. ``suspicions``:
-    where the search for a poison row is.
+    ``steps``: the ladder's. ``among_accidents``: engines have died without a row at fault.
+    ``suspicions``: the state of the search for a poison row.
     """
 
     restarts: int
@@ -49,24 +49,25 @@ class EngineHistory(NamedTuple):
 
 
 GROWTH_SHARE = 0.05
-"""At most this share of the time goes into restarts that only try a larger setting."""
+"""At most this share of the time is spent on restarts that only try a larger setting."""
 LONGEST_PAUSE_S = 10
 _GROWTH, _DEATH = "a stretch of success", "it died"
 _KILLED = "SIGKILL"
-_UNKNOWN_LIMITS = {"max_num_seqs": 256}  # vLLM's default, for an engine that died before it told
+_UNKNOWN_LIMITS = {"max_num_seqs": 256}  # vLLM's default, if the engine died before it reported
 
 
 class SupervisedEngine:
-    """``say`` gets one line per event, ``note`` what is too long for that.
+    """``say`` gets one line per event, ``note`` longer texts.
 
-    ``restarts`` counts attempts to open an engine after the first. ``remember`` is called
-    with what was learned, before the next engine is opened and when a search ends;
-    ``among_accidents`` and ``suspicions`` are what an earlier start learned. ``quarantined`` are the
-    indices of rows that killed an engine in an earlier start: each is run alone, and once.
+    ``restarts`` counts attempts to open an engine after the first. ``remember`` is called with what
+    was learned, before the next engine is opened and when a search ends; ``among_accidents`` and
+    ``suspicions`` are what an earlier start learned. ``quarantined`` are the indices of rows that
+    killed an engine in an earlier start: each is run alone, and once.
 
     Raises:
-        JobError: the engine's options can't be right.
-        EngineError: it could not start, or died ``run.max_engine_restarts`` times without an answer.
+        JobError: the engine's options are invalid.
+        EngineError: it could not start, or died more often than ``run.max_engine_restarts`` without
+            an answer.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class SupervisedEngine:
         return [completion for completion in done if not self._is_probe(completion)]
 
     def load(self) -> EngineLoad:
-        """As the engine's; what is held back here waits, too."""
+        """The engine's load; requests held here count as waiting."""
         load = self._engine.load()
         for text in load.events:
             self._say(text)
@@ -162,7 +163,7 @@ class SupervisedEngine:
         self._engine.submit(request)
 
     def _go_on(self) -> None:
-        """Nothing is in flight: restart if that is due, then the next suspects, or what is held."""
+        """Nothing is in flight: restart if that is due, then submit suspects or held requests."""
         if self._restart_due:
             self._restart()
         if self._suspects and self._deaths > self._job.run.max_engine_restarts // 2:
@@ -175,9 +176,9 @@ class SupervisedEngine:
             self._hand_over(self._held.popleft())
 
     def _prove_sound(self) -> None:
-        """Before a search is given up as hopeless, run a row that is most likely good.
+        """Before a search is given up, run a row that is most likely good.
 
-        A new one if one is held; else the last answered one, whose second answer goes nowhere; else
+        A new one if one is held; else the last answered one, whose second answer is dropped; else
         one of the suspects.
         """
         if self._held:
@@ -193,7 +194,7 @@ class SupervisedEngine:
         if completion.request is not self._probe:
             return False
         if completion.error is not None:
-            self._answered = None  # it proves nothing: don't try it again
+            self._answered = None  # it proves nothing: don't use it again
         return True
 
     def _count_success(self, done: Sequence[Completion]) -> None:
@@ -212,7 +213,7 @@ class SupervisedEngine:
             self._restart_due = _GROWTH
 
     def _watch_memory(self, host_gb: float) -> None:
-        """Plan a restart where the engine's process grew too large; a new one must be smaller."""
+        """Plan a restart if the engine's process uses too much memory."""
         limit_gb = self._job.run.max_host_gb
         if limit_gb is None or not host_gb or self._restart_due:
             return
@@ -223,14 +224,14 @@ class SupervisedEngine:
                 self._say(f"a new engine already holds {told}: no restart would help")
         elif host_gb > limit_gb >= self._host_gb_at_start:
             self._restart_due = f"its process holds {told}"
-            if self._since_too_large < STRETCH:  # it comes again too soon: the batch is too large
+            if self._since_too_large < STRETCH:  # again too soon: the batch is too large
                 self._make_smaller(Fault("oom", "run.max_host_gb", self._restart_due))
             self._since_too_large = 0
 
     def _bury(self, death: EngineDied) -> list[Completion]:
-        """The engine is dead. The poison row comes back failed, if this death gave it away.
+        """Handle the engine's death. Returns the poison row as failed, if this death proves it.
 
-        The next engine is opened when that is settled: it may take minutes, or never come up.
+        The next engine is opened later, in ``poll``: that may take minutes, or fail.
         """
         fault = self._judged(death.fault)
         in_flight = [r for r in self._in_flight.values() if r is not self._probe]
@@ -261,10 +262,10 @@ class SupervisedEngine:
         return [Completion(poison, error=_row_error(fault))]
 
     def _judged(self, fault: Fault) -> Fault:
-        """The second of two unexplained kills in a row is taken for memory that ran out: a person
-        seldom kills an engine twice, and not every host shows what the kernel did.
+        """Treat the second of two unexplained kills in a row as out of memory: a person seldom
+        kills an engine twice, and not every host shows what the kernel did.
 
-        In a row: no other death between them, and less than a stretch of success.
+        In a row: with no other death and less than a stretch of success between them.
         """
         comes_again = self._since_kill < STRETCH
         self._since_kill = 0 if fault.type == _KILLED else STRETCH
@@ -273,7 +274,7 @@ class SupervisedEngine:
         return Fault("oom", fault.type, "killed from outside again; taken for memory that ran out")
 
     def _poison(self, death: EngineDied, in_flight: list[Request]) -> Request | None:
-        """The row at fault: as the engine says itself, or as the search has proven."""
+        """The row at fault, if the engine names it or the search has proven it."""
         if death.request not in in_flight:
             fault = death.fault
             cause = _KILLED if fault.type == _KILLED else f"{fault.kind} {fault.type}"
@@ -283,7 +284,7 @@ class SupervisedEngine:
         return death.request
 
     def _count_death(self, cause: object, *, may_raise: bool = True) -> None:
-        """``may_raise`` is false while a row's own verdict has yet to be handed on."""
+        """``may_raise`` is False while a failed row has yet to be returned."""
         self._deaths += 1
         if may_raise and self._deaths > self._job.run.max_engine_restarts:
             self.ladder.steps = list(self._safe_steps)
@@ -311,15 +312,15 @@ class SupervisedEngine:
             try:
                 self._engine = self._open()
                 self._restart_due = ""
-            except (StartFailed, JobError) as error:  # it came up before: this may pass
+            except (StartFailed, JobError) as error:  # it started before, so this may be temporary
                 self._say(f"the next engine did not come up: {' '.join(str(error).split())}")
                 self._count_death(error)
-                if isinstance(error, JobError):  # a step down that the engine does not allow
+                if isinstance(error, JobError):  # the engine does not allow the smaller settings
                     self.ladder.steps = list(self._safe_steps)
                 time.sleep(min(self._deaths, LONGEST_PAUSE_S))
 
     def _open(self) -> Engine:
-        """An engine with the ladder's settings; where memory runs out at load, smaller still."""
+        """An engine with the ladder's settings; smaller still if memory runs out at load."""
         before = list(self.ladder.steps)
         while True:
             started = time.monotonic()
@@ -332,7 +333,7 @@ class SupervisedEngine:
                 )
             except StartFailed as error:
                 fault = self._judged(error.fault)
-                if fault.is_unexplained_kill:  # once says nothing; a second one is memory
+                if fault.is_unexplained_kill:  # one says nothing; a second one means memory
                     self._say(f"engine died at load ({fault}): tried once more")
                     continue
                 step = None
@@ -358,8 +359,8 @@ class SupervisedEngine:
         quarantined: Request | None = None,
         proves: bool = True,
     ) -> None:
-        """``quarantined``: a row whose failure has yet to be handed on, and so to reach the disk.
-        ``proves`` is false where deaths say nothing about the rows: the engine dies of all."""
+        """``quarantined``: a failed row that has yet to be returned and written to disk. ``proves``
+        is False if deaths say nothing about the rows: the engine dies with all of them."""
         groups = list(self._suspects.groups)
         if quarantined is not None:
             groups.append(Group([quarantined], is_quarantined=True))

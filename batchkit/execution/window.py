@@ -1,23 +1,23 @@
 """How many requests are kept in flight.
 
 The engine batches continuously: requests beyond ``max_num_seqs`` only wait in its queue. The
-window must be deep enough that this queue never runs dry between two polls, and no deeper, since
+window must be deep enough that this queue never runs dry between two polls, and no deeper, because
 each waiting request holds its prompt and pixels in host memory. So it
 
 - starts at 1.5 × ``max_num_seqs``;
-- grows by a quarter of ``max_num_seqs`` when it was full and the running engine's queue still ran
+- grows by a quarter of ``max_num_seqs`` when it is full and the running engine's queue still runs
   dry, up to 4 × ``max_num_seqs``, and not while the KV cache is full: more would be preempted;
-- is cut by a quarter when memory runs short, never below a quarter of
-  ``max_num_seqs`` (others may hold the memory, and the run must go on), or when requests were
-  preempted while others waited, never below ``max_num_seqs``: the engine's own scheduler copes with
-  those at a cost of some 3 %, while a window too small costs 20 %.
+- is cut by a quarter when memory is short, never below a quarter of
+  ``max_num_seqs`` (other processes may hold the memory, and the run must continue), or when
+  requests were preempted while others waited, never below ``max_num_seqs``: the engine's scheduler
+  handles preemption at a cost of about 3 %, while a window too small costs 20 %.
 
-After a change it rests for ``COOLDOWN_S``, longer than most requests live, so that it sees the
+After a change it waits for ``COOLDOWN_S``, longer than most requests take, so that it sees the
 effect of a change before it makes the next.
 
 Measured (``benchmarks/window.py``: max_num_seqs 16, heavy-tailed answers): against the adaptive
 window, a fixed one of 4 gave 0.46 of the rate, 8 gave 0.68, 16 gave 0.93; from 24 on the noise was
-larger than the difference, with room in the KV cache and without. So too small is what costs.
+larger than the difference, with room in the KV cache and without. So only a small window is costly.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Change(NamedTuple):
 
 
 class Window:
-    """``size`` is the bound; ``fixed`` turns the adaptation off."""
+    """``size`` is the limit; ``fixed`` turns adaptation off."""
 
     def __init__(
         self,
@@ -64,14 +64,14 @@ class Window:
         self.size = fixed or _start(max_num_seqs)
 
     def fit(self, max_num_seqs: int) -> Change | None:
-        """Start over where a restarted engine runs more or fewer at once than the last one."""
+        """Start again if a restarted engine runs more or fewer requests at once than the last."""
         if self._fixed or max_num_seqs == self._max_num_seqs:
             return None
         self._max_num_seqs = max_num_seqs
         return self._change(_start(max_num_seqs), 1, f"the engine runs {max_num_seqs} at once now")
 
     def adapt(self, load: EngineLoad, in_flight: int) -> Change | None:
-        """Look at the engine's ``load`` and change the size where that helps."""
+        """Look at the engine's ``load`` and change the size if that helps."""
         if self._fixed or self._clock() < self._rests_until:
             return None
         if (free := self._memory()) < LEAST_FREE_MEMORY:
@@ -89,7 +89,7 @@ class Window:
         return None
 
     def _memory(self) -> float:
-        """The free share, looked up at most once a second: ``adapt`` is called at every step."""
+        """The free share, read at most once a second because ``adapt`` is called at every poll."""
         if self._clock() >= self._next_look:
             self._next_look = self._clock() + MEMORY_LOOK_S
             self._free = self._free_memory()

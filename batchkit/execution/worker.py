@@ -1,7 +1,7 @@
-"""An engine that is kept going, and all that it takes to make records of rows with it.
+"""A Worker: a supervised engine, and everything needed to make records of rows with it.
 
-A run on one machine is one Worker, called by the run's own thread; with ``run.workers`` there is one
-in each process that Ray starts (``cluster/``). Both are a WorkerPool to the processor's loop.
+A run on one machine is one Worker, called by the run's own thread; with ``run.workers`` there is
+one in each process that Ray starts (``cluster/``). The processor's loop uses both as a WorkerPool.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ READ_AT_ONCE = 16
 
 
 class Listener(NamedTuple):
-    """Who hears what befalls a worker.
+    """Callbacks for worker events.
 
-    ``event`` gets a line, ``engine_event`` one that ``status`` shows too, ``note`` what is too long
+    ``event`` gets a line, ``engine_event`` one that ``status`` shows too, ``note`` a text too long
     for a line; ``remember`` what the next start must know.
     """
 
@@ -48,42 +48,42 @@ class Listener(NamedTuple):
 
 
 class EngineFacts(NamedTuple):
-    """What an engine tells of itself once its model is loaded."""
+    """What an engine reports once its model is loaded."""
 
     max_num_seqs: int
     versions: Mapping[str, str]
 
 
 class WorkerPool(Protocol):
-    """Whoever makes records of a run's rows: one worker here, or several elsewhere.
+    """Makes records of a run's rows: one worker in this process, or several in others.
 
     The run's thread calls it: ``open`` once, then ``fill`` and ``poll`` in turn until ``is_done``.
-    Every row comes back once, as the line for the ledger.
+    Every row comes back once, as the line for the log.
     """
 
     @property
     def in_flight(self) -> int:
-        """Rows that the engines are at."""
+        """Rows that the engines are working on."""
 
     @property
     def retried(self) -> int:
-        """Further tries of rows so far."""
+        """Further attempts of rows so far."""
 
     def open(self, known: EngineHistory) -> EngineFacts:
-        """Load the model; ``known`` is what earlier starts have learned.
+        """Load the model; ``known`` is what earlier starts learned.
 
         Raises:
             JobError, EngineError: it can't be loaded.
         """
 
     def fill(self, *, taking: bool) -> list[RecordLine]:
-        """Hand rows on while there is room, none where ``taking`` is false; what is settled by it."""
+        """Hand out rows while there is room, none if not ``taking``; returns rows settled by it."""
 
     def poll(self) -> list[RecordLine]:
-        """What has been settled since, after a short wait.
+        """The rows settled since, after a short wait.
 
         Raises:
-            EngineError: nobody is left to go on.
+            EngineError: no worker is left.
         """
 
     @property
@@ -91,18 +91,18 @@ class WorkerPool(Protocol):
         """True once every row has come back."""
 
     def workers(self) -> list[dict[str, Any]]:
-        """How each of several workers does, for ``status``; empty for one."""
+        """The state of each worker, for ``status``; empty if there is only one."""
 
     def close(self) -> None:
-        """Drop what is in flight and give everything back."""
+        """Drop what is in flight and release all resources."""
 
 
 class Worker:
-    """A WorkerPool of one. ``tasks`` are its rows, rendered as soon as this is made.
+    """A WorkerPool of one. ``tasks`` are its rows; rendering begins in the constructor.
 
-    ``references``: the right answers by id, where another run gives them. ``quarantined``: indices of
+    ``references``: the right answers by id, if another run gives them. ``quarantined``: indices of
     rows that killed an engine before; each is run alone. ``may_wait``: reading ``tasks`` may block.
-    ``opening`` is entered around each loading of the model. The engine prints to ``log``.
+    ``opening`` is entered each time the model is loaded. The engine prints to ``log``.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Worker:
         self._in_flight = 0
 
     def open(self, known: EngineHistory) -> EngineFacts:
-        """As ``WorkerPool``: the engine, with the settings that an earlier start found to be safe."""
+        """Like ``WorkerPool``; starts with the settings that an earlier start found to be safe."""
         launcher = self._held.enter_context(closing(Launcher(self._log)))
 
         def open_one(job: JobConfig) -> Engine:
@@ -173,9 +173,9 @@ class Worker:
         return EngineFacts(self._engine.max_num_seqs, self._engine.versions)
 
     def fill(self, *, taking: bool = True) -> list[RecordLine]:
-        """Submit what is rendered while there is room; wait only if the engine has nothing to do.
+        """Submit rendered rows while there is room; wait only if the engine has nothing to do.
 
-        Bounded, so that a stretch of rows that can't be rendered reaches the disk on the way.
+        Bounded, so that many rows that can't be rendered reach the disk along the way.
         """
         lines: list[RecordLine] = []
         for _ in range(AHEAD if taking else 0):
@@ -192,14 +192,14 @@ class Worker:
         return lines
 
     def poll(self) -> list[RecordLine]:
-        """What the engine has finished; then the window is fitted to how it does."""
+        """The rows that the engine has finished; then adapts the window to its load."""
         lines: list[RecordLine] = []
         if self._in_flight:
             for completion in self._engine.poll(POLL_S):
                 self._in_flight -= 1
                 lines += self._settled(completion)
         elif self._again:
-            time.sleep(POLL_S)  # all that is left waits for its next try
+            time.sleep(POLL_S)  # all remaining rows wait for their next attempt
         change = self._window.fit(self._engine.max_num_seqs)
         change = change or self._window.adapt(self._engine.load(), self._in_flight)
         if change is not None:
@@ -220,7 +220,7 @@ class Worker:
 
     @property
     def capacity(self) -> int:
-        """How many rows it can use at a time: those in its window, and as many being rendered."""
+        """Rows that it can use at a time: those in its window, and as many being rendered."""
         return 2 * self._window.size
 
     def workers(self) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
-"""Several workers, placed, pinned to their GPUs and restarted by Ray. Nothing else touches it.
+"""Several workers, placed, pinned to their GPUs and restarted by Ray. Only this package uses Ray.
 
-The run hands out rows in leases and is the only one that writes (``batchkit.execution.cluster.leases`` says who gets how
-many): ``pool``. In each process that Ray starts stands a Worker: ``actor``. ``session`` joins Ray or
-begins it, and knows what a worker needs.
+The run hands out rows in leases (``leases``) and is the only writer (``worker_pool``). Each process
+that Ray starts runs a Worker (``actor``). ``session`` joins or starts Ray, and knows which
+resources a worker needs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The far side: a Worker on a thread of its own, in a process that Ray starts.
+"""The worker's side: a Worker on its own thread, in a process that Ray starts.
 
-A call to ``exchange`` brings rows and takes records along, and is never long: it is the worker's sign
-of life, too. Rows travel as they were read; what they name (images, texts) is opened here.
+A call to ``exchange`` delivers rows and returns records. It is always short, because it is also the
+worker's heartbeat. Rows travel as they were read; what they name (images, texts) is opened here.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from batchkit.rendering.renderer import PromptRenderer
 from batchkit.storage.store import RecordLine
 from batchkit.types import Task
 
-GATHER_S = 0.1  # records that come within it travel together
-HEARTBEAT_S = 0.5  # without any, a call comes back after it
-MOST_CALLS_PER_S = 200.0  # of all workers: a call takes the driver about 1 ms
+GATHER_S = 0.1  # records finished within it are returned together
+HEARTBEAT_S = 0.5  # without records or events, a call returns after it
+MOST_CALLS_PER_S = 200.0  # of all workers together: a call takes the driver about 1 ms
 CLOSE_S = 30.0
-_TOLD = ("index", "status", "usage", "error")  # what the ledger counts of a record
+_TOLD = ("index", "status", "usage", "error")  # what the log's totals need of a record
 
 
 class Place(NamedTuple):
@@ -42,14 +42,14 @@ class Place(NamedTuple):
 
 
 class WorkerFailure(NamedTuple):
-    """Why a worker can't go on. ``is_of_the_job``: no other could."""
+    """Why a worker can't continue. ``is_of_the_job``: no other worker could either."""
 
     message: str
     is_of_the_job: bool
 
 
 class Load(NamedTuple):
-    """``in_flight``: rows that its engine is at. ``capacity``: how many rows it can use at a time."""
+    """``in_flight``: rows that its engine works on. ``capacity``: rows it can use at a time."""
 
     in_flight: int
     retried: int
@@ -60,7 +60,7 @@ IDLE = Load(0, 0, 0)
 
 
 class Report(NamedTuple):
-    """What a worker tells: ``events`` are (name of a Listener's ear, text)."""
+    """A worker's answer to a call; ``events`` are (name of a Listener's callback, text)."""
 
     lines: Sequence[RecordLine]
     events: Sequence[tuple[str, str]]
@@ -71,7 +71,7 @@ class Report(NamedTuple):
 
 
 class Actor:
-    """One worker's process, as Ray calls it: from one thread, one call at a time."""
+    """One worker's process. Ray calls it from one thread, one call at a time."""
 
     def __init__(
         self,
@@ -100,10 +100,10 @@ class Actor:
         self._load = IDLE
 
     def begin(self, known: EngineHistory) -> Place:
-        """Load the model, on a thread of its own."""
+        """Load the model, on its own thread."""
         import ray
 
-        if self._thread is not None:  # the run takes this worker for dead: be it
+        if self._thread is not None:  # the run takes this worker for dead, so end it
             os._exit(1)
         self._thread = threading.Thread(target=self._work, args=(known,), name="worker")
         self._thread.daemon = True
@@ -111,10 +111,10 @@ class Actor:
         return Place(socket.gethostname(), ray.get_gpu_ids())
 
     def exchange(self, tasks: Sequence[Task], taking: bool) -> Report:
-        """Take ``tasks``; bring what has been settled since, after a wait for it.
+        """Take ``tasks``; return what has been settled since, after a wait for it.
 
         Raises:
-            RuntimeError: Ray has restarted this process since ``begin``, unseen by the run.
+            RuntimeError: Ray has restarted this process since ``begin`` and the run did not notice.
         """
         if self._thread is None:
             raise RuntimeError("its process is a new one")
@@ -137,7 +137,7 @@ class Actor:
             return Report(lines, events, self._history, self._engine, self._failure, self._load)
 
     def close(self) -> None:
-        """Drop what is in flight and give the GPU back."""
+        """Drop what is in flight and release the GPU."""
         self._closed = True
         if self._thread is not None:
             self._thread.join(CLOSE_S)
@@ -163,7 +163,7 @@ class Actor:
                 try:
                     self._answer(worker, known)
                 finally:
-                    self._inbox.put(None)  # else its rendering threads would wait for more rows
+                    self._inbox.put(None)  # otherwise its rendering threads wait for rows
         except BatchkitError as error:
             self._fail(WorkerFailure(str(error), isinstance(error, JobError)))
         except BaseException:
@@ -206,7 +206,7 @@ class Actor:
 
 
 def _engine_log(folder: Path, number: int) -> Path:
-    """Beside the results where this machine sees them, else among its temporary files."""
+    """In the run folder if this machine sees it, else in its temporary folder."""
     own = Path(tempfile.gettempdir(), f"batchkit-{os.getuid()}", folder.name)
     log = Path(LOG)
     return (folder if folder.is_dir() else own) / f"{log.stem}.worker-{number}{log.suffix}"

@@ -1,12 +1,12 @@
-"""Which worker gets how many of the rows.
+"""Decides how many rows each worker gets.
 
 A row is handed out as a lease: the worker holds it until its record comes back, or until the worker
 dies; then it is handed out again. A worker holds as many rows as its engine can use, so a slow one
-gets fewer. Near the end of the input nobody gets more than he can answer while the others are at the
-rest, down to single rows: so all of them end at about the same time.
+gets fewer. Near the end of the input no worker gets more rows than it can finish while the others
+finish theirs, down to single rows: so all of them end at about the same time.
 
-What a worker held when it died is replayed in halves (``bisection.py``), by the first worker that has
-nothing else to do. So a row that kills workers is found, and the others are answered.
+What a worker held when it died is replayed in halves (``bisection.py``), by the first worker that
+has nothing else to do. So a row that kills workers is found, and the others are answered.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SAMPLES = 8
 class LeaseHolder:
     """The rows that one worker holds, and how fast it answers.
 
-    ``capacity``: how many rows it can use at a time; 0 while its model loads.
+    ``capacity``: rows that it can use at a time; 0 while its model loads.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -42,13 +42,13 @@ class LeaseHolder:
         self.deaths_in_a_row = 0
 
     def take(self, tasks: Iterable[Task]) -> None:
-        """Hand ``tasks`` to it."""
+        """Add ``tasks`` to the rows that it holds."""
         if not self.held:
             self._busy_since = self._clock()
         self.held |= {task.row.index: task for task in tasks}
 
     def settle(self, indices: Collection[int]) -> list[Task]:
-        """The records of these came back."""
+        """Remove the rows with these indices, whose records came back, and return them."""
         if not indices:
             return []
         now = self._busy()
@@ -64,7 +64,7 @@ class LeaseHolder:
         return settled
 
     def die(self, cause: str) -> Task | None:
-        """It is dead: what it held becomes suspect. The row at fault, once that is proven."""
+        """It died: what it held becomes suspect. Returns the row at fault, once that is proven."""
         self.deaths_in_a_row += 1
         self.capacity = 0
         held, self.held = list(self.held.values()), {}
@@ -73,24 +73,24 @@ class LeaseHolder:
         return self.suspects.died(held, cause) if held else None
 
     def forfeit(self) -> None:
-        """It is given up, by no fault of what it holds: that is to be replayed as it stands."""
+        """It is given up, and its rows are not at fault: they are to be replayed as one group."""
         if self.held:
             self.suspects.interpose(list(self.held.values()))
             self.held = {}
 
     @property
     def rate(self) -> float:
-        """Rows per second, over the last half minute that it held any; 0 where none came back."""
+        """Rows per second, over the last half minute that it held any; 0 if none came back."""
         since, before = self._samples[0]
         return (self.settled - before) / max(self._busy() - since, 1e-3)
 
     def _busy(self) -> float:
-        """For how long it has held rows."""
+        """Seconds during which it has held rows."""
         return self._busy_s + (self._clock() - self._busy_since if self.held else 0.0)
 
 
 class Leases:
-    """``holders`` are the workers that may get rows, by their number.
+    """``holders`` are the workers that may get rows, by number.
 
     ``quarantined``: indices of rows that killed an engine or a worker before; each goes out alone.
     """
@@ -108,17 +108,17 @@ class Leases:
 
     @property
     def n_held(self) -> int:
-        """Rows that are out."""
+        """Rows that workers hold."""
         return sum(len(holder.held) for holder in self.holders.values())
 
     @property
     def are_settled(self) -> bool:
-        """True where no row is out, and none waits for its replay."""
+        """True if no worker holds a row and none waits for replay."""
         suspected = any(holder.suspects for holder in self.holders.values())
         return not (self.n_held or suspected or self._orphans)
 
     def give_up(self, number: int) -> None:
-        """This worker gets nothing more; what it held, or was suspected of, is another's to replay."""
+        """This worker gets no more rows; another replays what it held and its suspects."""
         gone = self.holders.pop(number)
         gone.forfeit()
         if gone.suspects:
@@ -127,10 +127,10 @@ class Leases:
     def lease(
         self, number: int, left: int | None, next_task: Callable[[], Task | None]
     ) -> Sequence[Task]:
-        """What this worker is given now: suspects alone, else new rows as far as it may have some.
+        """The rows that this worker gets now: suspects alone, else as many new rows as it may have.
 
-        ``next_task`` gives the next row, or None where there is none now; ``left`` is how many there
-        are to come, or None where nobody knows.
+        ``next_task`` gives the next row, or None if there is none now; ``left`` is how many are
+        still to come, or None if that is unknown.
         """
         holder = self.holders[number]
         tasks = self._suspects(holder)
@@ -147,30 +147,30 @@ class Leases:
         return tasks
 
     def _suspects(self, holder: LeaseHolder) -> Sequence[Task] | None:
-        """Those that it is to replay now; none while it still holds others. None: it has no suspects."""
+        """The suspects to replay now; empty while it holds others. None if it has no suspects."""
         if not holder.suspects:
             return None
         return [] if holder.held else (holder.suspects.next_group() or None)
 
     def _adopt(self, idle: LeaseHolder) -> bool:
-        """``idle`` takes over what waits for its replay elsewhere, if anything does."""
+        """Give ``idle`` the suspects of a dead or given-up worker. True if there were any."""
         if self._orphans:
             idle.suspects = self._orphans.popleft()
             return True
         for other in self.holders.values():
-            if other.suspects and not other.held and not other.capacity:  # dead, not yet up again
+            if other.suspects and not other.held and not other.capacity:  # dead, not back yet
                 idle.suspects, other.suspects = other.suspects, Suspects()
                 return True
         return False
 
     def _room(self, holder: LeaseHolder, left: int | None) -> int:
-        """How many rows more it may hold."""
+        """How many more rows it may hold."""
         room = holder.capacity - len(holder.held)
         if left is None or room <= 0:
             return max(0, room)
         at_work = [one for one in self.holders.values() if one.capacity]
         rates = [one.rate for one in at_work]
-        if not holder.rate:  # it may be a slow one: at first no more than its engine runs at once
+        if not holder.rate:  # it may be slow: at first only what its engine runs at once
             share = min(math.ceil((left + self.n_held) / len(at_work)), holder.capacity // 2)
             return max(0, min(room, share - len(holder.held)))
         end_s = (left + self.n_held) / sum(rates)

@@ -1,4 +1,4 @@
-"""A Ray of the run's own, on this machine: where its files are, who can reach it, what a dead one left."""
+"""A private Ray on this machine: its files, access to it, and cleaning up after a dead one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from uuid import uuid4
 
 from batchkit.config.tables import JobConfig
 
-LONGEST_TMP = 16  # Ray's sockets have long names below it, and 107 bytes are all that they may have
+LONGEST_TMP = 16  # Ray's sockets have long names in it; a socket path has at most 107 bytes
 _PREFIX = "batchkit-ray-"
 _MARK = "locked-by-its-driver"
 _OBJECT_STORE_BYTES = 512 * 2**20
 
 
 def begin(job: JobConfig, folder: Path) -> None:
-    """Ray for this run alone, its files in ``folder``. Needs ``on_this_machine_alone``."""
+    """Start Ray for this run only, its files in ``folder``. Needs ``on_this_machine_alone``."""
     import ray
 
     workers, run = job.run.workers or 1, job.run
@@ -39,16 +39,16 @@ def begin(job: JobConfig, folder: Path) -> None:
 
 @contextmanager
 def on_this_machine_alone() -> Iterator[None]:
-    """Ray begun meanwhile listens on 127.0.0.1, and takes no call without a token of this run.
+    """Ray started inside listens on 127.0.0.1 and requires a token of this run for every call.
 
-    Ray has no argument for it: ``_node_ip_address="127.0.0.1"`` it replaces by an outer address. Its
-    variable is read as Ray is imported, here, and as its processes start.
+    Ray has no argument for this: it replaces ``_node_ip_address="127.0.0.1"`` by an outer address.
+    Its variable is read when Ray is imported, here, and when its processes start.
     """
     from ray._private import ray_constants
 
     variables = {
         ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
-        "RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN", uuid4().hex),  # else one is left at home
+        "RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN", uuid4().hex),  # else one is written to ~
     }
     reachable = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -61,10 +61,10 @@ def on_this_machine_alone() -> Iterator[None]:
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """A new folder for Ray's files; it goes at the end, and those of drivers that were killed go now.
+    """A new folder for Ray's files, removed at the end; folders of killed drivers are removed now.
 
     This process holds its lock and no child does, so the lock is free once this process is dead. A
-    folder without the mark is not looked at: it may be one that was never locked.
+    folder without the mark is skipped: it may never have been locked.
     """
     home = Path(tempfile.gettempdir())
     temporary = home if len(str(home)) <= LONGEST_TMP else Path("/tmp")
@@ -73,7 +73,7 @@ def private_folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=temporary))
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with suppress(OSError):  # a file system without locks: then nobody removes it
+        with suppress(OSError):  # no locks on this file system: then no other run removes it
             fcntl.flock(lock, fcntl.LOCK_SH)
             (folder / _MARK).touch()
         yield folder
@@ -84,7 +84,7 @@ def private_folder() -> Iterator[Path]:
 
 def _remove_if_dead(folder: Path) -> None:
     """Remove ``folder`` if it is this user's, and the driver that made it is dead."""
-    with suppress(OSError):  # another's, gone meanwhile, or its driver lives
+    with suppress(OSError):  # another user's, removed meanwhile, or its driver is alive
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             if os.fstat(lock).st_uid == os.getuid() and (folder / _MARK).exists():

@@ -1,4 +1,4 @@
-"""Ray itself: joined or begun, and what a worker asks of it."""
+"""Joins or starts Ray, and computes what a worker needs of it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from batchkit.execution.cluster.local import begin, on_this_machine_alone, priva
 from batchkit.execution.signals import Interrupted
 
 CONNECT_S = 10.0
-# RFC 9113, 3.4: what a client begins with, and the type of the frame that its server begins with.
+# RFC 9113, 3.4: the client's preface, and the type of the first frame that a server sends.
 _HTTP2_SETTINGS = b"\x04"
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _HTTP2_SETTINGS + bytes(5)
 
 
 @contextmanager
 def session(job: JobConfig) -> Iterator[None]:
-    """Ray, as long as this lasts: the one that the program has begun, a cluster's, or one of our own.
+    """Ray inside this block: the one that the program has started, a cluster's, or our own.
 
     Raises:
-        JobError: not installed, no Ray at the address, or too small a machine.
+        JobError: not installed, no Ray at the address, or this machine has too few GPUs.
         EngineError: no Ray could be started here.
     """
     try:
@@ -49,13 +49,13 @@ def session(job: JobConfig) -> Iterator[None]:
             held.enter_context(on_this_machine_alone())
         held.callback(ray.shutdown)
         _join(job, address, folder)
-        # Ray tells of dead workers on stdout, which is for our results; we tell of them ourselves.
+        # Ray reports dead workers on stdout, which is for our results; we report them ourselves.
         ray._private.worker._worker_logs_enabled = False
         yield
 
 
 def _join(job: JobConfig, address: str | None, folder: Path | None) -> None:
-    """Join Ray at ``address``, or begin one whose files are in ``folder``."""
+    """Join Ray at ``address``, or start one whose files are in ``folder``."""
     import ray
 
     on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -65,9 +65,9 @@ def _join(job: JobConfig, address: str | None, folder: Path | None) -> None:
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
         else:
             begin(job, folder)
-    except SystemExit as error:  # what Ray's own handler of SIGTERM makes of one meanwhile
+    except SystemExit as error:  # raised by Ray's own SIGTERM handler
         raise Interrupted(signal.SIGTERM) from error
-    except Exception as error:  # of no narrower type where Ray's processes are too slow to start
+    except Exception as error:  # no narrower type if Ray's processes start too slowly
         if folder is None:
             raise JobError(
                 f"run.workers: can't join Ray at {address} ({shortened(error)}); give the address that"
@@ -85,7 +85,7 @@ def _join(job: JobConfig, address: str | None, folder: Path | None) -> None:
 
 
 def _knock(address: str) -> None:
-    """Raises OSError where no Ray is at ``host:port``: Ray itself would wait there for minutes."""
+    """Raises OSError if no Ray is at ``host:port``: Ray itself would wait for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not (host and port.isdigit()):
         return
@@ -99,7 +99,7 @@ def _knock(address: str) -> None:
 
 
 def _check_gpus(job: JobConfig) -> None:
-    """Raises JobError where this machine has too few for all workers."""
+    """Raises JobError if this machine has too few GPUs for all workers."""
     import ray
 
     workers = job.run.workers or 1
@@ -112,10 +112,10 @@ def _check_gpus(job: JobConfig) -> None:
 
 
 def needs(job: JobConfig) -> dict[str, float]:
-    """What a worker is to have for itself, as Ray names it.
+    """The resources of one worker, by Ray's names.
 
-    Left to us, GPUs are those that the engine asks for, where there are any at all; without one, the
-    cores are shared out, and Ray gives each worker as many OpenMP threads.
+    If the job sets none, GPUs are those that the engine asks for, if there are any at all; without
+    GPUs, the cores are shared out, and Ray gives each worker as many OpenMP threads.
     """
     import ray
 
@@ -134,6 +134,6 @@ def needs(job: JobConfig) -> dict[str, float]:
 
 
 def shortened(error: Exception) -> str:
-    """Ray's messages are pages: the first of it."""
+    """Type and message in at most 300 characters: Ray's messages fill pages."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:300]

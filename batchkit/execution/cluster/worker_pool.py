@@ -1,6 +1,6 @@
-"""The near side: whom the run asks for records, when several workers make them.
+"""The run's side of several workers: hands out rows and collects the records.
 
-What a worker can't hand over, because it died, is answered again by another.
+Rows that a worker held when it died are answered by another worker.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from batchkit.types import Completion, Request, Task
 
 READ_AHEAD = 1024
 READ_AT_ONCE = 16
-PLACE_S = 15.0  # so long a worker may wait for its place before that is told
+PLACE_S = 15.0  # how long a worker may wait for a place before that is reported
 HEAVY_ROW_BYTES = 16 * 1024
 _ASK_AGAIN_S = 1.0
-_LOOK_S = 1.0  # between two questions to Ray after a worker that has no place yet
+_LOOK_S = 1.0  # between two checks of a worker that has no place yet
 
 
 @dataclass
 class _Life:
     """One life of a worker: from its wait for a place to its death. ``steps``: down the ladder.
 
-    ``suspicions``: where its own search for a poison row is.
+    ``suspicions``: the state of its own search for a poison row.
     """
 
     began_at: float
@@ -63,7 +63,7 @@ class _Life:
 
 
 class _WorkerState:
-    """A worker as the run sees it, through all its lives. ``call`` is the one under way."""
+    """A worker as the run sees it, over all its lives. ``call`` is the pending one."""
 
     def __init__(self, number: int, actor: Any) -> None:
         self.number = number
@@ -75,7 +75,7 @@ class _WorkerState:
         self._before: list[_Life] = []
 
     def bury(self) -> None:
-        """This life is over."""
+        """Record a death and begin the next life."""
         self._before.append(self.life)
         self.begins_at = time.monotonic()
         self.life = _Life(self.begins_at, self.life.steps, self.life.suspicions)
@@ -100,9 +100,10 @@ class _WorkerState:
 
 
 class RayWorkerPool:
-    """The WorkerPool of a run with ``run.workers``. ``left``: how many rows of this start have no record yet.
+    """The WorkerPool of a run with ``run.workers``.
 
-    ``opening`` is entered while the first model loads; other arguments are as Worker's.
+    ``left`` returns how many rows of this start have no record yet. ``opening`` is entered while
+    the first model loads; other arguments are as Worker's.
 
     Raises:
         JobError: Ray is not installed, or this machine has no room for the workers.
@@ -133,7 +134,7 @@ class RayWorkerPool:
         self._known = EngineHistory(0, [], False)
         self._broken: BatchkitError | None = None
         self._held = ExitStack()
-        # On a thread of its own, as reading may wait; what it reads is rendered by the workers.
+        # On its own thread, because reading may block; the workers render what it reads.
         self._tasks = Prefetch(
             tasks,
             lambda task: task,
@@ -146,7 +147,7 @@ class RayWorkerPool:
         self._held.enter_context(closing(self._tasks))
 
     def open(self, known: EngineHistory) -> EngineFacts:
-        """As ``WorkerPool``: returns when the first worker is up; the others follow."""
+        """Like ``WorkerPool``; returns when the first worker is ready, the others follow."""
         self._known = known
         with self._opening():
             self._held.enter_context(session(self._job))
@@ -160,14 +161,14 @@ class RayWorkerPool:
                         return worker.life.engine
 
     def fill(self, *, taking: bool) -> list[RecordLine]:
-        """Call every worker that is not being called, with as many rows as it may have.
+        """Call every worker that has no pending call, with as many rows as it may have.
 
         Raises:
             JobError, EngineError: no worker is left, or none can load the model.
         """
-        if self._broken is not None:  # raised here, as poll() may have had lines to hand on
+        if self._broken is not None:  # raised here, because poll() may have had lines to return
             raise self._broken
-        if self._tasks.broken and self._leases.are_settled:  # not before: what is out is paid for
+        if self._tasks.broken and self._leases.are_settled:  # rows in flight are paid for
             self._tasks.get(timeout_s=0)
         for worker in self._at_work():
             if worker.call is None:
@@ -185,7 +186,7 @@ class RayWorkerPool:
         return []
 
     def poll(self) -> list[RecordLine]:
-        """What came back, of all workers that have something."""
+        """The records of all workers whose calls have returned."""
         workers = {worker.call: worker for worker in self._workers if worker.call is not None}
         lines: list[RecordLine] = []
         if not workers:
@@ -213,11 +214,11 @@ class RayWorkerPool:
         return sum(worker.retried for worker in self._workers)
 
     def workers(self) -> list[dict[str, Any]]:
-        """One table each: its place, its rate, and what befell it."""
+        """One table per worker: its place, its rate, and its restarts."""
         return [self._told(worker) for worker in self._workers]
 
     def close(self) -> None:
-        """End the workers, those that don't end in time by force, and leave Ray."""
+        """Stop the workers, killing those that don't stop in time, and leave Ray."""
         try:
             self._dismiss()
         finally:
@@ -240,7 +241,7 @@ class RayWorkerPool:
             return
         import ray
 
-        # Those that are loading hear nothing before they are done, and have nothing to end.
+        # Workers that are loading can't answer before they are done, and have nothing to close.
         farewells = [worker.actor.close.remote() for worker in self._workers if worker.life.engine]
         if farewells:
             _wait(farewells, len(farewells), CLOSE_S)
@@ -248,14 +249,14 @@ class RayWorkerPool:
             ray.kill(worker.actor)
 
     def _at_work(self) -> list[_WorkerState]:
-        """All that are not given up."""
+        """The workers that are not given up."""
         return [worker for worker in self._workers if worker.number in self._leases.holders]
 
     def _next_task(self) -> Task | None:
         return None if self._tasks.broken else self._tasks.get(timeout_s=0)
 
     def _unread(self) -> int | None:
-        """How many rows have not been handed out yet; None where nobody knows."""
+        """Rows that have not been handed out yet; None if unknown."""
         if self._tasks.exhausted:
             return 0
         left = self._left()
@@ -270,7 +271,7 @@ class RayWorkerPool:
         except ActorUnavailableError as error:
             if worker.life.place is not None:
                 return self._bury(worker, error)
-            worker.begins_at = time.monotonic() + _ASK_AGAIN_S  # it has no place yet
+            worker.begins_at = time.monotonic() + _ASK_AGAIN_S  # no place yet
             return []
         except RayError as error:
             return self._bury(worker, error)
@@ -299,7 +300,7 @@ class RayWorkerPool:
         return list(report.lines)
 
     def _learn(self, worker: _WorkerState, history: EngineHistory) -> None:
-        """What one worker's engine taught holds for all that start from now on: they are alike."""
+        """Pass what one worker's engine learned to all that start from now on: they are alike."""
         worker.life.engine_restarts, worker.life.steps = history.restarts, history.steps
         worker.life.suspicions = history.suspicions
         steps = max((one.life.steps for one in self._workers), key=len)
@@ -312,12 +313,12 @@ class RayWorkerPool:
             self._listener.remember(learned)
 
     def _bury(self, worker: _WorkerState, error: Exception | None) -> list[RecordLine]:
-        """The worker is dead, or can't be reached: Ray starts another in its place. ``error`` is None
-        where no call failed, as it died before its first."""
+        """Handle the death of a worker, or a lost connection: Ray starts another in its place.
+        ``error`` is None if no call failed, because it died before its first."""
         from ray.exceptions import ActorDiedError, ActorUnavailableError
 
         holder = self._leases.holders[worker.number]
-        is_gone = isinstance(error, ActorUnavailableError)  # whose message says no more than that
+        is_gone = isinstance(error, ActorUnavailableError)  # whose message says only that
         cause = "its process or its node is gone" if is_gone else _cause(error)
         self._listener.engine_event(
             f"worker {worker.number} died{_at(worker.life.place)} with {len(holder.held)} rows: {cause}"
@@ -327,7 +328,7 @@ class RayWorkerPool:
         lines = [] if poison is None else [self._quarantine(poison, cause)]
         if poison is not None:
             holder.deaths_in_a_row = 0
-        elif isinstance(error, ActorDiedError):  # for good
+        elif isinstance(error, ActorDiedError):  # Ray will not restart it
             self._give_up(worker, WorkerFailure(cause, is_of_the_job=False))
         elif holder.deaths_in_a_row > self._job.run.max_engine_restarts:
             told = f"it died {holder.deaths_in_a_row} times without one answer; last: {cause}"
@@ -344,15 +345,15 @@ class RayWorkerPool:
         return line_of(to_record(Completion(request, error=error), self._kept, scored=scored))
 
     def _give_up(self, worker: _WorkerState, failure: WorkerFailure) -> None:
-        """Go on without it, if there are others that would fare better."""
+        """Continue without this worker, if others could do better."""
         import ray
 
         if failure.is_of_the_job and not any(one.life.engine for one in self._workers):
             self._broken = JobError(failure.message)
             return
         self._leases.give_up(worker.number)
-        worker.call = None  # else its end would be taken for one more death
-        ray.kill(worker.actor)  # else it would keep its GPUs from those that wait for a place
+        worker.call = None  # otherwise its end would count as another death
+        ray.kill(worker.actor)  # otherwise it would hold GPUs that waiting workers need
         if self._leases.holders:
             self._listener.engine_event(f"worker {worker.number} is given up: {failure.message}")
         elif len(self._workers) == 1:
@@ -362,8 +363,8 @@ class RayWorkerPool:
             self._broken = EngineError(told)
 
     def _watch(self) -> None:
-        """A worker that does not answer a call is ended, and so restarted; one that has no place
-        yet is spoken of once, and one that dies before it has one is counted as dead."""
+        """Restart a worker that does not answer a call; report once that a worker waits for a
+        place; record the death of one that dies before it has a place."""
         import ray
 
         now = time.monotonic()
@@ -388,7 +389,7 @@ class RayWorkerPool:
                 ray.kill(worker.actor, no_restart=False)
 
     def _died_unplaced(self, worker: _WorkerState, now: float) -> bool:
-        """Whether Ray has restarted it once more than it was seen to die. Its first call only waits."""
+        """True if Ray restarted it more often than deaths were counted; its first call waits."""
         from ray._private.state import actors
 
         if worker.life.place is not None or now < worker.looked_at + _LOOK_S:
@@ -416,7 +417,7 @@ def _cause(error: Exception | None) -> str:
 
 
 def _weight(task: Task) -> int:
-    """What a row carries, where it is worth counting: an image, or a book."""
+    """The size of a row if it is worth counting, for example an image or a book."""
     n_bytes = size_of(task.row.fields)
     return n_bytes if n_bytes >= HEAVY_ROW_BYTES else 0
 
@@ -425,7 +426,7 @@ def _wait(calls: Sequence[Any], n: int, timeout_s: float) -> list[Any]:
     """Those of ``calls`` that have ended, once ``n`` of them have or the time is over.
 
     Raises:
-        Interrupted: as itself, and not as the SystemError that Ray's compiled code makes of it.
+        Interrupted: instead of the SystemError that Ray's compiled code makes of it.
     """
     import ray
 
