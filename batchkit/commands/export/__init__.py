@@ -1,6 +1,6 @@
 """Exports: the newest record of each row, in the order of the input, in other formats.
 
-Each writer streams; the file appears under its name only when it is whole.
+Each writer streams; the file appears under its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ class Exported(NamedTuple):
 def export(folder: Path, format_name: str, path: Path | None = None) -> list[Exported]:
     """Write a run's records as ``parquet``, ``jsonl``, ``csv``, ``safe-csv``, ``openai`` or ``realhit``.
 
-    ``path`` left out: ``results.<suffix>`` in the run folder (``results.newest.jsonl`` for jsonl,
-    since ``results.jsonl`` is the ledger). ``safe-csv`` is a CSV that a spreadsheet may open: a text
-    that it would take for a formula has a ``'`` in front. ``openai`` writes two files, answers and errors;
-    ``realhit`` the two of RealHiTBench's harness, into the folder ``path`` or as the file ``path``.
+    Without ``path``: ``results.<suffix>`` in the run folder (``results.newest.jsonl`` for jsonl,
+    since ``results.jsonl`` is the log). ``safe-csv`` is a CSV that is safe to open in a
+    spreadsheet: a text that would be taken for a formula gets a ``'`` in front. ``openai`` writes
+    two files, answers and errors; ``realhit`` writes the two of RealHiTBench's harness, into the
+    folder ``path`` or as the file ``path``.
 
     Raises:
         StoreError: not a run folder, its log is damaged, or the file can't be written.
@@ -66,7 +67,7 @@ def export(folder: Path, format_name: str, path: Path | None = None) -> list[Exp
 
 
 def _write_parquet(folder: Path, path: Path) -> dict[Path, int]:
-    """The schema is fixed by the job, so a column may be null for any number of rows."""
+    """The job fixes the schema, so a column may be null for any number of rows."""
     import pyarrow.parquet as pq
 
     layout, rows = Layout.of(folder), 0
@@ -114,9 +115,9 @@ def _write_safe_csv(folder: Path, path: Path) -> dict[Path, int]:
 
 
 def _safe_cell(value: Any) -> Any:
-    """``value``, a text that begins like a formula behind a ``'``; a number stays one.
+    """``value``, with a ``'`` in front if it is a text that begins like a formula; numbers stay.
 
-    As OWASP has it: https://owasp.org/www-community/attacks/CSV_Injection
+    See OWASP: https://owasp.org/www-community/attacks/CSV_Injection
     """
     is_formula = isinstance(value, str) and _FORMULA.match(value) and not _NUMBER.fullmatch(value)
     return f"'{value}" if is_formula else value

@@ -16,7 +16,7 @@ _CUT_OFF = ("abort", "error", "max_tokens", "repetition")  # vLLM's and other se
 
 
 def answer_line(record: Mapping[str, Any], model: str) -> dict[str, Any]:
-    """The line of a row that was answered."""
+    """The line for a row that was answered."""
     index = record["index"]
     return {
         "id": f"batch_req_{index}",
@@ -41,7 +41,7 @@ def answer_line(record: Mapping[str, Any], model: str) -> dict[str, Any]:
 
 
 def error_line(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The line of a row that failed."""
+    """The line for a row that failed."""
     error = record.get("error") or {}
     return {
         "id": f"batch_req_{record['index']}",
@@ -62,7 +62,7 @@ def _choice(number: int, choice: Mapping[str, Any]) -> dict[str, Any]:
         "finish_reason": choice.get("finish_reason"),
     }
     if made["finish_reason"] not in _FINISH_REASONS:
-        # OpenAI's clients refuse any other. OpenRouter gives the original under this name.
+        # OpenAI's clients refuse other values. OpenRouter uses this name for the original.
         made["native_finish_reason"] = made["finish_reason"]
         made["finish_reason"] = "length" if made["finish_reason"] in _CUT_OFF else "stop"
     return made
@@ -73,11 +73,11 @@ def _token(token: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _one(token: Mapping[str, Any]) -> dict[str, Any]:
-    """Null stands in the ledger for -inf, and for the text of a token that has none."""
+    """In the log, null means -inf, or the text of a token without text."""
     logprob = token["logprob"]
     return {
         "token": token["token"] or "",
-        "bytes": None,  # not in the ledger, and a token may be a part of a character
+        "bytes": None,  # not in the log, and a token may be part of a character
         "logprob": LEAST_LOGPROB if logprob is None else logprob,
     }
 

@@ -1,4 +1,4 @@
-"""Where exports may not go: onto what a run lives on."""
+"""Refuses exports over the files of a run."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _OWN_FILES = {
 
 
 def refuse_own_file(path: Path, folder: Path) -> None:
-    """Raises StoreError where ``path`` is a file that a run lives on: that in ``folder``, or any; or
-    the input of the run in ``folder``."""
+    """Raises StoreError if ``path`` is one of the files of a run (of any run, or by a hard link of
+    that in ``folder``), or the input of the run in ``folder``."""
     resolved = path.resolve()
     role = _OWN_FILES.get(resolved.name) if is_run(resolved.parent) else None
-    for name, known in _OWN_FILES.items():  # by another name, too: a hard link
+    for name, known in _OWN_FILES.items():  # also under another name, as a hard link
         if path.exists() and (own := folder / name).exists() and path.samefile(own):
             role = known
     for file in read_manifest(folder)["input"]:

@@ -1,8 +1,8 @@
-"""The results file of RealHiTBench's harness, so that scripts which read it go on working.
+"""The results file of RealHiTBench's harness, so that scripts that read it keep working.
 
 ``results_<time>.json`` has ``config``, ``aggregate_metrics`` by question type and ``results``;
-``checkpoint.json`` beside it has ``processed_ids``. As there, an F1 is a percentage, and the mean of
-ECR and Pass a share of all rows of the type. Failed rows are in neither: they were not answered.
+``checkpoint.json`` beside it has ``processed_ids``. As in the harness, an F1 is a percentage, and
+ECR and Pass are shares of all rows of the type. Failed rows are in neither file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def write_realhit(folder: Path, path: Path) -> dict[Path, int]:
     """Write both files of a run: ``path`` is the results file if it ends in .json, else a folder.
 
     Raises:
-        InputError: fields that the file has were neither kept nor are in the input any more.
+        InputError: fields that the file needs were not kept and are no longer in the input.
         StoreError: the checkpoint would replace a run's own.
     """
     if path.suffix != ".json":
@@ -79,13 +79,13 @@ def _result(record: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, A
 
 
 def _id(text: str) -> int | str:
-    """A number, as the harness has it, where it was written as one."""
+    """A number if it is written as one, as in the harness."""
     is_number = text.isascii() and text.isdigit() and len(text) < 20 and str(int(text)) == text
     return int(text) if is_number else text
 
 
 def _metrics(scores: Mapping[str, float | None]) -> dict[str, Any]:
-    """What is unscored is left out."""
+    """The metrics, without unscored ones."""
     metrics: dict[str, Any] = {}
     for name, score in scores.items():
         called = "Pass" if name == "pass" else head(name)
@@ -112,9 +112,9 @@ def _aggregate(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def _config(folder: Path, finished: Sequence[str]) -> dict[str, Any]:
-    """``duration_seconds`` and ``throughput`` count the time of all starts, not the last one's.
+    """``duration_seconds`` and ``throughput`` are over the time of all starts, not only the last.
 
-    ``finished``: when each of the rows was.
+    ``finished``: when each of the rows finished.
     """
     manifest, job = read_manifest(folder), job_of_run(folder)
     starts, total = manifest["starts"], len(finished)
@@ -134,7 +134,7 @@ def _config(folder: Path, finished: Sequence[str]) -> dict[str, Any]:
 
 
 def _seconds(starts: Sequence[Mapping[str, Any]], finished: Sequence[str]) -> float:
-    """A start that was killed could not note its time: it lasted up to its last row."""
+    """A start that was killed did not note its time: it is taken to end with its last row."""
     seconds = 0.0
     for start, following in zip_longest(starts, starts[1:]):
         began, noted = start["started_at"], start.get("seconds")

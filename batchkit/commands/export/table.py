@@ -1,7 +1,7 @@
-"""The records of a run as a table: which columns there are, and their values as Arrow batches.
+"""The records of a run as a table: its columns, and their values as Arrow batches.
 
-Arrow parses the lines of the log by itself, thousands at once. Lines that hold what its schema has
-no word for (choices, a kept field that is not text, damage) are read record by record.
+Arrow itself parses the lines of the log, thousands at once. Lines with values that its schema can't
+represent (choices, a kept field that is not text, damage) are read record by record.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 _BATCH = 10_000  # records
 _BATCH_BYTES = 16 << 20
-_FEW = 500  # so many lines are no longer halved in search of the one that Arrow can't take
+_FEW = 500  # batches this small are read record by record, not halved again
 
 
 class Layout(NamedTuple):
-    """What a table of records has besides the record's own columns.
+    """The columns of a table of records besides the record's own.
 
-    ``scores``: a column ``scores.<name>`` each, and one for the prediction; None: nothing is scored.
-    ``keep``: the kept fields, as text; one that bears the name of another column gets ``fields.``
-    before it.
+    ``scores``: one column ``scores.<name>`` each, and one for the prediction; None: not scored.
+    ``keep``: the kept fields, as text; one with the name of another column gets the prefix
+    ``fields.``.
     """
 
     scores: Sequence[str] | None
@@ -48,7 +48,7 @@ class Layout(NamedTuple):
         return cls(scores, kept_fields(job))
 
     def columns(self) -> dict[str, str]:
-        """The columns' names and Arrow types, in their order."""
+        """The columns' names and Arrow types, in order."""
         found = {name: column.type for name, column in _COLUMNS.items()}
         if self.scores is not None:
             found |= {"prediction": "string"}
@@ -58,7 +58,7 @@ class Layout(NamedTuple):
         }
 
     def keys(self) -> list[tuple[str, ...]]:
-        """The keys that lead to each column's value in a record, in the order of ``columns``."""
+        """The keys of each column's value in a record, in the order of ``columns``."""
         found: list[tuple[str, ...]] = [column.keys for column in _COLUMNS.values()]
         if self.scores is not None:
             found += [("prediction",), *(("scores", name) for name in self.scores)]
@@ -93,7 +93,7 @@ class Layout(NamedTuple):
 
 
 class _Column(NamedTuple):
-    """Its Arrow type, and the keys that lead to its value in a record."""
+    """Its Arrow type, and the keys of its value in a record."""
 
     type: str
     keys: tuple[str, ...]
@@ -120,7 +120,7 @@ _COLUMNS = {
 
 
 def schema_of(layout: Layout) -> pa.Schema:
-    """The schema of every batch of such a table."""
+    """The schema of every batch of the table."""
     import pyarrow as pa
 
     return pa.schema([(name, pa.type_for_alias(kind)) for name, kind in layout.columns().items()])
@@ -129,12 +129,12 @@ def schema_of(layout: Layout) -> pa.Schema:
 def read_batches(folder: Path, layout: Layout) -> Iterator[pa.Table]:
     """The newest record of each row, in the order of the input, with its newest scores.
 
-    A batch has at most 10,000 records, and more than 16 MB of the log only where it is one record.
+    A batch has at most 10,000 records, and over 16 MB of the log only if it is a single record.
 
     Raises:
         StoreError: a record is damaged.
     """
-    if (folder / SCORES).exists():  # scores are laid over record by record
+    if (folder / SCORES).exists():  # scores are merged in record by record
         records = read_scored(folder)
         while batch := list(islice(records, _BATCH)):
             yield _of_records(batch, layout)
@@ -146,7 +146,7 @@ def read_batches(folder: Path, layout: Layout) -> Iterator[pa.Table]:
 
 
 class _Log:
-    """The log in memory, only as much of it as is being read."""
+    """The log, of which only the part being read is in memory."""
 
     def __init__(self, path: Path, file: BinaryIO, newest: Newest, layout: Layout) -> None:
         import pyarrow as pa
@@ -186,14 +186,14 @@ class _Log:
         return pa.concat_tables([self._table(lines[:middle]), self._table(lines[middle:])])
 
     def _parsed(self, lines: np.ndarray[Any, Any]) -> pa.Table:
-        """By Arrow. Raises ArrowInvalid where the table would not be that of ``_read``."""
+        """Parsed by Arrow. Raises ArrowInvalid if the table would differ from that of ``_read``."""
         import pyarrow as pa
         import pyarrow.compute as pc
         from pyarrow import json
 
         raws, start = self._lines.take(pa.array(lines)), int(self._newest.bounds[lines[0]])
         first = whole_record(raws[0].as_py(), self._path, start)
-        text = raws.buffers()[-1]  # the lines, one after the other
+        text = raws.buffers()[-1]  # the lines, concatenated
         _check_utf8(text)
         found = json.read_json(
             pa.BufferReader(text),
@@ -217,7 +217,7 @@ class _Log:
         return table
 
     def _read(self, lines: np.ndarray[Any, Any]) -> pa.Table:
-        """Record by record."""
+        """Parsed record by record."""
         import pyarrow as pa
 
         offsets = self._newest.bounds[lines].tolist()
@@ -227,8 +227,8 @@ class _Log:
 
 
 def _json_schema(layout: Layout, first: Mapping[str, Any]) -> pa.Schema:
-    """What Arrow is to find in lines like that of the record ``first``: kept fields as they are there,
-    and no choices, whose JSON it couldn't keep.
+    """What Arrow should find in lines like that of the record ``first``: its kept fields, and no
+    choices, whose JSON Arrow couldn't keep.
     """
     import pyarrow as pa
 
@@ -250,7 +250,7 @@ def _json_schema(layout: Layout, first: Mapping[str, Any]) -> pa.Schema:
 
 
 def _check_utf8(text: pa.Buffer) -> None:
-    """Arrow's parser doesn't. Raises ArrowInvalid."""
+    """Raises ArrowInvalid. Arrow's parser does not check this."""
     import numpy as np
     import pyarrow as pa
 
@@ -259,7 +259,7 @@ def _check_utf8(text: pa.Buffer) -> None:
 
 
 def _check_values(table: pa.Table) -> None:
-    """What ``schema.fault_in`` asks of the columns besides their types. Raises ArrowInvalid."""
+    """Checks what ``schema.fault_in`` requires besides types. Raises ArrowInvalid."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -1,6 +1,6 @@
-"""``batchkit parity``: the same rows, greedy, through two engines, and where their answers part.
+"""``batchkit parity``: runs the same rows, greedy, through two engines, and compares the answers.
 
-For a model that was quantised or is new to an engine, before a long run is trusted to it.
+For a model that was quantised or is new to an engine, before it is used for a long run.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def parity(
     settings: tuple[Sequence[str], Sequence[str]] = ((), ()),
     say: Callable[[str], None] = lambda text: None,
 ) -> ParityResult:
-    """Ask both of ``engines`` (``vllm,transformers``) the first ``rows`` rows, one after the other.
+    """Run the first ``rows`` rows on both ``engines`` (``vllm,transformers``), one after the other.
 
-    ``settings``: ``engine.…=VALUE`` for either side alone. A difference with a gap below ``tie`` is
-    a tie. Nothing is written to the run folder.
+    ``settings``: ``engine.…=VALUE`` for one side only, per side. A difference with a gap below
+    ``tie`` is a tie. Nothing is written to the run folder.
 
     Raises:
-        JobError: the engines, their settings or the job can't be right; it names the side.
+        JobError: the engines, their settings or the job are invalid; it names the side.
         InputError: the rows can't be read, or there are none.
         EngineError: a side could not start, or died; it names the side and the engine's log.
     """
@@ -45,11 +45,11 @@ def parity(
     with StopRequest().installed(), Scratch() as folder:
         first, second = sides_of(job, engines, settings, folder.path)
         renderer = PromptRenderer(first.job)
-        _check(second)  # before the first one loads, and answers, for nothing
+        _check(second)  # before the first one loads and answers in vain
         launcher = Launcher(folder.path / LOG)
         try:
             one = _ask(first, renderer, launcher, folder, say)
-            if first.kind != second.kind:  # its process has imported the other's libraries
+            if first.kind != second.kind:  # its process has imported the first engine's libraries
                 launcher.close()
             two = _ask(second, renderer, launcher, folder, say)
         finally:

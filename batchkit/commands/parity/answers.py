@@ -1,4 +1,4 @@
-"""What one engine answers to the rows: a run's loop without a ledger, its window and its retries."""
+"""One engine's answers to the rows: a run's loop without log, adaptive window and retries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POLL_S = 0.05
 
 
 class Token(NamedTuple):
-    """``logprob`` is None where the engine tells none; ``top``: the likeliest ones, by their text."""
+    """``logprob`` is None if the engine gives none; ``top``: the likeliest tokens, by text."""
 
     text: str
     logprob: float | None = None
@@ -32,7 +32,7 @@ class Token(NamedTuple):
 
 
 class SideAnswer(NamedTuple):
-    """A row's answer or its ``error``. ``tokens`` is None where the engine tells none."""
+    """A row's answer or its ``error``. ``tokens`` is None if the engine gives none."""
 
     id: str
     text: str = ""
@@ -43,7 +43,7 @@ class SideAnswer(NamedTuple):
 
 
 class Told(NamedTuple):
-    """A side, for people and scripts. ``failed`` counts its rows; ``left_out``: keys of the job."""
+    """A side, for the output. ``failed`` counts its rows; ``left_out``: keys of the job."""
 
     name: str
     kind: str
@@ -55,7 +55,7 @@ class Told(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """Of one side, by the row's index. ``seconds``: without loading the model."""
+    """The answers of one side, by row index. ``seconds``: without loading the model."""
 
     side: Side
     rows: Mapping[int, SideAnswer]
@@ -75,7 +75,7 @@ class Answers(NamedTuple):
 
 def answers_of(side: Side, renderer: PromptRenderer, launcher: Launcher) -> Answers:
     """Raises:
-    JobError: the side's engine finds it wrong.
+    JobError: the side's engine finds it invalid.
     InputError: the rows can't be read.
     EngineError: the engine could not start, or died.
     """
@@ -90,7 +90,7 @@ def answers_of(side: Side, renderer: PromptRenderer, launcher: Launcher) -> Answ
 
 
 def _ask(side: Side, engine: Engine, renderer: PromptRenderer) -> Iterator[Completion]:
-    """A failure is final: what is tried again with fewer pixels, say, is another prompt."""
+    """A failure is final: a retry, for example with fewer pixels, would change the prompt."""
     job, in_flight = side.job, 0
     window = Window(engine.max_num_seqs).size
 
@@ -128,7 +128,7 @@ def _ask(side: Side, engine: Engine, renderer: PromptRenderer) -> Iterator[Compl
 
 
 def _shorter(done: Completion, renderer: PromptRenderer) -> Request | None:
-    """The next cut of a prompt that is too long, where the job wants that."""
+    """The request with a shorter prompt, if it is too long and the job allows cutting."""
     if not isinstance(done.error, PromptTooLongError):
         return None
     return renderer.shortened(done.request, done.error)
@@ -150,7 +150,7 @@ def _tokens(choice: Choice) -> Sequence[Token] | None:
 
 
 def _by_text(top: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of two tokens that look alike, the likelier. What a grammar forbids is as if it were not there."""
+    """Of two tokens with one text, the likelier. Tokens that a grammar forbids are left out."""
     found: dict[str, float] = {}
     for token in top:
         if isfinite(token["logprob"]):

@@ -1,8 +1,8 @@
-"""Where two answers part, and how sure each engine was of its own way.
+"""Where two answers first differ, and how sure each engine was of its own token.
 
-Greedy decoding takes the likeliest token. Where two are about as likely, the order of a sum decides,
-and that differs between kernels, batches and machines: a tie, which says nothing about the model.
-Where an engine was far from taking the other's token, the two don't compute the same.
+Greedy decoding takes the likeliest token. If two are about equally likely, the order of a sum
+decides, and that differs between kernels, batches and machines: a tie, which says nothing about the
+model. If an engine was far from taking the other's token, the two compute different results.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Literal, NamedTuple
 from batchkit.commands.parity.answers import SideAnswer, Token
 
 _WORDS = re.compile(r"\s*\S+")
-_PIECE = "\N{REPLACEMENT CHARACTER}"  # of a character that takes several tokens
+_PIECE = "\N{REPLACEMENT CHARACTER}"  # part of a character that takes several tokens
 
 
 class Part(NamedTuple):
-    """One side of a difference. ``token`` is None where the answer ended before.
+    """One side of a difference. ``token`` is None if the answer ended before.
 
-    ``logprob`` of that token, ``other_logprob`` of the other side's, both told by this side; None
-    where it does not tell. ``begins``: the character of ``text`` where they part.
+    ``logprob`` of that token, ``other_logprob`` of the other side's, both as given by this side;
+    None if it gives none. ``begins``: the character of ``text`` where the answers differ.
     """
 
     text: str
@@ -36,10 +36,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A row whose answers part at ``position``, counted from 0 in ``unit``.
+    """A row whose answers differ from ``position`` on, counted from 0 in ``unit``.
 
     ``gap``: by how much the surer side preferred its own token, as a difference of logprobs; None
-    where neither tells. ``is_least``: it is that or more, as a token is not among the likeliest.
+    if neither gives them. ``is_least``: a lower bound, as a token is not among the likeliest.
     """
 
     index: int
@@ -56,18 +56,18 @@ class Difference:
 
     @property
     def has_other_prompt(self) -> bool:
-        """The two prompts are not of one length, so the engines were not asked the same."""
+        """True if the two prompts differ in length, so the engines got different prompts."""
         counts = self.a.prompt_tokens, self.b.prompt_tokens
         return None not in counts and counts[0] != counts[1]
 
     @property
     def rank(self) -> tuple[bool, float, int]:
-        """The largest gap first; one that nobody told, last."""
+        """Sorts the largest gap first, unknown gaps last."""
         return self.gap is None, -(self.gap or 0.0), self.index
 
 
 def difference(index: int, a: SideAnswer, b: SideAnswer) -> Difference | None:
-    """None where text and finish_reason are equal: then so are the answers, for all that they are for."""
+    """None if text and finish_reason are equal: then the answers count as equal."""
     if (a.text, a.finish_reason) == (b.text, b.finish_reason):
         return None
     has_tokens = a.tokens is not None and b.tokens is not None
@@ -128,12 +128,12 @@ def _position(a: Sequence[Token], b: Sequence[Token]) -> int:
 
 
 def _look_alike(a: str, b: str) -> bool:
-    """Engines spell a piece of a character each in their own way, so one is like any."""
+    """Engines show a piece of a character in different ways, so it equals any other."""
     return a == b or not a or not b or _PIECE in a or _PIECE in b
 
 
 def _words(text: str) -> list[Token]:
-    """Each with the white space before it."""
+    """The words, each with the white space before it."""
     return [Token(word) for word in _WORDS.findall(text)]
 
 

@@ -1,4 +1,4 @@
-"""What came of a comparison: as a table and sentences for people, and as JSON."""
+"""The result of a comparison: as a table with sentences, and as JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RowFailure:
 
 @dataclass(frozen=True, slots=True)
 class ParityResult:
-    """``differences``: the largest gap first. ``failures``: of one side only."""
+    """``differences``: the largest gap first. ``failures``: rows that failed on one side only."""
 
     sides: tuple[Told, Told]
     rows: int
@@ -50,7 +50,7 @@ class ParityResult:
 
     @property
     def exit_code(self) -> int:
-        """3, too, where no row was answered on both sides: nothing was compared then."""
+        """Also 3 if no row was answered on both sides: then nothing was compared."""
         is_sound = self.answered and self.ties == len(self.differences) and not self.failures
         return 0 if is_sound else 3
 
@@ -175,7 +175,7 @@ def _chosen(part: Part) -> str:
 
 
 def _continuation(part: Part) -> str:
-    """One line of the text, from a little before the place where the two part."""
+    """One line of the text, from a little before the place where the two differ."""
     start = max(0, part.begins - _BEFORE)
     line = " ".join(part.text[start : start + _SHOWN_CHARACTERS].split())
     before = "…" if start else ""

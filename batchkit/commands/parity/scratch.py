@@ -1,4 +1,4 @@
-"""A folder for what the engines print, kept only where somebody must read it."""
+"""A folder for the engines' output, kept only if an error message refers to it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from types import TracebackType
 
 
 class Scratch:
-    """Gone at the end, unless somebody was told of what is in it."""
+    """Removed at the end, unless ``kept_files`` found any files."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="batchkit-parity-"))
         self._is_kept = False
 
     def kept_files(self) -> list[str]:
-        """The files in it. If there are any, they stay."""
+        """The files in it. If there are any, they are kept."""
         files = [str(path) for path in self.path.rglob("*") if path.is_file()]
         self._is_kept = bool(files)
         return files

@@ -1,4 +1,4 @@
-"""One job as two: the same rows and prompts, greedy, for two engines."""
+"""Makes two jobs of one: the same rows and prompts, greedy, for two engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchkit.errors import JobError
 KINDS: tuple[str, ...] = get_args(EngineKind)
 TOP_LOGPROBS = 5
 
-# Options that mean the same to vLLM and to transformers. A job's other ones are for its own kind.
+# Options that mean the same to vLLM and to transformers. Other options of a job are for its kind.
 MODEL_OPTIONS = (
     "max_model_len",
     "dtype",
@@ -31,19 +31,19 @@ _OPTIONS = {
     "openai-server": ("max_num_seqs", "max_model_len"),
     "dry-run": ("max_num_seqs",),
 }
-# Keys of any engine; `lora` is for those that load a model, and the others say where a server is.
+# Keys of any engine. `lora` is only for engines that load a model; other keys describe a server.
 _KEYS = ("kind", "model", "options", "in_process")
-# The one that is OpenAI's alone. What is wrong with a name that is none, vLLM says itself.
+# Only OpenAI has this one. For an unknown name, vLLM itself reports the error.
 _NOT_VLLM = "reasoning_effort"
-# What greedy decoding has no use for, and what is asked for here.
+# Greedy decoding does not use these, or they are set here.
 _CHOSEN = ("temperature", "n", "seed", "top_p", "top_k", "min_p", "logprobs")
 
 
 class Greedy:
-    """Makes a row's sampling greedy, and leaves out what one of the ``kinds`` does not know.
+    """Makes a row's sampling greedy, and leaves out what one of the ``kinds`` does not support.
 
-    ``left_out``: the names of that. Threads that render rows add to it, and nobody else reads it
-    meanwhile.
+    ``left_out``: the names left out. Threads that render rows add to it, and no other thread reads
+    it meanwhile.
     """
 
     def __init__(self, kinds: Iterable[str]) -> None:
@@ -87,10 +87,10 @@ def sides_of(
     settings: tuple[Sequence[str], Sequence[str]],
     folder: Path,
 ) -> tuple[Side, Side]:
-    """The job for either engine; what they write goes below ``folder``.
+    """The job for each engine; what they write goes below ``folder``.
 
     Raises:
-        JobError: ``engines`` are not two, one is unknown, or a setting can't be used.
+        JobError: not two ``engines``, an unknown one, or a setting that can't be used.
     """
     kinds = _kinds_in(engines)
     greedy = Greedy(kinds)
@@ -133,7 +133,7 @@ def _side(name: str, kind: str, job: JobConfig, settings: Sequence[str], greedy:
 
 
 def _table_for(kind: str, engine: EngineTable) -> tuple[dict[str, Any], list[str]]:
-    """The job's own table without what is not for ``kind``; and the keys of that."""
+    """The job's own table without the keys that ``kind`` does not have; and those keys."""
     given = engine.model_dump(exclude_unset=True)
     known = given.keys() - {"lora"} if kind == "openai-server" else {*_KEYS, "lora"}
     table: dict[str, Any] = {key: given[key] for key in given if key in known} | {"kind": kind}

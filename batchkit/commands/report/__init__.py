@@ -1,4 +1,4 @@
-"""``batchkit report``: a run on one page, that needs nothing but a browser."""
+"""``batchkit report``: a run on one self-contained web page."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ REPORT = "report.html"
 
 
 def write_report(folder: Path, path: Path | None = None, *, images: bool = True) -> Path:
-    """Write the report of a run, ``report.html`` in its folder where ``path`` is left out.
+    """Write the report of a run: to ``path``, or to ``report.html`` in its folder.
 
-    One file without references to anything else. What the model wrote is in it as data, and gets
-    onto the page as text alone. It has all rows up to 20,000, and a sample past that; its tables
-    and charts are over all of them. ``images=False`` leaves the thumbnails out.
+    One file without references to others. The model's texts are in it as data, and are shown as
+    text only. It has all rows up to 20,000, and a sample beyond that; its tables and charts are
+    over all rows. ``images=False`` leaves the thumbnails out.
 
     Raises:
-        StoreError: not a run folder, no row has finished, its log is damaged, or the file can't be written.
+        StoreError: not a run folder, no row has finished, its log is damaged, or the file can't be
+            written.
     """
     manifest, job = read_manifest(folder), job_of_run(folder)
     path = path or folder / REPORT

@@ -1,5 +1,5 @@
-"""Charts as inline SVG. The SVG holds shapes alone, so that it may be stretched to any width; the
-words around it are HTML, which keeps its size."""
+"""Charts as inline SVG. The SVG holds only shapes, so that it may be stretched to any width; the
+labels around it are HTML, which keeps its size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BAR = Markup('<rect class="bar" x="{:.2f}" y="{:.2f}" width="{:.2f}" height="{:
 
 
 class Chart(NamedTuple):
-    """``y_top``: what the upper edge stands for. ``x_labels``: spread evenly below it."""
+    """``y_top``: the value at the upper edge. ``x_labels``: spread evenly below it."""
 
     title: str
     note: str
@@ -34,7 +34,7 @@ class Chart(NamedTuple):
 
 
 def charts(stats: RunStats) -> list[Chart]:
-    """All that this run's records allow."""
+    """All charts that this run's records allow."""
     line = timeline(stats.finished_at, stats.latency_s)
     found = [] if line is None else [_throughput(line), _in_flight(line)]
     spreads = (
@@ -46,7 +46,7 @@ def charts(stats: RunStats) -> list[Chart]:
 
 
 def bar(share: float) -> Markup:
-    """A bar that is filled to ``share``, from 0 to 1."""
+    """A bar filled to ``share``, from 0 to 1."""
     width = 100 * min(1.0, max(0.0, share))
     return Markup(
         '<svg class="meter" viewBox="0 0 100 1" preserveAspectRatio="none" aria-hidden="true">'
@@ -56,14 +56,14 @@ def bar(share: float) -> Markup:
 
 
 def shares(counts: Mapping[str, int]) -> list[tuple[str, int, Markup]]:
-    """Name, count and a bar against the largest, the largest first."""
+    """Name, count and a bar relative to the largest, the largest first."""
     most = max(counts.values(), default=1)
     ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
     return [(name, count, bar(count / most)) for name, count in ordered]
 
 
 def number(value: float, unit: str = "") -> str:
-    """Three digits where it is small, thousands marked where it is large."""
+    """Three digits if it is small, with thousands separators if it is large."""
     if value >= 100 or value == int(value):
         text = f"{value:,.0f}"
     else:
@@ -114,7 +114,7 @@ def _spread(title: str, spread: Histogram, unit: str) -> Chart:
     for x, count in enumerate(spread.counts):
         height = _HEIGHT * count / top
         if count:
-            height = max(height, 1.0)  # one row among a million is still seen
+            height = max(height, 1.0)  # one row among a million stays visible
             bars.append(_BAR.format(x + 0.08, _HEIGHT - height, 0.84, height))
         low = number(spread.low + x * spread.width)
         high = number(spread.low + (x + 1) * spread.width, unit)

@@ -26,7 +26,7 @@ class DeltaLine(NamedTuple):
 
 
 class ScorePart(NamedTuple):
-    """One score. ``reach``: how far from 0 the intervals' scale goes, both ways."""
+    """One score. ``reach``: the intervals' scale runs from minus this to plus this."""
 
     head: str
     reach: float
@@ -43,10 +43,10 @@ class RunPart(NamedTuple):
 
 
 def write_comparison(comparison: Comparison, path: Path) -> Path:
-    """Write ``comparison`` as one web page without references to anything else.
+    """Write ``comparison`` as one self-contained web page.
 
     Raises:
-        StoreError: the file can't be written, or is no web page by its name.
+        StoreError: the file can't be written, or its name is not that of a web page.
     """
     check_page(path)
     try:
@@ -98,7 +98,7 @@ def _score(comparison: Comparison, run: str, scorer: str, deltas: list[Delta]) -
 
 
 def _interval(delta: Delta, reach: float) -> Markup:
-    """The difference as a mark on its interval, 0 in the middle."""
+    """The difference as a mark on its interval; 0 is in the middle."""
     at, low, high = (50 + 50 * value / reach for value in (delta.delta, delta.low, delta.high))
     return Markup(
         '<svg viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'

@@ -1,6 +1,6 @@
-"""What a run did over time, and how its latencies and lengths are spread: streamed, then binned.
+"""Timelines and histograms of a run: its records are streamed, then binned.
 
-Holds 24 bytes a row, so that a million rows fit anywhere.
+Holds at most 48 bytes per row, so that a million rows fit into memory.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 _BINS = 40  # of a histogram
 _SPANS = 120  # of a timeline, at most
 _SHORTEST_PAUSE_S = 5.0
-_LONGEST_IDLE = 0.02  # of the time at work: what is longer was a pause between two starts
+_LONGEST_IDLE = 0.02  # of the time at work: a longer gap was a pause between two starts
 
 
 @dataclass
 class RunStats:
-    """Counts of all records, and the four numbers of each that reached the engine."""
+    """Counts of all records, and four numbers of each row that reached the engine."""
 
     rows: int = 0
     ok: int = 0
@@ -45,7 +45,7 @@ class RunStats:
     completion_tokens: array[int] = field(default_factory=lambda: array("l"))
 
     def watch(self, records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """``records`` as they are, each counted as it passes."""
+        """Yields ``records`` unchanged and counts each."""
         for record in records:
             self.add(record)
             yield record
@@ -76,7 +76,7 @@ class RunStats:
 
 
 class Histogram(NamedTuple):
-    """``counts`` over equal bins from ``low`` to ``top``; the last one also holds what lies above."""
+    """``counts`` over equal bins from ``low`` to ``top``; the last one also counts larger ones."""
 
     counts: list[int]
     low: float
@@ -103,7 +103,7 @@ class Timeline(NamedTuple):
 
 
 def histogram(values: Iterable[float]) -> Histogram | None:
-    """Up to the 99th percentile where a long tail would squeeze the rest; None without spread."""
+    """Up to the 99th percentile if a long tail would squeeze the rest; None without spread."""
     found = np.asarray(values, dtype=np.float64)
     if not len(found) or not found.max() > 0:
         return None
@@ -119,7 +119,7 @@ def histogram(values: Iterable[float]) -> Histogram | None:
 
 
 def timeline(finished_at: Iterable[float], latency_s: Iterable[float]) -> Timeline | None:
-    """Pauses between two starts of the run are cut out; None where no time passed."""
+    """Pauses between two starts of the run are cut out; None if no time passed."""
     ends = np.asarray(finished_at, dtype=np.float64)
     starts = ends - np.asarray(latency_s, dtype=np.float64)
     if len(ends) < 2 or ends.max() - starts.min() <= 0:
@@ -156,7 +156,7 @@ def nice(value: float) -> float:
 
 
 def _domain(least: float, most: float) -> tuple[float, float]:
-    """Four equal readable steps that hold both: from 0, or from near ``least`` if that is far off."""
+    """Four equal readable steps that contain both: from 0, or from near ``least`` if far from 0."""
     step = nice(max(most - least, most / 100) / 4)
     while (low := step * np.floor(least / step)) + 4 * step < most * (1 - 1e-9):
         step = nice(step * 1.01)

@@ -1,5 +1,5 @@
-"""What stands above and below the page's tables: the run in numbers, what a reader must know, and
-where the answers come from."""
+"""The text above and below the page's tables: the run in numbers, notes for the reader, and the
+origin of the answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from batchkit.storage.runfolder import held_by
 
 
 class Fact(NamedTuple):
-    """A number at the top of the page, and what stands below it."""
+    """A number at the top of the page, and the text below it."""
 
     name: str
     value: str
@@ -50,7 +50,7 @@ def facts(manifest: Mapping[str, Any], stats: RunStats, table: ScoreTable) -> li
 
 
 def notes(folder: Path, manifest: Mapping[str, Any], stats: RunStats) -> list[str]:
-    """What a reader of the scores must know."""
+    """Notes that a reader of the scores needs."""
     found, total = [], _total(manifest)
     if held_by(folder):
         found.append("The run was still going on when this page was made.")
@@ -99,7 +99,7 @@ def subtitle(manifest: Mapping[str, Any]) -> list[str]:
 
 
 def about(manifest: Mapping[str, Any], job: JobConfig) -> list[tuple[str, str]]:
-    """Where the answers come from, name and value."""
+    """Where the answers come from, as names and values."""
     starts: Sequence[Mapping[str, Any]] = manifest["starts"]
     last = starts[-1] if starts else {}
     versions = last.get("versions") or {}
@@ -137,7 +137,7 @@ def _scoring(job: JobConfig) -> str:
 
 
 def when(stamp: str | None, until: str | None = None) -> str:
-    """``21 November 2026, 01:02 UTC``; with ``until`` both, the day once if it is the same."""
+    """``21 November 2026, 01:02 UTC``; with ``until`` both times, the day once if equal."""
     try:
         moment = datetime.fromisoformat(stamp or "")
         end = datetime.fromisoformat(until) if until else moment

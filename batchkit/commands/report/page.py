@@ -1,4 +1,4 @@
-"""The page itself: what the template is given, and how data gets into it without becoming code."""
+"""The page: the template's variables, and how data gets into it without becoming code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MAX_GROUPS = 200
 
 
 class Cell(NamedTuple):
-    """A mean in the table. ``scorer``: what the list of rows is told when it is clicked."""
+    """A mean in the table. ``scorer``: sent to the list of rows when the cell is clicked."""
 
     scorer: str
     mean: float | None
@@ -100,14 +100,14 @@ def render(
 
 
 def check_page(path: Path) -> None:
-    """Raises StoreError where ``path`` is no web page by its name: it might be a ledger."""
+    """Raises StoreError if ``path`` is not named like a web page: it might be a log."""
     if path.suffix not in (".html", ".htm"):
         raise StoreError(f"{path}: a report is a web page; name it …{path.stem}.html")
 
 
 def page(template: str, **names: Any) -> Iterator[str]:
-    """A template of this package in pieces: everything escaped, its script and its style allowed
-    by their hashes and nothing else allowed at all."""
+    """A template of this package, in pieces. Everything is escaped; its script and style are
+    allowed by their hashes, and nothing else is allowed."""
     script, style = _resource("page.js"), _resource("page.css")
     policy = (
         "default-src 'none'; img-src data:;"
@@ -129,12 +129,12 @@ def page(template: str, **names: Any) -> Iterator[str]:
 
 
 def _signed(value: float) -> str:
-    """With a true minus, as wide as the plus."""
+    """With a real minus sign, as wide as the plus."""
     return f"{value:+.2f}".replace("-", "−")
 
 
 def as_json(value: Any) -> Markup:
-    """JSON that can stand in a ``<script>``: nothing in it ends the element or begins a comment."""
+    """JSON that is safe in a ``<script>``: nothing in it ends the element or begins a comment."""
     text = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -156,7 +156,7 @@ def _scale(scorer: str) -> int:
 
 
 def _groups(table: ScoreTable) -> list[str]:
-    """All, or the largest of very many, in the order of the table."""
+    """All groups, or the largest if there are very many, in the order of the table."""
     sizes = {name: group.scored + group.unscored for name, group in table.groups.items()}
     largest = set(sorted(sizes, key=lambda name: -sizes[name])[:_MAX_GROUPS])
     return [name for name in table.groups if name in largest]
@@ -183,7 +183,7 @@ def _line(table: ScoreTable, label: str, name: str | None, group: Group) -> Tabl
 
 
 def _spread(table: ScoreTable) -> list[tuple[str, Mapping[str, float]]]:
-    """Of a reward: mean, std, median, min, max by group."""
+    """For a reward: mean, std, median, min, max by group."""
     groups = {**table.groups, ALL: table.overall}
     found = {
         name: group.to_json(table.names).get("spread", {}).get(OUT_OF_TEN[0])

@@ -1,4 +1,4 @@
-"""Thumbnails: each image of a run once, small enough that a thousand fit into one page."""
+"""Thumbnails: each image of a run once, so small that a thousand fit into one page."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from batchkit.errors import MediaError
 from batchkit.rendering.media import load_image
 
 MAX_PICTURES = 2_000
-MAX_TOTAL_BYTES = 15 * 2**20  # base64 makes a third more of it
+MAX_TOTAL_BYTES = 15 * 2**20  # base64 adds a third
 MAX_PICTURE_BYTES = 20_000
 MAX_SIDE = 720
 _MAX_PIXELS = 420_000
-_QUALITIES = (70, 45, 25)  # the first that fits; then the picture is made smaller
+_QUALITIES = (70, 45, 25)  # the first that fits; if none does, the picture is made smaller
 _THREADS = 4
-_WAITING = 16  # sources that wait for a thread: a column of bytes must not pile up
+_WAITING = 16  # sources that wait for a thread: image bytes must not accumulate
 
 
 class Picture(NamedTuple):
-    """``uri`` is a data: URI; None where ``problem`` says why there is none."""
+    """``uri`` is a data: URI; None if there is none, and ``problem`` says why."""
 
     name: str
     uri: str | None
@@ -45,8 +45,8 @@ class Picture(NamedTuple):
 class Pictures:
     """Makes thumbnails while the rows are read; used as a context manager.
 
-    ``media`` is the job's: nothing is opened here that the run would have refused. Of the network
-    only its root is read, where that is a URL. ``add`` may be called from one thread only.
+    ``media`` is the job's: nothing is opened here that the run would have refused. The network is
+    only read if the media root is a URL. ``add`` may be called from one thread only.
     """
 
     def __init__(self, media: MediaTable) -> None:
@@ -54,7 +54,7 @@ class Pictures:
         self._media = media.model_copy(update=small)
         threads = min(_THREADS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="thumbnail")
-        self._room = threading.BoundedSemaphore(_WAITING)  # taken by add, given back by a thread
+        self._room = threading.BoundedSemaphore(_WAITING)  # acquired by add, released by a thread
         self._numbers: dict[str, int] = {}
         self._found: list[Future[Picture] | Picture] = []
 
@@ -73,7 +73,7 @@ class Pictures:
         return self._numbers[key]
 
     def finish(self) -> list[Picture]:
-        """All pictures by number; those past the page's budget come without an image."""
+        """All pictures by number; those beyond the page's budget have no image."""
         done, total = [], 0
         for found in self._found:
             picture = found.result() if isinstance(found, Future) else found
@@ -130,7 +130,7 @@ class _Named(NamedTuple):
 
 
 def _named(source: Any) -> _Named:
-    """What a picture is called, and what is equal for equal sources."""
+    """The name of a picture, and a key that is equal for equal sources."""
     match source:
         case bytes() | bytearray() | memoryview():
             return _Named(f"{len(source):,} bytes", _digest(bytes(source)))

@@ -1,4 +1,4 @@
-"""The rows that the page can show: which ones, and what it tells of each."""
+"""The rows that the page can show: which rows, and what it shows of each."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from batchkit.types import Row
 
 MAX_ROWS = 20_000
 MAX_FAILED = 5_000
-_MAX_TEXT_BYTES = 14 * 2**20  # of all answers; longer ones are cut in the middle to keep to it
+_MAX_TEXT_BYTES = 14 * 2**20  # of all answers; if there is more, long ones are cut in the middle
 _MAX_FIELD_BYTES = 7 * 2**20
 _TEXT_LIMITS = (40_000, 16_000, 8_000, 4_000, 2_000, 1_000, 500)
-_QUESTION_SHARE = 4  # times what another field may take
-_LONG = 1_000  # characters: a document, and no question
+_QUESTION_SHARE = 4  # times the space of another field
+_LONG = 1_000  # characters: a longer field is a document, not a question
 _SEED = 0
 _ASKED = ("question", "query", "instruction", "prompt", "problem", "input", "text")
 
 
 class Shown(NamedTuple):
-    """The page's rows as JSON; ``notes`` say plainly what it does not show, and why.
+    """The page's rows as JSON; ``notes`` say what it does not show, and why.
 
-    ``question``: the place among ``field_names`` of the field that says what is asked.
+    ``question``: the position in ``field_names`` of the field that holds the question.
     """
 
     rows: list[dict[str, Any]]
@@ -53,7 +53,7 @@ class Shown(NamedTuple):
 
 def choose(stats: RunStats) -> set[int] | None:
     """Indexes of the rows that the page holds: failed ones first, then a seeded sample of the
-    others. None: all of them."""
+    others. None means all of them."""
     if stats.rows <= MAX_ROWS:
         return None
     rng = np.random.default_rng(_SEED)
@@ -62,7 +62,7 @@ def choose(stats: RunStats) -> set[int] | None:
 
 
 def show(folder: Path, stats: RunStats, pictures: Pictures | None) -> Shown:
-    """Reads the records once more, and the input beside them where it is still there."""
+    """Reads the records again, and the input along with them if it still exists."""
     chosen, notes = choose(stats), []
     job = without_masked(job_of_run(folder))
     if chosen is not None:
@@ -91,16 +91,16 @@ def show(folder: Path, stats: RunStats, pictures: Pictures | None) -> Shown:
 
 
 class _Detail(NamedTuple):
-    """What the page tells of a row; its fields as text, cut to what the question may take."""
+    """What the page shows of a row; its fields as text, cut to the limit for the question."""
 
     row: dict[str, Any]
     fields: dict[str, str | None]
 
 
 class _Inputs:
-    """Walks along the input beside the records, which come in the same order.
+    """Reads the input along with the records, which come in the same order.
 
-    ``problem`` tells why rows are missing, once one was.
+    ``problem`` says why rows are missing, once one was.
     """
 
     def __init__(self, job: JobConfig, chosen: set[int] | None) -> None:
@@ -115,7 +115,7 @@ class _Inputs:
         if job.input.path is None:
             self.problem = "the rows came from Python"
             return
-        # Past the limit too: a later start may have had a larger one.
+        # Rows past the limit too: a later start may have had a larger one.
         everything = job.input.model_copy(update={"limit": None, "where": {}})
         skip = (lambda index: False) if chosen is None else lambda index: index not in chosen
         self._rows = read_rows(everything, skip=skip)
@@ -142,7 +142,7 @@ class _Inputs:
 
 
 class _Reader(NamedTuple):
-    """What turns a record and its row into what the page tells of them."""
+    """Makes what the page shows from a record and its row."""
 
     job: JobConfig
     scoring: Scoring | None
@@ -189,19 +189,19 @@ class _Reader(NamedTuple):
     def _images(self, row: Row | None) -> list[int] | None:
         if row is None or row.error is not None or not self.pictures or self.renderer is None:
             return None
-        with suppress(RowError):  # the record's own error says it
+        with suppress(RowError):  # the record's own error explains it
             sources = self.renderer.image_sources(row)
             return [self.pictures.add(source) for source in sources] or None
         return None
 
 
 def group_name(value: Any) -> str:
-    """As the score table calls a group."""
+    """The score table's name for a group."""
     return "(none)" if value in (None, "") else str(value)
 
 
 def clip(text: str, limit: int) -> str:
-    """``text``, or its both ends; always something that UTF-8 can hold."""
+    """``text``, or both its ends; always valid as UTF-8."""
     if len(text) > limit:
         half = max(1, limit // 2)
         text = f"{text[:half]}\n[… {len(text) - 2 * half:,} characters left out …]\n{text[-half:]}"
@@ -213,7 +213,7 @@ def clipped(text: Any, limit: int) -> str | None:
 
 
 def _answer(record: Mapping[str, Any], limit: int) -> str | None:
-    """The answer; of several choices all."""
+    """The answer; all choices if there are several."""
     choices = record.get("choices") or []
     if len(choices) < 2:
         return clipped(record.get("text"), limit)
@@ -255,8 +255,8 @@ def _packed(details: Sequence[_Detail], job: JobConfig, notes: list[str], limit:
 
 
 def _question(details: Sequence[_Detail], job: JobConfig) -> str | None:
-    """The field that says what a row asks: of those that the template reads the one that is named
-    so, else the longest that still is a question's length."""
+    """The field that holds a row's question: of those that the template reads, the one whose name
+    says so, else the longest that is still short enough for a question."""
     fields = next((detail.fields for detail in details if detail.fields), {})
     own = [name for name in ("messages", "body", "prompt") if name in fields]
     used = _used(job) & set(fields) if job.prompt.user or job.prompt.user_file else set(own[:1])
@@ -272,7 +272,7 @@ def _used(job: JobConfig) -> set[str]:
         path = job.prompt.user_file
         text = job.prompt.user if path is None else Path(path).read_text(encoding="utf-8-sig")
         return find_undeclared_variables(Environment().parse(text or ""))
-    except (OSError, ValueError, JinjaError):  # the note about the input says it
+    except (OSError, ValueError, JinjaError):  # the note about the input explains it
         return set()
 
 
@@ -288,7 +288,7 @@ def _as_text(value: Any) -> str:
         return "\n\n".join(f"{part['role']}: {_content(part['content'])}" for part in value)
     try:
         return orjson.dumps(value, default=_foreign, option=orjson.OPT_NON_STR_KEYS).decode()
-    except orjson.JSONEncodeError:  # a number or a text that JSON can't hold
+    except orjson.JSONEncodeError:  # a number or a text that JSON can't represent
         return repr(value)
 
 
@@ -310,7 +310,7 @@ def _foreign(value: Any) -> str:
 
 
 def _text_limit(stats: RunStats, n_rows: int) -> int:
-    """The largest limit with which the answers of ``n_rows`` rows keep to the page's budget."""
+    """The largest limit with which the answers of ``n_rows`` rows fit into the page's budget."""
     lengths = np.asarray(stats.text_lengths, dtype=np.int64)
     share = n_rows / max(1, len(lengths))
     for limit in _TEXT_LIMITS:

@@ -1,5 +1,5 @@
-"""``find-bs`` and ``bench``: how many requests at once serve a job best, measured on its own rows.
+"""``find-bs`` and ``bench``: find the batch size that serves a job best, with its own rows.
 
-A trial (``trial.py``) is a fresh engine process that is fed as a run would feed it, for a bounded
-time. ``find.py`` searches with trials, ``bench.py`` repeats them, and neither leaves anything behind.
+A trial (``trial.py``) is a fresh engine process that gets rows as in a run, for a limited time.
+``find.py`` searches with trials, ``bench.py`` repeats them, and neither leaves files behind.
 """

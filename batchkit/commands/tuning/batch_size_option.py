@@ -19,7 +19,7 @@ from batchkit.storage.files import write_atomically
 
 
 class BatchSizeOption(NamedTuple):
-    """A key, dotted, and why it is this one. ``most``: larger values would change little."""
+    """A key, dotted, and why this one was chosen. ``most``: larger values would change little."""
 
     key: str
     reason: str
@@ -27,7 +27,7 @@ class BatchSizeOption(NamedTuple):
 
 
 def batch_size_option(job: JobConfig) -> BatchSizeOption:
-    """``engine.options.max_num_seqs``, or ``run.max_in_flight`` where a number there is less."""
+    """``engine.options.max_num_seqs``, or ``run.max_in_flight`` if that is a smaller number."""
     window = job.run.max_in_flight
     if window == "auto":
         return BatchSizeOption(
@@ -53,8 +53,8 @@ def batch_size_option(job: JobConfig) -> BatchSizeOption:
 def with_size(job: JobConfig, option: BatchSizeOption, size: int) -> JobConfig:
     """The job with ``size`` at the option, its engine in a process of its own.
 
-    An engine that would go on with less when memory runs out is kept from it: the trial is of this
-    size.
+    The engine is kept from continuing at a smaller size when memory runs out: the trial is of
+    this size.
     """
     options, run = dict(job.engine.options), job.run
     if option.key == "run.max_in_flight":
@@ -68,13 +68,13 @@ def with_size(job: JobConfig, option: BatchSizeOption, size: int) -> JobConfig:
 
 
 def patch(option: BatchSizeOption, size: int) -> str:
-    """The lines of TOML that set it."""
+    """The lines of TOML that set the option."""
     table, _, name = option.key.rpartition(".")
     return f"[{table}]\n{name} = {size}"
 
 
 def check_patch(path: Path, option: BatchSizeOption) -> None:
-    """As ``write_patch``, but only see whether it would do: trials take long."""
+    """Like ``write_patch``, but only checks that it would work, because trials take long."""
     path = path.resolve()
     try:
         _with_value(path.read_text(encoding="utf-8-sig"), option, 1)
@@ -85,12 +85,12 @@ def check_patch(path: Path, option: BatchSizeOption) -> None:
 
 
 def write_patch(path: Path, option: BatchSizeOption, size: int) -> None:
-    """Set the option in the job file at ``path``, in one step; all else stays as it is written.
+    """Set the option in the job file at ``path``, in one step; the rest is left unchanged.
 
     Raises:
         JobError: it can't be read, written, or changed in this one key alone.
     """
-    path = path.resolve()  # a symbolic link stays one
+    path = path.resolve()  # keep a symbolic link
     try:
         before = path.read_bytes()
         mode = path.stat().st_mode
@@ -127,7 +127,7 @@ def _with_value(text: str, option: BatchSizeOption, size: int) -> str:
         is_as_wanted = tomllib.loads(changed) == wanted
     except tomllib.TOMLDecodeError:
         is_as_wanted = False
-    if not is_as_wanted:  # tomlkit does not know its way around every way to write a table
+    if not is_as_wanted:  # tomlkit can't edit every form of a table
         raise TOMLKitError(f"{option.key} can't be set without touching other keys")
     return changed
 
@@ -138,5 +138,5 @@ def _max_num_seqs(job: JobConfig) -> int:
         return seqs
     if job.engine.kind in MAX_NUM_SEQS:
         return MAX_NUM_SEQS[job.engine.kind]
-    with closing(open_engine(job)) as engine:  # it holds no model
+    with closing(open_engine(job)) as engine:  # it loads no model
         return engine.max_num_seqs

@@ -1,4 +1,4 @@
-"""``batchkit bench``: the batch sizes that are asked for, side by side, in several rounds."""
+"""``batchkit bench``: measures the requested batch sizes side by side, in several rounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from batchkit.sources import count_rows
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The table over all rounds; ``signum`` of the signal that cut it short, if one did."""
+    """The table over all rounds; ``signum`` of the signal that ended it early, if any."""
 
     name: str
     model: str
@@ -43,10 +43,10 @@ class Bench:
 
 
 def sizes_in(text: str) -> list[int]:
-    """``1,4,8`` as numbers, each once.
+    """``1,4,8`` as numbers, without duplicates.
 
     Raises:
-        JobError: it is no list of whole numbers from 1 on.
+        JobError: it is not a list of whole numbers from 1 on.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
@@ -65,12 +65,12 @@ def bench(
 ) -> Bench:
     """Measure each of ``batch_sizes`` for ``rounds`` rounds of at most ``seconds`` s.
 
-    A round is an engine of its own, the sizes taken in turn, so that what disturbs the machine
-    disturbs them all. Where loading takes longer than a round, all rounds of a size follow one
+    Each round has its own engine, and the sizes take turns, so that a disturbance of the machine
+    affects all of them. If loading takes longer than a round, all rounds of a size run one after
     another in one engine, over further rows.
 
     Raises:
-        JobError: the job itself can't be right, or its input has no rows.
+        JobError: the job itself is invalid, or its input has no rows.
     """
     stop, signum = StopRequest(), None
     with stop.installed():

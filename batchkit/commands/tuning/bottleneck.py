@@ -1,4 +1,4 @@
-"""Which resource holds a job back, judged by what was measured."""
+"""Finds the bottleneck of a job from its measurements."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from batchkit.sources import read_rows
 from batchkit.types import Request
 
 RENDER_ROWS, RENDER_S = 512, 5.0
-_MOSTLY = 0.2  # of the time: an engine that waits longer than this waits too long
+_MOSTLY = 0.2  # share of the time: an engine that waits longer waits too long
 _TIED = 1.1
-_LEAST_GROWTH = 1.5  # of the batch, for two trials to tell what a larger one gains
+_LEAST_GROWTH = 1.5  # of the batch, for two trials to show what a larger one gains
 
 
 class Bottleneck(NamedTuple):
@@ -29,7 +29,7 @@ class Bottleneck(NamedTuple):
 
 
 class Rendered(NamedTuple):
-    """Rows rendered with no engine beside: ``per_s`` is 0 where there were none to render."""
+    """Rows rendered with no engine running; ``per_s`` is 0 if there were none to render."""
 
     rows: int
     per_s: float
@@ -37,7 +37,7 @@ class Rendered(NamedTuple):
 
 
 def render_alone(job: JobConfig, rows: int | None, seconds: float) -> Rendered:
-    """How fast the job's first rows are rendered, images opened and downscaled, by its own threads."""
+    """How fast the job's threads render its first rows, opening and downscaling images."""
     renderer = PromptRenderer(job)
     prefetch = Prefetch(
         islice(read_rows(job.input), min(rows or RENDER_ROWS, RENDER_ROWS)),
@@ -60,7 +60,7 @@ def render_alone(job: JobConfig, rows: int | None, seconds: float) -> Rendered:
 
 
 def bottleneck_of(lines: Sequence[SizeResult], best: SizeResult, rendered: Rendered) -> Bottleneck:
-    """What to look at to make the job faster at its ``best`` size; ``lines`` are all sizes tried."""
+    """The bottleneck at the ``best`` size; ``lines`` are all sizes tried."""
     what = "images are opened and prompts rendered" if rendered.with_images else "prompts rendered"
     idle, rate = best.idle, best.rows_per_s or 0.0
     if idle is not None and idle.rendering > _MOSTLY:
@@ -93,8 +93,8 @@ def bottleneck_of(lines: Sequence[SizeResult], best: SizeResult, rendered: Rende
 
 
 def _compute(lines: Sequence[SizeResult], best: SizeResult) -> Bottleneck:
-    """A row's time is ``a + b / batch``: ``b`` are steps, which the rows of a batch share, and ``a``
-    is what each token costs however many run. So the share of ``b`` says whether steps bind."""
+    """A row's time is ``a + b / batch``: ``b`` is for steps, which the rows of a batch share, and
+    ``a`` is for its tokens, at any batch size. The share of ``b`` shows whether steps dominate."""
     prompt, output = best.median("prompt_tokens_per_s"), best.median("completion_tokens_per_s")
     if not prompt or not output:
         return Bottleneck("unknown", "the engine did not count its tokens")
@@ -115,7 +115,7 @@ def _compute(lines: Sequence[SizeResult], best: SizeResult) -> Bottleneck:
 
 
 def _shared_by_batch(lines: Sequence[SizeResult], best: SizeResult) -> float | None:
-    """From the ``best`` size and the one below it nearest to half of it; None where there is none."""
+    """Compares ``best`` with the largest clearly smaller size; None if there is none."""
     smaller = [ln for ln in lines if ln.rounds and best.batch_size >= _LEAST_GROWTH * ln.batch_size]
     if not smaller:
         return None

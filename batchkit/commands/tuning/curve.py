@@ -21,7 +21,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 16.0, 16.0, 34.0
 
 
 class Point(NamedTuple):
-    """A batch size on the page; ``y``, ``y_low`` and ``y_high`` are None where it did not run."""
+    """A batch size on the page; ``y``, ``y_low`` and ``y_high`` are None if it did not run."""
 
     x: float
     y: float | None
@@ -74,7 +74,7 @@ def _top(lines: Sequence[SizeResult]) -> float:
 
 
 def _points(lines: Sequence[SizeResult], top: float) -> list[Point]:
-    """Evenly spread: batch sizes are mostly asked for by doubling."""
+    """Spaced evenly, because batch sizes mostly double from one to the next."""
     step = (WIDTH - _LEFT - _RIGHT) / max(1, len(lines))
     return [_point(line, _LEFT + step * (n + 0.5), top) for n, line in enumerate(lines)]
 

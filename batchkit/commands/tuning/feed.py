@@ -1,4 +1,4 @@
-"""Feeds an engine for a while as a run would, without a ledger, and measures what comes back."""
+"""Feeds an engine for a while as a run would, without a log, and measures the answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POLL_S = 0.05
 
 
 class Fed(NamedTuple):
-    """What came of it. ``failed``: rows by the kind of their error; ``error`` is the first one's."""
+    """The result. ``failed``: rows by kind of error; ``error`` is the first message."""
 
     rounds: list[Round]
     answered: int
@@ -42,7 +42,7 @@ def feed(
     *,
     is_sample: bool,
 ) -> Fed:
-    """Until the budget is used or the rows end, which are a sample of the job's or all of them.
+    """Feed the engine until the budget is used or the rows (all of them or a sample) end.
 
     Raises:
         EngineError: the engine died.
@@ -53,7 +53,7 @@ def feed(
         read_rows(job.input),
         renderer.render_or_fail,
         threads=threads,
-        # Fewer than in a run: a long lead would hide for a while that rendering can't keep up.
+        # Fewer than in a run: many rendered rows would hide for a while that rendering is too slow.
         ahead=max(2 * threads, batch_size),
         max_bytes=job.media.max_memory_bytes,
     )
@@ -62,7 +62,7 @@ def feed(
 
 
 class _Feed:
-    """The processor's loop without a ledger: fill the window, poll, count, until time or rows end."""
+    """The processor's loop without a log: fill the window, poll, count, until time or rows end."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class _Feed:
         self._again = Attempts(job.retry, renderer, None)
         self._rounds = Rounds(batch_size, budget)
         self._budget = budget
-        self._to_come_first = batch_size  # of the rows that fill the engine at the beginning …
-        self._first_wave: set[int] = set()  # … and those of them that are not settled yet
+        self._to_come_first = batch_size  # rows still to come for a full engine …
+        self._first_wave: set[int] = set()  # … and the first rows in flight
         self._idle = IdleMeter()
         self._answers: list[TimedAnswer] = []
         self._failed: Counter[str] = Counter()
@@ -116,8 +116,8 @@ class _Feed:
         return Fed(rounds, answered, self._failed, self._first_error, self._idle.read())
 
     def _warms_up(self) -> bool:
-        """One token of the first row, as what a first step costs is no part of the rate. False where
-        time is up by then."""
+        """Generate one token of the first row, because the first step is slow and must not count.
+        False if this used up the time."""
         deadline = time.monotonic() + self._budget.seconds
         while not self._first and not self._prefetch.exhausted and time.monotonic() < deadline:
             rendered = self._prefetch.get(timeout_s=POLL_S)

@@ -33,9 +33,9 @@ from batchkit.sources import count_rows
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What the search knows. ``rows``: of the whole job. ``high``: the largest size that could be
-    tried. ``signum``: of the signal that cut it short, if one did. ``written``: the job file that
-    has the best size now."""
+    """The result so far. ``rows``: of the whole job. ``high``: the largest size that could be
+    tried. ``signum``: of the signal that ended the search early, if any. ``written``: the job file
+    that has the best size now."""
 
     name: str
     option: BatchSizeOption
@@ -49,7 +49,7 @@ class SearchResult:
 
     @property
     def estimate_s(self) -> float | None:
-        """The whole job at the best size, the engine's load counted in."""
+        """The whole job at the best size, including the engine's load."""
         best = self.table.best
         if best is None or not best.rows_per_s:
             return None
@@ -87,7 +87,7 @@ class SearchResult:
         }
 
     def to_text(self) -> str:
-        """What stands below the table: one sentence a line."""
+        """The text below the table: one sentence per line."""
         best, largest = self.table.best, self.table.largest
         if best is None or largest is None:
             return "\n".join(["no batch size is known to fit", *self._problems(with_memory=True)])
@@ -120,7 +120,7 @@ class SearchResult:
         return size + (", the largest that was tried" if largest.batch_size == self.high else "")
 
     def _problems(self, *, with_memory: bool = False) -> list[str]:
-        """Batch sizes that failed, and rows that did; for want of memory is how a search ends."""
+        """Failed sizes and rows; out of memory only ``with_memory``: it just ends a search."""
         found = [
             f"batch size {line.batch_size:,}: {line.told}"
             for line in self.table.lines
@@ -144,14 +144,14 @@ def find_batch_size(
     say: Say = lambda text: None,
     tell: Say = lambda text: None,
 ) -> SearchResult:
-    """Search from ``low`` to ``high``, at most ``rows`` rows and ``seconds`` s of answers per trial.
+    """Search from ``low`` to ``high``. At most ``rows`` rows and ``seconds`` s of answers a trial.
 
-    ``say`` gets progress, ``tell`` the table as it grows, line by line. A signal ends the search with
-    what is known by then. The best size is written to the job file ``write_to`` alone, and only by a
-    search that was not cut short.
+    ``say`` gets progress, ``tell`` the table as it grows, line by line. A signal ends the search
+    with the results so far. The best size is written only to the job file ``write_to``, and only
+    if the search was not ended early.
 
     Raises:
-        JobError: the job itself can't be right, its input has no rows, or it can't be written.
+        JobError: the job itself is invalid, its input has no rows, or it can't be written.
     """
     if low > high:
         raise JobError(f"--low {low} is over --high {high}")
@@ -195,7 +195,7 @@ def find_batch_size(
 
 
 def _highest(option: BatchSizeOption, low: int, high: int, rows: int, say: Say) -> int:
-    """``high``, or less where more at once can't be: for want of rows, or past the other bound."""
+    """``high``, or less if fewer can run at once: too few rows, or another option's limit."""
     for most, why in ((rows, f"there are {rows:,} rows"), (option.most, option.reason)):
         if most is not None and most < high:
             high = most

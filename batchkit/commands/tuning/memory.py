@@ -1,4 +1,4 @@
-"""How much memory an engine takes at most: of the GPUs where one answers, else of the host."""
+"""The peak memory of an engine: on the GPUs if any answers, else on the host."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Memory(NamedTuple):
 
 
 class MemoryMeter:
-    """Begin it before the engine is opened: what the GPUs hold by then is not the engine's.
+    """Start it before the engine is opened: memory in use on the GPUs then is not the engine's.
 
-    Threads: one of ours looks twice a second, since asking a driver may take long; the trial's
-    thread calls the rest. They meet in ``_pid`` and the two peaks.
+    Threads: one of ours samples twice a second, since asking a driver may take long; the trial's
+    thread calls the methods. They share ``_pid`` and the two peaks.
     """
 
     def __init__(self) -> None:
@@ -38,13 +38,13 @@ class MemoryMeter:
         self._thread.start()
 
     def follow(self, pid: int | None) -> None:
-        """The engine's process, where it has one of its own; it may not live until the next look."""
+        """Set the engine's process, if it has its own; samples once now, as it may end soon."""
         if pid is not None:
             self._host_peak = host_bytes(pid)
         self._pid = pid
 
     def close(self) -> Memory | None:
-        """Stop, and the peak; None where it is not known. May be called twice."""
+        """Stop and return the peak; None if unknown. May be called twice."""
         self._closing.set()
         self._thread.join(timeout=10)
         if self._gpu_peak >= _LEAST_GPU_BYTES:
@@ -63,7 +63,7 @@ class MemoryMeter:
 
 
 def host_bytes(pid: int) -> int:
-    """Resident, of the process and what it started; 0 where it is gone."""
+    """Resident memory of the process and its descendants; 0 if it has ended."""
     total = 0
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
@@ -74,8 +74,8 @@ def host_bytes(pid: int) -> int:
 
 
 def gpu_bytes() -> int | None:
-    """In use on all GPUs together, by whomever: inside a container a driver does not know the
-    processes by the numbers that they have there. None where no GPU answers."""
+    """In use on all GPUs together, by any process: inside a container the driver does not know the
+    processes by the ids that they have there. None if no GPU answers."""
     try:
         return _nvml_bytes(import_module("pynvml"))
     except ImportError:
@@ -100,6 +100,6 @@ def _smi_bytes() -> int | None:
     try:
         asked = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
         sizes = [int(line) for line in asked.stdout.split()]
-    except (OSError, subprocess.SubprocessError, ValueError):  # "[N/A]" where it can't tell
+    except (OSError, subprocess.SubprocessError, ValueError):  # "[N/A]" if it is unknown
         return None
     return sum(sizes) * 2**20 if sizes else None

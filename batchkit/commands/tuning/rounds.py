@@ -1,12 +1,12 @@
-"""What was measured: rates and latencies over stretches in which the window was kept full.
+"""Measurements: rates and latencies over periods in which the window was kept full.
 
-An engine that has just begun answers short rows first, and one that runs out of rows is half empty; a
-job of many rows sees little of either. So the first round begins when all rows that were handed over
-first, as many as run at once, are answered, and the last one ends when there is no row left to refill
-the window with. (Begun when merely as many were answered, with lengths from 6 to 96 tokens and 64 at
-once, the answers had 0.7 of the tokens a second that they have in a long run.) Where that leaves
-nothing, because there are few rows or little time, the whole feed is one round; and where the
-feed has answered every row of the job, its own rate is what counts.
+An engine that has just started answers short rows first, and one that runs out of rows is half
+empty; a job of many rows has little of either. So the first round begins when all rows that were
+submitted first, as many as run at once, are answered, and the last one ends when no row is left to
+refill the window with. (If it began when merely that many rows were answered, with lengths from 6
+to 96 tokens and 64 at once, the answers had 0.7 of the tokens a second that they have in a long
+run.) If that leaves nothing, because there are few rows or little time, the whole feed is one
+round; and if the feed has answered every row of the job, its own rate is used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LEAST_ROWS = 4
 class Budget(NamedTuple):
     """At most ``seconds`` for each of ``rounds``, and as long before them.
 
-    A round ends sooner once it has lasted 5 s and holds 32 rows, and 4 for each that runs at once.
+    A round ends earlier once it has lasted 5 s and has 32 rows, and 4 for each that runs at once.
     """
 
     seconds: float
@@ -38,7 +38,7 @@ class Budget(NamedTuple):
 class TimedAnswer(NamedTuple):
     """A row that was answered, ``at`` seconds after the first one was submitted.
 
-    ``latency_s`` counts from its entry into the engine's queue.
+    ``latency_s`` is measured from its entry into the engine's queue.
     """
 
     at: float
@@ -49,8 +49,8 @@ class TimedAnswer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One stretch. ``is_typical``: the engine was as busy as in the whole job, its window full all the
-    time; or this was the whole job."""
+    """One period. ``is_typical``: the engine was as busy as in the whole job, its window always
+    full; or this was the whole job."""
 
     seconds: float
     rows: int
@@ -74,7 +74,7 @@ class Round:
 
 
 class Rounds:
-    """Cuts a feed into rounds while it goes on. ``batch_size`` is how many rows run at once."""
+    """Cuts a feed into rounds while it is running. ``batch_size`` is how many rows run at once."""
 
     def __init__(self, batch_size: int, budget: Budget) -> None:
         self._batch_size = batch_size
@@ -91,10 +91,10 @@ class Rounds:
         return bool(self._bounds) and self._is_full
 
     def is_over(self, now: float, rows: int, *, has_begun: bool, has_more: bool) -> bool:
-        """Look at the feed ``now``, with ``rows`` answered.
+        """True if the feed may stop ``now``, with ``rows`` answered; begins and ends rounds.
 
-        ``has_begun``: those that were handed over first are among them. ``has_more``: there are rows
-        to refill the window with.
+        ``has_begun``: the rows submitted first are all answered. ``has_more``: there are rows to
+        refill the window with.
         """
         self._is_full = self._is_full and has_more
         if self._is_full:
@@ -108,7 +108,7 @@ class Rounds:
         return now >= (self._bounds[0] + seconds * self._budget.rounds if self._bounds else seconds)
 
     def cut(self, answers: Sequence[TimedAnswer], end: float, *, is_whole: bool) -> list[Round]:
-        """The rounds of a feed that has ended at ``end``; none where nothing was answered.
+        """The rounds of a feed that ended at ``end``; none if nothing was answered.
 
         ``is_whole``: it has answered all rows of the job, so that its own rate is the job's.
         """
@@ -128,7 +128,7 @@ class Rounds:
         return max(_LEAST_ROWS, self._batch_size)
 
     def _is_at_bound(self, now: float, rows: int) -> bool:
-        """A round ends here, and the next one begins."""
+        """True if a round ends now and the next one begins."""
         if len(self._bounds) > self._budget.rounds:
             return False
         took_s, more = now - self._bounds[-1], rows - self._rows_at_bound

@@ -1,4 +1,4 @@
-"""The search itself: which batch sizes to try, given what the last ones did."""
+"""The search: which batch sizes to try, given the results so far."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LEAST_GAIN = 0.03
 
 
 class Rate(NamedTuple):
-    """Throughput of a size that fits. ``is_sure``: of so many rows that 3 % more is no chance."""
+    """Throughput of a size that fits. ``is_sure``: on so many rows that 3 % more is not chance."""
 
     per_s: float
     is_sure: bool = True
@@ -18,8 +18,8 @@ class Rate(NamedTuple):
 def search(low: int, high: int, rate_of: Callable[[int], Rate | None]) -> bool:
     """Try sizes from ``low`` by doubling, then by halving the gap between what fits and what does not.
 
-    ``rate_of`` tries a size: its throughput, or None where it does not fit. No size is tried twice.
-    Returns True where it stopped because a doubling surely gained less than 3 %: then larger sizes may
+    ``rate_of`` tries a size: its throughput, or None if it does not fit. No size is tried twice.
+    Returns True if it stopped because a doubling surely gained less than 3 %: then larger sizes may
     fit, too. Else the largest size up to ``high`` that fits was tried, if any does and a size fits
     whenever a larger one does.
     """

@@ -36,7 +36,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class SizeResult:
-    """One batch size, over all its trials. ``rounds`` is empty unless all of them went well."""
+    """One batch size, over all its trials. ``rounds`` is empty unless all of them succeeded."""
 
     batch_size: int
     status: str
@@ -72,7 +72,7 @@ class SizeResult:
 
     @property
     def rows(self) -> int:
-        """How many were measured."""
+        """Rows that were measured."""
         return sum(found.rows for found in self.rounds)
 
     @property
@@ -81,7 +81,7 @@ class SizeResult:
 
     @property
     def spread(self) -> float | None:
-        """Half the way from the slowest round to the fastest, as a share of the median."""
+        """Half the difference between slowest and fastest round, as a share of the median."""
         rates = [found.rows_per_s for found in self.rounds]
         if len(rates) < 2:
             return None
@@ -93,7 +93,7 @@ class SizeResult:
         return f"{self.status}: {self.reason}" if self.status == OOM else self.status
 
     def median(self, name: str) -> float | None:
-        """Over the rounds, of one of their figures."""
+        """The median over the rounds of the figure ``name``."""
         values = [getattr(found, name) for found in self.rounds]
         return statistics.median(values) if values else None
 
@@ -160,28 +160,28 @@ class SizeTable:
 
     @property
     def best(self) -> SizeResult | None:
-        """The one that answered most rows a second."""
+        """The size that answered most rows a second."""
         ok = [line for line in self.lines if line.rounds]
         return max(ok, key=lambda line: line.rows_per_s or 0.0, default=None)
 
     @property
     def largest(self) -> SizeResult | None:
-        """The largest that was seen to fit."""
+        """The largest size that fitted."""
         return max((ln for ln in self.lines if ln.rounds), key=_size, default=None)
 
     @property
     def smallest_too_large(self) -> SizeResult | None:
-        """The smallest that ran out of memory."""
+        """The smallest size that ran out of memory."""
         return min((ln for ln in self.lines if ln.status == OOM), key=_size, default=None)
 
     def to_text(self) -> str:
-        """All of it, several rounds a line."""
+        """The whole table; a line may cover several rounds."""
         lines = [line.to_text(with_spread=True) for line in self.lines]
         bad = [f"batch size {ln.batch_size:,}: {ln.told}" for ln in self.lines if not ln.rounds]
         return "\n".join([header(with_spread=True), *lines, *bad, *self.doubts()])
 
     def doubts(self) -> list[str]:
-        """Which figures can't be relied on, and what would help."""
+        """Which figures are unreliable, and what would help."""
         hasty = [f"{ln.batch_size:,}" for ln in self.lines if ln.rounds and not ln.is_typical]
         if not hasty:
             return []
@@ -197,7 +197,7 @@ class SizeTable:
 
 
 def header(*, with_spread: bool) -> str:
-    """The first line; the spread is that over several rounds."""
+    """The first line; the spread is over several rounds."""
     return _joined([column.head for column in _COLUMNS], with_spread=with_spread)
 
 
@@ -215,12 +215,12 @@ def _joined(cells: Sequence[str], *, with_spread: bool) -> str:
 
 
 def _short(status: str) -> str:
-    """What is wrong stands below the table; its column is narrow."""
+    """The status without its reason, which is shown below the table: the column is narrow."""
     return status.partition(":")[0]
 
 
 def figure(value: float | None) -> str:
-    """Three digits, or all where it is large."""
+    """Three digits, or all if it is large."""
     if value is None:
         return ""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""One trial: a fresh engine, fed with the job's own rows as a run would feed it, and measured."""
+"""One trial: a fresh engine that gets the job's own rows as in a run, and is measured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from batchkit.errors import BatchkitError, EngineError, JobError
 from batchkit.rendering.renderer import PromptRenderer
 
 OK, OOM = "ok", "OOM"
-# What vLLM says at load where the KV cache holds no request of full length; it has no type.
+# vLLM's message at load if the KV cache is too small for one full-length request; it has no type.
 _NO_ROOM_WORDS = "is larger than the available KV cache memory"
 
 Say = Callable[[str], None]
@@ -33,10 +33,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What came of one batch size: ``status`` is ``ok``, ``OOM``, or ``error: …``.
+    """The result for one batch size: ``status`` is ``ok``, ``OOM``, or ``error: …``.
 
-    ``rounds`` is empty unless it is ok. ``seconds``: all of it, the engine's load of ``load_s`` counted
-    in. ``failed``: rows by the kind of their error. ``reason``: why an engine died.
+    ``rounds`` is empty unless it is ok. ``seconds``: the whole trial, including
+    ``load_s`` for loading the engine. ``failed``: rows by kind of error. ``reason``: why an engine
+    died.
     """
 
     batch_size: int
@@ -61,9 +62,9 @@ class Trial:
 
 
 class Trials:
-    """Trials of one job, one after the other, in a folder that goes with them; ``done`` has them all.
+    """Trials of one job, one after the other, in a folder that is removed at the end.
 
-    Of the job's rows the first ``rows`` are used.
+    ``done`` holds all of them. They use the first ``rows`` rows of the job.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Trials:
 
     def run(self, batch_size: int, budget: Budget) -> Trial:
         """Raises:
-        JobError: the very first one finds the job itself wrong, or its rows can't be read.
+        JobError: the first trial finds the job invalid, or its rows can't be read.
         """
         self._say(f"batch size {batch_size:,}: starting an engine")
         trial = self._tried(batch_size, budget)
@@ -163,7 +164,7 @@ def _status(error: BatchkitError) -> str:
 
 
 def _reason(error: BatchkitError) -> str:
-    """In one line; without the name of the log, which goes with the trial's folder."""
+    """In one line, without the name of the log, which is removed with the trial's folder."""
     is_told = isinstance(error, EngineDied) and not isinstance(error, StartFailed)
     told = str(error.fault if isinstance(error, EngineDied) and is_told else error)
     return " ".join(told.partition("; what it printed is in")[0].split())
