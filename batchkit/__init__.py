@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # as typing's own, whose import takes longer than all else here
+TYPE_CHECKING = False  # like typing's own, whose import takes longer than everything else here
 if TYPE_CHECKING:
     from typing import Any
 
@@ -21,7 +21,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, imported on use: ``import batchkit`` costs nothing."""
+    """The public names, imported on use, so that ``import batchkit`` is fast."""
     if name not in _HOMES:
         raise AttributeError(f"module 'batchkit' has no attribute {name!r}")
     from importlib import import_module

@@ -1,7 +1,7 @@
 """``python -m batchkit``, and the command ``batchkit``.
 
-Ctrl-C is one line and exit code 130 from the first import on. Those take a second, and while one is
-going on an exception is no way out: libraries catch it, or Python reports and then ignores it.
+From the first import on, Ctrl-C prints one line and exits with code 130. The imports take a second,
+and an exception can't stop them: libraries catch it, or Python reports it and then ignores it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from types import FrameType
 
 def main() -> None:
     try:
-        import signal  # which imports more itself
+        import signal  # it imports more modules
 
         if (
             signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        ):  # under nohup it is ignored
+        ):  # nohup sets it to ignored
             signal.signal(signal.SIGINT, _on_sigint)
         from batchkit.cli import cli
         from batchkit.execution.signals import Interrupted
@@ -26,7 +26,7 @@ def main() -> None:
         cli(prog_name="batchkit")
     except Interrupted:  # outside of any command
         _end()
-    finally:  # Python reports an exception that strikes while it shuts down
+    finally:  # Python reports an exception raised during its shutdown
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -1,6 +1,6 @@
 """The command line: parse, call one function, print, set the exit code.
 
-Results go to stdout, progress and errors to stderr. Imports stand inside the commands, so that
+Results go to stdout, progress and errors to stderr. Imports are inside the commands, so that
 ``--help`` answers at once.
 """
 
@@ -31,7 +31,7 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON obje
 
 
 class Cli(click.Group):
-    """Turns our errors into one message on stderr and their exit code."""
+    """Turns our errors into a message on stderr and an exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
         from batchkit.execution.signals import Interrupted
@@ -41,7 +41,7 @@ class Cli(click.Group):
         except BatchkitError as error:
             _print(f"batchkit: error: {error}", err=True)
             ctx.exit(error.exit_code)
-        except click.UsageError as error:  # it quotes what stands on the command line
+        except click.UsageError as error:  # it quotes the command line
             told = error.format_message()
             if (shown := plain(masked_text(told))) == told:
                 raise
@@ -52,7 +52,7 @@ class Cli(click.Group):
         except KeyboardInterrupt:
             _print("batchkit: interrupted", err=True)
             ctx.exit(130)
-        except (RecursionError, MemoryError) as error:  # the last resort: of these no trace helps
+        except (RecursionError, MemoryError) as error:  # the last resort: a traceback does not help
             _print(f"batchkit: error: {_told(error)}", err=True)
             ctx.exit(1)
 
@@ -678,7 +678,7 @@ def generate(
         text = prompts_file.read_text(encoding="utf-8-sig") if prompts_file else ""
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"{prompts_file}: can't be read: {error}") from error
-    lines = text.split("\n")  # not splitlines: U+2028 is a part of a prompt
+    lines = text.split("\n")  # not splitlines: U+2028 may be part of a prompt
     wanted = [*texts, *(line for line in lines if line.strip())]
     if not wanted:
         raise JobError('no prompt: give --prompts "…" "…" or --prompts-file FILE')
@@ -721,7 +721,7 @@ def doctor(as_json: bool) -> None:
 
 
 def _find_to_read(run: str | None, overrides: tuple[str, ...] = ()) -> Path:
-    """As ``_find``; says which damaged lines of its log will be passed over."""
+    """Like ``_find``; reports the first damaged line of the log that will be skipped."""
     from batchkit.storage.ledger import RESULTS
     from batchkit.storage.store import passed_over
 
@@ -737,7 +737,7 @@ def _find_to_read(run: str | None, overrides: tuple[str, ...] = ()) -> Path:
 
 
 def _find(run: str | None, overrides: tuple[str, ...] = ()) -> Path:
-    """The run folder; where it was not named, say on stderr which one it is."""
+    """The run folder; if it was not named, prints on stderr which one it is."""
     from batchkit.commands.run import find_run
 
     folder = find_run(run, overrides)
@@ -749,7 +749,7 @@ def _find(run: str | None, overrides: tuple[str, ...] = ()) -> Path:
 def _job_to_score(
     run: str | None, job: Path | None, folder: Path, overrides: tuple[str, ...]
 ) -> Any:
-    """The run's job, with the scoring of the job file that was named, if one was."""
+    """The run's job, with the scoring of the job file that was named, if any."""
     from batchkit.config.loading import load_job
     from batchkit.storage.manifest import job_of_run
 
@@ -775,25 +775,25 @@ def _job_of_rows(run: str | None, job: Path | None, overrides: tuple[str, ...]) 
 
 
 def _job_file(run: str | None) -> Path | None:
-    """``run`` where it is a job file and not a run folder."""
+    """``run`` if it is a job file, not a run folder."""
     return Path(run) if run is not None and Path(run).is_file() else None
 
 
 def _name_rows(what: str, count: int, ids: list[str]) -> None:
-    """The first of the rows that are ``what``; nothing where there are none."""
+    """Print the ids of the first rows that are ``what``, if there are any."""
     if count:
         more = f" and {count - len(ids):,} more" if count > len(ids) else ""
         _print(f"{what}: {', '.join(ids)}{more}")
 
 
 def _print(text: object, *, err: bool = False, nl: bool = True) -> None:
-    """Everything that is printed goes through here: rows and answers may hold escape sequences, and
-    messages secrets."""
+    """All output goes through here: rows and answers may hold escape sequences, and messages
+    secrets."""
     click.echo(plain(masked_text(str(text)) if err else str(text)), err=err, nl=nl)
 
 
 def _told(error: Exception) -> str:
-    """One line for a limit of Python's that no check covers; the place is for the one who fixes it."""
+    """One line for a Python limit that no check covers; the place helps whoever fixes it."""
     import traceback
 
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -808,7 +808,7 @@ def _say(text: str) -> None:
 
 
 def _run_taken_for_path(wanted: dict[str, str]) -> str | None:
-    """``export --parquet RUN`` reads RUN as the path of the file; a run folder is never that."""
+    """``export --parquet RUN`` parses RUN as the file's path, which is never a run folder."""
     for name, path in wanted.items():
         if path and ((Path(path) / "manifest.json").is_file() or path.endswith(".toml")):
             wanted[name] = ""
@@ -832,7 +832,7 @@ def _show_rows(job: Any, rows: int) -> None:
 
 
 def _tell(summary: Any, next_command: str) -> None:
-    """The summary for people, on stderr."""
+    """Print the summary on stderr."""
     _print(
         f"batchkit: {summary.ok:,} ok, {summary.failed:,} failed of {summary.total:,} rows;"
         f" {summary.skipped:,} were done before; {summary.seconds:.1f} s,"

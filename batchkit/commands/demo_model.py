@@ -1,8 +1,8 @@
-"""A tiny real model, built on the spot: Qwen3-VL's architecture with random weights.
+"""Builds a tiny real model: Qwen3-VL's architecture with random weights.
 
 The folder is laid out as on the Hugging Face hub, so vLLM and transformers load it like any other.
-Its answers are words that mean nothing, but they depend on every prompt and image, are never
-empty, and under greedy decoding are the same whenever they are computed.
+Its answers are words without meaning, but they depend on every prompt and image, are never empty,
+and under greedy decoding are always the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MARKER = "batchkit_demo_model.json"  # a folder that holds it may be replaced
 DTYPES = ("float32", "bfloat16", "float16")
 PACKAGES = ("torch", "safetensors", "tokenizers")
 
-HIDDEN, LAYERS, KV_HEADS, HEAD_DIM, MLP = 64, 2, 1, 32, 96  # vLLM on CPUs wants HEAD_DIM ≥ 32
+HIDDEN, LAYERS, KV_HEADS, HEAD_DIM, MLP = 64, 2, 1, 32, 96  # vLLM on CPUs requires HEAD_DIM ≥ 32
 VISION_HIDDEN, VISION_DEPTH, VISION_MLP, PATCH, MERGE, POSITIONS = 16, 2, 32, 16, 2, 256
 ATTENTION_STD = 5.0  # of the scores before their softmax
 LOGIT_STD = 4.0
@@ -70,7 +70,7 @@ PIECES = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# Qwen3-VL's chat format without its tool calls. vLLM reads off it that content may be a list.
+# Qwen3-VL's chat format without its tool calls. From it, vLLM sees that content may be a list.
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
@@ -109,7 +109,7 @@ def build_demo_model(
 ) -> None:
     """Write the model to the folder ``path``: Qwen3-VL, or Qwen2 when ``text_only``.
 
-    The same arguments give the same bytes. The folder appears at once when it is complete; an
+    The same arguments give the same bytes. The folder appears only when it is complete; an
     older demo model there is replaced.
 
     Raises:
@@ -169,7 +169,7 @@ def _write_files(folder: Path, text_only: bool, seed: int, dtype: str) -> None:
             "add_prefix_space": False,
             "clean_up_tokenization_spaces": False,
             "model_max_length": config.get("text_config", config)["max_position_embeddings"],
-            # Once more: older transformers look here.
+            # Repeated here for older versions of transformers.
             "chat_template": CHAT_TEMPLATE,
         },
         MARKER: {"architecture": architecture, "seed": seed, "dtype": dtype},
@@ -187,7 +187,7 @@ def _write_files(folder: Path, text_only: bool, seed: int, dtype: str) -> None:
         text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
         (folder / name).write_text(text, encoding="utf-8", newline="\n")
     weights = _text_weights(tokenizer, text_only) | ({} if text_only else _vision_weights())
-    # Not its save_file: a full disk shall be an OSError.
+    # Not its save_file: a full disk must raise OSError.
     (folder / "model.safetensors").write_bytes(save(_draw(weights, seed, dtype), {"format": "pt"}))
 
 
@@ -207,12 +207,12 @@ def _tokenizer() -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = BpeTrainer(
-        vocab_size=2000,  # more than the sample fills: it is merged to the end
+        vocab_size=2000,  # more than the sample needs, so every word is merged fully
         min_frequency=1,
         initial_alphabet=pre.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # Every word after a space: so the model says them.
+    # A space before every word, as in the model's answers.
     tokenizer.train_from_iterator([f" {' '.join(SAMPLE_TEXT.split())}"], trainer)
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
@@ -227,7 +227,7 @@ def _id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def _config(tokenizer: Tokenizer, text_only: bool, dtype: str) -> dict[str, Any]:
-    """``config.json`` as the hub's Qwen2 and Qwen3-VL folders have it."""
+    """``config.json`` as in the hub's Qwen2 and Qwen3-VL folders."""
     text = {
         "dtype": dtype,
         "vocab_size": _vocab_size(tokenizer),
@@ -289,7 +289,7 @@ def _config(tokenizer: Tokenizer, text_only: bool, dtype: str) -> dict[str, Any]
 
 
 def _heads(text_only: bool) -> int:
-    """Four see more of a prompt than two, but Qwen2 has no room for them: heads fill ``HIDDEN``."""
+    """Four see more of a prompt than two, but in Qwen2 all heads together fill ``HIDDEN``."""
     return HIDDEN // HEAD_DIM if text_only else 4
 
 
@@ -298,7 +298,7 @@ def _vocab_size(tokenizer: Tokenizer) -> int:
 
 
 def _pixels(shortest_edge: int, longest_edge: int, **kind: str) -> dict[str, Any]:
-    """A processor's config; the two edges are pixel counts, as Qwen names them."""
+    """A processor's config; Qwen calls these pixel counts edges."""
     return {
         "size": {"shortest_edge": shortest_edge, "longest_edge": longest_edge},
         "patch_size": PATCH,
@@ -335,7 +335,7 @@ def _text_weights(tokenizer: Tokenizer, text_only: bool) -> dict[str, Init]:
             (vocab_size, HIDDEN), LOGIT_STD / math.sqrt(HIDDEN), row_gains=_gains(tokenizer)
         ),
     }
-    # Attention sharp enough to tell prompts apart: a flat one averages them all to the same.
+    # Attention must be sharp to distinguish prompts: flat attention averages them all alike.
     sharp = math.sqrt(ATTENTION_STD)
     for layer in range(LAYERS):
         attention, mlp = f"{prefix}layers.{layer}.self_attn.", f"{prefix}layers.{layer}.mlp."
@@ -363,10 +363,10 @@ def _text_weights(tokenizer: Tokenizer, text_only: bool) -> dict[str, Init]:
 
 
 def _gains(tokenizer: Tokenizer) -> list[float]:
-    """How loud each token speaks: words drown the rest.
+    """The factor on each token's output weights: words get the largest.
 
-    Other ASCII pieces come next, for when a grammar allows nothing else. Special tokens and single
-    bytes of longer characters are silent, so that no answer is empty or undecodable.
+    Other ASCII pieces get less, for when a grammar allows nothing else. Special tokens and single
+    bytes of longer characters get 0, so that no answer is empty or undecodable.
     """
     gains = [0.0] * _vocab_size(tokenizer)
     words = {f"Ġ{word}" for word in re.findall("[a-z]+", SAMPLE_TEXT)} | {",", "."}
@@ -415,7 +415,7 @@ def _vision_weights() -> dict[str, Init]:
 
 
 def _draw(weights: dict[str, Init], seed: int, dtype: str) -> dict[str, Tensor]:
-    """Uniform, not normal: plain arithmetic on the generator's bits, so the same everywhere."""
+    """Uniform, not normal: simple arithmetic on the generator's bits, so equal on all machines."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

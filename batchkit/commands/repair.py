@@ -1,4 +1,4 @@
-"""``verify --repair``: a log that was damaged becomes one that can be read and continued."""
+"""``verify --repair``: makes a damaged log readable and resumable."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _AT_ONCE = 1000
 
 
 class Repair(NamedTuple):
-    """What ``repair`` did: ``kept`` records, and ``removed`` lines that are in ``aside`` now.
+    """What ``repair`` did: ``kept`` records, and ``removed`` lines, which are now in ``aside``.
 
-    ``accepted``: where the log was changed without a trace in its lines, which were kept; or None.
+    ``accepted``: the damage of a log whose lines were all kept because they show no trace of it.
     """
 
     kept: int
@@ -41,14 +41,14 @@ class Repair(NamedTuple):
 
 
 def repair(folder: Path) -> Repair:
-    """Make the log and its checkpoint sound again: every whole record of a known row stays.
+    """Make the log and its checkpoint sound again: every whole record of a known row is kept.
 
-    Lines that are no record, records at an index that the input does not have, records of another
-    row than the one at their index, and all but the newest answer of a row go to
-    ``results.jsonl.broken-<n>``. Rows whose record is gone are pending: the next start runs them.
+    Lines that are not records, records at an index that the input does not have, records of another
+    row than the one at their index, and all but the newest answer of a row are moved to
+    ``results.jsonl.broken-<n>``. Rows without a record left are pending: the next start runs them.
 
     Raises:
-        StoreError: another process holds the folder, the log is gone, or the disk refuses.
+        StoreError: another process holds the folder, the log is missing, or the disk refuses.
     """
     with claim(folder) as lock:
         finish_requeue(folder)
@@ -56,13 +56,13 @@ def repair(folder: Path) -> Repair:
         checkpoint = read_checkpoint(folder) if is_sealed(folder) else None
         damage = None if checkpoint is None else log_damage(folder, checkpoint.checksum)
         scratch = folder / ".repair.tmp"
-        shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(scratch, ignore_errors=True)  # left by a killed process
         whole, known, aside = scratch / "whole", scratch / "known", None
         try:
             removed = _copy(path, whole, lambda record, offset: True)
             log = read_log(whole / RESULTS, 0)
             rows = compare(folder, whole / RESULTS, manifest, log)
-            # Another row's answer must not supersede the row's own.
+            # Another row's answer must not supersede this row's own.
             fitting = read_log(whole / RESULTS, 0, rows.fits)
             removed += _copy(
                 whole / RESULTS,
@@ -87,7 +87,7 @@ def repair(folder: Path) -> Repair:
 
 
 def _copy(log: Path, into: Path, keep: Callable[[dict[str, Any], int], bool]) -> list[bytes]:
-    """Write what is whole in ``log``, and that ``keep`` says of by its offset; gives the other lines."""
+    """Write the whole records in ``log`` for which ``keep`` is true; returns the other lines."""
     into.mkdir(parents=True)
     removed, n = [], 0
     with log.open("rb") as file, closing(Store(into)) as store:
@@ -107,9 +107,9 @@ def _copy(log: Path, into: Path, keep: Callable[[dict[str, Any], int], bool]) ->
 
 
 def _records_within(raw: bytes) -> Iterator[RecordLine]:
-    """The whole records in a broken line, as where a newline between two was lost.
+    """The whole records in a broken line, for example if a newline between two was lost.
 
-    A record's first bytes stand nowhere inside of a JSON string, where quotes are escaped.
+    A record's first bytes never occur inside a JSON string, because quotes are escaped there.
     """
     for piece in raw.split(RECORD_HEAD)[1:]:
         line = RECORD_HEAD + piece.strip() + b"\n"

@@ -1,4 +1,4 @@
-"""What the commands that feed an engine do: run and retry-failed."""
+"""The commands that run rows: run, generate and retry-failed."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def run_job(
     skip_from: Path | None = None,
     say: Say = print,
 ) -> RunSummary:
-    """Run ``job`` or carry on; SIGINT and SIGTERM stop it in good order.
+    """Run ``job``, or continue it; SIGINT and SIGTERM stop it cleanly.
 
-    ``say`` gets what is found in scoring, the table at the end included.
+    ``say`` gets the results of scoring, including the table at the end.
 
     Raises:
-        BatchkitError: it stopped; ``exit_code`` says whether it can be carried on.
+        BatchkitError: it stopped; ``exit_code`` says whether it can be continued.
         Interrupted: stopped by a signal before or after rows were in flight.
     """
     with StopRequest().installed() as stop:
@@ -58,7 +58,7 @@ def generate(model: str, prompts: Sequence[str], overrides: Sequence[str] = ()) 
 
 
 def _finished(summary: RunSummary, job: JobConfig, stop: StopRequest, say: Say) -> RunSummary:
-    """Score what could not be scored as the rows finished, once all of them have."""
+    """Once all rows have finished, compute the scores that had to wait until then."""
     if summary.exit not in (0, 3):
         return summary
     try:
@@ -74,7 +74,7 @@ def _finished(summary: RunSummary, job: JobConfig, stop: StopRequest, say: Say) 
 
 
 class Retry(NamedTuple):
-    """What ``retry-failed`` found, and how it ended; ``recovered`` of ``rows`` are ok now."""
+    """What ``retry-failed`` found, and how it ended; ``recovered`` of the ``rows`` are ok now."""
 
     rows: int
     by_kind: dict[str, int]
@@ -90,11 +90,11 @@ def retry_failed(
     job_file: Path | None = None,
     say: Say = print,
 ) -> Retry:
-    """Run again the rows of a run whose newest record failed, or is ok but blank.
+    """Run the rows of a run again whose newest record failed, or is ok but blank.
 
     ``kinds`` keeps only failures of these kinds; a blank ok record counts as ``empty``.
-    ``overrides`` hold for this start alone, and are noted in the manifest. Secrets, which the run's
-    ``job.toml`` has not, come from ``job_file``; without it, from ``overrides`` or the environment.
+    ``overrides`` apply to this start only, and are noted in the manifest. Secrets, which the run's
+    ``job.toml`` does not have, come from ``job_file``, else from ``overrides`` or the environment.
     """
     for override in overrides:
         if override.strip().startswith("scoring."):
@@ -139,7 +139,7 @@ def retry_failed(
 
 
 def _with_secrets(job: JobConfig, job_file: Path | None, say: Say) -> JobConfig:
-    """``job``, which was read from its ``job.toml``, with its secrets, as far as they are known."""
+    """``job``, which was read from its ``job.toml``, with the secrets that are known."""
     if job_file is not None:
         job = with_secrets_of(job, load_job(job_file))
     known = without_masked(job)
@@ -153,7 +153,7 @@ def _with_secrets(job: JobConfig, job_file: Path | None, say: Say) -> JobConfig:
 
 
 def folder_of(target: str, overrides: Sequence[str] = ()) -> Path:
-    """The run folder that ``target`` means, be there a run or not: a folder, or a job file."""
+    """The run folder that ``target`` (a folder or a job file) means, even if it has no run."""
     path = Path(target)
     return load_job(path, overrides).folder if path.is_file() else path
 
@@ -163,7 +163,7 @@ def find_run(
 ) -> Path:
     """The run folder that ``target`` means: a run folder, a job file, or the last run if None.
 
-    ``overrides`` are laid over the job file: its ``name`` may be one of them.
+    ``overrides`` apply to the job file, for example to its ``name``.
 
     Raises:
         JobError: there is no such run.

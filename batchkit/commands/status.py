@@ -1,4 +1,4 @@
-"""``status``: where a run is, found without an engine and without reading all of its log."""
+"""``status``: the state of a run, without an engine and without reading the whole log."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _RATE_BYTES = 256 * 1024  # of the log's end: some hundred records
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Where a run stands. ``total`` None: its rows can't be counted (rows given from Python).
+    """The state of a run. ``total`` None: its rows can't be counted (rows given from Python).
 
-    ``engine_settings``: options that memory running out has made smaller than the job's.
-    ``engine_events``: what befell the engine in the last start, the newest twenty lines. ``workers``:
-    how each of several did in it, as of the last checkpoint.
+    ``engine_settings``: options that running out of memory has made smaller than the job's.
+    ``engine_events``: the newest twenty lines about the engine in the last start. ``workers``: the
+    state of each worker in it, if there are several, as of the last checkpoint.
     """
 
     name: str
@@ -52,12 +52,12 @@ class Status:
 
 
 def status(folder: Path) -> Status:
-    """Reads the log past the checkpoint, the manifest, and the lock. Safe while the run works.
+    """Reads the log past the checkpoint, the manifest, and the lock. Safe during a run.
 
-    It believes the checkpoint and does not hold the log against it, as ``verify`` does.
+    Trusts the checkpoint and does not check it against the log, as ``verify`` does.
 
     Raises:
-        StoreError: not a run folder, or its log is gone.
+        StoreError: not a run folder, or its log is missing.
     """
     manifest, log = read_manifest(folder), log_of(folder)
     checkpoint = read_checkpoint(folder) if is_sealed(folder) else None
@@ -103,7 +103,7 @@ def pending_rows(total: int | None, totals: Totals, manifest: Mapping[str, Any])
 
 
 def total_rows(folder: Path, manifest: Mapping[str, Any]) -> int | None:
-    """From the manifest where a start got to count them, else counted now."""
+    """From the manifest if a start has counted them, else counted now."""
     if manifest["total"] is not None:
         return int(manifest["total"])
     try:
@@ -115,7 +115,7 @@ def total_rows(folder: Path, manifest: Mapping[str, Any]) -> int | None:
 def _rate(log: Path) -> float | None:
     """Rows per second over the last records of the log."""
     start = max(0, log.stat().st_size - _RATE_BYTES)
-    lines = islice(read_lines(log, start), 1 if start else 0, None)  # the first one may be cut
+    lines = islice(read_lines(log, start), 1 if start else 0, None)  # the first line may be cut off
     finished = [line.record["finished_at"] for line in lines if line.record is not None]
     if len(finished) < 2:
         return None

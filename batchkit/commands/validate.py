@@ -25,7 +25,7 @@ SHOWN = 20
 
 @dataclass(frozen=True, order=True, slots=True)
 class Problem:
-    """A row that would fail, and why."""
+    """A row that would fail, with the reason."""
 
     index: int
     id: str
@@ -35,7 +35,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """``problems`` holds the first of the ``failed`` rows; tokens are exact, or not counted at all."""
+    """``problems`` holds the first of the ``failed`` rows; token counts are exact or missing."""
 
     rows: int
     ok: int
@@ -50,7 +50,7 @@ class Validation:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """One row as the engine would get it, or the error that it would fail with."""
+    """One row as the engine would get it, or the error it would fail with."""
 
     index: int
     id: str
@@ -64,10 +64,10 @@ class Preview:
 def validate(job: JobConfig, rows: int | None = None) -> Validation:
     """Render and check the first ``rows`` rows (all if None): template, media, length, parameters.
 
-    Two rows with one id are a problem of the second. Writes nothing.
+    If two rows have one id, the second is the problem. Writes nothing.
 
     Raises:
-        JobError: the job itself can't be right.
+        JobError: the job itself is invalid.
     """
     renderer, preflight = PromptRenderer(job), open_preflight(job)
     problems: list[Problem] = []
@@ -110,7 +110,7 @@ def preview(job: JobConfig, rows: int) -> Iterator[Preview]:
     """The first ``rows`` rows as the engine would get them.
 
     Raises:
-        JobError: the job itself can't be right.
+        JobError: the job itself is invalid.
     """
     renderer, preflight = PromptRenderer(job), open_preflight(job)
     for row in islice(read_rows(job.input), rows):
@@ -135,7 +135,7 @@ def preview(job: JobConfig, rows: int) -> Iterator[Preview]:
 def _fitted(
     request: Request, renderer: PromptRenderer, preflight: Preflight
 ) -> tuple[Request, RenderedPrompt]:
-    """The request as the engine would answer it, cut where it is too long and the job allows it."""
+    """The request as the engine would answer it, shortened if too long and the job allows it."""
     while True:
         try:
             return request, preflight.render(request)
@@ -149,7 +149,7 @@ def _fitted(
 def _rendered(
     job: JobConfig, renderer: PromptRenderer, rows: int | None, repeats: dict[int, int]
 ) -> Iterator[Request | Completion]:
-    """In any order; ``repeats`` maps a row whose id was there before to the first that has it."""
+    """In any order; ``repeats`` maps a row with a repeated id to the first row that has it."""
     prefetch = Prefetch(
         _noting_repeats(islice(read_rows(job.input), rows), repeats),
         renderer.render_or_fail,

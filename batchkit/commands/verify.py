@@ -1,4 +1,4 @@
-"""``verify``: the audit of a run's log against its checkpoint and its input, and the repair."""
+"""``verify``: the audit of a run's log against its checkpoint and its input."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ _AT_ONCE = 1000
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The audit of a run. Of each kind of row, ``…_rows`` names the first few by their index.
+    """The audit of a run. For each kind of row, ``…_rows`` lists the first few by index.
 
     ``lost``: rows that the checkpoint counts but the log does not hold. ``duplicates``: rows with
-    more than one answer; an ok record that is blank is none. ``unknown``: records at an index that
-    the input does not have. ``mixed``: records of another row than the one at their index, by id or
-    by ``input_hash``. ``pending``: rows without a record. ``checkpoint_matches``: what it counts is
-    what the log says; a missing one matches, since it is a cache. ``damage``: where the log is no
-    longer what it was at the last checkpoint, or None. ``torn_bytes``: bytes of the log that are no
-    record. ``not_compared``: why the records were not held against the input, or None if they were.
+    more than one answer; a blank ok record does not count. ``unknown``: records at an index that
+    the input does not have. ``mixed``: records of another row than the one at their index, by
+    id or by ``input_hash``. ``pending``: rows without a record. ``checkpoint_matches``: the
+    checkpoint counts what the log holds; a missing one matches, since it is a cache. ``damage``:
+    where the log differs from what it was at the last checkpoint, or None. ``torn_bytes``: bytes of
+    the log that are not records. ``not_compared``: why the records were not compared with the
+    input, or None if they were.
     """
 
     rows: int | None
@@ -71,7 +72,7 @@ class Verification:
         return asdict(self)
 
     def to_text(self) -> str:
-        """A line for each key; the rows that are named behind their number."""
+        """A line for each key, with its value and the rows named for it."""
         found, lines = self.to_json(), []
         for name, value in found.items():
             if name.endswith("_rows"):
@@ -85,9 +86,9 @@ class Verification:
 
 @dataclass
 class _Log:
-    """What one pass over the log finds; ``indexes`` and ``offsets`` have an entry for each record.
+    """The result of a pass over the log; ``indexes`` and ``offsets`` have an entry for each record.
 
-    ``last_answers``: where the newest answer of each row that has several begins.
+    ``last_answers``: offsets of the newest answer, for rows that have several.
     """
 
     totals: Totals = field(default_factory=Totals)
@@ -99,7 +100,7 @@ class _Log:
     offsets: array[int] = field(default_factory=lambda: array("q"))
 
     def is_superseded(self, record: Mapping[str, Any], offset: int) -> bool:
-        """True if ``record``, which begins at ``offset``, is an answer, and its row has a newer one."""
+        """True if ``record``, at ``offset``, is an answer and its row has a newer one."""
         if failure_kind(record) is not None:
             return False
         return self.last_answers.get(record["index"], offset) != offset
@@ -107,10 +108,10 @@ class _Log:
 
 @dataclass
 class _Rows:
-    """What holding the records against the input finds.
+    """The result of comparing the records with the input.
 
-    ``n_pending``: how many rows have no record; None if the input could not be read. ``mixed``:
-    for each such row, the id and the ``input_hash`` that its record must have.
+    ``n_pending``: rows without a record; None if the input could not be read. ``mixed``: for each
+    such row, the id and the ``input_hash`` that its record must have.
     """
 
     n_pending: int | None = None
@@ -120,17 +121,17 @@ class _Rows:
     not_compared: str | None = None
 
     def fits(self, record: Mapping[str, Any]) -> bool:
-        """True if ``record`` may stay."""
+        """True if ``record`` may be kept."""
         index = record["index"]
         wanted = self.mixed.get(index)
         return index not in self.unknown and (wanted is None or _is_of(record, *wanted))
 
 
 def verify(folder: Path) -> Verification:
-    """Read the whole log, and hold it against the checkpoint and the input.
+    """Read the whole log, and compare it with the checkpoint and the input.
 
     Raises:
-        StoreError: not a run folder, or its log is gone.
+        StoreError: not a run folder, or its log is missing.
     """
     manifest = read_manifest(folder)
     checkpoint = read_checkpoint(folder)  # before the log, which grows
@@ -172,7 +173,8 @@ def verify(folder: Path) -> Verification:
 def read_log(
     path: Path, offset: int, keep: Callable[[dict[str, Any]], bool] = lambda record: True
 ) -> _Log:
-    """One pass over the records that ``keep`` says of; ``at_checkpoint``: of those before ``offset``."""
+    """One pass over the records for which ``keep`` is true; ``at_checkpoint`` counts those before
+    ``offset``."""
     found = _Log()
     for line in read_lines(path):
         if line.record is None:
@@ -194,7 +196,7 @@ def read_log(
 
 
 def compare(folder: Path, path: Path, manifest: Mapping[str, Any], log: _Log) -> _Rows:
-    """Hold the newest record of each row in the log at ``path`` against the row of the run's input."""
+    """Compare the newest record of each row in the log at ``path`` with the row of the input."""
     found = _Rows()
     try:
         job = job_of_run(folder)
@@ -213,7 +215,7 @@ def compare(folder: Path, path: Path, manifest: Mapping[str, Any], log: _Log) ->
 
 
 def _compare_rows(source: Input, records: Iterator[dict[str, Any]], found: _Rows) -> None:
-    """Of all rows that the filter and the shard leave, whatever the limit."""
+    """Compares all rows that the filter and the shard leave, ignoring the limit."""
     record = next(records, None)
     for row in source.everything(lambda index: False):
         while record is not None and record["index"] < row.index:
@@ -230,7 +232,7 @@ def _compare_rows(source: Input, records: Iterator[dict[str, Any]], found: _Rows
 
 
 def _find_pending(source: Input, log: _Log, found: _Rows) -> None:
-    """Of the rows that the run is to answer, those without a record."""
+    """Finds the rows that the run is to answer and that have no record."""
     found.n_pending = 0
     for row in source.read(log.totals.is_settled):
         found.n_pending += 1
@@ -238,7 +240,7 @@ def _find_pending(source: Input, log: _Log, found: _Rows) -> None:
 
 
 def _compare_indexes(manifest: Mapping[str, Any], log: _Log, found: _Rows) -> None:
-    """Of rows that were given from Python nothing is known but how many they were."""
+    """Only the number of rows is known if they were given from Python."""
     if not manifest["input"]:
         found.not_compared = "its rows came from an iterator"
         return
@@ -258,9 +260,9 @@ def _pending(
 
 
 def _is_of(record: Mapping[str, Any], row_id: str, row_hash: str) -> bool:
-    """True if the record is of the row with this id and ``input_hash``.
+    """True if the record belongs to the row with this id and ``input_hash``.
 
-    Older versions named a row without an id by its index, and let rows bring an id of any form.
+    Older versions named a row without an id by its index, and allowed ids of any form.
     """
     if record.get("input_hash") != row_hash:
         return False
@@ -274,7 +276,7 @@ def _newest(path: Path, log: _Log) -> Iterator[dict[str, Any]]:
     import numpy as np
 
     indexes = np.frombuffer(log.indexes, np.int64)
-    order = np.argsort(indexes, kind="stable")  # stable: the newest of a row stays the last
+    order = np.argsort(indexes, kind="stable")  # stable: the newest record of a row stays last
     is_newest = np.append(np.diff(indexes[order]) != 0, True)[: len(order)]
     with path.open("rb") as file:
         for offset in np.frombuffer(log.offsets, np.int64)[order[is_newest]].tolist():
@@ -284,7 +286,7 @@ def _newest(path: Path, log: _Log) -> Iterator[dict[str, Any]]:
 
 
 def _says(totals: Totals) -> tuple[object, ...]:
-    """What a checkpoint says of ``totals``."""
+    """The part of ``totals`` that a checkpoint stores."""
     by_kind = {kind: rows for kind, rows in totals.failed_by_kind.items() if len(rows)}
     tokens = totals.prompt_tokens, totals.completion_tokens
     return totals.completed, by_kind, totals.records, *tokens

@@ -1,4 +1,4 @@
-"""Runs side by side: what changed against the first one, and whether chance could have done it."""
+"""Compares runs with the first one: what changed, and whether it could be chance."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Delta:
 
     @property
     def is_clear(self) -> bool:
-        """The interval leaves 0 out."""
+        """True if the interval excludes 0."""
         return self.low > 0 or self.high < 0
 
 
@@ -95,7 +95,7 @@ class Comparison:
         }
 
     def to_text(self) -> str:
-        """Markdown: warnings, one table a run against the baseline, and the rows that flipped."""
+        """Markdown: warnings, one table per run against the baseline, and the rows that flipped."""
         parts = [f"- {warning}" for warning in self.warnings]
         parts += [""] * bool(parts)
         for run in self.runs[1:]:
@@ -106,7 +106,7 @@ class Comparison:
 
     @property
     def method(self) -> str:
-        """What the numbers mean, for below a table."""
+        """What the numbers mean, shown below a table."""
         return (
             "Means are over each run's own scored rows; n and Δ over the rows scored in both. 95 %:"
             f" paired bootstrap, {self.resamples:,} resamples; * leaves 0 out. Better and worse:"
@@ -115,14 +115,14 @@ class Comparison:
         )
 
     def mean(self, run: str, group: str | None, scorer: str) -> str:
-        """As a table shows it; ``–`` where there is none."""
+        """The mean as shown in a table; ``–`` if there is none."""
         table = self.tables[self.runs.index(run)]
         found = table.overall if group is None else table.groups.get(group)
         mean = None if found is None else found.mean(scorer)
         return "–" if mean is None else f"{mean:.2f}"
 
     def counts(self, run: str) -> str:
-        """How many rows only one of the two has."""
+        """The number of rows that only one of the two has."""
         return (
             f"Rows only in {self.runs[0]}: {self.only_in_baseline[run]:,}; only in {run}:"
             f" {self.only_in_run[run]:,}."
@@ -166,16 +166,15 @@ class Comparison:
 
 
 def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) -> Comparison:
-    """Hold every run against the first one, row by row, by the rows' ids.
+    """Compare every run with the first one, row by row, by the rows' ids.
 
     A difference is the mean over the rows that both runs have scored; its interval is the
     percentile interval of the paired bootstrap: rows are drawn with replacement, both of a row's
     scores together (Efron & Tibshirani, An Introduction to the Bootstrap, 1993, ch. 13; for scores
     of text: Koehn, Statistical Significance Tests for Machine Translation Evaluation, EMNLP 2004).
-    It tells how much the choice of rows matters, and nothing of another seed of the model.
+    It shows how much the choice of rows matters, not the effect of another seed of the model.
 
-    Rows are grouped as the baseline groups them. An id that comes more than once is matched in
-    order.
+    Rows are grouped as in the baseline. Rows that share an id are matched in order.
 
     Raises:
         JobError: fewer than two runs.
@@ -184,7 +183,7 @@ def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) ->
     if len(folders) < 2:
         raise JobError("a comparison needs two runs or more")
     for folder in folders:
-        read_manifest(folder)  # says so where it is no run
+        read_manifest(folder)  # raises if it is not a run
         check_log(folder)
     names = _names(folders)
     group_by = job_of_run(folders[0]).scoring.group_by
@@ -215,7 +214,7 @@ def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) ->
 
 @dataclass
 class _Side:
-    """One run's scores. ``places``: id and how often it came before, to the row's place."""
+    """One run's scores. ``places``: the row's place by its id and how often that came before."""
 
     table: ScoreTable
     places: dict[tuple[str, int], int]
@@ -317,8 +316,8 @@ def _both(baseline: _Side, side: _Side) -> list[str]:
 
 
 def _deltas(found: _Found, resamples: int, seed: int) -> Iterator[Delta]:
-    """By group, then over all rows. Each has random numbers of its own: one more group or scorer
-    leaves the intervals of the others as they are."""
+    """By group, then over all rows. Each has its own random numbers: another group or scorer does
+    not change the intervals of the others."""
     before, after = found.scores
     scored = ~np.isnan(before) & ~np.isnan(after)
     flipped = found.flipped()
@@ -361,7 +360,7 @@ def _flips(found: _Found) -> Iterator[Flip]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The folders' names; where two are the same, with as much of the path as tells them apart."""
+    """The folders' names; if two are equal, with as much of the path as distinguishes them."""
     paths = [folder.resolve() for folder in folders]
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-depth:]) for path in paths]
@@ -371,7 +370,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _warnings(folders: Sequence[Path], names: Sequence[str], group_by: str | None) -> list[str]:
-    """Where the runs differ in what decides their answers."""
+    """Differences between the runs in settings that decide their answers."""
     manifests = [read_manifest(folder) for folder in folders]
     found = []
     for name, folder, manifest in zip(names[1:], folders[1:], manifests[1:], strict=True):

@@ -1,4 +1,4 @@
-"""How far chance alone could have moved a mean: the percentile bootstrap."""
+"""The percentile bootstrap: how far a mean could move by chance."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_MOST_VALUES = 20_000  # distinct differences that are drawn exactly
+_MOST_VALUES = 20_000  # up to so many distinct differences the draws are exact
 _DRAWS = 20_000_000  # at a time
 
 
@@ -19,7 +19,8 @@ def bootstrap_interval(
     """The 2.5th and 97.5th percentile of the mean over rows drawn with replacement.
 
     Rows with the same difference are drawn together, as a multinomial: the same distribution,
-    without a table of rows × resamples. Past 20,000 distinct differences they are rounded to 0.0001.
+    without a table of rows × resamples. Beyond 20,000 distinct differences they are rounded to
+    0.0001.
     """
     values, counts = np.unique(differences, return_counts=True)
     if len(values) > _MOST_VALUES:

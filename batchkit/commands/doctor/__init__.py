@@ -1,6 +1,6 @@
-"""What on this machine would keep a run from working, and what to do about it.
+"""Finds what on this machine would keep a run from working, and how to fix it.
 
-``machine.look`` finds the facts; judging them is pure, so that every verdict can be tested.
+``machine.look`` gathers the facts; judging them is pure, so that every finding can be tested.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from dataclasses import dataclass
 from batchkit.commands.doctor.machine import Facts, Gpu, look
 from batchkit.config.masking import is_secret, masked_text
 
-VLLM_RANGE = ((0, 26), (0, 33))  # what engines/vllm.py is written for; as in pyproject.toml
+VLLM_RANGE = ((0, 26), (0, 33))  # supported by engines/vllm.py; as in pyproject.toml
 MIN_DISK_GIB = 5
 MIN_MEMORY_GIB = 4
-MIN_SHM_GIB = 1  # containers get 64 MiB; vLLM's processes and NCCL talk through it
+MIN_SHM_GIB = 1  # containers get 64 MiB; vLLM's processes and NCCL communicate through it
 MIN_GPU_FREE = 0.85  # vLLM claims nine tenths of a GPU by default and refuses to start with less
 
 VARIABLES = re.compile(
     r"(VLLM|HF|TRANSFORMERS|TORCH|PYTORCH|NCCL|RAY)_\w+|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS"
     r"|LD_PRELOAD|XDG_CACHE_HOME"
 )
-SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")  # wider than a job's names: it costs nothing here
+SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")  # broader than for a job: harmless here
 SETUP = "run `make clean setup` in batchkit's folder"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at. ``remedy`` is empty where ``ok``."""
+    """The result of one check. ``remedy`` is empty if ``ok``."""
 
     name: str
     ok: bool
@@ -37,7 +37,7 @@ class Finding:
 
 
 def diagnose() -> list[Finding]:
-    """Everything worth knowing before a run, looked at now. Takes about fifteen seconds."""
+    """Check everything that a run needs. Takes about fifteen seconds."""
     return judge(look())
 
 
@@ -47,7 +47,7 @@ def judge(facts: Facts) -> list[Finding]:
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """A line per finding, its remedy below it where there is one."""
+    """A line per finding, its remedy below it if there is one."""
     width = max(len(finding.name) for finding in findings)
     lines: list[str] = []
     for finding in findings:

@@ -1,4 +1,4 @@
-"""What this machine and this environment hold: packages, GPUs, memory, folders. Judges nothing."""
+"""Facts about this machine and environment: packages, GPUs, memory, folders. No judgement."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One line of nvidia-smi; no sizes where its memory is the host's."""
+    """One line of nvidia-smi; no sizes if it shares the host's memory."""
 
     name: str
     total_gib: float | None = None
@@ -47,7 +47,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """Where something is cached; ``writable`` holds of the nearest folder that exists."""
+    """A cache folder; ``writable`` refers to the nearest parent that exists."""
 
     path: str
     writable: bool
@@ -55,7 +55,7 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What was seen. ``versions`` and ``probes`` hold only what is installed."""
+    """The facts found. ``versions`` and ``probes`` contain only what is installed."""
 
     python: tuple[int, int, int]
     versions: Mapping[str, str]
@@ -74,7 +74,7 @@ class Facts:
 
     @property
     def visible_gpus(self) -> Sequence[Gpu]:
-        """The GPUs that CUDA_VISIBLE_DEVICES leaves, where it names them by number."""
+        """The GPUs left by CUDA_VISIBLE_DEVICES, if it names them by number."""
         chosen = self.env.get("CUDA_VISIBLE_DEVICES", "all").split(",")
         if not all(number.isdecimal() for number in chosen):
             return self.gpus
@@ -82,7 +82,7 @@ class Facts:
 
     @property
     def cpu_torch(self) -> bool:
-        """Whether the installed torch is built for the CPU alone."""
+        """Whether the installed torch is built for the CPU only."""
         probe = self.probes.get("torch")
         if probe is not None and probe.error is None:
             return not probe.result["gpu_build"]
@@ -90,7 +90,7 @@ class Facts:
 
 
 def look() -> Facts:
-    """Looks at this machine and this environment; changes nothing."""
+    """Gather the facts; changes nothing."""
     import psutil
 
     versions = {name: version for name in PACKAGES if (version := _version(name)) is not None}
@@ -179,7 +179,7 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def _memory_limit_bytes() -> float:
-    """The container's limit (cgroup v2, then v1), infinite where there is none."""
+    """The container's limit (cgroup v2, then v1), infinite if there is none."""
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         try:
             return int((Path("/sys/fs/cgroup") / name).read_text(encoding="utf-8"))

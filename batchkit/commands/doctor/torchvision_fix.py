@@ -1,13 +1,13 @@
 """Makes torchvision importable where its compiled ops can't load. Part of set-up, not of a run.
 
-The registry's torchvision is built for CUDA. Beside a CPU torch its compiled ops don't load, and
-``import torchvision`` dies with "operator torchvision::nms does not exist", and Qwen3-VL's
-processors with it, although they need only its Python part. Declaring the two operators that
-torchvision adds fakes to is enough: ``nms`` then exists, and calling it still fails.
+The registry's torchvision is built for CUDA. With a CPU torch its compiled ops don't load, and
+``import torchvision`` fails with "operator torchvision::nms does not exist", and so do Qwen3-VL's
+processors, although they need only its Python part. It is enough to declare the two operators that
+torchvision adds fakes to: ``nms`` then exists, and calling it still fails.
 
 Every process needs this (vLLM inspects models in a subprocess), so ``python -m
-batchkit.commands.doctor.torchvision_fix`` copies this file into the environment beside a ``.pth`` line that
-installs the hook below when Python starts. The hook costs no import until torchvision is
+batchkit.commands.doctor.torchvision_fix`` copies this file into the environment beside a ``.pth``
+line that installs the hook below when Python starts. The hook imports nothing until torchvision is
 imported, and does nothing if the compiled ops load.
 """
 
@@ -26,7 +26,7 @@ WITHOUT_FIX = f"""
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if getattr(f, "__module__", "") != {COPY!r}]
 """  # removes the hook, in a process that checks if it is needed
-_libraries: list[object] = []  # a torch Library forgets its operators when it is collected
+_libraries: list[object] = []  # a torch Library loses its operators when it is garbage-collected
 
 
 def install_hook() -> None:
@@ -104,7 +104,7 @@ def main() -> int:
 
 
 def _import_error(first: str) -> str | None:
-    """The last line of what ``import torchvision`` says in a fresh process, None if it works."""
+    """The last line of what ``import torchvision`` prints in a fresh process, None if it works."""
     import subprocess
 
     tried = subprocess.run(

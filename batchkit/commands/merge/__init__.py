@@ -36,16 +36,16 @@ from batchkit.storage.score_store import SCORES, join_scores, write_scores
 from batchkit.storage.store import RecordLine, Store, check_log
 from batchkit.types import utc_now
 
-NAMED = 5  # ids told of the rows that are missing, and of those in conflict
-_SHOWN = 3  # runs of another job whose differences are told
+NAMED = 5  # ids shown of the rows that are missing, and of those in conflict
+_SHOWN = 3  # runs of another job whose differences are shown
 
 
 @dataclass(slots=True)
 class Merged:
-    """What came together. All but ``runs`` and ``folder`` count rows of the job's input.
+    """The result of a merge. All but ``runs`` and ``folder`` count rows of the job's input.
 
     ``double``: rows that several runs answered, with the same text; ``conflicting``: with differing
-    texts, of which the newest was taken. ``folder`` is None where nothing was written.
+    texts, of which the newest was taken. ``folder`` is None if nothing was written.
     """
 
     runs: list[str]
@@ -79,7 +79,7 @@ class Merged:
 
 
 class _Part(NamedTuple):
-    """One of the runs, held by this process; ``job`` as resolved when it began."""
+    """One of the runs, locked by this process; ``job`` as it was resolved when the run began."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -89,16 +89,16 @@ class _Part(NamedTuple):
 def merge(runs: Sequence[Path], into: Path, *, partial: bool = False) -> Merged:
     """Join ``runs`` into the new run folder ``into``, which appears whole or not at all.
 
-    The newest answer of a row counts, and a failure only where no run has an answer. Where a row of
-    the input has no record in any run, nothing is written, unless ``partial``. The runs stay.
+    The newest answer of a row counts, and a failure only if no run has an answer. If a row of the
+    input has no record in any run, nothing is written, unless ``partial``. The runs are kept.
 
     Raises:
-        JobError: ``into`` exists or is one of the runs, the rows can't be told from one another.
+        JobError: ``into`` exists or is one of the runs, or the rows can't be distinguished.
         ChangedError: the runs are of different jobs, or the input is no longer theirs.
-        StoreError: a process works on one of the runs, a ledger is damaged, the disk refuses.
+        StoreError: a process works on one of the runs, a log is damaged, the disk refuses.
     """
     _check_places(runs, into)
-    _allow_open_files(3 * len(runs) + 100)  # of each run: its lock, its ledger, its scores
+    _allow_open_files(3 * len(runs) + 100)  # per run: its lock, its log, its scores
     with ExitStack() as held:
         parts = []
         for folder in runs:
@@ -136,7 +136,7 @@ def _check_places(runs: Sequence[Path], into: Path) -> None:
 
 
 def _allow_open_files(count: int) -> None:
-    """As many as the system lets this process have; a job array may have a thousand tasks."""
+    """Raise the limit of open files as far as allowed; a job array may have a thousand tasks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -144,7 +144,7 @@ def _allow_open_files(count: int) -> None:
 
 
 def _check_same_job(parts: Sequence[_Part]) -> None:
-    """As a resume compares them; shares and limits differ between the parts of a job."""
+    """Compared as in a resume, but shards and limits may differ between the parts of a job."""
     first = parts[0]
     if first.job.input.path is None and not first.manifest["input"]:
         raise JobError(
@@ -166,12 +166,12 @@ def _check_same_job(parts: Sequence[_Part]) -> None:
 
 
 def _answers(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the answers: the manifest's identity, whichever share of the rows it has."""
+    """The part of the manifest's identity that decides the answers, without the shard."""
     return {key: value for key, value in manifest["identity"].items() if key != "input.shard"}
 
 
 def _missing(parts: Sequence[_Part], there: IndexSet) -> Iterator[str]:
-    """The ids of the rows that are not ``there``, of all that the runs together were to answer."""
+    """The ids of the rows that are not ``there``, of all that the runs were to answer."""
     job, files = _whole(parts[0].job, parts), parts[0].manifest["input"]
     if job.input.path is None:
         yield from (str(index) for index in range(files[0]["size"]) if index not in there)
@@ -198,7 +198,7 @@ def _whole(job: JobConfig, parts: Sequence[_Part]) -> JobConfig:
 
 def _write(into: Path, parts: Sequence[_Part], logs: JoinedLogs, merged: Merged) -> None:
     newest = max(parts, key=_last_start)
-    load_job(newest.folder / JOB, [f"name={into.name}"])  # a name that no run can have is refused
+    load_job(newest.folder / JOB, [f"name={into.name}"])  # refuses an invalid name
     update = {"dir": str(into.resolve().parent)}
     job = _whole(newest.job, parts).model_copy(
         update={"name": into.name, "output": newest.job.output.model_copy(update=update)}
@@ -218,7 +218,7 @@ def _write(into: Path, parts: Sequence[_Part], logs: JoinedLogs, merged: Merged)
 
 
 def _copy(folder: Path, logs: Iterable[NewestRecord], merged: Merged) -> array[int]:
-    """Write ledger and checkpoint. Gives the number of the log that each row's record is from."""
+    """Write log and checkpoint. Returns, for each row, the number of the log of its record."""
     chosen = array("I")
     with closing(Store(folder)) as store:
         for newest in logs:
@@ -235,7 +235,7 @@ def _manifest(
 ) -> dict[str, Any]:
     """The newest run's, with the starts of all, and one for the merge.
 
-    Whoever asks the last start for versions asks what made the answers: those are the newest run's.
+    The versions noted for the last start are those that made the answers: the newest run's.
     """
     starts = [
         {**start, "run": str(part.folder)} for part in parts for start in part.manifest["starts"]

@@ -1,4 +1,4 @@
-"""Several ledgers of one job read as one: which record of a row counts, and whether they agree."""
+"""Reads several logs of one job as one: the record of each row, and whether they agree."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BATCH = 4096  # rows
 class NewestRecord(NamedTuple):
     """The record of a row that counts, as the line ``raw`` of the log number ``log``.
 
-    ``answers``: how many logs have an answer for the row; ``agree``: those have the same text.
+    ``answers``: how many logs have an answer for the row; ``agree``: their texts are equal.
     """
 
     log: int
@@ -34,11 +34,11 @@ class NewestRecord(NamedTuple):
 
 
 class JoinedLogs:
-    """The newest records of several logs that nobody writes to, one newest a row.
+    """The newest record of each row over several logs that no process writes to.
 
     In each log the newest record of a row counts. Of those the newest answer wins, by
-    ``finished_at``, and a failure only where no log has an answer. Holds 28 bytes for each record,
-    and of the logs only what is being read. ``rows``: the rows' indexes, ascending (int64).
+    ``finished_at``; a failure counts only if no log has an answer. Holds 28 bytes for each record,
+    and only the part of the logs being read. ``rows``: the rows' indexes, ascending (int64).
 
     Raises:
         StoreError: a log can't be read, or a record in it is damaged.
@@ -95,7 +95,7 @@ class JoinedLogs:
         return self._held.enter_context(view)
 
     def _read(self, log: int, start: int, end: int) -> NewestRecord:
-        """One line, as if no other log had the row."""
+        """One line, regardless of other logs that have the row."""
         raw = self._views[log][start:end]
         record = record_of(raw)
         if record is None:

@@ -1,8 +1,8 @@
-"""Scores answers that exist: those of a run again, or predictions that were made elsewhere.
+"""Scores existing answers: those of a run again, or predictions that were made elsewhere.
 
-The scores of a run's records stand in ``results.jsonl`` as the rows finished; what is found here is
-laid over them (``storage/score_store.py``). Charts and judgements, which need a sandbox or a second model, are
-found here alone.
+The scores of a run's records are in ``results.jsonl``, computed as the rows finished; scores
+computed here replace them (``storage/score_store.py``). Charts and judgements, which need a sandbox
+or a second model, are scored only here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class _Answered:
-    """An answer, whose row it is, and what could be told of it at once."""
+    """An answer with its row, and the scores that could be computed at once."""
 
     index: int
     id: str
@@ -54,13 +54,13 @@ class _Answered:
 def score_run(
     folder: Path, job: JobConfig | None = None, *, stop: StopRequest | None = None, say: Say = print
 ) -> ScoreTable:
-    """Score every answer of a run anew, as ``job.scoring`` says, and keep what was found.
+    """Score every answer of a run again, as ``job.scoring`` says, and store the scores.
 
-    ``job`` left out: the run's own. Judgements that the run already has are not asked for again.
+    Without ``job``: the run's own. Judgements that the run already has are not requested again.
 
     Raises:
-        JobError: nothing is scored, or the rows that the scoring needs are gone.
-        StoreError: another process works on the run, or its results are gone.
+        JobError: nothing is scored, or the rows that the scoring needs are missing.
+        StoreError: another process works on the run, or its results are missing.
     """
     with ExitStack() as held:
         stop = stop or held.enter_context(StopRequest().installed())
@@ -71,7 +71,7 @@ def score_run(
 def finish_scoring(
     folder: Path, job: JobConfig, *, stop: StopRequest, say: Say
 ) -> ScoreTable | None:
-    """What is left to score when a run has ended; its table, or None where nothing is scored."""
+    """Compute the scores left when a run has ended; its table, or None if nothing is scored."""
     if not job.scoring.is_on:
         return None
     if not is_scored(folder, job):
@@ -81,7 +81,7 @@ def finish_scoring(
 
 
 def is_scored(folder: Path, job: JobConfig) -> bool:
-    """True where the run has every score that ``job.scoring`` asks for."""
+    """True if the run has every score that ``job.scoring`` asks for."""
     if _is_other(folder, job):
         return False
     now = scored_from(folder, job)
@@ -89,12 +89,12 @@ def is_scored(folder: Path, job: JobConfig) -> bool:
 
 
 def scored_from(folder: Path, job: JobConfig) -> list[list[int]]:
-    """Size and time of each file that scores are made from after the rows have finished.
+    """Size and time of each file that scores depend on after the rows have finished.
 
-    They are compared as they are: which file is older says nothing where a clock was set.
+    They are compared for equality: which file is older says nothing if a clock was set.
     """
     made_from = [folder / RESULTS] if _is_deferred(scorers_of(job.scoring)) else []
-    if job.scoring.reference_run is not None:  # it may go on while the rows of this one finish
+    if job.scoring.reference_run is not None:  # it may run while this one does
         reference = Path(job.scoring.reference_run)
         made_from = [folder / RESULTS, reference / RESULTS, reference / SCORES]
     found = [path.stat() if path.exists() else None for path in made_from]
@@ -105,7 +105,7 @@ def table_of(folder: Path, job: JobConfig | None = None) -> ScoreTable:
     """The table of the scores that a run has.
 
     Raises:
-        StoreError: its results are gone or damaged.
+        StoreError: its results are missing or damaged.
     """
     check_log(folder)
     job = job or job_of_run(folder)
@@ -116,9 +116,9 @@ def table_of(folder: Path, job: JobConfig | None = None) -> ScoreTable:
 
 
 def is_mixed(folder: Path) -> bool:
-    """True where some of a run's rows may have been scored in another way than others.
+    """True if some of a run's rows may have been scored in another way than others.
 
-    So it is between a change of ``[scoring]`` and the next `run` or `score` that comes to its end.
+    This is so after a change of ``[scoring]``, until the next complete `run` or `score`.
     """
     return read_manifest(folder).get("scoring", "") is None
 
@@ -126,7 +126,7 @@ def is_mixed(folder: Path) -> bool:
 def score_predictions(job: JobConfig, path: Path, say: Say = print) -> tuple[ScoreTable, int]:
     """Score the predictions in ``path`` against the rows of ``job``'s input, found by id.
 
-    Also gives how many rows of the input have no prediction. Judgements are kept beside ``path``,
+    Also returns how many rows of the input have no prediction. Judgements are kept beside ``path``,
     in the folder ``<its name>.judge``.
 
     Raises:
@@ -217,12 +217,12 @@ def _score_run(folder: Path, job: JobConfig, stop: StopRequest, say: Say) -> Sco
 
 
 def _first_row(job: JobConfig) -> Mapping[str, Any] | None:
-    """The fields of the input's first row; None where it can't be read any more."""
+    """The fields of the input's first row; None if it can no longer be read."""
     if job.input.path is None:
         return None
     try:
         row = next(read_rows(job.input), None)
-    except InputError:  # what was kept of the rows may do
+    except InputError:  # the kept fields may be enough
         return None
     return None if row is None or row.error is not None else row.fields
 
@@ -300,7 +300,7 @@ def _charts(
             say(f"row {answered.id}: its chart is unscored: {error}")
     try:
         results = score_charts(list(charts.values()), mode=job.scoring.mode)
-    except SandboxError as error:  # this kernel can't confine a program: none is run
+    except SandboxError as error:  # this kernel can't sandbox a program: none is run
         say(f"charts are unscored: {error}")
         return
     for index, chart in zip(charts, results, strict=True):
@@ -336,12 +336,12 @@ def _check(job: JobConfig) -> None:
 
 
 def _is_other(folder: Path, job: JobConfig) -> bool:
-    """True where some rows of the run may have been scored in another way than ``job``'s."""
+    """True if some rows of the run may have been scored in another way than ``job``'s."""
     return bool(read_manifest(folder).get("scoring", scoring_of(job)) != scoring_of(job))
 
 
 def _forget(folder: Path, job: JobConfig) -> None:
-    """Before scores of another kind take their place: killed now, the run must not seem of one."""
+    """Mark the run as mixed before its scores are replaced, in case this is killed meanwhile."""
     if _is_other(folder, job):
         write_manifest(folder, read_manifest(folder) | {"scoring": None})
 

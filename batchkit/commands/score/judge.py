@@ -1,9 +1,9 @@
 """GPT_EVAL: a second model gives each answer a score.
 
 Judging is a batchkit run of its own, which resumes, retries and loses nothing. Its rows are the
-questions: what the judge is shown of an answer, named by their hash. So a judgement that was paid
-for is found again whatever became of the answer's row; and as each judge (its model, prompt and all
-that decides its answers) has a run folder of its own, trying another one costs the first nothing.
+questions: what the judge is shown of an answer, identified by a hash. So a judgement that was paid
+for is found again whatever happens to the answer's row; and each judge (its model, prompt and all
+that decides its answers) has its own run folder, so trying another one does not affect the first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from batchkit.types import Row
 FOLDER = "judge"  # of a run: holds a folder for each judge
 NAMES = ("prediction", "reference", "text")
 # The number after the last `[Score]:` or `Score:`, bold or not; a slash ends it: "85/100" is 85. A
-# sign that is no plain minus hides it, so that "−5" is asked for again and not taken for 5.
+# sign that is not a plain minus hides it, so that "−5" is asked again instead of read as 5.
 _PATTERN = r"Score[\]*_]*\s*:[^\w.+\-\u2010-\u2015\u2212]*([+-]?(?:\d+(?:\.\d+)?|\.\d+))"
 _NOTE = "Answer with one line in this format alone: [Score]: xx/100"
 
@@ -60,12 +60,12 @@ def judge(
     stop: StopRequest,
     say: Callable[[str], None],
 ) -> dict[int, float | None]:
-    """Each answer's score by its index, from 0 to 1; None where the judge gave none.
+    """Each answer's score by its index, from 0 to 1; None if the judge gave none.
 
-    ``folder`` keeps the judgements: only what is not there, or failed at an earlier call, is asked.
+    ``folder`` keeps the judgements: only those that are missing or failed are requested.
 
     Raises:
-        BatchkitError, Interrupted: the judge's run stopped; asked again, it goes on from there.
+        BatchkitError, Interrupted: the judge's run stopped; the next call continues it.
     """
     if not answers:
         return {}
@@ -76,7 +76,7 @@ def judge(
         shown = _shown(answer, names)
         key_of[answer.index] = key = input_hash(shown)
         questions.setdefault(key, shown)
-    with claim(folder):  # between two looks at what is known, nobody else asks
+    with claim(folder):  # no other process may judge meanwhile
         _ask(judging, questions, stop)
         judged = {r["id"]: r for r in _records(judging) if r["id"] in questions}
     _tell_failures([judged[key] for key in questions], say)
@@ -84,7 +84,7 @@ def judge(
 
 
 def join_judgements(folders: Sequence[Path], into: Path) -> None:
-    """Give the run folder ``into`` every judgement that the runs ``folders`` paid for."""
+    """Give the run folder ``into`` every judgement of the runs ``folders``."""
     names = {path.parent.name for run in folders for path in run.glob(f"{FOLDER}/*/{MANIFEST}")}
     for name in sorted(names):
         places = [run / FOLDER / name for run in folders if is_run(run / FOLDER / name)]
@@ -106,7 +106,7 @@ def join_judgements(folders: Sequence[Path], into: Path) -> None:
 
 
 def names_read(job: JobConfig, table: JudgeTable) -> set[str]:
-    """What the judge is to know of an answer: the row's fields, or of ``NAMES``."""
+    """The names that the judge's prompt needs: fields of the row, or some of ``NAMES``."""
     column = table.sampling.sampling_column
     return names_in(job, table.prompt, ()) | (set() if column is None else {column})
 
@@ -114,7 +114,7 @@ def names_read(job: JobConfig, table: JudgeTable) -> set[str]:
 def _job(job: JobConfig, table: JudgeTable, folder: Path) -> JobConfig:
     """The judge's run, named after its model and a hash of all that decides what it answers.
 
-    Of the vars it has those that its prompt reads: no other may make it another judge.
+    It contains only the vars that its prompt reads, so that other vars don't change the judge.
     """
     job = resolve_paths(job, Path.cwd())
     read = names_in(job.model_copy(update={"vars": {}}), table.prompt, ())
@@ -144,7 +144,7 @@ def _job(job: JobConfig, table: JudgeTable, folder: Path) -> JobConfig:
 
 
 def _shown(answer: ScoredAnswer, names: set[str]) -> dict[str, Any]:
-    """What the judge is shown and no more: where that is the same, so is its judgement."""
+    """Only what the judge is shown: if that is equal, so is the judgement."""
     own = {
         "prediction": answer.prediction or "",
         "reference": answer.reference or "",
@@ -154,9 +154,9 @@ def _shown(answer: ScoredAnswer, names: set[str]) -> dict[str, Any]:
 
 
 def _ask(judging: JobConfig, questions: Mapping[str, Mapping[str, Any]], stop: StopRequest) -> None:
-    """Have every question answered that is not yet.
+    """Get an answer for every question that has none.
 
-    A question keeps the index at which it was first answered; new ones follow behind.
+    A question keeps the index at which it was first answered; new ones get the next indexes.
     """
     attempts: dict[str, int] = {}
     places: dict[str, int] = {}
@@ -183,7 +183,7 @@ def _ask(judging: JobConfig, questions: Mapping[str, Mapping[str, Any]], stop: S
 
 
 def _growing(rows: Sequence[Row], size: int) -> Input:
-    """Of all questions ever asked, these; what they are tells nothing about a change: no ``files``."""
+    """These of all questions so far; no ``files``, since other questions are not a change."""
 
     def read(skip: Callable[[int], bool]) -> Iterator[Row]:
         return (row for row in rows if not skip(row.index))

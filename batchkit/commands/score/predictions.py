@@ -14,7 +14,7 @@ from batchkit.storage.plain_json import parsed, valid
 _IDS = ("id", "Id", "custom_id", "query_id")
 _PREDICTIONS = ("prediction", "Prediction", "Model_Answer", "answer")
 _TEXTS = ("text", "response", "Response", "output")
-_NO_ANSWER = "[ERROR]"  # what that harness stores where the model gave none
+_NO_ANSWER = "[ERROR]"  # what that harness stores if the model gave no answer
 
 
 class Prediction(NamedTuple):
@@ -26,10 +26,10 @@ class Prediction(NamedTuple):
 
 
 def read_predictions(path: Path) -> dict[str, Prediction]:
-    """Predictions by the row's id; of several with one id the last counts.
+    """Predictions by row id; if several have one id, the last counts.
 
     A line, or a member of ``results`` (or of a list) in a ``.json`` file, has an ``id`` and a
-    ``prediction`` or a ``text``. One that says it failed is a failure, and so are null and the
+    ``prediction`` or a ``text``. An entry that says it failed is a failure, and so are null and the
     harness's ``[ERROR] …``: none of them is an answer.
 
     Raises:
@@ -70,7 +70,7 @@ def _text(value: Any) -> str | None:
 
 
 def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each entry, and how an error names its place."""
+    """Each entry, and its place for error messages."""
     try:
         data = path.read_bytes().removeprefix(BOM_UTF8)
     except FileNotFoundError:
@@ -98,7 +98,7 @@ def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _whole(path: Path, data: bytes) -> Any:
-    """The file as one JSON value; None where it is one a line."""
+    """The file as one JSON value; None if there is one value per line."""
     try:
         return parsed(data)
     except ValueError as error:
