@@ -27,7 +27,6 @@ from batchkit.storage.store import (
 )
 
 NAMED = 5  # rows named of each kind of finding
-_AT_ONCE = 1000
 
 
 @dataclass(frozen=True, slots=True)

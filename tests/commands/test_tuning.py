@@ -436,7 +436,7 @@ def test_find_bs_of_a_window_that_binds(folder: Path) -> None:
     found = json.loads(ended.stdout)
     assert found["option"] == "run.max_in_flight"
     assert found["largest"] == 12, "what the adaptive window would start with"
-    assert "the window bottleneck" in ended.stderr
+    assert "the window is the bottleneck" in ended.stderr
     written = tomllib.loads((folder / "job.toml").read_text())
     assert written["run"] == {"max_in_flight": 12}
     assert written["engine"]["options"]["max_num_seqs"] == 8

@@ -39,7 +39,7 @@ def batch_size_option(job: JobConfig) -> BatchSizeOption:
     if window < seqs:
         return BatchSizeOption(
             "run.max_in_flight",
-            f"the window bottleneck: run.max_in_flight = {window} keeps the engine from running the"
+            f"the window is the bottleneck: run.max_in_flight = {window} keeps the engine from running the"
             f' {seqs} at once that it could ("auto" would not)',
             int(START * seqs),
         )
