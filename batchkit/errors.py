@@ -4,10 +4,10 @@ BatchkitError                  exit code
 ├── JobError                   2   the command line or the job file is wrong
 │   ├── InputError             2   the rows can't be read
 │   │   └── BrokenInputError   1   … from some row on
-│   │       └── ChangedInputError  1   … as it changed while the run read it
+│   │       └── ChangedInputError  1   … because it changed while the run read it
 │   └── ChangedError           2   the job or its input changed since the run began
 ├── StoreError                 1   the run folder can't be written, read or locked
-│   └── LostLockError          1   … any more: another process may have taken it
+│   └── LostLockError          1   … because its lock was lost: another process may have it
 ├── EngineError                1   the engine is dead, or never started
 ├── TooManyFailuresError       1   run.fail_on_error was reached
 └── RowError                   –   one row failed; the run goes on
@@ -33,15 +33,15 @@ from typing import ClassVar
 
 
 class BatchkitError(Exception):
-    """Base of all; its message is written for the person at the terminal."""
+    """Base of all batchkit errors; the message is written for the user at the terminal."""
 
     exit_code: ClassVar[int] = 1
     summary: object | None = None
-    """Where the run stood when this stopped it (a RunSummary), if it had begun."""
+    """The run's RunSummary when this error stopped it, if the run had begun."""
 
 
 class JobError(BatchkitError):
-    """The job file or the command line can't be used as it stands."""
+    """The job file or the command line can't be used."""
 
     exit_code = 2
 
@@ -51,13 +51,16 @@ class InputError(JobError):
 
 
 class BrokenInputError(InputError):
-    """The rows can't be read any further; those before are done or will be, once it is fixed."""
+    """The rows can't be read any further.
+
+    The rows before are done, or will be once the input is fixed.
+    """
 
     exit_code = 1
 
 
 class ChangedInputError(BrokenInputError):
-    """``paths`` are no longer what this start began with; rows of both may have been answered."""
+    """``paths`` changed since this start began; rows of both states may have been answered."""
 
     def __init__(self, message: str, paths: Collection[str]) -> None:
         super().__init__(message)
@@ -65,7 +68,7 @@ class ChangedInputError(BrokenInputError):
 
 
 class ChangedError(JobError):
-    """The job or its input is no longer what the run began with."""
+    """The job or its input changed since the run began."""
 
 
 class StoreError(BatchkitError):
@@ -73,7 +76,7 @@ class StoreError(BatchkitError):
 
 
 class LostLockError(StoreError):
-    """The run folder's lock is no longer this process's: it must write nothing there."""
+    """This process no longer holds the run folder's lock: it must write nothing there."""
 
 
 class EngineError(BatchkitError):
@@ -106,7 +109,7 @@ class MediaError(RowError):
 class PromptTooLongError(RowError):
     """The prompt leaves no room for an answer within ``max_model_len``.
 
-    An engine sets ``prompt_tokens``, the prompt's own, and ``max_model_len`` where it knows them.
+    An engine sets ``prompt_tokens``, the prompt's own, and ``max_model_len`` if it knows them.
     """
 
     kind = "prompt_too_long"
@@ -128,7 +131,7 @@ class RowTimeoutError(RowError):
 
 
 class RenderTimeoutError(RowError):
-    """A template was not filled in with this row within ``run.row_timeout_s``; it never will be."""
+    """A template did not finish with this row within ``run.row_timeout_s``; it is not retried."""
 
     kind = "timeout"
 
@@ -141,26 +144,26 @@ class RowOutOfMemoryError(RowError):
 
 
 class EngineCrashError(RowError):
-    """This row alone kills the engine."""
+    """This row alone crashes the engine."""
 
     kind = "engine_crash"
 
 
 class ServerError(RowError):
-    """The server fails over this row, and answers others."""
+    """The server fails on this row, and answers others."""
 
     kind = "server"
     retryable = True
 
 
 class AnswerTooLargeError(ServerError):
-    """The server's answer has more than ``engine.max_answer_bytes``."""
+    """The server's answer is larger than ``engine.max_answer_bytes``."""
 
     retryable = False
 
 
 class EmptyTextError(RowError):
-    """The engine answered with no text at all, or with nothing but white space."""
+    """The engine answered with no text at all, or only white space."""
 
     kind = "empty"
     retryable = True

@@ -1,4 +1,4 @@
-"""What travels through batchkit: Row → Request → Completion → Record.
+"""The types that pass through batchkit: Row → Request → Completion → Record.
 
 All are frozen: a later step never changes what an earlier one made.
 """
@@ -33,7 +33,7 @@ class Row:
     """One row of the input.
 
     ``index`` is its position in the unfiltered input, over all files in order, and the key of the
-    ledger. ``id`` is for people. ``error`` is set where the row could be counted but not read
+    ledger. ``id`` is for people. ``error`` is set if the row could be counted but not read
     (a broken line); such a row becomes a failed record and is never rendered.
     """
 
@@ -44,7 +44,7 @@ class Row:
 
 
 class Task(NamedTuple):
-    """A row that is to be answered, and which try of it this is, from 1."""
+    """A row to answer, and the number of the attempt, from 1."""
 
     row: Row
     attempt: int
@@ -55,7 +55,7 @@ class Cut:
     """How a row's longest text was cut in the middle to make its prompt fit.
 
     ``kept``: characters of that text. ``prompt_tokens``: of the whole prompt before any cut.
-    ``answer_tokens``: the room that the cut is to leave. ``times``: how many cuts were tried, with it.
+    ``answer_tokens``: the room that the cut has to leave. ``times``: cuts tried, this one included.
     """
 
     kept: int
@@ -68,12 +68,12 @@ class Cut:
 class Request:
     """One row, ready for an engine.
 
-    One of ``messages`` (chat, OpenAI's shape; an image part is
-    ``{"type": "image_pil", "image_pil": PIL.Image}``) and ``prompt`` (text as it is) is set.
-    A request whose row could not be rendered has neither, and travels only inside a failed
+    Either ``messages`` (chat, OpenAI's shape; an image part is
+    ``{"type": "image_pil", "image_pil": PIL.Image}``) or ``prompt`` (the text as it is) is set.
+    A request whose row could not be rendered has neither, and is only used inside a failed
     Completion. ``sampling`` holds the names of ``vllm.SamplingParams``. ``input_hash`` is the same
-    for equal fields. ``media_bytes`` counts the decoded pixels that the request keeps alive.
-    ``cut`` is set where the row's text was too long and has been shortened.
+    for equal fields. ``media_bytes`` counts the decoded pixels that the request keeps in memory.
+    ``cut`` is set if the row's text was too long and was shortened.
     """
 
     row: Row
@@ -98,10 +98,10 @@ class Request:
 
 
 class RowHint(NamedTuple):
-    """What a row's request will be like, told from its fields alone.
+    """What a row's request will be like, judged from its fields alone.
 
-    ``beginning``: equal where requests begin with the same images or the same text. ``max_tokens``:
-    the longest answer that it may get, 0 where that is not said.
+    ``beginning``: equal for requests that begin with the same images or the same text.
+    ``max_tokens``: the longest answer that it may get, 0 if none is given.
     """
 
     beginning: str
@@ -109,8 +109,8 @@ class RowHint(NamedTuple):
 
 
 BROKEN_OFF = ("abort", "error", "insufficient_system_resource", "network_error")
-"""Values of ``finish_reason`` with which a text is only the beginning of an answer: vLLM's, a router's,
-DeepSeek's and Zhipu's."""
+"""Values of ``finish_reason`` that mean that the answer was cut off before its end: vLLM's, a
+router's, DeepSeek's and Zhipu's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
-    """Why a row failed, as the record tells it."""
+    """Why a row failed, as its record shows it."""
 
     kind: str
     type: str
@@ -142,9 +142,9 @@ class ErrorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine gives back for a request: ``choices`` and ``usage``, or ``error``.
+    """An engine's reply to a request: ``choices`` and ``usage``, or ``error``.
 
-    ``prompt`` is the text that the engine saw, special tokens and all, where it knows it.
+    ``prompt`` is the text that the engine saw, including special tokens, if the engine knows it.
     """
 
     request: Request
@@ -157,12 +157,12 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One line of ``results.jsonl``: a settled row.
+    """One line of ``results.jsonl``: the outcome of one row.
 
-    A failed record has ``text`` None and ``error`` set; an ok record the other way round.
-    ``input_hash`` tells whether a later input holds the same row. ``truncated_tokens``: by how many
-    tokens the prompt was cut to fit. ``scores`` is None where the job scores nothing; ``unscored``
-    says why some of them could not be found.
+    A failed record has ``text`` None and ``error`` set; an ok record the opposite.
+    ``input_hash`` shows whether a later input holds the same row. ``truncated_tokens``: by how many
+    tokens the prompt was cut to fit. ``scores`` is None if the job scores nothing; ``unscored``
+    says why some of them could not be computed.
     """
 
     index: int
@@ -185,7 +185,7 @@ class Record:
     unscored: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The record as the contract spells it; optional fields only where they are set."""
+        """The record in the documented format; optional fields only if they are set."""
         usage, error = self.usage, self.error
         scored: dict[str, Any] = {"prediction": self.prediction, "scores": self.scores}
         if self.unscored is not None:

@@ -1,1 +1,1 @@
-"""The job file: its tables, how it is read, and what is said of its mistakes."""
+"""The job file: its tables, how it is read, and how its mistakes are reported."""

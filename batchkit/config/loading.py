@@ -21,10 +21,10 @@ from batchkit.errors import JobError
 
 
 def load_job(path: Path, overrides: Iterable[str] = ()) -> JobConfig:
-    """The job in ``path`` with ``KEY=VALUE`` overrides laid over it, its paths made absolute.
+    """The job in ``path`` with the ``KEY=VALUE`` overrides applied and its paths made absolute.
 
     Raises:
-        JobError: unreadable, not TOML, or any key wrong; all problems are in the one message.
+        JobError: unreadable, not TOML, or any key wrong; one message lists all problems.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -46,7 +46,7 @@ def load_job(path: Path, overrides: Iterable[str] = ()) -> JobConfig:
 def make_job(
     table: dict[str, Any], origin: str, overrides: Iterable[str] = (), *, base: Path | None = None
 ) -> JobConfig:
-    """As ``load_job``, from a table; ``base`` is where relative paths are looked up first."""
+    """As ``load_job``, from a table; relative paths are looked up in ``base`` first."""
     for override in overrides:
         _override(table, override)
     return resolve_paths(parse_job(table, origin), base or Path.cwd())
@@ -56,9 +56,9 @@ def parse_job(table: Mapping[str, Any], origin: str) -> JobConfig:
     """A checked job; ``origin`` names the file in errors.
 
     Raises:
-        JobError: with one line per problem: key path, what was found, what was expected.
+        JobError: with one line per problem: key, what was found, what was expected.
     """
-    with suppress(RecursionError):  # then it is refused
+    with suppress(RecursionError):  # a job nested so deeply is refused below
         learn(os.environ, table)
     try:
         return JobConfig.model_validate(table)
@@ -70,7 +70,7 @@ def parse_job(table: Mapping[str, Any], origin: str) -> JobConfig:
 
 
 def parse_value(text: str) -> Any:
-    """``text`` as a TOML value where it is one (``0``, ``true``, ``["a"]``), else the text.
+    """``text`` as a TOML value if it is one (``0``, ``true``, ``["a"]``), else the text.
 
     Raises:
         RecursionError, ValueError: nested too deeply, or a number of thousands of digits.
@@ -83,7 +83,7 @@ def parse_value(text: str) -> Any:
 
 
 def masked_override(override: str) -> str:
-    """``KEY=VALUE`` as it may be shown and written down."""
+    """``KEY=VALUE`` with secrets masked, as it may be shown and written to a file."""
     key, equals, text = override.partition("=")
     if not equals:
         return masked_text(override)
@@ -114,7 +114,7 @@ def _override(table: dict[str, Any], override: str) -> None:
         value = parse_value(text)
     except (RecursionError, ValueError) as error:
         raise JobError(f"--set {key}: {reason_of(error)}") from None
-    # A folder named "2024" is a name and not a number: where text is wanted, text it stays.
+    # A folder named "2024" is a name and not a number: a key of type text gets the text.
     table[parts[-1]] = text if _wants_text(parts) and not isinstance(value, str) else value
 
 
@@ -143,7 +143,7 @@ def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
 
 
 def _media_root(job: JobConfig, base: Path) -> str:
-    """A folder made absolute; a URL of fsspec as it is."""
+    """A folder made absolute; an fsspec URL unchanged."""
     root = _fill(job.media.root, job, "media.root")
     if not is_remote(root):
         return str(_find(root, base, "media.root"))
@@ -173,7 +173,7 @@ def _scoring_resolved(scoring: ScoringTable, base: Path) -> ScoringTable:
     update: dict[str, Any] = {}
     if scoring.reference_run is not None:
         run = _find(scoring.reference_run, base, "scoring.reference_run")
-        if not run.exists():  # then it is meant where runs are made
+        if not run.exists():  # not made yet: runs are made below the working directory
             run = Path.cwd() / scoring.reference_run
         update["reference_run"] = str(run)
     if scoring.judge is not None:
@@ -203,12 +203,12 @@ def _cut(text: str) -> str:
 
 
 def _find(path: str, base: Path, key: str) -> Path:
-    """``path`` beside the job file where something stands there, else in the working directory."""
+    """``path`` beside the job file if something exists there, else in the working directory."""
     beside, here = base.resolve() / path, Path.cwd() / path
     try:
         for candidate in (beside, here):
             if candidate.exists() or (glob.has_magic(path) and glob.glob(str(candidate))):
                 return candidate
-    except OSError as error:  # no leave to look there, or a text that is no path
+    except OSError as error:  # no permission to look there, or the text is not a path
         raise JobError(f"{key}: {shown(path)}: {error.strerror}") from error
     return beside

@@ -1,8 +1,9 @@
-"""Secrets: what is one, and how a job and messages are written down without it.
+"""Secrets: how they are recognized, and how a job and messages are written without them.
 
-Secrets in a table (``masked``) are found by their names, and in URLs, headers and ``NAME=value`` in its texts. A
-message (``masked_text``) is foreign text: there, each URL loses its whole query, and the secrets that
-this process has read from jobs and its environment (``learn``) are hidden wherever they turn up.
+In a table (``masked``), secrets are found by their names, and in URLs, headers and ``NAME=value``
+in its texts. A message (``masked_text``) is foreign text: each URL in it loses its whole query,
+and the secrets that this process read from jobs and its environment (``learn``) are hidden
+wherever they occur.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ _IN_QUERIES = re.compile(
 )
 _RANDOM = re.compile(r"(?=.*[a-z])(?=.*[A-Z])(?=.*\d)[\w+/=%.~-]{20,}", re.ASCII)
 
-_SCHEME = r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,30})://?"  # one slash: taken for a path
+_SCHEME = r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,30})://?"  # one slash: a URL made into a path
 _USER_INFO = re.compile(rf"{_SCHEME}([^/\s:@?#]*)(?::([^/\s?#]*))?@", re.IGNORECASE)
-_TOKEN_SCHEMES = ("http", "https", "git+http", "git+https")  # elsewhere, a user or a container
+_TOKEN_SCHEMES = ("http", "https", "git+http", "git+https")  # otherwise, a user or a container
 _PAIR = re.compile(r"((?:^|[?&;])([\w.%-]+)=)([^&;#\s\"'<>]*)")
 _JSON_PAIR = re.compile(r'("([\w.-]{1,64})"\s*:\s*")([^"]*)')
 _HEADER = re.compile(r"(([\w-]+):\s*+(?:(?:Bearer|Basic)\s++)?)(\S.*)")
@@ -56,29 +57,29 @@ _SAID = re.compile(
     re.IGNORECASE,
 )
 _COOKIE = re.compile(r"(\bcookie:\s*+)([^\r\n\"']+)", re.IGNORECASE)
-_SHORTEST = 8  # a shorter one, or a mere word, would be found in messages that don't hold it
+_SHORTEST = 8  # a shorter one, or a plain word, would be found in messages that don't hold it
 
 Mask = Callable[[str], str]
 _known: set[str] = set()
 
 
 def is_secret(name: str) -> bool:
-    """Whether what is called so is a secret: ``api_key``, ``x-api-key``, ``hfToken``, ``HF_TOKEN``."""
+    """Whether a name is a secret's: ``api_key``, ``x-api-key``, ``hfToken``, ``HF_TOKEN``."""
     plain = _CAMEL.sub("_", name).replace("-", "_").replace(".", "_").replace(" ", "_").lower()
     return _NAME.search(plain) is not None and _NOT.search(plain) is None
 
 
 def masked(value: Any, key: str = "", mask: Mask = lambda _: MASK) -> Any:
-    """``value`` without the secrets in it; it stands at the dotted ``key`` of a job.
+    """``value``, found at the dotted ``key`` of a job, without the secrets in it.
 
-    ``mask`` makes what is written instead of a value whose name says that it is a secret. Of a URL,
-    a header or ``NAME=value``, the rest is kept, and ``***`` takes the place of the secret.
+    ``mask`` makes the replacement of a value whose name says that it is a secret. In a URL, a
+    header or ``NAME=value``, only the secret is replaced, by ``***``.
     """
     return _masked(value, key, any(map(is_secret, key.split("."))), mask, lambda _: MASK)
 
 
 def secrets_in(value: Any, key: str = "") -> list[str]:
-    """All that ``masked`` would mask; ``***`` where that has been done already."""
+    """All that ``masked`` would mask; ``***`` for what is masked already."""
     found: list[str] = []
 
     def note(secret: str) -> str:
@@ -90,7 +91,7 @@ def secrets_in(value: Any, key: str = "") -> list[str]:
 
 
 def masked_keys(value: Any, key: str = "") -> Iterator[str]:
-    """The dotted keys below ``value`` whose secrets have been masked."""
+    """The dotted keys below ``value`` whose secrets were masked."""
     if isinstance(value, Mapping):
         for name, part in value.items():
             yield from masked_keys(part, f"{key}.{name}" if key else str(name))
@@ -99,7 +100,7 @@ def masked_keys(value: Any, key: str = "") -> Iterator[str]:
 
 
 def without_masked(value: Any, key: str) -> Any:
-    """``value`` without the entries of tables and lists whose secrets have been masked."""
+    """``value`` without the entries of tables and lists whose secrets were masked."""
     if isinstance(value, Mapping):
         below = {name: (part, f"{key}.{name}") for name, part in value.items()}
         return {n: without_masked(*part) for n, part in below.items() if not _is_masked(*part)}
@@ -109,7 +110,7 @@ def without_masked(value: Any, key: str) -> Any:
 
 
 def filled(value: Any, other: Any, key: str = "") -> Any:
-    """``value``, what has been masked in it taken from the same place of ``other``."""
+    """``value``, with its masked parts taken from the same place in ``other``."""
     if isinstance(value, Mapping) and isinstance(other, Mapping):
         return {
             name: filled(part, other.get(name, part), f"{key}.{name}" if key else str(name))
@@ -121,7 +122,7 @@ def filled(value: Any, other: Any, key: str = "") -> Any:
 
 
 def learn(*tables: Mapping[str, Any]) -> None:
-    """From now on ``masked_text`` hides the secrets of these, the environment or a job, in this process."""
+    """Make ``masked_text`` hide the secrets of these (the environment or a job) in this process."""
     for table in tables:
         for secret in secrets_in(table):
             if not secret.isalpha() and not _is_path(secret):
@@ -129,13 +130,13 @@ def learn(*tables: Mapping[str, Any]) -> None:
 
 
 def learn_secret(secret: str) -> None:
-    """The same for one that is known to be one, whatever its name is."""
+    """As ``learn``, for one text that is known to be a secret, whatever its name is."""
     if len(secret) >= _SHORTEST:
         _known.add(secret)
 
 
 def masked_text(text: str) -> str:
-    """A message, a line of a log: without what is, or looks like, a secret."""
+    """A message or a line of a log, without anything that is, or looks like, a secret."""
     for secret in sorted(_known, key=len, reverse=True):
         text = text.replace(secret, MASK)
     text = _URL.sub(lambda url: _without_query(url[0]), text)
@@ -206,7 +207,7 @@ def _without_user_info(found: re.Match[str], mask: Mask) -> str:
 
 def _without_value(found: re.Match[str], mask: Mask) -> str:
     head, name, value = found[1], found[2], found[3]
-    if not value or value.startswith(("{", "$")):  # of a template, or of a shell
+    if not value or value.startswith(("{", "$")):  # a placeholder of a template or of a shell
         return found[0]
     in_query = head[0] in "?&"
     plain = _CAMEL.sub("_", name).replace("-", "_").lower()

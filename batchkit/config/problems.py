@@ -1,4 +1,4 @@
-"""What is wrong with a job, in plain words: pydantic's errors, one line a key."""
+"""What is wrong with a job, in plain words: pydantic's errors, one line per key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchkit.config.type_names import in_words
 
 
 def problems_in(details: Iterable[Mapping[str, Any]]) -> list[str]:
-    """One line a key: of a union, every member complains."""
+    """One line per key; pydantic reports an error for every member of a union."""
     lines: dict[tuple[Any, ...], str] = {}
     for detail in details:
         location = _location(detail["loc"])
@@ -69,7 +69,7 @@ def _type(location: tuple[Any, ...]) -> tuple[Any, Sequence[Any]]:
     """The type and limits of the key at ``location``, or of a member of the list there."""
     keys = [part for part in location if isinstance(part, str)]
     table = _table_in(annotation_of(keys[:-1]))
-    assert table is not None  # a problem stands at a key of a table
+    assert table is not None  # a problem is always at a key of a table
     field = table.model_fields[keys[-1]]
     if location[-1] == keys[-1]:
         return field.annotation, field.metadata
@@ -85,7 +85,7 @@ def _literals(annotation: Any) -> list[str]:
 
 
 def annotation_of(parts: Iterable[str]) -> Any:
-    """The type of a dotted key, or None where any key is free (``vars``, ``options``)."""
+    """The type of a dotted key, or None if any key is allowed there (``vars``, ``options``)."""
     annotation: Any = JobConfig
     for part in parts:
         fields = getattr(_table_in(annotation), "model_fields", {})
@@ -96,7 +96,7 @@ def annotation_of(parts: Iterable[str]) -> Any:
 
 
 def _table_in(annotation: Any) -> type[Table] | None:
-    """The table that a value of this type is, or is a list of; None where it is no table."""
+    """The table that a value of this type is, or is a list of; None if it is not a table."""
     if isinstance(annotation, type) and issubclass(annotation, Table):
         return annotation
     return next(filter(None, map(_table_in, get_args(annotation))), None)

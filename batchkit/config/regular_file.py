@@ -1,4 +1,4 @@
-"""Opening a path that must be a file: a pipe would hang, and a device need not end."""
+"""Opening a path that must be a file: a pipe would block, and a device may never end."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _KINDS = {
 
 
 class NotAFileError(OSError):
-    """``strerror`` says what the path is instead."""
+    """``strerror`` says what the path is."""
 
 
 def open_regular(path: str | Path) -> io.FileIO:
     """The file at ``path``, for reading bytes.
 
     Raises:
-        OSError: as ``open``; NotAFileError where it is neither a file nor a folder.
+        OSError: as ``open``; NotAFileError if it is a pipe, a socket or a device.
     """
-    _check(Path(path).stat().st_mode, path)  # before it is opened: that alone can do something
-    # O_NONBLOCK: what was checked may have been replaced since.
+    _check(Path(path).stat().st_mode, path)  # before opening: opening alone can have side effects
+    # O_NONBLOCK: the path may have been replaced since the check.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     file = io.FileIO(descriptor)  # refuses a folder
     try:

@@ -1,4 +1,4 @@
-"""The command that starts a server: checked as the job is read, filled in as it is started."""
+"""The command that starts a server: checked when the job is read, filled in when it is started."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _SPEED_ONLY = frozenset(
 
 
 def check_command(command: str) -> None:
-    """Refuse what can't start a server that batchkit finds again.
+    """Refuse a command whose server batchkit could not reach, or that shows a secret.
 
     Raises:
-        ValueError: saying what is wrong with it.
+        ValueError: says what is wrong with it.
     """
     try:
         words = shlex.split(command)
@@ -65,7 +65,7 @@ def check_command(command: str) -> None:
 
 
 def _names_a_secret(word: str) -> str | None:
-    """What of ``word``, without it, gives a secret: an option, ``NAME=value``, a header, a URL."""
+    """The part of ``word`` that gives a secret, masked: option, ``NAME=value``, header or URL."""
     if word.startswith("-") and is_secret(word.partition("=")[0].lstrip("-")):
         return word.partition("=")[0]
     parts = [word, *word.split()]  # a shell's own command is one word
@@ -74,14 +74,14 @@ def _names_a_secret(word: str) -> str | None:
 
 
 def words_of(command: str, *, port: int) -> list[str]:
-    """The command's words, its placeholders filled in."""
+    """The command's words, with its placeholders filled in."""
     return [
         word.replace("{port}", str(port)).replace("{host}", HOST) for word in shlex.split(command)
     ]
 
 
 def llama_server(model: str, *, max_model_len: int, max_num_seqs: int) -> str:
-    """The command for a ``.gguf`` file: ``-c`` is the room that all of its ``-np`` slots share."""
+    """The command for a ``.gguf`` file; all ``-np`` slots share the context length ``-c``."""
     return (
         f"llama-server -m {shlex.quote(model)} -c {max_model_len * max_num_seqs} -np {max_num_seqs}"
         f" --threads {_threads()} --port {{port}}"
@@ -89,7 +89,7 @@ def llama_server(model: str, *, max_model_len: int, max_num_seqs: int) -> str:
 
 
 def what_decides_answers(command: str) -> list[str]:
-    """The command's words without the options that only change where and how fast it answers."""
+    """The command's words, without the options that only change where and how fast it answers."""
     return list(_without_speed(shlex.split(command)))
 
 
@@ -108,7 +108,7 @@ def _without_speed(words: list[str]) -> Iterator[str]:
 
 
 def _threads() -> int:
-    """As OMP_NUM_THREADS says, else one for each core that this process may use."""
+    """OMP_NUM_THREADS if it is set, else the number of cores that this process may use."""
     told = os.environ.get("OMP_NUM_THREADS", "")
     if told.isdecimal() and int(told):
         return int(told)

@@ -1,4 +1,4 @@
-"""A static share of the input's rows, for jobs that run side by side and know nothing of each other."""
+"""A static share of the input's rows, for jobs that run side by side without coordination."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _NEEDED = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT")
 class Shard(NamedTuple):
     """Share ``number`` (from 0) of ``of``; written ``number/of``.
 
-    Which shard a row belongs to is told by its id alone (``Row.id``: the index where the job names
-    no id), so it is the same in every run, and for ids wherever the row stands.
+    A row's shard depends only on a hash of its id (``Row.id``: the index if the job names no id).
+    So it is the same in every run, and does not depend on an id's position in the input.
     """
 
     number: int
@@ -32,10 +32,10 @@ class Shard(NamedTuple):
 
 
 def parse_shard(text: str) -> Shard:
-    """The shard that ``text`` names, as ``0/4``.
+    """The shard that ``text`` names, for example ``0/4``.
 
     Raises:
-        ValueError: it names none.
+        ValueError: it names no shard.
     """
     found = _FORM.fullmatch(text.strip())
     if found is None:
@@ -52,10 +52,10 @@ def parse_shard(text: str) -> Shard:
 
 
 def asked_for(text: str, environ: Mapping[str, str]) -> Shard:
-    """What ``--shard`` asks for: ``I/N``, or ``auto`` for this task of a SLURM job array.
+    """The shard that ``--shard`` names: ``I/N``, or ``auto`` for this task of a SLURM job array.
 
     Raises:
-        JobError: it names no shard, or the variables in ``environ`` don't.
+        JobError: it names no shard; or, with ``auto``, the variables in ``environ`` don't.
     """
     if text == "auto":
         return _of_slurm(environ)
@@ -66,7 +66,7 @@ def asked_for(text: str, environ: Mapping[str, str]) -> Shard:
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Shard:
-    """The task's place among its array's: https://slurm.schedmd.com/job_array.html."""
+    """The task's position in its job array: https://slurm.schedmd.com/job_array.html."""
     if missing := [name for name in _NEEDED if not environ.get(name)]:
         raise JobError(
             f"--shard auto: {' and '.join(missing)} not set, so this is no task of a SLURM job"

@@ -255,7 +255,7 @@ class EngineTable(Table):
 
     @property
     def is_gguf(self) -> bool:
-        """True where the model is a file for llama.cpp."""
+        """True if the model is a file for llama.cpp."""
         return self.model.endswith(".gguf")
 
     @model_validator(mode="after")
@@ -509,12 +509,12 @@ class ScoringTable(Table):
 
     @property
     def parts(self) -> list[ScoringTable | ScoringRule]:
-        """The table itself, then its rules as they stand in the file."""
+        """The table itself, then its rules in the order of the file."""
         return [self, *self.rules]
 
     @property
     def is_on(self) -> bool:
-        """True where anything is to be read from the answers."""
+        """True if anything has to be extracted from the answers."""
         return bool(self.scorers or self.rules) or self.extract != "text"
 
     @model_validator(mode="after")
@@ -558,7 +558,7 @@ class JobConfig(Table):
         return Path(self.output.dir) / self.name
 
     def of_shard(self, shard: Shard) -> JobConfig:
-        """The job of one shard, with a run folder of its own: ``<name>.shard-<number>-of-<of>``."""
+        """The job of one shard, with its own run folder: ``<name>.shard-<number>-of-<of>``."""
         return self.model_copy(
             update={
                 "name": f"{self.name}.shard-{shard.number}-of-{shard.of}",
@@ -595,7 +595,7 @@ def _check_pattern(key: str, pattern: str) -> None:
 def _is_base_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        parts.port  # noqa: B018  (raises where it is no number)
+        parts.port  # noqa: B018  (raises if it is not a number)
     except ValueError:
         return False
     is_plain = not (parts.query or parts.fragment or parts.username or parts.password)

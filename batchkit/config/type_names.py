@@ -1,4 +1,4 @@
-"""What a key of the job file may hold, in words: for its errors and for docs/job-file.md."""
+"""The type of a job file's key, in words: for its errors and for docs/job-file.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 
 def in_words(annotation: Any, limits: Iterable[Any] = ()) -> str:
-    """The type of a key for people: whole number ≥ 1, list of text."""
+    """The type of a key for people: "whole number ≥ 1", "list of text"."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return in_words(parts[0], parts[1:])
@@ -30,7 +30,7 @@ def in_words(annotation: Any, limits: Iterable[Any] = ()) -> str:
 
 
 def _member(part: Any) -> list[str]:
-    """What a member of a union adds to its choices."""
+    """The choices that a member of a union adds."""
     if part is bool:
         return ["true", "false"]
     return [] if part is NoneType else [in_words(part)]

@@ -1,4 +1,4 @@
-"""URLs that fsspec reads: which text is one, and what is told of one that fails."""
+"""URLs that fsspec reads: which text is one, and what is reported if one fails."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 from batchkit.config.masking import masked_text
 
-_ELSEWHERE = ("file", "local", "http", "https")  # folders, and hosts on media.allow_urls
+_ELSEWHERE = ("file", "local", "http", "https")  # folders, and hosts in media.allow_urls
 _IN_EXTRA = ("gcsfs", "huggingface_hub", "s3fs")  # what batchkit[remote] installs
 
 _QUERY = re.compile(r"\?\S*=\S*")  # some libraries quote a URL without its host
@@ -15,13 +15,13 @@ _PASSWORD = re.compile(r"([a-z][a-z0-9+.-]*)://[^/@]*:[^/]*@", re.IGNORECASE)
 
 
 def is_remote(path: str) -> bool:
-    """Whether files below ``path`` are read through fsspec; any other is a folder."""
+    """Whether files below ``path`` are read through fsspec; otherwise ``path`` is a folder."""
     scheme, separator, _ = path.partition("://")
     return bool(separator) and scheme.lower() not in _ELSEWHERE
 
 
 def scheme_with_password(url: str) -> str | None:
-    """The scheme of the URL, or of the link of a chain, that holds a password; None where none does."""
+    """The scheme of the URL, or of the part of a chained URL, that holds a password; else None."""
     found = (match[1].lower() for match in _PASSWORD.finditer(url))
     return next((scheme for scheme in found if scheme != "github"), None)  # github://org:repo@ref
 
@@ -33,7 +33,7 @@ def bare(url: str) -> str:
 
 
 def failure(error: Exception, url: str) -> str:
-    """Why fsspec can't open or read ``url``: what is missing, and how to get it; no secrets."""
+    """Why fsspec can't open or read ``url``: what is missing, and how to install it; no secrets."""
     text = _QUERY.sub("?…", masked_text(str(error))) or type(error).__name__
     if isinstance(error, ImportError):
         package = getattr(error.__cause__ or error, "name", None)

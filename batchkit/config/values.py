@@ -1,4 +1,4 @@
-"""What any value of a job may be, whatever its key: so that each can be written down and compared."""
+"""Checks for every value of a job, whatever its key: it must be writable and comparable."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-MAX_DEPTH = 100  # tables and lists in one another; what writes them breaks at some 250
-_BITS = 64  # TOML's integers have as many, and so have those of JSON's writer
+MAX_DEPTH = 100  # nested tables and lists; the writers fail at about 250
+_BITS = 64  # the limit of TOML's integers, and of the JSON writer
 _BRACKET = re.compile(r"[\[\]{}]")
 _LONG_NUMBER = re.compile(r"\d[\d_]{4000,}")  # Python reads up to 4300 digits
 _KEY = re.compile(r"^[ \t]*([\w.\"' -]+?)[ \t]*=", re.MULTILINE)
@@ -15,10 +15,10 @@ _TABLE = re.compile(r"^[ \t]*\[+([^\[\]\n]+)\]+[ \t]*(?:#.*)?$", re.MULTILINE)
 
 
 def check_values(table: Mapping[str, Any]) -> None:
-    """Refuse what can't be written down.
+    """Refuse values that can't be written to a file.
 
     Raises:
-        ValueError: naming the key, and what is wrong with its value.
+        ValueError: names the key, and what is wrong with its value.
     """
     for path, value in _walk(table):
         if len(path) > MAX_DEPTH:
@@ -33,7 +33,7 @@ def check_values(table: Mapping[str, Any]) -> None:
 
 
 def place_in(text: str, error: Exception) -> str:
-    """Where in a TOML file the value stands that Python's reader broke down over: line and key."""
+    """The line and key of the value in a TOML file at which Python's reader failed."""
     position = _too_deep(text) if isinstance(error, RecursionError) else _too_long(text)
     before = text[: position + 1]
     keys = [found[-1][1] for pattern in (_TABLE, _KEY) if (found := [*pattern.finditer(before)])]
@@ -41,7 +41,7 @@ def place_in(text: str, error: Exception) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Why a reader of nested text broke down, for people."""
+    """Why a reader of nested text failed, for people."""
     if isinstance(error, RecursionError | MemoryError):
         return "nested too deeply"
     if isinstance(error, ValueError) and "integer string conversion" in str(error):
@@ -50,7 +50,7 @@ def reason_of(error: Exception) -> str:
 
 
 def _walk(table: Mapping[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Every value below ``table`` with its path; what is too deep is not entered."""
+    """Every value below ``table`` with its path; the caller stops at one that is too deep."""
     waiting: list[tuple[tuple[Any, ...], Any]] = [((), table)]
     while waiting:
         path, value = waiting.pop()

@@ -1,4 +1,4 @@
-"""A checksum of a file that only grows, by which damage is noticed and located."""
+"""A checksum of a file that is only appended to; it detects and locates damage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Span(NamedTuple):
 class Checksum:
     """CRC-32 of each segment of a file (16 MiB), from its first byte to ``end``.
 
-    CRC-32 notices every burst of up to 32 wrong bits, and misses one in 2^32 of all other changes;
+    CRC-32 detects every burst of up to 32 wrong bits, and misses one in 2^32 of all other changes;
     it can be continued from its own value, and reads 2 GiB/s.
     """
 

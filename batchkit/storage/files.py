@@ -1,4 +1,4 @@
-"""Writing files so that no reader sees half of one, and nothing is written through a planted link."""
+"""Writing files so that no reader sees half of one, and never through a symbolic link."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from batchkit.errors import StoreError
 
 
 def open_private(path: Path, flags: int) -> int:
-    """A descriptor of a file in a run folder, never of what a symbolic link there leads to.
+    """A descriptor of a file in a run folder; a symbolic link is not followed.
 
     Raises:
         OSError: as ``os.open``; also if ``path`` is a symbolic link.
@@ -47,10 +47,10 @@ def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
 
     ``content`` may come in parts, and may be read from ``path`` itself.
 
-    For the process that holds the folder: two that write the same path at once would meet.
+    Only the process that holds the folder may call it: two writers would share a temporary file.
     """
     temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)  # of a process that was killed, or planted
+    temporary.unlink(missing_ok=True)  # left by a process that was killed, or planted
     with open(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
         file.writelines([content] if isinstance(content, bytes) else content)
         file.flush()
@@ -60,10 +60,10 @@ def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Until the names in ``folder`` outlive a power cut, where its filesystem can promise that.
+    """Make the names in ``folder`` survive a power cut, if its filesystem supports that.
 
     Some network and FUSE filesystems have no fsync of a folder and answer EINVAL or EBADF, which
-    PostgreSQL's ``fsync_fname`` passes over as well.
+    PostgreSQL's ``fsync_fname`` ignores as well.
     """
     opened = os.open(folder, os.O_RDONLY)
     try:
@@ -77,7 +77,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside ``path`` that takes its name once all went well."""
+    """A temporary file beside ``path`` that is renamed to ``path`` on success, else removed."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         os.close(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
@@ -89,10 +89,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def building(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside ``folder`` that takes its name once all went well, else goes."""
+    """A temporary folder beside ``folder`` that is renamed to it on success, else removed."""
     process = f"{socket.gethostname()}-{os.getpid()}"
     temporary = folder.with_name(f".{folder.name}.{process}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
     temporary.mkdir(parents=True)
     try:
         yield temporary

@@ -1,4 +1,4 @@
-"""A set of row indexes, small in memory and on disk: a Roaring bitmap that speaks in ranges."""
+"""A set of row indexes, small in memory and on disk: a Roaring bitmap that is stored as ranges."""
 
 from __future__ import annotations
 

@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 RESULTS = "results.jsonl"
 IS_MISSING = "is missing; its rows must be run again: batchkit run --fresh"
-REQUEUE = ".requeue"  # a folder beside the log: what is about to take its place
+REQUEUE = ".requeue"  # a folder beside the log: holds what will replace the log
 RECORD_HEAD = b'{"index":'
 _LONGEST_START = len(RECORD_HEAD) + len(f"{INDEX_LIMIT},")
 _BLOCK_BYTES = 1 << 20
 
 
 class LogLine(NamedTuple):
-    """One line of the ledger; ``record`` is None where the bytes are not a record.
+    """One line of the log; ``record`` is None if the bytes are not a record.
 
     ``offset`` and ``end`` are byte positions, ``end`` behind the newline (or at the end of the
-    file where the newline is missing: such a line is torn and never a record).
+    file if the newline is missing: such a line is torn and never a record).
     """
 
     offset: int
@@ -39,10 +39,10 @@ class LogLine(NamedTuple):
 
 
 def log_of(folder: Path) -> Path:
-    """The ledger of a run.
+    """The path of a run's log.
 
     Raises:
-        StoreError: it is gone, or it is being replaced.
+        StoreError: it is missing, or it is being replaced.
     """
     path = folder / RESULTS
     if os.path.lexists(folder / REQUEUE):
@@ -56,7 +56,7 @@ def log_of(folder: Path) -> Path:
 
 
 def read_lines(path: Path, offset: int = 0) -> Iterator[LogLine]:
-    """The ledger's lines from byte ``offset`` on, in the order in which they were written."""
+    """The log's lines from byte ``offset`` on, in the order in which they were written."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -76,9 +76,9 @@ def failure_kind(record: Mapping[str, Any]) -> str | None:
 
 
 class Newest(NamedTuple):
-    """Where the newest record of each row stands, ordered by row index.
+    """The position of each row's newest record, ordered by row index.
 
-    LogLine n of the log goes from byte ``bounds[n]`` to ``bounds[n + 1]``; ``lines`` holds the number
+    Line n of the log goes from byte ``bounds[n]`` to ``bounds[n + 1]``; ``lines`` holds the number
     of each row's line. Both are int64 arrays.
     """
 
@@ -97,8 +97,8 @@ class NewestRows(NamedTuple):
 def read_newest(path: Path) -> Iterator[dict[str, Any]]:
     """The newest record of each row, in the order of the input.
 
-    Two passes over one open file, also where a requeue replaces the log meanwhile; it holds 16 bytes
-    a record between them, never the records.
+    Makes two passes over one open file, even if a requeue replaces the log meanwhile. Between them
+    it holds 16 bytes per record, never the records.
     """
     if not path.exists():
         return
@@ -112,7 +112,7 @@ def read_newest(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def whole_record(raw: bytes, path: Path, offset: int) -> dict[str, Any]:
-    """The record in the line ``raw``, which stands at byte ``offset`` of ``path``.
+    """The record in the line ``raw``, which begins at byte ``offset`` of ``path``.
 
     Raises:
         StoreError: it is damaged.
@@ -144,7 +144,7 @@ def newest_lines(log: BinaryIO) -> Newest:
 
 
 def newest_rows(path: Path) -> NewestRows:
-    """As ``newest_lines``, and whose lines they are; a missing log holds none."""
+    """As ``newest_lines``, with the rows' indexes; a missing log holds none."""
     with path.open("rb") if path.exists() else BytesIO() as log:
         return _newest_rows(log)
 
@@ -179,9 +179,9 @@ def _blocks(log: BinaryIO) -> Iterator[bytes]:
 
 
 def _plain_indexes(block: bytes, ends: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
-    """The row index of each line; None where one does not look as the store writes them.
+    """The row index of each line; None if a line does not look as the store writes it.
 
-    Such a line starts with an index, holds no second start of a line nor a NUL, and ends in "}".
+    Such a line starts with an index, has no second start of a line and no NUL, and ends in "}".
     """
     import numpy as np
 
@@ -195,7 +195,7 @@ def _plain_indexes(block: bytes, ends: np.ndarray[Any, Any]) -> np.ndarray[Any, 
         return None
     first = text[starts[:, None] + np.arange(_LONGEST_START)]
     digits = first[:, n_head:].astype(np.int64) - ord("0")
-    n_digits = ((digits < 0) | (digits > 9)).argmax(axis=1)  # 0 where there is none but digits
+    n_digits = ((digits < 0) | (digits > 9)).argmax(axis=1)  # 0 also if all are digits
     looks_whole = (
         (first[:, :n_head] == np.frombuffer(RECORD_HEAD, np.uint8)).all()
         and n_digits.all()
@@ -210,9 +210,9 @@ def _plain_indexes(block: bytes, ends: np.ndarray[Any, Any]) -> np.ndarray[Any, 
 
 
 def _index(raw: bytes) -> int:
-    """The row index of a line, -1 where it is no record.
+    """The row index of a line, -1 if it is not a record.
 
-    A line as the store writes them is not parsed as a whole.
+    A line that looks as the store writes it is not parsed completely.
     """
     looks_whole = raw.startswith(RECORD_HEAD) and raw.endswith(b"}\n")
     if looks_whole and raw.find(RECORD_HEAD, 1) < 0 and b"\0" not in raw:
@@ -224,7 +224,7 @@ def _index(raw: bytes) -> int:
 
 
 def record_of(raw: bytes) -> dict[str, Any] | None:
-    """The record in the line ``raw``, newline and all; None where it is none."""
+    """The record in the line ``raw``, newline included; None if it is not a record."""
     if not raw.endswith(b"\n"):
         return None
     try:

@@ -1,7 +1,7 @@
-"""``manifest.json``: what a run was made from, so that a resume can tell whether it still is.
+"""``manifest.json``: what a run was made from, so that a resume can check that it is unchanged.
 
 ``identity`` holds, by dotted key, everything that decides what the answers are; the input's files
-stand beside it. What only decides how fast they come (batch sizes, intervals) is left out.
+are listed beside it. Keys that only change the speed (batch sizes, intervals) are left out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from batchkit.types import utc_now
 VERSION = 1
 _FINGERPRINT = re.compile(re.escape(MASK) + "[0-9a-f]{0,6}")
 # Options that change speed and memory, not answers. ``engine.base_url`` is not in the identity
-# either: a server comes back at another port or host, and the model's name stays.
+# either: a restarted server may have another port or host; the model's name stays.
 _SPEED_ONLY = frozenset(
     [
         "max_num_seqs",
@@ -112,7 +112,7 @@ class _Suspects(BaseModel, strict=True):
 
 
 class _Shape(BaseModel, strict=True):
-    """What every manifest has had since the first one, and its readers rely on."""
+    """Keys that every manifest has had since the first version, and that its readers rely on."""
 
     name: str
     input: list[_File]
@@ -152,7 +152,7 @@ def identity(job: JobConfig) -> dict[str, Any]:
     }
     if engine.server is not None and engine.server.command is not None:
         found["engine.server.command"] = what_decides_answers(engine.server.command)
-    if job.input.shard is not None:  # left out elsewhere: a judge's folder is named after all of it
+    if job.input.shard is not None:  # else absent: a judge folder's name is a hash of all keys
         found["input.shard"] = job.input.shard
     found |= {f"vars.{name}": value for name, value in job.vars.items()}
     found |= {
@@ -177,15 +177,15 @@ def identity(job: JobConfig) -> dict[str, Any]:
 
 
 def scoring_of(job: JobConfig) -> str:
-    """Tells one way of scoring from another."""
+    """A hash that differs if the scoring differs."""
     return _hash(orjson.loads(orjson.dumps(job.scoring.model_dump(), default=str)))
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """One line for each key that differs: key, what it was, what it is.
 
-    A secret that was masked, its value unknown, differs from nothing. ``then`` may be of a version
-    that masked less.
+    A secret that was masked, its value unknown, differs from nothing. ``then`` may have been
+    written by a version that masked less.
     """
     then = {key: masked(value, key, _fingerprint_mask) for key, value in then.items()}
     return [
@@ -247,7 +247,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a run.
 
     Raises:
-        StoreError: there is none, or it can't be read.
+        StoreError: it is missing, or it can't be read.
     """
     path = folder / MANIFEST
     try:
@@ -283,8 +283,8 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def without_masked(job: JobConfig) -> JobConfig:
-    """``job`` without the secrets that were masked in its ``job.toml``: the environment may give
-    them; a template that uses one fails, naming it."""
+    """``job`` without the secrets that were masked in its ``job.toml``: the environment may have
+    them; a template that uses one fails and names it."""
     options = masking.without_masked(job.engine.options, "engine.options")
     names = masking.without_masked(job.vars, "vars")
     engine = job.engine.model_copy(update={"options": options})
@@ -292,15 +292,15 @@ def without_masked(job: JobConfig) -> JobConfig:
 
 
 def with_secrets_of(job: JobConfig, source: JobConfig) -> JobConfig:
-    """``job`` with what was masked in its ``job.toml`` as ``source``, the file it was made from, has it."""
+    """``job``, with the values masked in its ``job.toml`` taken from ``source``, its job file."""
     return JobConfig.model_validate(masking.filled(job.model_dump(), source.model_dump()))
 
 
 def check_secrets(job: JobConfig) -> None:
-    """Refuse a job that is to run without its secrets, as one read from a ``job.toml`` would.
+    """Refuse a job that would run without its secrets, for example one read from a ``job.toml``.
 
     Raises:
-        JobError: naming the keys.
+        JobError: names the keys.
     """
     keys = [*masking.masked_keys(job.model_dump(exclude={"scoring"}))]
     if keys:
@@ -320,7 +320,7 @@ def write_job(folder: Path, job: JobConfig) -> None:
 
 
 def job_of_run(folder: Path, overrides: Sequence[str] = ()) -> JobConfig:
-    """The job that a run folder was made from, as resolved then.
+    """The job that a run folder was made from, as it was resolved then.
 
     Raises:
         JobError: its ``job.toml`` is missing or was damaged.
@@ -336,10 +336,10 @@ def job_of_run(folder: Path, overrides: Sequence[str] = ()) -> JobConfig:
 
 
 def model_fingerprint(model: str) -> str | None:
-    """Hash over a model's file or files: small ones whole, of large ones both ends; None for a name.
+    """Hash over a model's file or files: small files whole, large ones at both ends.
 
-    Reading all of a large model would take minutes; weights that were trained further differ in
-    their first and last MiB.
+    None if ``model`` is a name. Reading all of a large model would take minutes; weights that were
+    trained further differ in their first and last MiB.
     """
     place, end = Path(model), 2**20
     if not model or not (place.is_dir() or place.is_file()):
@@ -357,7 +357,7 @@ def model_fingerprint(model: str) -> str | None:
 
 
 def _reask(job: JobConfig) -> Any:
-    """When a row is asked again, and what is added then; None where it never is."""
+    """When a row is asked again, and what is added then; None if it never is."""
     if not job.retry.reask:
         return None
     looked_for = [
@@ -378,13 +378,13 @@ def _versions() -> dict[str, str]:
 
 
 def _masked_events(start: Mapping[str, Any]) -> dict[str, Any]:
-    """What an engine said of its life may hold anything."""
+    """Engine events may hold any text, so secrets are masked."""
     events = start.get("engine_events")
     return {**start, **({"engine_events": [*map(masked_text, events)]} if events else {})}
 
 
 def _fingerprint_mask(secret: str) -> str:
-    """Tells two secrets apart without giving either away; a secret masked before stays unknown."""
+    """Makes two secrets distinguishable without showing them; one masked before stays unknown."""
     if _FINGERPRINT.fullmatch(secret):
         return secret
     return MASK + hashlib.sha256(secret.encode()).hexdigest()[:6]
@@ -400,17 +400,17 @@ def _without_none(value: Any) -> Any:
 
 
 def _text(inline: str | None, path: str | None) -> str | None:
-    """What a template says, be it in the job file or in a file of its own."""
+    """A template's text, from the job file or from its own file."""
     if path is None:
         return inline
     try:
         return read_text(path)
-    except (OSError, UnicodeDecodeError):  # the renderer says so better
+    except (OSError, UnicodeDecodeError):  # the renderer reports it in more detail
         return None
 
 
 def _chat_template(template: Any) -> str | None:
-    """What the file says, where ``template`` names one."""
+    """The text of the file that ``template`` names, if it names one."""
     path = str(template or "")
     return _text(None, path) if 0 < len(path) < 256 and Path(path).is_file() else None
 

@@ -1,4 +1,4 @@
-"""Values as JSON has them: any Python value is written, and foreign JSON is read."""
+"""Values as JSON: any Python value can be written, and foreign JSON can be read."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
 def encoded(value: Any) -> bytes:
-    """``value`` as one line of JSON, newline and all.
+    """``value`` as one line of JSON, newline included.
 
-    Bytes are base64, a set is a list, NaN and infinities are null, an integer past 64 bits and what
-    JSON has no type for are their text (an integer past 10,000 bits in hex), a lone surrogate is ``?``; what is nested past 100 levels is
-    replaced, if there are more than orjson writes.
+    Bytes become base64, a set a list, NaN and infinities null. An integer past 64 bits and any
+    other type that JSON lacks become text (an integer past 10,000 bits in hex), a lone surrogate
+    ``?``. What is nested past 100 levels is replaced if orjson can't write the value as it is.
     """
     try:
         return orjson.dumps(value, option=_OPTIONS | orjson.OPT_APPEND_NEWLINE)
@@ -30,10 +30,10 @@ def encoded(value: Any) -> bytes:
 
 
 def parsed(content: bytes) -> Any:
-    """JSON as any server or script writes it: also with NaN, lone surrogates and huge integers.
+    """JSON as any server or script writes it, including NaN, lone surrogates and huge integers.
 
     Raises:
-        ValueError: it is not JSON, or nested deeper than Python's reader goes.
+        ValueError: it is not JSON, or nested too deeply for Python's reader.
     """
     try:
         return orjson.loads(content)
@@ -70,7 +70,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
         if isinstance(value, Mapping):
             return {_key(key): _plain(part, depth + 1) for key, part in value.items()}
         return [_plain(part, depth + 1) for part in value]
-    try:  # as ``encoded`` writes it where nothing beside it is odd
+    try:  # as ``encoded`` writes it if no other value is odd
         return orjson.loads(orjson.dumps(value, option=_OPTIONS))
     except (TypeError, RecursionError):
         return _text(value)

@@ -1,4 +1,4 @@
-"""Run folders: which one is meant, who holds it, and how an old one is moved aside."""
+"""Run folders: finding the one to use, locking it, and moving an old one aside."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _HOLDER = ".holder.json"
 
 
 class Claim:
-    """A run folder that this process holds, for as long as its lock file is the one it locked."""
+    """A run folder that this process holds, as long as its lock file is the one that was locked."""
 
     def __init__(self, folder: Path) -> None:
         self._lock = folder / LOCK
         self._file = self._lock_file()
 
     def check(self) -> None:
-        """Call it before anything is written: without its lock file, the folder is free for others.
+        """Call it before each write: without its lock file, another process can take the folder.
 
         Raises:
             LostLockError: the lock file was removed or replaced.
@@ -45,7 +45,7 @@ class Claim:
             )
 
     def _lock_file(self) -> tuple[int, int] | None:
-        """Device and inode: of a file that is held open, no other file gets them."""
+        """Device and inode: no other file gets them while the file is held open."""
         try:
             found = self._lock.lstat()
         except OSError:
@@ -55,14 +55,14 @@ class Claim:
 
 @contextmanager
 def claim(folder: Path) -> Iterator[Claim]:
-    """Hold ``folder`` for this process; the kernel lets go of it when the process ends.
+    """Hold ``folder`` for this process; the kernel releases the lock when the process ends.
 
     Raises:
-        StoreError: another process holds it, or the folder can't be made.
+        StoreError: another process holds it, or the folder can't be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # `status` tries the lock for an instant: wait that long before calling it held.
+        # `status` takes the lock for an instant: wait that long before reporting it as held.
         lock = FileLock(folder / LOCK)
         lock.acquire(timeout=0.5)
     except Timeout:
@@ -80,7 +80,7 @@ def claim(folder: Path) -> Iterator[Claim]:
         yield held
     finally:
         with suppress(LostLockError):
-            held.check()  # else it is another's name that is written there
+            held.check()  # raises if another process may have written its own holder file
             (folder / _HOLDER).unlink(missing_ok=True)
         lock.release()
 
@@ -111,7 +111,7 @@ def held_by(folder: Path) -> dict[str, Any] | None:
         os.close(lock)
     try:
         holder: dict[str, Any] = orjson.loads((folder / _HOLDER).read_bytes())
-    except (OSError, orjson.JSONDecodeError):  # it is just starting or just ending
+    except (OSError, orjson.JSONDecodeError):  # the holder is just starting or just ending
         return {"pid": None, "host": None, "since": None}
     return holder
 
@@ -121,10 +121,10 @@ def is_run(folder: Path) -> bool:
 
 
 def move_aside(folder: Path) -> Path:
-    """Rename ``folder`` to ``<name>.1``, ``.2`` …, the first that is free.
+    """Rename ``folder`` to ``<name>.1``, ``.2`` …, the first name that is free.
 
     Raises:
-        StoreError: it can't be renamed, as where it is a mount.
+        StoreError: it can't be renamed, for example because it is a mount point.
     """
     number = 1
     while (free := folder.with_name(f"{folder.name}.{number}")).exists():
@@ -143,7 +143,7 @@ def latest_run(output: Path) -> Path:
     """The run under ``output`` that was started last.
 
     Raises:
-        JobError: there is none.
+        JobError: there is no run.
     """
     runs = [path.parent for path in output.glob(f"*/{MANIFEST}")]
     if not runs:

@@ -1,7 +1,7 @@
 """What a record may hold, in one place.
 
-Where a server's answer becomes a Completion, ``choice_of`` and ``usage_of`` make it fit; where a line
-of the ledger is read, ``fault_in`` checks it. So nothing is written that reading would refuse.
+When a server's answer becomes a Completion, ``choice_of`` and ``usage_of`` make it fit; when a
+line of the log is read, ``fault_in`` checks it. So nothing is written that a reader would refuse.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from batchkit.storage.index_set import INDEX_LIMIT
 from batchkit.storage.plain_json import valid
 from batchkit.types import Choice, ErrorInfo, Usage
 
-# As many as there are row indexes: the sum over all rows of a run is still one that JSON can hold.
+# The number of row indexes: the sum over all rows of a run is still a number that JSON can hold.
 COUNT_LIMIT = 2**32
-LEAST_LOGPROB = -9999.0  # OpenAI's own, and vLLM's server's, for what is impossible
+LEAST_LOGPROB = -9999.0  # OpenAI and vLLM's server use it for an impossible token
 
 
 def is_count(value: Any) -> bool:
@@ -29,19 +29,19 @@ def is_count(value: Any) -> bool:
 
 
 def usage_of(prompt_tokens: Any, completion_tokens: Any) -> Usage | None:
-    """None if one of the counts can't be true: the answer is worth no less."""
+    """None if one of the counts is not possible; the answer itself stays usable."""
     if is_count(prompt_tokens) and is_count(completion_tokens):
         return Usage(prompt_tokens, completion_tokens)
     return None
 
 
 def error_of(error: RowError) -> ErrorInfo:
-    """What a record says of ``error``; no secret is in it."""
+    """How a record describes ``error``; secrets are masked."""
     return ErrorInfo(error.kind, type(error).__name__, masked_text(str(error)), error.retryable)
 
 
 def choice_of(text: str, finish_reason: Any, logprobs: Any) -> Choice:
-    """The choice with a ``finish_reason`` that is text or None, and ``logprobs`` as ``Choice`` has them.
+    """The choice, with a ``finish_reason`` that is text or None, and ``logprobs`` as in ``Choice``.
 
     ``logprobs`` may be any JSON; None if they are not tokens with numbers.
     """
@@ -55,7 +55,7 @@ def seconds_of(value: float) -> float:
 
 
 def fault_in(record: Any) -> str | None:
-    """What makes the parsed line ``record`` no record; None if it is one.
+    """Why the parsed line ``record`` is not a record; None if it is one.
 
     Only what other code relies on is checked; a key that may be null may be missing.
     ``finish_reason`` may be any JSON: older versions wrote whatever a server answered.
@@ -112,7 +112,7 @@ class _Line(_Part):
 
 
 def _logprobs(found: Any) -> list[dict[str, Any]] | None:
-    """A list of tokens, from either of the API's two shapes."""
+    """A list of tokens, from either of the two shapes of OpenAI's API."""
     try:
         if "content" in found:
             return [

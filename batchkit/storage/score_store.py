@@ -1,9 +1,9 @@
-"""``scores.jsonl``: what ``batchkit score`` found, one line a row, laid over ``results.jsonl``.
+"""``scores.jsonl``: what ``batchkit score`` found, one line per row, beside ``results.jsonl``.
 
-The ledger is append-only and holds what the model wrote and the scores that were known as the row
-finished. Scores that came later (charts, a judge, another scoring) stand here. A line counts only
-for the record that it was made from: one that was run again has its own scores, and so has one
-that came to stand at another row's index (``--on-change requeue``).
+The log is append-only and holds what the model wrote and the scores that were known when the row
+finished. Scores that came later (charts, a judge, another scoring) are here. A line counts only
+for the record that it was made from: a row that was run again has its own scores, and so has a
+record whose row index changed (``--on-change requeue``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ScoreLine:
     finished_at: str
     prediction: str | None
     scores: Mapping[str, float | None]
-    unscored: str | None = None  # why some of them could not be found
+    unscored: str | None = None  # why some of them could not be computed
 
 
 _NAMES = [field.name for field in fields(ScoreLine)]
@@ -61,7 +61,7 @@ def read_scored(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def join_scores(folders: Sequence[Path], chosen: Iterable[tuple[int, int]]) -> Iterator[ScoreLine]:
-    """For each (row index, number of a folder), indexes ascending, the row's line there, if any."""
+    """For each (row index, folder number), indexes ascending, the row's line there, if any."""
     books = [_lines(folder / SCORES) for folder in folders]
     lines = [next(book, None) for book in books]
     for index, number in chosen:
@@ -76,7 +76,7 @@ def join_scores(folders: Sequence[Path], chosen: Iterable[tuple[int, int]]) -> I
 def write_scores(folder: Path, lines: Iterable[ScoreLine], *, before: Callable[[], None]) -> None:
     """Replace the scores of a run in one step; ``lines`` in the order of the input.
 
-    ``before`` is called when all of them are on disk and the old ones still stand.
+    ``before`` is called when all of them are on disk and the old ones are not yet replaced.
 
     Raises:
         StoreError: the file can't be written.
@@ -94,10 +94,10 @@ def write_scores(folder: Path, lines: Iterable[ScoreLine], *, before: Callable[[
 
 
 def references_of(job: JobConfig) -> dict[str, str | None] | None:
-    """The right answers by id, where ``scoring.reference_run`` gives them; else None.
+    """The right answers by id, from the run in ``scoring.reference_run``; None if it is not set.
 
     Raises:
-        JobError: there is no such run, it reads no predictions, or its ids name several rows.
+        JobError: there is no such run, it has no predictions, or an id names several of its rows.
     """
     if job.scoring.reference_run is None:
         return None

@@ -1,11 +1,11 @@
-"""The writing side of a run folder's ledger: ``results.jsonl`` and ``checkpoint.json``.
+"""The writing side of a run folder's log: ``results.jsonl`` and ``checkpoint.json``.
 
 The log is the truth; the checkpoint is a cache of what the log says up to ``offset``. A row counts
 as settled only once its record is in the log, and the checkpoint moves only after an fsync. So a
-kill at any instant costs nothing that was written, and a power cut nothing before the checkpoint.
+kill at any time loses nothing that was written, and a power cut nothing before the checkpoint.
 
-The checkpoint carries a checksum of the log up to ``offset``: what was damaged before it is noticed
-by whoever opens the log. A checkpoint that is missing or damaged itself is ignored.
+The checkpoint carries a checksum of the log up to ``offset``, so opening the log detects damage
+before that position. A checkpoint that is missing or damaged itself is ignored.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 class RecordLine(NamedTuple):
-    """A record as it stands in the log, newline and all, and what it says: at least ``index``,
+    """A record as it is in the log, newline included, and its parsed fields: at least ``index``,
     ``status``, ``usage`` and ``error``."""
 
     raw: bytes
@@ -46,14 +46,14 @@ class RecordLine(NamedTuple):
 
 
 def line_of(record: Record) -> RecordLine:
-    """The line that tells of ``record``."""
+    """The log line for ``record``."""
     told = record.to_json()
     return RecordLine(encoded(told), told)
 
 
 @dataclass
 class Totals:
-    """What the ledger holds, kept up to date with every line."""
+    """Counts over the log, updated with every line."""
 
     completed: IndexSet = field(default_factory=IndexSet)
     failed_by_kind: dict[str, IndexSet] = field(default_factory=dict)
@@ -80,13 +80,13 @@ class Totals:
         return {kind: len(rows) for kind, rows in self.failed_by_kind.items() if len(rows)}
 
     def is_settled(self, index: int) -> bool:
-        """True where the row has a record, be it ok or failed."""
+        """True if the row has a record, ok or failed."""
         return index in self.completed or any(
             index in rows for rows in self.failed_by_kind.values()
         )
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Count one line; the newest record of a row decides where it stands."""
+        """Count one line; the newest record of a row decides whether it is ok or failed."""
         index = record["index"]
         self.records += 1
         if usage := record.get("usage"):
@@ -103,14 +103,15 @@ class Totals:
 
 
 class Store:
-    """The ledger of one run folder, open for appending.
+    """The log of one run folder, open for appending.
 
-    One process at a time (the folder's lock), one thread. ``append`` only collects; ``flush``
-    writes all that was collected in one call, and from then on those rows are settled; ``sync``
-    makes them outlive a power cut and moves the checkpoint. ``check_lock`` is called before each
-    write, and raises LostLockError if the folder's lock was lost: nothing is written then.
+    Used by one process at a time (the folder's lock) and by one thread. ``append`` only collects;
+    ``flush`` writes all that was collected in one call, and from then on those rows are settled;
+    ``sync`` makes them survive a power cut and moves the checkpoint. ``check_lock`` is called
+    before each write, and raises LostLockError if the folder's lock was lost: then nothing is
+    written.
 
-    Every method raises StoreError when the disk refuses; the log is then cut back to its last
+    Every method raises StoreError if a disk operation fails; the log is then cut back to its last
     whole line, and the store stays usable for reading. Opening a log that was damaged before its
     checkpoint raises StoreError, too.
     """
@@ -136,7 +137,7 @@ class Store:
         self.copy(line_of(record))
 
     def copy(self, line: RecordLine) -> None:
-        """Collect a line that was made elsewhere, as it stands."""
+        """Collect a line that was made elsewhere, unchanged."""
         self._lines.append(line.raw)
         self._pending.append(line.record)
 
@@ -154,7 +155,7 @@ class Store:
             self._checksum.add(block)
             pending, self._lines, self._pending = self._pending, [], []
         except BaseException as error:
-            # Also after a KeyboardInterrupt: what is still collected will be written again.
+            # Also after a KeyboardInterrupt: the collected lines will be written again.
             with suppress(OSError):
                 os.ftruncate(self._file, self._end)
             if not isinstance(error, OSError):
@@ -186,14 +187,14 @@ class Store:
         return time.monotonic() - started
 
     def close(self) -> None:
-        """Sync and close; the file is closed even when the disk refuses or the lock was lost."""
+        """Sync and close; the file is closed even if the sync fails or the lock was lost."""
         try:
             self.sync()
         finally:
             os.close(self._file)
 
     def checkpoint(self) -> None:
-        """Replace the checkpoint by what the log says up to its end; ``sync`` is the safe way."""
+        """Replace the checkpoint with one for the whole log; ``sync`` is the safe way."""
         totals, checksum = self.totals, self._checksum
         table = {
             "version": VERSION,
@@ -216,7 +217,7 @@ class Store:
         write_atomically(self.folder / CHECKPOINT, _sealed(content))
 
     def _check_file(self) -> None:
-        """What was written must still be there: else no checkpoint may say so.
+        """Check that the log is still there, before a checkpoint refers to it.
 
         Raises:
             StoreError: the log was removed, replaced or cut.
@@ -235,10 +236,10 @@ class Store:
             )
 
     def _recover(self, offset: int) -> int:
-        """Count the lines past ``offset``; where a line is broken, cut the rest off.
+        """Count the lines past ``offset``; if a line is broken, cut the rest off.
 
         What is cut is kept as ``results.jsonl.torn-<n>``; whole records behind a broken line are
-        written again, so that nothing which was finished is lost. Returns the end of the log.
+        written again, so that no finished row is lost. Returns the end of the log.
         """
         end, broken_at, is_tail = offset, None, True
         for line in read_lines(self.path, offset):
@@ -270,12 +271,12 @@ class Checkpoint(NamedTuple):
 
     @property
     def is_older(self) -> bool:
-        """True if it is of a version that made no checksum: then it is right, but not relied on."""
+        """True if an older version wrote it, without a checksum: correct, but not relied on."""
         return self.checksum.end > 0 and not self.checksum.segments
 
 
 def read_checkpoint(folder: Path) -> Checkpoint | None:
-    """What ``checkpoint.json`` says, be it right or wrong; None if it says nothing."""
+    """What ``checkpoint.json`` says, correct or not; None if it is missing or unusable."""
     try:
         found = orjson.loads(_read_checkpoint(folder))
         if found["version"] != VERSION:
@@ -295,7 +296,7 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def is_sealed(folder: Path) -> bool:
-    """True if ``checkpoint.json`` is byte by byte what a store wrote."""
+    """True if ``checkpoint.json`` is byte for byte what a store wrote."""
     try:
         content = _read_checkpoint(folder)
     except OSError:
@@ -309,10 +310,10 @@ def _read_checkpoint(folder: Path) -> bytes:
 
 
 def trusted_checkpoint(folder: Path) -> Checkpoint | None:
-    """The checkpoint, with the log held against it; None if it is missing or damaged itself.
+    """The checkpoint, after a check of the log against it; None if it is missing or damaged itself.
 
     Raises:
-        StoreError: the log is not what it was when the checkpoint was made.
+        StoreError: the log is not what it was at the checkpoint.
     """
     found = read_checkpoint(folder) if is_sealed(folder) else None
     if found is not None and (damage := log_damage(folder, found.checksum)) is not None:
@@ -321,7 +322,7 @@ def trusted_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def check_log(folder: Path) -> None:
-    """Call it before a run's records are read: what its checkpoint covers must be as it was.
+    """Check the part of the log that the checkpoint covers. Call it before reading a run's records.
 
     Raises:
         StoreError: the log is missing or damaged.
@@ -331,9 +332,9 @@ def check_log(folder: Path) -> None:
 
 
 def passed_over(folder: Path) -> int | None:
-    """Byte position of the first line that readers pass over, though whole records follow it.
+    """Byte position of the first line that readers skip although whole records follow it.
 
-    Only what no checksum covers is looked at: all of it where there is no trusted checkpoint.
+    Only the part without a checksum is read: the whole log if there is no trusted checkpoint.
     """
     checkpoint, broken = trusted_checkpoint(folder), None
     for line in read_lines(folder / RESULTS, checkpoint.checksum.end if checkpoint else 0):
@@ -345,7 +346,7 @@ def passed_over(folder: Path) -> int | None:
 
 
 def log_damage(folder: Path, checksum: Checksum) -> str | None:
-    """Where and how the log is no longer what ``checksum`` covers, and the remedy; None if it is."""
+    """Where and how the log differs from ``checksum``, and the remedy; None if it does not."""
     path = folder / RESULTS
     if not path.exists():
         return f"{path}: {IS_MISSING}"
@@ -367,7 +368,7 @@ def log_damage(folder: Path, checksum: Checksum) -> str | None:
 
 
 def _blocks(path: Path, start: int, end: int) -> Iterator[bytes]:
-    """The file's bytes from ``start`` to ``end``: a log may be larger than the memory."""
+    """The file's bytes from ``start`` to ``end``, in blocks: a log may be larger than memory."""
     with path.open("rb") as file:
         file.seek(start)
         while block := file.read(min(end - file.tell(), _BLOCK_BYTES)):
@@ -383,7 +384,7 @@ def _whole_lines(path: Path, broken_at: int) -> Iterator[bytes]:
 
 
 def _broken_line(path: Path, span: Span) -> int | None:
-    """Byte position of the first line in ``span`` that is no record."""
+    """Byte position of the first line in ``span`` that is not a record."""
     for line in read_lines(path):
         if line.offset >= span.end:
             return None
@@ -393,7 +394,7 @@ def _broken_line(path: Path, span: Span) -> int | None:
 
 
 def _sealed(content: bytes) -> bytes:
-    """The JSON object ``content`` with a checksum of itself as its last member."""
+    """The JSON object ``content`` with its own checksum as its last member."""
     return content[:-1] + _SEAL + str(zlib.crc32(content)).encode() + b"}"
 
 

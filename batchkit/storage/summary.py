@@ -14,9 +14,10 @@ from batchkit.storage.ledger import RESULTS, read_newest
 class RunSummary:
     """How a start ended. ``ok`` and ``failed`` count the whole job; the rest counts this start.
 
-    ``skipped`` were settled before it began; ``retried`` are further tries within it; ``seconds``
-    is the time with the engine up, loading excluded. ``exit`` is the exit code: 0 all rows ok,
-    3 some failed, 1 stopped by an error or rows without a record remain, 130 and 143 interrupted.
+    ``skipped`` rows were settled before it began; ``retried`` counts further attempts within it;
+    ``seconds`` is the time with the engine up, without loading. ``exit`` is the exit code: 0 all
+    rows ok, 3 some failed, 1 stopped by an error or rows without a record remain, 130 and 143
+    interrupted.
     """
 
     name: str
