@@ -1,7 +1,7 @@
 """The rows of the input: numbered, filtered, and cut at the limit.
 
-A format is one module with one generator (``reader.Reader``); it knows nothing of ids, ``where``
-and ``limit``, which are settled here for all formats. Adding one: a module, a line in
+A format is one module with one generator (``reader.Reader``); it does not handle ids, ``where``
+and ``limit``, which are handled here for all formats. To add one: a module, a line in
 ``formats.READERS``, and a suffix in ``formats.SUFFIXES``.
 """
 
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def never(index: int) -> bool:
-    """Skips no row."""
+    """A ``skip`` that skips no row."""
     return False
 
 
@@ -46,17 +46,17 @@ def read_rows(
     skip: Callable[[int], bool] = never,
     files: Sequence[str] | None = None,
 ) -> Iterator[Row]:
-    """Rows of the input, lazily, filtered by ``where``, cut at ``limit``, of them those of ``shard``.
+    """Rows of the input, lazily: filtered by ``where``, cut at ``limit``, then those of ``shard``.
 
-    ``files`` are what ``input_files`` found earlier: other files that match by now are not read.
+    ``files`` are what ``input_files`` found earlier: files that match only now are not read.
 
     ``Row.index`` is the position in the unfiltered input, over all files in order. A row that can't
-    be read comes with ``error`` set; it passes every filter, so that it becomes a failed record.
+    be read has ``error`` set; it passes every filter, so that it becomes a failed record.
 
     Rows for which ``skip(index)`` is true are not yielded, but count toward the limit. They are
-    passed over unparsed wherever the format allows it, except where both ``where`` and ``limit``
-    are set, since the limit counts rows that the filter kept. ``skip`` may be asked twice for one
-    row, and must answer the same.
+    skipped without parsing if the format allows it, except if both ``where`` and ``limit`` are set,
+    since the limit counts rows that the filter kept. ``skip`` may be called twice for one row, and
+    must return the same value.
 
     The iterator may be shared between threads that hold one lock around ``next``.
 
@@ -70,7 +70,7 @@ def read_rows(
     shard = parse_shard(table.shard)
     if has_ids(table, files):
         yield from (row for row in _rows(table, skip, files) if shard.holds(_shared_out_by(row)))
-    else:  # told by the index alone, so the rows of other shards need not be parsed
+    else:  # depends on the index alone, so the rows of other shards need not be parsed
         yield from _rows(table, lambda index: skip(index) or not shard.holds(str(index)), files)
 
 
@@ -104,11 +104,11 @@ def _rows(table: InputTable, skip: Callable[[int], bool], files: Sequence[str]) 
 
 
 def count_rows(table: InputTable, files: Sequence[str] | None = None) -> int:
-    """How many rows ``read_rows`` would yield; no row is parsed unless ``where`` or ``shard`` is
+    """How many rows ``read_rows`` would yield; parses rows only if ``where`` or ``shard`` is
     set.
 
     Raises:
-        InputError: as ``read_rows``, as far as it shows without parsing.
+        InputError: as ``read_rows``, as far as errors show without parsing.
     """
     if table.where or table.shard:
         return sum(1 for _ in read_rows(table, files=files))
@@ -128,7 +128,7 @@ def count_rows(table: InputTable, files: Sequence[str] | None = None) -> int:
 
 
 def has_ids(table: InputTable, files: Sequence[str] | None = None) -> bool:
-    """True where the rows bring ids of their own, which outlive a change of their place."""
+    """True if the rows have ids of their own, which do not depend on their position."""
     if table.id is not None:
         return True
     files = input_files(table) if files is None else files

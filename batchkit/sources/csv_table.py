@@ -1,4 +1,4 @@
-"""CSV and TSV: a header, then a row of cells for each of its names. Every value is text."""
+"""CSV and TSV: a header, then rows with one cell per column. Every value is text."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from batchkit.sources.formats import suffix_of
 from batchkit.sources.reader import Found, Skip, fault, shown
 
 MAX_CELL_CHARS = 2**26
-"""A longer cell is refused: it stands behind a quote that was never closed, not before a reader."""
+"""A longer cell is refused: it comes from a quote that was never closed, not from real data."""
 
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
-    """See ``Reader``; blank lines are no rows, and quoting is checked strictly.
+    """See ``Reader``; blank lines are skipped, and quoting is checked strictly.
 
-    A fault within one line fails its row. One that ran over several lines stops the reading: a
-    quote is open somewhere, and what it swallowed can't be told.
+    A fault within one line fails its row. A fault over several lines stops the reading: a quote
+    was not closed, and it is unknown how many rows it has swallowed.
     """
     # The limit belongs to the csv module, not to a reader; it is only ever raised.
     csv.field_size_limit(max(csv.field_size_limit(), MAX_CELL_CHARS))
     delimiter = "\t" if suffix_of(path) == ".tsv" else ","
     with open_input(path) as file:
-        # Bytes that aren't UTF-8 come as lone surrogates, so that they cost one row, not the file.
+        # Bytes that aren't UTF-8 become lone surrogates, so that they fail one row, not the file.
         text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
         rows = csv.reader(text, delimiter=delimiter, strict=True)
         header = _header(path, rows)

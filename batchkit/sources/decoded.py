@@ -1,4 +1,4 @@
-"""How much memory Arrow's values take as Python's, and batches cut so that it is never much."""
+"""How much memory Arrow's values take as Python objects, and batches cut to keep it small."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-VALUE_BYTES = 32  # what the smallest of Python's values takes, about
+VALUE_BYTES = 32  # about the size of the smallest Python value
 _Sizes = npt.NDArray[np.int64]
 
 
 class Slice(NamedTuple):
-    """Rows of a batch that together take ``n_bytes`` once they are Python's."""
+    """Rows of a batch that together take ``n_bytes`` as Python objects."""
 
     batch: Any
     n_bytes: int
 
 
 def slices(batch: Any, target_bytes: int) -> Iterator[Slice]:
-    """All rows of ``batch``, as many at a time as ``target_bytes`` allow, one at least."""
+    """All rows of ``batch``, as many at a time as fit in ``target_bytes``, but at least one."""
     sizes = sum((decoded_bytes(column) for column in batch.columns), _none(batch.num_rows))
     ends = np.cumsum(sizes)
     start = before = 0
@@ -33,8 +33,8 @@ def slices(batch: Any, target_bytes: int) -> Iterator[Slice]:
 
 
 def decoded_bytes(array: Any) -> _Sizes:
-    """Bytes of each value, those within it included, each value of a dictionary as often as it is
-    used."""
+    """Bytes of each value, including the values in it; each value of a dictionary counts as often
+    as it is used."""
     kind = array.type
     if isinstance(array, pa.ExtensionArray):
         return decoded_bytes(array.storage)

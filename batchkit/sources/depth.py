@@ -1,4 +1,4 @@
-"""How deeply values may be nested: what walks over a row later on calls itself once a level."""
+"""How deeply values may be nested: the code that later walks over a row recurses once per level."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 MAX_DEPTH = 200
 TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep; flatten it"
 
-_FLAT = {str, int, float, bool, type(None), bytes}  # what most values are, and none is too deep
+_FLAT = {str, int, float, bool, type(None), bytes}  # most values; none of them is nested
 _COPIED = (dict, list, set, bytearray, deque, UserDict)
 _KEPT_LEVELS = MAX_DEPTH + 50  # of a file: input.records may be some levels down
 _TOKENS = re.compile(rb'\\.|\\\Z|["\[\]{}]', re.DOTALL)
@@ -25,7 +25,7 @@ class TooDeepError(Exception):
 
 
 def is_too_deep(value: Any, levels: int = MAX_DEPTH) -> bool:
-    """Whether lists and mappings are in one another for more than ``levels``, or in themselves."""
+    """Whether lists and mappings are nested more than ``levels`` deep, or contain themselves."""
     level = [value]
     for _ in range(levels + 1):
         level = [part for part in level if isinstance(part, dict | list | tuple | Mapping)]
@@ -40,10 +40,10 @@ def _inside(part: Any) -> Any:
 
 
 def copied(value: Any, levels: int = MAX_DEPTH) -> Any:
-    """``value`` with dicts and lists that nobody else holds; of subclasses, the outermost alone.
+    """A copy of ``value``'s dicts and lists; of subclasses, only the outermost level is copied.
 
     Raises:
-        TooDeepError: there are more than ``levels`` of them.
+        TooDeepError: they are nested more than ``levels`` deep.
     """
     kind = type(value)
     if kind in _FLAT:
@@ -69,12 +69,12 @@ class _Bytes(Protocol):
 
 
 class ShallowJson:
-    """A file of JSON whose deepest levels are left out: lists and objects there come out empty.
+    """A JSON file without its deepest levels: lists and objects there are returned empty.
 
-    A parser of streams keeps the path to every level, which takes memory by the square of the depth.
-    What is left out is still deeper than MAX_DEPTH; ``is_deep`` is true once there was any such.
-    Within one long text, each block is twice as long as the one before: the parser begins with the
-    text anew at each block.
+    A stream parser keeps the path to every level, so its memory grows with the square of the depth.
+    Only levels deeper than MAX_DEPTH are left out; ``is_deep`` is true once any level was that
+    deep. Within one long text, each block is twice as long as the one before: the parser starts the
+    text again at each block.
     """
 
     def __init__(self, file: _Bytes) -> None:
@@ -91,7 +91,7 @@ class ShallowJson:
         return b""
 
     def _block(self, block: bytes) -> bytes:
-        """``block`` itself wherever a quick look shows that it can't be too deep."""
+        """``block`` unchanged if a quick check shows that it can't be too deep."""
         text = block[self._is_escaped :].replace(rb"\\", b"").replace(rb"\"", b"")
         marks = text.translate(_AS_LISTS, _OTHERS)
         within_text = self._in_string and b'"' not in marks
@@ -100,7 +100,7 @@ class ShallowJson:
         brackets = b"".join(parts[self._in_string :: 2])
         n_open, most = brackets.count(b"["), self._depth
         change = 2 * n_open - len(brackets)
-        while n_open and most <= MAX_DEPTH:  # each turn takes off the innermost level
+        while n_open and most <= MAX_DEPTH:  # each pass removes the innermost level
             brackets, before = brackets.replace(b"[]", b""), n_open
             n_open = brackets.count(b"[")
             most += 1

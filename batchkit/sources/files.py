@@ -1,4 +1,4 @@
-"""The files of the input: found, opened, and everything that can go wrong with that."""
+"""The files of the input: finding and opening them, and the errors of both."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from batchkit.config.urls import failure
 from batchkit.errors import InputError
 
 BLOCK_BYTES = 2**20
-COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")  # undone on the fly, by name, as fsspec does
+COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")  # decompressed on the fly, by name, as fsspec does
 
 UTF8_BOM = b"\xef\xbb\xbf"
-NOT_TEXT = {  # how a file begins that no text format can read; the longer beginning first
+NOT_TEXT = {  # first bytes of files that no text format can read; the longer ones first
     b"\xff\xfe\x00\x00": "is UTF-32 text; save it as UTF-8",
     b"\x00\x00\xfe\xff": "is UTF-32 text; save it as UTF-8",
     b"\xff\xfe": "is UTF-16 text; save it as UTF-8",
@@ -34,7 +34,7 @@ NOT_TEXT = {  # how a file begins that no text format can read; the longer begin
 
 
 def input_files(table: InputTable) -> list[str]:
-    """The paths and URLs that ``input.path`` stands for, a glob's matches sorted.
+    """The paths and URLs that ``input.path`` names, a glob's matches sorted.
 
     Raises:
         InputError: ``input.path`` is not set, or no file matches it.
@@ -50,11 +50,11 @@ def input_files(table: InputTable) -> list[str]:
 
 @contextmanager
 def open_input(path: str, *, text: bool = True) -> Iterator[io.BufferedReader[Any]]:
-    """``path`` for reading bytes, decompressed; as text, from behind a UTF-8 byte order mark.
+    """``path`` for reading bytes, decompressed; as text, after a UTF-8 byte order mark.
 
     Raises:
         InputError: missing, not a file (a pipe, a device), unreadable now or while it is being
-            read, empty, or, as text, in an encoding or format that is no UTF-8.
+            read, empty, or, as text, in an encoding or format that is not UTF-8.
     """
     try:
         with _open(path) as file:
@@ -85,7 +85,7 @@ def _remote_files(path: str) -> list[str]:
     try:
         filesystem, pattern = url_to_fs(path)
         return sorted(filesystem.unstrip_protocol(match) for match in filesystem.glob(pattern))
-    except Exception as error:  # each filesystem raises its vendor's own
+    except Exception as error:  # each filesystem raises its vendor's own types
         raise remote_error(path, error) from error
 
 
@@ -106,15 +106,15 @@ def _open(path: str) -> Iterator[io.BufferedReader[Any]]:
     with ExitStack() as stack:
         try:
             foreign = stack.enter_context(_through_fsspec(path, stack))
-        except (OSError, InputError):  # open_input knows these
+        except (OSError, InputError):  # open_input handles these
             raise
-        except Exception as error:  # each filesystem raises its vendor's own
+        except Exception as error:  # each filesystem raises its vendor's own types
             raise remote_error(path, error) from error
         yield stack.enter_context(io.BufferedReader(_Foreign(foreign), BLOCK_BYTES))
 
 
 def _through_fsspec(path: str, stack: ExitStack) -> Any:
-    """``path``, decompressed by its name; a local one is opened here, as fsspec waits for a pipe."""
+    """``path``, decompressed by its name; a local one is opened here: fsspec waits for a pipe."""
     import fsspec
     from fsspec.utils import infer_compression
 
@@ -128,7 +128,7 @@ def _through_fsspec(path: str, stack: ExitStack) -> Any:
 
 
 def _unpacked_zstd(path: str, packed: Any) -> Any:
-    """Not as fsspec may do it, by the package zstandard: it takes a file that was cut short for whole."""
+    """Not through the package zstandard, as fsspec may do: it accepts a truncated file as whole."""
     for name in ("compression.zstd", "backports.zstd"):  # the first is Python's own, from 3.14 on
         with suppress(ImportError):
             return import_module(name).ZstdFile(packed, mode="rb")
@@ -136,9 +136,9 @@ def _unpacked_zstd(path: str, packed: Any) -> Any:
 
 
 class _Foreign(io.RawIOBase):
-    """An fsspec file whose failures, of whatever type, come out as OSError.
+    """An fsspec file whose errors, of any type, are raised as OSError.
 
-    It inherits because ``io.BufferedReader`` wants a raw file beneath it.
+    It inherits because ``io.BufferedReader`` needs a raw file beneath it.
     """
 
     def __init__(self, file: Any) -> None:
@@ -181,5 +181,5 @@ def is_empty(path: str) -> InputError:
 
 
 def remote_error(path: str, error: Exception) -> InputError:
-    """What to tell of a filesystem that can't be set up: no package, no access, no such protocol."""
+    """The error for a filesystem that can't be set up: no package, no access, no such protocol."""
     return InputError(f"{path}: can't be opened: {failure(error, path)}")

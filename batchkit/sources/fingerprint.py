@@ -1,4 +1,4 @@
-"""Whether the input is still what the run began with."""
+"""Whether the input is unchanged since the run began."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from batchkit.errors import InputError
 from batchkit.sources.files import input_files, is_empty, remote_error
 from batchkit.sources.formats import read_as
 
-SMALL_BYTES = 2**24  # what is read again in no time, whatever its time says
+SMALL_BYTES = 2**24  # an input this small is read again, whatever its times say
 
 
 @dataclass(frozen=True, slots=True)
 class FileFingerprint:
-    """One input file. ``sha256`` is of its bytes; of a remote file, of what its store tells of it
+    """One input file. ``sha256`` is of its bytes; of a remote file, of what its store reports
     (``fsspec``'s ``ukey``: size, ETag or time), and the times are then 0. ``ctime_ns`` changes with
     every write, and can't be set back as ``mtime_ns`` can. ``read_as`` is the format that its name
     or the job gives it."""
@@ -29,8 +29,8 @@ class FileFingerprint:
     size: int
     mtime_ns: int
     sha256: str
-    ctime_ns: int = 0  # not known to the runs of older versions
-    read_as: str = ""  # nor was this
+    ctime_ns: int = 0  # older versions did not record it
+    read_as: str = ""  # nor this
 
 
 def fingerprint(
@@ -38,10 +38,10 @@ def fingerprint(
 ) -> list[FileFingerprint]:
     """One fingerprint per input file, in order.
 
-    A local file whose path, size and times are as in ``previous`` keeps its sha256 unread.
+    A local file with the path, size and times of ``previous`` keeps its sha256 and is not read.
 
     Raises:
-        InputError: no file, or one is empty or can't be read.
+        InputError: no file matches, or one is empty or can't be read.
     """
     known = {(old.path, old.size, old.mtime_ns, old.ctime_ns): old.sha256 for old in previous}
     found = (_remote(path) if "://" in path else _local(path, known) for path in input_files(table))
@@ -51,13 +51,13 @@ def fingerprint(
 def changed_files(
     table: InputTable, then: Sequence[FileFingerprint], *, thorough: bool
 ) -> dict[str, str]:
-    """How each file of the input differs from what it was ``then``, by path.
+    """How each file of the input differs from its state ``then``, by path.
 
-    Looks at the size and the time of local files. ``thorough``: also at the content where the input
-    is small or a file's ctime differs, at remote files, and at whether other files match.
+    Compares the size and the time of local files. ``thorough``: also the content if the input is
+    small or a file's ctime differs, remote files, and whether other files match now.
 
     Raises:
-        InputError: a remote file can't be looked at.
+        InputError: a remote file can't be examined.
     """
     is_small = sum(old.size for old in then) <= SMALL_BYTES
     found = {old.path: how for old in then if (how := _change(old, is_small, thorough)) is not None}
@@ -95,7 +95,7 @@ def _difference(old: FileFingerprint, new: FileFingerprint) -> str | None:
 def _local(path: str, known: Mapping[tuple[str, int, int, int], str]) -> FileFingerprint:
     try:
         with open_regular(path) as file:
-            stat = os.fstat(file.fileno())  # before the content: a write during it shows later
+            stat = os.fstat(file.fileno())  # before the content: a write meanwhile shows later
             sha256 = known.get((path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
             if sha256 is None:
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -111,13 +111,13 @@ def _remote(path: str) -> FileFingerprint:
 
     try:
         filesystem, name = url_to_fs(path)
-        # What http tells of a file is its URL: the same one, signed anew, is the same file.
+        # http identifies a file by its URL: the same URL with a new signature is the same file.
         known_by = masked(name) if path.startswith(("http://", "https://")) else name
-        filesystem.invalidate_cache()  # of listings, which would say what was true earlier
+        filesystem.invalidate_cache()  # of listings, which may be out of date
         size, key = filesystem.size(name), str(filesystem.ukey(known_by))
         if "http" in filesystem.protocol:  # whose ukey is the URL alone
             info = filesystem.info(name)
             key += f" {size} {info.get('ETag') or info.get('Last-Modified')}"
-    except Exception as error:  # each filesystem raises its vendor's own
+    except Exception as error:  # each filesystem raises its vendor's own types
         raise remote_error(path, error) from error
     return FileFingerprint(path, size or 0, 0, hashlib.sha256(key.encode()).hexdigest())

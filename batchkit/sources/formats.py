@@ -20,7 +20,7 @@ READERS = {
     "openai-batch": "batchkit.sources.openai_batch:read",
     "prompts": "batchkit.sources.prompts:read",
 }
-COUNTERS = {  # where rows can be counted for less than reading them
+COUNTERS = {  # formats whose rows can be counted without parsing them
     "jsonl": "batchkit.sources.lines:count_lines",
     "openai-batch": "batchkit.sources.lines:count_lines",
     "prompts": "batchkit.sources.lines:count_lines",
@@ -38,10 +38,10 @@ SUFFIXES = {
 
 
 def format_of(path: str, table: InputTable) -> str:
-    """The key of ``READERS`` for ``path``; JSON lines are looked into for OpenAI batch requests.
+    """The key of ``READERS`` for ``path``; JSON lines are checked for OpenAI batch requests.
 
     Raises:
-        InputError: ``input.format`` is "auto" and the suffix tells nothing.
+        InputError: ``input.format`` is "auto" and the suffix is unknown.
     """
     if table.format != "auto":
         return table.format
@@ -59,7 +59,7 @@ def format_of(path: str, table: InputTable) -> str:
 
 
 def read_as(path: str, table: InputTable) -> str:
-    """What the name of a file decides about its rows: equal bytes under another name may be others."""
+    """How a file's name decides its format: equal bytes may give other rows under another name."""
     suffix = suffix_of(path)
     name = SUFFIXES.get(suffix, "") if table.format == "auto" else table.format
     return "tsv" if name == "csv" and suffix == ".tsv" else name
@@ -67,7 +67,7 @@ def read_as(path: str, table: InputTable) -> str:
 
 def suffix_of(path: str) -> str:
     """``.jsonl`` for ``a.jsonl``, ``A.JSONL.gz`` and ``https://host/a.jsonl?token=x``."""
-    # Not urlsplit, to which "memory://a.jsonl" is a host and "#" in a key ends the path.
+    # Not urlsplit: to it "memory://a.jsonl" is a host, and "#" in a key ends the path.
     name = PurePosixPath(path.partition("?")[0] if "://" in path else path)
     if name.suffix.lower() in COMPRESSIONS:
         name = name.with_suffix("")
@@ -79,7 +79,7 @@ def load_reader(format_name: str) -> Reader:
 
 
 def load_counter(format_name: str) -> Callable[[str], int] | None:
-    """Counts the rows of a file, or None where only reading them does."""
+    """Counts the rows of a file; None if they can only be counted by reading them."""
     if format_name not in COUNTERS:
         return None
     return cast("Callable[[str], int]", _load(COUNTERS[format_name]))

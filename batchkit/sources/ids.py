@@ -1,4 +1,4 @@
-"""Rows and their ids: the one that a row brings, or one that no row can bring."""
+"""Rows and their ids: the id in the row's field, or a fallback id that no row can have."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def row_of(
     *,
     others_have_ids: bool = False,
 ) -> Row:
-    """The row of what a reader ``found``; its id is in the field ``key``, or its index if None.
+    """The row that a reader ``found``; its id is in the field ``key``, or its index if None.
 
-    A row that can't be read, or lacks its id, has ``error`` set and an id that no other row has: one
-    of that form in the input fails its row. Such is the id of any row without ``key`` as well, where
-    rows of other files have ids, since one of these may be its index.
+    A row that can't be read, or lacks its id, has ``error`` set and a fallback id that no other row
+    has; a row of the input whose own id has that form fails. A row without ``key`` gets a fallback
+    id as well if rows of other files have ids, since one of these may be equal to its index.
     """
     given_id = str(index) if key is None and not others_have_ids else fallback_id(index)
     if isinstance(found, RequestError):
@@ -34,7 +34,7 @@ def row_of(
         return Row(index, given_id, found)
     try:
         row_id = None if found.get(key) is None else str(found[key])
-    except Exception as failed:  # a number of more than 4,300 digits, or an object's own code
+    except Exception as failed:  # a number of more than 4,300 digits, or the object's own code
         text = f"{path} row {index}: input.id is {shown(key)}, which has no text: {failed}"
         return Row(index, fallback_id(index), found, RequestError(text))
     if row_id is not None and not is_fallback(row_id):
@@ -51,5 +51,5 @@ def fallback_id(index: int) -> str:
 
 
 def is_fallback(row_id: str) -> bool:
-    """Whether the row brought no id of its own."""
+    """Whether the row had no id of its own."""
     return _FALLBACK.fullmatch(row_id) is not None

@@ -1,4 +1,4 @@
-"""Where a start's rows come from: the job's own input, or rows given from Python."""
+"""The source of a start's rows: the job's own input, or rows given from Python."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _HASH_BYTES = 8  # of input_hash
 
 
 class Input(NamedTuple):
-    """Where this start's rows come from.
+    """The source of this start's rows.
 
-    ``files`` are the fingerprints that tell whether it is the input of an earlier start; None for
-    rows that can be read only once, which can never be resumed. ``read`` gives the rows for whose
-    index its argument is false; ``everything`` does too, past ``limit``. ``size`` says how many
-    rows there are to run in all, if it can. ``has_ids``: the rows have ids that outlive a change
-    of their place. ``changes`` says, by path, how the input differs from ``files`` by now; if its
-    argument is true, by a closer look that may take as long as the one that made ``files``.
+    ``files`` are the fingerprints that show whether it is the input of an earlier start; None for
+    rows that can be read only once, which can never be resumed. ``read`` yields the rows for whose
+    index its argument is false; ``everything`` does too, past ``limit``. ``size`` is the number of
+    rows to run in all, or None if it is not known. ``has_ids``: the rows have ids that do not
+    depend on their position. ``changes`` says, by path, how the input now differs from ``files``;
+    if its argument is true, by a thorough check that may take as long as making ``files``.
     """
 
     files: list[dict[str, Any]] | None
@@ -56,7 +56,7 @@ class Input(NamedTuple):
 
 
 def from_job(job: JobConfig) -> Input:
-    """The job's own input: the files that match now, and none that appears later."""
+    """The job's own input: the files that match now; files that appear later are not read."""
     unlimited = job.input.model_copy(update={"limit": None})
     files = fingerprint(job.input, _known_files(job.folder))
     paths = [file.path for file in files]
@@ -74,7 +74,7 @@ def from_python(rows: Any, table: InputTable) -> Input:
     """Rows given from Python: prompts, chat messages, or dicts of template fields.
 
     Raises:
-        JobError: ``table`` asks for what only files can do, or ``rows`` are none.
+        JobError: ``table`` has a key that only works for files, or ``rows`` are not rows.
     """
     if table.where or table.limit or table.shard:
         raise JobError(
@@ -98,7 +98,7 @@ def from_python(rows: Any, table: InputTable) -> Input:
         return {PLACE: "other values"} if is_other else {}
 
     def read(skip: Callable[[int], bool]) -> Iterator[Row]:
-        """Each row is compared as it is read, so one that is changed back later shows as well."""
+        """Each row is compared when it is read, so a row that is changed back later is noticed."""
         nonlocal is_other
         end = 0
         for row in found.read():
@@ -115,12 +115,12 @@ def from_python(rows: Any, table: InputTable) -> Input:
 def watched(
     rows: Iterator[Row], source: Input, now: Callable[[], float] = time.monotonic
 ) -> Iterator[Row]:
-    """``rows``, which are read from ``source``, as long as that is what the run began with.
+    """``rows``, which are read from ``source``, as long as it is unchanged since the run began.
 
-    It is looked at every few seconds, and closely once the rows end or can't be read any further.
+    It is checked every few seconds, and thoroughly when the rows end or can't be read any further.
 
     Raises:
-        ChangedInputError: it has changed; some of the rows may be of one state, some of another.
+        ChangedInputError: it has changed; rows of both states may have been read.
     """
     next_look = now() + LOOK_S
     try:
@@ -153,9 +153,9 @@ def _check(changes: Mapping[str, str], because: InputError | None = None) -> Non
 
 
 def distrusted(files: list[dict[str, Any]], changed: Collection[str]) -> list[dict[str, Any]]:
-    """``files`` with fingerprints that no file has for those that ``changed`` while they were read.
+    """``files``; those that ``changed`` while they were read get fingerprints that no file has.
 
-    So the next start finds them changed, even where they are what they were, and compares rows.
+    So the next start takes them as changed, even if they were changed back, and compares rows.
     """
     paths = {*changed} & {file["path"] for file in files} or {file["path"] for file in files}
     mark = {"mtime_ns": 0, "ctime_ns": 0, "sha256": "changing"}
@@ -163,7 +163,7 @@ def distrusted(files: list[dict[str, Any]], changed: Collection[str]) -> list[di
 
 
 def _known_files(folder: Path) -> list[FileFingerprint]:
-    """What an earlier start found, so that an untouched file need not be read again."""
+    """What an earlier start found, so that an unchanged file need not be read again."""
     try:
         return [FileFingerprint(**file) for file in read_manifest(folder)["input"]]
     except (StoreError, KeyError, TypeError):
@@ -171,11 +171,11 @@ def _known_files(folder: Path) -> list[FileFingerprint]:
 
 
 def _unknown() -> None:
-    """Nobody knows how many rows an iterator has."""
+    """The number of rows in an iterator is not known."""
 
 
 class Total:
-    """How many rows the job has, counted on a thread of its own while the model loads."""
+    """How many rows the job has, counted on its own thread while the model loads."""
 
     def __init__(self, source: Input) -> None:
         self._source = source
@@ -193,5 +193,5 @@ class Total:
     def _work(self) -> None:
         try:
             self._count = self._source.size()
-        except BatchkitError:  # whoever reads the rows meets the same error and reports it
+        except BatchkitError:  # the thread that reads the rows gets the same error and reports it
             self._count = None

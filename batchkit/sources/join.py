@@ -1,4 +1,4 @@
-"""A record's row: the fields that it kept, or the row of the input that it answers."""
+"""A record's row: the fields that the record kept, or the row of the input that it answers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def with_fields(
 ) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
     """Each record with its row's fields: those it kept if ``names`` are among them, else the row's.
 
-    The rows are read again where they are needed; ``records`` come in the order of the input. A
-    failed record, which is only counted, does with what it kept where its row has been answered since.
+    The rows are read again if they are needed; ``records`` must be in the order of the input. A
+    failed record, which is only counted, keeps its own fields if its row has changed since.
 
     Raises:
-        InputError: the rows are gone, or no longer the ones that were answered.
+        InputError: the rows are missing, or are no longer the ones that were answered.
     """
     walk = _Walk(job)
     for record in records:
@@ -49,7 +49,7 @@ def with_fields(
 
 
 def with_group(records: Iterable[dict[str, Any]], job: JobConfig) -> Iterator[dict[str, Any]]:
-    """Each record with the field by which the job's table is cut, where that can still be told."""
+    """Each record with the field that the job's table is grouped by, if it is still known."""
     group_by, walk = job.scoring.group_by, _Walk(job)
     for record in records:
         kept = record.get("fields") or {}
@@ -58,7 +58,7 @@ def with_group(records: Iterable[dict[str, Any]], job: JobConfig) -> Iterator[di
             continue
         try:
             row = walk.row(record["index"])
-        except InputError:  # the input is gone; the records are not
+        except InputError:  # the input is missing; the records are still there
             row = None
         is_told = row is not None and _answers(record, row)
         value = row.fields.get(group_by) if row is not None and is_told else None
@@ -66,7 +66,7 @@ def with_group(records: Iterable[dict[str, Any]], job: JobConfig) -> Iterator[di
 
 
 class _Walk:
-    """The rows of a job's input, limit or not, one after the other."""
+    """The rows of a job's input in order, without its limit."""
 
     def __init__(self, job: JobConfig) -> None:
         table = job.input.model_copy(update={"limit": None})
@@ -74,7 +74,7 @@ class _Walk:
         self._row: Row | None = None
 
     def row(self, index: int) -> Row | None:
-        """The row at ``index``, if there is one; asked for in rising order."""
+        """The row at ``index``, if it exists; call it with ascending indexes."""
         while self._row is None or self._row.index < index:
             self._row = next(self._rows, None)
             if self._row is None:

@@ -16,7 +16,7 @@ from batchkit.sources.depth import TOO_DEEP, ShallowJson, is_too_deep
 from batchkit.sources.files import BLOCK_BYTES, open_input
 from batchkit.sources.reader import Found, Skip, one_of, shown
 
-MAX_DIAGNOSED_EVENTS = 2_000_000  # a few seconds, to tell the keys of a file that has no such list
+MAX_DIAGNOSED_EVENTS = 2_000_000  # a few seconds, to list the keys of a file without such a list
 
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
@@ -64,7 +64,7 @@ def _not_a_list(path: str, records: str | None, start: bytes) -> InputError:
 
 
 def _is_lines(start: bytes) -> bool:
-    """Whether the first line is an object by itself, and not the last."""
+    """Whether the first line is an object by itself, and more follows."""
     first, _, rest = start.partition(b"\n")
     try:
         return isinstance(orjson.loads(first), dict) and bool(rest.strip())
@@ -77,7 +77,7 @@ def _are_lines(path: str) -> InputError:
 
 
 def _check_records(path: str, records: str) -> None:
-    """Raises unless ``records`` is there, and an empty list."""
+    """Raises unless ``records`` is there, and is a list."""
     with open_input(path) as file:
         for prefix, event, _ in _events(file):
             if prefix == records and event != "map_key":
@@ -103,7 +103,7 @@ def _events(file: BufferedReader[Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of yajl's message, which goes on with a drawing of the place."""
+    """The first line of yajl's message; the rest is a drawing of the position."""
     detail = error.args[0] if error.args else error
     text = detail.decode(errors="replace") if isinstance(detail, bytes) else str(detail)
     if "integer overflow" in text:

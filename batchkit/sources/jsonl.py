@@ -1,4 +1,4 @@
-"""JSON lines: an object a line."""
+"""JSON lines: one object per line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHORT = frozenset((str, int, bool, type(None)))
 
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
-    """See ``Reader``; a line that is no JSON object fails its row alone."""
+    """See ``Reader``; a line that is not a JSON object fails only its row."""
     return read_lines(path, skip, index, parse_object)
 
 
@@ -28,7 +28,7 @@ def parse_object(line: bytes, path: str, number: int) -> dict[str, Any] | Reques
     """The object in ``line``, or what is wrong with it.
 
     Raises:
-        InputError: the first line shows that the whole file is another format.
+        InputError: the first line shows that the whole file has another format.
     """
     try:
         fields = orjson.loads(line)
@@ -50,7 +50,7 @@ def parse_object(line: bytes, path: str, number: int) -> dict[str, Any] | Reques
 
 
 def _may_have_lost_digits(fields: dict[str, Any]) -> bool:
-    """True where a whole number beyond 64 bits may be among the values: orjson makes it a float."""
+    """True if the values may include an integer beyond 64 bits: orjson makes it a float."""
     return not _SHORT.issuperset(map(type, fields.values()))
 
 

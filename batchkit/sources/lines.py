@@ -1,4 +1,4 @@
-"""Files that hold a row a line; blank lines are none."""
+"""Files with one row per line; blank lines are skipped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Parse = Callable[[bytes, str, int], Found]  # the line, its file, its number fro
 
 
 def read_lines(path: str, skip: Skip, index: int, parse: Parse) -> Iterator[Found]:
-    """What ``parse`` makes of each line that ``skip`` doesn't pass over; see ``Reader``."""
+    """The result of ``parse`` for each line that ``skip`` doesn't skip; see ``Reader``."""
     with open_input(path) as file:
         for number, line in enumerate(file, start=1):
             if line.isspace():
@@ -21,7 +21,7 @@ def read_lines(path: str, skip: Skip, index: int, parse: Parse) -> Iterator[Foun
 
 
 def count_lines(path: str) -> int:
-    """Lines that ``read_lines`` would yield, without cutting the file into lines."""
+    """The number of lines that ``read_lines`` would yield, without splitting the file."""
     total, in_line = 0, False
     with open_input(path) as file:
         while block := file.read(BLOCK_BYTES):

@@ -1,4 +1,4 @@
-"""OpenAI's batch input: ``{"custom_id", "method", "url", "body"}`` a line."""
+"""OpenAI's batch input: one ``{"custom_id", "method", "url", "body"}`` per line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parquet, a batch and its pages at a time; bytes stay bytes."""
+"""Parquet, read one batch and its pages at a time; bytes stay bytes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from batchkit.sources.reader import Found, Skip, shown
 MAX_BATCH_ROWS = 1024
 TARGET_BATCH_BYTES = 2**24
 MAX_BATCH_BYTES = 2**26  # if every row has the longest value of its dictionary
-MIN_BATCH_ROWS = 32  # fewer are slow: for each batch Arrow allocates as much as a page
+MIN_BATCH_ROWS = 32  # smaller batches are slow: Arrow allocates a page's size for each batch
 MAX_SHARED_BYTES = 2**26  # a dictionary that is kept is copied for each batch
 MAX_ROW_BYTES = 2**30
 NOT_PYTHON = (ValueError, OverflowError, pa.ArrowException)
-"""What to_pylist raises on a value that Python can't hold: no UTF-8, a date past year 9999."""
+"""What to_pylist raises for a value that Python can't hold: not UTF-8, a date past year 9999."""
 
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
-    """See ``Reader``; row groups of which every row is skipped are not read from the file."""
+    """See ``Reader``; a row group is not read from the file if all its rows are skipped."""
     first = index
     with open_input(path, text=False) as file:
         parquet = _open(path, file)
@@ -50,14 +50,14 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
                             yield None if skip(index) else found
                             index += 1
                         del part
-                    del batch  # else it is held until the next is read
+                    del batch  # else it is kept in memory until the next is read
         except pa.ArrowException as error:
             problem = f"broken Parquet after row {index - first}: {error}"
             raise InputError(f"{path}: {problem}") from error
 
 
 def count(path: str) -> int:
-    """Rows, from the file's footer.
+    """The number of rows, from the file's footer.
 
     Raises:
         InputError: not a Parquet file.
@@ -79,19 +79,19 @@ def _open(path: str, file: object) -> Any:
 
 
 def _parquet(file: object, **how: Any) -> Any:
-    """Buffered, a column chunk is read as a stream, page by page, and not all at once."""
+    """Buffered, so that a column chunk is read as a stream, page by page, and not all at once."""
     return pq.ParquetFile(file, buffer_size=BLOCK_BYTES, pre_buffer=False, **how)
 
 
 class _Plan(NamedTuple):
-    """How to read a row group: rows at a time, and columns whose dictionaries stay what they are."""
+    """How to read a row group: rows at a time, and the columns that keep their dictionaries."""
 
     batch_rows: int
     shared: list[str]
 
 
 class _Dictionary(NamedTuple):
-    """A column's dictionary; every value of a batch may be its longest."""
+    """A column's dictionary; every value of a batch may be its longest value."""
 
     chunk: Any
     page: DictionaryPage
@@ -100,9 +100,9 @@ class _Dictionary(NamedTuple):
 
 
 def _plan(file: Any, footer: Any, group: int, plain: Any) -> _Plan:
-    """By the average row, and by the most that the dictionaries can make of one.
+    """Based on the average row, and on the largest row that the dictionaries allow.
 
-    A value that is told by what it has in common with the one before may be as large as its chunk.
+    A delta-encoded value shares a prefix with the one before, and may be as large as its chunk.
     """
     metadata, dictionaries = footer.row_group(group), list[_Dictionary]()
     n_rows = max(1, metadata.num_rows)
@@ -129,13 +129,13 @@ def _plan(file: Any, footer: Any, group: int, plain: Any) -> _Plan:
     most = sum(
         one.per_row * n_bytes
         for one, n_bytes in zip(dictionaries, longest, strict=True)
-        if one.is_nested or one.chunk.path_in_schema not in shared  # a list is cast whole
+        if one.is_nested or one.chunk.path_in_schema not in shared  # a list is cast as a whole
     )
     return _Plan(max(1, min(usual, MAX_BATCH_BYTES // max(1, most))), shared)
 
 
 def _longest(file: Any, dictionaries: list[_Dictionary], usual: int) -> list[int]:
-    """Bytes that no value of each dictionary exceeds: those of all its values if that will do."""
+    """An upper bound for each dictionary's values, in bytes: its whole size if that is enough."""
     most = sum(one.per_row * one.page.decoded_bytes for one in dictionaries)
     will_do = most * min(usual, MIN_BATCH_ROWS) <= MAX_BATCH_BYTES
     return [
@@ -147,13 +147,13 @@ def _longest(file: Any, dictionaries: list[_Dictionary], usual: int) -> list[int
 
 
 def _is_shared(one: _Dictionary, longest: int, usual: int, plain: Any) -> bool:
-    """Too much for one row, or too much for as many rows as are read at a time otherwise."""
+    """Whether it may be too large for one row, or for the rows that would be read at a time."""
     if _is_maybe_one_row(one, longest):
         return True
     path, size = one.chunk.path_in_schema, one.chunk.total_uncompressed_size
     if path not in plain.names or max(size, one.page.decoded_bytes) > MAX_SHARED_BYTES:
         return False
-    kind = plain.field(path).type  # others Arrow may read without their dictionary
+    kind = plain.field(path).type  # Arrow may read other types without their dictionary
     is_text = bool(pa.types.is_string(kind) or pa.types.is_binary(kind))
     return is_text and longest * min(usual, MIN_BATCH_ROWS) > MAX_BATCH_BYTES
 
@@ -174,7 +174,7 @@ def _rows(part: Slice, plain: Any, path: str, position: int) -> list[Found]:
 
 
 def _decoded(batch: Any, plain: Any) -> Any:
-    """``batch`` with the types of ``plain``: without dictionaries, which are slow to make Python's."""
+    """``batch`` with the types of ``plain``: without dictionaries, which convert slowly."""
     columns = []
     for column, field in zip(batch.columns, plain, strict=True):
         try:

@@ -1,4 +1,4 @@
-"""The dictionary page of a Parquet column chunk, which pyarrow reads but doesn't show.
+"""The dictionary page of a Parquet column chunk, which pyarrow reads but doesn't expose.
 
 The header is a Thrift struct in the compact protocol; its fields are those of ``PageHeader`` in
 https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift
@@ -18,7 +18,7 @@ DICTIONARY_PAGE = 2
 
 
 class DictionaryPage(NamedTuple):
-    """Where a dictionary's values are, and how many bytes: each a length of 4 bytes and a text."""
+    """Where a dictionary's values are, and their size; each is a length of 4 bytes and a text."""
 
     start: int
     stored_bytes: int
@@ -27,9 +27,9 @@ class DictionaryPage(NamedTuple):
 
 
 def dictionary_page(file: IO[bytes], chunk: Any) -> DictionaryPage | None:
-    """None if the chunk begins with no dictionary, or with a header that can't be read.
+    """None if the chunk does not begin with a dictionary, or its header can't be read.
 
-    Like Arrow's reader this goes by the first page: the footer may not mention the dictionary.
+    Like Arrow's reader, this uses the first page: the footer may not mention the dictionary.
     """
     start = chunk.data_page_offset
     if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < start:
@@ -46,7 +46,7 @@ def dictionary_page(file: IO[bytes], chunk: Any) -> DictionaryPage | None:
 
 
 def longest_value(file: IO[bytes], page: DictionaryPage) -> int:
-    """Bytes of the longest value; those of the page if it can't be read."""
+    """Bytes of the longest value; the page's decoded size if it can't be read."""
     file.seek(page.start)
     values = file.read(page.stored_bytes)
     if page.compression != "UNCOMPRESSED":
@@ -58,7 +58,7 @@ def longest_value(file: IO[bytes], page: DictionaryPage) -> int:
     length_at = Struct("<I").unpack_from
     at = longest = 0
     last = len(values) - 4
-    while at + longest < last:  # what is left may hold a longer one
+    while at + longest < last:  # the rest may hold a longer one
         (length,) = length_at(values, at)
         at += 4 + length
         if length > longest:
@@ -67,8 +67,8 @@ def longest_value(file: IO[bytes], page: DictionaryPage) -> int:
 
 
 def _struct(data: bytes, at: int) -> tuple[dict[int, int], int]:
-    """The integers of the struct at ``at``, and where it ends; only a page's first fields are
-    needed, so that a list or a text is an error."""
+    """The integers of the struct at ``at``, and where it ends. Only a page's first fields are
+    needed, so a list or a text is an error."""
     fields, number = dict[int, int](), 0
     while head := data[at]:
         number, kind, at = number + (head >> 4), head & 15, at + 1

@@ -1,4 +1,4 @@
-"""PIL images that rows from Python bring: recognised by their methods, so that PIL is not imported."""
+"""PIL images in rows from Python: recognised by their methods, so that PIL is not imported."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _EXIF_ORIENTATION = 0x0112
 _PLAIN_MODES = ("RGB", "L")
 
 # Pillow decodes an opened file at its first use, and marks it as decoded before the pixels are
-# there. Rows may share such an image, and render threads work side by side: without a lock, all but
-# one of them would see a part of the picture. A few locks serve all images, so none must be freed.
+# there. Rows may share such an image, and render threads run concurrently: without a lock, all but
+# one of them would see a part of the picture. A few locks serve all images, so none is freed.
 _LOCKS = [threading.Lock() for _ in range(64)]
 
 
@@ -19,7 +19,7 @@ def is_picture(value: Any) -> bool:
 
 
 def loaded(picture: Any) -> int | None:
-    """Decode ``picture``, one thread at a time; its orientation as ``orientation_of`` gives it.
+    """Decode ``picture``, one thread at a time; returns its orientation, see ``orientation_of``.
 
     Raises what Pillow raises for a broken file.
     """
@@ -32,13 +32,13 @@ def orientation_of(picture: Any) -> int | None:
     """The EXIF orientation of a picture, 1 to 8, or None."""
     try:
         orientation = picture.getexif().get(_EXIF_ORIENTATION)
-    except Exception:  # broken EXIF raises anything; the pixels are good, shown as they lie
+    except Exception:  # broken EXIF raises anything; the pixels are good, and are not rotated
         return None
     return orientation if isinstance(orientation, int) else None
 
 
 def look_of(picture: Any) -> str:
-    """What decides how the bytes of a picture look; empty for upright RGB and gray.
+    """What decides how a picture's bytes look; empty for upright RGB and gray.
 
     Empty, so that most pictures keep the fingerprint that earlier versions gave them.
     """

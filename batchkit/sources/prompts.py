@@ -1,4 +1,4 @@
-"""Plain text: a prompt a line, in the field ``prompt``."""
+"""Plain text: one prompt per line, in the field ``prompt``."""
 
 from __future__ import annotations
 

@@ -15,14 +15,14 @@ from batchkit.sources.reader import shown
 from batchkit.types import Row
 
 PLACE = "(rows from Python)"
-CHUNK_ROWS = 1024  # of a table, made into dicts at a time
+CHUNK_ROWS = 1024  # rows of a table that are converted to dicts at a time
 _NO_ROWS = bytes | bytearray | memoryview | io.IOBase
 
 
 class PythonRows(NamedTuple):
-    """``read`` gives them from the first one on; only once where ``size`` is None.
+    """``read`` yields the rows from the first one; it works only once if ``size`` is None.
 
-    Their dicts and lists are their own: what the caller does to his later changes none of them.
+    The dicts and lists are copies: what the caller later does to the originals does not matter.
     """
 
     read: Callable[[], Iterator[Row]]
@@ -37,11 +37,11 @@ class _Values(NamedTuple):
 def python_rows(rows: Any, key: str | None) -> PythonRows:
     """``rows`` with their ids under ``key``; a single str or dict is one row.
 
-    Tables are DataFrames of pandas and polars, and pyarrow's; they are known by their methods, as
-    none of these packages need be installed. A value that is no row fails alone.
+    Tables are DataFrames of pandas and polars, and pyarrow's tables; they are recognised by their
+    methods, since none of these packages need be installed. A value that is not a row fails alone.
 
     Raises:
-        JobError: ``rows`` holds nothing that can be a row; of an iterator, the first value tells.
+        JobError: no value of ``rows`` can be a row; for an iterator, its first value decides.
     """
     values = _values([rows] if isinstance(rows, str | Mapping) else rows)
     looked_at: Iterable[Any] = values.read()
@@ -68,7 +68,7 @@ def _values(rows: Any) -> _Values:
         raise _refused(type(rows).__name__)
     if (table := _of_table(rows)) is not None:
         return table
-    if getattr(rows, "ndim", 1) == 0:  # numpy's, which has an __iter__ and can't be iterated over
+    if getattr(rows, "ndim", 1) == 0:  # numpy's scalar array has __iter__ but can't be iterated
         raise _refused(type(rows).__name__)
     if hasattr(rows, "to_pylist"):  # a column of pyarrow
         rows = _of_column(rows)
@@ -100,7 +100,7 @@ def _of_table(rows: Any) -> _Values | None:
 
 
 def _of_pandas(frame: Any) -> Iterator[Any]:
-    """NaN, NaT and NA are all None."""
+    """NaN, NaT and NA all become None."""
     for start in range(0, len(frame), CHUNK_ROWS):
         chunk = frame.iloc[start : start + CHUNK_ROWS]
         yield from chunk.astype(object).where(chunk.notna(), None).to_dict("records")
@@ -161,7 +161,7 @@ def _fields(index: int, value: Any) -> dict[str, Any] | RequestError:
         return {"prompt": value}
     if isinstance(value, RequestError):
         return value
-    if isinstance(value, dict | Mapping):  # a dict is told at once
+    if isinstance(value, dict | Mapping):  # dict first, because it is the faster check
         return value if type(value) is dict else dict(value)
     if _is_list(value) and all(isinstance(message, Mapping) for message in value):
         return {"messages": [*map(dict, value)]}

@@ -1,4 +1,4 @@
-"""What every format has in common: its signature, and the words of its complaints."""
+"""What every format has in common: its signature, and the texts of its errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batchkit.config.tables import InputTable
 from batchkit.errors import RequestError
 
 Found = dict[str, Any] | RequestError | None
-"""A row as its format found it: its fields, why it can't be read, or None where it was skipped."""
+"""A row as its format found it: its fields, why it can't be read, or None if it was skipped."""
 
 Skip = Callable[[int], bool]
 
@@ -19,17 +19,17 @@ class Reader(Protocol):
     """One format."""
 
     def __call__(self, path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
-        """One value for every row of ``path``, in order, none held longer than it must.
+        """One value for every row of ``path``, in order, none held longer than needed.
 
-        ``index`` is the first row's number in the whole input; ``skip`` goes by that number.
+        ``index`` is the first row's number in the whole input; ``skip`` is called with that number.
 
         Raises:
-            InputError: from here on no row can be told from the next.
+            InputError: from here on, the rows can't be separated.
         """
 
 
 def fault(path: str, lines: int | str, problem: str) -> RequestError:
-    """One row can't be read; ``lines`` as an editor counts them, from 1."""
+    """The error of one row that can't be read; ``lines`` as an editor counts them, from 1."""
     word = "line" if isinstance(lines, int) else "lines"
     return RequestError(f"{path} {word} {lines}: {problem}")
 
@@ -40,7 +40,7 @@ def shown(value: object, width: int = 60) -> str:
         value = value[: width + 1]
     try:
         text = repr(value)
-    except Exception:  # a number of more than 4,300 digits, or an object's own code
+    except Exception:  # a number of more than 4,300 digits, or the object's own code
         text = f"({type(value).__name__})"
     return text if len(text) <= width else text[: width - 1] + "…"
 

@@ -1,4 +1,4 @@
-"""Tells whether a row of a later input is the one that was answered."""
+"""A hash of a row's fields: it shows whether a later input holds the row that was answered."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def input_hash(fields: Mapping[str, Any]) -> str:
         line = orjson.dumps(
             fields, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS, default=_hashable
         )
-    except TypeError:  # a key or a number that JSON has no word for, hundreds of levels, or
-        # whatever a value's own code raises
+    except TypeError:  # a key or number that JSON can't hold, hundreds of levels, or anything
+        # that a value's own code raises
         line = _as_text(fields).encode("utf-8", "backslashreplace")
     return hashlib.blake2b(line, digest_size=8).hexdigest()
 
 
 def _hashable(value: Any) -> str:
-    """What stands for a value that JSON has no word for; a picture or an array by its content."""
+    """A text for a value that JSON has no type for; a picture or an array by its content."""
     if isinstance(value, bytes | bytearray | memoryview):
         return hashlib.blake2b(value).hexdigest()
     if hasattr(value, "tobytes"):  # PIL, numpy: their repr is an address, or leaves out the middle

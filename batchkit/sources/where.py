@@ -12,10 +12,10 @@ from batchkit.sources.reader import one_of
 def compile_where(where: Mapping[str, Any]) -> Callable[[Mapping[str, Any], str], bool]:
     """``keeps(fields, path)``: every field equals its value, or one value of its list.
 
-    A value also matches as text: CSV knows no numbers, and ``year = 2020`` must find "2020".
+    A value also matches as text: CSV has no numbers, and ``year = 2020`` must find "2020".
 
-    ``keeps`` raises InputError when the first row it sees lacks a field, so that a typing error
-    can't empty the input; a later row that lacks it is left out.
+    ``keeps`` raises InputError if the first row it sees lacks a field, so that a typo can't empty
+    the input; a later row that lacks it is left out.
     """
     allowed = {
         key: (values, {str(value) for value in values})
