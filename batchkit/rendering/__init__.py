@@ -1,1 +1,1 @@
-"""A row becomes a request."""
+"""Makes requests from rows."""

@@ -12,7 +12,7 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(signum: int = signal.SIGKILL) -> None:
     """Have the kernel send ``signum`` to this process when the thread that started it ends.
 
-    Linux only. Elsewhere a child notices that its connection is closed, a little later.
+    Linux only. On other systems, a child notices a little later that its connection is closed.
 
     Raises:
         OSError: the kernel refuses.

@@ -1,4 +1,4 @@
-"""The body of an OpenAI batch line, in vLLM's words.
+"""The body of an OpenAI batch line, in vLLM's terms.
 
 https://platform.openai.com/docs/api-reference/batch: ``/v1/chat/completions`` has ``messages``,
 ``/v1/completions`` has ``prompt``.
@@ -11,7 +11,7 @@ from typing import Any
 
 from batchkit.errors import RequestError
 
-# What says nothing about the answer when one model answers the whole file.
+# Keys that do not change the answer when one model answers the whole file.
 _IGNORED = frozenset(
     [
         "model",
@@ -36,7 +36,7 @@ def messages_of(body: Any) -> tuple[Any, str | None]:
     """The chat messages, or the plain prompt; the other one is None.
 
     Raises:
-        RequestError: the body has neither, or asks for what a batch can't do.
+        RequestError: the body has neither, or a key that a batch does not support.
     """
     if not isinstance(body, Mapping):
         raise RequestError(f"body: found {type(body).__name__}, expected an object")

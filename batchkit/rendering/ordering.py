@@ -1,7 +1,7 @@
-"""The order in which rows meet the engine: what is alike together, and long answers first at the end.
+"""The order in which rows go to the engine: similar rows together, long answers first at the end.
 
-The engine keeps what it computed of an image or of a prompt's beginning only for a while, so rows
-that share one should be in flight together. And a long answer that begins last is alone in the
+The engine caches what it computed for an image or a prompt's beginning only for a while, so rows
+that share one should be in flight together. And a long answer that begins last runs alone in the
 engine at the end. Both are corrected within a bounded look-ahead; rows that share nothing keep their
 order.
 """
@@ -17,9 +17,9 @@ from typing import Any
 from batchkit.types import Row, RowHint
 
 LOOK_AHEAD_BYTES = 32 * 2**20  # of the rows' own text and bytes
-_SAME = 256  # characters that must agree behind what all have in common
+_SAME = 256  # characters that must be equal after the beginning that all rows share
 
-_Seen = tuple[RowHint, Row, int]  # and what the row's own fields take
+_Seen = tuple[RowHint, Row, int]  # the last one is the size of the row's own fields
 
 
 def well_ordered(
@@ -27,7 +27,7 @@ def well_ordered(
 ) -> Iterator[Row]:
     """All of ``rows``; ``look_ahead`` are held, and none is overtaken by more than twice as many.
 
-    What reading them raises is raised once everything read before has been handed out.
+    An error from reading them is raised once everything read before has been handed out.
     """
     coming: list[_Seen] = []
     going: deque[_Seen] = deque()
@@ -57,7 +57,7 @@ def well_ordered(
 def _alike_together(rows: Sequence[_Seen]) -> Iterator[_Seen]:
     """Groups of rows that begin alike, in the order of their first rows."""
     beginnings = [hint.beginning for hint, _, _ in rows]
-    shared = len(commonprefix(beginnings))  # noqa: RUF071 - of characters is meant
+    shared = len(commonprefix(beginnings))  # noqa: RUF071 - by characters is intended
     groups: dict[str, list[_Seen]] = {}
     for seen in rows:
         groups.setdefault(seen[0].beginning[shared : shared + _SAME], []).append(seen)
@@ -65,7 +65,7 @@ def _alike_together(rows: Sequence[_Seen]) -> Iterator[_Seen]:
 
 
 def size_of(value: Any) -> int:
-    """Characters and bytes, however deep they stand."""
+    """Characters and bytes, at any depth."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, Mapping):

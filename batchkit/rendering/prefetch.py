@@ -1,4 +1,4 @@
-"""Renders rows ahead of the engine, in threads, within two bounds: rows and decoded pixels."""
+"""Renders rows ahead of the engine, in threads, within two limits: rows and decoded pixels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchkit.types import Request
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 
-_SLOW_S = 0.05  # rows that take longer are not kept back until their neighbours are rendered
+_SLOW_S = 0.05  # rows that take longer are handed out without waiting for those read with them
 _CLOSE_S = 5.0
 
 
@@ -23,14 +23,15 @@ def _pixel_bytes(made: object) -> int:
 
 
 class Prefetch(Generic[Given, Made]):
-    """An out-of-order queue of rendered rows; a slow image holds up no other row.
+    """An out-of-order queue of rendered rows; a slow image delays no other row.
 
-    No row is begun while ``ahead`` rendered rows wait here, nor while ``max_bytes`` of decoded
-    pixels are held by requests that wait or were handed out and not yet released. So each bound
-    is passed by at most one row per thread; the first by ``at_once``, where rows have no images.
+    No row is begun while ``ahead`` rendered rows wait here, or while ``max_bytes`` of decoded
+    pixels are held by requests that wait or were handed out and not yet released. So each limit
+    is exceeded by at most one row per thread; the first by ``at_once`` if rows have no images.
 
-    Threads: ``threads`` workers read a few rows at a time under ``_reading`` and render them side
-    by side (one at a time where rows have images: the others would wait for their thread); the processor's thread calls ``get`` and ``release``; ``_changed`` guards the rest.
+    Threads: ``threads`` render threads read a few rows at a time under ``_reading`` and render them
+    concurrently (one row at a time if rows have images: the others would wait for their thread);
+    the processor's thread calls ``get`` and ``release``; ``_changed`` guards the rest.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Prefetch(Generic[Given, Made]):
             thread.start()
 
     def get(self, timeout_s: float) -> Made | None:
-        """The next rendered row, or None where none was ready within ``timeout_s``.
+        """The next rendered row, or None if none was ready within ``timeout_s``.
 
         A row that can't be rendered is a Completion with its error. Raises what reading the rows
         raised, once everything that was read before has been handed out.
@@ -94,14 +95,14 @@ class Prefetch(Generic[Given, Made]):
             return self._error is not None and not self._ready and not self._working
 
     def release(self, made: Made) -> None:
-        """It is settled: its bytes no longer count."""
+        """Its row is settled: its bytes no longer count."""
         if n_bytes := self._weigh(made):
             with self._changed:
                 self._held_bytes -= n_bytes
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop the threads; what they hold is dropped."""
+        """Stop the threads; the rows that they hold are dropped."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -125,10 +126,10 @@ class Prefetch(Generic[Given, Made]):
                         n_bytes += self._hand_out(rendered)
                         began, rendered = now, []
                 n_bytes += self._hand_out(rendered)
-                # Else their pixels would stay until the next row is rendered.
+                # Otherwise their pixels would stay in memory until the next row is rendered.
                 del row, rows, rendered
                 wanted = 1 if n_bytes else self._at_once
-        except BaseException as error:  # carried over to the thread that calls get()
+        except BaseException as error:  # get() raises it in its caller's thread
             self._error = self._error or error
         finally:
             with self._changed:
@@ -136,7 +137,7 @@ class Prefetch(Generic[Given, Made]):
                 self._changed.notify_all()
 
     def _hand_out(self, rendered: list[Made]) -> int:
-        """Make them ready; how many bytes of pixels they hold."""
+        """Make them ready; returns the bytes of pixels that they hold."""
         n_bytes = sum(map(self._weigh, rendered))
         with self._changed:
             self._held_bytes += n_bytes
@@ -145,7 +146,7 @@ class Prefetch(Generic[Given, Made]):
         return n_bytes
 
     def _read(self, wanted: int) -> list[Given]:
-        """Up to ``wanted`` rows, none at the end. What was read before an error is not lost."""
+        """Up to ``wanted`` rows; empty at the end. Rows that were read before an error are kept."""
         rows: list[Given] = []
         with self._reading:
             try:
@@ -155,7 +156,7 @@ class Prefetch(Generic[Given, Made]):
         return rows
 
     def _may_begin(self) -> bool:
-        """Wait for room; False once nothing more is wanted."""
+        """Wait for room; False once no more rows are needed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (

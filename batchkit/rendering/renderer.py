@@ -1,4 +1,4 @@
-"""A row becomes a request: templates filled in, images loaded, sampling laid together."""
+"""Makes a request from a row: templates filled in, images loaded, sampling merged."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ from batchkit.types import Completion, Request, Row, RowHint
 Message = Mapping[str, Any]
 
 _IMAGE_PARTS = ("image_url", "image", "image_pil")
-BYTES_PER_PIXEL = 4  # what Pillow takes for RGB
-_BEGINNING = 4096  # characters by which prompts are told to be alike
+BYTES_PER_PIXEL = 4  # what Pillow uses for RGB
+_BEGINNING = 4096  # characters by which prompts are compared
 
 
 class _Source(NamedTuple):
-    """A template, and what to call it in an error."""
+    """A template, and its name in errors."""
 
     key: str
     text: str
 
 
 class PathTemplate:
-    """A template of the job that stands outside its prompt, as ``scoring.table``."""
+    """A template of the job outside its prompt, for example ``scoring.table``."""
 
     def __init__(self, key: str, source: str, job: JobConfig) -> None:
         self._job = job
         self._template = RowTemplate(key, source, timeout_s=job.run.row_timeout_s)
 
     def render(self, fields: Mapping[str, Any]) -> str:
-        """Raises RowError as ``RowTemplate`` does, as where a name is missing."""
+        """Raises RowError as ``RowTemplate`` does, for example if a name is missing."""
         return self._template.text({**self._job.vars, **fields})
 
     def path(self, fields: Mapping[str, Any]) -> Path | None:
-        """The file that it names, if there is one and it lies under ``media.root``."""
+        """The file that it names, if it exists and is under ``media.root``."""
         root = Path(self._job.media.root).resolve()
         path = (root / self.render(fields)).resolve()
         return path if path.is_file() and path.is_relative_to(root) else None
@@ -72,7 +72,7 @@ def names_in(job: JobConfig, prompt: PromptTable | None, templates: Iterable[str
         names |= (
             read_by([*renderer.sources, *prompt.images, *prompt.captions]) - prompt.texts.keys()
         )
-        names |= read_by(prompt.texts.values())  # a path may read the field that its text hides
+        names |= read_by(prompt.texts.values())  # a path may read the field that its text replaces
     return names - job.vars.keys()
 
 
@@ -94,7 +94,7 @@ class PromptRenderer:
         self.sources = [source.text for source in (system, user) if source is not None]
         self._system, self._user = self._compile(system), self._compile(user)
         self.job = _with_texts_of_files(job, system, user)
-        """The job with its template files' texts in it: what a worker renders that begins later."""
+        """The job with the texts of its template files, for a worker that starts later."""
         self._images = [
             self._template(f"prompt.images.{n}", source, keeps_type=True)
             for n, source in enumerate(prompt.images)
@@ -118,10 +118,10 @@ class PromptRenderer:
         self.takes_long = any(
             part is not None and part.is_apart for part in (*parts, *self._texts.values())
         )
-        """True where each row's templates are rendered in a process of their own."""
+        """True if a row's templates are rendered in a separate process."""
 
     def check_files(self) -> None:
-        """Raises JobError if a template file no longer says what this renders."""
+        """Raises JobError if a template file changed since it was read."""
         prompt, now = self._job.prompt, self.job.prompt
         for key, path, text in (
             ("system", prompt.system_file, now.system),
@@ -137,15 +137,15 @@ class PromptRenderer:
         """The request for ``row``, its images decoded.
 
         Raises:
-            RowError: the row's own fault; nothing else escapes but errors of the machine.
+            RowError: the row's own fault; otherwise only errors of the machine are raised.
         """
         return self._render(row, attempt, input_hash(row.fields))
 
     def _render(self, row: Row, attempt: int, of_input: str) -> Request:
-        """As ``render``; ``of_input`` is the row's hash before any template saw it."""
+        """As ``render``; ``of_input`` is the row's hash before any template was applied."""
         if row.error is not None:
             raise row.error
-        self._note_for(row)  # a name that it misses shows now, and not after the first answer
+        self._note_for(row)  # a name that it lacks fails now, and not after the first answer
         return self._request(row, self._with_texts(row.fields), attempt, of_input)
 
     def _request(self, row: Row, fields: Mapping[str, Any], attempt: int, of_input: str) -> Request:
@@ -165,7 +165,7 @@ class PromptRenderer:
         return replace(request, media_bytes=BYTES_PER_PIXEL * pixels)
 
     def render_or_fail(self, row: Row, attempt: int = 1) -> Request | Completion:
-        """As ``render``; a row error comes back as a failed Completion."""
+        """As ``render``; a row error is returned as a failed Completion."""
         of_input = input_hash(row.fields)
         try:
             return self._render(row, attempt, of_input)
@@ -174,9 +174,9 @@ class PromptRenderer:
             return Completion(request, error=error)
 
     def shortened(self, request: Request, error: PromptTooLongError) -> Request | None:
-        """``request`` with its row's longest text cut in the middle, if ``retry.on_too_long`` says so.
+        """``request`` with its row's longest text cut in the middle, if ``on_too_long`` says so.
 
-        Where ``error`` comes back for that request, this gives one with a larger cut. None where no
+        If ``error`` is raised again for that request, this makes one with a larger cut. None if no
         cut helps.
         """
         if self._job.retry.on_too_long != "truncate-middle":
@@ -191,7 +191,7 @@ class PromptRenderer:
                 return None
             fields = cut_at(whole, place.path, cut.kept)
             shorter = self._request(row, fields, request.attempt, request.input_hash)
-        except RowError:  # its template makes something of the text that can't be cut
+        except RowError:  # the template uses the text in a way that can't be cut
             return None
         return replace(
             shorter,
@@ -202,9 +202,9 @@ class PromptRenderer:
         )
 
     def with_note(self, request: Request) -> Request | None:
-        """``request`` with the job's note on the format added; None where that note is empty.
+        """``request`` with the job's note on the format added; None if that note is empty.
 
-        It stands behind the plain prompt, or behind the user's last message.
+        It is added after the plain prompt, or after the user's last message.
         """
         note = self._note_for(request.row)
         if not note:
@@ -218,7 +218,7 @@ class PromptRenderer:
         return replace(request, messages=messages)
 
     def image_sources(self, row: Row) -> list[Any]:
-        """What the row names as its images, in the order of its prompt; nothing is opened.
+        """The sources of the row's images, in the order of its prompt; nothing is opened.
 
         Raises:
             RowError: as ``render``.
@@ -232,16 +232,16 @@ class PromptRenderer:
         return [found for source in self._images for found in _as_list(source.value(names))]
 
     def hint(self, row: Row) -> RowHint:
-        """Nothing is opened nor rendered. A row that can't be rendered is like no other."""
+        """Opens no file. A row that can't be rendered is like no other row."""
         try:
             max_tokens = self._row_sampling(row.fields).get("max_tokens")
             beginning = self._files(row) or self._beginning(row)
-        except Exception:  # the values' own code runs here; rendering will say what is wrong
+        except Exception:  # the values' own code runs here; rendering will report the error
             return RowHint(str(row.index), 0)
         return RowHint(beginning, max_tokens if isinstance(max_tokens, int) else 0)
 
     def _files(self, row: Row) -> str:
-        """The images and texts that its prompt takes in."""
+        """The images and texts that the prompt includes."""
         if self._user is not None and not self._images and not self._texts:
             return ""
         names = {**self._job.vars, **row.fields}
@@ -251,7 +251,7 @@ class PromptRenderer:
         return "\n".join(map(_known_by, files))
 
     def _beginning(self, row: Row) -> str:
-        """What fills the prompt's templates, in their order, or the row's own prompt."""
+        """The fields that the prompt's templates use, in their order, or the row's own prompt."""
         own = self._own_prompt(row.fields)
         names = self._names_in_order if own is None else [own]
         return "\n".join([str(row.fields.get(name, row.index))[:_BEGINNING] for name in names])
@@ -262,7 +262,7 @@ class PromptRenderer:
         return self._note.text({**self._job.vars, **row.fields}).strip()
 
     def _with_texts(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The row's fields, and by its name each text of ``prompt.texts``."""
+        """The row's fields, with each text of ``prompt.texts`` under its name."""
         if not self._texts:
             return fields
         names = {**self._job.vars, **fields}
@@ -278,11 +278,11 @@ class PromptRenderer:
         if own == "body":
             body = fields["body"]
             part = "messages" if "messages" in body else "prompt"
-            fields = {**fields, "body": {part: body[part]}}  # not its sampling, nor its schema
+            fields = {**fields, "body": {part: body[part]}}  # without its sampling and its schema
         return longest_text(fields, self._names | {own})
 
     def _own_prompt(self, fields: Mapping[str, Any]) -> str | None:
-        """The name of the field that brings the row's own prompt; None with ``prompt.user``."""
+        """The name of the field with the row's own prompt; None with ``prompt.user``."""
         if self._user is not None:
             return None
         if self._system is None and not self._images:
@@ -342,7 +342,7 @@ class PromptRenderer:
         return {"type": "image_pil", "image_pil": image}
 
     def _load_parts(self, messages: Any) -> list[Message]:
-        """Chat messages as they stand in a row, their image parts loaded."""
+        """Chat messages from a row, with their image parts loaded."""
         if not isinstance(messages, list) or not messages:
             raise RequestError(f"messages: found {_short(messages)}, expected a list of messages")
         return [self._load_message(message) for message in messages]
@@ -399,11 +399,11 @@ class PromptRenderer:
         return None if source is None else self._template(*source)
 
     def _names_in(self, sources: Sequence[_Source | None]) -> set[str]:
-        """What the templates read, from the row or from ``[vars]``."""
+        """The names that the templates read, from the row or from ``[vars]``."""
         return set[str]().union(*(fields_read(source.text) for source in sources if source))
 
     def _order_of_names(self, sources: Sequence[_Source | None]) -> dict[str, None]:
-        """The row's fields that the templates read, as they come."""
+        """The row's fields that the templates read, in their order."""
         read = self._names - self._job.vars.keys()
         found = (name for source in sources if source for name in names_in_order(source.text))
         return dict.fromkeys(name for name in found if name in read)
@@ -424,7 +424,7 @@ def _with_texts_of_files(job: JobConfig, system: _Source | None, user: _Source |
 
 
 def _sources_in(messages: Any) -> list[Any]:
-    """The sources of all image parts; what is no chat message has none."""
+    """The sources of all image parts; a value that is not a chat message has none."""
     return [
         _source_in(part)
         for message in (messages if isinstance(messages, list) else [])
@@ -435,7 +435,7 @@ def _sources_in(messages: Any) -> list[Any]:
 
 
 def _source_in(part: Mapping[str, Any]) -> Any:
-    """What an image part names."""
+    """The source that an image part names."""
     if part["type"] == "image_url":
         url = part.get("image_url")
         return url.get("url") if isinstance(url, Mapping) else url
@@ -444,14 +444,14 @@ def _source_in(part: Mapping[str, Any]) -> Any:
 
 
 def _known_by(source: Any) -> str:
-    """A path or URL itself; what holds the image, by its content or its identity."""
+    """A path or URL itself; otherwise a hash of the image's content, or its identity."""
     if isinstance(source, str):
         return source if len(source) < _BEGINNING else str(crc32(source.encode()))
     return str(crc32(source)) if isinstance(source, bytes) else str(id(source))
 
 
 def _with_text(message: Message, text: str) -> Message:
-    """``message`` with ``text`` behind its last text."""
+    """``message`` with ``text`` after its last text."""
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": content + text}
@@ -471,7 +471,7 @@ def _names(fields: Mapping[str, Any]) -> str:
 def _short(value: Any) -> str:
     try:
         text = repr(value)
-    except Exception:  # its own code runs here
+    except Exception:  # the value's own code runs here
         text = f"({type(value).__name__})"
     return text if len(text) <= 80 else text[:77] + "…"
 

@@ -1,12 +1,13 @@
 """Cuts a row's longest text in the middle, so that a prompt that was too long fits.
 
-How many tokens a text has, only the engine knows; so a cut is estimated from what the last prompt
-came to, tried, and made larger where it was not enough. Two or three prompts do it.
+Only the engine knows how many tokens a text has. So a cut is estimated from the size of the last
+prompt, tried, and made larger if it was not enough. Two or three prompts are enough.
 
-An estimate never takes away more than seven eighths of what the last one kept: where the middle of
-a text has far fewer tokens than its ends, the estimate goes too far. A prompt may be refused though
-it should fit by its count, as by a server that counts the whole answer in: then half is kept. Every
-cut is shorter than the one before, and a row is cut ``_MOST_CUTS`` times at most.
+An estimate never removes more than seven eighths of what the last one kept: if the middle of a
+text has far fewer tokens than its ends, the estimate goes too far. A prompt may be refused although
+it should fit by its token count, for example by a server that includes the whole answer in its
+count: then half is kept. Every cut is shorter than the one before, and a row is cut at most
+``_MOST_CUTS`` times.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ _MOST_CUTS = 10
 
 
 class Place(NamedTuple):
-    """Where a text stands in a row: the keys and positions that lead to it, and its characters."""
+    """The position of a text in a row: the keys and indexes that lead to it, and its characters."""
 
     path: Sequence[Any]
     length: int
 
 
 def longest_text(fields: Mapping[str, Any], names: Container[str]) -> Place | None:
-    """The longest text in the fields called ``names``, however deep it stands."""
+    """The longest text in the fields called ``names``, at any depth."""
     used = {name: value for name, value in fields.items() if name in names}
     return max(_texts(used, ()), key=lambda place: place.length, default=None)
 
@@ -41,7 +42,7 @@ def longest_text(fields: Mapping[str, Any], names: Container[str]) -> Place | No
 def next_cut(
     length: int, last: Cut | None, error: PromptTooLongError, max_tokens: int
 ) -> Cut | None:
-    """How much of a text of ``length`` characters to keep after ``error``; None: no cut helps.
+    """How much of a text of ``length`` characters to keep after ``error``; None if no cut helps.
 
     Room is left for the answer of ``max_tokens``, if that is not more than half of the context.
     """
@@ -49,7 +50,7 @@ def next_cut(
     times = 1 if last is None else last.times + 1
     if tokens is None or max_model_len is None or times > _MOST_CUTS:
         return None
-    # A little under what would do: else each try comes closer to it, and none gets there.
+    # A little less than needed: else each try comes closer to it, and none reaches it.
     room = max(1, min(max_tokens, max_model_len // 2))
     target = max_model_len - room - 1 - max_model_len // 64
     if last is None:
@@ -64,7 +65,7 @@ def next_cut(
 
 
 def cut_at(value: Any, path: Sequence[Any], kept: int) -> Any:
-    """``value`` with the text at ``path`` cut to ``kept`` characters and a mark between them."""
+    """``value`` with the text at ``path`` cut to ``kept`` characters, with a mark in the middle."""
     if not path:
         tail = kept // 2
         return value[: kept - tail] + MARK + value[len(value) - tail :]

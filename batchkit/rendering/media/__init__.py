@@ -1,9 +1,9 @@
 """Images and texts: from what a row names to RGB pixels of the right size, or to text.
 
-``load_image`` and ``load_text`` are the doors. ``source`` turns a name into bytes and keeps to the media root,
-``remote`` does the same where that is an fsspec URL, ``download`` for web addresses and keeps to the listed
-hosts, ``pixels`` turns bytes into the image, ``size`` knows the size rule. ``shared`` lets rows have an
-image in common.
+``load_image`` and ``load_text`` are the entry points. ``source`` turns a name into bytes and stays
+within the media root; ``remote`` does the same for a root that is an fsspec URL, and ``download``
+for web addresses on the listed hosts. ``pixels`` turns bytes into the image, ``size`` holds the
+size rule. ``shared`` lets several rows use one image.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ Source = str | os.PathLike[str] | bytes | bytearray | memoryview | Mapping[str, 
 def load_image(source: Source, media: MediaTable) -> Image.Image:
     """A new RGB image, fully decoded, upright by its EXIF, scaled to the limits of ``media``.
 
-    ``source`` is a path below ``media.root`` (absolute, relative to it, ``file://`` or, where the
+    ``source`` is a path below ``media.root`` (absolute, relative to it, ``file://`` or, if the
     root is an fsspec URL, a URL that begins with it), a base64 ``data:`` URI, an http(s) URL on
     ``media.allow_urls``, the bytes of an image file, ``{"bytes": …, "path": …}`` as Hugging Face
-    datasets store it, or an image (left as it is).
-    Read are PNG, JPEG, WebP, GIF, BMP and TIFF, told apart by their content; of an animation the
+    datasets store it, or an image (which is not modified).
+    PNG, JPEG, WebP, GIF, BMP and TIFF are read, recognised by their content; of an animation, the
     first frame. Transparency becomes white; gray of more than 8 bits is scaled to 8, not clipped.
 
-    Safe to call from many threads. Memory, the result aside, stays within
-    ``media.max_decode_bytes``, twice ``media.max_bytes`` and 64 MiB; over N threads, N - 1 times
-    128 MiB (images that need more than that take turns) and the files' bytes come on top.
+    Safe to call from many threads. Memory, without the result, stays within
+    ``media.max_decode_bytes``, twice ``media.max_bytes`` and 64 MiB; N threads need N - 1 times
+    128 MiB more (images that need more than that take turns), and the files' bytes.
 
     Raises:
         MediaError: missing, refused, too large, or not an image. The only exception.
@@ -58,13 +58,13 @@ def load_image(source: Source, media: MediaTable) -> Image.Image:
         return _load(source, media)
     except MediaError as error:
         message = str(error)
-    # Anew, without its cause: a failed row waits for its record, and the frames of the first
-    # error would keep the file's bytes and its pixels alive until then.
+    # A new error without its cause: a failed row waits for its record, and the frames of the first
+    # error would keep the file's bytes and its pixels in memory until then.
     raise MediaError(message)
 
 
 def load_text(path: str, media: MediaTable) -> str:
-    """The text of the file at ``path``, below ``media.root``; bytes that are no UTF-8 become U+FFFD.
+    """The text of the file at ``path``, below ``media.root``; invalid UTF-8 becomes U+FFFD.
 
     Raises:
         MediaError: missing, outside the root, over ``media.max_bytes``. The only exception.

@@ -1,9 +1,9 @@
-"""Images from http(s) URLs, from hosts that the job names and nowhere else.
+"""Images from http(s) URLs, only from hosts that the job names.
 
 An entry of ``media.allow_urls`` is a host for ports 80 and 443, or ``host:port``. A name must
 resolve to public addresses only, so that no name, listed or redirected to, reaches into the
-network that batchkit runs in. An address written out (``10.0.0.5``, ``127.0.0.1:8123``,
-``[::1]:80``) is the user's own choice and is allowed as it stands.
+network that batchkit runs in. A literal address (``10.0.0.5``, ``127.0.0.1:8123``, ``[::1]:80``)
+is the user's explicit choice and is allowed without this check.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ MAX_REDIRECTS = 3
 _CHUNK_BYTES = 2**16
 _IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")  # RFC 6052: the last 32 bits are an IPv4 address
-# IANA has given out public addresses from it alone. Outside are, among others, 64:ff9b:1::/48 (RFC
-# 8215: a network's own translation to IPv4) and ::a.b.c.d, which Python's is_global lets pass.
+# IANA has assigned public addresses only from this range. Outside of it are, among others,
+# 64:ff9b:1::/48 (RFC 8215: a network's own translation to IPv4) and ::a.b.c.d, which Python's
+# is_global accepts.
 _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
 
 
 class _Address(NamedTuple):
-    """An allowed URL, taken apart, with the addresses that may be connected to."""
+    """An allowed URL, split up, with the addresses that may be connected to."""
 
     secure: bool
     host: str
@@ -45,18 +46,18 @@ class _Address(NamedTuple):
 
 
 class _Response(NamedTuple):
-    """Either the body or, for a redirect, where to."""
+    """Either the body or, for a redirect, the new location."""
 
     body: bytes
     location: str | None
 
 
 def fetch(url: str, name: str, media: MediaTable, *, timeout_s: float = TIMEOUT_S) -> bytes:
-    """The body behind ``url``; at most ``MAX_REDIRECTS`` redirects, every hop checked anew.
+    """The body at ``url``; at most ``MAX_REDIRECTS`` redirects, every hop checked again.
 
-    The addresses that were checked are the ones connected to: the name is resolved once a hop,
-    so it can't change in between. No proxy is used. ``timeout_s`` covers everything but the
-    resolver, which has limits of its own.
+    Connects only to the addresses that were checked: the name is resolved once per hop, so it
+    can't change in between. No proxy is used. ``timeout_s`` covers everything but the resolver,
+    which has limits of its own.
 
     Raises:
         MediaError: refused, unreachable, too slow, over ``media.max_bytes``, or not status 200.
@@ -90,7 +91,7 @@ def _too_slow(name: str, timeout_s: float) -> MediaError:
 
 
 def _allowed(url: str, name: str, media: MediaTable) -> _Address:
-    """``url`` taken apart, if ``media.allow_urls`` and the addresses of its host allow it."""
+    """``url`` split up, if ``media.allow_urls`` and the addresses of its host allow it."""
     at = name if shown(url) == name else f"{name}: redirected to {shown(url)}"
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https"):
@@ -118,7 +119,7 @@ def _allowed(url: str, name: str, media: MediaTable) -> _Address:
 
 
 def _public_addresses(host: str, port: int, at: str) -> list[str]:
-    """The addresses of ``host``: itself where it is one, else all that its name resolves to."""
+    """The addresses of ``host``: itself if it is one, else all that its name resolves to."""
     try:
         return [str(ipaddress.ip_address(host))]
     except ValueError:
@@ -190,16 +191,16 @@ def _connect(address: _Address, deadline: float) -> socket.socket:
 
 @contextmanager
 def _cut_off(sock: socket.socket, deadline: float) -> Iterator[None]:
-    """Ends every read of ``sock`` at the deadline, however slowly the server drips its bytes."""
+    """Ends every read of ``sock`` at the deadline, however slowly the server sends its bytes."""
 
     def cut() -> None:
         try:
-            # Not SSLSocket's own: it takes its state away from under the reader.
+            # Not SSLSocket's own shutdown: it removes the SSL state while the reader uses it.
             socket.socket.shutdown(sock, socket.SHUT_RDWR)
         except OSError:
             pass  # closed already
 
-    # The timer's thread runs beside the reader and touches nothing but the connection.
+    # The timer's thread runs beside the reader and uses nothing but the connection.
     timer = threading.Timer(max(0.0, deadline - time.monotonic()), cut)
     timer.daemon = True
     timer.start()

@@ -1,8 +1,8 @@
 """From the bytes of an image file to RGB pixels within the limits, in little memory.
 
 Large images are never copied whole: what Pillow decoded is flattened to RGB or gray tile by tile,
-each tile averaged down at once by a whole factor, and only that small image is resampled. JPEGs
-are decoded at a half, a quarter or an eighth where that is enough.
+each tile is averaged down by an integer factor, and only that small image is resampled. JPEGs are
+decoded at a half, a quarter or an eighth of their size if that is enough.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from batchkit.errors import MediaError
 from batchkit.rendering.media.size import LARGEST_ASPECT, Size, smart_size, target_size
 from batchkit.sources.pictures import loaded, orientation_of
 
-# Opened by these and not by Image.open: it knows 40 more formats, and refuses images over
-# Image.MAX_IMAGE_PIXELS, a global of the user's process that is not ours to move.
-# media.max_decode_bytes stands in for it.
+# Opened by these and not by Image.open, which supports 40 more formats and refuses images over
+# Image.MAX_IMAGE_PIXELS, a global of the user's process that batchkit must not change.
+# media.max_decode_bytes is the limit instead.
 _OPENERS: dict[re.Pattern[bytes], Callable[[IO[bytes]], ImageFile]] = {
     re.compile(rb"\x89PNG\r\n\x1a\n"): PngImageFile,
     re.compile(rb"\xff\xd8\xff"): jpeg_factory,
@@ -49,14 +49,14 @@ _COPIES = {"WEBP": 4, "TIFF": 2, "GIF": 2, "BMP": 2}
 _STORED_BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16L": 2, "I;16B": 2, "I;16N": 2}  # else 4
 _ROW_POINTER_BYTES = 8
 
-# Averaging leaves at least this many times the target for the resampling (Image.resize's
+# Averaging leaves at least this many times the target size for the resampling (Image.resize's
 # reducing_gap). A rendered table from 32 to 1.6 MP, against resampling alone: 2.5 times as fast,
 # 41 dB alike; with 3 there was nothing left to average.
 _REDUCING_GAP = 2
 _TILE_PIXELS_A_SIDE = 1024
 
-# Images that need more than this take turns, so that render threads, which decode side by side,
-# don't hold media.max_decode_bytes each.
+# Images that need more than this take turns, so that the concurrent render threads don't each
+# hold media.max_decode_bytes.
 _LARGE_BYTES = 128 * 2**20
 _one_large_image = threading.Lock()
 
@@ -72,7 +72,7 @@ _UPRIGHT = {
 
 
 def decode(data: bytes, name: str, media: MediaTable) -> Image.Image:
-    """The image in ``data``, as ``load_image`` promises it; ``name`` is for messages.
+    """The image in ``data``, as ``load_image`` describes it; ``name`` is for messages.
 
     Raises:
         MediaError: not a readable image, or too large to decode.
@@ -98,7 +98,7 @@ def decode(data: bytes, name: str, media: MediaTable) -> Image.Image:
 
 
 def fit(image: Image.Image, name: str, media: MediaTable) -> Image.Image:
-    """A copy of ``image``, as ``load_image`` promises it.
+    """A copy of ``image``, as ``load_image`` describes it.
 
     Raises:
         MediaError: it has no pixels, or can't be converted to RGB.
@@ -128,10 +128,10 @@ def _target(full: Size, name: str, media: MediaTable) -> Size:
 
 @contextmanager
 def _translated(name: str, found: str) -> Iterator[None]:
-    """Every exception as MediaError.
+    """Raise every exception as MediaError.
 
-    Pillow's readers let out whatever a broken file provokes: OSError, SyntaxError, ValueError,
-    struct.error, zlib.error, OverflowError, KeyError and more. No list of them is complete.
+    For a broken file, Pillow's readers raise OSError, SyntaxError, ValueError, struct.error,
+    zlib.error, OverflowError, KeyError and more. No list of them is complete.
     """
     try:
         yield
@@ -166,12 +166,12 @@ def _open(data: bytes, name: str) -> ImageFile:
 
 
 def _need_bytes(image: ImageFile, full: Size, target: Size, data: bytes) -> int:
-    """What decoding and flattening take at their peak, the result not counted."""
+    """The peak memory of decoding and flattening, without the result."""
     drafted = Size(*image.size)
     decoded = _stored_bytes(image.mode, drafted) * _COPIES.get(image.format or "", 1)
     if isinstance(image, JpegImageFile) and data.count(b"\xff\xda") > 1:
         # More than one scan (progressive, mostly): libjpeg keeps every coefficient, 2 bytes each,
-        # in full size whatever the draft. A thumbnail's scan counts too; no harm below 350 MP.
+        # in full size at any draft. A thumbnail's scan counts too; no harm below 350 MP.
         sampling = [horizontal * vertical for _, horizontal, vertical, _ in image.layer]
         decoded += 2 * full.width * full.height * sum(sampling) // max(sampling)
     factor = _factor(drafted, target)
@@ -180,13 +180,13 @@ def _need_bytes(image: ImageFile, full: Size, target: Size, data: bytes) -> int:
 
 
 def _stored_bytes(mode: str, size: Size) -> int:
-    """What Pillow holds for it: rows padded to 4 bytes, and a pointer a row."""
+    """The memory that Pillow uses for it: rows padded to 4 bytes, and one pointer per row."""
     row = -(-size.width * _STORED_BYTES.get(mode, 4) // 4) * 4
     return size.height * (row + _ROW_POINTER_BYTES)
 
 
 def _factor(size: Size, target: Size) -> Size:
-    """By how much to average down before the resampling."""
+    """The factors by which to average down before the resampling."""
     return Size(
         max(1, size.width // (_REDUCING_GAP * target.width)),
         max(1, size.height // (_REDUCING_GAP * target.height)),
@@ -198,13 +198,13 @@ def _scaled(
 ) -> Image.Image:
     """A new RGB image of size ``target``.
 
-    ``extent`` is what of ``image`` holds picture: a drafted JPEG's last column and row may hold
-    only a part.
+    ``extent`` is the part of ``image`` that is filled: in a drafted JPEG, the last column and row
+    may be filled only in part.
     """
     factor = _factor(Size(*image.size), target)
     flat = _flattened(image, factor, name)
     box = (0.0, 0.0, extent[0] / factor.width, extent[1] / factor.height)
-    # Image.resize copies where there is nothing to resize.
+    # Image.resize copies if there is nothing to resize.
     scaled = flat.resize(target, Image.Resampling.LANCZOS, box=box)
     rgb = scaled if scaled.mode == "RGB" else scaled.convert("RGB")
     rgb.info.clear()
@@ -243,8 +243,8 @@ class _Levels(NamedTuple):
 def _levels(image: Image.Image, name: str) -> _Levels | None:
     """For gray of more than 8 bits; None for every other mode.
 
-    16 bits: their full range. 32 bits and floats say nothing about theirs: the smallest of 0–1
-    (floats), 0–255 and 0–65535 that holds all values, else from the least to the greatest.
+    16 bits: their full range. 32 bits and floats have no fixed range: the smallest of 0–1
+    (floats), 0–255 and 0–65535 that holds all values, else from the least to the greatest value.
     """
     if image.mode.startswith("I;16"):
         return _Levels(0, 65535)
@@ -270,7 +270,7 @@ def _flat_tile(tile: Image.Image, levels: _Levels | None) -> Image.Image:
         return tile.convert("F").point(lambda value: value * scale + offset).convert("L")
     if tile.has_transparency_data:
         colors = tile if tile.mode == "RGBA" else tile.convert("RGBA")
-        if colors.getchannel("A").getextrema() == (255, 255):  # as most screenshots are
+        if colors.getchannel("A").getextrema() == (255, 255):  # opaque, like most screenshots
             return colors.convert("RGB")
         white = Image.new("RGB", tile.size, "white")
         white.paste(colors, mask=colors)

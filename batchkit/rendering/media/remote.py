@@ -12,7 +12,7 @@ from batchkit.config.urls import failure, is_remote
 from batchkit.errors import JobError, MediaError
 from batchkit.rendering.media.source import check_bytes, check_named, has_scheme, line, shown
 
-# ".." between separators, percent-encoded to any depth: what a store, or its server, decodes.
+# ".." between separators, percent-encoded to any depth, since a store or its server may decode it.
 _SEPARATOR = r"(?:/|\\|%(?:25)*(?:2f|5c))"
 _UPWARD = re.compile(rf"(?:^|{_SEPARATOR})(?:\.|%(?:25)*2e){{2}}(?:{_SEPARATOR}|$)", re.IGNORECASE)
 
@@ -20,19 +20,19 @@ _of_thread = threading.local()
 
 
 class _Root(NamedTuple):
-    """``path`` is as the filesystem spells it, without its protocol."""
+    """``path`` is in the filesystem's own form, without its protocol."""
 
     filesystem: Any
     path: str
 
 
 def check_root(media: MediaTable) -> None:
-    """Raises JobError where ``media.root`` is a URL that can't be opened; a folder is not looked at."""
+    """Raises JobError if ``media.root`` is a URL that can't be opened; a folder is not checked."""
     if not is_remote(media.root):
         return
     try:
         _opened(media.root)
-    except Exception as error:  # each filesystem raises its vendor's own
+    except Exception as error:  # each filesystem raises its vendor's own types
         raise JobError(f"media.root: {_unopened(media.root, error)}") from error
 
 
@@ -40,18 +40,18 @@ def read_remote(source: str, name: str, media: MediaTable) -> bytes:
     """The file at ``source``, a path below ``media.root``, or a URL that begins with it.
 
     Raises:
-        MediaError: missing, outside the root, a folder, over ``media.max_bytes``, or whatever the
-            store says.
+        MediaError: missing, outside the root, a folder, over ``media.max_bytes``, or any error of
+            the store.
     """
     below, root = _below(source, name, media.root), shown(media.root)
     try:
         filesystem, folder = _opened(media.root)
-    except Exception as error:  # each filesystem raises its vendor's own
+    except Exception as error:  # each filesystem raises its vendor's own types
         raise MediaError(f"{name}: {_unopened(media.root, error)}") from error
     path = f"{folder.rstrip('/')}/{below}" if folder else below
     try:
-        # Some have a syntax of their own: to git and GitHub, what stands behind a ":" or "@" is the
-        # path, whatever stands before it.
+        # Some filesystems have their own syntax: for git and GitHub, the path is what follows a
+        # ":" or "@", whatever comes before it.
         if folder and not filesystem._strip_protocol(path).startswith(folder.rstrip("/") + "/"):
             raise _outside(name, root)
         found = filesystem.info(path)
@@ -59,7 +59,7 @@ def read_remote(source: str, name: str, media: MediaTable) -> bytes:
             raise MediaError(f"{name}: is a folder there; give the path of a file")
         size = found.get("size")
         check_bytes(size or 0, name, media)
-        # Not open(): memory:// gives all threads one file. An empty object has no range to ask for.
+        # Not open(): memory:// gives all threads one file. An empty object has no range to request.
         end = media.max_bytes + 1
         data: bytes = b"" if size == 0 else filesystem.cat_file(path, start=0, end=end)
     except MediaError:
@@ -79,11 +79,11 @@ def read_remote(source: str, name: str, media: MediaTable) -> bytes:
 
 
 def _opened(url: str) -> _Root:
-    """The filesystem behind ``url``, made on first use in this process.
+    """The filesystem behind ``url``, created on first use in this process.
 
-    Render threads read side by side. An asynchronous filesystem (S3, GCS, Azure) does its work on
-    fsspec's own loop, and fsspec gives all threads the same one. The others promise nothing of
-    threads, so each thread has its own.
+    Render threads read concurrently. An asynchronous filesystem (S3, GCS, Azure) works on fsspec's
+    own loop, and fsspec gives all threads the same instance. The others do not promise thread
+    safety, so each thread has its own.
     """
     made_for = (os.getpid(), url)
     if getattr(_of_thread, "made_for", None) != made_for:
@@ -95,7 +95,7 @@ def _opened(url: str) -> _Root:
 
 
 def _below(source: str, name: str, root: str) -> str:
-    """The path of ``source`` below ``root``, free of ways out of it."""
+    """The path of ``source`` below ``root``, checked for parts that lead out of it."""
     check_named(source, name)
     folder = root if root.endswith("/") else root + "/"
     if source.startswith(folder):

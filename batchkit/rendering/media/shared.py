@@ -1,4 +1,4 @@
-"""Rows that name the same image share its pixels, for as long as one of them holds it."""
+"""Rows that name the same image share its pixels, as long as one of them holds it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from PIL import Image
 
 
 class SharedImages:
-    """Images by their names. It keeps none alive, so it needs no bound. Safe to use from many threads."""
+    """Images by name, in weak references, so no limit is needed. Many threads may use it."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -18,9 +18,9 @@ class SharedImages:
         self._loading: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
 
     def get(self, name: str, load: Callable[[], Image.Image]) -> Image.Image:
-        """The image of that name, by ``load`` where nobody holds it; one thread at a time loads it.
+        """The image of that name; calls ``load`` if no row holds it. One thread at a time loads it.
 
-        Whoever gets it must leave it as it is. Raises what ``load`` raises.
+        Callers must not modify the image. Raises what ``load`` raises.
         """
         with self._guard:
             turn = self._loading.setdefault(name, threading.Lock())

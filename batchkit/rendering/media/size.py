@@ -1,4 +1,4 @@
-"""How large an image becomes."""
+"""The target size of an image."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ class Size(NamedTuple):
 def target_size(width: int, height: int, *, min_pixels: int, max_pixels: int) -> Size:
     """The size with the aspect of ``width`` × ``height`` and a product within the limits.
 
-    Within the limits it stays. Else both sides are scaled by √(limit / (width · height)), rounded
-    down when shrinking and up when growing, in whole numbers, so no float error. ``max_pixels``
-    always holds: where it can't together with the aspect (a side would fall below one pixel) or
-    with ``min_pixels``, the longer side is cut. Both sides must be at least 1.
+    A size within the limits is kept. Otherwise both sides are scaled by
+    √(limit / (width · height)), rounded down when shrinking and up when growing, in integers, so
+    without float errors. ``max_pixels`` always holds: if it conflicts with the aspect (a side would
+    fall below one pixel) or with ``min_pixels``, the longer side is cut. Both sides must be at
+    least 1.
     """
     pixels = width * height
     if pixels > max_pixels:
@@ -38,11 +39,11 @@ def target_size(width: int, height: int, *, min_pixels: int, max_pixels: int) ->
 
 
 def smart_size(width: int, height: int, *, factor: int, min_pixels: int, max_pixels: int) -> Size:
-    """As ``smart_resize`` of transformers' Qwen-VL image processors: both sides multiples of ``factor``.
+    """As ``smart_resize`` of transformers' Qwen-VL processors: both sides multiples of ``factor``.
 
     Rounded to the nearest multiple within the limits; scaled by √(limit / pixels) outside of them,
-    down to a multiple when shrinking and up when growing. The processor leaves such a size as it is,
-    but refuses one whose sides are to each other as more than ``LARGEST_ASPECT`` to 1.
+    down to a multiple when shrinking and up when growing. The processor keeps such a size, but
+    refuses one whose longer side is more than ``LARGEST_ASPECT`` times the shorter.
     """
     wide, high = (round(side / factor) * factor for side in (width, height))
     if wide * high > max_pixels:

@@ -25,7 +25,7 @@ def has_scheme(source: str) -> bool:
 
 
 def is_for_fetch(source: str, media: MediaTable) -> bool:
-    """Whether it is a URL and not of a file: with a folder as root, any but ``file://``."""
+    """Whether it is a URL to download: with a folder as root, any URL but ``file://``."""
     scheme = _SCHEME.match(source)
     if scheme is None or scheme[0].lower() == "file://":
         return False
@@ -33,7 +33,7 @@ def is_for_fetch(source: str, media: MediaTable) -> bool:
 
 
 def read_file(source: str, name: str, media: MediaTable) -> bytes:
-    """The file at ``source``, a path or ``file://`` URL, which must lie under ``media.root``.
+    """The file at ``source``, a path or ``file://`` URL, which must be under ``media.root``.
 
     Raises:
         MediaError: missing, outside the root, not a regular file, over ``media.max_bytes``.
@@ -45,7 +45,7 @@ def read_file(source: str, name: str, media: MediaTable) -> bytes:
         if not resolved.is_relative_to(root):
             raise _outside(name, resolved, root)
         with _opened(resolved) as file:
-            # What was checked may have been replaced since, a folder by a link that leads outside.
+            # The path may have been replaced since the check, a folder by a link to the outside.
             found = _through(file).readlink()
             if not found.is_relative_to(root):
                 raise _outside(name, found, root)
@@ -61,7 +61,7 @@ def read_file(source: str, name: str, media: MediaTable) -> bytes:
         raise MediaError(
             f"{name}: no such file under media.root {root}; check the path, or set media.root"
         ) from error
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a circle of links
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links form a loop
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise MediaError(
             f"{name}: can't be read: {reason}; give the path of a file that you may read"
@@ -73,7 +73,7 @@ def read_file(source: str, name: str, media: MediaTable) -> bytes:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """A descriptor that names the file and can't read it: opening a device or a FIFO does nothing."""
+    """A descriptor that can't read: opening a device or a FIFO then has no side effects."""
     descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         yield descriptor
@@ -82,7 +82,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _through(descriptor: int) -> Path:
-    """A link that shows where the file is now, and opens this very file."""
+    """A link that shows where the file is now, and opens exactly this file."""
     return Path(f"/proc/self/fd/{descriptor}")
 
 
@@ -94,7 +94,7 @@ def _outside(name: str, found: Path, root: Path) -> MediaError:
 
 
 def read_data_uri(uri: str, name: str, media: MediaTable) -> bytes:
-    """The bytes of a base64 ``data:`` URI; its media type is not looked at.
+    """The bytes of a base64 ``data:`` URI; its media type is ignored.
 
     Raises:
         MediaError: not base64, or over ``media.max_bytes``.
@@ -125,7 +125,7 @@ def check_bytes(n_bytes: int, name: str, media: MediaTable) -> None:
 
 
 def shown(source: object) -> str:
-    """How messages name ``source``: short, on one line, without the secrets a URL may carry."""
+    """The name of ``source`` in messages: short, on one line, without secrets in a URL."""
     match source:
         case Image.Image():
             return f"PIL image ({source.width}×{source.height}, {source.mode})"
@@ -147,13 +147,13 @@ def shown(source: object) -> str:
             return line(source) or "empty path"
     try:
         text = repr(source)
-    except Exception:  # its own code runs here
+    except Exception:  # the object's own code runs here
         text = "that can't be shown"
     return f"image {line(text)} ({type(source).__name__})"
 
 
 def line(text: object) -> str:
-    """``text`` on one printable line, its end left out where it is long."""
+    """``text`` on one printable line, cut if it is long."""
     found = text if isinstance(text, str) else repr(text)
     if not found.isprintable():
         found = repr(found)

@@ -1,8 +1,8 @@
-"""Templates of the job, filled in with what a row holds.
+"""The job's templates, filled in with a row's fields.
 
-One whose work is bounded by the row's own size (``linear``) is rendered in the thread that asks. Any
-other may take for ever or take all memory, and nothing in Python can stop it there: it is rendered in
-a process that can be ended (``process``), within a time, and within bounds of memory and text.
+A template whose work is bounded by the row's size (``linear``) is rendered in the caller's thread.
+Any other may run forever or use all memory, and nothing in Python can stop it there: it is rendered
+in a process that can be killed (``process``), within limits of time, memory and text.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from batchkit.rendering.templates.weight import is_heavier
 
 _LONE_EXPRESSION = re.compile(r"\A\s*\{\{[-+]?(?P<expression>[^{}]+?)[-+]?\}\}\s*\Z")
 _MOST_HERE = 64_000_000  # bytes that a rendering may need in the run's own process
-# What Jinja, and Python behind it, raise for a template that can't be compiled.
+# What Jinja and Python raise for a template that can't be compiled.
 _CANT_BE_COMPILED = (JinjaError, RecursionError, MemoryError, SyntaxError, ValueError)
 
 
 class RowTemplate:
-    """One template; ``key`` is what to call it in an error. Several threads may share it.
+    """One template; ``key`` is its name in errors. Several threads may share it.
 
-    ``keeps_type``: a lone ``{{ expression }}`` gives its value as it is, bytes or a list.
-    ``timeout_s`` is ``run.row_timeout_s``.
+    ``keeps_type``: a lone ``{{ expression }}`` gives its value unchanged, for example bytes or a
+    list. ``timeout_s`` is ``run.row_timeout_s``.
 
     Raises:
-        JobError: it is no template.
+        JobError: it is not a valid template.
     """
 
     def __init__(
@@ -60,19 +60,19 @@ class RowTemplate:
             raise JobError(f"{key}: {place}: {reason_of(error)}") from error
 
     def text(self, names: Mapping[str, Any]) -> str:
-        """It filled in with ``names``.
+        """The template filled in with ``names``.
 
         Raises:
-            TemplateError: a name is missing, something in it fails, or it makes too much of the row.
+            TemplateError: a name is missing, an expression fails, or memory or text is too much.
             RenderTimeoutError: it took too long.
         """
         return str(self.value(names))
 
     def value(self, names: Mapping[str, Any]) -> Any:
-        """As ``text``; with ``keeps_type``, what a lone expression gives.
+        """As ``text``; with ``keeps_type``, the value of a lone expression.
 
-        What is made in a process of its own is text, bytes, numbers, None, the row's own values, or
-        lists and tables of them.
+        A value from another process is text, bytes, numbers, None, the row's own values, or lists
+        and tables of them.
         """
         if self._here is None or self._is_too_large(names):
             return self._value_apart(names)
@@ -82,7 +82,7 @@ class RowTemplate:
             return self._value_apart(names)
         except UndefinedError as error:
             raise _undefined(str(error), names) from error
-        except Exception as error:  # a template may call anything on the row's values
+        except Exception as error:  # a template may call any code on the row's values
             raise TemplateError(_named(error)) from error
         if isinstance(found, StrictUndefined):
             raise _undefined(self._is_undefined, names)
@@ -119,18 +119,18 @@ class RowTemplate:
         return f"{self._key}: {self._source!r} is undefined"
 
     def _check(self) -> None:
-        """Raises what is wrong with it. Nothing in it is computed."""
+        """Raises an error if the template is wrong. Computes nothing in it."""
         if self._expression is None:
             reading().compile(self._source)
         else:
             reading().compile_expression(self._expression)
 
     def _compiled(self) -> Callable[[Mapping[str, Any]], Any]:
-        """Takes the names as one table: a column may be called "self"."""
+        """The compiled template. It takes the names as one table: a column may be called "self"."""
         if self._expression is not None:
             return bounded().compile_expression(self._expression, undefined_to_none=False)
         template = bounded().from_string(self._source)
-        template.globals = dict(template.globals)  # a ChainMap is walked anew for every row
+        template.globals = dict(template.globals)  # a ChainMap would be searched for every row
         return template.render
 
 

@@ -1,6 +1,6 @@
 """The process that templates are rendered in: ``python -m batchkit.rendering.templates.child FD``.
 
-Questions come over the socket FD, one at a time. It lives no longer than who asks, and gives up a
+Questions arrive over the socket FD, one at a time. The process ends with its caller. It refuses a
 template that needs more memory or makes more text than any prompt has.
 """
 
@@ -23,8 +23,8 @@ from batchkit.rendering.child_process import die_with_parent
 from batchkit.rendering.templates.leaves import numbers_of
 from batchkit.rendering.templates.sandbox import unbounded
 
-MOST_MEMORY = 1 << 30  # bytes, besides eight times what it is asked
-MOST_BYTES = 16_000_000  # of text, besides four times what it is asked: 4 million tokens
+MOST_MEMORY = 1 << 30  # bytes, plus eight times the size of the question
+MOST_BYTES = 16_000_000  # of text, plus four times the size of the question: 4 million tokens
 
 
 def main() -> None:
@@ -32,17 +32,17 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection: Any = Connection(int(sys.argv[1]))
     connection.send_bytes(b"")  # it has started
-    with contextlib.suppress(EOFError, OSError):  # who asked is gone
+    with contextlib.suppress(EOFError, OSError):  # the caller has ended
         while True:
             question = connection.recv_bytes()
             answer, is_full = _answer(question)
             connection.send_bytes(answer)
             if is_full:
-                return  # the next one begins with a small process
+                return  # the next process starts small
 
 
 class _Answer(NamedTuple):
-    """``marshal``'s bytes of what was made and "value", or of why there is nothing."""
+    """``marshal``'s bytes of "value" and the result, or of the kind and text of an error."""
 
     line: bytes
     is_full: bool = False
@@ -65,12 +65,12 @@ def _answer(question: bytes) -> _Answer:
     except MemoryError:
         message = f"its template needs more than {limit / (1 << 30):.1f} GiB of memory"
         return _because("error", message)._replace(is_full=True)
-    except Exception as error:  # a template may call anything on the row's values
+    except Exception as error:  # a template may call any code on the row's values
         return _because("error", f"{type(error).__name__}: {error}")
 
 
 def _limit_memory(n_bytes: int) -> int:
-    """To ``n_bytes``, or to less where the run itself may have no more."""
+    """Limits the memory to ``n_bytes``, or to less if the run's own limit is lower."""
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     limit = n_bytes if most == resource.RLIM_INFINITY else min(n_bytes, most)
     resource.setrlimit(resource.RLIMIT_AS, (limit, most))
@@ -89,7 +89,7 @@ def _compiled(source: str, expression: str | None) -> Callable[[Mapping[str, Any
 
 
 def _plain(value: Any, numbers: Mapping[int, int]) -> Any:
-    """``value`` as ``marshal`` takes it; one of the row's own leaves as a tuple of its number."""
+    """``value`` in types that ``marshal`` takes; a leaf of the row as a tuple of its number."""
     match value:
         case str():
             return str(value)

@@ -1,6 +1,6 @@
-"""A row's own values, as pictures, that an expression only passes on to who asks a process for it.
+"""A row's own values, such as pictures, that an expression passes on unchanged.
 
-The process has copies of them, and answers with their numbers.
+The rendering process has copies of them, and returns their numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _PLAIN = str | bytes | int | float | None
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """What is no plain value in the lists and tables of ``value``, in their order."""
+    """The values in the lists and tables of ``value`` that are not plain, in a fixed order."""
     found: list[Any] = []
     seen: set[int] = set()
     waiting = [value]
@@ -31,12 +31,12 @@ def leaves_of(value: Any) -> list[Any]:
 
 
 def numbers_of(leaves: Sequence[Any]) -> Mapping[int, int]:
-    """Each one's number, by its identity."""
+    """Each leaf's number, by its identity."""
     return {id(leaf): number for number, leaf in enumerate(leaves)}
 
 
 def with_leaves(answer: Any, leaves: Sequence[Any]) -> Any:
-    """``answer`` of the process; a tuple in it holds a leaf's number."""
+    """The ``answer`` of the process; each tuple in it is replaced by the leaf of that number."""
     match answer:
         case tuple():
             return leaves[answer[0]]

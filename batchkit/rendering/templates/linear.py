@@ -1,12 +1,12 @@
-"""Tells of a template whether its work and its text grow no faster than the row.
+"""Decides whether a template's work and text grow no faster than the row.
 
-Such a template can be rendered in a thread of the run: none of its steps can hang. This is read from
-its syntax tree, and in doubt the answer is no. Allowed are the row's names, their attributes and
-members, comparisons, ``if``, ``set``, operators (``sandbox.bounded`` looks at their operands), and
-the filters and methods below, whose text is at most some ten times as long as what they get
-(``most_growth`` says how many times, and ``weight`` how large the row is). A loop may
-use the row's names as conditions only, and else its own variable: so an inner loop walks through a
-part of the row, and nothing is multiplied.
+Such a template can be rendered in a thread of the run: none of its steps can hang. The decision is
+made from its syntax tree; if in doubt, the answer is no. Allowed are the row's names, their
+attributes and members, comparisons, ``if``, ``set``, operators (``sandbox.bounded`` checks their
+operands), and the filters and methods below, whose text is at most about ten times as long as their
+input (``most_growth`` gives the factor, and ``weight`` the size of the row). A loop may use the
+row's names only as conditions, and otherwise only its own variable: so an inner loop iterates over
+a part of the row, and nothing is multiplied.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _METHODS = {
 _PLAIN_DATE = re.compile(r"(?:[^%]|%[A-Za-z%])*+")
 _OPERATORS = (nodes.Add, nodes.Sub, nodes.Mul, nodes.Div, nodes.FloorDiv, nodes.Mod, nodes.Pow)
 _MOST_NUMBER = 100_000
-_MOST_GROWN_BY = 16  # characters of an argument that a filter may add at every place
-_MOST_GROWTH = 2  # growing filters, one upon the other
+_MOST_GROWN_BY = 16  # characters of an argument that a filter may add at every position
+_MOST_GROWTH = 2  # growing filters, one applied to the other
 _SIZE_OF_ITEM = 64  # bytes that a part of a list takes
 
 
 def is_linear(tree: nodes.Template) -> bool:
-    """See above; ``tree`` is as the sandbox parses it."""
+    """See above; ``tree`` must come from the sandbox's parser."""
     try:
         _Walk({}, in_loop=False).through(tree.body)
     except (_NotLinear, RecursionError):
@@ -62,7 +62,7 @@ def is_linear(tree: nodes.Template) -> bool:
 
 
 def most_growth(tree: nodes.Template) -> int:
-    """How many times as large as the row such a template's text and lists may be; 0: no larger."""
+    """How many times as large as the row the template's text and lists may become; 0: no larger."""
     growing = sum(map(_grows, tree.find_all((nodes.Filter, nodes.Call))))
     loops = [*tree.find_all(nodes.For)]
     growth = _MOST_GROWN_BY ** min(growing, _MOST_GROWTH) if growing else 0
@@ -75,7 +75,7 @@ def most_growth(tree: nodes.Template) -> int:
 
 
 def has_operators(tree: nodes.Template) -> bool:
-    """True where what ``sandbox.bounded`` finds in the operands may send it to a process after all."""
+    """True if ``sandbox.bounded`` may still send the template to a process, for its operands."""
     return next(tree.find_all(_OPERATORS), None) is not None
 
 
@@ -101,7 +101,7 @@ _ROW = _Value(_Of.ROW)
 
 
 class _Walk:
-    """Through the statements of one scope; ``names`` holds what the template itself has set."""
+    """Walks through the statements of one scope; ``names`` holds what the template has set."""
 
     def __init__(self, names: Mapping[str, _Value], *, in_loop: bool) -> None:
         self._names = dict(names)
@@ -127,7 +127,7 @@ class _Walk:
     def _loop(self, node: nodes.For) -> None:
         items = self._value(node.iter)
         if self._in_loop and items.of is not _Of.PART:
-            raise _NotLinear  # the same again at each turn
+            raise _NotLinear  # the same work again in each iteration
         outside = {
             name: _ROW if value.of is _Of.PART else value for name, value in self._names.items()
         }
@@ -152,7 +152,7 @@ class _Walk:
                 raise _NotLinear
 
     def _condition(self, node: nodes.Node) -> None:
-        """As ``_value``; but what looks at a name without walking through it costs nothing."""
+        """As ``_value``; but a check of a name that does not iterate over it costs nothing."""
         match node:
             case nodes.Name():
                 return
@@ -246,7 +246,7 @@ class _Walk:
         if node.name in _FILTERS:
             return self._value(given)
         if node.name == "tojson" and arguments:
-            raise _NotLinear  # an indent grows with the levels of what it gets
+            raise _NotLinear  # an indent grows with the nesting of its input
         if node.name in _GROWING_FILTERS and all(map(_is_short, arguments)):
             if node.name == "replace":
                 _check_old(arguments[:1])
@@ -293,7 +293,7 @@ def _grows(node: nodes.Node) -> bool:
 
 
 def _check_old(arguments: list[nodes.Expr]) -> None:
-    """What is empty is found between any two characters."""
+    """An empty text is found between any two characters."""
     if any(isinstance(argument, nodes.Const) and not argument.value for argument in arguments):
         raise _NotLinear
 

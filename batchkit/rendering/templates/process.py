@@ -1,8 +1,9 @@
-"""Renders in a process of its own, which is ended where it takes too long.
+"""Renders in a separate process, which is killed if it takes too long.
 
-Each thread has one, started when it is first needed: the kernel ends a process (see
-``die_with_parent``) with the thread that started it, so no other thread may lean on it. It is asked one
-thing at a time. Pickled values go to it, from the run; what comes back is ``marshal``'s plain values.
+Each thread has its own process, started on first use: the kernel kills a process (see
+``die_with_parent``) when the thread that started it ends, so no other thread may depend on it. It
+gets one question at a time. The run sends pickled values; the answers are plain values, written by
+``marshal``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _CORES = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))  # more would 
 
 
 class Refused(Exception):
-    """Why there is no text; with ``is_undefined``, for a name that is missing."""
+    """Why there is no text; ``is_undefined`` if a name is missing."""
 
     def __init__(self, message: str, *, is_undefined: bool = False) -> None:
         super().__init__(message)
@@ -35,11 +36,11 @@ class Refused(Exception):
 
 
 def rendered_apart(question: bytes, timeout_s: float) -> Any:
-    """What the process answers to ``question``, a pickled (source, expression, names, leaves).
+    """The process's answer to ``question``, a pickled (source, expression, names, leaves).
 
     Raises:
-        Refused: the template fails, or takes too much memory.
-        TimeoutError: it took longer than ``timeout_s``, and is ended.
+        Refused: the template fails, or uses too much memory.
+        TimeoutError: it took longer than ``timeout_s``; the process was killed.
         EngineError: no process can be started.
     """
     kind, value = _answer(question, timeout_s)
@@ -49,7 +50,7 @@ def rendered_apart(question: bytes, timeout_s: float) -> Any:
 
 
 def _answer(question: bytes, timeout_s: float) -> Any:
-    for _ in range(2):  # somebody may have ended the first one, as the kernel for want of memory
+    for _ in range(2):  # the first may have been killed, for example by the kernel for its memory
         with _CORES:
             child: Child | None = getattr(_OF_THREAD, "child", None)
             if child is None or not child.is_alive:
@@ -64,7 +65,7 @@ def _answer(question: bytes, timeout_s: float) -> Any:
 
 
 def started(module: str, task: str) -> Child:
-    """A process that runs ``module``, which the kernel may end at any time, also as it starts.
+    """A process that runs ``module``. The kernel may kill it at any time, also during its start.
 
     Raises:
         EngineError: none can be started; ``task`` says what it was for.
@@ -79,14 +80,14 @@ def started(module: str, task: str) -> Child:
 
 
 class Gone(Exception):
-    """The process has ended before it answered."""
+    """The process ended before it answered."""
 
 
 class Child:
-    """The process that runs ``module``. It ends with the thread that made it, and with this object."""
+    """The process that runs ``module``. It ends with its creator thread, or with this object."""
 
     def __init__(self, module: str, task: str) -> None:
-        """Raises Gone if it dies as it starts, and EngineError if it can't be started."""
+        """Raises Gone if it dies during its start, and EngineError if it can't be started."""
         try:
             ours, theirs = socket.socketpair()
         except OSError as error:
@@ -100,7 +101,7 @@ class Child:
                     stderr=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                    process_group=0,  # Ctrl-C reaches the run alone
+                    process_group=0,  # Ctrl-C reaches only the run
                 )
         except OSError as error:
             ours.close()
@@ -126,18 +127,18 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """Of an ended process."""
+        """The exit status of an ended process."""
         return self._process.returncode
 
     def ask(self, question: bytes, timeout_s: float) -> bytes:
-        """Raises TimeoutError, or Gone; then it is ended."""
+        """The process's answer. Raises TimeoutError or Gone; then the process was ended."""
         try:
             try:
                 self._connection.send_bytes(question)
             except OSError as error:
                 raise Gone from error
             return self._await_answer(timeout_s)
-        except BaseException:  # an answer that comes later would be taken for the next one's
+        except BaseException:  # a late answer would be taken for that of the next question
             self._end()
             raise
 

@@ -1,6 +1,6 @@
-"""Jinja's sandbox in three forms: for reading a template, for bounded work, and for a process apart.
+"""Jinja's sandbox in three forms: for parsing, for bounded work, and for a separate process.
 
-All refuse private attributes, and changes of what a row holds: a template that appended to a list
+All refuse private attributes, and changes to a row's values: a template that appended to a list
 would change the row, and its fingerprint.
 """
 
@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _OPERATORS = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 _PLAIN = re.compile(r"(?:[^%]|%%|%(?:\(\w+\))?[-+ #0]*\d{0,2}(?:\.\d{1,2})?[a-zA-Z])*+")
-_MOST_PLACES = 16  # … in a format
+_MOST_PLACES = 16  # placeholders in a format
 _MOST_TEXT = 100_000  # characters of each operand
 _MOST_BITS = 64
 _MOST_POWER = 32
@@ -37,7 +37,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Bounded(_Sandbox):
-    """Carries out an operator only where its operands are small."""
+    """Evaluates an operator only if its operands are small."""
 
     intercepted_binops = _OPERATORS
 
@@ -48,35 +48,35 @@ class _Bounded(_Sandbox):
 
 
 class _Reading(ImmutableSandboxedEnvironment):
-    """Never renders. Jinja computes what is constant as it compiles, and `9**9**9` has no end."""
+    """Never renders. Jinja evaluates constants when it compiles, and `9**9**9` would never end."""
 
     intercepted_binops = _OPERATORS
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.filters = dict.fromkeys(self.filters, _never_called)
-        self.globals = {}  # a name that Jinja knows, too, may be one of the row's: `range`
+        self.globals = {}  # a row's field may have the name of a Jinja global, such as `range`
 
 
-@pass_context  # with a context, a filter is no constant
+@pass_context  # with a context, a filter is not evaluated as a constant
 def _never_called(context: Context, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError
 
 
 def _indented(value: Any, *args: Any, **kwargs: Any) -> str:
-    """Jinja's own adds a line break to what it gets, in place: a list of the row would grow."""
+    """Jinja's own filter adds a line break to its input in place: a list of the row would grow."""
     return do_indent(value if isinstance(value, str) else str(value), *args, **kwargs)
 
 
 @cache
 def bounded() -> ImmutableSandboxedEnvironment:
-    """For templates that ``is_linear`` allows; raises Unbounded as it renders."""
+    """For templates that ``is_linear`` allows; raises Unbounded while it renders."""
     return _Bounded(undefined=StrictUndefined, keep_trailing_newline=True)
 
 
 @cache
 def unbounded() -> ImmutableSandboxedEnvironment:
-    """For a process that can be killed: compiling and rendering may take for ever."""
+    """For a process that can be killed: compiling and rendering may run forever."""
     return _Sandbox(undefined=StrictUndefined, keep_trailing_newline=True)
 
 
@@ -87,12 +87,12 @@ def reading() -> ImmutableSandboxedEnvironment:
 
 
 def names_read(tree: nodes.Template) -> set[str]:
-    """The names that a template takes from outside; ``tree`` is as ``reading`` parses it."""
+    """The names that a template takes from outside; ``tree`` must come from ``reading``."""
     return find_undeclared_variables(tree)
 
 
 def fields_read(source: str) -> set[str]:
-    """As ``names_read``, but a function of Jinja that is only called, as `range(3)`, is no field."""
+    """As ``names_read``, without Jinja's functions that are only called, such as `range(3)`."""
     tree = reading().parse(source)
     called = Counter(
         call.node.name for call in tree.find_all(nodes.Call) if isinstance(call.node, nodes.Name)
@@ -103,18 +103,18 @@ def fields_read(source: str) -> set[str]:
 
 
 def is_plain_format(text: str, most_places: int = _MOST_PLACES) -> bool:
-    """True for a ``%`` format of few places, none of them wider than 99."""
+    """True for a ``%`` format with few placeholders, none of them wider than 99."""
     return text.count("%") <= most_places and _PLAIN.fullmatch(text) is not None
 
 
 def names_in_order(source: str) -> list[str]:
-    """Every name in a template, as often as it stands there."""
+    """Every name in a template, as often as it occurs."""
     return [name.name for name in reading().parse(source).find_all(nodes.Name)]
 
 
 def _is_small(operator: str, left: Any, right: Any) -> bool:
     if isinstance(left, Undefined) or isinstance(right, Undefined):
-        return True  # an undefined name is an error at once
+        return True  # an undefined name raises an error at once
     if isinstance(left, str) and operator == "%":
         return len(left) <= _MOST_TEXT and is_plain_format(left) and _is_small_value(right)
     if isinstance(left, str) and isinstance(right, str):

@@ -1,4 +1,4 @@
-"""How much a template has before it: the text in a row's fields, and the parts of its lists."""
+"""The size of a template's input: the text in a row's fields, and the parts of its lists."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _NUMBERS = frozenset({int, float, bool, type(None)})
 
 
 def is_heavier(values: Iterable[Any], most: int) -> bool:
-    """Whether ``values``, however deep, hold more than ``most`` characters and bytes.
+    """Whether ``values`` hold more than ``most`` characters and bytes, at any depth.
 
-    Each part of a list counts, whatever it is; so a list that contains itself has an end, too.
+    Each part of a list counts, whatever it is, so this also ends for a list that contains itself.
     """
     left = most
     waiting: list[Iterable[Any]] = [values]
