@@ -22,12 +22,15 @@ _SPEED_ONLY = frozenset(
         *("-t", "--threads", "-tb", "--threads-batch", "--threads-http"),
         *("-np", "--parallel", "-b", "--batch-size", "-ub", "--ubatch-size"),
         *("-ngl", "--gpu-layers", "--n-gpu-layers", "-ts", "--tensor-split", "-dev", "--device"),
-        *("--mlock", "--no-mmap", "--no-webui", "--no-ui", "--cache-ram"),
+        "--cache-ram",
         *("--max-num-seqs", "--max-num-batched-tokens", "--gpu-memory-utilization"),
-        *("--kv-cache-memory-bytes", "--enforce-eager", "-O", "--swap-space", "--cpu-offload-gb"),
+        *("--kv-cache-memory-bytes", "-O", "--swap-space", "--cpu-offload-gb"),
         *("-tp", "--tensor-parallel-size", "-pp", "--pipeline-parallel-size"),
         *("-dp", "--data-parallel-size", "--uvicorn-log-level", "--download-dir"),
     ]
+)
+_SPEED_FLAGS = frozenset(  # the same, without a value
+    ["--mlock", "--no-mmap", "--no-webui", "--no-ui", "--enforce-eager", "--no-enforce-eager"]
 )
 
 
@@ -98,7 +101,9 @@ def _without_speed(words: list[str]) -> Iterator[str]:
     is_value = False
     for word in words[1:]:
         name, equals, _ = word.partition("=")
-        if name in _SPEED_ONLY:
+        if name in _SPEED_FLAGS:
+            is_value = False
+        elif name in _SPEED_ONLY:
             is_value = not equals
         elif is_value and not word.startswith("-"):
             is_value = False

@@ -23,9 +23,9 @@ def check_values(table: Mapping[str, Any]) -> None:
     for path, value in _walk(table):
         if len(path) > MAX_DEPTH:
             raise ValueError(f"{_dotted(path)}: nested more than {MAX_DEPTH} deep")
-        if isinstance(value, int) and value.bit_length() > _BITS:
+        if isinstance(value, int) and not -(2 ** (_BITS - 1)) <= value < 2**_BITS:
             raise ValueError(
-                f"{_dotted(path)}: found a number of {value.bit_length()} bits; whole numbers have"
+                f"{_dotted(path)}: found a number of {value.bit_length() + (value < 0)} bits; whole numbers have"
                 f" {_BITS} at most"
             )
         if isinstance(value, str) and not _is_unicode(value):

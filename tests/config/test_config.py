@@ -540,6 +540,7 @@ TOO_MUCH = {  # a job file, and what its one message names
     "seed": (f"run.seed = {HUGE}", "line 1 (run.seed): found a number of thousands of digits"),
     "long seed": (f"run.seed = {HUGE[:4000]}", "run.seed: found a number of"),
     "wide seed": (f"run.seed = {2**64}", "run.seed: found a number of 65 bits"),
+    "negative number": (f"vars.a = {-(2**63) - 1}", "vars.a: found a number of 65 bits"),
     "number": (f"vars.a = [1, {2**70}]", "vars.a.1: found a number of 71 bits"),
     "pattern": (f"[scoring]\nextract = 'regex'\npattern = '{'(' * DEEP}{')' * DEEP}'", "scoring: patt"),
     "repetition": ("scoring.extract = 'regex'\nscoring.pattern = 'a{99999999999}'", "scoring: patt"),

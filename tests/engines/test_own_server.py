@@ -204,6 +204,7 @@ def test_a_run_is_known_by_what_its_server_answers_not_by_where_and_how_fast(
     assert what_decides_answers("vllm serve m --enforce-eager --dtype half") == [
         "vllm", "serve", "m", "--dtype", "half",
     ]  # fmt: skip
+    assert what_decides_answers("vllm serve --enforce-eager m -tp 2") == ["vllm", "serve", "m"]
 
 
 # --- a server that does not come up
