@@ -1,4 +1,4 @@
-"""What the processor asks of an engine, and what ``validate`` asks of its outer half."""
+"""The interfaces of an engine: ``Engine`` for the processor, ``Preflight`` for ``validate``."""
 
 from __future__ import annotations
 
@@ -7,66 +7,66 @@ from typing import Any, NamedTuple, Protocol
 
 from batchkit.types import Completion, Request
 
-# So long an idle engine waits for the next request of a burst, so that all of it begins together:
-# many times what a text prompt takes to arrive and be prepared, less than an image does.
+# How long an idle engine waits for the next request of a burst, so that all of them start together:
+# many times what a text prompt takes to arrive and be prepared, less than an image takes.
 BURST_GAP_S = 0.003
 
 
 class EngineLoad(NamedTuple):
-    """How busy the engine was in its last step, and the memory that its process holds."""
+    """How busy the engine was in its last step, and the memory that its process uses."""
 
     running: int
     waiting: int
     kv_cache_usage: float
     preempted: int
-    """Requests preempted since the load was last asked for."""
+    """Requests preempted since the last call of ``load``."""
     host_bytes: int = 0
-    """Resident memory of the process that the engine runs in; 0 where it is not known, or not limited."""
+    """Resident memory of the engine's process; 0 if it is unknown or not limited."""
     events: Sequence[str] = ()
-    """What the run should report since the load was last asked for."""
+    """Messages for the run to report, since the last call of ``load``."""
 
 
 class Engine(Protocol):
-    """Answers requests in any order. One thread calls it.
+    """Answers requests in any order. Called by one thread.
 
     Every submitted request comes back from ``poll`` exactly once, a failed one with ``error`` set,
-    unless EngineDied is raised: then the engine is dead and nothing more comes back.
+    unless EngineDied is raised: then the engine is dead and no more requests come back.
     """
 
     @property
     def max_num_seqs(self) -> int:
-        """How many requests it runs at once; more than these wait in its queue."""
+        """How many requests it runs at once; the others wait in its queue."""
 
     @property
     def limits(self) -> Mapping[str, Any]:
-        """The options that decide its memory, by vLLM's names, as they are in force."""
+        """The options in force that decide its memory use, by vLLM's names."""
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """Names and versions that decide its answers, for the manifest."""
+        """Names and versions of the software that its answers depend on, for the manifest."""
 
     def submit(self, request: Request) -> None:
         """Queue ``request`` and return at once."""
 
     def poll(self, timeout_s: float) -> Sequence[Completion]:
-        """What has finished since; waits up to ``timeout_s`` for the first, may return nothing.
+        """What finished since the last call; waits up to ``timeout_s`` for the first, may be empty.
 
         Raises:
-            EngineDied: it says why.
-            EngineError: … and another engine would fare no better.
+            EngineDied: the engine died; the error says why.
+            EngineError: it failed, and a new engine would fail, too.
         """
 
     def load(self) -> EngineLoad:
-        """How busy it is. Costs next to nothing."""
+        """How busy it is. Cheap to call."""
 
     def close(self) -> None:
-        """Drop what is in flight and give everything back. May be called twice."""
+        """Drop the requests in flight and release all resources. May be called twice."""
 
 
 class RenderedPrompt(NamedTuple):
-    """A prompt as the engine would get it, special tokens and all.
+    """A prompt as the engine would get it, special tokens included.
 
-    ``prompt_tokens`` is None where only the engine itself can count them.
+    ``prompt_tokens`` is None if only the engine itself can count them.
     """
 
     text: str | None
@@ -74,10 +74,10 @@ class RenderedPrompt(NamedTuple):
 
 
 class Preflight(Protocol):
-    """The engine's outer half: it renders and checks requests without the model's weights."""
+    """Renders and checks requests as the engine would, without the model's weights."""
 
     def render(self, request: Request) -> RenderedPrompt:
-        """What the engine would get.
+        """The prompt that the engine would get.
 
         Raises:
             RowError: the engine would refuse the request.

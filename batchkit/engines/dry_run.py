@@ -20,7 +20,7 @@ _OPTIONS = {"latency_s": 0.0, "max_num_seqs": 256}
 
 
 class DryRunEngine:
-    """Answers in the order of submission, ``latency_s`` after it."""
+    """Answers in the order of submission, each request after ``latency_s``."""
 
     def __init__(self, *, latency_s: float, max_num_seqs: int) -> None:
         self._latency_s = latency_s
@@ -60,7 +60,7 @@ class DryRunEngine:
 
 
 class DryRunPreflight:
-    """Shows the messages; it has no tokenizer, so tokens are counted as words."""
+    """Shows the messages; it has no tokenizer, so it counts words as tokens."""
 
     def render(self, request: Request) -> RenderedPrompt:
         text = _text(request)

@@ -1,4 +1,4 @@
-"""Why an engine died, told by type where a type exists."""
+"""Why an engine died, classified by the error's type where a type exists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchkit.errors import EngineError
 if TYPE_CHECKING:
     from batchkit.types import Request
 
-# What vLLM says where the error of one of its workers is in the log only.
+# What vLLM says when the error of one of its workers is only in the log.
 _ELSEWHERE_WORDS = (
     "WorkerProc initialization failed",
     "Executor failed",
@@ -25,9 +25,9 @@ _LONGEST_MESSAGE = 1000
 
 FaultKind = Literal["oom", "engine_crash", "stall", "timeout"]
 
-# Types by name: torch is not imported here, and its CUDA and generic classes are one.
+# Types by name: torch is not imported here, and its CUDA and generic classes are the same.
 _OOM_TYPES = ("OutOfMemoryError", "MemoryError")
-# What has no type of its own: the CPU allocator, vLLM's KV cache, CUDA's libraries, and llama.cpp.
+# Errors without their own type: the CPU allocator, vLLM's KV cache, CUDA's libraries, llama.cpp.
 _OVER_CLAIM_WORDS = (
     "less than requested memory for kv",
     "less than desired GPU memory utilization",
@@ -49,9 +49,9 @@ _OOM_WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One death of an engine. ``type`` is the error's class, or the signal that ended it.
+    """Why an engine died. ``type`` is the error's class, or the signal that ended it.
 
-    ``is_unexplained_kill``: SIGKILL from outside, without a sign that memory ran out.
+    ``is_unexplained_kill``: SIGKILL from outside, with no sign that memory ran out.
     """
 
     kind: FaultKind
@@ -61,12 +61,12 @@ class Fault:
 
     @property
     def is_over_claim(self) -> bool:
-        """The engine asked for more than is free before it loaded anything."""
+        """The engine requested more memory than was free, before it loaded anything."""
         return any(words in self.message for words in _OVER_CLAIM_WORDS)
 
     @property
     def is_without_cache(self) -> bool:
-        """What the engine was given is full before the KV cache has any of it."""
+        """The engine's memory is full before the KV cache gets any of it."""
         return _WITHOUT_CACHE_WORDS in self.message
 
     def __str__(self) -> str:
@@ -74,10 +74,10 @@ class Fault:
 
 
 class EngineDied(EngineError):
-    """The engine is dead; ``fault`` says why. What was in flight comes back no more.
+    """The engine is dead; ``fault`` says why. Requests in flight do not come back.
 
-    ``stacks``: what its threads were at, where a watchdog ended it. ``request``: the one that it died
-    of, where that is known.
+    ``stacks``: the stacks of its threads, if a watchdog killed it. ``request``: the one that killed
+    it, if known.
     """
 
     def __init__(self, fault: Fault, *, stacks: str = "", request: Request | None = None) -> None:
@@ -88,9 +88,9 @@ class EngineDied(EngineError):
 
 
 class StartFailed(EngineDied):
-    """The engine never came up; ``message`` says what to do.
+    """The engine did not start; ``message`` says what to do.
 
-    ``limits``: the options that would have decided its memory, where they were worked out.
+    ``limits``: the options that would have decided its memory use, if they were known by then.
     """
 
     def __init__(self, message: str, fault: Fault, limits: Mapping[str, Any]) -> None:
@@ -114,9 +114,9 @@ def fault_of(error: BaseException) -> Fault:
 
 
 def fault_of_exit(code: int | None, last_words: str, memory: str = "") -> Fault:
-    """A process that ended without saying why.
+    """The fault of a process that ended without reporting why.
 
-    SIGKILL is the kernel's way to free memory, and not only the kernel's; ``memory`` is the evidence
+    The kernel sends SIGKILL to free memory, but others send it, too; ``memory`` is the evidence
     that memory ran out (``host_memory.py``), empty if there is none.
     """
     if code == -signal.SIGKILL:
@@ -132,10 +132,10 @@ def fault_of_exit(code: int | None, last_words: str, memory: str = "") -> Fault:
 
 
 def with_log(fault: Fault, log: str) -> Fault:
-    """``fault`` as the engine's ``log`` explains it, where it does not know its own cause.
+    """``fault`` with its cause taken from the engine's ``log``, if it does not name one itself.
 
-    An engine with worker processes only hears that one of them failed; the worker's error is in the
-    log. So is that of a worker that the others wait for until it is called a stall.
+    An engine with worker processes only learns that one of them failed; the worker's error is in
+    the log. So is the error of a worker that the others wait for until the wait counts as a stall.
     """
     if fault.kind == "oom" or (fault.kind != "stall" and not points_elsewhere(fault.message)):
         return fault
@@ -146,7 +146,7 @@ def with_log(fault: Fault, log: str) -> Fault:
 
 
 def points_elsewhere(text: str) -> bool:
-    """Whether it only says that the cause was told before."""
+    """Whether ``text`` only says that the cause was reported earlier."""
     return any(words in text for words in _ELSEWHERE_WORDS)
 
 

@@ -1,8 +1,7 @@
 """Whether the host's memory, or the container's, ran out.
 
-The kernel frees memory by killing a process, and a person may kill one just the same: the signal does
-not say which it was. What says so is the kernel's own count of such kills, and how much memory was
-free shortly before.
+The kernel frees memory by killing a process, but a person may kill one with the same signal. The
+kernel's own count of such kills, and how much memory was free shortly before, show which it was.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ def free_memory_share() -> float:
 
 
 def family_bytes(pid: int) -> int:
-    """Resident memory of a process and of all that it has started.
+    """Resident memory of a process and all its descendants.
 
-    Not cheap: to find them means going through all processes of the host.
+    Not cheap: finding them means reading all processes of the host.
     """
     import psutil
 
@@ -54,7 +53,7 @@ def family_bytes(pid: int) -> int:
 
 def oom_kills() -> int | None:
     """How many processes of this one's cgroup the kernel has killed for memory so far; of the whole
-    host where no cgroup counts them; None where nothing does."""
+    host if no cgroup counts them; None if nothing does."""
     for group in memory_groups():
         for name in ("memory.events", "memory.oom_control"):
             if (count := _field(group / name, "oom_kill")) is not None:
@@ -63,9 +62,9 @@ def oom_kills() -> int | None:
 
 
 def memory_groups(membership: Path = _MEMBERSHIP, mounted: Path = _CGROUPS) -> Iterator[Path]:
-    """The cgroups that limit this process's memory, its own first: of version 2 or 1.
+    """The cgroups (version 2 or 1) that limit this process's memory, its own first.
 
-    In a container the path that the kernel names may not be seen; the mount itself is its own then.
+    In a container, the path that the kernel reports may not be visible; then the mount is its own.
     """
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()
@@ -80,9 +79,9 @@ def memory_groups(membership: Path = _MEMBERSHIP, mounted: Path = _CGROUPS) -> I
 
 
 class MemoryWatch:
-    """Watches over the memory of one engine's life, from when this is made.
+    """Watches the host's memory while one engine runs, from the creation of this object on.
 
-    ``look`` is called often, by the thread that waits for the engine; it reads at most once a second.
+    The thread that waits for the engine calls ``look`` often; it reads at most once a second.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class MemoryWatch:
                 self._seen.popleft()
 
     def evidence(self) -> str:
-        """What says that memory ran out just now; empty where nothing does."""
+        """The evidence that memory ran out just now; empty if there is none."""
         before, after = self._kills_before, self._kills()
         if before is not None and after is not None and after > before:
             return f"the kernel has killed for memory (oom_kill {before} → {after})"
@@ -116,14 +115,14 @@ class MemoryWatch:
 
 
 def _reclaimable(group: Path) -> int:
-    """The page cache: it counts as used, and the kernel drops it before it kills."""
+    """The page cache: it counts as used, but the kernel drops it before it kills a process."""
     return sum(
         _field(group / "memory.stat", name) or 0 for name in ("inactive_file", "active_file")
     )
 
 
 def _first(group: Path, *names: str) -> str:
-    """What the first of these files says that there is."""
+    """The content of the first of these files that exists."""
     for name in names:
         if (group / name).exists():
             return (group / name).read_text(encoding="utf-8").strip()
@@ -131,7 +130,7 @@ def _first(group: Path, *names: str) -> str:
 
 
 def _field(path: Path, name: str) -> int | None:
-    """The number that stands behind ``name`` in a table of names and numbers."""
+    """The number after ``name`` in a file of names and numbers; None if there is none."""
     try:
         table = dict(
             line.split(maxsplit=1) for line in path.read_text(encoding="utf-8").splitlines()

@@ -1,11 +1,11 @@
-"""How an engine is made smaller after it ran out of memory, and larger again.
+"""Reduces an engine's memory use after it ran out of memory, and raises it again.
 
 Down: ``max_num_seqs`` is halved to 1, then ``max_num_batched_tokens`` to 512, then the engine's claim
-(its share of the GPU, or a fixed KV cache). The claim comes first where it alone was the trouble:
-more was asked for than is free. It stays where the KV cache found no room: less would not help.
+(its share of the GPU, or a fixed KV cache). The claim is reduced first if it was the only problem:
+more was requested than is free. It is kept if the KV cache found no room: less would not help.
 
-Up: one step back after a stretch of success, never past where it began. A step up that ended in
-memory running out again doubles the stretch.
+Up: one step back after a stretch of success, never past the original settings. If memory runs out
+again after a step up, the stretch doubles.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STRETCH = 1000
 
 
 class Ladder:
-    """The engine options in force, as overrides of the job's own. ``steps`` is the way down so far."""
+    """The engine options in force, as overrides of the job's. ``steps``: the steps down so far."""
 
     def __init__(
         self, steps: list[dict[str, Any]] | None = None, *, stretch: int | None = None
@@ -34,7 +34,7 @@ class Ladder:
 
     @property
     def overrides(self) -> Mapping[str, Any]:
-        """Options to lay over the job's."""
+        """The options that replace the job's."""
         merged: dict[str, Any] = {}
         for step in self.steps:
             merged |= step
@@ -43,10 +43,10 @@ class Ladder:
     def step_down(
         self, limits: Mapping[str, Any], fault: Fault, *, alone: bool = False
     ) -> dict[str, Any] | None:
-        """The next smaller setting, taken; None at the bottom.
+        """Take the next smaller setting and return it; None at the bottom.
 
         ``limits`` are the options in force that decide the engine's memory; ``fault`` is an oom.
-        ``alone``: one request ran, so that fewer at once would not help it.
+        ``alone``: only one request ran, so fewer at once would not help.
         """
         self._successes = 0
         if self._on_trial:
@@ -66,7 +66,7 @@ class Ladder:
         return bool(self.steps)
 
     def step_up(self) -> None:
-        """Take back the last step."""
+        """Undo the last step."""
         self.steps.pop()
         self._successes = 0
         self._on_trial = True
@@ -78,7 +78,7 @@ def _smaller(limits: Mapping[str, Any], fault: Fault, *, alone: bool) -> dict[st
     running = limits.get("max_num_seqs", 1)
     if running > 1 and not alone:
         return {"max_num_seqs": running // 2}
-    least = max(LEAST_BATCHED_TOKENS, running)  # vLLM allows no fewer than one for each request
+    least = max(LEAST_BATCHED_TOKENS, running)  # vLLM needs at least one per request
     if (tokens := limits.get("max_num_batched_tokens", 0)) > least:
         return {"max_num_batched_tokens": max(least, tokens // 2)}
     return None if fault.is_without_cache else _smaller_claim(limits, LEAST_SHARE)

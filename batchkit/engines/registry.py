@@ -19,14 +19,14 @@ ENGINES = {
     "dry-run": "batchkit.engines.dry_run",
     "openai-server": "batchkit.engines.openai.engine",
 }
-# Where the job does not set it; an engine without a model in it says so itself. vLLM's least.
+# If the job does not set it (vLLM's smallest default); engines without a model report their own.
 MAX_NUM_SEQS = {"vllm": 256, "transformers": 8}
-LIGHT = ("dry-run", "openai-server")  # no model in them that could take the run's process along
+LIGHT = ("dry-run", "openai-server")  # they hold no model that could crash the run's process
 _PACKAGES = {"vllm": ("vllm",), "transformers": ("torch", "transformers")}
 
 
 def open_preflight(job: JobConfig) -> Preflight:
-    """What the job's engine can say about a request without loading the model.
+    """Opens what renders and checks the job's requests without loading the model.
 
     Raises:
         JobError: the engine's options or sampling parameters can't be right.
@@ -54,14 +54,14 @@ def open_engine(job: JobConfig, launcher: Launcher | None = None) -> Engine:
 
 
 def load_engine(job: JobConfig) -> Engine:
-    """As ``open_engine``, always in this process."""
+    """Like ``open_engine``, but always in this process."""
     with _importing(job):
         engine: Engine = _module(job).open_engine(job)
     return engine
 
 
 def sampling_names(kind: str) -> Collection[str] | None:
-    """What ``[sampling]`` may hold for an engine of ``kind``; None where it does not say."""
+    """The names allowed in ``[sampling]`` for an engine of ``kind``; None if it has no list."""
     names: Collection[str] | None = getattr(import_module(ENGINES[kind]), "SAMPLING", None)
     return names
 
@@ -72,9 +72,9 @@ def preload_engine(kind: str) -> None:
 
 
 def require(packages: Sequence[str], *, user: str, extra: str) -> None:
-    """See that ``packages``, which ``user`` needs and ``batchkit[extra]`` brings, are installed.
+    """Check that ``packages``, which ``user`` needs, are installed; ``batchkit[extra]`` has them.
 
-    Costs little: nothing is imported.
+    Cheap: nothing is imported.
 
     Raises:
         JobError: one is missing.
@@ -91,7 +91,7 @@ def require(packages: Sequence[str], *, user: str, extra: str) -> None:
 def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except (ImportError, ValueError):  # ValueError: it was put together by hand
+    except (ImportError, ValueError):  # ValueError: a module without a spec
         return False
 
 

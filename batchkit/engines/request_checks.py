@@ -1,4 +1,4 @@
-"""What the engines that hold a model refuse, or read from the job, in the same way."""
+"""Checks of requests and options that the engines with a model share."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from batchkit.types import Request
 
 
 def check_length(request: Request, prompt_tokens: int, max_model_len: int) -> None:
-    """One token of an answer must fit; after a cut, the room that the cut was to make.
+    """The prompt must leave room for one token; after a cut, for the tokens that the cut was for.
 
     Raises:
-        PromptTooLongError: with its numbers, by which the prompt can be cut.
+        PromptTooLongError: with the token counts, which a cut needs.
     """
     room = 1 if request.cut is None else request.cut.answer_tokens
     if prompt_tokens + room <= max_model_len:
@@ -28,7 +28,7 @@ def check_length(request: Request, prompt_tokens: int, max_model_len: int) -> No
 
 
 def missing_folder(model: str) -> str | None:
-    """What is wrong where ``model`` is written as a folder and there is none."""
+    """The error if ``model`` is written as a folder that does not exist; else None."""
     folder = Path(model)
     if folder.exists() or not (folder.is_absolute() or model.startswith(".")):
         return None
@@ -39,7 +39,7 @@ def missing_folder(model: str) -> str | None:
 
 
 def chat_template(options: Mapping[str, Any]) -> str | None:
-    """As ``vllm.LLM(chat_template=…)``: a file, or the template itself; None is the model's own.
+    """Like ``vllm.LLM(chat_template=…)``: a file, or the template itself; None is the model's own.
 
     Raises:
         JobError: the file can't be read.
@@ -54,13 +54,13 @@ def chat_template(options: Mapping[str, Any]) -> str | None:
 
 
 def cause(error: BaseException) -> str:
-    """The innermost error: the processors wrap theirs in pages of arguments."""
+    """The innermost error: processors wrap theirs in pages of arguments."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}"
 
 
 def near(name: str, known: Sequence[str]) -> str:
-    """The end of a message about an unknown ``name``."""
+    """A suggestion to end a message about an unknown ``name`` with; empty if there is none."""
     found = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {found[0]!r}?" if found else ""

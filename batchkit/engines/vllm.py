@@ -1,11 +1,11 @@
-"""The vLLM engine: ``vllm.LLM``, fed without draining. The only file that touches vLLM.
+"""The vLLM engine: ``vllm.LLM``, fed continuously. The only file that touches vLLM.
 
-``LLM.generate`` takes a list, renders all of it on one thread, and loses the whole call to one bad
-prompt. Here requests are rendered on a thread of their own and added one by one to the LLM's engine
-while it steps, so that its batch stays full and a refused request is that row's error alone.
+``LLM.generate`` takes a list, renders all of it on one thread, and fails the whole call for one bad
+prompt. Here requests are rendered on a separate thread and added one by one to the LLM's engine
+while it steps, so that its batch stays full and a refused request is only that row's error.
 
-vLLM runs inside this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``): errors arrive as what they
-are, and the scheduler's figures can be read after each step.
+vLLM runs inside this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``): errors keep their types, and
+the scheduler's statistics can be read after each step.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from batchkit.errors import (
 )
 from batchkit.types import Choice, Completion, Request, Usage
 
-# The image cache keeps processed pixels for images that come again. Rows that share an image
-# stand close together, so a small one serves; vLLM's default of 4 GiB would only fill up.
+# The image cache keeps processed pixels of images that are used again. Rows that share an image
+# are close together, so a small cache is enough; vLLM's default of 4 GiB would only fill up.
 _DEFAULTS = {"mm_processor_cache_gb": 0.25, "use_tqdm_on_load": False}
 # On a CPU vLLM would claim nine tenths of the host's memory, and refuse to start with less.
 _CPU_KV_CACHE_BYTES = 2 * 2**30
@@ -48,13 +48,13 @@ _MEMORY_OPTIONS = ("kv_cache_memory_bytes", "gpu_memory_utilization")
 _QUIET = "CRITICAL"
 _TOO_LONG = ("input_tokens", "input_text")
 _STUCK_CHECK_S = _MEMORY_LOOK_S = 1.0
-_MOST_TRIES = 3  # of preparing a request whose images the engine turns out not to have
+_MOST_TRIES = 3  # retries of preparing a request whose images the engine lacks
 
 
 def preload() -> None:
-    """Import what vLLM itself imports before it forks its engine: no device has been started.
+    """Import what vLLM itself imports before it forks its engine, without starting a device.
 
-    What it says goes to a file here; the error of a worker process is said nowhere else.
+    What vLLM logs goes to a file here; a worker process's error appears nowhere else.
     """
     if os.environ.get("VLLM_LOGGING_LEVEL") == _QUIET:
         del os.environ["VLLM_LOGGING_LEVEL"]  # set below in the run's own process, for its terminal
@@ -87,7 +87,7 @@ def open_engine(job: JobConfig) -> VllmEngine:
 
 
 class _Unprepared(NamedTuple):
-    """A request, and images of it that vLLM's renderer takes for known to the engine, which is not so.
+    """A request, and its images that vLLM's renderer wrongly assumes the engine has.
 
     ``tries``: how often it was prepared before.
     """
@@ -115,7 +115,7 @@ class VllmRenderer:
         self._renderer = renderer
         self._model_config = vllm_config.model_config
         self._max_model_len: int = self._model_config.max_model_len
-        self._is_limited = job.retry.on_too_long == "fail"  # else a cut needs the whole count
+        self._is_limited = job.retry.on_too_long == "fail"  # else a cut needs the full count
         self._chat_params = ChatParams(
             chat_template=chat_template(job.engine.options),
             chat_template_kwargs={
@@ -134,7 +134,7 @@ class VllmRenderer:
         return RenderedPrompt(text, len(tokens))
 
     def prepare(self, request: Request) -> _Prepared:
-        """The request, tokenised and its images processed.
+        """The request with its prompt tokenised and its images processed.
 
         Raises:
             RowError: vLLM refuses it.
@@ -147,17 +147,17 @@ class VllmRenderer:
         except VLLMValidationError as error:
             raise _refusal(error) from error
         except Exception as error:
-            # The model's own processor runs here, and raises whatever it likes for one odd image.
+            # The model's own processor runs here, and may raise anything for an unusual image.
             kind = MediaError if request.media_bytes else RequestError
             raise kind(cause(error)) from error
         check_length(request, len(prompt.get("prompt_token_ids") or ()), self._max_model_len)
         return _Prepared(request, prompt, params)
 
     def forget(self, images: Iterable[str]) -> None:
-        """Send these images (by their hashes) in full when they come next.
+        """Send these images (given by their hashes) in full when they are used next.
 
-        vLLM's renderer sends an image once; where that prompt was refused before it reached the
-        engine, all later ones refer to an image that the engine never got.
+        vLLM's renderer sends an image once; if that prompt was refused before it reached the
+        engine, all later prompts refer to an image that the engine never got.
         """
         cache = self._renderer.mm_processor_cache
         for image in images:
@@ -186,11 +186,11 @@ class VllmRenderer:
 
 
 class VllmEngine:
-    """``vllm.LLM`` under continuous feed.
+    """``vllm.LLM``, fed continuously.
 
     Threads: the processor's thread calls every method and steps the engine; one thread of ours
-    renders what ``submit`` queued. They meet in ``_inbox`` and ``_prepared`` only; vLLM's renderer
-    is used by the second thread alone once the model is loaded.
+    renders what ``submit`` queued. They exchange requests only by ``_inbox`` and ``_prepared``;
+    once the model is loaded, only the second thread uses vLLM's renderer.
     """
 
     def __init__(self, job: JobConfig, vllm_config: Any) -> None:
@@ -245,7 +245,7 @@ class VllmEngine:
         deadline = time.monotonic() + timeout_s
         done = self._admit(wait_s=0) if self._running else self._admit_burst(timeout_s)
         while self._running and not done:
-            # What a step gave is paid for: nothing else is tried before it is handed on.
+            # What a step returned is paid for: it is handed on before anything else is tried.
             done = self._step() or self._abort_stuck() or self._admit(wait_s=0)
             if time.monotonic() >= deadline:
                 break
@@ -255,7 +255,7 @@ class VllmEngine:
         return self._stats.load()._replace(host_bytes=self._host_bytes())
 
     def _host_bytes(self) -> int:
-        """Of this process and its workers, looked up once a second, and only where it is limited."""
+        """Memory of this process and its workers, read once a second, and only if it is limited."""
         if not self._is_memory_limited:
             return 0
         now = time.monotonic()
@@ -289,14 +289,14 @@ class VllmEngine:
                 self._prepared.put(prepared._replace(tries=unprepared.tries + 1))
             except RowError as error:
                 self._prepared.put(Completion(request, error=error))
-            except Exception as error:  # a dead thread would leave its requests waiting for ever
+            except Exception as error:  # a dead thread would leave its requests waiting forever
                 self._prepared.put(Completion(request, error=RequestError(cause(error))))
             self._rendering = None
             if self._closing:
                 return
 
     def _check_rendering(self) -> None:
-        """A thread that hangs can't be ended, and the requests behind it would wait for ever."""
+        """A thread that hangs can't be ended, and later requests would wait for it forever."""
         rendering = self._rendering
         if rendering is None:
             return
@@ -308,10 +308,10 @@ class VllmEngine:
             raise EngineDied(fault, request=request)
 
     def _admit_burst(self, timeout_s: float) -> list[Completion]:
-        """Wait for the first request, and for those that come right behind it.
+        """Wait for the first request, and for those right behind it.
 
-        A step with one of them would let the others wait for its end, and the batch never be full
-        at once.
+        A step with only the first would make the others wait until it ends, and the batch would not
+        start full.
         """
         refused = self._admit(timeout_s)
         while self._preparing and len(self._running) < self.max_num_seqs:
@@ -322,7 +322,7 @@ class VllmEngine:
         return refused
 
     def _admit(self, wait_s: float) -> list[Completion]:
-        """Add what has been prepared to the engine; what could not be comes back failed."""
+        """Add prepared requests to the engine; returns those that failed or were refused."""
         refused: list[Completion] = []
         while self._preparing:
             try:
@@ -347,7 +347,7 @@ class VllmEngine:
             )
         except VLLMValidationError as error:
             return _refusal(error)
-        except Exception as error:  # no forward pass has run: whatever it is, it is the row's own
+        except Exception as error:  # no forward pass has run: any error is the row's own
             self._engine.abort_request([number])
             unknown = _unknown_images(error, prepared.prompt)
             if not unknown or prepared.tries > _MOST_TRIES:
@@ -361,7 +361,7 @@ class VllmEngine:
         try:
             outputs = self._engine.step()
         except Exception as error:
-            # Whatever went wrong in the forward pass, the engine's state can't be trusted now.
+            # After any error in the forward pass, the engine's state can't be trusted.
             self._failed = True
             raise EngineDied(fault_of(error)) from error
         return [self._completion(output) for output in outputs if output.finished]
@@ -379,7 +379,7 @@ class VllmEngine:
         return Completion(running.request, choices, usage, latency_s, prompt=output.prompt)
 
     def _abort_stuck(self) -> list[Completion]:
-        """Abort what was scheduled and then got no token for too long."""
+        """Abort requests that were scheduled and then got no token for ``run.row_timeout_s``."""
         now = time.monotonic()
         if now < self._next_stuck_check:
             return []
@@ -394,9 +394,9 @@ class VllmEngine:
         return [self._timed_out(self._running.pop(number), now) for number in stuck]
 
     def _scheduled(self) -> Counter[str]:
-        """Tokens so far of each request that does more than wait for its turn.
+        """Tokens so far of each request that is not waiting to be scheduled.
 
-        ``n > 1`` is several of the scheduler's requests under one of ours.
+        With ``n > 1``, several of the scheduler's requests belong to one of ours.
         """
         from vllm.v1.request import RequestStatus
 
@@ -417,7 +417,7 @@ class VllmEngine:
 
 
 class _Running:
-    """When a request was added, and when it last got a token: never, until it was scheduled."""
+    """When a request was added, and when it last got a token: infinity until it is scheduled."""
 
     __slots__ = ("last_token_at", "request", "since", "tokens")
 
@@ -433,10 +433,10 @@ class _Running:
 
 
 def sampling_params(sampling: Mapping[str, Any]) -> Any:
-    """``vllm.SamplingParams`` from a dict, its names and types checked.
+    """``vllm.SamplingParams`` from a dict, with its names and types checked.
 
-    vLLM itself accepts ``seed="x"`` and hangs on it later; msgspec finds wrong types, but passes
-    over unknown names, so those are compared with the struct's own.
+    vLLM itself accepts ``seed="x"`` and hangs on it later; msgspec finds wrong types, but ignores
+    unknown names, so names are compared with the struct's own.
 
     Raises:
         RequestError: naming the parameter.
@@ -466,7 +466,7 @@ def sampling_params(sampling: Mapping[str, Any]) -> Any:
 
 
 def _check_config(job: JobConfig) -> Any:
-    """``VllmConfig`` for the job: names, values, and what the model's own config allows."""
+    """The job's ``VllmConfig``; checks names, values, and what the model's own config allows."""
     _set_environment()
     from vllm.engine.arg_utils import EngineArgs
 
@@ -511,10 +511,10 @@ def _llm_options(job: JobConfig) -> dict[str, Any]:
 
 
 def _set_environment(log_level: str = _QUIET) -> None:
-    """What must stand before vLLM is imported; a variable that the user set is left alone."""
+    """Variables that must be set before vLLM is imported; those the user set are kept."""
     for name, value in {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # What goes wrong reaches us as an exception; vLLM would print its whole state besides.
+        # Errors reach us as exceptions; vLLM would also print its whole state.
         "VLLM_LOGGING_LEVEL": log_level,
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for results
         "VLLM_NO_USAGE_STATS": "1",
@@ -534,14 +534,14 @@ def _load(job: JobConfig, limits: Mapping[str, Any]) -> Any:
     try:
         return vllm.LLM(**_llm_options(job))
     except Exception as error:
-        # Loading runs the model's code and the device's drivers: any type may come out of it.
+        # Loading runs the model's code and the device's drivers, which may raise any type.
         message = explain(error, job.engine.model)
         raise StartFailed(message, fault_of(error), limits) from error
 
 
 def _keep_rendezvous_in(folder: str | None) -> None:
-    """The file over which vLLM's processes find each other is created in ``folder``, which goes with
-    the engine: vLLM leaves it among the temporary files. It has no setting for this."""
+    """In ``folder``, which is deleted with the engine, create the file by which vLLM's processes
+    find each other: vLLM leaves it among the temporary files, and has no setting for this."""
     from vllm.utils import network_utils
 
     if folder is not None and hasattr(network_utils, "get_file_store_init_method"):
@@ -568,7 +568,7 @@ def _lora_request(job: JobConfig) -> Any:
 
 
 def _unknown_images(error: Any, prompt: Mapping[str, Any]) -> Sequence[str]:
-    """The hashes of the images that the engine should have had from an earlier request."""
+    """The hashes of the images that the engine was expected to have from an earlier request."""
     if isinstance(error, AssertionError) and "Expected a cached item" in str(error):  # vLLM 0.26
         return [image for hashes in prompt["mm_hashes"].values() for image in hashes]
     missing: Sequence[str] = getattr(error, "mm_hashes", ())  # MultiModalCacheMissError
@@ -581,7 +581,7 @@ def _refusal(error: Any) -> RowError:
 
 
 def _logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[dict[str, Any]] | None:
-    """In OpenAI's shape: per token its text and logprob, and the alternatives, likeliest first."""
+    """In OpenAI's shape: each token's text, logprob and alternatives, most likely first."""
     if logprobs is None:
         return None
     content = []
@@ -603,7 +603,7 @@ def _token_id(key: Any) -> Any:
 
 
 class _Stats:
-    """Stands among vLLM's stat loggers and keeps the last step's figures."""
+    """A stat logger of vLLM's engine that keeps the last step's statistics."""
 
     def __init__(self) -> None:
         self._last = EngineLoad(0, 0, 0.0, 0)
@@ -633,7 +633,7 @@ class _Stats:
 
 
 def _follow_stats(engine: Any) -> _Stats:
-    """Our stats in place of vLLM's own loggers, whose Prometheus counters nobody would read."""
+    """Replace vLLM's own stat loggers, whose Prometheus counters nobody would read, by ours."""
     stats = _Stats()
     engine.logger_manager.stat_loggers = [stats]
     return stats

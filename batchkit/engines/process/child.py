@@ -1,11 +1,11 @@
 """The launcher's process and its forks: ``python -m batchkit.engines.process.child KIND FD``.
 
-The launcher imports what an engine of KIND needs, and forks for each socket that comes over FD. The
-fork opens the job's engine, answers what comes over its socket, and says why it dies. Both live no
-longer than the run, and leave SIGINT and SIGTERM to it.
+The launcher imports what an engine of KIND needs, and forks for each socket received over FD. The
+fork opens the job's engine, answers what arrives on its socket, and reports why it dies. Both end
+with the run, and ignore SIGINT and SIGTERM: the run handles them.
 
-Whatever goes over these sockets is pickled (``process.py`` says why that is safe): both ends are this
-package's own, and only the run and its own children ever hold one.
+Everything sent over these sockets is pickled (``engine.py`` says why that is safe): both ends
+belong to this package, and only the run and its own children ever hold one.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from batchkit.rendering.child_process import die_with_parent
 from batchkit.types import Request
 
 HEARTBEAT_S = 0.5
-POLL_S = 0.02  # what comes in meanwhile is taken in that much later
-BURST_S = 0.05  # an idle engine takes in no burst longer than this before it begins
+POLL_S = 0.02  # a request that arrives during a poll may wait this long
+BURST_S = 0.05  # the longest that an idle engine collects a burst before it starts
 
 Inbox = queue.SimpleQueue[tuple[int, Request] | None]
 
@@ -47,14 +47,14 @@ def main() -> None:
     kind, control = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
     die_with_parent()
     for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)  # the parent decides when it is over
+        signal.signal(signum, signal.SIG_IGN)  # the parent decides when to end
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     preload_engine(kind)
     gc.collect()
-    gc.freeze()  # the forks need not look through what was imported, nor copy it
+    gc.freeze()  # the forks' garbage collector skips, and so doesn't copy, what was imported
     while fds := socket.recv_fds(control, 1, 1)[1]:
-        resource_tracker.ensure_running()  # outside the fork's group: it cleans up behind that
+        resource_tracker.ensure_running()  # outside the fork's group: it cleans up after that
         with TemporaryDirectory(prefix="batchkit-engine-", ignore_cleanup_errors=True) as scratch:
             os.environ[SCRATCH] = scratch
             pid = os.fork()
@@ -70,12 +70,12 @@ def main() -> None:
 
 
 def _wait_for_all(pid: int) -> int:
-    """The fork's exit code, once it, the workers that it started, and its shared memory are gone."""
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # not reaped yet: the number stays its own
+    """The fork's exit code, after it, its workers and its shared memory are gone."""
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # not reaped yet: the id is not reused
     with contextlib.suppress(OSError):
         os.killpg(pid, signal.SIGKILL)
     status = os.waitpid(pid, 0)[1]
-    # Waits until it has unlinked what was left; Python has no public name for it.
+    # Waits until it has unlinked what was left; Python has no public function for this.
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
     return os.waitstatus_to_exitcode(status)
 
@@ -91,7 +91,7 @@ def _serve_as_fork(fd: int) -> int:
 
 
 def _serve_one(connection: Connection) -> None:
-    """Open the engine of the job that comes first, and serve it until it is closed or dies."""
+    """Receive the job, open its engine, and serve it until it is closed or dies."""
     job: JobConfig = connection.recv()
     try:
         engine = load_engine(job)
@@ -109,9 +109,9 @@ def _serve_one(connection: Connection) -> None:
 
 
 def _serve(connection: Connection, engine: Engine, inbox: Inbox) -> None:
-    """Until None comes: submit, poll, send what finished. Its sign of life comes from this thread,
-    so that it stops when the engine hangs."""
-    # By the request's address, which stays its own as long as it is held here.
+    """Submit, poll and send what finished, until None arrives. This thread also sends the sign of
+    life, so that it stops when the engine hangs."""
+    # By the request's id(), which is unique while the request is held here.
     in_flight: dict[int, tuple[int, Request]] = {}
     last_sent = 0.0
     while True:
@@ -139,14 +139,14 @@ def _serve(connection: Connection, engine: Engine, inbox: Inbox) -> None:
 
 
 def _come_in(inbox: Inbox) -> Iterator[tuple[int, Request] | None]:
-    """All that has come in by now."""
+    """All messages that have arrived so far."""
     with contextlib.suppress(queue.Empty):
         while True:
             yield inbox.get_nowait()
 
 
 def _burst(inbox: Inbox) -> Iterator[tuple[int, Request] | None]:
-    """Wait for the first, and for those that come right behind it, so that they begin together."""
+    """Wait for the first message, and for those right behind it, so that they start together."""
     with contextlib.suppress(queue.Empty):
         yield inbox.get(timeout=HEARTBEAT_S)
         until = time.monotonic() + BURST_S
@@ -155,16 +155,16 @@ def _burst(inbox: Inbox) -> Iterator[tuple[int, Request] | None]:
 
 
 def _receive(connection: Connection, inbox: Inbox) -> None:
-    """On a thread of its own, so that the parent never waits for a step to end."""
+    """Runs on its own thread, so that the parent never waits for a step to end."""
     try:
         while True:
             inbox.put(connection.recv())
     except (EOFError, OSError):
-        pass  # the parent is gone
-    except Exception:  # a request that can't be read, for want of memory, say
+        pass  # the parent has ended
+    except Exception:  # a request that can't be read, for example for lack of memory
         traceback.print_exc()
     finally:
-        os._exit(1)  # without this thread, requests would be lost while signs of life go on
+        os._exit(1)  # without this thread, requests would be lost while signs of life continue
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""An engine in a process of its own, so that a crash or a leak in it can't take the run with it.
+"""An engine in its own process, so that a crash or leak in it can't end the run.
 
 The parent holds no GPU memory and never waits for a step: it sends requests over a socket and reads
-what finished. The child says why it dies; where it can't (a signal), its exit code does.
+what finished. The child reports why it dies; if it can't (a signal), its exit code does.
 
 Both sides pickle what they send: jobs, requests with their images, answers, errors. The socket is one
 end of a ``socketpair``, made by the run and handed to its own child: it has no name and no address, so
-that no other process can connect to it or write to it, and what is unpickled was pickled by batchkit's
+no other process can connect to it or write to it, and what is unpickled was pickled by batchkit's
 own code under the same user. Nothing is ever unpickled from a file, a server, or the run folder.
 """
 
@@ -41,8 +41,8 @@ _WAIT_S = 0.2
 class ProcessEngine:
     """The job's engine in a child process. What it prints goes to ``engine.log`` in the run folder.
 
-    Without a ``launcher`` it has one of its own, which ends with it. ``memory`` watches over the
-    host's memory from now on.
+    Without a ``launcher`` it creates its own, which ends with it. ``memory`` watches the host's
+    memory; by default, from now on.
 
     Raises:
         JobError: the engine's options can't be right.
@@ -67,7 +67,7 @@ class ProcessEngine:
         self._submitted = 0
         self._death: EngineDied | None = None
         ours, theirs = socket.socketpair()
-        # A child that hangs with Python's lock held takes nothing in: sending must end, too.
+        # A child that hangs with the GIL held receives nothing: sending needs a timeout, too.
         limit = struct.pack("ll", max(1, round(job.run.stall_timeout_s)), 0)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._connection: Any = Connection(ours.detach())
@@ -100,7 +100,7 @@ class ProcessEngine:
     def submit(self, request: Request) -> None:
         self._submitted += 1
         self._in_flight[self._submitted] = request
-        # The engine has no use for the row's fields; they stay here.
+        # The engine does not need the row's fields; they stay here.
         bare = replace(request, row=Row(request.row.index, request.row.id, {}))
         try:
             message = ForkingPickler.dumps((self._submitted, bare))
@@ -112,7 +112,7 @@ class ProcessEngine:
         try:
             self._connection.send_bytes(message)
         except BlockingIOError:
-            self._stall()  # half a message is out: nothing can follow it
+            self._stall()  # half a message was sent: nothing can follow it
         except OSError:
             return  # it is dead: the next poll says why
 
@@ -136,7 +136,7 @@ class ProcessEngine:
         self._check_sign_of_life()
         if self._death is not None and not done:
             raise self._death
-        return done  # what finished before a death counts; the next poll tells of the death
+        return done  # what finished before a death counts; the next poll raises it
 
     def load(self) -> EngineLoad:
         load, self._load = self._load, self._load._replace(preempted=0)
@@ -152,7 +152,7 @@ class ProcessEngine:
                 return self._launcher.launch(job.engine.kind, theirs)
         except LaunchError as error:
             self._connection.close()
-            # Whatever it was: it has only imported packages, and no smaller setting would help.
+            # Whatever the cause: it has only imported packages, so no smaller setting would help.
             fault = self._fault_of_exit(error.returncode)
             fault = replace(fault, kind="engine_crash", is_unexplained_kill=False)
             told = f"no process for the engine could be started ({fault});"
@@ -212,7 +212,7 @@ class ProcessEngine:
         return EngineDied(fault, request=self._in_flight.get(died.number or 0))
 
     def _stacks(self) -> str:
-        """py-spy's dump, if it is installed and allowed to look; else the child's own, of Python."""
+        """py-spy's dump, if it is installed and permitted; else the child's own Python stacks."""
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             command = ["py-spy", "dump", "--pid", str(self._process.pid)]
             dump = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
@@ -221,11 +221,11 @@ class ProcessEngine:
         before = self._printed.size()
         with contextlib.suppress(OSError):
             os.kill(self._process.pid, signal.SIGUSR1)
-        time.sleep(_WAIT_S)  # faulthandler writes on the child's own time
+        time.sleep(_WAIT_S)  # the child's faulthandler needs a moment to write
         return self._printed.read(before)
 
     def _exit_fault(self) -> Fault:
-        """The child hung up without a word: its exit code and the end of its log must do."""
+        """The child ended without a message: use its exit code and the end of its log."""
         code = self._process.wait(CLOSE_S)
         self._end(kill=True)
         return self._fault_of_exit(code)
@@ -248,7 +248,7 @@ class ProcessEngine:
 
 
 def _last_words(log: str) -> str:
-    """The last line; of a fatal signal, its name and the innermost frame above the stacks."""
+    """The last line of ``log``; after a fatal signal, its name and the innermost frame."""
     lines = [line for line in log.strip().splitlines() if "resource_tracker" not in line]
     for n, line in reversed(list(enumerate(lines))):
         if line.startswith("Fatal Python error: "):

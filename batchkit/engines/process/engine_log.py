@@ -1,6 +1,6 @@
-"""``engine.log``: what engines and their launcher print, one after another, and kept from growing.
+"""``engine.log``: what engines and their launcher print, in order and with a bounded size.
 
-Whoever prints has it open for appending, so that it can be shortened meanwhile.
+Processes open it for appending, so it can be shortened while they print.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _NOTICE = b"[batchkit: engine.log was cut here, to its last %d MiB]\n" % (KEPT_B
 
 
 class EngineLog:
-    """The log as one engine sees it: what is printed after this was made is its own.
+    """The log of one engine: everything printed after this object was created belongs to it.
 
-    One thread of one process cuts it; a line that is printed at that very moment may be lost.
+    One thread of one process cuts it; a line that is printed at that moment may be lost.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,14 +28,14 @@ class EngineLog:
         self._start = self.size()
 
     def size(self) -> int:
-        """In bytes; 0 where it is not there."""
+        """In bytes; 0 if the file does not exist."""
         try:
             return self.path.stat().st_size
         except OSError:
             return 0
 
     def read(self, start: int) -> str:
-        """What it holds from ``start`` on: nothing, where somebody has removed it."""
+        """Its content from ``start`` on; empty if the file was removed."""
         try:
             with self.path.open("rb") as file:
                 file.seek(start)
@@ -44,11 +44,11 @@ class EngineLog:
             return ""
 
     def printed(self) -> str:
-        """What this engine printed, the last of it."""
+        """The last part of what this engine printed."""
         return self.read(max(self._start, self.size() - _LAST_BYTES))
 
     def trim(self) -> None:
-        """Where it has passed ``MOST_BYTES``, keep its last ``KEPT_BYTES``. Costs next to nothing else."""
+        """If it is larger than ``MOST_BYTES``, keep its last ``KEPT_BYTES``. Cheap otherwise."""
         size = self.size()
         if size <= MOST_BYTES:
             return
@@ -57,7 +57,7 @@ class EngineLog:
                 file.seek(size - KEPT_BYTES)
                 kept = file.read(KEPT_BYTES).partition(b"\n")[2]
             os.truncate(self.path, 0)
-            cut = size - len(kept) - len(_NOTICE)  # by so much everything has moved
+            cut = size - len(kept) - len(_NOTICE)  # everything moved by this much
             self._start = max(0, self._start - cut)
             with open_log(self.path) as file:
                 file.write(_NOTICE + kept)

@@ -1,8 +1,8 @@
-"""Beside a server that the run started, to end it with the run: ``python guard.py FD COMMAND…``.
+"""Starts a server for the run and ends it with the run: ``python guard.py FD COMMAND…``.
 
-The server's exit code goes over the socket FD. When that is hung up, by the run or because it is gone
-however it went, the server is asked to end, and what is left of its process group a little later is
-killed. Reads nothing of batchkit, so that it costs next to nothing.
+The guard sends the server's exit code over the socket FD. When the run closes that socket, or ends
+in any way, the guard asks the server to end, and kills what is left of its process group a little
+later. It imports nothing of batchkit, to stay cheap.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import threading
 import time
 
 GRACE_S = 10.0
-NOT_STARTED = 127  # as a shell has it
+NOT_STARTED = 127  # as in a shell
 _PR_SET_PDEATHSIG = 1
 
 
@@ -36,12 +36,12 @@ def main() -> None:
         control.send(b"%d" % NOT_STARTED)
         return
     for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)  # the run decides when it is over
+        signal.signal(signum, signal.SIG_IGN)  # the run decides when to end
     threading.Thread(target=_end_with_run, args=(control, server.pid), daemon=True).start()
     if hasattr(os, "waitid"):  # macOS has it since Python 3.13
         os.waitid(
             os.P_PID, server.pid, os.WEXITED | os.WNOWAIT
-        )  # not reaped: its number stays its own
+        )  # not reaped: its process id is not reused
     else:
         server.wait()
     _signal(server.pid, signal.SIGKILL)  # what it left behind
@@ -50,11 +50,11 @@ def main() -> None:
 
 
 def _end_with_run(control: socket.socket, group: int) -> None:
-    """Beside the main thread, which waits for the server."""
+    """Runs beside the main thread, which waits for the server."""
     with contextlib.suppress(OSError):
         control.recv(1)
     _signal(group, signal.SIGTERM)
-    time.sleep(GRACE_S)  # ends with the main thread, as soon as the server has
+    time.sleep(GRACE_S)  # the main thread ends this one as soon as the server has ended
     _signal(group, signal.SIGKILL)
 
 
@@ -64,7 +64,7 @@ def _signal(group: int, signum: int) -> None:
 
 
 def _die_with_guard() -> None:
-    """Linux only. Elsewhere the closed socket does it, a little later."""
+    """Linux only: elsewhere a server outlives a guard that is killed."""
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     except (OSError, AttributeError):

@@ -1,8 +1,8 @@
-"""Starts the processes that engines live in, each a fork of one that has imported the libraries.
+"""Starts the engines' processes, each a fork of one that has imported the libraries.
 
 Importing vLLM takes longer than loading a small model, and a search for a poison row restarts the
-engine again and again. So one process imports it, touches no GPU, and forks when asked. What it forks
-is as good as new: it holds nothing of the engines before it.
+engine many times. So one process imports it, touches no GPU, and forks on request. A fork is like a
+new process: it holds nothing of earlier engines.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from batchkit.errors import EngineError
 from batchkit.storage.files import open_log
 
 LOG = "engine.log"
-SCRATCH = "BATCHKIT_SCRATCH"  # in a fork's environment: a folder that goes with it
+SCRATCH = "BATCHKIT_SCRATCH"  # in a fork's environment: a folder that is deleted with it
 NUMBER_BYTES = 4
 KILL_S = 60.0
-_LAST_WORDS_S = 20.0  # a process with many libraries takes its time to end
+_LAST_WORDS_S = 20.0  # a process with many libraries is slow to end
 
 
 class LaunchError(Exception):
@@ -34,7 +34,7 @@ class LaunchError(Exception):
 
 
 class Launched:
-    """An engine's process; ``returncode`` is as ``subprocess.Popen`` has it, None while it lives."""
+    """An engine's process; ``returncode`` is as in ``subprocess.Popen``, None while it runs."""
 
     def __init__(self, pid: int, control: socket.socket) -> None:
         self.pid = pid
@@ -42,22 +42,22 @@ class Launched:
         self._control = control
 
     def wait(self, timeout_s: float) -> int | None:
-        """Its exit code, or None where it still lives after ``timeout_s``."""
+        """Its exit code, or None if it still runs after ``timeout_s``."""
         if self.returncode is None:
             self._control.settimeout(timeout_s)
             try:
                 self.returncode = _receive_number(self._control)
-            except EOFError:  # the launcher is gone, and what it forked went with it
+            except EOFError:  # the launcher has ended, and its forks with it
                 self.returncode = -signal.SIGKILL
             except TimeoutError:
                 pass
         return self.returncode
 
     def kill(self) -> None:
-        """End it; the launcher ends whatever it started. Returns when it is gone.
+        """Kill it; the launcher kills what it started. Returns when it has ended.
 
         Raises:
-            EngineError: it can't be ended, as when a driver hangs.
+            EngineError: it can't be ended, for example because a driver hangs.
         """
         if self.returncode is None:
             with contextlib.suppress(OSError):
@@ -70,9 +70,10 @@ class Launched:
 
 
 class Launcher:
-    """One at a time: what was launched must have ended before the next is asked for.
+    """Launches one process at a time: it must have ended before the next launch.
 
-    Its own process starts with the first; what it and its forks print is appended to ``log``.
+    The launcher's own process starts with the first launch; what it and its forks print is appended
+    to ``log``.
     """
 
     def __init__(self, log: Path) -> None:
@@ -93,7 +94,7 @@ class Launcher:
             self._control.settimeout(None)
             return Launched(_receive_number(self._control), self._control)
         except (OSError, EOFError):
-            self._control.close()  # it has hung up, so it is ending: let it say how
+            self._control.close()  # it closed its end, so it is exiting: wait for its exit code
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_LAST_WORDS_S)
             ended = LaunchError(process.returncode)
@@ -101,7 +102,7 @@ class Launcher:
             raise ended from None
 
     def close(self) -> None:
-        """End the launcher's own process, whatever it is at: it holds nothing that could be lost."""
+        """Kill the launcher's own process: it holds nothing that could be lost."""
         if self._process is not None:
             self._control.close()
             self._process.kill()
@@ -127,7 +128,7 @@ class Launcher:
                 stderr=log,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                process_group=0,  # Ctrl-C reaches the run alone
+                process_group=0,  # Ctrl-C reaches only the run
             )
         return self._process
 
@@ -138,7 +139,7 @@ def send_number(control: socket.socket, number: int) -> None:
 
 
 def _receive_number(control: socket.socket) -> int:
-    read = control.recv(NUMBER_BYTES)  # sent in one piece, so never torn
+    read = control.recv(NUMBER_BYTES)  # sent in one piece, so never partial
     if not read:
         raise EOFError
     return int.from_bytes(read, sys.byteorder, signed=True)

@@ -1,4 +1,4 @@
-"""What an engine's process tells its parent."""
+"""Messages from an engine's process to its parent."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Ready(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """The job can't be right: the message of a JobError."""
+    """The job is wrong: the message of a JobError."""
 
     message: str
 
 
 class NotStarted(NamedTuple):
-    """The engine did not come up: what StartFailed is made of."""
+    """The engine did not start: the arguments of StartFailed."""
 
     message: str
     fault: Fault
@@ -34,7 +34,7 @@ class NotStarted(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A Completion without its request, which stays with the parent under ``number``."""
+    """A Completion without its request, which the parent keeps under ``number``."""
 
     number: int
     choices: Sequence[Choice]
@@ -45,14 +45,14 @@ class Done(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What finished in one turn; also sent twice a second without anything, as a sign of life."""
+    """What finished in one turn; also sent empty, twice a second, as a sign of life."""
 
     done: list[Done]
     load: EngineLoad
 
 
 class Died(NamedTuple):
-    """The engine failed; nothing follows. ``number``: the request that it died of, if known."""
+    """The engine died; nothing follows. ``number``: the request that killed it, if known."""
 
     fault: Fault
     number: int | None

@@ -1,7 +1,7 @@
 """Why a model did not load, in one paragraph with the remedy.
 
-Types are looked for first. The rest is told by words, because vLLM, transformers and the drivers
-raise plain ValueError and RuntimeError for it; what is not recognised is shown as it is.
+Causes are recognised by type, or by words of the message where vLLM, transformers and the drivers
+raise plain ValueError and RuntimeError. An unrecognised error is shown as it is.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ _CAUSES = [
 
 
 def explain(error: BaseException, model: str) -> str:
-    """``model`` can't be loaded: the innermost cause, shortened to its first paragraph, and a remedy
-    where one is known."""
+    """A message that ``model`` can't be loaded: ``error``, shortened to its first paragraph, and a
+    remedy if its own type and words, or those of its causes, are known."""
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)

@@ -1,8 +1,8 @@
-"""The transformers engine: ``model.generate``'s own preparation under a loop of ours, in batches.
+"""The transformers engine: ``model.generate`` in batches, with our own choice of tokens.
 
 For machines without vLLM, and as a second opinion on its answers. Batches are static: rows of
-about one length begin together, each is handed on at its own end, and the next batch begins when
-all have ended. The only place, beside ``engines/vllm.py``, where a model is loaded.
+similar length start together, each is returned when it ends, and the next batch starts when all
+have ended. Besides ``engines/vllm.py``, this is the only place that loads a model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SAMPLING = Sampling.model_fields
 
 
 def preload() -> None:
-    """Import what loading a model needs: no device has been started."""
+    """Import what loading a model needs, without starting a device."""
     _set_environment()
     from transformers import (  # noqa: F401
         AutoModelForCausalLM,
@@ -52,7 +52,7 @@ def open_engine(job: JobConfig) -> TransformersEngine:
 
 
 def _set_environment() -> None:
-    """What must stand before transformers is imported; what the user set is left alone."""
+    """Variables that must be set before transformers is imported; those the user set are kept."""
     for name, value in {
         "TRANSFORMERS_VERBOSITY": "error",
         "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -1,4 +1,4 @@
-"""One answer as it grows: which token is next, and when it is over."""
+"""One answer while it is generated: its next token, and when it ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batchkit.types import Choice
 
 
 class TokenLogprobs(NamedTuple):
-    """A token that was chosen, and the likeliest ones, by id."""
+    """The chosen token and the most likely ones, by id."""
 
     token_id: int
     logprob: float
@@ -20,8 +20,8 @@ class TokenLogprobs(NamedTuple):
 class Answer:
     """The ``number``-th of the ``n`` answers to a request.
 
-    ``seed`` decides what is sampled: the same whatever stands beside it in a batch. ``eos_ids``: the
-    model's own ends.
+    ``seed`` decides what is sampled, whatever other rows are in the batch. ``eos_ids``: the model's
+    own end tokens.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Answer:
         self.begin()
 
     def begin(self) -> None:
-        """From the prompt: for the first time, or again."""
+        """Start, or start again, from the prompt."""
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self._text: str | None = None
@@ -53,7 +53,7 @@ class Answer:
 
     @property
     def takes_the_likeliest(self) -> bool:
-        """Nothing is to be done with the logits but to look for the greatest."""
+        """The next token is the argmax of the unchanged logits."""
         asked = self.prepared.sampling
         changes = (asked.presence_penalty, asked.frequency_penalty, asked.logit_bias)
         is_plain = not any(changes) and asked.repetition_penalty == 1.0
@@ -61,7 +61,7 @@ class Answer:
         return asked.is_greedy and is_plain and is_free
 
     def choose(self, logits: Any) -> Any:
-        """The next token, drawn from ``logits`` in the order of vLLM's sampler."""
+        """The next token, sampled from ``logits`` in the order of vLLM's sampler."""
         import torch
 
         asked = self.prepared.sampling
@@ -75,7 +75,7 @@ class Answer:
         return torch.multinomial(scores.softmax(-1), 1, generator=self._generator)[0, 0]
 
     def take(self, token_id: int, logits: Any) -> None:
-        """Add the token; ``logits`` are those that it was chosen from, before any change."""
+        """Add the token; ``logits`` are the unchanged ones that it was chosen from."""
         asked = self.prepared.sampling
         self.token_ids.append(token_id)
         if asked.logprobs is not None:
@@ -92,7 +92,7 @@ class Answer:
         return Choice(text, self.finish_reason, self._told_logprobs())
 
     def _allowed(self, logits: Any) -> Any:
-        """A changed copy, shape (1, vocabulary)."""
+        """A copy with masks and biases applied, shape (1, vocabulary)."""
         asked, scores = self.prepared.sampling, logits.clone()
         if asked.allowed_token_ids is not None:
             scores[:] = -float("inf")
@@ -138,7 +138,7 @@ class Answer:
             yield TopPLogitsWarper(asked.top_p)
 
     def _has_stop_text(self) -> bool:
-        """If so, the text is cut there. What was said within ``min_tokens`` ends nothing."""
+        """If so, the text is cut there. Stop texts within the first ``min_tokens`` are ignored."""
         asked = self.prepared.sampling
         if not asked.stops:
             return False
@@ -156,7 +156,7 @@ class Answer:
         return True
 
     def _decoded(self) -> str:
-        """Without the token that ended it, unless that is wanted."""
+        """The text without the token that ended it, unless the request wants that token."""
         is_ended = self.finish_reason == "stop" and self.token_ids[-1] in self._stop_ids
         if is_ended and not self.prepared.sampling.include_stop_str_in_output:
             return self._decode(self.token_ids[:-1])
@@ -168,10 +168,10 @@ class Answer:
             skip_special_tokens=self.prepared.sampling.skip_special_tokens,
             clean_up_tokenization_spaces=False,
         )
-        return text.rstrip("\N{REPLACEMENT CHARACTER}")  # of a character whose rest has not come
+        return text.rstrip("\N{REPLACEMENT CHARACTER}")  # an incomplete character
 
     def _told_logprobs(self) -> list[dict[str, Any]] | None:
-        """In OpenAI's shape, as engines/vllm.py."""
+        """In OpenAI's shape, as in engines/vllm.py."""
         if self.prepared.sampling.logprobs is None:
             return None
         return [
@@ -188,7 +188,7 @@ class Answer:
 
 
 def _logprobs_of(token_id: int, logits: Any, top: int) -> TokenLogprobs:
-    """The ``top`` likeliest and the chosen one, likeliest first."""
+    """The ``top`` most likely tokens, most likely first, and the chosen one."""
     logprobs = logits.log_softmax(-1)
     values, token_ids = logprobs.topk(min(top, len(logprobs)))
     likeliest = dict(zip(token_ids.tolist(), values.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Which answers begin together, and their prompts as one set of tensors."""
+"""Selects the answers of a batch, and joins their prompts into one set of tensors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from batchkit.engines.transformers.answer import Answer
 
 
 def next_batch(waiting: Sequence[Answer], size: int) -> list[Answer]:
-    """The one that has waited longest, and those that are most like it in length.
+    """The answer that has waited longest, and those most similar to it in length.
 
-    First of all in how long their answers may get: until a batch ends, a row whose answer has ended
-    costs as much as the others. Then in their prompts, so that little is padded. Of all the runs of
-    ``size`` among those sorted so that hold the one, it is the run with the least spread: none waits
-    for ever.
+    First in the maximum length of their answers: until a batch ends, a row whose answer has ended
+    costs as much as the others. Then in their prompts, to reduce padding. Of all runs of ``size``
+    in that order that contain the oldest answer, the run with the least spread is taken: no answer
+    waits forever.
     """
     ordered = sorted(waiting, key=lambda a: (a.prepared.max_tokens, a.prepared.prompt_tokens))
     if len(ordered) <= size:
@@ -31,13 +31,13 @@ def _spread(run: Sequence[Answer]) -> tuple[int, int]:
 
 
 def collate(prompts: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, Any]:
-    """Tensors of one row each as those of a batch, padded on the left.
+    """Join tensors of one row each into those of a batch, padded on the left.
 
-    What has a value for each token is padded, with nought but for ``input_ids``: so the padding is
-    masked. What belongs to the images is put one behind the other.
+    Tensors with a value for each token are padded, all but ``input_ids`` with 0, so the padding is
+    masked. Tensors of images are concatenated.
 
     Raises:
-        RuntimeError: this model's images don't go together (their tensors differ in shape).
+        RuntimeError: this model's images can't be batched (their tensors differ in shape).
     """
     from torch import cat, zeros_like
     from torch.nn.functional import pad

@@ -1,8 +1,8 @@
-"""``model.generate``, held after each forward pass until it is told the tokens.
+"""``model.generate``, paused after each forward pass until it is given the tokens.
 
-Its loop is the library's own, with all that an architecture wants (positions, masks, cache), in any
-version. Only the choice of the tokens is ours: so each row of a batch is sampled in its own way, is
-over at its own end, and a caller does other things between two steps.
+The loop is the library's own, in any version, with all that an architecture needs (positions,
+masks, cache). Only the choice of tokens is ours: each row of a batch has its own sampling and its
+own end, and the caller can do other work between two steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 
 class _Abandoned(Exception):
-    """The batch is over; leaves ``generate``."""
+    """The batch is over: raised to leave ``generate``."""
 
 
 class _Batch(NamedTuple):
@@ -23,10 +23,10 @@ class _Batch(NamedTuple):
 
 
 class Decoder:
-    """One batch at a time: ``begin``, ``step`` as often as wanted, ``end``.
+    """One batch at a time: ``begin``, ``step`` as often as needed, ``end``.
 
-    Threads: ``generate`` runs on one of ours. It and the caller never run at the same time: each
-    waits at a queue until the other has given it something.
+    Threads: ``generate`` runs on a thread of ours. It and the caller never run at the same time:
+    each waits on a queue for the other.
     """
 
     def __init__(self, model: Any, *, pad_token_id: int) -> None:
@@ -34,7 +34,7 @@ class Decoder:
 
         self._model = model
         self._pad_token_id = pad_token_id
-        # The model's own temperature and penalties would be laid under those of the rows.
+        # Otherwise the model's own temperature and penalties would apply beneath those of the rows.
         model.generation_config = GenerationConfig()
         self._to_thread: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._from_thread: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -46,26 +46,26 @@ class Decoder:
         """The logits of each row's first token, float32, shape (rows, vocabulary).
 
         Raises:
-            Exception: whatever the model's code raises; the batch is over then.
+            Exception: anything that the model's code raises; the batch is then over.
         """
         self._is_generating = True
         self._to_thread.put(_Batch(inputs, max_tokens))
         return self._next()
 
     def step(self, tokens: Any) -> Any:
-        """The logits of the tokens after ``tokens``, one for each row; else as ``begin``."""
+        """The logits of the tokens after ``tokens``, one for each row; otherwise like ``begin``."""
         self._to_thread.put(tokens)
         return self._next()
 
     def end(self) -> None:
-        """Returns when nothing of the batch is held any more. May be called without one."""
+        """End the batch and wait until ``generate`` has dropped it. May be called without one."""
         if self._is_generating:
             self._to_thread.put(None)
             self._from_thread.get()
             self._is_generating = False
 
     def close(self) -> None:
-        """The end of it all."""
+        """End the batch and the thread."""
         self.end()
         self._to_thread.put(None)
         self._thread.join()
@@ -83,11 +83,11 @@ class Decoder:
             del batch
 
     def _generate(self, batch: _Batch) -> Exception:
-        """What ended it."""
+        """Run the batch; returns the error that ended it."""
         from transformers import GenerationConfig, LogitsProcessorList
 
         config = GenerationConfig(
-            max_new_tokens=batch.max_tokens + 1,  # it never gets so far
+            max_new_tokens=batch.max_tokens + 1,  # never reached
             do_sample=False,
             pad_token_id=self._pad_token_id,
         )
@@ -102,7 +102,7 @@ class Decoder:
         return RuntimeError("generate ended before its rows did")
 
     def _hold(self, input_ids: Any, logits: Any) -> Any:
-        """Called by ``generate``: what it shall take for the logits, with one choice for each row."""
+        """Called by ``generate``: returns logits that allow only the chosen token for each row."""
         import torch
 
         self._from_thread.put(logits)

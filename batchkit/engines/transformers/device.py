@@ -7,22 +7,22 @@ from typing import Any
 
 
 def default_device() -> str:
-    """The first GPU, where there is one."""
+    """The first GPU if there is one, else the CPU."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def free_memory() -> None:
-    """Give back what nothing refers to any more."""
+    """Release memory that nothing refers to any more."""
     import torch
 
     gc.collect()  # an error and its frames, which hold tensors, refer to each other
-    torch.cuda.empty_cache()  # does nothing where no GPU is in use
+    torch.cuda.empty_cache()  # does nothing if no GPU is in use
 
 
 def is_sound(device: Any) -> bool:
-    """Whether it still computes: a GPU that has failed once fails for all that comes after."""
+    """Whether it still computes: a GPU that has failed once also fails on everything later."""
     import torch
 
     try:

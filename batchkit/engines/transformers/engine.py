@@ -1,4 +1,4 @@
-"""The engine: batches that begin together, and what is done when one of them fails."""
+"""The engine: runs static batches, and recovers when one of them fails."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from batchkit.engines.transformers.rendering import TransformersRenderer
 from batchkit.errors import EngineCrashError, RequestError, RowError, RowOutOfMemoryError
 from batchkit.types import Completion, Request, Usage
 
-STRETCH = 100  # answers before a batch that was made smaller is made larger again
+STRETCH = 100  # answers before a reduced batch size is raised again
 _LOG = logging.getLogger(__name__)  # warnings reach stderr, which is engine.log
-# What the model's Python says to inputs that it can't take; torch's own complaints are RuntimeErrors.
+# The model's Python code raises these for inputs that it can't take; torch raises RuntimeError.
 _REFUSALS = (ValueError, TypeError, LookupError, AssertionError, NotImplementedError)
 
 
 class _Asked(NamedTuple):
-    """A request whose answers are not all there yet."""
+    """A request whose answers are not all finished."""
 
     request: Request
     since: float
@@ -40,7 +40,7 @@ class _Asked(NamedTuple):
 
 
 class _Batch:
-    """Answers that began together. ``tokens`` are what the last step gave, None before the first."""
+    """Answers that started together. ``tokens``: those of the last step, None before the first."""
 
     def __init__(self, answers: Sequence[Answer]) -> None:
         self.answers = answers
@@ -52,20 +52,20 @@ class _Batch:
 
 
 class _Trouble(NamedTuple):
-    """What a step died of, without the error itself: its frames hold tensors."""
+    """Why a step failed, without the error itself: its frames hold tensors."""
 
     fault: Fault
     is_refusal: bool
 
 
 class TransformersEngine:
-    """One thread does all: it prepares what was submitted, then steps the batch that is under way.
+    """One thread does everything: it prepares submitted requests, then steps the current batch.
 
-    A step gives each row of the batch its token, so that none goes without one for
-    ``run.row_timeout_s``: a step that hangs is ``run.stall_timeout_s``'s.
+    A step gives each row of the batch a token, so no row waits ``run.row_timeout_s`` for one:
+    ``run.stall_timeout_s`` catches a step that hangs.
 
-    When memory runs out, the batch is halved and begun again. When a batch fails of something else,
-    its rows are run one by one, so that only the row at fault fails.
+    When memory runs out, the batch is halved and started again. When a batch fails for another
+    reason, its rows run one by one, so that only the row at fault fails.
     """
 
     def __init__(self, job: JobConfig, options: Options, renderer: TransformersRenderer) -> None:
@@ -88,7 +88,7 @@ class TransformersEngine:
         self._submitted: deque[tuple[Request, float]] = deque()
         self._asked: dict[int, _Asked] = {}
         self._waiting: list[Answer] = []
-        self._alone: list[Answer] = []  # they go first, each in a batch of its own
+        self._alone: list[Answer] = []  # run first, each in its own batch
         self._batch: _Batch | None = None
         self._ladder = Ladder(stretch=STRETCH)
         self._safe_steps = list(self._ladder.steps)
@@ -165,7 +165,7 @@ class TransformersEngine:
         return random.Random(name).getrandbits(63)
 
     def _begin(self) -> _Batch:
-        """The next batch; its first step is yet to be taken."""
+        """The next batch, before its first step."""
         if self._alone:
             answers = [self._alone.pop(0)]
         else:
@@ -183,7 +183,7 @@ class TransformersEngine:
         return size
 
     def _step(self, batch: _Batch) -> list[Completion]:
-        """One token for each answer that wants one; what is complete with it."""
+        """Add one token to each unfinished answer; returns the requests that this completes."""
         try:
             self._advance(batch)
         except Exception as error:  # the model's own code, and the device's libraries
@@ -218,7 +218,7 @@ class TransformersEngine:
                 batch.answers[row].take(token_id, logits[row])
 
     def _completed(self, answer: Answer) -> Completion | None:
-        """Its request's, if this was the last answer to it that was missing."""
+        """The completion of the answer's request, if all of its answers are finished."""
         asked = self._asked.get(id(answer.prepared.request))
         if asked is None or any(other.finish_reason is None for other in asked.answers):
             return None
@@ -244,10 +244,10 @@ class TransformersEngine:
         self._batch = None
 
     def _recover(self, batch: _Batch, trouble: _Trouble) -> list[Completion]:
-        """The batch failed: its unfinished answers wait again, but for one that it failed of.
+        """The batch failed: queue its unfinished answers again, or fail a request that ran alone.
 
         Raises:
-            EngineDied: nothing more can be done here.
+            EngineDied: the engine can't recover.
         """
         fault, unfinished = trouble.fault, batch.unfinished
         self._end_batch()
@@ -257,7 +257,7 @@ class TransformersEngine:
         if fault.kind != "oom" and not is_sound(self._device):
             raise EngineDied(fault)
         if len(batch.answers) == 1:
-            if fault.kind == "oom":  # it says nothing about the batch
+            if fault.kind == "oom":  # it says nothing about the batch size
                 self._ladder.steps = list(self._safe_steps)
             return [self._failed(unfinished[0].prepared.request, trouble)]
         if fault.kind == "oom":

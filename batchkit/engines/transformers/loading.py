@@ -1,4 +1,4 @@
-"""The model's weights, and the token ids that only they come with."""
+"""Loads the model's weights, and finds the token ids that depend on them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLASH = "flash_attention_2"
 
 
 def load_model(job: JobConfig, options: Options, config: Any) -> Any:
-    """On one GPU, or on the CPU where there is none; ``device_map`` says otherwise.
+    """Load on one GPU, or on the CPU if there is none, unless ``device_map`` is set.
 
     Raises:
         StartFailed: it can't be loaded.
@@ -40,20 +40,20 @@ def load_model(job: JobConfig, options: Options, config: Any) -> Any:
             model.load_adapter(job.engine.lora)
         return (model if options.device_map else model.to(default_device())).eval()
     except Exception as error:
-        # Loading runs the model's code and the device's drivers: any type may come out of it.
+        # Loading runs the model's code and the device's drivers, which may raise any type.
         limits = {"max_num_seqs": options.max_num_seqs}
         raise StartFailed(explain(error, job.engine.model), fault_of(error), limits) from error
 
 
 def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """All that end an answer: the tokenizer's, and those of the model's generation config."""
+    """All tokens that end an answer: the tokenizer's and the model's generation config's."""
     listed = model.generation_config.eos_token_id
     found = listed if isinstance(listed, list) else [listed]
     return frozenset(number for number in [*found, tokenizer.eos_token_id] if number is not None)
 
 
 def pad_token_id(model: Any, tokenizer: Any) -> int:
-    """Any will do where there is none: it is masked."""
+    """The padding token; any token will do if none is set, because padding is masked."""
     found = (model.generation_config.pad_token_id, tokenizer.pad_token_id)
     return next((number for number in found if number is not None), 0)
 

@@ -1,4 +1,4 @@
-"""What ``[engine.options]`` may hold for this engine."""
+"""The ``[engine.options]`` of this engine."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from batchkit.errors import JobError, RequestError
 
 
 class Options(Table):
-    """By vLLM's names, or else by transformers'."""
+    """Named as in vLLM, or else as in transformers."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: as in the checkpoint
     device_map: str | dict[str, str | int] | None = None  # None: one GPU, or the CPU without one
     attn_implementation: str | None = None
     max_model_len: PositiveInt | None = None  # None: the model's own
     max_num_seqs: PositiveInt = MAX_NUM_SEQS["transformers"]
-    shrink_on_oom: bool = True  # false: the engine dies of it, as find-bs and bench want to see
+    shrink_on_oom: bool = True  # false: the engine dies, as find-bs and bench need
     revision: str | None = None
     trust_remote_code: bool = False
     chat_template: str | None = None
@@ -31,10 +31,10 @@ class Options(Table):
 
 
 def options_of(job: JobConfig) -> Options:
-    """The job's options, ``chat_template`` read; its sampling, model and adapter are checked too.
+    """The job's options, with ``chat_template`` read. Also checks sampling, model and adapter.
 
     Raises:
-        JobError: all that is wrong with them, one line each.
+        JobError: lists everything that is wrong, one line each.
     """
     given, template = job.engine.options, None
     problems = [f"engine.options.{problem}" for problem in problems_with(Options, given)]

@@ -1,4 +1,4 @@
-"""Requests as the model's own tensors: chat template, tokenizer, image processor."""
+"""Turns requests into the model's tensors: chat template, tokenizer, image processor."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from batchkit.types import Request
 
 
 class Prepared(NamedTuple):
-    """A request as the model takes it.
+    """A request as the model's inputs.
 
-    ``inputs``: its tensors by the names of ``forward``, a batch of one on the CPU. ``max_tokens``:
-    what is left of the context, or what the request asks for if that is less.
+    ``inputs``: its tensors by ``forward``'s argument names, a batch of one on the CPU.
+    ``max_tokens``: what is left of the context, or what the request asks for if that is less.
     """
 
     request: Request
@@ -34,10 +34,10 @@ class Prepared(NamedTuple):
 
 
 class TransformersRenderer:
-    """The model's processor, or its tokenizer where it takes text alone.
+    """The model's processor, or its tokenizer if the model takes only text.
 
     Raises:
-        JobError: the model's files are missing, or ``max_model_len`` is more than it can do.
+        JobError: the model's files are missing, or ``max_model_len`` is more than it supports.
     """
 
     def __init__(self, job: JobConfig, options: Options) -> None:
@@ -70,7 +70,7 @@ class TransformersRenderer:
         return RenderedPrompt(prepared.text, prepared.prompt_tokens)
 
     def prepare(self, request: Request) -> Prepared:
-        """The request, tokenised and its images processed.
+        """The request with its prompt tokenised and its images processed.
 
         Raises:
             RowError: the model can't take it.
@@ -86,7 +86,7 @@ class TransformersRenderer:
         except RowError:
             raise
         except Exception as error:
-            # The model's own processor runs here, and raises whatever it likes for one odd image.
+            # The model's own processor runs here, and may raise anything for an unusual image.
             kind = MediaError if request.media_bytes else RequestError
             raise kind(cause(error)) from error
         prompt_tokens = inputs["input_ids"].shape[1]
@@ -106,7 +106,7 @@ class TransformersRenderer:
 
     def _inputs(self, request: Request, text: str) -> Mapping[str, Any]:
         if not self._takes_images:
-            add = request.messages is None  # a chat template writes them itself
+            add = request.messages is None  # a chat template adds special tokens itself
             return dict(self._processor([text], return_tensors="pt", add_special_tokens=add))
         return dict(
             self._processor(
@@ -119,7 +119,7 @@ class TransformersRenderer:
         )
 
     def _parts(self, content: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """As the chat templates of models with images want it; the images come beside the text."""
+        """As chat templates of models with images expect it; images are passed separately."""
         if isinstance(content, str):
             return [{"type": "text", "text": content}]
         return [
@@ -127,7 +127,7 @@ class TransformersRenderer:
         ]
 
     def _plain(self, content: str | Sequence[Mapping[str, Any]]) -> str:
-        """As vLLM does for a chat template that knows of no parts."""
+        """The parts as one text, as vLLM does for a chat template that does not support parts."""
         if isinstance(content, str):
             return content
         if any(part["type"] != "text" for part in content):

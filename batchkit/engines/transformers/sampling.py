@@ -1,4 +1,4 @@
-"""A row's sampling parameters: those of ``vllm.SamplingParams`` that have a meaning here."""
+"""A row's sampling parameters: those of ``vllm.SamplingParams`` that this engine supports."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from batchkit.config.tables import Table
 from batchkit.engines.transformers.tables import problems_with
 from batchkit.errors import RequestError
 
-GREEDY_BELOW = 1e-5  # as vLLM
+GREEDY_BELOW = 1e-5  # as in vLLM
 
 
 def _by_number(bias: Any) -> Any:
-    """JSON's and TOML's keys are text."""
+    """Token ids as numbers: JSON's and TOML's keys are text."""
     if not isinstance(bias, Mapping):
         return bias
     return {
@@ -69,7 +69,7 @@ class Sampling(Table):
 
     @property
     def token_ids(self) -> list[int]:
-        """All that it names."""
+        """All token ids in the parameters."""
         named = (self.logit_bias or (), self.allowed_token_ids or (), self.stop_token_ids or ())
         return [token for tokens in named for token in tokens]
 

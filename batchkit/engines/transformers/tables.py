@@ -1,4 +1,4 @@
-"""What is wrong with a table of the job that only this engine knows, in the job file's words."""
+"""Error messages for tables of the job that only this engine knows, in the job file's terms."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from batchkit.engines.request_checks import near
 
 
 def problems_with(table: type[Table], values: Mapping[str, Any]) -> list[str]:
-    """One line for each name, which stands first; empty where ``values`` make a ``table``."""
+    """One line for each wrong name, starting with it; empty if ``values`` make a ``table``."""
     try:
         table.model_validate(values)
     except ValidationError as error:
         first: dict[str, str] = {}
-        for detail in error.errors():  # of a union every member complains
+        for detail in error.errors():  # each member of a union reports an error
             name = str(detail["loc"][0]) if detail["loc"] else ""
             first.setdefault(name, _problem(table, name, detail))
         return list(first.values())
