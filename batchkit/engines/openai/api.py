@@ -1,4 +1,4 @@
-"""OpenAI's chat/completions API: what a request becomes, and what an answer or a refusal says.
+"""OpenAI's chat/completions API: writes requests, and reads answers and refusals.
 
 https://platform.openai.com/docs/api-reference/chat, with the fields that `vllm serve` and
 llama.cpp's server add to it. Nothing here touches the network.
@@ -26,7 +26,7 @@ from batchkit.types import BROKEN_OFF, Choice, Completion, Request, Usage
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# vLLM's names (vllm.SamplingParams) that the API has, of OpenAI's own or as `vllm serve` adds them.
+# Names of vllm.SamplingParams that the API has, OpenAI's own or added by `vllm serve`.
 SAMPLING = (
     "max_tokens",
     "temperature",
@@ -56,9 +56,9 @@ SAMPLING = (
     "thinking_token_budget",
     "truncate_prompt_tokens",
 )
-# Error codes, types and parameters that mean it: OpenAI's, llama.cpp's, vLLM's.
+# Error codes, types and parameters for a prompt that is too long: OpenAI's, llama.cpp's, vLLM's.
 _TOO_LONG = ("context_length_exceeded", "exceed_context_size_error", "input_tokens", "input_text")
-# What is said in words only: the first by vLLM of a prompt with images, which has no code either.
+# The same in words: the first is vLLM's for a prompt with images, which has no code.
 _COUNTS = (
     re.compile(
         r"Input length \((?P<n>\d+)\) exceeds model's maximum context length \((?P<most>\d+)"
@@ -71,12 +71,12 @@ _LONGEST_MESSAGE = 1000
 
 
 class Refusal(NamedTuple):
-    """An answer that is none: the HTTP status, and what the server says about it."""
+    """An error response: the HTTP status, and what the server says about it."""
 
     status: int
     message: str
     signs: frozenset[str] = frozenset()
-    """Its code, type and parameter, whichever it has."""
+    """Its code, type and parameter, those that it has."""
     prompt_tokens: int | None = None
     max_model_len: int | None = None
 
@@ -99,14 +99,14 @@ class Refusal(NamedTuple):
 
 
 def path_of(request: Request) -> str:
-    """Where the request goes, below the base URL."""
+    """The request's path below the base URL."""
     return "/completions" if request.messages is None else "/chat/completions"
 
 
 def body_of(
     request: Request, *, model: str, chat_template_kwargs: Mapping[str, Any], drop: Sequence[str]
 ) -> dict[str, Any]:
-    """The request as the API spells it; its images are still PIL's (``encoded`` makes them bytes).
+    """The request in the API's terms; its images are still PIL's (``encoded`` converts them).
 
     Raises:
         RequestError: a sampling parameter that the API does not have.
@@ -126,7 +126,7 @@ def encoded(body: Mapping[str, Any]) -> bytes:
     """The body as JSON, its images as PNG in data: URIs.
 
     Raises:
-        RequestError: it holds what JSON can't say.
+        RequestError: it has a value that JSON can't represent.
     """
     try:
         return orjson.dumps(
@@ -138,7 +138,7 @@ def encoded(body: Mapping[str, Any]) -> bytes:
 
 
 def shown(request: Request) -> str:
-    """The prompt for people: the messages as JSON, of images their size."""
+    """The prompt for people: the messages as JSON, with the size in place of each image."""
     if request.messages is None:
         return request.prompt or ""
     told = _with_images(
@@ -148,9 +148,10 @@ def shown(request: Request) -> str:
 
 
 def completion_of(request: Request, answer: Any, latency_s: float, n: int) -> Completion | None:
-    """What the server answered; None where that is no answer in OpenAI's shape.
+    """The server's answer; None if it is not in OpenAI's shape.
 
-    There must be the ``n`` choices that were asked for (0: not known), or one: some servers know no ``n``.
+    It must have the ``n`` choices that were requested (0: not known), or one: some servers ignore
+    ``n``.
     """
     try:
         found = answer["choices"]
@@ -168,7 +169,7 @@ def completion_of(request: Request, answer: Any, latency_s: float, n: int) -> Co
 
 
 def failure_in(answer: Mapping[str, Any]) -> str | None:
-    """What went wrong, if an answer that has choices reports that its text is not the whole of it."""
+    """What went wrong, if an answer with choices reports that its text is incomplete."""
     failures = [
         (f"finish_reason is {_reason(choice)}", choice.get("error"))
         for choice in answer["choices"]
@@ -182,7 +183,7 @@ def failure_in(answer: Mapping[str, Any]) -> str | None:
 
 
 def refusal_of(status: int, content: bytes) -> Refusal:
-    """What an error's body says, in any of the shapes that servers give it."""
+    """The refusal in an error's body, in any of the shapes that servers use."""
     try:
         body = parsed(content)
     except ValueError:
@@ -207,7 +208,7 @@ def _in_words(told: Any) -> str:
 
 
 def _counts(error: Mapping[str, Any], message: str) -> tuple[int | None, int | None]:
-    """Tokens of the prompt, and how many the server takes, where it says so."""
+    """Tokens of the prompt, and how many the server allows, if it reports them."""
     tokens, most = error.get("n_prompt_tokens"), error.get("n_ctx")  # llama.cpp
     if is_count(tokens) and is_count(most) and tokens:
         return tokens, most
@@ -220,14 +221,14 @@ def _counts(error: Mapping[str, Any], message: str) -> tuple[int | None, int | N
 
 
 def status_in(answer: Any) -> int | None:
-    """What the HTTP status should have been, where a server answers 200 and says it in the body."""
+    """The error status in the body of a server that answers 200; None if there is none."""
     error = answer.get("error") if isinstance(answer, Mapping) else None
     code = error.get("code") if isinstance(error, Mapping) else None
     return code if isinstance(code, int) and code >= 400 else None
 
 
 def too_long(refusal: Refusal, max_model_len: int | None) -> PromptTooLongError:
-    """The refusal as the row's own error, with the counts that a cut needs where they are known."""
+    """The refusal as the row's own error, with the counts that a cut needs, if known."""
     error = PromptTooLongError(refusal.message)
     error.prompt_tokens = refusal.prompt_tokens
     error.max_model_len = refusal.max_model_len or max_model_len
@@ -235,7 +236,7 @@ def too_long(refusal: Refusal, max_model_len: int | None) -> PromptTooLongError:
 
 
 def max_model_len(model: Mapping[str, Any]) -> int | None:
-    """A request's context, where the list of models tells it: vLLM's way, or llama.cpp's of a slot."""
+    """A request's context, if the list of models has it: vLLM's field, or llama.cpp's of a slot."""
     meta = model.get("meta")
     told = model.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, Mapping) else None)
     return told if is_count(told) and told else None
@@ -244,9 +245,9 @@ def max_model_len(model: Mapping[str, Any]) -> int | None:
 def difference(
     before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], name: str | None
 ) -> str | None:
-    """How the model that is asked for as ``name`` differs between two lists of models.
+    """How the model that is requested as ``name`` differs between two lists of models.
 
-    It is the one with that name, or else the only one. vLLM tells its folder, llama.cpp its size.
+    It is the one with that name, or else the only one. vLLM lists its folder, llama.cpp its size.
     """
     old, new = _told_of(before, name), _told_of(now, name)
     changes = [
@@ -273,7 +274,7 @@ def _told_of(models: Sequence[Mapping[str, Any]], name: str | None) -> dict[str,
 
 
 def retry_after_s(value: str | None) -> float | None:
-    """The header's seconds, whether it counts them or names a date (RFC 9110, 10.2.3)."""
+    """The header in seconds, whether it gives seconds or a date (RFC 9110, 10.2.3)."""
     if not value:
         return None
     try:
@@ -287,7 +288,7 @@ def retry_after_s(value: str | None) -> float | None:
 
 
 def check_names(sampling: Mapping[str, Any]) -> None:
-    """A name that the server does not know, it passes over in silence: so it is refused here.
+    """Refuse names that the API does not have: the server would silently ignore them.
 
     Raises:
         RequestError: naming the parameter.
@@ -307,7 +308,7 @@ def check_names(sampling: Mapping[str, Any]) -> None:
 def _sampling(sampling: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
     check_names(sampling)
     body = {name: value for name, value in sampling.items() if value is not None}
-    if is_chat and "logprobs" in body:  # a switch there, with the count beside it
+    if is_chat and "logprobs" in body:  # in chat it is a switch, and top_logprobs the count
         body |= {"logprobs": True, "top_logprobs": body["logprobs"]}
     if (wanted := body.get("structured_outputs")) is not None:
         response_format = _response_format(wanted)
@@ -318,7 +319,7 @@ def _sampling(sampling: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
 
 
 def _response_format(wanted: Any) -> dict[str, Any] | None:
-    """OpenAI's own words, which every server knows; None where only vLLM has any."""
+    """OpenAI's own form, which every server supports; None if only vLLM has one."""
     if not isinstance(wanted, Mapping) or len(wanted) != 1:
         return None
     if wanted.get("json_object") is True:
@@ -338,7 +339,7 @@ def _response_format(wanted: Any) -> dict[str, Any] | None:
 
 
 def _with_images(body: Mapping[str, Any], make: Any) -> dict[str, Any]:
-    """``body`` with what ``make`` makes of each image in its messages."""
+    """``body`` with each image in its messages replaced by the result of ``make``."""
     if "messages" not in body:
         return dict(body)
     messages = [
@@ -363,7 +364,7 @@ def _data_uri(image: Image) -> str:
 
 
 def _usage(answer: Mapping[str, Any]) -> Usage | None:
-    """None where the server does not count, or not all: the answer is worth no less."""
+    """None if the server does not report all counts: the answer is still valid."""
     counts = answer.get("usage")
     if not isinstance(counts, Mapping):
         return None
@@ -373,7 +374,7 @@ def _usage(answer: Mapping[str, Any]) -> Usage | None:
 def _choice(choice: Mapping[str, Any]) -> Choice:
     message = choice.get("message")
     text = choice["text"] if message is None else message.get("content")
-    if isinstance(text, list):  # parts, as some servers give them
+    if isinstance(text, list):  # some servers return parts
         text = "".join(part["text"] for part in text if part.get("type") == "text")
     if not isinstance(text, str | None):
         raise TypeError(f"text is {type(text).__name__}")
@@ -381,6 +382,7 @@ def _choice(choice: Mapping[str, Any]) -> Choice:
 
 
 def _reason(choice: Mapping[str, Any]) -> Any:
-    """The finish_reason; SGLang has an object for it inside, ``{"type": "abort", …}``, that a proxy may pass on."""
+    """The finish_reason; SGLang's internal one is an object, ``{"type": "abort", …}``, which a
+    proxy may pass on."""
     reason = choice.get("finish_reason")
     return reason.get("type") if isinstance(reason, Mapping) else reason

@@ -1,6 +1,6 @@
-"""An HTTP response's body, unpacked while it is received, up to a limit.
+"""Decompresses an HTTP response's body while it is received, up to a limit.
 
-httpx unpacks a whole chunk at once, and one coding inside another: 64 kB can become gigabytes.
+httpx decompresses a whole chunk at once, and nested codings: 64 kB can become gigabytes.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ _GZIP_NAMES = (ACCEPT_ENCODING, "x-gzip")  # RFC 9110, 8.4.1.3
 
 
 class Body(NamedTuple):
-    """``content`` has at most the bytes asked for; ``is_whole`` is False if there were more."""
+    """``content`` has at most ``max_bytes``; ``is_whole`` is False if there were more."""
 
     content: bytes
     is_whole: bool
 
 
 class CodingError(Exception):
-    """The body is not in the coding that its header names, or nobody asked for that coding."""
+    """The body is not in the coding that its header names, or that coding was not requested."""
 
 
 async def read_body(chunks: AsyncIterator[bytes], coding: str, max_bytes: int) -> Body:
     """The body in ``chunks``, as received, whose Content-Encoding is ``coding``.
 
     Raises:
-        CodingError: it can't be unpacked.
+        CodingError: it can't be decompressed.
     """
     received = bytearray()
     unpack = _unpacker(coding.strip().lower())
@@ -42,9 +42,9 @@ async def read_body(chunks: AsyncIterator[bytes], coding: str, max_bytes: int) -
 
 
 def _unpacker(coding: str) -> Callable[[bytes, int], bytes]:
-    """A function of a chunk, and of how many bytes to return at most (more if they are not packed).
+    """A function of a chunk and the most bytes to return (an uncompressed chunk may exceed this).
 
-    An empty chunk is the end. gzip may be several members, one behind the other (RFC 1952, 2.2).
+    An empty chunk is the end. gzip data may have several members in a row (RFC 1952, 2.2).
     """
     if coding in ("", "identity"):
         return lambda chunk, most: chunk

@@ -1,4 +1,4 @@
-"""The connections to one server, and how a request travels on them."""
+"""The connections to one server, and how a request is sent on them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     import httpx
 
 CONNECT_S = 10.0
-# Shorter than the servers': uvicorn, say, hangs up after 5 s, and a request may cross with that.
+# Shorter than the servers': uvicorn closes after 5 s, for example, just as a request may be sent.
 _KEEP_ALIVE_S = 3.0
 _CLOSE = {"Connection": "close"}
 
 
 class TurnedAway(Exception):
-    """The server is busy, or ``is_down``: it did not take the request in."""
+    """The server is busy, or ``is_down``: it did not accept the request."""
 
     def __init__(self, told: str, *, is_down: bool, retry_after_s: float | None = None) -> None:
         super().__init__(told)
@@ -29,7 +29,7 @@ class TurnedAway(Exception):
 
 
 class ServerFault(Exception):
-    """The server failed over the request; ``weight`` says how much of that is the request's doing."""
+    """The server failed on the request; ``weight`` is how likely the request is the cause."""
 
     def __init__(self, told: str, weight: float = 1.0) -> None:
         super().__init__(told)
@@ -38,7 +38,7 @@ class ServerFault(Exception):
 
 class Response(NamedTuple):
     """``is_whole`` is False if ``content`` is only the beginning. ``is_repeated``: the connection's
-    last response but this one had the same content."""
+    previous response had the same content."""
 
     status: int
     headers: Mapping[str, str]
@@ -48,15 +48,15 @@ class Response(NamedTuple):
 
 
 class Connections:
-    """As many as there are requests at a time; each is used again for later ones.
+    """One connection per concurrent request; each is reused for later requests.
 
-    Once one of them brings more than it was asked for, no answer on it can be told from a late or
-    repeated one. From then on each request gets a new connection, and ``event`` is called once.
+    Once a connection delivers more than was requested, its answers can't be distinguished from late
+    or repeated ones. From then on each request gets a new connection, and ``event`` is called once.
 
-    Belongs to one event loop, once it is made.
+    Once created, belongs to one event loop.
 
     Raises:
-        EngineError: what the environment says of proxy or certificates can't be used.
+        EngineError: the environment's proxy or certificates can't be used.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Connections:
             ) from error
 
     async def close(self) -> None:
-        """Hang up; nothing is on its way any more."""
+        """Close the connections; no request may be in flight."""
         for connection in (*self._idle, *self._dropped):
             await connection.aclose()
 
@@ -91,11 +91,11 @@ class Connections:
         timeout_s: float,
         max_bytes: Callable[[int], int],
     ) -> Response:
-        """``max_bytes``: how much of the content is read, by the status.
+        """``max_bytes``: how much of the content to read, given the status.
 
         Raises:
-            RowTimeoutError: the response was not there in time.
-            TurnedAway, ServerFault: there is none.
+            RowTimeoutError: the response did not arrive in time.
+            TurnedAway, ServerFault: there is no response.
         """
         import httpx
 
@@ -125,7 +125,7 @@ class Connections:
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
             raise TurnedAway(_told(error), is_down=True) from error
         except httpx.HTTPError as error:
-            # Half: it may as well be the server that went away.
+            # Half: the server may just as well have gone away.
             raise ServerFault(f"the connection broke: {_told(error)}", weight=0.5) from error
         except CodingError as error:
             raise ServerFault(f"{url}: the answer can't be unpacked: {error}") from error
@@ -151,7 +151,7 @@ class Connections:
             )
 
     def distrust(self) -> None:
-        """An answer came that nobody had asked for."""
+        """An answer arrived that was not requested: connections are no longer reused."""
         if self._is_distrusted:
             return
         self._is_distrusted = True
@@ -163,8 +163,8 @@ class Connections:
         )
 
     def _new(self) -> httpx.AsyncClient:
-        """With a pool of one connection. A large pool looks through all that it holds whenever one is
-        taken or given back: with 64 that was seven times the work of everything else here."""
+        """A client with a pool of one connection. A large pool scans all its connections whenever
+        one is taken or returned: with 64 that was seven times the work of everything else here."""
         import httpx
 
         made: Any = httpx.AsyncClient(
@@ -174,8 +174,8 @@ class Connections:
             timeout=httpx.Timeout(None, connect=CONNECT_S),
             limits=httpx.Limits(max_connections=1, keepalive_expiry=_KEEP_ALIVE_S),
         )
-        # httpx has no public way to hand httpcore its ``network_backend``. Where this does nothing,
-        # ``_see_that_all_is_read`` fails, and no answer is taken unchecked.
+        # httpx has no public way to set httpcore's ``network_backend``. If this has no effect,
+        # ``_see_that_all_is_read`` fails, and no answer is accepted unchecked.
         for transport in (made._transport, *made._mounts.values()):
             if transport is not None:
                 transport._pool._network_backend = self._network

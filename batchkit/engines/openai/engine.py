@@ -1,27 +1,27 @@
 """A server that speaks OpenAI's API: OpenAI's own, ``vllm serve``, llama.cpp's ``llama-server``.
 
-It runs already, at ``engine.base_url``, or is started for the run (``own_server.py``).
+It either runs already, at ``engine.base_url``, or is started for the run (``own_server.py``).
 
-The server batches; here requests are kept on their way to it, and what can go wrong on it is one of
-three:
+The server does the batching; this engine keeps requests in flight. Failures are of three kinds:
 
-- the row's own fault (400, 413, 422, …, an answer that never comes): that row fails;
-- a server that is busy or away (429, 502, 503, 504, no connection): all wait, and it is tried again,
-  for ``give_up_s`` at most (``limiter.py``); a row that is turned away for so long while others are
-  answered fails with ``server``;
+- the row's own fault (400, 413, 422, …, an answer that never arrives): that row fails;
+- a server that is busy or away (429, 502, 503, 504, no connection): all requests wait and are
+  retried, for ``give_up_s`` at most (``rate_limiter.py``); a row that is turned away for that long
+  while others are answered fails with ``server``;
 - what waiting does not fix (no access, no such model, no money, given up): EngineError. The run stops,
-  and goes on from there when it is started again. A 402, 403, 404, 405, … or redirect is this only if
-  a request of one word gets it, too; else it is the row's own.
+  and continues when it is started again. A 402, 403, 404, 405, … or redirect counts as this only if
+  a request of one word gets it, too; otherwise it is the row's own.
 
-A 500, a 424, a broken connection and an answer that is none may be either. The row is tried again a few
-times, and fails with ``server`` if others, or a request of one word, are answered meanwhile.
+A 500, a 424, a broken connection or an invalid answer may be the row's fault or the server's. The
+row is retried a few times, and fails with ``server`` if others, or a request of one word, are
+answered meanwhile.
 
-A server of our own that ends, or is given up, is an engine that died: EngineDied. So the supervisor
-starts another, and finds the row that it dies of.
+A server of our own that ends, or is given up, is an engine that died: EngineDied. The supervisor
+then starts another, and finds the row that kills it.
 
 Options: ``max_num_seqs`` (requests at a time), ``give_up_s``, ``max_model_len`` (a request's context,
-where the server does not tell), ``extra_body`` (fields laid over every request's body), ``drop`` (names
-left out of it).
+if the server does not report it), ``extra_body`` (fields that override every request's body),
+``drop`` (names left out of it).
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ class Options(NamedTuple):
 
 
 class OpenAIServerEngine:
-    """Keeps up to ``max_num_seqs`` requests on their way.
+    """Keeps up to ``max_num_seqs`` requests in flight.
 
     Threads: the processor's thread calls every method; one thread of ours runs the event loop that
-    does the rest. What is answered comes over in ``_done``; ``_ended`` is set once, after what was
-    answered before it.
+    does the rest. Completions arrive in ``_done``; ``_ended`` is set once, after the completions
+    before it.
 
     Raises:
-        JobError: an option or a sampling parameter can't be right, or there is no such program.
+        JobError: an option or a sampling parameter is wrong, or the server's program is missing.
         EngineError: the server does not answer, or refuses the key.
-        StartFailed: the run's own server did not come up.
+        StartFailed: the run's own server did not start.
     """
 
     def __init__(self, job: JobConfig) -> None:
@@ -131,7 +131,7 @@ class OpenAIServerEngine:
         self._loop.call_soon_threadsafe(self._begin, request)
 
     def poll(self, timeout_s: float) -> Sequence[Completion]:
-        ended = self._ended  # looked at first: all that was answered before it is in the queue
+        ended = self._ended  # read first: all completions before it are then in the queue
         done: list[Completion] = []
         try:
             done.append(self._done.get(timeout=max(0.0, timeout_s)))
@@ -173,7 +173,7 @@ class OpenAIServerEngine:
             await self._remote.close()
 
     async def _reach(self) -> None:
-        """See that the server is there, and stays there where it is ours."""
+        """Check that the server answers; if it is ours, also watch it."""
         if self._own is not None:
             await self._own.come_up(self._remote.is_ready)
             self._tasks.add(self._loop.create_task(self._watch_over(self._own)))
@@ -190,7 +190,7 @@ class OpenAIServerEngine:
             task.add_done_callback(self._tasks.discard)
 
     async def _settle(self, request: Request) -> None:
-        """The request comes back, answered or failed; or the engine ends, and nothing more does."""
+        """Return the request, answered or failed; or end the engine, which then returns no more."""
         try:
             completion = await self._answer(request)
         except RowError as error:
@@ -210,7 +210,7 @@ class OpenAIServerEngine:
                 task.cancel()
 
     async def _answer(self, request: Request) -> Completion:
-        """Ask until there is an answer, or the row's own error."""
+        """Try until there is an answer, or the row's own error."""
         faults, tries, answers = 0.0, 0, 0
         away = Away(self._options.give_up_s, self._answers)
         while True:
@@ -266,7 +266,7 @@ class OpenAIServerEngine:
                 await asyncio.sleep(pause_s(max(1, tries)))
 
     async def _ask(self, request: Request) -> Completion:
-        """As the server's ``ask``; an answer, or a refusal that is no timeout, says that it works."""
+        """``Remote.ask``; an answer, or a refusal other than a timeout, shows that it works."""
         try:
             completion = await self._remote.ask(request)
         except RowTimeoutError:
@@ -279,7 +279,7 @@ class OpenAIServerEngine:
         return completion
 
     async def _is_sound(self, request: Request) -> bool:
-        """Whether the server has an answer, or at least a refusal, for a prompt of one word."""
+        """Whether the server answers, or at least refuses, a prompt of one word."""
         is_chat = request.messages is not None
         word = Request(
             row=Row(-1, "", {}),
@@ -297,7 +297,7 @@ class OpenAIServerEngine:
         return True
 
     def _silence_s(self) -> float:
-        """How long the server has not answered, since it first failed to."""
+        """Seconds since the server first failed to answer; 0 if it has answered since."""
         since = self._limiter.troubled_since
         return 0.0 if since is None else self._loop.time() - since
 
@@ -307,9 +307,9 @@ class OpenAIServerEngine:
         return max(limit_s, self._row_timeout_s) if self._limiter.running else limit_s
 
     def _lose_patience(self, problem: Exception) -> None:
-        """Give the server up when nothing has been answered for ``give_up_s``.
+        """Give up on the server if nothing has been answered for ``give_up_s``.
 
-        Requests that are still on their way may be answered yet, within ``run.row_timeout_s``.
+        Requests that are still in flight may yet be answered, within ``run.row_timeout_s``.
         """
         silence_s = self._silence_s()
         if self._limiter.troubled_since is not None and silence_s >= self._patience_s:
@@ -347,10 +347,10 @@ def open_preflight(job: JobConfig) -> OpenAIServerPreflight:
 
 
 def options_of(job: JobConfig) -> Options:
-    """The job's options; its sampling is checked besides.
+    """The job's options. Also checks its sampling.
 
     Raises:
-        JobError: all that is wrong with them.
+        JobError: lists everything that is wrong.
     """
     found, problems = job.engine.options, []
     for name, value in found.items():
@@ -387,10 +387,10 @@ def _own_server(job: JobConfig, options: Options, limits: Mapping[str, Any]) -> 
     if table is None:
         return None
     if table.command is not None:
-        return OwnServer(job, table, table.command, {"max_num_seqs": 1})  # it gets no smaller
+        return OwnServer(job, table, table.command, {"max_num_seqs": 1})  # can't be reduced
     command = llama_server(
         job.engine.model,
-        max_model_len=options.max_model_len or 0,  # checked: it is given
+        max_model_len=options.max_model_len or 0,  # options_of checked that it is set
         max_num_seqs=options.max_num_seqs,
     )
     return OwnServer(job, table, command, limits)

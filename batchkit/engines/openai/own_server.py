@@ -1,4 +1,4 @@
-"""A server that the run starts for itself, and that ends with it, however the run ends."""
+"""A server that the run starts, and that ends with the run, however the run ends."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ _LOOK_S = 0.1
 _STOP_S = GRACE_S + 5.0
 _LAST_LINES = 12
 _LONGEST_CAUSE = 300
-_ACCESS = " HTTP/1."  # … 500 Internal Server Error, one line a request
+_ACCESS = " HTTP/1."  # … 500 Internal Server Error, one line per request
 _ERROR = re.compile(r"error|exception|assert|fatal|failed", re.IGNORECASE)
 
 
 class OwnServer:
-    """``command``'s server, at a port of its own; what it prints is appended to ``engine.log``.
+    """``command``'s server, on its own port; what it prints is appended to ``engine.log``.
 
-    A process beside it (``guard.py``) ends it with the run. Not started before ``start``. ``limits``
-    are the options that decide how much memory it claims at its start. ``memory`` watches over the
-    host's memory from now on. ``host_bytes`` is what it and its guard hold, once a second, where
-    ``run.max_host_gb`` limits that; else 0.
+    ``start`` starts it. A second process (``guard.py``) ends it with the run. ``limits`` are the
+    options that decide how much memory it claims when it starts. ``memory`` watches the host's
+    memory; by default, from now on. ``host_bytes``: the memory of the server and its guard, updated
+    once a second if ``run.max_host_gb`` limits it; else 0.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class OwnServer:
     def start(self) -> None:
         """
         Raises:
-            JobError: there is no such program.
+            JobError: the program does not exist.
             EngineError: its log can't be written.
         """
         name, *arguments = words_of(self.command, port=self._port)
@@ -99,17 +99,17 @@ class OwnServer:
                     stdout=log,
                     stderr=log,
                     pass_fds=[theirs.fileno()],
-                    process_group=0,  # Ctrl-C reaches the run alone
+                    process_group=0,  # Ctrl-C reaches only the run
                 )
         except OSError as error:
             self._control.close()
             raise EngineError(f"{self._log.path}: can't be written: {error.strerror}") from error
 
     async def come_up(self, is_ready: Callable[[str], Awaitable[bool]]) -> None:
-        """Until ``is_ready``, asked again and again with the path to look at, says so.
+        """Wait until ``is_ready``, called repeatedly with the path to check, returns True.
 
         Raises:
-            StartFailed: it ended, or was not ready in time.
+            StartFailed: the server ended, or was not ready in time.
         """
         limit_s = self._table.start_timeout_s
         ended = asyncio.ensure_future(self.death())
@@ -125,37 +125,37 @@ class OwnServer:
             )
             raise self._failed(how, Fault("engine_crash", "timeout", how)) from None
         finally:
-            ended.cancel()  # where it has ended, nothing happens
+            ended.cancel()  # no effect if it has ended
         if ended.done() and not ended.cancelled():
             fault = ended.result()
             raise self._failed(f"it ended before it was ready ({fault.type})", fault)
 
     async def death(self) -> Fault:
-        """Why it ended, once it has."""
+        """Wait until the server ends; returns why."""
         hung_up = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(self._control, 16))
         try:
             while not hung_up.done():
                 self._look()
                 await asyncio.wait([hung_up], timeout=LOOK_S)
         finally:
-            hung_up.cancel()  # where it has ended, nothing happens
+            hung_up.cancel()  # no effect if it has ended
         told = hung_up.result()
-        # Without a word the guard was killed itself, and took the server along.
+        # No exit code: the guard itself was killed, and the server with it.
         code = int(told) if told else -signal.SIGKILL
         return fault_of_exit(code, _cause(self._log.printed()), self._memory.evidence())
 
     def _look(self) -> None:
-        """At its memory and its log, as long as it lives."""
+        """Check its memory and its log while it runs."""
         self._memory.look()
         self._log.trim()
         if self._is_memory_limited and self._guard is not None:
             self.host_bytes = family_bytes(self._guard.pid)
 
     def stop(self) -> None:
-        """End it, and wait until it is gone; the event loop is no more. May be called twice.
+        """End it and wait for that; called after the event loop has ended. May be called twice.
 
         Raises:
-            EngineError: it can't be ended, as when a driver hangs.
+            EngineError: it can't be ended, for example because a driver hangs.
         """
         if self._guard is None:
             self._claim.close()
@@ -179,22 +179,22 @@ class OwnServer:
 
 
 def _found(name: str) -> str | None:
-    """The program's path: also where its environment, as that of batchkit itself, is not activated."""
+    """The program's path, also if the Python environment of batchkit is not activated."""
     return shutil.which(name) or shutil.which(name, path=Path(sys.executable).parent)
 
 
 class ClaimedPort(NamedTuple):
-    """``number`` is given to no other server of a run's until ``claim`` is closed."""
+    """No run gives ``number`` to another server until ``claim`` is closed."""
 
     number: int
     claim: socket.socket
 
 
 def claimed_port(pick: Callable[[], int] | None = None) -> ClaimedPort:
-    """A free port. Two runs must never get the same one: a server may load for minutes before it takes
-    its port, and meanwhile the other run's server would be taken for it, and answer its rows.
+    """A free port. Two runs must never get the same one: a server may load for minutes before it
+    binds its port, and meanwhile the other run's server would be taken for it, and answer its rows.
 
-    The claim is a name of Linux's abstract sockets: gone with the process, and known to all users.
+    The claim is the name of a Linux abstract socket: it ends with the process; all users see it.
     """
     while True:
         number = (pick or _free_port)()
@@ -211,8 +211,8 @@ def claimed_port(pick: Callable[[], int] | None = None) -> ClaimedPort:
 
 
 def _free_port() -> int:
-    """Outside the range from which the kernel gives a port to whoever asks for any (Linux: from 32768
-    on, IANA: from 49152 on), if one is free there: nothing gets it by chance while the server loads."""
+    """A port outside the ephemeral range (Linux: from 32768 on, IANA: from 49152 on), if one is
+    free there: no other process gets it by chance while the server loads."""
     for port in [*random.sample(_UNASSIGNED, _PORTS_TRIED), 0]:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((HOST, port))
@@ -222,7 +222,7 @@ def _free_port() -> int:
 
 
 def _cause(log: str) -> str:
-    """The last line that tells of memory, else of an error: a server says much else besides."""
+    """The last line about memory, else about an error: a server logs much else, too."""
     lines = [" ".join(line.split()) for line in reversed(log.splitlines())]
     errors = (
         line

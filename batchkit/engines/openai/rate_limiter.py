@@ -1,4 +1,4 @@
-"""How many requests a server is sent at a time, and when it is left alone for a while."""
+"""Limits how many requests a server gets at a time, and pauses when it turns requests away."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import random
 from collections import deque
 
 MOST_FAULTS = 3
-"""Tries of a row until it is asked whether others fare better."""
+"""Tries of a row before the engine checks whether others are answered."""
 GROWTH = 0.25
-"""Requests more at a time, per answer: from 1 back to 32 in some 120 answers."""
+"""How much the limit grows per answer: from 1 back to 32 in some 120 answers."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 LEAST_RETRY_AFTER_S, LONGEST_RETRY_AFTER_S = 0.1, 60.0
 
 
 def pause_s(tries: int) -> float:
-    """Seconds to wait after ``tries`` failures in a row: twice as long each time, and jittered so
-    that rows, and runs, which failed together don't come back together."""
+    """Seconds to wait after ``tries`` failures in a row: doubled each time, and jittered so that
+    rows, and runs, that failed together don't retry together."""
     longest = min(FIRST_PAUSE_S * 2.0 ** min(tries - 1, 16), LONGEST_PAUSE_S)
     return longest * random.uniform(0.5, 1.0)
 
 
 class RateLimiter:
-    """At most ``most`` at a time: half of it whenever the server says that it is busy or lets a request
-    wait too long, one by one while it can't be reached, a little more with each answer. Belongs to one
-    event loop."""
+    """At most ``most`` requests at a time. The limit is halved whenever the server reports that it
+    is busy or a request times out, is 1 while the server can't be reached, and grows with each
+    answer. Belongs to one event loop."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -43,7 +43,7 @@ class RateLimiter:
         return 1 if self._is_down else int(self._limit)
 
     async def enter(self) -> float:
-        """Wait for a place, first come first served, and take it; tells when it was given."""
+        """Wait for a place, first come, first served, and take it; returns the time of that."""
         loop = asyncio.get_running_loop()
         place = loop.create_future()
         self._line.append(place)
@@ -64,15 +64,15 @@ class RateLimiter:
         self._limit = min(self._most, self._limit + GROWTH)
 
     def is_troubled(self) -> None:
-        """The server did not answer: since when, ``troubled_since`` tells."""
+        """The server did not answer; ``troubled_since`` is the time of the first such failure."""
         if self.troubled_since is None:
             self.troubled_since = asyncio.get_running_loop().time()
 
     def turned_away(self, sent_at: float, *, is_down: bool, retry_after_s: float | None) -> None:
-        """A request sent at ``sent_at`` was not taken in: nothing is sent for a while, which the
-        server may name.
+        """A request sent at ``sent_at`` was not accepted: pause, for ``retry_after_s`` if the
+        server named a time.
 
-        Of those that were sent before, only the first says something new.
+        Requests that were sent before the last slowdown don't lower the limit again.
         """
         self.is_troubled()
         if self._is_new(sent_at):
@@ -87,13 +87,13 @@ class RateLimiter:
             self._hold(wait_s * random.uniform(1.0, 1.1))
 
     def timed_out(self, sent_at: float) -> None:
-        """A request sent at ``sent_at`` waited too long: most likely there are too many at a time."""
+        """A request sent at ``sent_at`` timed out: most likely there are too many at a time."""
         self.is_troubled()
         if self._is_new(sent_at):
             self._halve()
 
     def _is_new(self, sent_at: float) -> bool:
-        """Whether the request was sent since it was last slowed down; if so, that is now."""
+        """Whether the request was sent since the last slowdown; if so, the last slowdown is now."""
         if sent_at < self._slowed_at:
             return False
         self._slowed_at = asyncio.get_running_loop().time()
@@ -117,7 +117,7 @@ class RateLimiter:
     def _admit(self) -> None:
         while self._line and self._pause is None and self.running < self.limit:
             place = self._line.popleft()
-            if not place.done():  # else its row was given up
+            if not place.done():  # else its task was cancelled
                 self.running += 1
                 place.set_result(None)
 
@@ -125,8 +125,8 @@ class RateLimiter:
 class Away:
     """How long a row has been turned away while others were answered.
 
-    A busy server turns rows away, too, and each is answered some day: so only one that is still turned
-    away after ``give_up_s`` fails, and until then it is tried less and less often.
+    A busy server turns rows away, too, and answers each of them eventually. So a row fails only if
+    it is still turned away after ``give_up_s``; until then it is retried less and less often.
     """
 
     def __init__(self, give_up_s: float, answers: int) -> None:
@@ -138,15 +138,15 @@ class Away:
 
     @property
     def is_suspicious(self) -> bool:
-        """Whether it is time to see if the server answers anything at all."""
+        """Whether it is time to check if the server answers anything at all."""
         return self._alone + self.tries >= MOST_FAULTS
 
     def is_final(self, now: float) -> bool:
-        """The row was turned away once more, and others are answered."""
+        """Count that the row was turned away while others were answered; True if it now fails."""
         self.tries += 1
         self._since = now if self._since is None else self._since
         return self.tries >= MOST_FAULTS and now - self._since >= self._give_up_s
 
     def nobody_answered(self) -> None:
-        """… and nobody else was answered either."""
+        """Count that the row was turned away while no other row was answered."""
         self._alone += 1

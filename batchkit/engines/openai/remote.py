@@ -35,12 +35,12 @@ _AWAY = (408, 425, 502, 504, 529)
 _BUSY = (429, 503)
 _OF_THE_ROW = (400, 406, 413, 414, 415, 422, 431, 451)
 _OF_THE_MOMENT = (409, 423, 424, 499)  # TGI answers 424 when its model fails
-_MOST_ERROR_BYTES = 1 << 20  # of an error, which is told in 1,000 characters
+_MOST_ERROR_BYTES = 1 << 20  # of an error, of which 1,000 characters are shown
 
 
 class Barred(EngineError):
-    """The request is refused as all others may be. If others are answered it is the row's own failure,
-    of which ``told`` is the reason."""
+    """The request was refused for a reason that may apply to all. If others are answered, it is the
+    row's own failure, and ``told`` is the reason."""
 
     def __init__(self, message: str, told: str) -> None:
         super().__init__(message)
@@ -48,13 +48,13 @@ class Barred(EngineError):
 
 
 class Remote:
-    """The server at ``base_url``. ``extra_body`` is laid over every body, ``drop`` is left out of it.
-    ``max_model_len`` counts where it does not tell its own. ``event`` gets what the run should report.
+    """The server at ``base_url``. ``extra_body`` overrides every body, ``drop`` is left out of it.
+    ``max_model_len`` applies if the server reports none. ``event`` gets what the run should report.
 
-    Belongs to one event loop, once it is made.
+    Once created, belongs to one event loop.
 
     Raises:
-        EngineError: what the environment says of key, proxy or certificates can't be used.
+        EngineError: the environment's key, proxy or certificates can't be used.
     """
 
     def __init__(
@@ -85,18 +85,18 @@ class Remote:
         headers = {"Content-Type": "application/json", "User-Agent": "batchkit"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        may_be_far = engine.server is None  # no proxy stands before a server of our own
+        may_be_far = engine.server is None  # our own server has no proxy in front of it
         self._connections = Connections(headers, trust_env=may_be_far, event=event)
 
     async def close(self) -> None:
-        """Hang up; nothing is on its way any more."""
+        """Close the connections; no request may be in flight."""
         await self._connections.close()
 
     async def is_ready(self, path: str) -> bool:
-        """Whether a server that is starting is well at ``path``, if it knows that, and lists its models.
+        """Whether a starting server is healthy at ``path``, if it has that, and lists its models.
 
         Raises:
-            EngineError: as ``reach``.
+            EngineError: as in ``reach``.
         """
         url = f"{self.base_url.removesuffix('/v1')}{path}"
         try:
@@ -108,7 +108,7 @@ class Remote:
         return status < 500
 
     async def reach(self) -> None:
-        """See that somebody is there who lets us in; one that is not yet there gets ``START_S``.
+        """Check that the server answers and accepts the key; it may take ``START_S`` to start.
 
         Raises:
             EngineError: naming the address and the remedy.
@@ -128,11 +128,11 @@ class Remote:
             await asyncio.sleep(_START_PAUSE_S)
 
     async def ask(self, request: Request) -> Completion:
-        """One try.
+        """Send the request once.
 
         Raises:
-            RowError: the request's own.
-            EngineError: no request fares better; a Barred may.
+            RowError: the request's own error.
+            EngineError: no request would succeed; after Barred, others may.
             TurnedAway, ServerFault: try again.
         """
         body = api.body_of(
@@ -196,7 +196,7 @@ class Remote:
     def _see_that_it_is_the_same_model(self, name: Any) -> None:
         """
         Raises:
-            EngineError: the server answers as another model than before; one table never mixes two.
+            EngineError: the server answers as a different model than before; a run never mixes two.
         """
         if not isinstance(name, str) or not name:
             return
@@ -209,8 +209,8 @@ class Remote:
             )
 
     async def _see_that_it_serves_the_same_model(self) -> None:
-        """After it was away: many servers answer under whatever name a request has, and only their list
-        says which model it is. One that lists nothing any more says nothing.
+        """After the server was away: many servers answer under any name that a request has; only
+        their list shows which model it is. A server that no longer lists its models is not checked.
 
         Raises:
             EngineError: it came back with another model.
@@ -232,7 +232,7 @@ class Remote:
         self._was_away = False
 
     async def _counted(self, refusal: api.Refusal, request: Request) -> api.Refusal:
-        """With the prompt's tokens, where a cut needs them.
+        """``refusal`` with the prompt's token count, if a cut needs it.
 
         ``vllm serve`` stops counting at its limit; its ``/tokenize`` (beside ``/v1``) counts them all.
         """
@@ -280,7 +280,7 @@ class Remote:
     async def _exchange(
         self, method: str, url: str, content: bytes | None, timeout_s: float
     ) -> Response:
-        """An answer that concerns this one request. Raises as ``ask``."""
+        """A response that concerns only this request. Raises like ``ask``."""
         try:
             response = await self._connections.exchange(
                 method, url, content, timeout_s=timeout_s, max_bytes=self._most_bytes
@@ -295,7 +295,7 @@ class Remote:
                 " rest was not read. Lower sampling.max_tokens, n or logprobs, or raise"
                 " engine.max_answer_bytes"
             )
-        if self._key and status != 200:  # some say which key they don't like
+        if self._key and status != 200:  # some servers quote the key that they refuse
             received = received.replace(self._key.encode(), b"***")
         self._check(status, received, url, response.headers)
         return response._replace(content=received)
@@ -304,7 +304,7 @@ class Remote:
         return self._max_answer_bytes if status < 300 else _MOST_ERROR_BYTES
 
     def _check(self, status: int, received: bytes, url: str, headers: Mapping[str, str]) -> None:
-        """Raise what concerns all requests: EngineError or TurnedAway."""
+        """Raise EngineError or TurnedAway if the response concerns all requests."""
         if status < 300:
             return
         refusal = api.refusal_of(status, received)
@@ -336,7 +336,7 @@ class Remote:
         try:
             self.models = await self._list_models()
         except (TurnedAway, ServerFault, EngineError):
-            pass  # what it listed at the start will do
+            pass  # use its earlier list
         names = ", ".join(str(model.get("id")) for model in self.models[:20]) or "nothing"
         return (
             f"{self.base_url}: no model {self._model!r} ({refusal.message}); it serves {names}:"
@@ -345,7 +345,7 @@ class Remote:
 
     @property
     def _max_model_len(self) -> int | None:
-        """As ``vllm serve`` and ``llama-server`` tell it of the model, else as the job says."""
+        """As ``vllm serve`` and ``llama-server`` report it for the model, else the job's."""
         for model in self.models:
             told = api.max_model_len(model)
             if told is not None and (model.get("id") == self._model or len(self.models) == 1):
@@ -354,7 +354,7 @@ class Remote:
 
 
 def _key(name: str) -> str:
-    """The API key in the environment variable ``name``; empty where there is none."""
+    """The API key in the environment variable ``name``; empty if it is not set."""
     key = os.environ.get(name, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise EngineError(f"environment variable {name} (engine.api_key_env): that is no key")
@@ -362,5 +362,5 @@ def _key(name: str) -> str:
 
 
 async def _encoded(body: Mapping[str, Any]) -> bytes:
-    """On a thread of the loop's own: making PNGs takes a while, and the others need the loop."""
+    """On one of the loop's threads: making PNGs takes a while, and other requests need the loop."""
     return await asyncio.to_thread(api.encoded, body)

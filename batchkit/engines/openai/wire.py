@@ -1,9 +1,9 @@
-"""A connection's bytes, none of which becomes the answer to a later request.
+"""A connection whose surplus bytes never become the answer to a later request.
 
-HTTP/1.1 has no number that ties an answer to its request. A server or proxy that answers a request
-twice, or reports a Content-Length that is too small, leaves bytes behind an answer; a parser that was
-given them takes them for the answer to the next request on the connection. So ``Wire`` never reads
-ahead: it hands over no more than the rest of the answer, and keeps what is left where it is seen.
+HTTP/1.1 has no id that ties an answer to its request. A server or proxy that answers a request
+twice, or reports a Content-Length that is too small, leaves bytes after an answer; a parser that
+gets them takes them for the answer to the next request on the connection. So ``Wire`` never reads
+ahead: it returns at most the rest of the answer, and keeps what is left, so that it is noticed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import ssl
 from collections.abc import Callable, Iterable
 from typing import Any
 
-_EYEBALLS_S = 0.25  # RFC 8305: so long until the host's next address is tried as well
+_EYEBALLS_S = 0.25  # RFC 8305: delay before the host's next address is also tried
 _MOST_BUFFERED = 1 << 18
 
 _BLANK_LINE = re.compile(rb"\n\r?\n")
@@ -24,8 +24,8 @@ _CODING = re.compile(rb"\ntransfer-encoding:", re.IGNORECASE)
 
 
 class Network:
-    """httpcore's ``AsyncNetworkBackend`` whose streams are ``Wire``s. ``on_surplus`` is called whenever
-    bytes are found on a connection that nobody has asked for."""
+    """An httpcore ``AsyncNetworkBackend`` whose streams are ``Wire``s. ``on_surplus`` is called
+    whenever a connection has bytes that were not requested."""
 
     def __init__(self, on_surplus: Callable[[], None]) -> None:
         self._on_surplus = on_surplus
@@ -61,7 +61,7 @@ class Network:
 
 
 class Wire(asyncio.Protocol):
-    """httpcore's ``AsyncNetworkStream``, for one request after another.
+    """An httpcore ``AsyncNetworkStream`` for one request after another.
 
     A request begins with the first ``write`` after a ``read``. ``requests`` counts them.
     """
@@ -80,16 +80,16 @@ class Wire(asyncio.Protocol):
 
     @property
     def has_surplus(self) -> bool:
-        """Of an answer that was read to its end: whether bytes are left behind it."""
+        """After an answer was read to its end: whether bytes are left."""
         return bool(self._received) or self._is_refused
 
     def is_repeated(self, content: bytes) -> bool:
-        """Whether the content of an answer is that of the answer before it."""
+        """Whether an answer has the same content as the previous one."""
         last, self._last = self._last, hash(content)
         return last == self._last
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:  # noqa: ASYNC109
-        """At most the rest of the answer; nothing if the server has hung up. Waits without a limit."""
+        """At most the rest of the answer; empty if the server closed the connection. No timeout."""
         import httpcore
 
         self._is_reading = True
@@ -111,7 +111,7 @@ class Wire(asyncio.Protocol):
         return piece
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:  # noqa: ASYNC109
-        """Refuses a request for which something has come already: ``read`` raises then."""
+        """Refuses a request if bytes arrived before it: ``read`` then raises."""
         import httpcore
 
         if self._is_reading:
@@ -138,7 +138,7 @@ class Wire(asyncio.Protocol):
         server_hostname: str | None = None,
         timeout: float | None = None,  # noqa: ASYNC109
     ) -> Wire:
-        """Another Wire, for what is in it.
+        """Another Wire, for the data inside TLS.
 
         Raises:
             httpcore.ConnectError, httpcore.ConnectTimeout: as httpcore expects it.
@@ -164,7 +164,7 @@ class Wire(asyncio.Protocol):
         return inner
 
     def get_extra_info(self, info: str) -> Any:
-        """``is_readable`` is asked while no request is on its way: True if none may follow."""
+        """``is_readable`` is queried while no request is in flight: True if none may follow."""
         if info == "is_readable":
             if self._received:
                 self._on_surplus()
@@ -205,10 +205,10 @@ class Wire(asyncio.Protocol):
 
 
 class _Answer:
-    """Where the next piece of an answer ends at the latest, by RFC 9112, 6.3.
+    """Where the next piece of an answer must end, by RFC 9112, 6.3.
 
-    With a Content-Length that is known. Else the head, each informational one, and what comes in
-    chunks all end with an empty line: so does each piece, be the line an end or not.
+    With a Content-Length, this is known. Otherwise the head, each informational head, and a chunked
+    body all end with an empty line, so each piece ends there, whether or not the line is an end.
     """
 
     def __init__(self) -> None:
@@ -216,13 +216,13 @@ class _Answer:
         self._left: int | None = None
         self._before = b""
         self.is_framed = True
-        """False if its end can't be told, so that the connection must end with it."""
+        """False if its end is unknown, so that the connection must end with it."""
 
     def most_of(self, received: bytearray, max_bytes: int) -> int:
-        """How many bytes of ``received``, which has some, may be handed over."""
+        """How many bytes of ``received``, which is not empty, may be returned."""
         most = min(len(received), max_bytes)
         if self._left is not None:
-            if self._left == 0:  # a reader that goes on expects another length
+            if self._left == 0:  # a reader that continues expects another length
                 self.is_framed, self._left = False, None
                 return most
             return min(self._left, most)
@@ -230,7 +230,7 @@ class _Answer:
         return found.end() - len(self._before) if found else most
 
     def has_got(self, piece: bytes) -> None:
-        """``piece`` has been handed over."""
+        """``piece`` has been returned."""
         if self._left is not None:
             self._left -= len(piece)
             return
