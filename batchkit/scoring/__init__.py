@@ -1,7 +1,7 @@
 """From an answer's text to its prediction and scores.
 
 A scorer judges one record; a metric (``metrics``) reduces many. A score is a number from 0 to 1
-(``reward``: 0 to 10) or None: unscored, which is never the same as 0. Failed rows never come here.
+(``reward``: 0 to 10) or None: unscored, which is never the same as 0. Failed rows are never scored.
 
 ``chart`` and ``judge`` need more than the record (a sandbox, a second model): their scores are None
 here, and ``batchkit.commands.score`` fills them in.
@@ -25,13 +25,13 @@ from batchkit.scoring.values import choice, numeric
 T = TypeVar("T")
 
 DEFERRED = ("chart", "judge")
-_NO_ANSWER = "[ERROR]"  # how RealHiTBench's harness tells a failure
-SCORES_OF = {"chart": ("ecr", "pass")}  # of all others: one, by the scorer's own name
+_NO_ANSWER = "[ERROR]"  # how RealHiTBench's harness marks a failure
+SCORES_OF = {"chart": ("ecr", "pass")}  # all others: one, with the scorer's own name
 
 
 class Scored(NamedTuple):
-    """What was read from an answer. A score of None: it is unscored; ``unscored``: why, if not for
-    want of a prediction or a reference."""
+    """What was read from an answer. A score of None: it is unscored; ``unscored``: why, unless it
+    just lacks a prediction or a reference."""
 
     prediction: str | None
     scores: dict[str, float | None]
@@ -41,8 +41,8 @@ class Scored(NamedTuple):
 class Scoring:
     """Scores answers as ``table`` says. Immutable.
 
-    ``references``: the right answers by the row's id, where ``reference_run`` gives them. ``say``
-    hears of a row that a scorer could not cope with.
+    ``references``: the right answers by the row's id, if ``reference_run`` supplies them. ``say``
+    is called with a message about each row that an extractor or scorer failed on.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Scoring:
         return fields_of(self._table)
 
     def table_for(self, fields: Mapping[str, Any]) -> ScoringTable:
-        """The scoring of a row: its first fitting rule laid over the rest."""
+        """The scoring of a row: its first matching rule, merged over the rest."""
         return next(table for where, table in self._rules if _fits(where, fields))
 
     def score(self, text: str, fields: Mapping[str, Any], row_id: str) -> Scored:
@@ -87,7 +87,7 @@ class Scoring:
     def score_prediction(
         self, prediction: str | None, fields: Mapping[str, Any], row_id: str
     ) -> Scored:
-        """As ``score``, of what was read from an answer already."""
+        """Like ``score``, for a prediction that was already extracted."""
         return self._compared(prediction, fields, row_id, [])
 
     def _compared(
@@ -106,16 +106,16 @@ class Scoring:
         return Scored(prediction, scores, "; ".join(dict.fromkeys(reasons)) or None)
 
     def finds_nothing(self, text: str, fields: Mapping[str, Any], row_id: str = "?") -> bool:
-        """True where the answer lacks what its extractor looks for."""
+        """True if the answer lacks what its extractor looks for."""
         table = self.table_for(fields)
         if table.extract == "final-answer" and text.startswith(_NO_ANSWER):
-            return False  # the official code takes it as it is, so that its calls can be compared
-        if table.default_reward is not None:  # it stands in for what is looked for
+            return False  # the official code accepts it, so that its calls can be compared
+        if table.default_reward is not None:  # it would replace what is looked for
             table = _laid_over(table, {"default_reward": None})
         return self._extracted(text, table, row_id, []) is None
 
     def reference(self, fields: Mapping[str, Any], row_id: str) -> str | None:
-        """The right answer, as text; None where there is none."""
+        """The right answer, as text; None if there is none."""
         if self._references is not None:
             found: Any = self._references.get(row_id)
         else:
@@ -133,9 +133,9 @@ class Scoring:
     def _tried(
         self, who: str, row_id: str, make: Callable[[], T | None], reasons: list[str]
     ) -> T | None:
-        """What ``make`` gives; where it fails, None, and why is added to ``reasons``.
+        """The result of ``make``; if it fails, None, and the reason is added to ``reasons``.
 
-        An answer was paid for: nothing that fails over it may lose it.
+        An answer was paid for: a failure to score it must not lose it.
         """
         try:
             return make()
@@ -180,7 +180,7 @@ class _Comparison:
         self._pair: Pair | None = None
 
     def by(self, name: str) -> float | None:
-        """The score by the scorer called ``name``; None where there is nothing to compare."""
+        """The score by the scorer called ``name``; None if there is nothing to compare."""
         prediction, reference, table = self._prediction, self._reference, self._table
         if prediction is None:
             return None
@@ -199,7 +199,7 @@ class _Comparison:
 
 
 def _as_text(value: Any) -> str:
-    """A field that is no text, as a kept one would be stored: as JSON, a date without quotes."""
+    """A field as text, the way a kept one is stored: as JSON, a date without quotes."""
     if isinstance(value, str):
         return value
     try:
@@ -214,7 +214,7 @@ def _laid_over(table: ScoringTable, changes: Mapping[str, Any]) -> ScoringTable:
 
 
 def _fits(where: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
-    """As ``input.where``, but a field that is not there just does not fit."""
+    """Like ``input.where``, but a missing field just does not match."""
     for name, wanted in where.items():
         values = wanted if isinstance(wanted, list) else [wanted]
         if name not in fields or (

@@ -1,6 +1,6 @@
-"""What the prediction is: one function an extractor, from the answer's text to the prediction.
+"""Extractors: one function each, from the answer's text to the prediction.
 
-Each gives None where the text holds nothing of its kind. Adding one: a function here, a line in
+Each returns None if the text has nothing of its kind. To add one: a function here, a line in
 ``EXTRACTORS``, and its name in ``config.Extract``.
 """
 
@@ -20,17 +20,17 @@ from batchkit.scoring.values import numbers_in
 
 Extractor = Callable[[str, ScoringTable], str | None]
 
-# An object or a list may begin here: a key, a value or its end follows.
+# An object or a list may start here: a key, a value or its end follows.
 _OPENED = re.compile(r"""\{(?=[ \t\n\r]*+["}])|\[(?=[ \t\n\r]*+["{\[\]\-\dtfnNI])""")
 _MARKERS = ("[Final Answer]:", "Final Answer:")
 _FENCED = re.compile(r"```[ \t]*+\w*+[ \t]*+\r?\n(.*?)```", re.DOTALL)
 _MOST_IN_VAIN = 10_000_000  # characters; a text of nothing but brackets would take hours
-_DEAR = 10_000  # what nesting as deep as Python goes counts
-_FAILURE = 50  # what any failure counts
+_DEAR = 10_000  # cost of a value nested too deep for Python
+_FAILURE = 50  # cost of any failure
 
 
 def final_answer(text: str, table: ScoringTable) -> str | None:
-    """What follows the last ``[Final Answer]:``, else the last ``Final Answer:``; case counts."""
+    """The text after the last ``[Final Answer]:``, else ``Final Answer:``; case-sensitive."""
     for marker in _MARKERS:
         if marker in text:
             return text.rpartition(marker)[2].strip()
@@ -44,7 +44,7 @@ def last_number(text: str, table: ScoringTable) -> str | None:
 
 
 def reward(text: str, table: ScoringTable) -> str | None:
-    """The score from 0 to 10 that the text gives."""
+    """The score from 0 to 10 in the text."""
     found = parse_reward(text, table.default_reward)
     return None if found is None else f"{found:g}"
 
@@ -56,7 +56,7 @@ def regex(text: str, table: ScoringTable) -> str | None:
 
 
 def json_value(text: str, table: ScoringTable) -> str | None:
-    """The value at ``key`` of the last JSON object or list that has it; what is no text, as JSON."""
+    """The value at ``key`` of the last JSON object or list that has it; as JSON if not text."""
     found = None
     for value in _json_in(text):
         at_key = _at(value, table.key)
@@ -67,7 +67,7 @@ def json_value(text: str, table: ScoringTable) -> str | None:
 
 
 def code(text: str, table: ScoringTable) -> str | None:
-    """The last fenced block; without a fence, what stands from the first ``import`` on."""
+    """The last fenced block; without a fence, all from the first ``import`` line on."""
     if blocks := _FENCED.findall(text):
         return str(blocks[-1]).strip()
     start = re.search(r"^(import|from) \w", text, re.MULTILINE)
@@ -86,7 +86,7 @@ def _json_in(text: str) -> Iterator[Any]:
             value, end = decoder.raw_decode(rest, start)
             position = rest_from + end
             yield value
-        except (ValueError, RecursionError) as error:  # a number may have too many digits, too
+        except (ValueError, RecursionError) as error:  # also for a number with too many digits
             position = found.end()
             in_vain += _FAILURE + _read_in_vain(error, len(rest)) - start
             if in_vain > _MOST_IN_VAIN:
@@ -94,15 +94,15 @@ def _json_in(text: str) -> Iterator[Any]:
 
 
 def _read_in_vain(error: Exception, length: int) -> int:
-    """The place in the text, of ``length`` characters, up to which was read."""
+    """The position in the text, of ``length`` characters, up to which it was read."""
     if not isinstance(error, JSONDecodeError):
         return _DEAR  # too deep
-    # The place of this one is where the string begins, and no type tells it from the others.
+    # This one's position is where the string begins, and it has no type of its own.
     return length if error.msg.startswith("Unterminated string") else error.pos
 
 
 def _as_json(value: Any) -> str | None:
-    """Not by orjson: what a model wrote may be any number, and nested deeper than it goes."""
+    """Not by orjson: a model's JSON may have any number, and nest deeper than orjson supports."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except RecursionError:

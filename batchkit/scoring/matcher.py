@@ -1,7 +1,7 @@
-"""The process that ``scoring.pattern`` is matched in: ``python -m batchkit.scoring.matcher FD``.
+"""The process that matches ``scoring.pattern``: ``python -m batchkit.scoring.matcher FD``.
 
-Questions come over the socket FD, one at a time. The kernel ends it where a match takes more than
-``PATTERN_TIMEOUT_S`` of its own CPU time: nothing else stops ``re`` at every place.
+Questions arrive over the socket FD, one at a time. The kernel kills the process if a match takes
+more than ``PATTERN_TIMEOUT_S`` of its CPU time: nothing else can stop ``re`` at any point.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ def main() -> None:
     warnings.simplefilter("ignore")  # else the first one is printed
     connection: Any = Connection(int(sys.argv[1]))
     connection.send_bytes(b"")  # it has started
-    with contextlib.suppress(EOFError, OSError):  # who asked is gone
+    with contextlib.suppress(EOFError, OSError):  # the caller has ended
         while True:
             connection.send_bytes(_answer(connection.recv_bytes()))
 
 
 def _answer(question: bytes) -> bytes:
-    """``marshal``'s bytes of "value" and the last match, or of "error" and why there is none."""
+    """The ``marshal`` bytes of "value" and the last match, or of "error" and the reason."""
     signal.setitimer(signal.ITIMER_PROF, PATTERN_TIMEOUT_S)
     try:
         pattern, text = marshal.loads(question)
         return marshal.dumps(("value", last_in(pattern, text)))
     except MemoryError:
         return marshal.dumps(("error", f"needs more than {PATTERN_MEMORY >> 30} GiB of memory"))
-    except Exception as error:  # whatever it is, the next question is answered
+    except Exception as error:  # after any error, the next question is still answered
         return marshal.dumps(("error", f"fails: {type(error).__name__}: {error}"))
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)

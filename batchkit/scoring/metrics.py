@@ -1,8 +1,8 @@
 """Metrics: the scores of many records reduced to one table.
 
 The mean of a scorer is the plain mean over the rows that it scored; unscored and failed rows are
-counted beside it and are never a 0 in it. Scores from 0 to 1 are told in percent, a reward from 0
-to 10 as it is.
+counted separately and never enter it as 0. Scores from 0 to 1 are shown in percent, a reward from
+0 to 10 as it is.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAMES = {
 
 @dataclass
 class Group:
-    """The rows of one kind. ``scored``: at least one score could be told."""
+    """The rows of one group. ``scored``: those with at least one score."""
 
     scored: int = 0
     unscored: int = 0
@@ -60,7 +60,7 @@ class Group:
         self.unscored += not told
 
     def mean(self, name: str) -> float | None:
-        """In percent (reward: 0 to 10); None where no row has this score."""
+        """In percent (reward: 0 to 10); None if no row has this score."""
         values = self.scores.get(name)
         return round(math.fsum(values) / len(values), 10) if values else None
 
@@ -107,7 +107,7 @@ class ScoreTable:
         }
 
     def to_text(self) -> str:
-        """A Markdown table, its columns aligned: one line a group, the last one for all rows."""
+        """A Markdown table, its columns aligned: one line per group, the last one for all rows."""
         heads = ["", "n", *map(head, self.names), "unscored", "failed"]
         rows = [self._line(name, group) for name, group in self.groups.items()]
         rows.append(self._line(ALL, self.overall))
@@ -136,7 +136,7 @@ class ScoreTable:
         return f"\n{markdown([name, *parts], rows)}{told}"
 
     def _extremes(self) -> dict[str, str]:
-        """The groups with the best and the worst mean, where rewards are compared."""
+        """The groups with the best and the worst mean, if there are rewards."""
         means = {
             label: mean
             for label, group in self.groups.items()
@@ -151,7 +151,7 @@ class ScoreTable:
 
 
 def tabulate(records: Iterable[Mapping[str, Any]], group_by: str | None) -> ScoreTable:
-    """The table of ``records``, which carry ``status``, ``scores`` and ``fields``."""
+    """The table of ``records``, which have ``status``, ``scores`` and ``fields``."""
     groups: dict[str, Group] = {}
     overall = Group()
     for record in records:
@@ -166,12 +166,12 @@ def tabulate(records: Iterable[Mapping[str, Any]], group_by: str | None) -> Scor
 
 
 def head(name: str) -> str:
-    """What a column of this score is called."""
+    """The heading of this score's column."""
     return _NAMES.get(name, name)
 
 
 def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns also line up as plain text, numbers to the right."""
+    """A Markdown table whose columns also line up as plain text, numbers right-aligned."""
     table = [
         [cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in (heads, *rows)
     ]

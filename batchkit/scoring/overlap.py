@@ -1,8 +1,8 @@
 """Scorers of overlapping words: F1, EM, ROUGE-L, SacreBLEU, as RealHiTBench computes them.
 
-``official`` equals its code (metrics/qa_metrics.py at cspzyy/RealHiTBench 5278fa2) to the digit:
-each row's score is a percentage rounded to two decimals. ``fixed`` does not round, and reads
-numbers as numbers; docs/scoring.md lists the differences.
+``official`` equals its code (metrics/qa_metrics.py at cspzyy/RealHiTBench 5278fa2) exactly: each
+row's score is a percentage rounded to two decimals. ``fixed`` does not round, and reads numbers as
+numbers; docs/scoring.md lists the differences.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ def normalise(text: str, mode: Mode) -> str:
 
 
 def pair(prediction: str, reference: str, mode: Mode) -> Pair:
-    """Both normalised. A prediction of which nothing is left is ``#``, and matches nothing."""
+    """Both normalised. A prediction that becomes empty is ``#``, and matches nothing."""
     return Pair(normalise(prediction, mode) or _NO_ANSWER, normalise(reference, mode))
 
 
 def f1(texts: Pair) -> float:
-    """Of the two bags of words: 2·precision·recall / (precision + recall)."""
+    """F1 of the two bags of words: 2·precision·recall / (precision + recall)."""
     predicted, right = texts.prediction.split(), texts.reference.split()
     common = (Counter(predicted) & Counter(right)).total()
     return 2 * common / (len(predicted) + len(right)) if common else 0.0
 
 
 def em(texts: Pair) -> float:
-    """1 where they are equal."""
+    """1 if they are equal."""
     return float(texts.prediction == texts.reference)
 
 
 def rouge_l(texts: Pair, mode: Mode) -> float:
     """F-measure of the longest common subsequence of words (Lin 2004), by ``rouge_score``.
 
-    Its own words are of a–z and 0–9 alone: a text in another script scores 0 in ``official``.
+    Its own tokenizer keeps only a–z and 0–9: a text in another script scores 0 in ``official``.
     """
     words_in, fmeasure = _rouge(mode)
     right, predicted = words_in(texts.reference), words_in(texts.prediction)
@@ -70,9 +70,9 @@ def rouge_l(texts: Pair, mode: Mode) -> float:
 
 
 def _common_subsequence(one: list[str], other: list[str]) -> int:
-    """The length of the longest. ``rouge_score``'s own table takes 8 bytes a pair of words.
+    """The length of the longest. ``rouge_score``'s own table takes 8 bytes per pair of words.
 
-    A bit for each word of ``one``, all at a time (Hyyrö 2004, Bit-parallel LCS-length computation).
+    One bit per word of ``one``, all at once (Hyyrö 2004, Bit-parallel LCS-length computation).
     """
     places: dict[str, int] = {}
     for place, word in enumerate(one):
@@ -87,7 +87,7 @@ def _common_subsequence(one: list[str], other: list[str]) -> int:
 def sacrebleu(texts: Pair, mode: Mode) -> float:
     """Sentence BLEU-4 by ``sacrebleu``: 13a tokens, exponential smoothing (Post 2018).
 
-    ``official`` takes no effective order: a text of fewer than four tokens scores 0, even if equal.
+    ``official`` uses no effective order: a text of fewer than four tokens scores 0, even if equal.
     """
     return float(_bleu(mode).corpus_score([texts.prediction], [[texts.reference]]).score) / 100
 
@@ -139,14 +139,14 @@ def _is_long(number: str) -> bool:
 
 
 def _words(text: str) -> list[str]:
-    """The words of a text without numbers. A comma or a slash parts words; an apostrophe does not."""
+    """The words of a text without numbers. Commas and slashes separate words; apostrophes don't."""
     parted = re.sub(r"[^\w\s']|_", " ", text).replace("'", "")
     return _ARTICLE.sub(" ", parted).split()
 
 
 @cache
 def _rouge(mode: Mode) -> Any:
-    """Of ``rouge_score``: what parts a text into words, and the F-measure."""
+    """The function that splits a text into words, and ``rouge_score``'s F-measure."""
     from rouge_score.scoring import fmeasure
     from rouge_score.tokenizers import DefaultTokenizer
 

@@ -1,8 +1,8 @@
-"""Matches ``scoring.pattern`` as Python's ``re`` does, with an end.
+"""Matches ``scoring.pattern`` as Python's ``re`` does, within a time limit.
 
-No thread can stop ``re`` (``(\\w+\\s?)+$`` needs only 40 characters to take hours), so a process that
-can be ended does it: ``matcher``. If a pattern can't take long over a text (``steps``), none is needed.
-Each thread that scores has its own, as for templates (``templates.process``).
+No thread can stop ``re`` (``(\\w+\\s?)+$`` needs only 40 characters to take hours), so a process
+that can be killed runs it: ``matcher``. If a pattern can't take long on a text (``steps``), no
+process is needed. Each thread that scores has its own, as for templates (``templates.process``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def last_match(pattern: str, text: str) -> str | None:
     if most_steps(pattern, text) <= PATTERN_STEPS:
         return last_in(pattern, text)
     question = marshal.dumps((pattern, text))
-    for _ in range(2):  # somebody else may have ended the first one
+    for _ in range(2):  # the first one may have been killed from outside
         child: Child | None = getattr(_OF_THREAD, "child", None)
         if child is None or not child.is_alive:
             child = _OF_THREAD.child = started("batchkit.scoring.matcher", "scoring.pattern")

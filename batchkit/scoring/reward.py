@@ -1,12 +1,12 @@
-"""Reads a score from 0 to 10 out of what a reward model wrote."""
+"""Reads a score from 0 to 10 from a reward model's text."""
 
 from __future__ import annotations
 
 import re
 
-# Possessive, and never from the middle of a number: else a page of digits takes minutes.
+# Possessive, and never starting inside a number: otherwise a page of digits takes minutes.
 _NUMBER = r"(?<!\d)(\d++(?:\.\d++)?+)"
-# In this order, from what names itself a score to any number at all.
+# In this order, from a number that is called a score to any number.
 _PATTERNS = [
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
@@ -21,10 +21,10 @@ _PATTERNS = [
 
 
 def parse_reward(text: str, default: float | None = None) -> float | None:
-    """The score in ``text``, clamped to 0–10; ``default`` where it holds no number.
+    """The score in ``text``, clamped to 0–10; ``default`` if it has no number.
 
-    Looked for in this order: ``Score``, ``Rating``, ``x/10``, ``x out of 10``, a number that stands
-    alone, the first number. A minus sign is not read.
+    Searched in this order: ``Score``, ``Rating``, ``x/10``, ``x out of 10``, a number that is the
+    whole text, the first number. A minus sign is ignored.
     """
     for pattern in _PATTERNS:
         if found := pattern.search(text):

@@ -1,7 +1,7 @@
-"""Matches by Python's ``re``, and bounds how long that can take, by the pattern's own parse tree.
+"""Matches with Python's ``re``, and bounds how long that can take from the pattern's parse tree.
 
-A match goes one of several ways at each repetition and each alternative. Where nothing that can go
-several ways is repeated, the product of their numbers bounds the work from one start.
+At each repetition and each alternative, a match can continue in one of several ways. If nothing
+with several ways is repeated, the product of their numbers bounds the work from one start.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Bound(NamedTuple):
 
 
 def most_steps(pattern: str, text: str) -> float:
-    """More steps than all matches in ``text`` take; infinite where that can't be told."""
+    """An upper bound of the steps that all matches in ``text`` take; infinite if unknown."""
     steps, first = _bound(pattern, 1 << len(text).bit_length())
     starts = len(text) + 1 if first is None else text.count(first)
     return len(text) + starts * steps
@@ -64,4 +64,4 @@ def _ways_of(op: str, value: Any, length: int) -> float:
         return _ways(value[-1], length)
     if op == "BRANCH":
         return sum(_ways(branch, length) for branch in value[1])
-    return math.inf  # a back-reference, what looks around, what a later Python brings
+    return math.inf  # a back-reference, a lookaround, or new in a later Python

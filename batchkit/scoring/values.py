@@ -12,7 +12,7 @@ _NUMBER = re.compile(
 
 
 def numbers_in(text: str) -> list[float]:
-    """The numbers of ``text`` in their order; ``1,234`` is one number, ``1955,62170`` two."""
+    """The numbers of ``text`` in order; ``1,234`` is one number, ``1955,62170`` is two."""
     found = []
     for match in _NUMBER.findall(text.replace("\u2212", "-")):
         number = float(re.sub(r"[,$€£¥+]", "", match))
@@ -22,9 +22,9 @@ def numbers_in(text: str) -> list[float]:
 
 
 def numeric(prediction: str, reference: str, tolerance: float) -> float | None:
-    """1 where both hold the same numbers in the same order, each within its tolerance.
+    """1 if both have the same numbers in the same order, within the tolerance; else 0.
 
-    ``tolerance`` is a share of the reference. None where the reference holds no number.
+    ``tolerance`` is a share of the reference. None if the reference has no number.
     """
     right, found = numbers_in(reference), numbers_in(prediction)
     if not right:
@@ -34,19 +34,19 @@ def numeric(prediction: str, reference: str, tolerance: float) -> float | None:
 
 
 def choice(prediction: str, reference: str, choices: Sequence[str]) -> float | None:
-    """1 where the one of ``choices`` that the prediction names is the reference's.
+    """1 if the prediction names the same one of ``choices`` as the reference; else 0.
 
-    None where the reference is none of them.
+    None if the reference is none of them.
     """
     right = _chosen(reference, choices)
     return None if right is None else float(_chosen(prediction, choices) == right)
 
 
 def _chosen(text: str, choices: Sequence[str]) -> str | None:
-    """The choice that ``text`` is, else the only one that it names as a word of its own.
+    """The choice that ``text`` is, else the only one that it contains as a separate word.
 
-    Its case counts, unless none is named in the right case; that of a letter always does: "a" within
-    a sentence is the article.
+    Case is ignored if none appears in the right case, but never for a single letter: "a" in a
+    sentence is the article.
     """
     plain = text.strip().strip(".()[]\"'*` ")
     for name in choices:

@@ -1,4 +1,4 @@
-"""The code in a model's answer. Text only: nothing is compiled here, where nothing confines it."""
+"""Finds the code in a model's answer, as text: nothing is compiled here, outside the sandbox."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from batchkit.scoring.chart.messages import Mode
 
 TABLE_NAME = "table.xlsx"
-TABLE_PATH = f"/batchkit/{TABLE_NAME}"  # what runs the code puts the true one in its place
+TABLE_PATH = f"/batchkit/{TABLE_NAME}"  # replaced by the real path when the code runs
 
 _SHOW = "plt.show()"
 _STARTS = (re.compile(r"import pandas as pd"), re.compile(r"import matplotlib.pyplot as plt"))
@@ -23,13 +23,13 @@ _ANY_NAME = re.compile(
 
 
 def chart_code(response: str, mode: Mode) -> str | None:
-    """The code as it is to be run, None where there is none."""
+    """The code to run, None if there is none."""
     code = _official_code(response) if mode == "official" else _fixed_code(response)
     return code if code and code.strip() else None
 
 
 def with_table(text: str, mode: Mode) -> str:
-    """``text`` with the names that it has for its table replaced by ``TABLE_PATH``."""
+    """``text`` with its names for the table replaced by ``TABLE_PATH``."""
     if mode == "fixed":
         return _ANY_NAME.sub(repr(TABLE_PATH), text)
     return _OFFICIAL_NAMES.sub(
@@ -73,7 +73,7 @@ def _fixed_code(response: str) -> str | None:
 
 
 def _fenced(response: str) -> Iterator[str]:
-    """The blocks between fences, of Python or of no language; the last may lack its end."""
+    """The blocks between fences, of Python or of no language; the last may be unclosed."""
     block: list[str] | None = None
     python = False
     for line in response.split("\n"):
@@ -93,7 +93,7 @@ def _fenced(response: str) -> Iterator[str]:
 
 
 def _with_imports_before(response: str, begin: int) -> int:
-    """Where the lines of imports begin that end at ``begin``."""
+    """Where the import lines that end at ``begin`` start."""
     while begin:
         line_begin = response.rfind("\n", 0, begin - 1) + 1
         line = response[line_begin:begin]
@@ -104,7 +104,7 @@ def _with_imports_before(response: str, begin: int) -> int:
 
 
 def _without_prose_behind(text: str) -> str:
-    """Code that nothing ends: to the last paragraph that draws."""
+    """Code without an end marker: up to the last paragraph that draws."""
     paragraphs = re.split(r"(\n[ \t]*\n)", text)
     while len(paragraphs) > 2 and not _DRAWS.search(paragraphs[-1]):
         del paragraphs[-2:]

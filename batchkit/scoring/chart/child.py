@@ -57,7 +57,7 @@ def preload() -> None:
 
 
 def probe(home: Path, result: int) -> NoReturn:
-    """End with 0 and say no more than CONFINED if code is confined as it should be."""
+    """End with 0 and send only CONFINED if code is confined as it should be."""
     _guarded(home, result, DEFAULT_LIMITS, _escapes)
 
 
@@ -67,9 +67,9 @@ def run_chart(run: Run, home: Path, result: int) -> NoReturn:
 
 
 def _guarded(home: Path, result: int, limits: SandboxLimits, act: Callable[[], str]) -> NoReturn:
-    """Confine this process, say so, then send back what ``act`` returns. Never returns itself.
+    """Confine this process, report it, then send back what ``act`` returns. Never returns.
 
-    CONFINED goes out before ``act`` begins: code that runs then can't take it back.
+    CONFINED is sent before ``act`` starts: code that runs then can't take it back.
     """
     returncode = 1
     try:
@@ -88,7 +88,7 @@ def _guarded(home: Path, result: int, limits: SandboxLimits, act: Callable[[], s
 
 
 def _leave_the_zygote(result: int, scratch: Path) -> None:
-    """Nothing of its files, its terminal, its folder, or its ways to be told something."""
+    """Give up its session, signal handlers, terminal, files, folder and library paths."""
     os.setsid()
     die_with_parent(signal.SIGKILL)
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -106,11 +106,11 @@ def _leave_the_zygote(result: int, scratch: Path) -> None:
     for name in ("PYTHONPATH", "LD_LIBRARY_PATH"):
         os.environ.pop(name, None)
     os.environ["HOME"] = os.environ["TMPDIR"] = str(scratch)
-    tempfile.tempdir = None  # found anew, by TMPDIR
+    tempfile.tempdir = None  # found again from TMPDIR
 
 
 def _limit(limits: SandboxLimits) -> None:
-    # If the machine runs out of memory, this process goes first, and not the run that waits for it.
+    # If the machine runs out of memory, the kernel kills this process first, and not the run.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -126,7 +126,7 @@ def _limit(limits: SandboxLimits) -> None:
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))  # SIGXCPU first: it says what it is
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))  # SIGXCPU first: it names the cause
 
 
 def _send(text: str) -> None:
@@ -136,7 +136,7 @@ def _send(text: str) -> None:
 
 
 def _escapes() -> str:
-    """What a chart must not be able to do, tried out."""
+    """Try what a chart must not be able to do; returns what succeeded, "" if nothing did."""
     attempts: dict[str, Callable[[], object]] = {
         "read the root folder": lambda: list(Path("/").iterdir()),
         "read the code of batchkit": lambda: Path(__file__).read_bytes(),
@@ -180,7 +180,7 @@ def _values(run: Run, table: str) -> list[str]:
         exec(compile(fixed(code), "<chart>", "exec"), names)
         return fixed_readings(pyplot, run.chart_type)
     _print_as_numpy_1()
-    # As the official runner has it: below an if, and with locals apart from the globals.
+    # As in the official runner: below an if, and with locals separate from the globals.
     body = "".join(f"    {line}\n" for line in code.strip().split("\n"))
     exec(compile(f"if __name__ == '__main__':\n{body}", "<chart>", "exec"), names, {})
     y = official_reading(pyplot, run.chart_type)
@@ -188,7 +188,7 @@ def _values(run: Run, table: str) -> list[str]:
 
 
 def _names(pyplot: Any) -> dict[str, Any]:
-    """What the official runner's module has imported: code is not asked to import it again."""
+    """What the official runner's module has imported: code need not import it again."""
     return {
         "__name__": "__main__",
         "__builtins__": __builtins__,
@@ -201,10 +201,10 @@ def _names(pyplot: Any) -> dict[str, Any]:
 
 
 def _as_before(pandas: Any) -> None:
-    """Text in columns of objects, as in the pandas that the gold code and the models were made with."""
+    """Text in object columns, as in the pandas that the gold code and the models were made with."""
     try:
         pandas.set_option("future.infer_string", False)
-    except (KeyError, ValueError):  # pandas.errors.OptionError: not there any more, or not yet
+    except (KeyError, ValueError):  # pandas.errors.OptionError: this version has no such option
         return
 
 
@@ -216,7 +216,7 @@ def _print_as_numpy_1() -> None:
 
 
 class _Printed(io.StringIO):
-    """Holds a bounded beginning of what is written."""
+    """Keeps the beginning of what is written, up to a limit."""
 
     def write(self, text: str, /) -> int:
         room = _PRINTED_CHARS - self.tell()

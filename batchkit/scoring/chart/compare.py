@@ -1,4 +1,4 @@
-"""Whether a chart's y values are those of its reference.
+"""Compares a chart's y values with those of its reference.
 
 The rule is RealHiTBench's (chart_metric_util, from TableBench): lists flattened by one level, each
 value rounded to two decimals, sorted, equal. A pie's reference is divided by its sum first.
@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 from batchkit.scoring.chart.messages import Mode
 
 _MISSING = ("nan", "masked")
-_ROUNDING = 0.05  # by how much fractions of a pie, each rounded to two decimals, may miss 1
+_ROUNDING = 0.05  # how far the sum of a pie's fractions, rounded to two decimals, may be from 1
 
 
 def reference_values(text: str, mode: Mode) -> list[Any] | None:
-    """The list in ``text``, from the data set; None where it is none, or of no use."""
+    """The list in ``text``, from the data set; None if it is not a list, or is unusable."""
     try:
         if mode == "official":
             values = ast.literal_eval(text.strip())
@@ -37,7 +37,7 @@ def reference_values(text: str, mode: Mode) -> list[Any] | None:
 def passes(chart_type: str, reference: list[Any], y: str, mode: Mode) -> bool:
     """Whether ``y``, any text at all, is a list of numbers equal to ``reference``."""
     try:
-        # A list of numbers is the same in JSON and Python, and this reader can't be overrun.
+        # A list of numbers is the same in JSON and Python, and JSON's parser is safe here.
         values = json.loads(y, parse_constant=_refuse if mode == "official" else None)
         return same_values(chart_type, reference, values, mode)
     except (ValueError, TypeError, ArithmeticError, RecursionError):
@@ -48,7 +48,7 @@ def same_values(chart_type: str, reference: list[Any], prediction: list[Any], mo
     """Whether the values are equal, in any order.
 
     Raises:
-        TypeError, ArithmeticError: they are no numbers, or a pie's reference sums to 0.
+        TypeError, ArithmeticError: they are not numbers, or a pie's reference sums to 0.
     """
     wanted, found = list(_flat(reference)), list(_flat(prediction))
     if chart_type != "PieChart":
@@ -67,7 +67,7 @@ def _equal(wanted: list[Any], found: list[Any], mode: Mode) -> bool:
 
 
 def _in_order(values: Iterable[Any]) -> list[Any]:
-    """Rounding keeps the order, so it may come later. What is missing comes last."""
+    """Sorted, missing values last. Rounding keeps the order, so it can be done later."""
     return sorted(values, key=lambda value: (math.isnan(value), value))
 
 
@@ -88,7 +88,7 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _with_missing(node: ast.expr) -> Any:
-    """As ``ast.literal_eval``, for lists of numbers with NaN among them."""
+    """Like ``ast.literal_eval``, for lists of numbers with NaN among them."""
     match node:
         case ast.List(elts=nodes) | ast.Tuple(elts=nodes):
             return [_with_missing(child) for child in nodes]

@@ -1,8 +1,8 @@
-"""Takes from the calling process whatever a chart's code doesn't need, for good.
+"""Permanently removes every right that a chart's code doesn't need from the calling process.
 
-Three walls, each closed if another should have a hole: Landlock (files), seccomp (system calls: no
-process, no network, no way to other processes), and no capability is left even to root. What stays
-possible: to see that a path exists, and the clock.
+Three layers, in case one has a hole: Landlock (files), seccomp (system calls: no new process, no
+network, no access to other processes), and no capabilities, even for root. Still possible: to see
+that a path exists, and to read the clock.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _SYSTEM = (
 
 
 def what_is_missing() -> str | None:
-    """What this machine lacks to confine a process, None where it lacks nothing. Changes nothing."""
+    """What this machine lacks to confine a process, None if it lacks nothing. Changes nothing."""
     if sys.platform != "linux":
         return f"the sandbox needs Linux (Landlock and seccomp), this is {sys.platform}"
     return landlock_missing() or seccomp_missing()
 
 
 def confine(*, readable: Path, writable: Path) -> None:
-    """From here on this process, of one thread so far, may read below ``readable`` and what Python
-    needs, and write files in ``writable``; no more.
+    """From now on this process, which must have one thread, may only read below ``readable`` and
+    what Python needs, and write files in ``writable``.
 
     Raises:
-        OSError: a wall could not be put up. What is up stays up: run nothing.
+        OSError: a layer could not be set up. Those that were stay in force: run nothing.
     """
     restrict_files(
         readable=[readable, *map(Path, _SYSTEM), *_python()],
@@ -53,7 +53,7 @@ def confine(*, readable: Path, writable: Path) -> None:
 
 
 def _python() -> Iterator[Path]:
-    """Where its modules and the libraries of these lie: not their parents, which may be a home."""
+    """The folders of Python's modules and their libraries; not the parents, which may be a home."""
     paths = sysconfig.get_paths()
     yield from {Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     for entry in map(Path, sys.path):

@@ -1,7 +1,7 @@
-"""Code whose layout was lost between the model, or the data set, and here.
+"""Restores code whose layout was lost on the way from the model or the data set.
 
-Only code that won't compile is touched, and the first change that makes it compile is taken: what is
-wrong in itself stays wrong.
+Only code that won't compile is changed, and the first change that makes it compile is used: code
+that is itself wrong stays wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SPACE_AFTER_BACKSLASH = re.compile(r"\\[ \t]+$", re.MULTILINE)
 
 
 def fixed(code: str) -> str:
-    """``code``, or the nearest to it that compiles; itself where nothing does."""
+    """``code``, or the nearest variant that compiles; unchanged if none does."""
     return next((variant for variant in _variants(code) if _compiles(variant)), code)
 
 
@@ -35,19 +35,19 @@ def _compiles(code: str) -> bool:
 
 
 def _plain(code: str) -> str:
-    """Typographic quotes and spaces as a keyboard has them."""
+    """Replaces typographic quotes and spaces by plain ones."""
     code = _NOTHING.sub("", code.translate(_PLAIN))
     return _SPACE_AFTER_BACKSLASH.sub(r"\\", code)
 
 
 def _with_tail_dedented(code: str) -> str:
-    """The first line begins at the margin, all others one step from it: a lost join."""
+    """For code whose first line is at the margin and all others are indented one step."""
     head, _, tail = code.strip().partition("\n")
     return f"{head}\n{textwrap.dedent(tail)}"
 
 
 def _without_spaces(code: str) -> str:
-    """As the official runner strips it: what runs there, runs here."""
+    """Stripped as in the official runner: what runs there also runs here."""
     return "\n".join(line.strip(" ") for line in code.split("\n"))
 
 

@@ -1,6 +1,6 @@
-"""Landlock: a process gives up the right to files (https://docs.kernel.org/userspace-api/landlock.html).
+"""Landlock: a process gives up file access (https://docs.kernel.org/userspace-api/landlock.html).
 
-Called by number: the C library has no names for it, and the numbers are those of every architecture.
+Called by number: the C library has no functions for it; the numbers are equal on all architectures.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _PR_SET_NO_NEW_PRIVS = 38
 _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 1, 1 << 2, 1 << 3
 _MAKE_REG, _TRUNCATE = 1 << 8, 1 << 14
 _OF_FILES = _WRITE_FILE | _READ_FILE | _TRUNCATE | 1  # 1: execute
-# By version, all that it knows: what is not granted below is refused.
+# By version, all rights that it knows: what is not granted below is refused.
 _ACCESS_FS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
 _ACCESS_NET = {4: 0b11}
 _SCOPED = {6: 0b11}
 
 
 def landlock_missing() -> str | None:
-    """Why the kernel can't do it, None where it can."""
+    """Why the kernel can't do it, None if it can."""
     if _version() >= 1:
         return None
     return (
@@ -38,9 +38,10 @@ def landlock_missing() -> str | None:
 def restrict_files(
     *, readable: Iterable[Path], files_writable_in: Path, writable_file: Path
 ) -> None:
-    """Refuse this process every file but those at and below ``readable`` and ``files_writable_in``.
+    """Deny this process all files except ``writable_file`` and those at and below ``readable`` and
+    ``files_writable_in``.
 
-    In the latter files can be made and written, not removed. A path that is not there is left out.
+    In the latter, files can be created and written, not removed. Missing paths are skipped.
 
     Raises:
         OSError: the kernel refused.
@@ -69,7 +70,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _version() -> int:
-    """0 where there is none."""
+    """Landlock's version; 0 if there is none."""
     return max(0, int(_libc.syscall(_CREATE_RULESET, None, 0, _CREATE_RULESET_VERSION)))
 
 

@@ -1,4 +1,4 @@
-"""What passes between the scorer and the process that forks for each chart. JSON, never pickle."""
+"""Messages between the scorer and the process that forks for each chart. JSON, never pickle."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Any, Literal, NamedTuple
 
 Mode = Literal["official", "fixed"]
 
-CONFINED = "+"  # what a chart's process says first of all, and any other text why it is not
+CONFINED = "+"  # a chart's process sends this first, or else why it is not confined
 MAX_Y_CHARS = 2**16  # the longest reference of RealHiTBench has 2,236
 MAX_RESULT_BYTES = 2**20  # two readings of MAX_Y_CHARS, each escaped, and an error
 
 
 class SandboxLimits(NamedTuple):
-    """Of one chart. It can start no process at all, and threads only within its memory."""
+    """Limits of one chart. It can't start processes, and threads only within its memory."""
 
     timeout_s: float = 20.0
-    memory_bytes: int = 2**30  # of addresses, over what the interpreter with its libraries has
+    memory_bytes: int = 2**30  # address space, on top of the interpreter's with its libraries
     file_bytes: int = 2**24
-    folder_bytes: int = 2**26  # of all files; looked at 20 times a second
+    folder_bytes: int = 2**26  # of all files; checked 20 times a second
 
 
 DEFAULT_LIMITS = SandboxLimits()
 
 
 class Run(NamedTuple):
-    """Code to run; ``table`` is copied for it, None where there is none."""
+    """Code to run; ``table`` is copied for it, None if there is none."""
 
     code: str
     chart_type: str
@@ -37,8 +37,8 @@ class Run(NamedTuple):
 class Ended(NamedTuple):
     """How a chart's process ended.
 
-    ``cause`` is what it was killed for, None where it ended itself with ``returncode`` (negative: by
-    that signal). ``written`` is what came back, as it came: any text at all behind CONFINED.
+    ``cause`` is why it was killed, None if it ended on its own with ``returncode`` (negative: by
+    that signal). ``written`` is what it sent, unchanged: any text at all after CONFINED.
     """
 
     cause: Literal["time", "folder", "result"] | None

@@ -12,7 +12,7 @@ Axes = Any  # matplotlib.axes.Axes
 
 
 def official_reading(pyplot: Any, chart_type: str) -> str:
-    """As the official code prints them; "" where it fails to."""
+    """The values as the official code prints them; "" if it fails to."""
     read = _OFFICIAL.get(chart_type)
     try:
         return "" if read is None else repr(read(pyplot.gca()))
@@ -21,15 +21,15 @@ def official_reading(pyplot: Any, chart_type: str) -> str:
 
 
 def fixed_readings(pyplot: Any, chart_type: str) -> list[str]:
-    """All values of the figure, then those that the official code reads, where they differ.
+    """All values of the figure, then those that the official code reads, if they differ.
 
-    Each as JSON with NaN for what is missing; a reading that fails, or has no values, is left out.
+    Each as JSON with NaN for missing values; a reading that fails, or has no values, is left out.
     """
     numbers = pyplot.get_fignums()
     if not numbers or chart_type not in _FIXED:
         return []
     found = []
-    # The current figure; where nothing of this type is in it, the last that has something.
+    # The current figure; if it has nothing of this type, the last one that does.
     for number in [pyplot.gcf().number, *reversed(numbers)]:
         values = _as_text(_FIXED[chart_type], pyplot.figure(number).axes)
         if values is not None:
@@ -44,7 +44,7 @@ def fixed_readings(pyplot: Any, chart_type: str) -> list[str]:
 def _as_text(read: Callable[[list[Axes]], list[Any]], axes: list[Axes]) -> str | None:
     try:
         values = _plain(read(axes))
-    except Exception:  # other artists than expected, or values that are no numbers
+    except Exception:  # other artists than expected, or values that are not numbers
         return None
     return json.dumps(values) if any(value != [] for value in values) else None
 

@@ -1,8 +1,8 @@
-"""Runs one chart after another, each in a process of its own that can reach nothing.
+"""Runs one chart after another, each in its own confined process.
 
-A sandbox is a process that has imported what charts need, and forks for each (``zygote``): 30 ms a
-chart and not two seconds. Its environment is emptied before it starts, so that neither it nor what it
-forks ever held a secret.
+A sandbox is a process that has imported what charts need, and forks for each (``zygote``): 30 ms
+per chart instead of two seconds. Its environment is emptied before it starts, so that neither it
+nor its forks ever hold a secret.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from batchkit.scoring.chart.messages import (
 )
 
 _LIBRARIES = ("pandas", "numpy", "matplotlib", "openpyxl")
-_START_S = 120.0  # the first import after an installation compiles it all
+_START_S = 120.0  # the first import after an installation compiles everything
 _END_S = 5.0
-_GRACE_S = 15.0  # over a chart's own time, for a machine that is busy
+_GRACE_S = 15.0  # on top of a chart's own time, for a busy machine
 _PREFIX = "batchkit-chart-"
 _MAX_PROBLEM_CHARS = 300
-_MAX_ENDED_BYTES = 6 * MAX_RESULT_BYTES + 1000  # escaped anew
+_MAX_ENDED_BYTES = 6 * MAX_RESULT_BYTES + 1000  # escaped again
 
 
 class SandboxError(JobError):
-    """Code that a model wrote can't be confined here, and so is not run."""
+    """Code that a model wrote can't be confined here, so it is not run."""
 
 
 class Outcome(NamedTuple):
-    """``problem``: why the code did not run to its end. ``y``: the values, read in one way or two."""
+    """``problem``: why the code did not run to its end. ``y``: the values, in one or two forms."""
 
     y: list[str]
     problem: str | None
 
 
 def check_sandbox() -> None:
-    """Raises SandboxError where charts can't be run, before anything is started."""
+    """Raises SandboxError if charts can't be run, before anything is started."""
     missing = what_is_missing()
     if missing is not None:
         raise _refusal(missing)
@@ -64,19 +64,19 @@ def check_sandbox() -> None:
 
 
 class Sandbox:
-    """Starts with the first run. One run at a time; ``close`` may come from another thread."""
+    """Starts with the first run. One run at a time; ``close`` may be called by another thread."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
-        self._running = threading.Lock()  # held by the thread that runs a chart, or ends it all
-        self._starting = threading.Lock()  # held while a process starts, and to close beside that
+        self._running = threading.Lock()  # held by the thread that runs a chart or closes it
+        self._starting = threading.Lock()  # held while a process starts, and by ``close``
 
     def run(self, run: Run) -> Outcome:
-        """What became of it; a sandbox that died under it is started anew, once.
+        """The outcome of ``run``; a sandbox that died during it is started again, once.
 
         Raises:
-            SandboxError: the sandbox can't be started, or confined this run not, or was closed.
+            SandboxError: the sandbox can't be started, did not confine this run, or was closed.
         """
         with self._running:
             for _ in range(2):
@@ -92,7 +92,7 @@ class Sandbox:
             return Outcome([], "the sandbox's own process died or hung under it, twice")
 
     def close(self) -> None:
-        """End it, and what it runs. A run that waits for it in another thread returns."""
+        """End it and the chart that it runs. A ``run`` that waits in another thread ends, too."""
         with self._starting:
             self._closed = True
             process = self._process
@@ -141,7 +141,7 @@ class Sandbox:
                 stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=_environment(self._folder),
-                process_group=0,  # Ctrl-C reaches the run alone
+                process_group=0,  # Ctrl-C reaches only the run
             )
         self._connection = Connection(ours.detach())
 
@@ -171,8 +171,8 @@ def _refusal(reason: str) -> SandboxError:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """All that a chart's process knows of the world: not one variable of this process's own, but
-    where libraries lie."""
+    """The environment of a chart's process: no variable of this process's own but the paths of
+    libraries."""
     libraries = os.environ.get("LD_LIBRARY_PATH")
     return {
         "HOME": folder,
@@ -181,7 +181,7 @@ def _environment(folder: str) -> dict[str, str]:
         "MPLBACKEND": "Agg",
         "LANG": "C.UTF-8",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "PYTHONHASHSEED": "0",  # the same chart has the same score
+        "PYTHONHASHSEED": "0",  # the same chart gets the same score
         "PYTHONNOUSERSITE": "1",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
@@ -192,7 +192,7 @@ def _environment(folder: str) -> dict[str, str]:
 
 def _outcome(ended: Ended, limits: SandboxLimits) -> Outcome:
     if ended.written and not ended.written.startswith(CONFINED):
-        raise _refusal(ended.written)  # said before any code ran
+        raise _refusal(ended.written)  # sent before any code ran
     match ended.cause:
         case "time":
             return Outcome([], f"took longer than {limits.timeout_s:g} s")
@@ -203,14 +203,14 @@ def _outcome(ended: Ended, limits: SandboxLimits) -> Outcome:
     if ended.returncode == -signal.SIGXCPU:
         return Outcome([], f"took longer than {limits.timeout_s:g} s of the processor's time")
     if ended.returncode == -signal.SIGKILL:
-        return Outcome([], "killed: out of memory")  # by the kernel, it was not us
+        return Outcome([], "killed: out of memory")  # by the kernel: we did not
     if ended.returncode < 0:
         return Outcome([], f"killed by {_name(-ended.returncode)}")
     return _told(ended)
 
 
 def _told(ended: Ended) -> Outcome:
-    """From what came back, which the code may have written itself."""
+    """The outcome in what was sent, which the code may have written itself."""
     written = ended.written.removeprefix(CONFINED)
     if not written:
         return Outcome([], f"ended itself with exit code {ended.returncode}, without a result")
@@ -234,7 +234,7 @@ def _name(signum: int) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Without what would move a terminal's cursor, or can't be encoded."""
+    """Without characters that would move a terminal's cursor, or can't be encoded."""
     line = " ".join(text.split())[:_MAX_PROBLEM_CHARS]
     return "".join(char if char.isprintable() else "?" for char in line)
 

@@ -15,11 +15,11 @@ from batchkit.scoring.chart.compare import passes, reference_values
 from batchkit.scoring.chart.messages import DEFAULT_LIMITS, Mode, Run, SandboxLimits
 from batchkit.scoring.chart.sandbox import Outcome, Sandbox, check_sandbox
 
-_AHEAD = 2  # charts per worker that are taken before the first of them is asked for
+_AHEAD = 2  # charts per worker that are started before the first result is awaited
 
 
 class Chart(NamedTuple):
-    """One answer to run. ``table``: what its code reads; None: there is none."""
+    """One answer to run. ``table``: the file that its code reads, None if there is none."""
 
     response: str
     chart_type: str  # LineChart, BarChart, ScatterChart or PieChart
@@ -28,10 +28,10 @@ class Chart(NamedTuple):
 
 
 class ChartScore(NamedTuple):
-    """``ecr``: the code ran. ``passed`` is None where the reference is of no use: unscored.
+    """``ecr``: the code ran. ``passed`` is None if the reference is unusable: unscored.
 
-    ``y``: the values found, as text, "" where none. ``problem``: why it did not run or pass, one
-    line for people.
+    ``y``: the values found, as text, "" if none. ``problem``: why it did not run or pass, one line
+    for people.
     """
 
     ecr: bool
@@ -49,11 +49,11 @@ def score_charts(
 ) -> Iterator[ChartScore]:
     """The scores in the order of ``charts``, which is read only a little ahead.
 
-    Each of the ``workers`` (None: one a core) is a thread with a sandbox of its own. Closing the
-    iterator ends what runs.
+    Each of the ``workers`` (None: one per core) is a thread with its own sandbox. Closing the
+    iterator ends running charts.
 
     Raises:
-        SandboxError: at once, if code can't be confined here; none has run then.
+        SandboxError: at once, before any code runs, if code can't be confined here.
     """
     check_sandbox()
     return _scores(charts, mode, workers or len(os.sched_getaffinity(0)), limits)
@@ -62,14 +62,14 @@ def score_charts(
 def score_chart(
     chart: Chart, sandbox: Sandbox, mode: Mode, limits: SandboxLimits = DEFAULT_LIMITS
 ) -> ChartScore:
-    """Run one in ``sandbox``; it is ready for the next then, whatever this one did.
+    """Run one chart in ``sandbox``, which is then ready for the next, whatever this one did.
 
     Raises:
-        SandboxError: the sandbox can't be started, or confined this chart not.
+        SandboxError: the sandbox can't be started, or did not confine this chart.
     """
     reference = reference_values(chart.reference, mode)
     unscored = None if reference is None else False
-    # Under official the names are replaced first, so that what is found has them replaced.
+    # In official mode names are replaced first, so that the extracted code has them replaced.
     response = with_table(chart.response, mode) if mode == "official" else chart.response
     code = chart_code(response, mode)
     if code is None:
@@ -90,7 +90,7 @@ def score_chart(
 def _judged(
     chart: Chart, outcome: Outcome, reference: list[object] | None, mode: Mode
 ) -> ChartScore:
-    """Of code that ran."""
+    """The score of code that ran."""
     first = outcome.y[0] if outcome.y else ""
     if reference is None:
         return ChartScore(True, None, first, "the reference is no list of y values")
@@ -111,7 +111,7 @@ def _scores(
         idle.put(sandbox)
 
     def score(chart: Chart) -> ChartScore:
-        sandbox = idle.get()  # never waits: as many as threads
+        sandbox = idle.get()  # never waits: there are as many as threads
         try:
             return score_chart(chart, sandbox, mode, limits)
         finally:

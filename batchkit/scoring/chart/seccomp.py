@@ -1,7 +1,7 @@
-"""seccomp: a process gives up every system call but a list (man 2 seccomp).
+"""seccomp: a process gives up all system calls except a list (man 2 seccomp).
 
-A list of what is allowed, and not of what is not: what a later kernel adds is refused. Refused calls
-fail with EPERM, so that code gets a PermissionError and a person reads why.
+The list says what is allowed, so what a later kernel adds is refused. Refused calls fail with
+EPERM, so that code gets a PermissionError and a person can read why.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ _TGKILL, _PRCTL, _PRLIMIT = _Call(234, 131), _Call(157, 167), _Call(302, 261)
 
 _CLONE_THREAD = 0x10000
 _PR_SET_NAME, _PR_GET_NAME = 15, 16
-# Asking a file for its terminal, for the bytes that wait in it; whether it is kept over exec.
+# TCGETS, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX.
 _IOCTLS = (0x5401, 0x541B, 0x5421, 0x5450, 0x5451)
 _FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 1030)  # F_DUPFD … F_SETLKW, F_DUPFD_CLOEXEC: no owner, no lease
 
@@ -137,7 +137,7 @@ _AUDIT_ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
 def seccomp_missing() -> str | None:
-    """Why the kernel can't do it, None where it can."""
+    """Why the kernel can't do it, None if it can."""
     if platform.machine() not in _AUDIT_ARCHITECTURE:
         return (
             f"the sandbox knows the system calls of x86_64 and aarch64, not of {platform.machine()}"
@@ -148,7 +148,7 @@ def seccomp_missing() -> str | None:
 
 
 def restrict_calls() -> None:
-    """Allow this process, and its threads to come, nothing but the calls listed here.
+    """Allow this process, and its future threads, only the calls listed here.
 
     Raises:
         OSError: the kernel refused.
@@ -166,10 +166,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _program(machine: str, pid: int) -> Iterator[bytes]:
-    """Instructions of classic BPF. A call that no rule lets through is refused at the end.
+    """Classic BPF instructions. A call that no rule allows is refused at the end.
 
-    32-bit calls end the process, as they would be read by the numbers of 64. x32 ones have other
-    numbers and match nothing.
+    32-bit calls kill the process, because their numbers would be read as 64-bit ones. x32 calls
+    have other numbers and match nothing.
     """
     yield _instruction(_LOAD, _AT_ARCHITECTURE)
     yield _instruction(_EQUAL, _AUDIT_ARCHITECTURE[machine], 1, 0)
@@ -179,15 +179,15 @@ def _program(machine: str, pid: int) -> Iterator[bytes]:
         yield from _rule(_number(call, machine), [])
     for call, conditions in _conditional(pid):
         yield from _rule(_number(call, machine), conditions)
-    # As in a kernel that lacks it, so that the C library starts threads with clone, whose flags
-    # can be seen.
+    # As if the kernel lacked it, so that the C library starts threads with clone, whose flags the
+    # filter can read.
     yield from _rule(_number(_CLONE3, machine), [], _ERRNO | errno.ENOSYS)
     yield _instruction(_RETURN, _ERRNO | errno.EPERM)
 
 
 def _conditional(pid: int) -> Iterator[tuple[_Call, list[_Condition]]]:
-    # O_TRUNC without a mode of writing: Landlock before its third version does not look at it.
-    # O_TMPFILE: a file that is in no folder is not counted.
+    # O_TRUNC without write access: Landlock before its third version does not check it.
+    # O_TMPFILE: a file outside any folder is not counted.
     for call, flags in ((_OPEN, 1), (_OPENAT, 2)):
         yield (
             call,
@@ -200,7 +200,7 @@ def _conditional(pid: int) -> Iterator[tuple[_Call, list[_Condition]]]:
     yield _TGKILL, [_Condition(0, 0xFFFFFFFF, pid)]  # abort() and raise()
     yield (
         _PRLIMIT,
-        [  # to ask, not to set: the new limit is a pointer of two halves
+        [  # to read, not to set: both halves of the pointer to a new limit are 0
             _Condition(2, 0xFFFFFFFF, 0),
             _Condition(2, 0xFFFFFFFF, 0, half=1),
         ],
@@ -216,9 +216,9 @@ def _conditional(pid: int) -> Iterator[tuple[_Call, list[_Condition]]]:
 def _rule(
     number: int | None, conditions: Iterable[_Condition], verdict: int = _ALLOW
 ) -> Iterator[bytes]:
-    """``verdict`` for a call of which all ``conditions`` hold; else the next rule has its say.
+    """``verdict`` for a call that meets all ``conditions``; otherwise the next rule decides.
 
-    The number is in the accumulator when it begins, and again when the next begins.
+    The call's number is in the accumulator when the rule starts, and when the next one starts.
     """
     if number is None:
         return

@@ -1,8 +1,8 @@
 """The sandbox's process: ``python -m batchkit.scoring.chart.zygote FD FOLDER``.
 
-Imports what charts need, and forks for each run that comes over FD. It alone decides when a chart's
-process has had enough, and clears away what it left. It goes with the process that started it, and
-FOLDER with it.
+Imports what charts need, and forks for each run received over FD. It alone decides when a chart's
+process has exceeded a limit, and deletes what that left. It ends with the process that started it,
+and deletes FOLDER.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Cause = Literal["time", "folder", "result"]
 
 def main() -> None:
     connection, folder = Connection(int(sys.argv[1])), Path(sys.argv[2])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when it is over
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     signal.signal(signal.SIGTERM, lambda *_: _leave_at_once(folder))
     die_with_parent(signal.SIGTERM)
     try:
@@ -51,39 +51,39 @@ def main() -> None:
         signal.signal(signal.SIGTERM, _leave)
         connection.send_bytes((refusal or _what_probe_found(folder)).encode())
         gc.collect()
-        gc.freeze()  # the forks need not look through what was imported, nor copy it
+        gc.freeze()  # the forks' garbage collector skips, and so doesn't copy, what was imported
         while True:
             run = decode_run(connection.recv_bytes())
             connection.send_bytes(encode(_run(run, folder, connection)))
     except (EOFError, OSError):
-        pass  # the parent is gone
+        pass  # the parent has ended
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _leave_at_once(folder: Path) -> NoReturn:
-    """While foreign code is imported, which may pass an exception over."""
+    """Used while foreign code is imported, which may swallow an exception."""
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
 def _leave(*_: object) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: what follows clears away
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not stop the clean-up
     sys.exit(0)
 
 
 def _what_import_said() -> str:
-    """Why charts can't be drawn, "" where they can."""
+    """Why charts can't be drawn, "" if they can."""
     warnings.simplefilter("ignore")
     try:
         preload()
-    except Exception as error:  # of a broken installation: anything
+    except Exception as error:  # a broken installation may raise anything
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def _what_probe_found(folder: Path) -> str:
-    """Why code is not confined, "" where it is: tried out before any is let in."""
+    """Why code is not confined, "" if it is: tried out before any chart runs."""
     ended = _run(None, folder, None)
     if ended.returncode == 0 and ended.written.startswith(CONFINED):
         return ended.written.removeprefix(CONFINED)
@@ -91,10 +91,10 @@ def _what_probe_found(folder: Path) -> str:
 
 
 def _run(run: Run | None, folder: Path, connection: Connection | None) -> Ended:
-    """``run`` in a process of its own, None for the probe; leaves nothing behind.
+    """Runs ``run``, or the probe for None, in its own process; leaves nothing behind.
 
     Raises:
-        EOFError: who asked for it is gone.
+        EOFError: the caller has ended.
     """
     home = folder / "chart"
     (home / SCRATCH).mkdir(parents=True)
@@ -102,7 +102,7 @@ def _run(run: Run | None, folder: Path, connection: Connection | None) -> Ended:
     os.set_blocking(receiving, False)
     try:
         if run is not None and run.table is not None:
-            with contextlib.suppress(OSError):  # the code finds it missing, and says so
+            with contextlib.suppress(OSError):  # the code reports that it is missing
                 shutil.copyfile(run.table, home / TABLE_NAME)
         pid = os.fork()
         if pid == 0:
@@ -115,7 +115,7 @@ def _run(run: Run | None, folder: Path, connection: Connection | None) -> Ended:
         try:
             cause = _watch(pid, receiving, written, home / SCRATCH, limits, connection)
         finally:
-            os.kill(pid, signal.SIGKILL)  # not reaped yet: the number is still its own
+            os.kill(pid, signal.SIGKILL)  # not reaped yet: its id is not reused
             returncode = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         while len(written) <= MAX_RESULT_BYTES and _read(receiving, written):
             pass
@@ -137,7 +137,7 @@ def _watch(
     limits: SandboxLimits,
     connection: Connection | None,
 ) -> Cause | None:
-    """Until the process has ended, None, or has had too much of something; fills ``written``."""
+    """Wait until the process ends or exceeds a limit, which is returned; fills ``written``."""
     deadline = time.monotonic() + limits.timeout_s
     ended = os.pidfd_open(pid)
     try:
@@ -149,9 +149,9 @@ def _watch(
         while True:
             ready = {fd for fd, _ in poll.poll(_TICK_S * 1000)}
             if receiving in ready and not _read(receiving, written):
-                poll.unregister(receiving)  # closed; that it ends is another matter
+                poll.unregister(receiving)  # closed; the process may still run
             if connection is not None and connection.fileno() in ready:
-                raise EOFError  # nothing is sent meanwhile
+                raise EOFError  # closed: nothing is sent during a run
             cause = _excess(written, scratch, limits, deadline)
             if cause is not None or ended in ready:
                 return cause
@@ -166,14 +166,14 @@ def _excess(
         return "result"
     if time.monotonic() > deadline:
         return "time"
-    # Flat: folders can't be made in it. Complete: files can't be removed from it.
+    # Flat: folders can't be created in it. Complete: files can't be removed from it.
     with os.scandir(scratch) as entries:
         sizes = [entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries]
     return "folder" if sum(sizes) > limits.folder_bytes or len(sizes) > _MAX_FILES else None
 
 
 def _read(fd: int, into: bytearray) -> bool:
-    """Append what is there; False at the end, or where nothing is."""
+    """Append what is available; False at the end, or if there is nothing."""
     try:
         read = os.read(fd, _READ_BYTES)
     except BlockingIOError:
