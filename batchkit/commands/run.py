@@ -97,13 +97,14 @@ def retry_failed(
     ``job.toml`` does not have, come from ``job_file``, else from ``overrides`` or the environment.
     """
     for override in overrides:
-        if override.strip().startswith("scoring."):
+        key = override.partition("=")[0].strip()
+        if key.partition(".")[0] == "scoring":
             setting = masked_override(override)
             raise JobError(
                 f"--set {setting}: a run is scored in one way; `batchkit score {folder} --set"
                 f" {setting}` scores all of it anew"
             )
-        if (key := override.partition("=")[0].strip()).startswith("input") and key != "input.path":
+        if key.startswith("input") and key != "input.path":
             raise JobError(
                 f"--set {masked_override(override)}: a retry finds the rows of the run as the run did;"
                 " only input.path may differ, for an input that was moved"

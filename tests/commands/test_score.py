@@ -302,9 +302,12 @@ def test_score_by_set_is_remembered_and_secrets_stay_masked(tmp_path: Path) -> N
     assert scored(folder)["q2"] == ("2", {"numeric": 1.0})
 
 
-def test_retry_failed_does_not_score_in_another_way(tmp_path: Path, answered: Path) -> None:
+@pytest.mark.parametrize("override", ['scoring.scorers=["em"]', 'scoring={extract="text"}'])
+def test_retry_failed_does_not_score_in_another_way(
+    tmp_path: Path, answered: Path, override: str
+) -> None:
     with pytest.raises(JobError, match="batchkit score"):
-        retry_failed(answered, overrides=['scoring.scorers=["em"]'], say=quiet)
+        retry_failed(answered, overrides=[override], say=quiet)
 
 
 def test_a_row_that_is_run_again_has_its_new_scores(tmp_path: Path) -> None:
