@@ -16,7 +16,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, ChangedError, JobError, StoreError
 from batchkit.execution.requeue import finish_requeue, requeue
 from batchkit.execution.signals import Interrupted
-from batchkit.sources.input import Input
+from batchkit.sources.input import CHANGING, Input
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.manifest import (
     differences,
@@ -246,6 +246,8 @@ def input_changes(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> list
 
 
 def _same(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    if then["sha256"] == CHANGING:
+        return False
     formats = {then.get("read_as"), now.get("read_as")} - {None, ""}  # older runs did not note it
     return bool(then["sha256"] == now["sha256"]) and len(formats) < 2
 

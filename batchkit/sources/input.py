@@ -33,6 +33,7 @@ from batchkit.storage.manifest import read_manifest
 from batchkit.types import Row
 
 LOOK_S = 5.0
+CHANGING = "changing"  # the sha256 of an input that changed while it was read: of no file
 _HASH_BYTES = 8  # of input_hash
 
 
@@ -158,7 +159,7 @@ def distrusted(files: list[dict[str, Any]], changed: Collection[str]) -> list[di
     So the next start takes them as changed, even if they were changed back, and compares rows.
     """
     paths = {*changed} & {file["path"] for file in files} or {file["path"] for file in files}
-    mark = {"mtime_ns": 0, "ctime_ns": 0, "sha256": "changing"}
+    mark = {"mtime_ns": 0, "ctime_ns": 0, "sha256": CHANGING}
     return [file | mark if file["path"] in paths else file for file in files]
 
 

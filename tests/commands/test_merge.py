@@ -23,6 +23,7 @@ from batchkit.commands.merge import merge as join
 from batchkit.commands.run import run_job
 from batchkit.commands.score import is_mixed, score_run, table_of
 from batchkit.config.shard import Shard
+from batchkit.errors import BrokenInputError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.storage.runfolder import claim
 from tests.commands.test_score import Judge, counted, judged_job
@@ -199,6 +200,24 @@ def test_rows_from_python_are_merged() -> None:
     process(prompts)
     found = merge("output/a", "output/b")
     assert told(found, "exit", "total", "ok", "failed", "double") == (0, 10, 10, 0, 7)
+
+
+def test_runs_whose_rows_changed_meanwhile_are_refused() -> None:
+    """No fingerprint of their input is left, so nothing says that it was the same."""
+
+    class Rows(list[str]):
+        passes = 0
+
+        def __iter__(self) -> Any:
+            self.passes += 1
+            yield from (f"{prompt} in pass {self.passes}" for prompt in super().__iter__())
+
+    for prompt in ("a", "b"):
+        with pytest.raises(BrokenInputError, match="changed while the run read"):
+            process(Rows([prompt] * 2))
+        Path("output/a").rename(f"output/{prompt}-changed")
+    found = merge("output/a-changed", "output/b-changed")
+    assert (found.exit, MERGED.exists()) == (2, False)
 
 
 def test_rows_from_an_iterator_are_refused() -> None:
