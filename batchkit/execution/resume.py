@@ -225,7 +225,8 @@ def _settle_changes(
     holds = all(change.startswith(("input.where:", "input.shard:")) for change in job_changes)
     rows = source.everything(lambda index: False) if holds else iter(())
     check_log(folder)
-    messages.append(requeue(folder, rows, _merged(new, manifest), by_id=source.has_ids))
+    renewed = _merged(new, manifest) | {"skipped_elsewhere": 0}  # those rows may have changed, too
+    messages.append(requeue(folder, rows, renewed, by_id=source.has_ids))
     return False
 
 

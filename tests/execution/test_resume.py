@@ -911,6 +911,20 @@ def test_retry_as_json_tells_rows_kinds_and_what_it_recovered() -> None:
 
 
 def test_blank_answer_is_retried_though_its_record_says_ok() -> None:
+def test_rows_left_to_another_run_are_pending_again_once_they_changed(start: Any) -> None:
+    write_rows([{"key": n, "q": "x"} for n in range(4)])
+    write_job(input={"id": "key"}, engine={"options": {"latency_s": 1.0}})
+    run("--limit", "3", "--set", "name=b")
+    run("--skip-from", "output/b")
+    write_rows([{"key": n, "q": "new" if n < 3 else "x"} for n in range(4)])
+    killed = start("run", "job.toml", "--on-change", "requeue")
+    await_that("the run goes on", lambda: len(manifest()["starts"]) == 2)
+    killed.kill()
+    killed.wait()
+    assert sorted(settled()) == [3]
+    assert (status()["pending"], verify()["pending"]) == (3, 3)
+
+
     """No record of ours is like that; one that was written by an older version may be."""
     prepare(4)
     run()
