@@ -296,6 +296,11 @@ class _Loop:
     def _look_at(self, first: Row) -> None:
         if first.error is None:
             for hint in hints(self._job, first.fields):
+    def _some_remain(self) -> bool:
+        """Whether rows have no record. Past the limit others may have one, so it takes a look at each."""
+        pending = self._source.read(self._store.totals.is_settled)
+        return sum(1 for _ in pending) > self._elsewhere
+
                 self._progress.event(hint)
 
     def _generate(self, pool: WorkerPool) -> None:
@@ -510,8 +515,7 @@ class _Loop:
             self._store.sync()  # after an error, closing the store writes what it can
         state = self._state()
         if code is None:
-            remaining = (total or 0) - self._elsewhere - state.settled
-            code = 1 if self._is_retry and remaining > 0 else 3 if state.failed else 0
+            code = 1 if self._is_retry and self._some_remain() else 3 if state.failed else 0
         self._manifest["total"] = total
         self._manifest["skipped_elsewhere"] = self._elsewhere
         self._manifest["starts"][-1]["exit"] = code

@@ -890,6 +890,18 @@ def test_retry_takes_only_the_kinds_it_was_given() -> None:
     write_rows([{"q": "x"}, {"other": "x"}])
     Path("in.jsonl").write_text(Path("in.jsonl").read_text() + "not JSON\n")
     write_job()
+def test_retry_says_that_rows_remain_though_others_are_done_past_the_limit() -> None:
+    write_rows([{"q": "x"}] * 9 + [{"other": "x"}])
+    write_job()
+    run()
+    write_rows([{"q": "new"}] * 5 + [{"q": "x"}] * 4 + [{"other": "x"}])
+    run("--limit", "3", "--on-change", "requeue")
+    lines = LOG.read_bytes().splitlines(keepends=True)
+    LOG.write_bytes(b"".join(line for line in lines if b'{"index":0,' not in line))
+    (RUN / "checkpoint.json").unlink()  # as after a kill before the first row was answered
+    assert batchkit("retry-failed", "--set", "vars.q=now").exit == 1
+
+
     run()
     assert status()["failed_by_kind"] == {"template": 1, "invalid_request": 1}
     found = batchkit("retry-failed", "--kind", "template", "--set", "vars.q=now")
