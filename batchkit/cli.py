@@ -106,7 +106,8 @@ def cli() -> None:
     "--skip-from",
     type=click.Path(path_type=Path),
     metavar="RUN",
-    help="Also skip rows whose id is already ok in that other run.",
+    help="Also skip rows whose id is already ok in that other run (without input.id: whose index and"
+    " fields are).",
 )
 @click.option("--dry-run", is_flag=True, help="Print the first 3 rows as the engine gets them.")
 def run(

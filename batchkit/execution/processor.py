@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from itertools import chain
 from pathlib import Path
@@ -35,7 +35,7 @@ from batchkit.sources import is_fallback
 from batchkit.sources.input import Input, Total, distrusted, from_job, from_python, watched
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.ledger import RESULTS, failure_kind, newest_rows, read_newest, record_of
-from batchkit.storage.manifest import check_secrets
+from batchkit.storage.manifest import check_secrets, read_manifest
 from batchkit.storage.runfolder import is_run
 from batchkit.storage.score_store import references_of
 from batchkit.storage.store import RecordLine, Store, check_log
@@ -143,8 +143,9 @@ class ProductionBatchProcessor:
             loop = _Loop(self.job, run, renderer, progress, self._stop, source, references)
             if attempts is not None:
                 return loop.retry(attempts, quarantined)
-            done_elsewhere = set() if self._skip_from is None else _ok_ids(self._skip_from)
-            return loop.run(done_elsewhere)
+            if self._skip_from is None:
+                return loop.run(lambda row: False)
+            return loop.run(_done_in(self._skip_from, have_ids=source.has_ids))
 
     def _progress(self) -> Progress:
         return Progress(
@@ -190,10 +191,10 @@ class _Loop:
         self._load_s = 0.0
         self._seconds = 0.0
 
-    def run(self, done_elsewhere: Container[str]) -> RunSummary:
-        """Settle every row that has no record and whose id is not in ``done_elsewhere``."""
+    def run(self, is_done_elsewhere: Callable[[Row], bool]) -> RunSummary:
+        """Settle every row that has no record and is not done elsewhere."""
         rows = self._source.read(self._store.totals.is_settled)
-        return self._settle_all(self._without(done_elsewhere, self._readable(rows)))
+        return self._settle_all(self._without(is_done_elsewhere, self._readable(rows)))
 
     def retry(self, attempts: Mapping[int, int], quarantined: Collection[int]) -> RunSummary:
         """Run the rows in ``attempts`` again; the numbers are those of their last attempts."""
@@ -238,9 +239,11 @@ class _Loop:
                 raise
             raise BrokenInputError(str(error)) from error
 
-    def _without(self, done_elsewhere: Container[str], rows: Iterator[Row]) -> Iterator[Row]:
+    def _without(
+        self, is_done_elsewhere: Callable[[Row], bool], rows: Iterator[Row]
+    ) -> Iterator[Row]:
         for row in rows:
-            if row.error is None and row.id in done_elsewhere:
+            if row.error is None and is_done_elsewhere(row):
                 self._elsewhere += 1
             else:
                 yield row
@@ -293,14 +296,14 @@ class _Loop:
                 " input back and run again"
             )
 
-    def _look_at(self, first: Row) -> None:
-        if first.error is None:
-            for hint in hints(self._job, first.fields):
     def _some_remain(self) -> bool:
         """Whether rows have no record. Past the limit others may have one, so it takes a look at each."""
         pending = self._source.read(self._store.totals.is_settled)
         return sum(1 for _ in pending) > self._elsewhere
 
+    def _look_at(self, first: Row) -> None:
+        if first.error is None:
+            for hint in hints(self._job, first.fields):
                 self._progress.event(hint)
 
     def _generate(self, pool: WorkerPool) -> None:
@@ -539,15 +542,26 @@ class _Loop:
         )
 
 
-def _ok_ids(folder: Path) -> set[str]:
+def _done_in(folder: Path, *, have_ids: bool) -> Callable[[Row], bool]:
+    """Whether a row has an answer in the run in ``folder``.
+
+    Without ids of their own, rows are named by their index, which in another input is another row's:
+    they must have the same fields, too.
+    """
     if not is_run(folder):
         raise JobError(f"--skip-from {folder}: not a run folder")
     check_log(folder)
-    return {
-        r["id"]
+    by_id = have_ids and read_manifest(folder)["identity"].get("input.id") is not None
+
+    def name(row_id: str, row_hash: str | None) -> str:
+        return row_id if by_id else f"{row_hash} {row_id}"
+
+    done = {
+        name(r["id"], r.get("input_hash"))
         for r in read_newest(folder / RESULTS)
         if failure_kind(r) is None and not is_fallback(r["id"])
     }
+    return lambda row: name(row.id, None if by_id else input_hash(row.fields)) in done
 
 
 def _tokens(store: Store) -> Usage:

@@ -151,6 +151,19 @@ def test_rows_that_failed_in_another_run_are_not_skipped() -> None:
     assert settled() == {1: "failed"}
 
 
+@pytest.mark.parametrize("who_has_ids", ["nobody", "this run", "the other run"])
+def test_row_without_an_id_is_not_skipped_for_another_row_at_its_place(who_has_ids: str) -> None:
+    ids = {"input": {"id": "key"}}
+    write_rows([{"key": n, "q": f"other {n}" if n < 3 else "same"} for n in range(5)])
+    write_job(**ids if who_has_ids == "the other run" else {})
+    run("--set", "name=other")
+    write_rows([{"key": n, "q": f"this {n}" if n < 3 else "same"} for n in range(5)])
+    write_job(**ids if who_has_ids == "this run" else {})
+    found = run("--skip-from", "output/other")
+    assert found.json | {"exit": 0, "ok": 3, "skipped": 2} == found.json
+    assert sorted(settled()) == [0, 1, 2]
+
+
 def test_skipping_from_what_is_no_run_is_refused() -> None:
     prepare()
     found = run("--skip-from", "nowhere")
@@ -877,19 +890,6 @@ def test_retry_of_a_run_that_was_stopped_says_that_rows_remain() -> None:
     assert (status()["ok"], status()["failed"]) == (7, 0)
 
 
-def test_retry_leaves_the_rows_of_another_run_to_it() -> None:
-    write_rows([{"key": n, "q": "x"} for n in range(4)] + [{"key": 4}])
-    write_job(input={"id": "key"})
-    run("--limit", "2", "--set", "name=b")
-    assert run("--skip-from", "output/b").exit == 3
-    assert batchkit("retry-failed", str(RUN), "--set", "vars.q=now").exit == 0
-    assert (status()["pending"], verify()["pending"]) == (0, 0)
-
-
-def test_retry_takes_only_the_kinds_it_was_given() -> None:
-    write_rows([{"q": "x"}, {"other": "x"}])
-    Path("in.jsonl").write_text(Path("in.jsonl").read_text() + "not JSON\n")
-    write_job()
 def test_retry_says_that_rows_remain_though_others_are_done_past_the_limit() -> None:
     write_rows([{"q": "x"}] * 9 + [{"other": "x"}])
     write_job()
@@ -902,6 +902,33 @@ def test_retry_says_that_rows_remain_though_others_are_done_past_the_limit() -> 
     assert batchkit("retry-failed", "--set", "vars.q=now").exit == 1
 
 
+def test_retry_leaves_the_rows_of_another_run_to_it() -> None:
+    write_rows([{"key": n, "q": "x"} for n in range(4)] + [{"key": 4}])
+    write_job(input={"id": "key"})
+    run("--limit", "2", "--set", "name=b")
+    assert run("--skip-from", "output/b").exit == 3
+    assert batchkit("retry-failed", str(RUN), "--set", "vars.q=now").exit == 0
+    assert (status()["pending"], verify()["pending"]) == (0, 0)
+
+
+def test_rows_left_to_another_run_are_pending_again_once_they_changed(start: Any) -> None:
+    write_rows([{"key": n, "q": "x"} for n in range(4)])
+    write_job(input={"id": "key"}, engine={"options": {"latency_s": 1.0}})
+    run("--limit", "3", "--set", "name=b")
+    run("--skip-from", "output/b")
+    write_rows([{"key": n, "q": "new" if n < 3 else "x"} for n in range(4)])
+    killed = start("run", "job.toml", "--on-change", "requeue")
+    await_that("the run goes on", lambda: len(manifest()["starts"]) == 2)
+    killed.kill()
+    killed.wait()
+    assert sorted(settled()) == [3]
+    assert (status()["pending"], verify()["pending"]) == (3, 3)
+
+
+def test_retry_takes_only_the_kinds_it_was_given() -> None:
+    write_rows([{"q": "x"}, {"other": "x"}])
+    Path("in.jsonl").write_text(Path("in.jsonl").read_text() + "not JSON\n")
+    write_job()
     run()
     assert status()["failed_by_kind"] == {"template": 1, "invalid_request": 1}
     found = batchkit("retry-failed", "--kind", "template", "--set", "vars.q=now")
@@ -923,20 +950,6 @@ def test_retry_as_json_tells_rows_kinds_and_what_it_recovered() -> None:
 
 
 def test_blank_answer_is_retried_though_its_record_says_ok() -> None:
-def test_rows_left_to_another_run_are_pending_again_once_they_changed(start: Any) -> None:
-    write_rows([{"key": n, "q": "x"} for n in range(4)])
-    write_job(input={"id": "key"}, engine={"options": {"latency_s": 1.0}})
-    run("--limit", "3", "--set", "name=b")
-    run("--skip-from", "output/b")
-    write_rows([{"key": n, "q": "new" if n < 3 else "x"} for n in range(4)])
-    killed = start("run", "job.toml", "--on-change", "requeue")
-    await_that("the run goes on", lambda: len(manifest()["starts"]) == 2)
-    killed.kill()
-    killed.wait()
-    assert sorted(settled()) == [3]
-    assert (status()["pending"], verify()["pending"]) == (3, 3)
-
-
     """No record of ours is like that; one that was written by an older version may be."""
     prepare(4)
     run()
