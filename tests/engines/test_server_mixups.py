@@ -111,6 +111,50 @@ def test_bytes_behind_an_answer_never_become_the_answer_to_another_row(
     assert done.stderr.count("each request gets a connection of its own") == 1
 
 
+@pytest.mark.parametrize("kind", ["the same bytes", "made again, by a server that uses our ids"])
+def test_a_second_answer_that_comes_after_the_next_row_is_answered_is_taken_for_no_row(
+    kind: str,
+) -> None:
+    """Taken for row 5's, it would leave row 5's to row 6, and so on to the end."""
+    ids: dict[str, str] = {}
+
+    def answer(text: str, said_more: str = "") -> Any:
+        answer_id = {} if kind == "the same bytes" else {"id": f"chatcmpl-{ids[text]}"}
+        return {**own(text), **answer_id, **said(f"asked: {text}{said_more}")}
+
+    def before(text: str, body: dict[str, Any]) -> None:
+        is_first = text not in ids
+        ids[text] = server.here.request_id
+        if text == "row 5" and is_first:
+            again = answer("row 3", "" if kind == "the same bytes" else " again")
+            raise Raw(http(again), http(answer(text)), wait_s=0.1)
+        raise Refused(200, answer(text))
+
+    with serving(before) as server:
+        write_job(server, 12, engine={"options": {"max_num_seqs": 1}})
+        done = batchkit("run", "job.toml")
+        assert done.exit_code == 0
+    found = {r["index"]: r["text"] for r in records()}
+    assert found == {n: f"asked: row {n}" for n in range(12)}
+    assert done.stderr.count("each request gets a connection of its own") == 1
+
+
+def test_a_cache_that_answers_with_the_id_of_an_earlier_request_is_taken_on_new_connections() -> (
+    None
+):
+    kept: list[str] = []
+
+    def before(text: str, body: dict[str, Any]) -> None:
+        kept.append(server.here.request_id)
+        raise Refused(200, {**said(f"asked: {text}"), "id": f"chatcmpl-{kept[0]}"})
+
+    with serving(before) as server:
+        write_job(server, 12, engine={"options": {"max_num_seqs": 1}})
+        assert batchkit("run", "job.toml").exit_code == 0
+    assert len({*kept}) == len(kept)
+    assert {r["index"]: r["text"] for r in records()} == {n: f"asked: row {n}" for n in range(12)}
+
+
 def test_an_answer_that_was_there_before_the_request_is_not_taken() -> None:
     def before(text: str, body: dict[str, Any]) -> None:
         if text == "row 0":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Callable, Mapping
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchkit.engines.openai.body import ACCEPT_ENCODING, CodingError, read_body
@@ -37,14 +39,31 @@ class ServerFault(Exception):
 
 
 class Response(NamedTuple):
-    """``is_whole`` is False if ``content`` is only the beginning. ``is_repeated``: the connection's
-    previous response had the same content."""
+    """``is_whole`` is False if ``content`` is only the beginning. ``is_reused``: the connection has had
+    other responses before; ``is_repeated``: one of them had the same content. ``request_id`` is the
+    request's X-Request-Id."""
 
     status: int
     headers: Mapping[str, str]
     content: bytes
     is_whole: bool
     is_repeated: bool
+    is_reused: bool
+    request_id: str
+
+    def is_to_another(self, answer_id: Any) -> bool:
+        """Whether an answer with this id is to another request, as far as a server tells that.
+
+        The ids of `vllm serve` have the X-Request-Id in them. On a new connection any is right: a cache may
+        answer with what an earlier request of ours got.
+        """
+        ours = self.request_id.rpartition("-")[0]
+        return (
+            self.is_reused
+            and isinstance(answer_id, str)
+            and ours in answer_id
+            and self.request_id not in answer_id
+        )
 
 
 class Connections:
@@ -65,6 +84,7 @@ class Connections:
         import httpx
 
         self._headers, self._trust_env, self._event = headers, trust_env, event
+        self._ours, self._numbers = f"batchkit-{uuid.uuid4().hex}", count()
         self._network = Network(self.distrust)
         self._is_distrusted = False
         self._idle: list[httpx.AsyncClient] = []
@@ -100,13 +120,13 @@ class Connections:
         import httpx
 
         is_single = self._is_distrusted
+        request_id = f"{self._ours}-{next(self._numbers):012d}"
+        sent = {"X-Request-Id": request_id, **(_CLOSE if is_single else {})}
         connection = self._idle.pop() if self._idle else self._new()
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                connection.stream(
-                    method, url, content=content, headers=_CLOSE if is_single else None
-                ) as response,
+                connection.stream(method, url, content=content, headers=sent) as response,
             ):
                 coding = response.headers.get("content-encoding", "")
                 most = max_bytes(response.status_code)
@@ -114,9 +134,14 @@ class Connections:
                 wire = response.extensions["network_stream"]
                 if is_whole:
                     self._see_that_all_is_read(wire)
-                is_repeated = wire.is_repeated(received)
                 return Response(
-                    response.status_code, response.headers, received, is_whole, is_repeated
+                    response.status_code,
+                    response.headers,
+                    received,
+                    is_whole,
+                    is_repeated=wire.is_repeated(received),
+                    is_reused=wire.requests > 1,
+                    request_id=request_id,
                 )
         except TimeoutError:
             raise RowTimeoutError(

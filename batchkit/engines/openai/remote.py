@@ -158,11 +158,10 @@ class Remote:
                 raise ServerFault(f"{url}: the answer is no JSON: {error}") from None
             completion = api.completion_of(request, answer, loop.time() - began, n)
             if completion is not None:
-                if response.is_repeated and answer.get("id"):
+                answer_id = answer.get("id")
+                if (response.is_repeated and answer_id) or response.is_to_another(answer_id):
                     self._connections.distrust()
-                    raise ServerFault(
-                        f"{url}: the answer has the id and content of the one before", weight=0.5
-                    )
+                    raise ServerFault(f"{url}: the answer is to an earlier request", weight=0.5)
                 if failure := api.failure_in(answer):
                     raise ServerFault(f"{url}: the answer broke off in the middle: {failure}")
                 self._see_that_it_is_the_same_model(answer.get("model"))

@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import re
 import ssl
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 _EYEBALLS_S = 0.25  # RFC 8305: delay before the host's next address is also tried
 _MOST_BUFFERED = 1 << 18
+_REMEMBERED = 256  # answers of a connection: a second copy may be many answers late
 
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 _STATUS = re.compile(rb"HTTP/\d\.\d (\d)")
@@ -75,7 +77,7 @@ class Wire(asyncio.Protocol):
         self._error: Exception | None = None
         self._arrival: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None
-        self._last: int | None = None
+        self._last: deque[int] = deque(maxlen=_REMEMBERED)
         self.requests = 0
 
     @property
@@ -84,9 +86,11 @@ class Wire(asyncio.Protocol):
         return bool(self._received) or self._is_refused
 
     def is_repeated(self, content: bytes) -> bool:
-        """Whether an answer has the same content as the previous one."""
-        last, self._last = self._last, hash(content)
-        return last == self._last
+        """Whether one of the connection's last responses had the same content."""
+        mark = hash(content)
+        is_repeated = mark in self._last
+        self._last.append(mark)
+        return is_repeated
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:  # noqa: ASYNC109
         """At most the rest of the answer; empty if the server closed the connection. No timeout."""
