@@ -7,12 +7,19 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from batchkit.config.masking import masked
 from batchkit.config.regular_file import open_regular
 from batchkit.config.tables import InputTable
 from batchkit.errors import InputError
-from batchkit.sources.files import input_files, is_empty, remote_error
+from batchkit.sources.files import (
+    COMPRESSIONS,
+    input_files,
+    is_empty,
+    open_input,
+    remote_error,
+)
 from batchkit.sources.formats import read_as
 
 SMALL_BYTES = 2**24  # an input this small is read again, whatever its times say
@@ -21,7 +28,8 @@ SMALL_BYTES = 2**24  # an input this small is read again, whatever its times say
 @dataclass(frozen=True, slots=True)
 class FileFingerprint:
     """One input file. ``sha256`` is of its bytes; of a remote file, of what its store reports
-    (``fsspec``'s ``ukey``: size, ETag or time), and the times are then 0. ``ctime_ns`` changes with
+    (``fsspec``'s ``ukey``: size, ETag or time), or of its bytes if a web server reports neither ETag
+    nor time; the times are then 0. ``ctime_ns`` changes with
     every write, and can't be set back as ``mtime_ns`` can. ``read_as`` is the format that its name
     or the job gives it."""
 
@@ -103,6 +111,9 @@ def _local(path: str, known: Mapping[tuple[str, int, int, int], str]) -> FileFin
         raise InputError(f"{path}: can't be read: {error.strerror}") from error
     if not stat.st_size:
         raise is_empty(path)
+    if path.endswith(COMPRESSIONS):
+        with open_input(path, text=False):  # which raises where nothing is in it
+            pass
     return FileFingerprint(path, stat.st_size, stat.st_mtime_ns, sha256, stat.st_ctime_ns)
 
 
@@ -117,7 +128,14 @@ def _remote(path: str) -> FileFingerprint:
         size, key = filesystem.size(name), str(filesystem.ukey(known_by))
         if "http" in filesystem.protocol:  # whose ukey is the URL alone
             info = filesystem.info(name)
-            key += f" {size} {info.get('ETag') or info.get('Last-Modified')}"
+            version = info.get("ETag") or info.get("Last-Modified")
+            key += f" {size} {version or _content(filesystem, name)}"
     except Exception as error:  # each filesystem raises its vendor's own types
         raise remote_error(path, error) from error
     return FileFingerprint(path, size or 0, 0, hashlib.sha256(key.encode()).hexdigest())
+
+
+def _content(filesystem: Any, name: str) -> str:
+    """Read once more: nothing else tells a page that is made anew from the one before."""
+    with filesystem.open(name, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -9,6 +9,8 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -203,15 +205,17 @@ def test_changed_second_file_is_named_and_the_first_is_not() -> None:
     assert "part-0.jsonl" not in ended.stderr
 
 
-def test_empty_file_among_others_is_refused_before_anything_is_answered() -> None:
+@pytest.mark.parametrize("suffix", [".csv", ".csv.gz"])
+def test_empty_file_among_others_is_refused_before_anything_is_answered(suffix: str) -> None:
     """Its removal would be a change of the input, once rows are answered."""
-    Path("part-0.jsonl").write_bytes(encoded(rows("old", 3)))
-    Path("part-1.jsonl").touch()
-    write_job("part-*.jsonl", id="key")
+    pack = gzip.compress if suffix.endswith(".gz") else bytes
+    Path(f"part-0{suffix}").write_bytes(pack(encoded(rows("old", 3), ".csv")))
+    Path(f"part-1{suffix}").write_bytes(pack(b""))
+    write_job("part-*", id="key")
     ended = run()
     assert (ended.exit_code, LOG.exists()) == (2, False)
-    assert "part-1.jsonl: is empty; it must hold at least one row" in ended.stderr
-    Path("part-1.jsonl").unlink()
+    assert f"part-1{suffix}: is empty; it must hold at least one row" in ended.stderr
+    Path(f"part-1{suffix}").unlink()
     assert run().exit_code == 0
 
 
@@ -345,6 +349,49 @@ def test_changed_object_of_a_remote_store_stops_the_run() -> None:
     store.rm(url)
     assert ended.exit_code == 1
     assert f"{url}: changed while the run read it" in ended.stderr
+
+
+class Export:
+    """A page of rows that is made when it is asked for: it has no ETag and no time, and may have no length."""
+
+    def __init__(self, *, has_length: bool) -> None:
+        self.content = b""
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(page) -> None:
+                page.send_response(200)
+                if has_length:
+                    page.send_header("Content-Length", str(len(self.content)))
+                page.end_headers()
+                if page.command == "GET":
+                    page.wfile.write(self.content)
+
+            do_HEAD = do_GET
+
+            def log_message(page, *args: Any) -> None: ...
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._http.server_port}/in.jsonl"
+        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+def test_changed_page_of_which_the_server_says_nothing_is_another_input(has_length: bool) -> None:
+    with closing(Export(has_length=has_length)) as page:
+        page.content = encoded(rows("old", 20))
+        write_job(page.url)
+        assert run("--set", "input.limit=5").exit_code == 0
+        page.content = encoded(rows("new", 20))
+        ended = run()
+        assert (ended.exit_code, len(answered())) == (2, 5)
+        assert f"input {page.url}: " in ended.stderr
+        page.content = encoded(rows("old", 20))
+        assert run().exit_code == 0
+    assert [*answered().values()] == [row["q"] for row in rows("old", 20)]
 
 
 def test_list_that_changes_while_it_is_run_stops_the_run() -> None:
