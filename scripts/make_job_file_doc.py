@@ -1,4 +1,4 @@
-"""Writes ``docs/job-file.md`` from the tables in ``batchkit/config/tables.py``.
+"""Writes ``docs/job-file.md`` from the tables in ``batchkit/config/tables/``.
 
     .venv/bin/python scripts/make_job_file_doc.py
 
@@ -53,7 +53,7 @@ keep = ["label"]                       # copied from the row into its record
 """
 
 HEAD = """\
-<!-- Made by scripts/make_job_file_doc.py from batchkit/config/tables.py: change it there. -->
+<!-- Made by scripts/make_job_file_doc.py from batchkit/config/tables/: change it there. -->
 
 # The job file
 

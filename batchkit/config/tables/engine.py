@@ -1,0 +1,184 @@
+"""``[engine]``, ``[engine.server]`` and ``[sampling]``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from batchkit.config.server_command import check_command
+from batchkit.config.tables.base import Table
+
+EngineKind = Literal["vllm", "transformers", "openai-server", "dry-run"]
+
+
+class ServerTable(Table):
+    """With `openai-server`, instead of `engine.base_url`: a server that starts and ends with the run.
+
+    The table may be empty where `engine.model` is a `.gguf` file: then it is `llama-server` with room
+    for `engine.options.max_num_seqs` requests of `max_model_len` tokens each, and as many threads as
+    `OMP_NUM_THREADS` says, or as there are cores.
+    """
+
+    command: str | None = Field(
+        None,
+        description="What starts it, as `llama-server -m model.gguf -c 32768 -np 8 --port {port}` (8"
+        " requests at a time share that context: 4096 tokens each); no shell reads it. `{port}` becomes"
+        " a port that is free, `{host}` 127.0.0.1. The server has the run's environment: keys stand"
+        " there, and one in the command is refused.",
+    )
+    health: str = Field(
+        "/health",
+        pattern="^/",
+        description="The path that answers once it is ready; a server that has none is asked for its"
+        " models.",
+    )
+    start_timeout_s: PositiveFloat = Field(
+        600.0,
+        description="Seconds until it must be ready; then the run stops, with its last words.",
+    )
+
+    @field_validator("command")
+    @classmethod
+    def _can_be_started(cls, command: str | None) -> str | None:
+        if command is not None:
+            check_command(command)
+        return command
+
+
+class EngineTable(Table):
+    """The model, and what runs it."""
+
+    kind: EngineKind = Field(
+        "vllm",
+        description="`transformers` runs the model without vLLM, in static batches: slower;"
+        " `openai-server` sends every row to a server that speaks OpenAI's API; `dry-run` answers at"
+        " once without a model.",
+    )
+    model: str = Field(
+        "",
+        description="A folder, or a name on the Hugging Face hub; with `openai-server`, the name"
+        " that the server knows it by, or a `.gguf` file for `[engine.server]`.",
+    )
+    base_url: str | None = Field(
+        None,
+        description="With `openai-server`: where the API of one that runs already begins, as"
+        " `http://localhost:8000/v1`.",
+    )
+    server: ServerTable | None = Field(
+        None, description="… or the table `[engine.server]`: one that the run starts."
+    )
+    api_key_env: str = Field(
+        "OPENAI_API_KEY",
+        min_length=1,
+        description="With `openai-server`: the name of the environment variable that holds its key,"
+        " if it wants one.",
+    )
+    max_answer_bytes: PositiveInt = Field(
+        32 * 2**20,
+        description="With `openai-server`: how many bytes of an answer are read, unpacked if it comes"
+        " compressed. A row whose answer has more fails with `server`, and is not asked again. Text"
+        " of 100,000 tokens has less than 1 MB, with 20 logprobs for each token some 100 MB.",
+    )
+    options: dict[str, Any] = Field(
+        {},
+        description="Given to `vllm.LLM` as they are; vLLM's own classes check them first. With"
+        " `transformers`: `max_num_seqs`, rows in a batch (8), halved while memory runs out;"
+        " `shrink_on_oom = false` restarts the engine instead; `dtype`, `device_map`,"
+        " `attn_implementation`, `max_model_len`, `revision`, `trust_remote_code`, `chat_template`,"
+        " `mm_processor_kwargs`. With"
+        " `openai-server`: `max_num_seqs`, requests at a time (32); `give_up_s`, how long the server"
+        " may be away before the run stops (300); `max_model_len`, tokens that prompt and answer of a"
+        " request may have together, where the server does not tell; `extra_body`, fields laid over"
+        " each request's body; `drop`, names left out of it.",
+    )
+    in_process: bool = Field(
+        False, description="For debugging: no process of its own; a crash takes the run with it."
+    )
+    lora: str | None = Field(
+        None,
+        description="Folder of a LoRA adapter, used for every row (sets `enable_lora`; with"
+        " `transformers` it needs peft).",
+    )
+
+    @property
+    def is_gguf(self) -> bool:
+        """True if the model is a file for llama.cpp."""
+        return self.model.endswith(".gguf")
+
+    @model_validator(mode="after")
+    def _has_model(self) -> EngineTable:
+        if self.kind != "dry-run" and not self.model:
+            raise ValueError("model is missing: give a folder or a name on the hub")
+        return self
+
+    @model_validator(mode="after")
+    def _has_its_own_keys(self) -> EngineTable:
+        is_server = self.kind == "openai-server"
+        if not is_server and self.base_url is not None:
+            raise ValueError(f'base_url is for kind = "openai-server"; kind is "{self.kind}"')
+        if not is_server and self.server is not None:
+            raise ValueError(f'server is for kind = "openai-server"; kind is "{self.kind}"')
+        if is_server and self.base_url is None and self.server is None:
+            raise ValueError(
+                "base_url is missing: where its API begins, as http://localhost:8000/v1; or let the"
+                " run start a server, with a table [engine.server]"
+            )
+        if self.base_url is not None and self.server is not None:
+            raise ValueError(
+                "base_url and [engine.server] are both given: a server that runs already has a"
+                " base_url, one that the run starts is told its port; keep one"
+            )
+        if self.server is not None and self.server.command is None and not self.is_gguf:
+            raise ValueError(
+                "server.command is missing: what starts it, as llama-server -m model.gguf --port"
+                " {port}; only for a model that is a .gguf file batchkit knows a command itself"
+            )
+        if is_server and self.lora is not None:
+            raise ValueError("lora: the server loads it; give the name it has there as model")
+        if self.base_url is not None and not _is_base_url(self.base_url):
+            raise ValueError(
+                "base_url: expected http(s)://host[:port]/path and nothing more; a key or password"
+                " stands in the environment (api_key_env), not here"
+            )
+        return self
+
+
+class SamplingTable(Table):
+    """Given to `vllm.SamplingParams` as they are: any of its names may stand here.
+
+    `transformers` knows those that choose and end tokens, and refuses the others.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
+
+    temperature: Annotated[float, BeforeValidator(lambda v: float(v) if type(v) is int else v)] = (
+        Field(0.0, ge=0, description="0 is greedy.")
+    )
+    max_tokens: PositiveInt = Field(256, description="Per choice, the prompt not counted.")
+    sampling_column: str | None = Field(
+        None, description="A field that holds a row's own parameters, laid over these."
+    )
+
+    def params(self) -> dict[str, Any]:
+        """The names and values for ``vllm.SamplingParams``."""
+        return self.model_dump(exclude={"sampling_column"})
+
+
+def _is_base_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018  (raises if it is not a number)
+    except ValueError:
+        return False
+    is_plain = not (parts.query or parts.fragment or parts.username or parts.password)
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and is_plain

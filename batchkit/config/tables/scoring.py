@@ -1,0 +1,130 @@
+"""``[scoring]``, its judge and its rules."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+
+from batchkit.config.tables.base import Table
+from batchkit.config.tables.engine import EngineTable, SamplingTable
+from batchkit.config.tables.prompt import PromptTable
+from batchkit.config.values import reason_of
+
+Extract = Literal["text", "regex", "json", "number", "final-answer", "code", "reward"]
+
+
+ScorerName = Literal[
+    "f1", "em", "rouge-l", "sacrebleu", "numeric", "choice", "chart", "judge", "reward"
+]
+
+
+class JudgeTable(Table):
+    """A second model that scores the answers, for the scorer `judge`.
+
+    Its templates see the row's fields, and `prediction`, `reference` and `text` besides.
+    """
+
+    engine: EngineTable
+    sampling: SamplingTable = SamplingTable()
+    prompt: PromptTable = PromptTable()
+    max_score: PositiveFloat = Field(100.0, description="The best score that it can give.")
+
+
+class ScoringRule(Table):
+    """Rows that are scored otherwise: what stands here counts before `[scoring]` itself."""
+
+    where: dict[str, Any] = Field(
+        {}, description="Which rows: as `input.where`. The first rule that fits a row is its rule."
+    )
+    extract: Extract | None = Field(None, description="As `scoring.extract`.")
+    pattern: str | None = Field(None, description="As `scoring.pattern`.")
+    key: str | None = Field(None, description="As `scoring.key`.")
+    choices: list[str] | None = Field(None, description="As `scoring.choices`.")
+    reference: str | None = Field(None, description="As `scoring.reference`.")
+    scorers: list[ScorerName] | None = Field(None, description="As `scoring.scorers`.")
+    tolerance: NonNegativeFloat | None = Field(None, description="As `scoring.tolerance`.")
+
+
+class ScoringTable(Table):
+    """How answers are scored: as rows finish, and again by `batchkit score`."""
+
+    extract: Extract = Field(
+        "text",
+        description="What the prediction is: the whole `text`, the first group of a `regex`, a `json`"
+        " value, the last `number`, what follows `[Final Answer]:`, the last block of `code`, or a"
+        " `reward` from 0 to 10.",
+    )
+    pattern: str | None = Field(
+        None, description="For `regex`: the last match counts, its first group if it has one."
+    )
+    key: str | None = Field(None, description="For `json`: the key (dotted) of the value.")
+    choices: list[str] = Field([], description="For `choice`: the answers to choose from.")
+    reference: str | None = Field(None, description="The field that holds the right answer.")
+    reference_run: str | None = Field(
+        None, description="A run whose predictions, by id, are the right answers instead."
+    )
+    scorers: list[ScorerName] = Field(
+        [], description="What is computed of prediction and reference; docs/scoring.md."
+    )
+    group_by: str | None = Field(None, description="The field by whose values the table is cut.")
+    mode: Literal["official", "fixed"] = Field(
+        "official",
+        description="`official` equals RealHiTBench's own code to the digit; `fixed` corrects its quirks:"
+        " docs/scoring.md lists them.",
+    )
+    tolerance: NonNegativeFloat = Field(
+        0.01, description="For `numeric`: how far off, as a share of the reference."
+    )
+    default_reward: float | None = Field(
+        None, description="The score of an answer without a number; left out, it is unscored."
+    )
+    allow_code: bool = Field(
+        False, description="For `chart`: run the code that the model wrote, in a sandbox."
+    )
+    table: str | None = Field(
+        None,
+        description="For `chart`: template of the path, under `media.root`, of the row's table. It is"
+        " opened after the check: nobody else may be able to write below `media.root`.",
+    )
+    chart_type: str = Field(
+        "{{ SubQType }}",
+        description="For `chart`: template; its first word is LineChart, BarChart, ScatterChart or"
+        " PieChart.",
+    )
+    judge: JudgeTable | None = Field(None, description="For `judge`: the model that judges.")
+    rules: list[ScoringRule] = Field([], description="Rows that are scored otherwise.")
+
+    @property
+    def parts(self) -> list[ScoringTable | ScoringRule]:
+        """The table itself, then its rules in the order of the file."""
+        return [self, *self.rules]
+
+    @property
+    def is_on(self) -> bool:
+        """True if anything has to be extracted from the answers."""
+        return bool(self.scorers or self.rules) or self.extract != "text"
+
+    @model_validator(mode="after")
+    def _coherent(self) -> ScoringTable:
+        parts = self.parts
+        used = {name for part in parts for name in part.scorers or ()}
+        laid = [(part.extract or self.extract, part.pattern or self.pattern) for part in parts]
+        if any(extract == "regex" and pattern is None for extract, pattern in laid):
+            raise ValueError('extract = "regex" needs a pattern, here or in each rule that has it')
+        for place, part in enumerate(parts):
+            if part.pattern is not None:
+                key = f"rules.{place - 1}.pattern" if place else "pattern"
+                _check_pattern(key, part.pattern)
+        if "choice" in used and not any(part.choices for part in parts):
+            raise ValueError("the scorer choice needs choices")
+        return self
+
+
+def _check_pattern(key: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, MemoryError, OverflowError, ValueError) as error:
+        shown = repr(pattern if len(pattern) <= 80 else f"{pattern[:77]}…")
+        raise ValueError(f"{key} {shown} is no regular expression: {reason_of(error)}") from None
