@@ -1,49 +1,31 @@
-"""The main loop: fill the window, poll the engine, write the records."""
+"""The door from Python: ``ProductionBatchProcessor`` opens a run and starts the loop on it."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from batchkit.config.loading import load_job, resolve_paths
 from batchkit.config.tables import JobConfig
-from batchkit.engines.process.launcher import LOG
 from batchkit.engines.registry import open_preflight
-from batchkit.errors import (
-    BatchkitError,
-    BrokenInputError,
-    ChangedInputError,
-    InputError,
-    JobError,
-    TooManyFailuresError,
-)
-from batchkit.execution.bisection import Suspicion
-from batchkit.execution.cluster import RayWorkerPool
-from batchkit.execution.hints import hints
-from batchkit.execution.progress import Progress, State
-from batchkit.execution.resume import OnChange, OpenRun, open_run
-from batchkit.execution.signals import DRAIN_S, Interrupted, StopRequest
-from batchkit.execution.supervisor import EngineHistory
-from batchkit.execution.worker import Listener, Worker, WorkerPool
-from batchkit.rendering.ordering import well_ordered
+from batchkit.errors import JobError
+from batchkit.execution.loop import Loop
+from batchkit.execution.progress import Progress
+from batchkit.execution.resume import OnChange, open_run
+from batchkit.execution.signals import StopRequest
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.sources import is_fallback
-from batchkit.sources.input import Input, Total, distrusted, from_job, from_python, watched
+from batchkit.sources.input import Input, from_job, from_python
 from batchkit.sources.rowhash import input_hash
-from batchkit.storage.ledger import RESULTS, failure_kind, newest_rows, read_newest, record_of
+from batchkit.storage.ledger import RESULTS, failure_kind, read_newest
 from batchkit.storage.manifest import check_secrets, read_manifest
 from batchkit.storage.runfolder import is_run
 from batchkit.storage.score_store import references_of
-from batchkit.storage.store import RecordLine, Store, check_log
+from batchkit.storage.store import check_log
 from batchkit.storage.summary import RunSummary
-from batchkit.types import Row, Task, Usage
-
-MOST_EVENTS = 20
-_SHARE_FROM = 20  # a share of failed rows says nothing before this many are settled
+from batchkit.types import Row
 
 
 class ProductionBatchProcessor:
@@ -140,7 +122,7 @@ class ProductionBatchProcessor:
             progress = stack.enter_context(closing(self._progress()))
             for text in run.messages:
                 progress.event(text)
-            loop = _Loop(self.job, run, renderer, progress, self._stop, source, references)
+            loop = Loop(self.job, run, renderer, progress, self._stop, source, references)
             if attempts is not None:
                 return loop.retry(attempts, quarantined)
             if self._skip_from is None:
@@ -153,392 +135,6 @@ class ProductionBatchProcessor:
             self.job.name,
             interval_s=self.job.run.checkpoint_interval_s,
             quiet=self._quiet,
-        )
-
-
-class _Loop:
-    """One start of a run. Only its own thread uses the worker pool and the store."""
-
-    def __init__(
-        self,
-        job: JobConfig,
-        run: OpenRun,
-        renderer: PromptRenderer,
-        progress: Progress,
-        stop: StopRequest,
-        source: Input,
-        references: Mapping[str, str | None] | None,
-    ) -> None:
-        self._job = job
-        self._store, self._manifest, self._folder = run.store, run.manifest, run.folder
-        self._save_manifest = run.save
-        self._renderer = renderer
-        self._progress = progress
-        self._stop = stop
-        self._source = source
-        self._is_retry = False
-        self._attempts: Mapping[int, int] = {}
-        self._quarantined: Collection[int] = ()
-        self._references = references
-        self._total = Total(source)
-        self._resumed = run.store.totals.ok + run.store.totals.failed
-        self._elsewhere = 0
-        self._tokens_before = _tokens(run.store)
-        self._pool: WorkerPool | None = None
-        self._stopping = self._all_read = False
-        self._settled = self._failed = 0
-        self._next_sync = 0.0
-        self._load_s = 0.0
-        self._seconds = 0.0
-
-    def run(self, is_done_elsewhere: Callable[[Row], bool]) -> RunSummary:
-        """Settle every row that has no record and is not done elsewhere."""
-        rows = self._source.read(self._store.totals.is_settled)
-        return self._settle_all(self._without(is_done_elsewhere, self._readable(rows)))
-
-    def retry(self, attempts: Mapping[int, int], quarantined: Collection[int]) -> RunSummary:
-        """Run the rows in ``attempts`` again; the numbers are those of their last attempts."""
-        attempts = self._still_due(attempts)
-        self._is_retry, self._attempts, self._quarantined = True, attempts, quarantined
-        self._elsewhere = self._manifest["skipped_elsewhere"]
-        self._resumed -= sum(map(self._store.totals.is_settled, attempts))
-        rows = self._source.everything(lambda index: index not in attempts)
-        return self._settle_all(self._readable(rows))
-
-    def _still_due(self, attempts: Mapping[int, int]) -> dict[int, int]:
-        """``attempts`` without the rows that another process retried before this one had the lock.
-
-        After a requeue by another process, an index may belong to a row that has an answer.
-        """
-        log = self._folder / RESULTS
-        newest = newest_rows(log)
-        due = dict(attempts)
-        with log.open("rb") as file:
-            for index, line in zip(newest.rows.tolist(), newest.lines.tolist(), strict=True):
-                if index in due:
-                    file.seek(newest.bounds[line])
-                    record = record_of(file.readline()) or {"status": "failed"}
-                    is_other = (record.get("attempt") or 1) != attempts[index]
-                    if is_other or failure_kind(record) is None:
-                        del due[index]
-        return due
-
-    def _readable(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """If reading fails, a run that has begun can continue once the input is fixed."""
-        begun = self._resumed > 0
-        try:
-            for row in watched(rows, self._source):
-                begun = True
-                yield row
-            self._all_read = True
-        except ChangedInputError as error:
-            self._distrust(error.paths)
-            raise
-        except InputError as error:
-            if not begun:
-                raise
-            raise BrokenInputError(str(error)) from error
-
-    def _without(
-        self, is_done_elsewhere: Callable[[Row], bool], rows: Iterator[Row]
-    ) -> Iterator[Row]:
-        for row in rows:
-            if row.error is None and is_done_elsewhere(row):
-                self._elsewhere += 1
-            else:
-                yield row
-
-    def _settle_all(self, rows: Iterator[Row]) -> RunSummary:
-        try:
-            return self._settle(rows)
-        finally:
-            if not self._all_read and (changed := self._source.changes(False)):
-                self._distrust(changed.keys())
-
-    def _settle(self, rows: Iterator[Row]) -> RunSummary:
-        first = next(rows, None)
-        if first is None:
-            self._check_complete()
-            self._progress.event("nothing left to run: every row has a record")
-            return self._summary(self._total.wait())
-        self._look_at(first)
-        if self._resumed:
-            of = "" if (total := self._total.wait(timeout_s=1)) is None else f" of {total:,}"
-            self._progress.event(f"resumed {self._resumed:,}{of} rows")
-        with closing(self._new_pool(chain([first], rows))) as pool:
-            self._pool = pool
-            try:
-                self._generate(pool)
-                if self._stop.signum is None:
-                    self._check_complete()
-            except BatchkitError as error:
-                error.summary = self._summary(self._total.now(), error.exit_code)
-                raise
-            if self._stop.signum is not None:
-                return self._summary(self._total.now(), 128 + self._stop.signum)
-            return self._summary(self._total.wait())
-
-    def _distrust(self, changed: Collection[str]) -> None:
-        """Make the next start compare the answered rows with those in the input."""
-        self._manifest["input"] = distrusted(self._manifest["input"], changed)
-
-    def _check_complete(self) -> None:
-        """All rows were read. Raises BrokenInputError if one of them has no record."""
-        if self._is_retry:
-            missing = len(self._attempts) - self._settled
-        else:
-            total = self._total.wait()
-            missing = 0 if total is None else total - self._elsewhere - self._state().settled
-        if missing > 0:
-            raise BrokenInputError(
-                f"{missing:,} rows have no record at the end: they were counted in the input or asked"
-                " for, and not there when it was read. What is finished is on disk; bring the whole"
-                " input back and run again"
-            )
-
-    def _some_remain(self) -> bool:
-        """Whether rows have no record. Past the limit others may have one, so it takes a look at each."""
-        pending = self._source.read(self._store.totals.is_settled)
-        return sum(1 for _ in pending) > self._elsewhere
-
-    def _look_at(self, first: Row) -> None:
-        if first.error is None:
-            for hint in hints(self._job, first.fields):
-                self._progress.event(hint)
-
-    def _generate(self, pool: WorkerPool) -> None:
-        started = time.monotonic()
-        model = self._job.engine.model or self._job.engine.kind
-        workers = self._job.run.workers
-        self._progress.event(
-            f"loading model {model}, rendering the first rows meanwhile"
-            if workers is None
-            else f"starting {workers} {'worker' if workers == 1 else 'workers'}, model {model}"
-        )
-        if self._job.engine.options.get("trust_remote_code"):
-            self._progress.event(f"trust_remote_code: Python code that comes with {model} is run")
-        engine = pool.open(self._known())
-        loaded = time.monotonic()
-        self._load_s = loaded - started
-        self._manifest["starts"][-1]["engine"] = dict(engine.versions)
-        self._progress.event(
-            f"generating; model loaded in {self._load_s:.0f} s,"
-            f" up to {engine.max_num_seqs} requests run at once"
-        )
-        try:
-            with self._stop.deferred():
-                self._feed(pool)
-        finally:
-            self._seconds = time.monotonic() - loaded
-
-    def _new_pool(self, rows: Iterator[Row]) -> WorkerPool:
-        look_ahead, may_wait = self._job.run.look_ahead, self._source.files is None
-        if look_ahead > 1 and not may_wait:  # an iterator may give its rows slowly
-            rows = well_ordered(rows, self._renderer.hint, look_ahead)
-        tasks = (Task(row, self._attempts.get(row.index, 0) + 1) for row in rows)
-        listener = Listener(self._progress.event, self._tell, self._progress.note, self._remember)
-        # Loading may take minutes, with nothing in flight: a signal stops it at once.
-        opening = self._stop.immediate
-        if self._job.run.workers is not None:
-            return RayWorkerPool(
-                self._renderer.job,
-                tasks,
-                listener,
-                left=self._left,
-                references=self._references,
-                quarantined=self._quarantined,
-                may_wait=may_wait,
-                opening=opening,
-            )
-        return Worker(
-            self._job,
-            self._renderer,
-            tasks,
-            listener,
-            log=self._folder / LOG,
-            references=self._references,
-            quarantined=self._quarantined,
-            may_wait=may_wait,
-            opening=opening,
-        )
-
-    def _left(self) -> int | None:
-        """Rows of this start that have no record yet; None if the total is unknown."""
-        if self._is_retry:
-            return len(self._attempts) - self._settled
-        total = self._total.now()
-        return None if total is None else total - self._elsewhere - self._resumed - self._settled
-
-    def _known(self) -> EngineHistory:
-        """What earlier starts have learned about the engine."""
-        among_accidents = self._manifest.get("engine_accidents", False)
-        return EngineHistory(0, self._known_steps(), among_accidents, self._known_suspicions())
-
-    def _known_suspicions(self) -> list[Suspicion]:
-        """Where the search for a poison row was when an earlier start was killed."""
-        known = self._manifest.get("suspects", {})
-        if known.get("of") != self._suspects_of():
-            return []
-        found = [Suspicion.of_json(group).only(self._may_come) for group in known["groups"]]
-        if n := sum(len(suspicion.rows) for suspicion in found):
-            self._progress.event(
-                f"the search for a row that kills the engine goes on: {n} rows are suspected"
-            )
-        return [suspicion for suspicion in found if suspicion.rows]
-
-    def _may_come(self, index: int) -> bool:
-        return index in self._attempts or not self._store.totals.is_settled(index)
-
-    def _suspects_of(self) -> str:
-        """A hash of the settings that suspicions hold for; with others, rows may do no harm."""
-        options = self._job.engine.options
-        return input_hash({"identity": self._manifest["identity"], "options": options})
-
-    def _known_steps(self) -> list[dict[str, Any]]:
-        """What an earlier start found to be safe, if it had the same engine options."""
-        steps, options = self._manifest["engine_steps"], input_hash(self._job.engine.options)
-        if steps and self._manifest.get("engine_steps_for", options) != options:
-            self._progress.event("engine options have changed: smaller settings are forgotten")
-            steps = []
-        self._manifest["engine_steps_for"] = options
-        self._manifest["engine_steps"] = steps
-        return list(steps)
-
-    def _feed(self, pool: WorkerPool) -> None:
-        """Fill, poll and write until every row is settled or a stop is due."""
-        try:
-            while True:
-                self._write(pool.fill(taking=self._stop.signum is None))
-                if self._stop.signum is not None and self._must_stop(pool):
-                    break
-                if pool.is_done:
-                    break
-                try:
-                    lines = pool.poll()
-                except Interrupted:  # during an engine restart: nothing is in flight
-                    break
-                self._write(lines)
-                self._housekeeping(pool)
-        finally:
-            self._store.flush()
-            self._note_workers(pool)
-            self._progress.update(self._state(), force=True)
-
-    def _tell(self, text: str) -> None:
-        """Report an engine event; the last ones are also kept in the manifest, for ``status``."""
-        self._progress.event(text)
-        events = self._manifest["starts"][-1].setdefault("engine_events", [])
-        events.append(text)
-        del events[:-MOST_EVENTS]
-
-    def _remember(self, history: EngineHistory) -> None:
-        """Save what an engine's death taught to the manifest at once: the next start needs it."""
-        self._manifest["starts"][-1]["engine_restarts"] = history.restarts
-        self._manifest["engine_steps"] = history.steps
-        self._manifest["engine_accidents"] = history.among_accidents
-        self._manifest["suspects"] = {
-            "of": self._suspects_of(),
-            "groups": [suspicion.to_json() for suspicion in history.suspicions],
-        }
-        self._save_manifest()
-
-    def _must_stop(self, pool: WorkerPool) -> bool:
-        """A stop was requested: report it once; True when the loop must not wait any longer."""
-        if not self._stopping and pool.in_flight and not self._stop.is_due:
-            self._stopping = True
-            self._progress.event(
-                f"stopping: up to {DRAIN_S:.0f} s for {pool.in_flight} rows in flight;"
-                " interrupt again to stop now"
-            )
-        return self._stop.is_due or not pool.in_flight
-
-    def _write(self, lines: Sequence[RecordLine]) -> None:
-        """Write settled rows to the log; then check whether too many failed."""
-        for line in lines:
-            self._store.copy(line)
-            self._failed += line.record["status"] != "ok"
-        self._settled += len(lines)
-        self._store.flush()
-        if self._failed and self._too_many_failed(self._job.run.fail_on_error):
-            raise TooManyFailuresError(
-                f"{self._failed} of {self._settled} rows failed; run.fail_on_error ="
-                f" {str(self._job.run.fail_on_error).lower()} stops the run. What is finished is on"
-                f" disk: see `batchkit status {self._folder}`"
-            )
-
-    def _too_many_failed(self, limit: bool | float) -> bool:
-        if isinstance(limit, bool):
-            return limit
-        if isinstance(limit, int):
-            return self._failed > limit
-        # A row that can't be rendered fails at once, while good ones are still in flight.
-        begun = self._settled + (self._pool.in_flight if self._pool else 0)
-        return begun >= _SHARE_FROM and self._failed > limit * begun
-
-    def _housekeeping(self, pool: WorkerPool) -> None:
-        """Update the progress at every call; write a checkpoint when its interval is over.
-
-        The interval grows if checkpoints are slow, so that they cost at most a fiftieth of the
-        time: the checkpoint is a cache, and an old one only makes a resume read more of the log.
-        """
-        self._progress.update(self._state())
-        if self._manifest["total"] is None and (total := self._total.now()) is not None:
-            self._manifest["total"] = total  # so that status need not count the rows
-            self._save_manifest()
-        now = time.monotonic()
-        if now >= self._next_sync:
-            took = self._store.sync()
-            interval = max(self._job.run.checkpoint_interval_s, 50 * took)
-            self._next_sync = now + took + interval
-            if self._note_workers(pool):
-                self._save_manifest()
-
-    def _note_workers(self, pool: WorkerPool) -> bool:
-        """Note the state of each of several workers for ``status``; False if there is only one."""
-        if workers := pool.workers():
-            self._manifest["starts"][-1]["workers"] = workers
-        return bool(workers)
-
-    def _state(self) -> State:
-        totals, before = self._store.totals, self._tokens_before
-        now = _tokens(self._store)
-        return State(
-            total=None if (total := self._total.now()) is None else total - self._elsewhere,
-            ok=totals.ok,
-            failed=totals.failed,
-            resumed=self._resumed,
-            in_flight=self._pool.in_flight if self._pool else 0,
-            prompt_tokens=now.prompt_tokens - before.prompt_tokens,
-            completion_tokens=now.completion_tokens - before.completion_tokens,
-        )
-
-    def _summary(self, total: int | None, code: int | None = None) -> RunSummary:
-        """How the run ended; without ``code``, it depends on rows left (retry) or failed."""
-        if code is None or code > 128:
-            self._store.sync()  # after an error, closing the store writes what it can
-        state = self._state()
-        if code is None:
-            code = 1 if self._is_retry and self._some_remain() else 3 if state.failed else 0
-        self._manifest["total"] = total
-        self._manifest["skipped_elsewhere"] = self._elsewhere
-        self._manifest["starts"][-1]["exit"] = code
-        self._manifest["starts"][-1]["seconds"] = round(self._seconds, 3)
-        per_s = 1 / self._seconds if self._seconds else 0.0
-        return RunSummary(
-            name=self._job.name,
-            folder=str(self._folder),
-            total=max(state.settled + self._elsewhere, total or 0),
-            ok=state.ok,
-            failed=state.failed,
-            skipped=self._resumed + self._elsewhere,
-            retried=self._pool.retried if self._pool else 0,
-            seconds=round(self._seconds, 3),
-            load_seconds=round(self._load_s, 3),
-            prompt_tokens=state.prompt_tokens,
-            completion_tokens=state.completion_tokens,
-            rows_per_s=round(self._settled * per_s, 3),
-            completion_tokens_per_s=round(state.completion_tokens * per_s, 3),
-            exit=code,
         )
 
 
@@ -562,7 +158,3 @@ def _done_in(folder: Path, *, have_ids: bool) -> Callable[[Row], bool]:
         if failure_kind(r) is None and not is_fallback(r["id"])
     }
     return lambda row: name(row.id, None if by_id else input_hash(row.fields)) in done
-
-
-def _tokens(store: Store) -> Usage:
-    return Usage(store.totals.prompt_tokens, store.totals.completion_tokens)

@@ -1,7 +1,7 @@
 """A Worker: a supervised engine, and everything needed to make records of rows with it.
 
 A run on one machine is one Worker, called by the run's own thread; with ``run.workers`` there is
-one in each process that Ray starts (``cluster/``). The processor's loop uses both as a WorkerPool.
+one in each process that Ray starts (``cluster/``). The run's loop uses both as a WorkerPool.
 """
 
 from __future__ import annotations
