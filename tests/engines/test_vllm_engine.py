@@ -16,7 +16,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine
 from batchkit.engines.process.launcher import LOG, Launcher
 from batchkit.engines.registry import open_engine, open_preflight
-from batchkit.engines.vllm import _unknown_images
+from batchkit.engines.vllm.engine import unknown_images
 from batchkit.errors import EngineError, JobError
 from batchkit.types import Completion, Request, Row
 from tests.conftest import SMALL
@@ -306,8 +306,8 @@ def test_images_that_the_engine_lacks_are_known_by_either_error_of_vllm() -> Non
     oldest = AssertionError(
         "Expected a cached item for mm_hash='a'"
     )  # vLLM 0.26: of all we know of
-    assert _unknown_images(oldest, prompt) == ["a", "b"]
+    assert unknown_images(oldest, prompt) == ["a", "b"]
     newest = ValueError("missing")
     newest.mm_hashes = ["b"]  # type: ignore[attr-defined]
-    assert _unknown_images(newest, prompt) == ["b"]
-    assert not _unknown_images(AssertionError("another"), prompt)
+    assert unknown_images(newest, prompt) == ["b"]
+    assert not unknown_images(AssertionError("another"), prompt)

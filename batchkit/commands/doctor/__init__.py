@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from batchkit.commands.doctor.machine import Facts, Gpu, look
 from batchkit.config.masking import is_secret, masked_text
 
-VLLM_RANGE = ((0, 26), (0, 33))  # supported by engines/vllm.py; as in pyproject.toml
+VLLM_RANGE = ((0, 26), (0, 33))  # supported by engines/vllm/; as in pyproject.toml
 MIN_DISK_GIB = 5
 MIN_MEMORY_GIB = 4
 MIN_SHM_GIB = 1  # containers get 64 MiB; vLLM's processes and NCCL communicate through it

@@ -2,7 +2,7 @@
 
 For machines without vLLM, and as a second opinion on its answers. Batches are static: rows of
 similar length start together, each is returned when it ends, and the next batch starts when all
-have ended. Besides ``engines/vllm.py``, this is the only place that loads a model.
+have ended. Besides ``engines/vllm/``, this is the only place that loads a model.
 """
 
 from __future__ import annotations

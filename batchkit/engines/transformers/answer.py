@@ -171,7 +171,7 @@ class Answer:
         return text.rstrip("\N{REPLACEMENT CHARACTER}")  # an incomplete character
 
     def _told_logprobs(self) -> list[dict[str, Any]] | None:
-        """In OpenAI's shape, as in engines/vllm.py."""
+        """In OpenAI's shape, as in engines/vllm/."""
         if self.prepared.sampling.logprobs is None:
             return None
         return [

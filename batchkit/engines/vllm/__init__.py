@@ -1,0 +1,49 @@
+"""The vLLM engine. Only this folder imports vLLM.
+
+vLLM runs inside this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``): errors keep their types, and
+the scheduler's statistics can be read after each step.
+"""
+
+from __future__ import annotations
+
+import os
+
+from batchkit.config.tables import JobConfig
+from batchkit.engines.vllm.engine import VllmEngine
+from batchkit.engines.vllm.options import QUIET, check_config, set_environment
+from batchkit.engines.vllm.renderer import VllmRenderer
+
+
+def preload() -> None:
+    """Import what vLLM itself imports before it forks its engine, without starting a device.
+
+    What vLLM logs goes to a file here; a worker process's error appears nowhere else.
+    """
+    if os.environ.get("VLLM_LOGGING_LEVEL") == QUIET:
+        del os.environ["VLLM_LOGGING_LEVEL"]  # set in the run's own process, for its terminal
+    set_environment("ERROR")
+    import vllm.engine.arg_utils
+    import vllm.entrypoints.llm
+    import vllm.v1.engine.core  # noqa: F401
+
+
+def open_preflight(job: JobConfig) -> VllmRenderer:
+    """Checks options and sampling with vLLM's classes; needs the model's config and tokenizer.
+
+    Raises:
+        JobError: an option or a sampling parameter is wrong, or the model's files are missing.
+    """
+    vllm_config = check_config(job)
+    from vllm.renderers import renderer_from_config
+
+    return VllmRenderer(job, renderer_from_config(vllm_config), vllm_config)
+
+
+def open_engine(job: JobConfig) -> VllmEngine:
+    """Loads the model.
+
+    Raises:
+        JobError: an option or a sampling parameter is wrong, or the model's files are missing.
+        StartFailed: the model can't be loaded.
+    """
+    return VllmEngine(job, check_config(job))

@@ -1,0 +1,338 @@
+"""``vllm.LLM``, fed continuously.
+
+``LLM.generate`` takes a list, renders all of it on one thread, and fails the whole call for one bad
+prompt. Here requests are rendered on a separate thread and added one by one to the LLM's engine
+while it steps, so that its batch stays full and a refused request is only that row's error.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from batchkit.config.tables import JobConfig
+from batchkit.engines.base import BURST_GAP_S, EngineLoad
+from batchkit.engines.faults import EngineDied, Fault, StartFailed, fault_of
+from batchkit.engines.host_memory import family_bytes
+from batchkit.engines.process.launcher import SCRATCH
+from batchkit.engines.process.startup import explain
+from batchkit.engines.request_checks import cause
+from batchkit.engines.vllm.options import limits_of, llm_options, lora_request
+from batchkit.engines.vllm.renderer import Prepared, VllmRenderer, refusal
+from batchkit.engines.vllm.stats import follow_stats
+from batchkit.errors import RequestError, RowError, RowTimeoutError
+from batchkit.types import Choice, Completion, Request, Usage
+
+_STUCK_CHECK_S = _MEMORY_LOOK_S = 1.0
+_MOST_TRIES = 3  # retries of preparing a request whose images the engine lacks
+
+
+class _Unprepared(NamedTuple):
+    """A request, and its images that vLLM's renderer wrongly assumes the engine has.
+
+    ``tries``: how often it was prepared before.
+    """
+
+    request: Request
+    unknown_images: Sequence[str] = ()
+    tries: int = 0
+
+
+class VllmEngine:
+    """``vllm.LLM``, fed continuously.
+
+    Threads: the processor's thread calls every method and steps the engine; one thread of ours
+    renders what ``submit`` queued. They exchange requests only by ``_inbox`` and ``_prepared``;
+    once the model is loaded, only the second thread uses vLLM's renderer.
+    """
+
+    def __init__(self, job: JobConfig, vllm_config: Any) -> None:
+        import vllm
+
+        self._row_timeout_s = job.run.row_timeout_s
+        self._is_memory_limited = job.run.max_host_gb is not None
+        self._host_memory = 0
+        self._next_memory_look = 0.0
+        self._versions = {"vllm": vllm.__version__}
+        self._llm = _load(job, limits_of(vllm_config))
+        self._engine = self._llm.llm_engine
+        self._lora = lora_request(job)
+        config = self._engine.vllm_config
+        self._limits = limits_of(config)
+        self._renderer = VllmRenderer(job, self._engine.renderer, config)
+        self._stats = follow_stats(self._engine)
+        self._inbox: queue.SimpleQueue[_Unprepared | None] = queue.SimpleQueue()
+        self._prepared: queue.SimpleQueue[Prepared | Completion] = queue.SimpleQueue()
+        self._preparing = 0
+        self._rendering: tuple[Request, float] | None = None
+        self._closing = False
+        self._failed = False
+        self._running: dict[str, _Running] = {}
+        self._numbers = iter(range(2**62))
+        self._next_stuck_check = time.monotonic() + _STUCK_CHECK_S
+        self._thread = threading.Thread(target=self._prepare, name="vllm-render", daemon=True)
+        self._thread.start()
+
+    @property
+    def max_num_seqs(self) -> int:
+        seqs: int = self._limits["max_num_seqs"]
+        return seqs
+
+    @property
+    def limits(self) -> Mapping[str, Any]:
+        return self._limits
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        return self._versions
+
+    def submit(self, request: Request) -> None:
+        self._queue(_Unprepared(request))
+
+    def _queue(self, unprepared: _Unprepared) -> None:
+        self._preparing += 1
+        self._inbox.put(unprepared)
+
+    def poll(self, timeout_s: float) -> Sequence[Completion]:
+        self._check_rendering()
+        deadline = time.monotonic() + timeout_s
+        done = self._admit(wait_s=0) if self._running else self._admit_burst(timeout_s)
+        while self._running and not done:
+            # What a step returned is paid for: it is handed on before anything else is tried.
+            done = self._step() or self._abort_stuck() or self._admit(wait_s=0)
+            if time.monotonic() >= deadline:
+                break
+        return done
+
+    def load(self) -> EngineLoad:
+        return self._stats.load()._replace(host_bytes=self._host_bytes())
+
+    def _host_bytes(self) -> int:
+        """Memory of this process and its workers, read once a second, and only if it is limited."""
+        if not self._is_memory_limited:
+            return 0
+        now = time.monotonic()
+        if now >= self._next_memory_look:
+            self._next_memory_look = now + _MEMORY_LOOK_S
+            self._host_memory = family_bytes(os.getpid())
+        return self._host_memory
+
+    def close(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        self._inbox.put(None)
+        if not self._failed:
+            self._engine.abort_request(list(self._running))
+        self._running.clear()
+        self._thread.join(timeout=10)
+        self._engine.engine_core.shutdown()
+        del self._llm, self._engine
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+
+    def _prepare(self) -> None:
+        while (unprepared := self._inbox.get()) is not None:
+            request = unprepared.request
+            self._rendering = (request, time.monotonic())
+            try:
+                self._renderer.forget(unprepared.unknown_images)
+                prepared = self._renderer.prepare(request)
+                self._prepared.put(prepared._replace(tries=unprepared.tries + 1))
+            except RowError as error:
+                self._prepared.put(Completion(request, error=error))
+            except Exception as error:  # a dead thread would leave its requests waiting forever
+                self._prepared.put(Completion(request, error=RequestError(cause(error))))
+            self._rendering = None
+            if self._closing:
+                return
+
+    def _check_rendering(self) -> None:
+        """A thread that hangs can't be ended, and later requests would wait for it forever."""
+        rendering = self._rendering
+        if rendering is None:
+            return
+        request, since = rendering
+        took_s = time.monotonic() - since
+        if took_s > self._row_timeout_s:
+            message = f"no end for {took_s:.0f} s (run.row_timeout_s = {self._row_timeout_s:g})"
+            fault = Fault("timeout", "preparing its prompt", message)
+            raise EngineDied(fault, request=request)
+
+    def _admit_burst(self, timeout_s: float) -> list[Completion]:
+        """Wait for the first request, and for those right behind it.
+
+        A step with only the first would make the others wait until it ends, and the batch would not
+        start full.
+        """
+        refused = self._admit(timeout_s)
+        while self._preparing and len(self._running) < self.max_num_seqs:
+            running = len(self._running)
+            refused += self._admit(BURST_GAP_S)
+            if len(self._running) == running:
+                break
+        return refused
+
+    def _admit(self, wait_s: float) -> list[Completion]:
+        """Add prepared requests to the engine; returns those that failed or were refused."""
+        refused: list[Completion] = []
+        while self._preparing:
+            try:
+                prepared = self._prepared.get(wait_s > 0, wait_s or None)
+            except queue.Empty:
+                break
+            wait_s = 0
+            self._preparing -= 1
+            if isinstance(prepared, Completion):
+                refused.append(prepared)
+            elif (error := self._add(prepared)) is not None:
+                refused.append(Completion(prepared.request, error=error))
+        return refused
+
+    def _add(self, prepared: Prepared) -> RowError | None:
+        from vllm.exceptions import VLLMValidationError
+
+        number = str(next(self._numbers))
+        try:
+            self._engine.add_request(
+                number, prepared.prompt, prepared.params, lora_request=self._lora
+            )
+        except VLLMValidationError as error:
+            return refusal(error)
+        except Exception as error:  # no forward pass has run: any error is the row's own
+            self._engine.abort_request([number])
+            unknown = unknown_images(error, prepared.prompt)
+            if not unknown or prepared.tries > _MOST_TRIES:
+                return RequestError(cause(error))
+            self._queue(_Unprepared(prepared.request, unknown, prepared.tries))
+            return None
+        self._running[number] = _Running(prepared.request)
+        return None
+
+    def _step(self) -> list[Completion]:
+        try:
+            outputs = self._engine.step()
+        except Exception as error:
+            # After any error in the forward pass, the engine's state can't be trusted.
+            self._failed = True
+            raise EngineDied(fault_of(error)) from error
+        return [self._completion(output) for output in outputs if output.finished]
+
+    def _completion(self, output: Any) -> Completion:
+        running = self._running.pop(output.request_id)
+        choices = [
+            Choice(c.text, c.finish_reason, _logprobs(c.logprobs, c.token_ids))
+            for c in output.outputs
+        ]
+        usage = Usage(
+            len(output.prompt_token_ids or ()), sum(len(c.token_ids) for c in output.outputs)
+        )
+        latency_s = time.monotonic() - running.since
+        return Completion(running.request, choices, usage, latency_s, prompt=output.prompt)
+
+    def _abort_stuck(self) -> list[Completion]:
+        """Abort requests that were scheduled and then got no token for ``run.row_timeout_s``."""
+        now = time.monotonic()
+        if now < self._next_stuck_check:
+            return []
+        self._next_stuck_check = now + _STUCK_CHECK_S
+        stuck = []
+        for number, tokens in self._scheduled().items():
+            running = self._running[number]
+            running.saw(tokens, now)
+            if now - running.last_token_at > self._row_timeout_s:
+                stuck.append(number)
+        self._engine.abort_request(stuck)
+        return [self._timed_out(self._running.pop(number), now) for number in stuck]
+
+    def _scheduled(self) -> Counter[str]:
+        """Tokens so far of each request that is not waiting to be scheduled.
+
+        With ``n > 1``, several of the scheduler's requests belong to one of ours.
+        """
+        from vllm.v1.request import RequestStatus
+
+        tokens: Counter[str] = Counter()
+        states = self._engine.output_processor.request_states
+        for internal, request in self._engine.engine_core.engine_core.scheduler.requests.items():
+            if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                state = states[internal]
+                tokens[(state.parent_req or state).external_req_id] += request.num_output_tokens
+        return tokens
+
+    def _timed_out(self, running: _Running, now: float) -> Completion:
+        error = RowTimeoutError(
+            f"no token for {now - running.last_token_at:.0f} s"
+            f" (run.row_timeout_s = {self._row_timeout_s:g}), {running.tokens} before that"
+        )
+        return Completion(running.request, latency_s=now - running.since, error=error)
+
+
+class _Running:
+    """When a request was added, and when it last got a token: infinity until it is scheduled."""
+
+    __slots__ = ("last_token_at", "request", "since", "tokens")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.since = time.monotonic()
+        self.last_token_at = float("inf")
+        self.tokens = -1
+
+    def saw(self, tokens: int, now: float) -> None:
+        if tokens != self.tokens:
+            self.tokens, self.last_token_at = tokens, now
+
+
+def _load(job: JobConfig, limits: Mapping[str, Any]) -> Any:
+    import vllm
+
+    _keep_rendezvous_in(os.environ.get(SCRATCH))
+    try:
+        return vllm.LLM(**llm_options(job))
+    except Exception as error:
+        # Loading runs the model's code and the device's drivers, which may raise any type.
+        message = explain(error, job.engine.model)
+        raise StartFailed(message, fault_of(error), limits) from error
+
+
+def _keep_rendezvous_in(folder: str | None) -> None:
+    """In ``folder``, which is deleted with the engine, create the file by which vLLM's processes
+    find each other: vLLM leaves it among the temporary files, and has no setting for this."""
+    from vllm.utils import network_utils
+
+    if folder is not None and hasattr(network_utils, "get_file_store_init_method"):
+        network_utils.tempfile = SimpleNamespace(gettempdir=lambda: folder)
+
+
+def unknown_images(error: Any, prompt: Mapping[str, Any]) -> Sequence[str]:
+    """The hashes of the images that the engine was expected to have from an earlier request."""
+    if isinstance(error, AssertionError) and "Expected a cached item" in str(error):  # vLLM 0.26
+        return [image for hashes in prompt["mm_hashes"].values() for image in hashes]
+    missing: Sequence[str] = getattr(error, "mm_hashes", ())  # MultiModalCacheMissError
+    return missing
+
+
+def _logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[dict[str, Any]] | None:
+    """In OpenAI's shape: each token's text, logprob and alternatives, most likely first."""
+    if logprobs is None:
+        return None
+    content = []
+    for token_id, alternatives in zip(token_ids, logprobs, strict=True):
+        chosen = alternatives[token_id]
+        top = sorted(alternatives.values(), key=lambda found: found.rank)
+        content.append(
+            {
+                "token": chosen.decoded_token,
+                "logprob": chosen.logprob,
+                "top_logprobs": [{"token": t.decoded_token, "logprob": t.logprob} for t in top],
+            }
+        )
+    return content

@@ -1,0 +1,140 @@
+"""The job's engine options, sampling parameters and environment, as vLLM's own classes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from batchkit.config.tables import JobConfig
+from batchkit.engines.process.startup import explain
+from batchkit.engines.request_checks import chat_template, missing_folder, near
+from batchkit.errors import JobError, RequestError
+
+# The image cache keeps processed pixels of images that are used again. Rows that share an image
+# are close together, so a small cache is enough; vLLM's default of 4 GiB would only fill up.
+_DEFAULTS = {"mm_processor_cache_gb": 0.25, "use_tqdm_on_load": False}
+# On a CPU vLLM would claim nine tenths of the host's memory, and refuse to start with less.
+_CPU_KV_CACHE_BYTES = 2 * 2**30
+_MEMORY_OPTIONS = ("kv_cache_memory_bytes", "gpu_memory_utilization")
+QUIET = "CRITICAL"
+
+
+def check_config(job: JobConfig) -> Any:
+    """The job's ``VllmConfig``; checks names, values, and what the model's own config allows."""
+    set_environment()
+    from vllm.engine.arg_utils import EngineArgs
+
+    options = job.engine.options
+    known = list(EngineArgs.__dataclass_fields__)
+    problems = [
+        f"engine.options.{name}: vLLM has no such option{near(name, known)}"
+        for name in options
+        if name not in known and name != "chat_template"
+    ]
+    problems += [
+        f"engine.options.{name}: set by batchkit; leave it out"
+        for name in ("model", "disable_log_stats")
+        if name in options
+    ]
+    for check in (lambda: sampling_params(job.sampling.params()), lambda: chat_template(options)):
+        try:
+            check()
+        except (RequestError, JobError) as error:
+            problems.append(str(error))
+    if (missing := missing_folder(job.engine.model)) is not None:
+        problems.append(missing)
+    if problems:
+        raise JobError("\n".join(problems))
+    args = {k: v for k, v in llm_options(job).items() if k != "chat_template"}
+    try:
+        return EngineArgs(**args).create_engine_config()
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
+        raise JobError(f"engine: {explain(error, job.engine.model)}") from error
+
+
+def llm_options(job: JobConfig) -> dict[str, Any]:
+    from vllm.platforms import current_platform
+
+    options = {**_DEFAULTS, "seed": job.run.seed, **job.engine.options}
+    if current_platform.is_cpu() and not any(name in options for name in _MEMORY_OPTIONS):
+        options["kv_cache_memory_bytes"] = _CPU_KV_CACHE_BYTES
+    if job.engine.lora is not None:
+        options.setdefault("enable_lora", True)
+    # The stats carry the scheduler's load; printing them is switched off by the log level.
+    return {"model": job.engine.model, **options, "disable_log_stats": False}
+
+
+def sampling_params(sampling: Mapping[str, Any]) -> Any:
+    """``vllm.SamplingParams`` from a dict, with its names and types checked.
+
+    vLLM itself accepts ``seed="x"`` and hangs on it later; msgspec finds wrong types, but ignores
+    unknown names, so names are compared with the struct's own.
+
+    Raises:
+        RequestError: naming the parameter.
+    """
+    import msgspec
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import RequestOutputKind
+
+    known = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
+    for name in sampling:
+        if name not in known:
+            raise RequestError(f"sampling.{name}: vLLM has no such parameter{near(name, known)}")
+    values = dict(sampling)
+    if isinstance(values.get("logit_bias"), Mapping):  # JSON and TOML keys are text
+        values["logit_bias"] = {_token_id(key): v for key, v in values["logit_bias"].items()}
+    try:
+        params = msgspec.convert(values, SamplingParams, strict=True)
+    except (msgspec.ValidationError, VLLMValidationError, ValueError, TypeError) as error:
+        raise RequestError(f"sampling: {error}") from error
+    if params.seed is not None and not -(2**63) <= params.seed < 2**63:
+        raise RequestError(f"sampling.seed: found {params.seed}, expected a 64-bit number")
+    if params.prompt_logprobs is not None:
+        raise RequestError("sampling.prompt_logprobs: batchkit does not store them; leave it out")
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    return params
+
+
+def _token_id(key: Any) -> Any:
+    return int(key) if isinstance(key, str) and key.lstrip("-").isdigit() else key
+
+
+def limits_of(vllm_config: Any) -> dict[str, Any]:
+    scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+    limits = {
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+    }
+    if cache.kv_cache_memory_bytes is not None:
+        return {**limits, "kv_cache_memory_bytes": cache.kv_cache_memory_bytes}
+    return {**limits, "gpu_memory_utilization": cache.gpu_memory_utilization}
+
+
+def lora_request(job: JobConfig) -> Any:
+    if job.engine.lora is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("adapter", 1, job.engine.lora)
+
+
+def set_environment(log_level: str = QUIET) -> None:
+    """Variables that must be set before vLLM is imported; those the user set are kept."""
+    for name, value in {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # Errors reach us as exceptions; vLLM would also print its whole state.
+        "VLLM_LOGGING_LEVEL": log_level,
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for results
+        "VLLM_NO_USAGE_STATS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }.items():
+        os.environ.setdefault(name, value)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
+    # vLLM warns on import, before it has read the level from the environment.
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])

@@ -1,0 +1,109 @@
+"""Requests as vLLM's inputs: chat template, tokenizer, image processor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from batchkit.config.tables import JobConfig
+from batchkit.engines.base import RenderedPrompt
+from batchkit.engines.request_checks import cause, chat_template, check_length
+from batchkit.engines.vllm.options import sampling_params
+from batchkit.errors import MediaError, PromptTooLongError, RequestError, RowError
+from batchkit.types import Request
+
+_TOO_LONG = ("input_tokens", "input_text")
+
+
+class Prepared(NamedTuple):
+    """A request in vLLM's own shape."""
+
+    request: Request
+    prompt: Any
+    params: Any
+    tries: int = 0
+
+
+class VllmRenderer:
+    """Turns requests into vLLM's inputs: chat template, tokenizer, image processor. One thread."""
+
+    def __init__(self, job: JobConfig, renderer: Any, vllm_config: Any) -> None:
+        from vllm.renderers import ChatParams
+
+        self._renderer = renderer
+        self._model_config = vllm_config.model_config
+        self._max_model_len: int = self._model_config.max_model_len
+        self._is_limited = job.retry.on_too_long == "fail"  # else a cut needs the full count
+        self._chat_params = ChatParams(
+            chat_template=chat_template(job.engine.options),
+            chat_template_kwargs={
+                "add_generation_prompt": True,
+                "continue_final_message": False,
+                "tools": None,
+                "tokenize": False,
+                **job.prompt.chat_template_kwargs,
+            },
+        )
+
+    def render(self, request: Request) -> RenderedPrompt:
+        prepared = self.prepare(request)
+        tokens = prepared.prompt.get("prompt_token_ids") or ()
+        text = prepared.prompt.get("prompt") or self._renderer.get_tokenizer().decode(tokens)
+        return RenderedPrompt(text, len(tokens))
+
+    def prepare(self, request: Request) -> Prepared:
+        """The request with its prompt tokenised and its images processed.
+
+        Raises:
+            RowError: vLLM refuses it.
+        """
+        from vllm.exceptions import VLLMValidationError
+
+        params = sampling_params(request.sampling)
+        try:
+            prompt = self._prompt(request)
+        except VLLMValidationError as error:
+            raise refusal(error) from error
+        except Exception as error:
+            # The model's own processor runs here, and may raise anything for an unusual image.
+            kind = MediaError if request.media_bytes else RequestError
+            raise kind(cause(error)) from error
+        check_length(request, len(prompt.get("prompt_token_ids") or ()), self._max_model_len)
+        return Prepared(request, prompt, params)
+
+    def forget(self, images: Iterable[str]) -> None:
+        """Send these images (given by their hashes) in full when they are used next.
+
+        vLLM's renderer sends an image once; if that prompt was refused before it reached the
+        engine, all later prompts refer to an image that the engine never got.
+        """
+        cache = self._renderer.mm_processor_cache
+        for image in images:
+            if hasattr(cache, "invalidate"):
+                cache.invalidate(image)
+            else:  # vLLM 0.26
+                cache._cache.pop(image, None)
+
+    def _prompt(self, request: Request) -> Any:
+        from vllm.renderers.inputs.preprocess import parse_model_prompt
+
+        if request.messages is None:
+            parsed = parse_model_prompt(self._model_config, {"prompt": request.prompt})
+            tokenization = self._counting_all(self._renderer.default_cmpl_tok_params)
+            return self._renderer.render_cmpl([parsed], tokenization)[0]
+        tokenization = self._counting_all(
+            self._renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)
+        )
+        conversation = [dict(message) for message in request.messages]
+        _, prompts = self._renderer.render_chat([conversation], self._chat_params, tokenization)
+        return prompts[0]
+
+    def _counting_all(self, tokenization: Any) -> Any:
+        """vLLM stops counting at its limit, which is enough to refuse a prompt but not to cut it."""
+        return tokenization if self._is_limited else replace(tokenization, max_total_tokens=None)
+
+
+def refusal(error: Any) -> RowError:
+    kind = PromptTooLongError if error.parameter in _TOO_LONG else RequestError
+    return kind(str(error))
