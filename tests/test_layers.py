@@ -54,7 +54,6 @@ FOREIGN_HOMES = {  # who alone may import it; never when the module itself is im
     },
     "torchvision": {"commands.doctor.torchvision_fix"},
     "httpx": {"engines.openai.connections"},
-    "httpcore": {"engines.openai.wire"},
     "pandas": set(),
     "ray": {
         "execution.cluster.actor",

@@ -391,12 +391,6 @@ def test_a_server_that_is_too_slow_for_so_many_gets_fewer_at_a_time() -> None:
     assert sum(c.error is None for c in done) == 80 - len(late)
 
 
-def test_connections_are_used_again() -> None:
-    with serving() as server, opened(server, {"max_num_seqs": 4}) as engine:
-        ask(engine, map(request, range(100)))
-        assert server.connections <= 4
-
-
 def test_retry_after_may_be_a_date() -> None:
     assert retry_after_s("3") == 3
     assert retry_after_s("nonsense") is retry_after_s(None) is None

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Callable, Mapping
-from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from batchkit.engines.openai.body import ACCEPT_ENCODING, CodingError, read_body
-from batchkit.engines.openai.wire import Network, Wire
 from batchkit.errors import EngineError, RowTimeoutError
 
 if TYPE_CHECKING:
     import httpx
 
 CONNECT_S = 10.0
-# Shorter than the servers': uvicorn closes after 5 s, for example, just as a request may be sent.
-_KEEP_ALIVE_S = 3.0
-_CLOSE = {"Connection": "close"}
 
 
 class TurnedAway(Exception):
@@ -39,38 +33,21 @@ class ServerFault(Exception):
 
 
 class Response(NamedTuple):
-    """``is_whole`` is False if ``content`` is only the beginning. ``is_reused``: the connection has had
-    other responses before; ``is_repeated``: one of them had the same content. ``request_id`` is the
-    request's X-Request-Id."""
+    """``is_whole`` is False if ``content`` is only the beginning."""
 
     status: int
     headers: Mapping[str, str]
     content: bytes
     is_whole: bool
-    is_repeated: bool
-    is_reused: bool
-    request_id: str
-
-    def is_to_another(self, answer_id: Any) -> bool:
-        """Whether an answer with this id is to another request, as far as a server tells that.
-
-        The ids of `vllm serve` have the X-Request-Id in them. On a new connection any is right: a cache may
-        answer with what an earlier request of ours got.
-        """
-        ours = self.request_id.rpartition("-")[0]
-        return (
-            self.is_reused
-            and isinstance(answer_id, str)
-            and ours in answer_id
-            and self.request_id not in answer_id
-        )
 
 
 class Connections:
-    """One connection per concurrent request; each is reused for later requests.
+    """Gives every request a connection of its own.
 
-    Once a connection delivers more than was requested, its answers can't be distinguished from late
-    or repeated ones. From then on each request gets a new connection, and ``event`` is called once.
+    HTTP/1.1 has no id that ties an answer to its request. If a server or a proxy answers a request
+    twice, late, or with more bytes than it announced, the next request on that connection gets what
+    was left, and every later row the answer of the row before it. On a new connection nothing can be
+    left. ``benchmarks/LOG.md`` has what that costs.
 
     Once created, belongs to one event loop.
 
@@ -78,17 +55,11 @@ class Connections:
         EngineError: the environment's proxy or certificates can't be used.
     """
 
-    def __init__(
-        self, headers: Mapping[str, str], *, trust_env: bool, event: Callable[[str], None]
-    ) -> None:
+    def __init__(self, headers: Mapping[str, str], *, trust_env: bool) -> None:
         import httpx
 
-        self._headers, self._trust_env, self._event = headers, trust_env, event
-        self._ours, self._numbers = f"batchkit-{uuid.uuid4().hex}", count()
-        self._network = Network(self.distrust)
-        self._is_distrusted = False
+        self._headers, self._trust_env = {**headers, "Connection": "close"}, trust_env
         self._idle: list[httpx.AsyncClient] = []
-        self._dropped: list[httpx.AsyncClient] = []
         try:
             self._certificates = httpx.create_ssl_context()
             self._idle.append(self._new())
@@ -98,9 +69,9 @@ class Connections:
             ) from error
 
     async def close(self) -> None:
-        """Close the connections; no request may be in flight."""
-        for connection in (*self._idle, *self._dropped):
-            await connection.aclose()
+        """Close the clients; no request may be in flight."""
+        for client in self._idle:
+            await client.aclose()
 
     async def exchange(
         self,
@@ -119,30 +90,16 @@ class Connections:
         """
         import httpx
 
-        is_single = self._is_distrusted
-        request_id = f"{self._ours}-{next(self._numbers):012d}"
-        sent = {"X-Request-Id": request_id, **(_CLOSE if is_single else {})}
-        connection = self._idle.pop() if self._idle else self._new()
+        client = self._idle.pop() if self._idle else self._new()
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                connection.stream(method, url, content=content, headers=sent) as response,
+                client.stream(method, url, content=content) as response,
             ):
                 coding = response.headers.get("content-encoding", "")
                 most = max_bytes(response.status_code)
                 received, is_whole = await read_body(response.aiter_raw(), coding, most)
-                wire = response.extensions["network_stream"]
-                if is_whole:
-                    self._see_that_all_is_read(wire)
-                return Response(
-                    response.status_code,
-                    response.headers,
-                    received,
-                    is_whole,
-                    is_repeated=wire.is_repeated(received),
-                    is_reused=wire.requests > 1,
-                    request_id=request_id,
-                )
+                return Response(response.status_code, response.headers, received, is_whole)
         except TimeoutError:
             raise RowTimeoutError(
                 f"no answer for {timeout_s:.0f} s (run.row_timeout_s = {timeout_s:g})"
@@ -155,57 +112,20 @@ class Connections:
         except CodingError as error:
             raise ServerFault(f"{url}: the answer can't be unpacked: {error}") from error
         finally:
-            if self._is_distrusted and not is_single:
-                await connection.aclose()
-            else:
-                self._idle.append(connection)
-
-    def _see_that_all_is_read(self, wire: Wire) -> None:
-        """
-        Raises:
-            ServerFault: the answer may be another request's.
-        """
-        if not wire.has_surplus:
-            return
-        self.distrust()
-        if wire.requests > 1:
-            raise ServerFault(
-                "the server sent more than one answer's bytes on a connection that was used before:"
-                " the answer may be another request's",
-                weight=0.5,
-            )
-
-    def distrust(self) -> None:
-        """An answer arrived that was not requested: connections are no longer reused."""
-        if self._is_distrusted:
-            return
-        self._is_distrusted = True
-        self._idle, self._dropped = [], self._idle
-        self._event(
-            "the server, or a proxy before it, sent more than one answer to a request, and the second"
-            " could be taken for that to the next one: from now on each request gets a connection of"
-            " its own"
-        )
+            self._idle.append(client)
 
     def _new(self) -> httpx.AsyncClient:
-        """A client with a pool of one connection. A large pool scans all its connections whenever
+        """A client for one request at a time. A client for many scans all its connections whenever
         one is taken or returned: with 64 that was seven times the work of everything else here."""
         import httpx
 
-        made: Any = httpx.AsyncClient(
+        return httpx.AsyncClient(
             headers={**self._headers, "Accept-Encoding": ACCEPT_ENCODING},
             verify=self._certificates,
             trust_env=self._trust_env,
             timeout=httpx.Timeout(None, connect=CONNECT_S),
-            limits=httpx.Limits(max_connections=1, keepalive_expiry=_KEEP_ALIVE_S),
+            limits=httpx.Limits(max_connections=1, max_keepalive_connections=0),
         )
-        # httpx has no public way to set httpcore's ``network_backend``. If this has no effect,
-        # ``_see_that_all_is_read`` fails, and no answer is accepted unchecked.
-        for transport in (made._transport, *made._mounts.values()):
-            if transport is not None:
-                transport._pool._network_backend = self._network
-        connection: httpx.AsyncClient = made
-        return connection
 
 
 def _told(error: Exception) -> str:

@@ -86,7 +86,7 @@ class Remote:
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         may_be_far = engine.server is None  # our own server has no proxy in front of it
-        self._connections = Connections(headers, trust_env=may_be_far, event=event)
+        self._connections = Connections(headers, trust_env=may_be_far)
 
     async def close(self) -> None:
         """Close the connections; no request may be in flight."""
@@ -158,10 +158,6 @@ class Remote:
                 raise ServerFault(f"{url}: the answer is no JSON: {error}") from None
             completion = api.completion_of(request, answer, loop.time() - began, n)
             if completion is not None:
-                answer_id = answer.get("id")
-                if (response.is_repeated and answer_id) or response.is_to_another(answer_id):
-                    self._connections.distrust()
-                    raise ServerFault(f"{url}: the answer is to an earlier request", weight=0.5)
                 if failure := api.failure_in(answer):
                     raise ServerFault(f"{url}: the answer broke off in the middle: {failure}")
                 self._see_that_it_is_the_same_model(answer.get("model"))
