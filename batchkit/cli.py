@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import click
 
 from batchkit import __version__
-from batchkit.config.masking import masked, masked_text
+from batchkit.config.masking import masked_text
 from batchkit.config.terminal import plain
 from batchkit.errors import BatchkitError, JobError
 
-JOB = click.argument("job", type=click.Path(path_type=Path))
+COUNT = click.IntRange(1)
+FILE = click.Path(path_type=Path)
+JOB = click.argument("job", type=FILE)
 RUN = click.argument("run", required=False)
 SET = click.option(
     "--set",
@@ -28,6 +32,45 @@ SET = click.option(
     help="Override one key of the job, dotted: sampling.temperature=0. May be repeated.",
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+
+
+class Result(Protocol):
+    """The result of a command. It may have an ``exit_code``; without one, the command exits with 0."""
+
+    def to_text(self) -> str: ...
+
+    def to_json(self) -> Any: ...
+
+
+def printed(command: Callable[..., Result]) -> Callable[..., None]:
+    """A command that returns its result: prints it (with --json as JSON) and exits."""
+
+    @JSON
+    @wraps(command)
+    def run(*, as_json: bool, **given: Any) -> None:
+        found = command(**given)
+        _show(found, as_json)
+        raise SystemExit(getattr(found, "exit_code", 0))
+
+    return run
+
+
+def _rows(text: str, default: int | None = None) -> Callable[[Any], Any]:
+    shown = default is not None
+    return click.option("--rows", type=COUNT, default=default, show_default=shown, help=text)
+
+
+def _seconds(default: float, text: str) -> Callable[[Any], Any]:
+    """A limit; more than 0."""
+    more_than_0 = click.FloatRange(0, min_open=True)
+    return click.option(
+        "--seconds", type=more_than_0, default=default, show_default=True, help=text
+    )
+
+
+def _format(name: str, text: str) -> Callable[[Any], Any]:
+    """A format of an export; its PATH may be left out."""
+    return click.option(name, is_flag=False, flag_value="", metavar="[PATH]", help=text)
 
 
 class Cli(click.Group):
@@ -42,8 +85,8 @@ class Cli(click.Group):
             _print(f"batchkit: error: {error}", err=True)
             ctx.exit(error.exit_code)
         except click.UsageError as error:  # it quotes the command line
-            told = error.format_message()
-            if (shown := plain(masked_text(told))) == told:
+            message = error.format_message()
+            if (shown := plain(masked_text(message))) == message:
                 raise
             raise click.UsageError(shown, error.ctx) from None
         except Interrupted as stop:
@@ -53,7 +96,7 @@ class Cli(click.Group):
             _print("batchkit: interrupted", err=True)
             ctx.exit(130)
         except (RecursionError, MemoryError) as error:  # the last resort: a traceback does not help
-            _print(f"batchkit: error: {_told(error)}", err=True)
+            _print(f"batchkit: error: {_limit_reached(error)}", err=True)
             ctx.exit(1)
 
 
@@ -73,9 +116,7 @@ def cli() -> None:
 
 @cli.command()
 @JOB
-@click.option(
-    "--limit", type=click.IntRange(1), help="Only the first N rows (after the job's filter)."
-)
+@click.option("--limit", type=COUNT, help="Only the first N rows (after the job's filter).")
 @click.option(
     "--shard",
     metavar="I/N",
@@ -84,7 +125,7 @@ def cli() -> None:
 )
 @click.option(
     "--workers",
-    type=click.IntRange(1),
+    type=COUNT,
     help="N engines on Ray, each with its own GPUs (tensor_parallel_size × pipeline_parallel_size).",
 )
 @click.option(
@@ -104,7 +145,7 @@ def cli() -> None:
 )
 @click.option(
     "--skip-from",
-    type=click.Path(path_type=Path),
+    type=FILE,
     metavar="RUN",
     help="Also skip rows whose id is already ok in that other run (without input.id: whose index and"
     " fields are).",
@@ -127,21 +168,19 @@ def run(
     The last line on stdout is a JSON object with the counts.
     """
     from batchkit.commands.run import run_job
+    from batchkit.commands.validate import preview
     from batchkit.config.loading import load_job
     from batchkit.config.shard import asked_for
     from batchkit.storage.summary import RunSummary
 
-    if limit is not None:
-        overrides = (*overrides, f"input.limit={limit}")
-    if workers is not None:
-        overrides = (*overrides, f"run.workers={workers}")
-    if ray_address is not None:
-        overrides = (*overrides, f"run.ray_address={ray_address}")
-    loaded = load_job(job, overrides)
+    given = {"input.limit": limit, "run.workers": workers, "run.ray_address": ray_address}
+    more = [f"{key}={value}" for key, value in given.items() if value is not None]
+    loaded = load_job(job, (*overrides, *more))
     if shard is not None:
         loaded = loaded.of_shard(asked_for(shard, os.environ))
     if dry_run:
-        _show_rows(loaded, 3 if limit is None else limit)
+        for row in preview(loaded, limit or 3):
+            _print(row.to_text())
         return
     try:
         summary = run_job(loaded, fresh=fresh, on_change=on_change, skip_from=skip_from, say=_say)
@@ -156,10 +195,10 @@ def run(
 
 @cli.command()
 @JOB
-@click.option("--rows", type=click.IntRange(1), help="Only the first N rows.")
+@_rows("Only the first N rows.")
 @SET
-@JSON
-def validate(job: Path, rows: int | None, overrides: tuple[str, ...], as_json: bool) -> None:
+@printed
+def validate(job: Path, rows: int | None, overrides: tuple[str, ...]) -> Result:
     """Check every row of JOB without loading the model: template, media, exact length, ids.
 
     Writes nothing. Exits with 3 if a row would fail.
@@ -167,59 +206,17 @@ def validate(job: Path, rows: int | None, overrides: tuple[str, ...], as_json: b
     from batchkit.commands.validate import validate as check
     from batchkit.config.loading import load_job
 
-    found = check(load_job(job, overrides), rows)
-    if as_json:
-        _print(json.dumps(found.to_json()))
-    else:
-        tokens = ", ".join(f"{name} {count:,.0f}" for name, count in found.prompt_tokens.items())
-        _print(f"{found.rows:,} rows: {found.ok:,} ok, {found.failed:,} would fail")
-        _print(f"prompt tokens: {tokens or ('not counted' if found.ok else 'none')}")
-        for problem in found.problems:
-            _print(f"  row {problem.index} (id {problem.id}) {problem.kind}: {problem.message}")
-        if found.failed > len(found.problems):
-            _print(f"  … and {found.failed - len(found.problems):,} more")
-    raise SystemExit(3 if found.failed else 0)
+    return check(load_job(job, overrides), rows)
 
 
 @cli.command()
 @RUN
-@JSON
-def status(run: str | None, as_json: bool) -> None:
+@printed
+def status(run: str | None) -> Result:
     """Counts, failures by kind, rate and ETA of RUN, and who works on it."""
     from batchkit.commands.status import status as look
-    from batchkit.execution.progress import duration
 
-    found = look(_find(run))
-    if as_json:
-        _print(json.dumps(found.to_json()))
-        return
-    held = found.held_by
-    total = "?" if found.total is None else f"{found.total:,}"
-    pending = "?" if found.pending is None else f"{found.pending:,}"
-    _print(f"{found.name}: {found.ok:,} ok, {found.failed:,} failed, {pending} of {total} to do")
-    for kind, count in found.failed_by_kind.items():
-        _print(f"  failed by {kind}: {count:,}")
-    _print(f"tokens: {found.prompt_tokens:,} prompt, {found.completion_tokens:,} completion")
-    _print(f"starts: {found.starts}, engine restarts: {found.engine_restarts}")
-    for event in found.engine_events[-5:]:
-        _print(f"  {event}")
-    for worker in found.workers:
-        gpus = f", GPU {', '.join(map(str, worker['gpus']))}" if worker["gpus"] else ""
-        state = f" {worker['state']}," if held or worker["state"] == "given up" else ""
-        _print(
-            f"worker {worker['worker']} on {worker['node'] or 'no node'}{gpus}:{state}"
-            f" {worker['rows']:,} rows, {worker['rows_per_s']:.1f} rows/s, {worker['in_flight']} in flight,"
-            f" {worker['restarts']} restarts, {worker['engine_restarts']} of its engine"
-        )
-    _print("the log was not checked for damage; `batchkit verify` does that")
-    for name, value in found.engine_settings.items():
-        _print(f"memory ran out, so now {name} = {value}")
-    if held is None:
-        _print("no process works on it")
-    else:
-        eta = "" if found.eta_s is None else f", {duration(found.eta_s)} left"
-        rate = "" if found.rows_per_s is None else f": {found.rows_per_s:.1f} rows/s{eta}"
-        _print(f"process {held['pid']} on {held['host']} works on it{rate}")
+    return look(_find(run))
 
 
 @cli.command("retry-failed")
@@ -231,10 +228,8 @@ def status(run: str | None, as_json: bool) -> None:
     help="Only failures of this kind (template, media, prompt_too_long, …). May be repeated.",
 )
 @SET
-@JSON
-def retry_failed(
-    run: str | None, kinds: tuple[str, ...], overrides: tuple[str, ...], as_json: bool
-) -> None:
+@printed
+def retry_failed(run: str | None, kinds: tuple[str, ...], overrides: tuple[str, ...]) -> Result:
     """Run again the rows of RUN that failed or came back empty, and append what comes of it.
 
     Rows that are ok are not touched. --set holds for this start alone. Secrets are not kept in a run
@@ -249,45 +244,23 @@ def retry_failed(
             raise JobError(f"--kind {kind}: known kinds are {', '.join(ERROR_KINDS)}")
     folder = _find_to_read(run)
     found = again(folder, kinds=kinds, overrides=overrides, job_file=_job_file(run), say=_say)
-    by_kind = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.items())
-    if as_json:
-        _print(
-            json.dumps(
-                {"rows": found.rows, "by_kind": found.by_kind, "recovered": found.recovered}
-                | ({} if found.summary is None else found.summary.to_json())
-            )
-        )
-    elif found.summary is None:
-        _print("nothing to retry: no row failed" + (f" by {', '.join(kinds)}" if kinds else ""))
-    else:
-        _print(f"retried {found.rows} rows ({by_kind}): {found.recovered} recovered")
     if found.summary is not None:
         _tell(found.summary, f"batchkit status {folder}")
-        raise SystemExit(found.summary.exit)
+    return found
 
 
 @cli.command()
 @RUN
-@click.option("--parquet", is_flag=False, flag_value="", metavar="[PATH]", help="zstd Parquet.")
-@click.option(
-    "--jsonl", is_flag=False, flag_value="", metavar="[PATH]", help="Records as they are."
-)
-@click.option("--csv", is_flag=False, flag_value="", metavar="[PATH]", help="The Parquet columns.")
+@_format("--parquet", "zstd Parquet.")
+@_format("--jsonl", "Records as they are.")
+@_format("--csv", "The Parquet columns.")
 @click.option(
     "--safe-csv",
     is_flag=True,
     help="As --csv, for a spreadsheet: a text that it would run as a formula gets a ' in front.",
 )
-@click.option(
-    "--openai", is_flag=False, flag_value="", metavar="[PATH]", help="OpenAI batch output files."
-)
-@click.option(
-    "--realhit",
-    is_flag=False,
-    flag_value="",
-    metavar="[PATH]",
-    help="results_<time>.json and checkpoint.json of RealHiTBench's harness.",
-)
+@_format("--openai", "OpenAI batch output files.")
+@_format("--realhit", "results_<time>.json and checkpoint.json of RealHiTBench's harness.")
 @JSON
 def export(run: str | None, safe_csv: bool, as_json: bool, **formats: str | None) -> None:
     """Write the newest record of each row of RUN, with its newest scores, in the order of the input.
@@ -305,40 +278,23 @@ def export(run: str | None, safe_csv: bool, as_json: bool, **formats: str | None
     folder = _find_to_read(run)
     for name, path in wanted.items():
         for file in write(folder, name, Path(path) if path else None):
-            ratio = file.bytes / file.source_bytes if file.source_bytes else 0.0
-            if as_json:
-                line = file._asdict() | {"path": str(file.path), "format": name}
-                _print(json.dumps(line | {"ratio": round(ratio, 4)}))
-            else:
-                _print(
-                    f"{file.path}: {file.rows:,} rows, {file.bytes:,} bytes,"
-                    f" {ratio:.2f} of results.jsonl's {file.source_bytes:,}"
-                )
+            _show(file, as_json)
 
 
 @cli.command()
 @RUN
 @click.option(
     "--predictions",
-    type=click.Path(path_type=Path),
+    type=FILE,
     metavar="FILE",
     help="Score these instead (JSONL, or the results JSON of RealHiTBench's harness).",
 )
-@click.option(
-    "--job",
-    type=click.Path(path_type=Path),
-    metavar="JOB",
-    help="The job whose input and [scoring] count.",
-)
+@click.option("--job", type=FILE, metavar="JOB", help="The job whose input and [scoring] count.")
 @SET
-@JSON
+@printed
 def score(
-    run: str | None,
-    predictions: Path | None,
-    job: Path | None,
-    overrides: tuple[str, ...],
-    as_json: bool,
-) -> None:
+    run: str | None, predictions: Path | None, job: Path | None, overrides: tuple[str, ...]
+) -> Result:
     """Score the answers of RUN again, without the model, and print the table.
 
     Where RUN is a job file, or --job names one, its [scoring] counts; else that of the run. Scores
@@ -347,31 +303,23 @@ def score(
     from batchkit.commands.score import score_predictions, score_run
 
     if predictions is not None:
-        table, missing = score_predictions(_job_of_rows(run, job, overrides), predictions, _say)
-        found: dict[str, Any] = {**table.to_json(), "missing": missing}
-    else:
-        for override in overrides:
-            if not override.startswith(("scoring.", "name=", "output.dir=")):
-                raise JobError(
-                    f"--set {override}: the answers are there; what can be set for `score` is"
-                    " scoring.…, and name or output.dir to say which run"
-                )
-        folder = _find_to_read(run, overrides)
-        table = score_run(folder, _job_to_score(run, job, folder, overrides), say=_say)
-        missing, found = 0, table.to_json()
-    _print(json.dumps(found) if as_json else table.to_text())
-    if missing and not as_json:
-        _print(f"\n{missing:,} rows of the input have no prediction")
+        return score_predictions(_job_of_rows(run, job, overrides), predictions, _say)
+    for override in overrides:
+        if not override.startswith(("scoring.", "name=", "output.dir=")):
+            raise JobError(
+                f"--set {override}: the answers are there; what can be set for `score` is"
+                " scoring.…, and name or output.dir to say which run"
+            )
+    folder = _find_to_read(run, overrides)
+    return score_run(folder, _job_to_score(run, job, folder, overrides), say=_say)
 
 
 @cli.command()
 @click.argument("runs", nargs=-1, metavar="[RUN]...")
-@click.option(
-    "--output", type=click.Path(path_type=Path), metavar="FILE", help="Where the page goes."
-)
+@click.option("--output", type=FILE, metavar="FILE", help="Where the page goes.")
 @click.option("--no-images", is_flag=True, help="Leave the thumbnails out of the page.")
-@JSON
-def report(runs: tuple[str, ...], output: Path | None, no_images: bool, as_json: bool) -> None:
+@printed
+def report(runs: tuple[str, ...], output: Path | None, no_images: bool) -> Result:
     """Print the table of scores of RUN, and write report.html beside its results.
 
     The page needs no network: the table, rates, lengths, failures, and every row to look through.
@@ -379,39 +327,25 @@ def report(runs: tuple[str, ...], output: Path | None, no_images: bool, as_json:
     that changed sides; --output writes that as a page, too.
     """
     from batchkit.commands.compare import compare
-    from batchkit.commands.report import write_comparison, write_report
-    from batchkit.commands.score import is_mixed, table_of
+    from batchkit.commands.report import report as write
+    from batchkit.commands.report import write_comparison
 
     folders = [_find_to_read(run) for run in runs] or [_find_to_read(None)]
-    if len(folders) > 1:
-        comparison = compare(folders)
-        if output is not None:
-            write_comparison(comparison, output)
-        _print(json.dumps(comparison.to_json()) if as_json else comparison.to_text())
-        return
-    table = table_of(folders[0])
-    if is_mixed(folders[0]):
-        _say(f"{folders[0]}: its rows are scored in more than one way; `batchkit score` fixes that")
-    path = write_report(folders[0], output, images=not no_images)
-    if as_json:
-        _print(json.dumps({**table.to_json(), "path": str(path)}))
-    else:
-        _print(f"{table.to_text()}\n\n{path}")
+    if len(folders) == 1:
+        return write(folders[0], output, images=not no_images, say=_say)
+    comparison = compare(folders)
+    if output is not None:
+        write_comparison(comparison, output)
+    return comparison
 
 
 @cli.command("find-bs")
 @JOB
-@click.option("--low", type=click.IntRange(1), default=1, show_default=True, help="Smallest size.")
-@click.option(
-    "--high", type=click.IntRange(1), default=1024, show_default=True, help="Largest size."
-)
-@click.option("--rows", type=click.IntRange(1), help="Try with the first N rows only.")
-@click.option(
-    "--seconds",
-    type=click.FloatRange(0, min_open=True),
-    default=30.0,
-    show_default=True,
-    help="Measure each size for at most this long, after at most as long to fill the engine.",
+@click.option("--low", type=COUNT, default=1, show_default=True, help="Smallest size.")
+@click.option("--high", type=COUNT, default=1024, show_default=True, help="Largest size.")
+@_rows("Try with the first N rows only.")
+@_seconds(
+    30.0, "Measure each size for at most this long, after at most as long to fill the engine."
 )
 @click.option("--write", is_flag=True, help="Set the best size in JOB; all else in it stays.")
 @SET
@@ -450,7 +384,7 @@ def find_bs(
         say=_say,
         tell=(lambda line: None) if as_json else _print,
     )
-    _print(json.dumps(found.to_json()) if as_json else found.to_text())
+    _show(found, as_json)
     raise SystemExit(found.exit_code)
 
 
@@ -465,19 +399,13 @@ def find_bs(
 )
 @click.option(
     "--rounds",
-    type=click.IntRange(1),
+    type=COUNT,
     default=3,
     show_default=True,
     help="How often each size is measured, the sizes in turn.",
 )
-@click.option("--rows", type=click.IntRange(1), help="Measure with the first N rows only.")
-@click.option(
-    "--seconds",
-    type=click.FloatRange(0, min_open=True),
-    default=20.0,
-    show_default=True,
-    help="At most this long per round, after at most as long to fill the engine.",
-)
+@_rows("Measure with the first N rows only.")
+@_seconds(20.0, "At most this long per round, after at most as long to fill the engine.")
 @click.option(
     "--html", type=click.Path(dir_okay=False, path_type=Path), help="Also draw the curve."
 )
@@ -525,13 +453,7 @@ def bench(
     metavar="A,B",
     help="Two engine kinds, as vllm,transformers; the same one twice with --set-a or --set-b.",
 )
-@click.option(
-    "--rows",
-    type=click.IntRange(1),
-    default=100,
-    show_default=True,
-    help="Only the first N rows (after the job's filter).",
-)
+@_rows("Only the first N rows (after the job's filter).", default=100)
 @SET
 @click.option(
     "--set-a",
@@ -548,7 +470,7 @@ def bench(
     show_default=True,
     help="A difference with a smaller gap is a tie. bfloat16 needs more, as 0.25.",
 )
-@JSON
+@printed
 def parity(
     job: Path,
     engines: str,
@@ -557,8 +479,7 @@ def parity(
     only_a: tuple[str, ...],
     only_b: tuple[str, ...],
     tie: float,
-    as_json: bool,
-) -> None:
+) -> Result:
     """Put the same rows of JOB through two engines, greedy, and tell where their answers part.
 
     First A answers, then B; only one model is loaded at a time. The gap of a difference is by how
@@ -578,20 +499,18 @@ def parity(
 
     loaded = load_job(job, overrides)
     try:
-        found = compare(loaded, engines, rows=rows, tie=tie, settings=(only_a, only_b), say=_say)
+        return compare(loaded, engines, rows=rows, tie=tie, settings=(only_a, only_b), say=_say)
     except Interrupted as stop:
         _say(f"stopped by {stop}; nothing is kept")
         raise SystemExit(128 + stop.signum) from None
-    _print(json.dumps(found.to_json()) if as_json else found.to_text())
-    raise SystemExit(found.exit_code)
 
 
 @cli.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 @click.option("--into", required=True, metavar="RUN", help="The new run folder (or its job file).")
 @click.option("--partial", is_flag=True, help="Also where rows are missing.")
-@JSON
-def merge(runs: tuple[str, ...], into: str, partial: bool, as_json: bool) -> None:
+@printed
+def merge(runs: tuple[str, ...], into: str, partial: bool) -> Result:
     """Join several runs of one job, as its shards, into one run that is like any other.
 
     The newest answer of a row counts, and a failure only where no RUN has an answer. Where rows are
@@ -602,21 +521,9 @@ def merge(runs: tuple[str, ...], into: str, partial: bool, as_json: bool) -> Non
     from batchkit.commands.run import folder_of
 
     found = join([_find(run) for run in runs], folder_of(into), partial=partial)
-    if as_json:
-        _print(json.dumps(found.to_json()))
-    else:
-        _print(
-            f"{len(found.runs)} runs: {found.ok:,} ok, {found.failed:,} failed, {found.missing:,}"
-            f" missing of {found.total:,} rows"
-        )
-        _print(f"answered more than once: {found.double:,} with the same text", nl=False)
-        _print(f", {found.conflicting:,} with differing ones (the newest counts)")
-        _name_rows("missing", found.missing, found.missing_ids)
-        _name_rows("differing", found.conflicting, found.conflicting_ids)
-        _print("nothing written" if found.folder is None else found.folder)
     if found.folder is None:
         _say("rows are missing: run what remains, or --partial merges what is there")
-    raise SystemExit(found.exit)
+    return found
 
 
 @cli.command()
@@ -627,8 +534,8 @@ def merge(runs: tuple[str, ...], into: str, partial: bool, as_json: bool) -> Non
     help="First set aside what is damaged, and rebuild the checkpoint from the log; rows whose"
     " record is gone are run again by the next start.",
 )
-@JSON
-def verify(run: str | None, repair: bool, as_json: bool) -> None:
+@printed
+def verify(run: str | None, repair: bool) -> Result:
     """Audit the ledger of RUN: every record is of its row, none twice, checkpoint = log.
 
     Reads the log and the input. Exits with 1 if it is not sound.
@@ -638,14 +545,8 @@ def verify(run: str | None, repair: bool, as_json: bool) -> None:
 
     folder = _find(run)
     if repair:
-        done = repair_run(folder)
-        aside = "" if done.aside is None else f", {done.removed:,} lines set aside in {done.aside}"
-        _print(f"repaired: {done.kept:,} records kept{aside}", err=True)
-        if done.accepted is not None:
-            _print(f"accepted as it is: {done.accepted}", err=True)
-    found = audit(folder)
-    _print(json.dumps(found.to_json()) if as_json else found.to_text())
-    raise SystemExit(0 if found.is_sound else 1)
+        _print(repair_run(folder).to_text(), err=True)
+    return audit(folder)
 
 
 @cli.command()
@@ -673,6 +574,7 @@ def generate(
 
     The run is kept in output/generate, an earlier one beside it. With --json, one record a line.
     """
+    from batchkit.commands.run import Answer
     from batchkit.commands.run import generate as answer
 
     try:
@@ -685,17 +587,14 @@ def generate(
         raise JobError('no prompt: give --prompts "…" "…" or --prompts-file FILE')
     summary = answer(model, wanted, overrides)
     for record in summary.records():
-        if as_json:
-            _print(json.dumps(record, ensure_ascii=False))
-        else:
-            reply = record["text"] if record["error"] is None else f"({record['error']['message']})"
-            _print(f"> {wanted[record['index']]}\n{reply}\n")
+        found = Answer(wanted[record["index"]], record)
+        _print(json.dumps(record, ensure_ascii=False) if as_json else found.to_text())
     _tell(summary, f"batchkit status {summary.folder}")
     raise SystemExit(summary.exit)
 
 
 @cli.command("demo-model")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=FILE)
 @click.option("--text-only", is_flag=True, help="A Qwen2 without vision, instead of a Qwen3-VL.")
 def demo_model(path: Path, text_only: bool) -> None:
     """Build a tiny Qwen3-VL with random weights at PATH. Its answers mean nothing."""
@@ -706,19 +605,12 @@ def demo_model(path: Path, text_only: bool) -> None:
 
 
 @cli.command()
-@JSON
-def doctor(as_json: bool) -> None:
+@printed
+def doctor() -> Result:
     """Look at what a run needs on this machine. Exits with 1 and the remedy if something is wrong."""
-    from dataclasses import asdict
+    from batchkit.commands.doctor import diagnose
 
-    from batchkit.commands.doctor import as_text, diagnose
-
-    findings = diagnose()
-    if as_json:
-        _print(json.dumps([asdict(finding) for finding in findings]))
-    else:
-        _print(as_text(findings))
-    raise SystemExit(0 if all(finding.ok for finding in findings) else 1)
+    return diagnose()
 
 
 def _find_to_read(run: str | None, overrides: tuple[str, ...] = ()) -> Path:
@@ -780,11 +672,8 @@ def _job_file(run: str | None) -> Path | None:
     return Path(run) if run is not None and Path(run).is_file() else None
 
 
-def _name_rows(what: str, count: int, ids: list[str]) -> None:
-    """Print the ids of the first rows that are ``what``, if there are any."""
-    if count:
-        more = f" and {count - len(ids):,} more" if count > len(ids) else ""
-        _print(f"{what}: {', '.join(ids)}{more}")
+def _show(result: Result, as_json: bool) -> None:
+    _print(json.dumps(result.to_json()) if as_json else result.to_text())
 
 
 def _print(text: object, *, err: bool = False, nl: bool = True) -> None:
@@ -793,8 +682,8 @@ def _print(text: object, *, err: bool = False, nl: bool = True) -> None:
     click.echo(plain(masked_text(str(text)) if err else str(text)), err=err, nl=nl)
 
 
-def _told(error: Exception) -> str:
-    """One line for a Python limit that no check covers; the place helps whoever fixes it."""
+def _limit_reached(error: Exception) -> str:
+    """One line for a limit of Python that no check covers, with the place in the code."""
     import traceback
 
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -817,33 +706,7 @@ def _run_taken_for_path(wanted: dict[str, str]) -> str | None:
     return None
 
 
-def _show_rows(job: Any, rows: int) -> None:
-    from batchkit.commands.validate import preview
-
-    for row in preview(job, rows):
-        _print(f"--- row {row.index} (id {row.id})")
-        if row.error is not None:
-            _print(f"would fail, {row.error}")
-            continue
-        sizes = ", ".join(f"{width}x{height}" for width, height in row.images)
-        tokens = "uncounted" if row.prompt_tokens is None else f"{row.prompt_tokens:,}"
-        _print(f"{tokens} prompt tokens, images: {sizes or 'none'}")
-        _print(f"sampling: {json.dumps(masked(row.sampling, 'sampling'))}")
-        _print(row.prompt)
-
-
 def _tell(summary: Any, next_command: str) -> None:
     """Print the summary on stderr."""
-    _print(
-        f"batchkit: {summary.ok:,} ok, {summary.failed:,} failed of {summary.total:,} rows;"
-        f" {summary.skipped:,} were done before; {summary.seconds:.1f} s,"
-        f" {summary.rows_per_s:.1f} rows/s, {summary.completion_tokens_per_s:,.0f} output tok/s",
-        err=True,
-    )
-    if summary.exit in (130, 143):
-        _print("batchkit: interrupted; run the same command to go on", err=True)
-    elif summary.exit == 1:
-        _print("batchkit: rows without a record remain; next: batchkit run", err=True)
-    elif summary.failed:
-        _print(f"batchkit: some rows failed; next: {next_command}", err=True)
-    _print(f"batchkit: results in {summary.folder}/results.jsonl", err=True)
+    for line in summary.to_text(if_failed=next_command).split("\n"):
+        _say(line)

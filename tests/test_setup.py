@@ -17,7 +17,7 @@ from zipfile import ZipFile
 import pip
 import pytest
 
-from batchkit.commands.doctor import VLLM_RANGE, Finding, as_text, judge, torchvision_fix
+from batchkit.commands.doctor import VLLM_RANGE, Diagnosis, Finding, diagnose, torchvision_fix
 from batchkit.commands.doctor.machine import Facts, Folder, Gpu, Probe
 
 ROOT = Path(__file__).parent.parent
@@ -67,7 +67,7 @@ CUDA = replace(
 
 
 def finding(facts: Facts, name: str) -> Finding:
-    return next(finding for finding in judge(facts) if finding.name == name)
+    return next(finding for finding in diagnose(facts).findings if finding.name == name)
 
 
 def with_versions(facts: Facts, **versions: str) -> Facts:
@@ -84,7 +84,7 @@ def without(facts: Facts, *packages: str) -> Facts:
 
 @pytest.mark.parametrize("facts", [CPU, CUDA], ids=["cpu", "cuda"])
 def test_a_sound_machine_has_nothing_to_remedy(facts: Facts) -> None:
-    assert [(f.name, f.remedy) for f in judge(facts) if not f.ok or f.remedy] == []
+    assert [(f.name, f.remedy) for f in diagnose(facts).findings if not f.ok or f.remedy] == []
 
 
 NMS = "RuntimeError: operator torchvision::nms does not exist"
@@ -155,7 +155,7 @@ def test_each_trouble_is_named_with_its_remedy(
     assert not verdict.ok
     assert found in verdict.found
     assert remedy in verdict.remedy
-    assert f"→ {verdict.remedy}" in as_text([verdict])
+    assert f"→ {verdict.remedy}" in Diagnosis([verdict]).to_text()
 
 
 def test_the_fix_counts_as_a_working_torchvision() -> None:

@@ -39,6 +39,11 @@ class Repair(NamedTuple):
     aside: Path | None
     accepted: str | None
 
+    def to_text(self) -> str:
+        aside = "" if self.aside is None else f", {self.removed:,} lines set aside in {self.aside}"
+        accepted = "" if self.accepted is None else f"\naccepted as it is: {self.accepted}"
+        return f"repaired: {self.kept:,} records kept{aside}{accepted}"
+
 
 def repair(folder: Path) -> Repair:
     """Make the log and its checkpoint sound again: every whole record of a known row is kept.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from batchkit.commands.score import Say, finish_scoring
 from batchkit.config.loading import load_job, make_job, masked_override
@@ -73,13 +74,49 @@ def _finished(summary: RunSummary, job: JobConfig, stop: StopRequest, say: Say) 
     return summary
 
 
-class Retry(NamedTuple):
-    """What ``retry-failed`` found, and how it ended; ``recovered`` of the ``rows`` are ok now."""
+class Answer(NamedTuple):
+    """A prompt of ``generate``, and its record."""
 
-    rows: int
-    by_kind: dict[str, int]
-    recovered: int
-    summary: RunSummary | None
+    prompt: str
+    record: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return self.record
+
+    def to_text(self) -> str:
+        error = self.record["error"]
+        reply = self.record["text"] if error is None else f"({error['message']})"
+        return f"> {self.prompt}\n{reply}\n"
+
+
+class Retry(NamedTuple):
+    """What ``retry-failed`` found, and how it ended; ``recovered`` of the ``rows`` are ok now.
+
+    ``kinds``: the only failures that were to be retried; empty: all. ``summary`` is None if no row
+    had failed.
+    """
+
+    kinds: Sequence[str]
+    rows: int = 0
+    by_kind: Mapping[str, int] = MappingProxyType({})
+    recovered: int = 0
+    summary: RunSummary | None = None
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.summary is None else self.summary.exit
+
+    def to_json(self) -> dict[str, Any]:
+        found = {"rows": self.rows, "by_kind": dict(self.by_kind), "recovered": self.recovered}
+        return found | ({} if self.summary is None else self.summary.to_json())
+
+    def to_text(self) -> str:
+        if self.summary is None:
+            return "nothing to retry: no row failed" + f" by {', '.join(self.kinds)}" * bool(
+                self.kinds
+            )
+        by_kind = ", ".join(f"{count} {kind}" for kind, count in self.by_kind.items())
+        return f"retried {self.rows} rows ({by_kind}): {self.recovered} recovered"
 
 
 def retry_failed(
@@ -122,7 +159,7 @@ def retry_failed(
             if kind in _LETHAL:
                 quarantined.add(record["index"])
     if not attempts:
-        return Retry(0, {}, 0, None)
+        return Retry(kinds)
     with StopRequest().installed() as stop:
         summary = ProductionBatchProcessor(
             _with_secrets(job_of_run(folder, overrides), job_file, say),
@@ -136,7 +173,7 @@ def retry_failed(
         record["index"] in attempts and failure_kind(record) is None
         for record in read_newest(folder / RESULTS)
     )
-    return Retry(len(attempts), dict(by_kind), recovered, summary)
+    return Retry(kinds, len(attempts), by_kind, recovered, summary)
 
 
 def _with_secrets(job: JobConfig, job_file: Path | None, say: Say) -> JobConfig:

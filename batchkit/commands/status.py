@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import islice
@@ -11,6 +11,7 @@ from typing import Any
 
 from batchkit.engines.memory_ladder import Ladder
 from batchkit.errors import BatchkitError
+from batchkit.execution.progress import duration
 from batchkit.sources import count_rows
 from batchkit.storage.ledger import log_of, read_lines
 from batchkit.storage.manifest import job_of_run, read_manifest
@@ -49,6 +50,39 @@ class Status:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    def to_text(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        total = "?" if self.total is None else f"{self.total:,}"
+        pending = "?" if self.pending is None else f"{self.pending:,}"
+        yield f"{self.name}: {self.ok:,} ok, {self.failed:,} failed, {pending} of {total} to do"
+        for kind, count in self.failed_by_kind.items():
+            yield f"  failed by {kind}: {count:,}"
+        yield f"tokens: {self.prompt_tokens:,} prompt, {self.completion_tokens:,} completion"
+        yield f"starts: {self.starts}, engine restarts: {self.engine_restarts}"
+        yield from (f"  {event}" for event in self.engine_events[-5:])
+        yield from map(self._worker_line, self.workers)
+        yield "the log was not checked for damage; `batchkit verify` does that"
+        for name, value in self.engine_settings.items():
+            yield f"memory ran out, so now {name} = {value}"
+        if self.held_by is None:
+            yield "no process works on it"
+        else:
+            eta = "" if self.eta_s is None else f", {duration(self.eta_s)} left"
+            rate = "" if self.rows_per_s is None else f": {self.rows_per_s:.1f} rows/s{eta}"
+            yield f"process {self.held_by['pid']} on {self.held_by['host']} works on it{rate}"
+
+    def _worker_line(self, worker: Mapping[str, Any]) -> str:
+        gpus = f", GPU {', '.join(map(str, worker['gpus']))}" if worker["gpus"] else ""
+        shown = self.held_by or worker["state"] == "given up"  # an ended run has no other states
+        state = f" {worker['state']}," if shown else ""
+        return (
+            f"worker {worker['worker']} on {worker['node'] or 'no node'}{gpus}:{state}"
+            f" {worker['rows']:,} rows, {worker['rows_per_s']:.1f} rows/s, {worker['in_flight']} in flight,"
+            f" {worker['restarts']} restarts, {worker['engine_restarts']} of its engine"
+        )
 
 
 def status(folder: Path) -> Status:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections import Counter
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
-from batchkit.config.masking import masked_text
+from batchkit.config.masking import masked, masked_text
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Preflight, RenderedPrompt
 from batchkit.engines.registry import open_preflight
@@ -44,8 +45,23 @@ class Validation:
     problems: list[Problem]
     prompt_tokens: dict[str, float]
 
+    @property
+    def exit_code(self) -> int:
+        return 3 if self.failed else 0
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    def to_text(self) -> str:
+        tokens = ", ".join(f"{name} {count:,.0f}" for name, count in self.prompt_tokens.items())
+        lines = [f"{self.rows:,} rows: {self.ok:,} ok, {self.failed:,} would fail"]
+        lines.append(f"prompt tokens: {tokens or ('not counted' if self.ok else 'none')}")
+        for problem in self.problems:
+            row = f"row {problem.index} (id {problem.id})"
+            lines.append(f"  {row} {problem.kind}: {problem.message}")
+        if self.failed > len(self.problems):
+            lines.append(f"  … and {self.failed - len(self.problems):,} more")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +75,17 @@ class Preview:
     images: list[tuple[int, int]]
     sampling: dict[str, Any]
     error: str | None
+
+    def to_text(self) -> str:
+        head = f"--- row {self.index} (id {self.id})"
+        if self.error is not None:
+            return f"{head}\nwould fail, {self.error}"
+        sizes = ", ".join(f"{width}x{height}" for width, height in self.images)
+        tokens = "uncounted" if self.prompt_tokens is None else f"{self.prompt_tokens:,}"
+        return (
+            f"{head}\n{tokens} prompt tokens, images: {sizes or 'none'}\n"
+            f"sampling: {json.dumps(masked(self.sampling, 'sampling'))}\n{self.prompt}"
+        )
 
 
 def validate(job: JobConfig, rows: int | None = None) -> Validation:

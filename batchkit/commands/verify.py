@@ -67,6 +67,10 @@ class Verification:
         findings = self.lost, self.duplicates, self.unknown, self.mixed, self.damage
         return self.checkpoint_matches and not any(findings)
 
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.is_sound else 1
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -38,6 +38,19 @@ class RunSummary:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    def to_text(self, *, if_failed: str) -> str:
+        """A few lines; ``if_failed`` is the next command if some rows failed."""
+        done = f"{self.ok:,} ok, {self.failed:,} failed of {self.total:,} rows"
+        rates = f"{self.rows_per_s:.1f} rows/s, {self.completion_tokens_per_s:,.0f} output tok/s"
+        lines = [f"{done}; {self.skipped:,} were done before; {self.seconds:.1f} s, {rates}"]
+        if self.exit in (130, 143):
+            lines.append("interrupted; run the same command to go on")
+        elif self.exit == 1:
+            lines.append("rows without a record remain; next: batchkit run")
+        elif self.failed:
+            lines.append(f"some rows failed; next: {if_failed}")
+        return "\n".join([*lines, f"results in {self.folder}/{RESULTS}"])
+
     def records(self) -> Iterator[dict[str, Any]]:
         """The newest record of each row, in the order of the input."""
         return read_newest(Path(self.folder) / RESULTS)

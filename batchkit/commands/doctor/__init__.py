@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 from batchkit.commands.doctor.machine import Facts, Gpu, look
 from batchkit.config.masking import is_secret, masked_text
@@ -36,26 +37,34 @@ class Finding:
     remedy: str = ""
 
 
-def diagnose() -> list[Finding]:
-    """Check everything that a run needs. Takes about fifteen seconds."""
-    return judge(look())
-
-
-def judge(facts: Facts) -> list[Finding]:
+class Diagnosis(NamedTuple):
     """One finding per check, in a fixed order."""
-    return [check(facts) for check in CHECKS]
+
+    findings: Sequence[Finding]
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if all(finding.ok for finding in self.findings) else 1
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [asdict(finding) for finding in self.findings]
+
+    def to_text(self) -> str:
+        """A line per finding, its remedy below it if there is one."""
+        width = max(len(finding.name) for finding in self.findings)
+        lines: list[str] = []
+        for finding in self.findings:
+            mark = "ok " if finding.ok else "BAD"
+            lines.append(f"{mark}  {finding.name:<{width}}  {finding.found}")
+            if finding.remedy:
+                lines.append(f"{'':{width + 7}}→ {finding.remedy}")
+        return "\n".join(lines)
 
 
-def as_text(findings: Sequence[Finding]) -> str:
-    """A line per finding, its remedy below it if there is one."""
-    width = max(len(finding.name) for finding in findings)
-    lines: list[str] = []
-    for finding in findings:
-        mark = "ok " if finding.ok else "BAD"
-        lines.append(f"{mark}  {finding.name:<{width}}  {finding.found}")
-        if finding.remedy:
-            lines.append(f"{'':{width + 7}}→ {finding.remedy}")
-    return "\n".join(lines)
+def diagnose(facts: Facts | None = None) -> Diagnosis:
+    """Check everything that a run needs; gathering the facts takes about fifteen seconds."""
+    facts = facts or look()
+    return Diagnosis([check(facts) for check in CHECKS])
 
 
 def _python(facts: Facts) -> Finding:

@@ -33,9 +33,23 @@ class Exported(NamedTuple):
     """A file that was written; ``source_bytes`` is the size of ``results.jsonl``."""
 
     path: Path
+    format: str
     rows: int
     bytes: int
     source_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        return self.bytes / self.source_bytes if self.source_bytes else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self._asdict(), "path": str(self.path), "ratio": round(self.ratio, 4)}
+
+    def to_text(self) -> str:
+        return (
+            f"{self.path}: {self.rows:,} rows, {self.bytes:,} bytes,"
+            f" {self.ratio:.2f} of results.jsonl's {self.source_bytes:,}"
+        )
 
 
 def export(folder: Path, format_name: str, path: Path | None = None) -> list[Exported]:
@@ -63,7 +77,10 @@ def export(folder: Path, format_name: str, path: Path | None = None) -> list[Exp
     except OSError as error:
         raise StoreError(f"{path}: can't write: {error.strerror or error}") from error
     source_bytes = log.stat().st_size
-    return [Exported(p, rows, p.stat().st_size, source_bytes) for p, rows in written.items()]
+    return [
+        Exported(file, format_name, rows, file.stat().st_size, source_bytes)
+        for file, rows in written.items()
+    ]
 
 
 def _write_parquet(folder: Path, path: Path) -> dict[Path, int]:

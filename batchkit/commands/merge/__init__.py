@@ -60,11 +60,25 @@ class Merged:
     folder: str | None = None
 
     @property
-    def exit(self) -> int:
+    def exit_code(self) -> int:
         return 3 if self.missing or self.failed else 0
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "exit": self.exit}
+        return {**asdict(self), "exit": self.exit_code}
+
+    def to_text(self) -> str:
+        counts = f"{self.ok:,} ok, {self.failed:,} failed, {self.missing:,} missing"
+        lines = [f"{len(self.runs)} runs: {counts} of {self.total:,} rows"]
+        same = f"{self.double:,} with the same text"
+        differing = f"{self.conflicting:,} with differing ones (the newest counts)"
+        lines.append(f"answered more than once: {same}, {differing}")
+        for what, count, ids in (
+            ("missing", self.missing, self.missing_ids),
+            ("differing", self.conflicting, self.conflicting_ids),
+        ):
+            more = f" and {count - len(ids):,} more" if count > len(ids) else ""
+            lines += [f"{what}: {', '.join(ids)}{more}"] if count else []
+        return "\n".join([*lines, self.folder or "nothing written"])
 
     def add(self, newest: NewestRecord) -> None:
         if newest.record["status"] == "ok":
@@ -241,7 +255,7 @@ def _manifest(
         {**start, "run": str(part.folder)} for part in parts for start in part.manifest["starts"]
     ]
     starts.sort(key=lambda start: str(start["started_at"]))
-    last = {"ended_at": utc_now(), "exit": merged.exit, "seconds": 0.0}
+    last = {"ended_at": utc_now(), "exit": merged.exit_code, "seconds": 0.0}
     if starts:
         last["versions"] = starts[-1].get("versions")
     starts.append({**new_start("merge", []), **last})

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from batchkit.commands.report.comparison import write_comparison
 from batchkit.commands.report.figures import RunStats
 from batchkit.commands.report.page import check_page, render
 from batchkit.commands.report.pictures import Pictures
 from batchkit.commands.report.rows import show
+from batchkit.commands.score import Say, is_mixed, table_of
 from batchkit.errors import StoreError
-from batchkit.scoring.metrics import tabulate
+from batchkit.scoring.metrics import ScoreTable, tabulate
 from batchkit.sources.join import with_group
 from batchkit.storage.files import replacing
 from batchkit.storage.ledger import RESULTS
@@ -18,9 +20,35 @@ from batchkit.storage.manifest import job_of_run, read_manifest
 from batchkit.storage.score_store import read_scored
 from batchkit.storage.store import check_log
 
-__all__ = ["REPORT", "write_comparison", "write_report"]
+__all__ = ["REPORT", "report", "write_comparison", "write_report"]
 
 REPORT = "report.html"
+
+
+class Report(NamedTuple):
+    """The table of scores of a run, and where its page is."""
+
+    table: ScoreTable
+    path: Path
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.table.to_json(), "path": str(self.path)}
+
+    def to_text(self) -> str:
+        return f"{self.table.to_text()}\n\n{self.path}"
+
+
+def report(folder: Path, path: Path | None, *, images: bool, say: Say) -> Report:
+    """Write the page of a run (see ``write_report``) and read its table of scores.
+
+    Raises:
+        InputError: the table needs fields that the run did not keep, and the input changed.
+        StoreError: as ``write_report``.
+    """
+    table = table_of(folder)
+    if is_mixed(folder):
+        say(f"{folder}: its rows are scored in more than one way; `batchkit score` fixes that")
+    return Report(table, write_report(folder, path, images=images))
 
 
 def write_report(folder: Path, path: Path | None = None, *, images: bool = True) -> Path:

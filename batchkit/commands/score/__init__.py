@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from batchkit.commands.score.judge import FOLDER, NAMES, ScoredAnswer, judge, names_read
 from batchkit.commands.score.predictions import Prediction, read_predictions
@@ -49,6 +49,22 @@ class _Answered:
     fields: Mapping[str, Any]
     text: str
     known: Scored
+
+
+class PredictionScores(NamedTuple):
+    """The table of predictions; ``missing`` rows of the input have none."""
+
+    table: ScoreTable
+    missing: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.table.to_json(), "missing": self.missing}
+
+    def to_text(self) -> str:
+        text = self.table.to_text()
+        if self.missing:
+            text += f"\n\n{self.missing:,} rows of the input have no prediction"
+        return text
 
 
 def score_run(
@@ -123,11 +139,10 @@ def is_mixed(folder: Path) -> bool:
     return read_manifest(folder).get("scoring", "") is None
 
 
-def score_predictions(job: JobConfig, path: Path, say: Say = print) -> tuple[ScoreTable, int]:
+def score_predictions(job: JobConfig, path: Path, say: Say = print) -> PredictionScores:
     """Score the predictions in ``path`` against the rows of ``job``'s input, found by id.
 
-    Also returns how many rows of the input have no prediction. Judgements are kept beside ``path``,
-    in the folder ``<its name>.judge``.
+    Judgements are kept beside ``path``, in the folder ``<its name>.judge``.
 
     Raises:
         JobError: nothing is scored; the file can't be read; none of its ids is in the input.
@@ -166,7 +181,7 @@ def score_predictions(job: JobConfig, path: Path, say: Say = print) -> tuple[Sco
         for a in answers
     ]
     records += [{"status": "failed", "fields": row.fields} for row, found in known if found.failed]
-    return tabulate(records, job.scoring.group_by), len(rows) - len(known)
+    return PredictionScores(tabulate(records, job.scoring.group_by), len(rows) - len(known))
 
 
 def _rows_by_id(job: JobConfig) -> dict[str, Row]:
