@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -40,7 +41,7 @@ from batchkit.storage.ledger import RESULTS, read_newest
 from batchkit.storage.summary import RunSummary
 from batchkit.types import Row, Task
 from tests.conftest import batchkit, write_jsonl
-from tests.support.chat_server import MODEL, ChatServer
+from tests.support.chat_server import MODEL, ChatServer, serving
 from tests.support.faulty_runs import (
     IN,
     N_ROWS,
@@ -167,27 +168,42 @@ def test_a_node_that_is_gone_costs_nothing_but_a_second_run_of_its_rows(
 
     # A worker has the environment of its node.
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    killed = threading.Event()
+
+    def once_it_is_killed(text: str, body: dict[str, Any]) -> str:
+        killed.wait()
+        return f"answered: {text}"
+
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
     )
     try:
-        other = cluster.add_node(num_cpus=1)
-        address = f"run.ray_address={cluster.address}"
-        rows = [row for _ in range(6) for row in question_rows({})]
-        settings = [*TWO, address, "run.checkpoint_interval_s=0.5", "engine.options.latency_s=1.5"]
-        with running(tmp_path, tmp_path, rows, {}, settings, job=DRY_RUN) as process:
-            wait_for_records(tmp_path, 1)
-            seen = {worker["worker"] for worker in wait_for_workers(tmp_path, 2)}
-            raylet = other.all_processes["raylet"][0].process
-            os.kill(raylet.pid, signal.SIGKILL)
-            ended = ended_in(tmp_path, process)
+        raylet = psutil.Process(cluster.add_node(num_cpus=1).all_processes["raylet"][0].process.pid)
+        with serving(once_it_is_killed) as server:
+            settings = [
+                *TWO,
+                f"run.ray_address={cluster.address}",
+                "engine.kind=openai-server",
+                f"engine.base_url={server.url}",
+                f"engine.model={MODEL}",
+                "engine.options={ max_num_seqs = 8 }",
+            ]
+            rows = question_rows({})
+            with running(tmp_path, tmp_path, rows, {}, settings, job=DRY_RUN) as process:
+                while server.inside < 16:  # eight of each worker
+                    assert process.poll() is None
+                    time.sleep(0.05)
+                for one in [raylet, *raylet.children(recursive=True)]:
+                    one.kill()
+                killed.set()
+                ended = ended_in(tmp_path, process)
     finally:
+        killed.set()
         cluster.shutdown()
-    assert seen == {0, 1}
-    assert [record["text"] for record in ended.records] == answers(6 * N_ROWS)
-    assert ended.exit == 0
+    assert_only_failed(ended, [f"answered: {row['q']}" for row in rows], {})
     lost = [worker for worker in status(tmp_path / "output/faulty").workers if worker["restarts"]]
     assert [(one["restarts"], one["state"]) for one in lost] == [(1, "waiting for a place")]
+    assert int(re.findall(r"worker \d died .* with (\d+) rows", ended.log)[0]) >= 8
     assert verify(tmp_path / "output/faulty").is_sound
 
 
@@ -681,17 +697,6 @@ def wait_for_records(folder: Path, n: int, within_s: float = 120) -> None:
     while not log.exists() or log.read_bytes().count(b"\n") < n:
         assert time.monotonic() < deadline, "no records came"
         time.sleep(0.05)
-
-
-def wait_for_workers(folder: Path, n: int, within_s: float = 60) -> list[Any]:
-    """Until so many have answered rows."""
-    deadline = time.monotonic() + within_s
-    while True:
-        workers = [worker for worker in status(folder / "output/faulty").workers if worker["rows"]]
-        if len(workers) >= n:
-            return workers
-        assert time.monotonic() < deadline, "they answer no rows"
-        time.sleep(0.2)
 
 
 def workers_of(pid: int) -> list[psutil.Process]:
