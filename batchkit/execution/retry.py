@@ -11,7 +11,7 @@ from typing import Any
 
 from batchkit.config.tables import RetryTable
 from batchkit.errors import EmptyTextError, RowOutOfMemoryError
-from batchkit.rendering.renderer import with_temperature
+from batchkit.rendering.sampling import with_temperature
 from batchkit.types import Completion, Request
 
 _MOST_DOUBLINGS = 60  # longer than any run; a float overflows past 1023

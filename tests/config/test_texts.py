@@ -13,7 +13,8 @@ from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
 from batchkit.errors import ChangedError, JobError
 from batchkit.execution.processor import ProductionBatchProcessor
-from batchkit.rendering.renderer import PromptRenderer, names_in
+from batchkit.rendering.renderer import PromptRenderer
+from batchkit.rendering.templates.prompt import names_in
 from batchkit.types import Request, Row
 from tests.conftest import batchkit, write_jsonl
 from tests.support.chat_server import MODEL, serving

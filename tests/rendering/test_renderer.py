@@ -20,7 +20,9 @@ from PIL import Image
 from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError, MediaError, RequestError, RowError, TemplateError
-from batchkit.rendering.renderer import PromptRenderer, input_hash, names_in
+from batchkit.rendering.renderer import PromptRenderer
+from batchkit.rendering.templates.prompt import names_in
+from batchkit.sources.rowhash import input_hash
 from batchkit.types import Completion, Request, Row
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)

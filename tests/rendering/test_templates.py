@@ -26,8 +26,8 @@ from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
 from batchkit.errors import EngineError, JobError, RenderTimeoutError, RowError, TemplateError
 from batchkit.execution.processor import ProductionBatchProcessor
-from batchkit.rendering.renderer import PathTemplate
 from batchkit.rendering.templates import RowTemplate
+from batchkit.rendering.templates.prompt import PathTemplate
 from batchkit.storage.ledger import RESULTS, read_newest
 from tests.conftest import batchkit, write_jsonl
 

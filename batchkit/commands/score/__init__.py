@@ -19,7 +19,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import InputError, JobError, RowError
 from batchkit.execution.hints import scoring_hints
 from batchkit.execution.signals import StopRequest
-from batchkit.rendering.renderer import PathTemplate, names_in
+from batchkit.rendering.templates.prompt import PathTemplate, names_in
 from batchkit.scoring import DEFERRED, Scored, Scoring, scorers_of
 from batchkit.scoring.metrics import ScoreTable, tabulate
 from batchkit.sources import read_rows

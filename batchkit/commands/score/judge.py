@@ -23,7 +23,7 @@ from batchkit.config.loading import resolve_paths
 from batchkit.config.tables import JobConfig, JudgeTable
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.signals import Interrupted, StopRequest
-from batchkit.rendering.renderer import names_in
+from batchkit.rendering.templates.prompt import names_in
 from batchkit.sources.input import Input
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.ledger import RESULTS, failure_kind, read_newest

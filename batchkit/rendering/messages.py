@@ -1,0 +1,86 @@
+"""Chat messages: as a row holds them, with the names of images; as a request does, with pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from batchkit.errors import RequestError
+
+Message = Mapping[str, Any]
+
+_IMAGE_PARTS = ("image_url", "image", "image_pil")
+
+
+def loaded(messages: Any, load: Callable[[Any], Any]) -> list[Message]:
+    """``messages`` of a row; ``load`` makes the part for the source of each image.
+
+    Raises:
+        RequestError: they are not chat messages, or have a part of another type.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise RequestError(f"messages: found {short(messages)}, expected a list of messages")
+    return [_loaded(message, load) for message in messages]
+
+
+def image_sources(messages: Any) -> list[Any]:
+    """The sources of all image parts; a value that is not a chat message has none."""
+    return [
+        _source_in(part)
+        for message in (messages if isinstance(messages, list) else [])
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list)
+        for part in message["content"]
+        if isinstance(part, Mapping) and part.get("type") in _IMAGE_PARTS
+    ]
+
+
+def with_text(messages: Sequence[Message], text: str) -> list[Message]:
+    """``messages`` with ``text`` after the user's last text, or else after the last message."""
+    of_the_user = [n for n, message in enumerate(messages) if message["role"] == "user"]
+    place = of_the_user[-1] if of_the_user else len(messages) - 1
+    content = messages[place]["content"]
+    longer = content + text if isinstance(content, str) else [*content, text_part(text)]
+    changed = {**messages[place], "content": longer}
+    return [*messages[:place], changed, *messages[place + 1 :]]
+
+
+def text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def short(value: Any) -> str:
+    """``value`` as an error shows it."""
+    try:
+        text = repr(value)
+    except Exception:  # the value's own code runs here
+        text = f"({type(value).__name__})"
+    return text if len(text) <= 80 else text[:77] + "…"
+
+
+def _loaded(message: Any, load: Callable[[Any], Any]) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(f"messages: found {short(message)}, expected role and content")
+    content = message.get("content")
+    if isinstance(content, str):
+        return message
+    if not isinstance(content, list):
+        raise RequestError(f"messages: content is {short(content)}, expected text or parts")
+    return {**message, "content": [_loaded_part(part, load) for part in content]}
+
+
+def _loaded_part(part: Any, load: Callable[[Any], Any]) -> Any:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return text_part(part["text"])
+    if kind in _IMAGE_PARTS:
+        return load(_source_in(part))
+    raise RequestError(f"messages: part {short(part)}; known types: text, image_url, image")
+
+
+def _source_in(part: Mapping[str, Any]) -> Any:
+    """The source that an image part names."""
+    if part["type"] == "image_url":
+        url = part.get("image_url")
+        return url.get("url") if isinstance(url, Mapping) else url
+    image = part.get("image")  # may be an array, which is neither true nor false
+    return part.get("image_pil") if image is None else image

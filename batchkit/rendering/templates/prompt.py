@@ -1,0 +1,148 @@
+"""The templates of a job: those of its prompt, and others, for example ``scoring.table``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from batchkit.config.regular_file import read_text
+from batchkit.config.tables import JobConfig, PromptTable
+from batchkit.errors import JobError, MediaError
+from batchkit.rendering.templates import RowTemplate
+from batchkit.rendering.templates.sandbox import fields_read, names_in_order
+
+
+class PathTemplate:
+    """A template of the job outside its prompt, for example ``scoring.table``."""
+
+    def __init__(self, key: str, source: str, job: JobConfig) -> None:
+        self._job = job
+        self._template = RowTemplate(key, source, timeout_s=job.run.row_timeout_s)
+
+    def render(self, fields: Mapping[str, Any]) -> str:
+        """Raises RowError as ``RowTemplate`` does, for example if a name is missing."""
+        return self._template.text({**self._job.vars, **fields})
+
+    def path(self, fields: Mapping[str, Any]) -> Path | None:
+        """The file that it names, if it exists and is under ``media.root``."""
+        root = Path(self._job.media.root).resolve()
+        path = (root / self.render(fields)).resolve()
+        return path if path.is_file() and path.is_relative_to(root) else None
+
+
+class _Source(NamedTuple):
+    """A template, and its name in errors."""
+
+    key: str
+    text: str
+
+
+class PromptTemplates:
+    """The templates of ``[prompt]`` and of ``retry.reask_note``. Several threads may share it.
+
+    Raises:
+        JobError: a template or template file of the job can't be used.
+    """
+
+    def __init__(self, job: JobConfig) -> None:
+        self._job = job
+        prompt = job.prompt
+        system = _source("system", prompt.system, prompt.system_file)
+        user = _source("user", prompt.user, prompt.user_file)
+        self.job = _with_texts_of_files(job, system, user)
+        """The job with the texts of its template files, for a worker that starts later."""
+        self.system = system and self._template(*system)
+        self.user = user and self._template(*user)
+        self.images = [
+            self._template(f"prompt.images.{n}", source, keeps_type=True)
+            for n, source in enumerate(prompt.images)
+        ]
+        self.captions = [
+            self._template(f"prompt.captions.{n}", source)
+            for n, source in enumerate(prompt.captions)
+        ]
+        self.texts = {
+            name: self._template(f"prompt.texts.{name}", source)
+            for name, source in prompt.texts.items()
+        }
+        note = self._template("retry.reask_note", job.retry.reask_note)
+        self._note = note if job.retry.reask else None
+        of_files = [source.text for source in (system, user) if source is not None]
+        self.names = _read_by([*of_files, *prompt.captions])
+        """What the prompt's text is made of: names of the row, of its texts or of ``[vars]``."""
+        in_order = [name for text in of_files for name in names_in_order(text)]
+        fields = self.names - job.vars.keys()
+        self.fields_in_order = [name for name in dict.fromkeys(in_order) if name in fields]
+        files = [*self.images, *self.texts.values()]
+        others = [self.system, self.user, self._note, *self.captions]
+        self.takes_long = any(part is not None and part.is_apart for part in (*files, *others))
+        """True if a row's templates are rendered in a separate process."""
+        self.files_may_take_long = any(template.may_take_long for template in files)
+
+    def check_files(self) -> None:
+        """Raises JobError if a template file changed since it was read."""
+        read = self.job.prompt
+        for key, path, text in (
+            ("system", self._job.prompt.system_file, read.system),
+            ("user", self._job.prompt.user_file, read.user),
+        ):
+            source = _source(key, text, path)
+            if source is not None and source.text != text:
+                raise JobError(
+                    f"{source.key}: changed as the run began; run the same command again"
+                )
+
+    def with_vars(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """What a template is filled in with."""
+        return {**self._job.vars, **fields}
+
+    def note(self, fields: Mapping[str, Any]) -> str:
+        return "" if self._note is None else self._note.text(self.with_vars(fields)).strip()
+
+    def _template(self, key: str, text: str, *, keeps_type: bool = False) -> RowTemplate:
+        timeout_s = self._job.run.row_timeout_s
+        return RowTemplate(key, text, timeout_s=timeout_s, keeps_type=keeps_type)
+
+
+def sources_of(template: RowTemplate, names: Mapping[str, Any]) -> list[Any]:
+    """The images that one of ``prompt.images`` gives; raises MediaError if it gives none."""
+    found = template.value(names)
+    if found is None or (isinstance(found, str | list) and not found):
+        raise MediaError("the row names no image: the template gave nothing")
+    return found if isinstance(found, list) else [found]
+
+
+def names_in(job: JobConfig, prompt: PromptTable | None, templates: Iterable[str]) -> set[str]:
+    """The row's fields that ``prompt`` and ``templates`` read."""
+    names = _read_by(templates)
+    if prompt is not None:
+        made = PromptTemplates(job.model_copy(update={"prompt": prompt}))
+        names |= (made.names | _read_by(prompt.images)) - prompt.texts.keys()
+        names |= _read_by(prompt.texts.values())  # a path may read the field that its text replaces
+    return names - job.vars.keys()
+
+
+def _read_by(sources: Iterable[str]) -> set[str]:
+    return set[str]().union(*map(fields_read, sources))
+
+
+def _source(key: str, text: str | None, path: str | None) -> _Source | None:
+    if path is None:
+        return None if text is None else _Source(f"prompt.{key}", text)
+    try:
+        text = read_text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise JobError(f"prompt.{key}_file: {path}: can't be read: {reason}") from error
+    return _Source(f"prompt.{key}_file: {path}", text)
+
+
+def _with_texts_of_files(job: JobConfig, system: _Source | None, user: _Source | None) -> JobConfig:
+    texts = {
+        "system": system and system.text,
+        "system_file": None,
+        "user": user and user.text,
+        "user_file": None,
+    }
+    return job.model_copy(update={"prompt": job.prompt.model_copy(update=texts)})
