@@ -51,6 +51,10 @@ class Attempts:
         """A request that is due for another attempt, if there is one."""
         return self._waiting.pop_due()
 
+    def put_back(self, request: Request) -> None:
+        """Hold a request that was not submitted yet; it is due at once."""
+        self._waiting.add(request, wait_s=0)
+
     def settle(self, completion: Completion) -> Completion | None:
         """The completion that settles the row, or None if the row is tried again."""
         if self._is_shortened(completion) or self._is_retried(completion):

@@ -7,8 +7,7 @@ one in each process that Ray starts (``cluster/``). The run's loop uses both as 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -20,17 +19,15 @@ from batchkit.engines.memory_ladder import Ladder
 from batchkit.engines.process.launcher import Launcher
 from batchkit.engines.registry import open_engine
 from batchkit.execution.attempts import Attempts
-from batchkit.execution.records import failed_unless_whole, to_record
+from batchkit.execution.feeder import AHEAD, Feeder
+from batchkit.execution.records import to_record
 from batchkit.execution.supervisor import EngineHistory, Say, SupervisedEngine
-from batchkit.execution.window import Window
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.scoring import Scored, Scoring, kept_fields
 from batchkit.storage.store import RecordLine, line_of
-from batchkit.types import Completion, Request, Task
+from batchkit.types import Completion, Task
 
-POLL_S = 0.05
-AHEAD = 256
 READ_AT_ONCE = 16
 
 
@@ -129,7 +126,7 @@ class Worker:
             Scoring(job.scoring, references, listener.event) if job.scoring.is_on else None
         )
         self._kept = kept_fields(job)
-        self._again = Attempts(job.retry, renderer, self._finds_nothing)
+        self._attempts = Attempts(job.retry, renderer, self._finds_nothing)
         self._prefetch = Prefetch(
             tasks,
             lambda task: renderer.render_or_fail(task.row, task.attempt),
@@ -140,7 +137,6 @@ class Worker:
         )
         self._held = ExitStack()
         self._held.enter_context(closing(self._prefetch))
-        self._in_flight = 0
 
     def open(self, known: EngineHistory) -> EngineFacts:
         """Like ``WorkerPool``; starts with the settings that an earlier start found to be safe."""
@@ -168,60 +164,38 @@ class Worker:
                 )
             )
         )
-        fixed = self._job.run.max_in_flight
-        self._window = Window(self._engine.max_num_seqs, fixed=None if fixed == "auto" else fixed)
+        self._feeder = Feeder(self._job, self._engine, self._prefetch, self._attempts)
         return EngineFacts(self._engine.max_num_seqs, self._engine.versions)
 
     def fill(self, *, taking: bool = True) -> list[RecordLine]:
-        """Submit rendered rows while there is room; wait only if the engine has nothing to do.
-
-        Bounded, so that many rows that can't be rendered reach the disk along the way.
-        """
-        lines: list[RecordLine] = []
-        for _ in range(AHEAD if taking else 0):
-            if self._in_flight >= self._window.size:
-                break
-            rendered = self._again.pop_due() or self._next_row()
-            if rendered is None:
-                break
-            if isinstance(rendered, Completion):
-                lines += self._settled(rendered)
-            else:
-                self._engine.submit(rendered)
-                self._in_flight += 1
-        return lines
+        return self._lines(self._feeder.fill()) if taking else []
 
     def poll(self) -> list[RecordLine]:
         """The rows that the engine has finished; then adapts the window to its load."""
-        lines: list[RecordLine] = []
-        if self._in_flight:
-            for completion in self._engine.poll(POLL_S):
-                self._in_flight -= 1
-                lines += self._settled(completion)
-        elif self._again:
-            time.sleep(POLL_S)  # all remaining rows wait for their next attempt
-        change = self._window.fit(self._engine.max_num_seqs)
-        change = change or self._window.adapt(self._engine.load(), self._in_flight)
+        lines = self._lines(self._feeder.poll())
+        window = self._feeder.window
+        change = window.fit(self._engine.max_num_seqs)
+        change = change or window.adapt(self._engine.load(), self.in_flight)
         if change is not None:
             self._listener.event(f"window {change.old} → {change.new}: {change.reason}")
         return lines
 
     @property
     def in_flight(self) -> int:
-        return self._in_flight
+        return len(self._feeder.in_flight)
 
     @property
     def is_done(self) -> bool:
-        return not self._in_flight and not self._again and self._prefetch.exhausted
+        return self._feeder.is_done
 
     @property
     def retried(self) -> int:
-        return self._again.retried
+        return self._attempts.retried
 
     @property
     def capacity(self) -> int:
         """Rows that it can use at a time: those in its window, and as many being rendered."""
-        return 2 * self._window.size
+        return 2 * self._feeder.window.size
 
     def workers(self) -> list[dict[str, Any]]:
         return []
@@ -229,24 +203,18 @@ class Worker:
     def close(self) -> None:
         self._held.close()
 
-    def _next_row(self) -> Request | Completion | None:
-        if self._in_flight and self._prefetch.broken:
-            return None  # what is in flight is paid for: settle it before the error is raised
-        return self._prefetch.get(timeout_s=0 if self._in_flight else POLL_S)
-
-    def _settled(self, completion: Completion) -> list[RecordLine]:
-        """The row's line, unless it is tried again."""
-        settled = self._again.settle(failed_unless_whole(completion))
-        if settled is None:
-            return []
-        self._prefetch.release(settled.request)
-        record = to_record(
-            settled,
-            self._kept,
-            with_prompt=self._job.output.prompt,
-            scored=self._scored(settled),
-        )
-        return [line_of(record)]
+    def _lines(self, settled: Iterable[Completion]) -> list[RecordLine]:
+        return [
+            line_of(
+                to_record(
+                    completion,
+                    self._kept,
+                    with_prompt=self._job.output.prompt,
+                    scored=self._scored(completion),
+                )
+            )
+            for completion in settled
+        ]
 
     def _scored(self, completion: Completion) -> Scored | None:
         if self._scoring is None:

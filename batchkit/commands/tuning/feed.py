@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
 from typing import NamedTuple
@@ -13,14 +14,11 @@ from batchkit.commands.tuning.rounds import Budget, Round, Rounds, TimedAnswer
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine
 from batchkit.execution.attempts import Attempts
-from batchkit.execution.records import failed_unless_whole
-from batchkit.execution.window import Window
+from batchkit.execution.feeder import POLL_S, Feeder
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.sources import read_rows
-from batchkit.types import Completion, Request, Row
-
-POLL_S = 0.05
+from batchkit.types import Completion, Request, Usage
 
 
 class Fed(NamedTuple):
@@ -58,29 +56,25 @@ def feed(
         max_bytes=job.media.max_memory_bytes,
     )
     with closing(prefetch):
-        return _Feed(job, engine, renderer, prefetch, batch_size, budget, is_sample=is_sample).run()
+        feeder = Feeder(job, engine, prefetch, Attempts(job.retry, renderer, None))
+        return _Feed(engine, feeder, batch_size, budget, is_sample=is_sample).run()
 
 
 class _Feed:
-    """The processor's loop without a log: fill the window, poll, count, until time or rows end."""
+    """Feeds the engine and counts, until time or rows end."""
 
     def __init__(
         self,
-        job: JobConfig,
         engine: Engine,
-        renderer: PromptRenderer,
-        prefetch: Prefetch[Row, Request | Completion],
+        feeder: Feeder,
         batch_size: int,
         budget: Budget,
         *,
         is_sample: bool,
     ) -> None:
         self._is_sample = is_sample
-        fixed = job.run.max_in_flight
         self._engine = engine
-        self._prefetch = prefetch
-        self._window = Window(engine.max_num_seqs, fixed=None if fixed == "auto" else fixed)
-        self._again = Attempts(job.retry, renderer, None)
+        self._feeder = feeder
         self._rounds = Rounds(batch_size, budget)
         self._budget = budget
         self._to_come_first = batch_size  # rows still to come for a full engine …
@@ -89,28 +83,28 @@ class _Feed:
         self._answers: list[TimedAnswer] = []
         self._failed: Counter[str] = Counter()
         self._first_error = ""
-        self._first: list[Request] = []
-        self._in_flight = 0
         self._began = 0.0
 
     def run(self) -> Fed:
+        feeder = self._feeder
         if self._warms_up():
             self._began = last = time.monotonic()
             while self._goes_on(last - self._began):
-                self._fill()
-                if not self._in_flight and not self._again and self._prefetch.exhausted:
+                if self._seconds() < self._budget.most_s:
+                    self._count(feeder.fill())
+                self._watch_first_wave()
+                if feeder.is_done:
                     break
-                load, in_flight = self._engine.load(), self._in_flight
-                self._poll()
+                load, in_flight = self._engine.load(), len(feeder.in_flight)
+                self._count(feeder.poll())
                 now = time.monotonic()
-                if self._rounds.is_steady and not self._prefetch.exhausted:
+                if self._rounds.is_steady and feeder.has_more:
                     most = self._engine.max_num_seqs
-                    self._idle.add(now - last, load, in_flight, self._window.size, most)
-                self._window.adapt(load, in_flight)  # as it would in a run
+                    self._idle.add(now - last, load, in_flight, feeder.window.size, most)
+                feeder.window.adapt(load, in_flight)  # as it would in a run
                 last = now
-        has_ended = not self._in_flight and not self._again and self._prefetch.exhausted
-        end = self._answers[-1].at if self._answers and has_ended else self._seconds()
-        is_whole = has_ended and not self._is_sample
+        end = self._answers[-1].at if self._answers and feeder.is_done else self._seconds()
+        is_whole = feeder.is_done and not self._is_sample
         rounds = self._rounds.cut(self._answers, end, is_whole=is_whole)
         answered = len(self._answers)
         return Fed(rounds, answered, self._failed, self._first_error, self._idle.read())
@@ -118,73 +112,52 @@ class _Feed:
     def _warms_up(self) -> bool:
         """Generate one token of the first row, because the first step is slow and must not count.
         False if this used up the time."""
+        first: Request | None = None
         deadline = time.monotonic() + self._budget.seconds
-        while not self._first and not self._prefetch.exhausted and time.monotonic() < deadline:
-            rendered = self._prefetch.get(timeout_s=POLL_S)
+        while first is None and not self._feeder.is_done and time.monotonic() < deadline:
+            rendered = self._feeder.next_rendered()
             if isinstance(rendered, Completion):
-                self._settle(rendered)
-            elif rendered is not None:
-                self._first.append(rendered)
-        is_warm = not self._first
-        for request in self._first:
-            self._engine.submit(replace(request, sampling={**request.sampling, "max_tokens": 1}))
-        while not is_warm and time.monotonic() < deadline:
-            is_warm = bool(self._engine.poll(POLL_S))
-        return is_warm
+                self._count(self._feeder.settle(rendered))
+            else:
+                first = rendered
+        if first is None:
+            return True
+        self._feeder.put_back(first)
+        self._engine.submit(replace(first, sampling={**first.sampling, "max_tokens": 1}))
+        while time.monotonic() < deadline:
+            if self._engine.poll(POLL_S):
+                return True
+        return False
 
     def _goes_on(self, now: float) -> bool:
-        has_more = not self._prefetch.exhausted or bool(self._again)
         has_begun = not self._to_come_first and not self._first_wave
-        rows = len(self._answers)
-        return not self._rounds.is_over(now, rows, has_begun=has_begun, has_more=has_more)
-
-    def _fill(self) -> None:
-        while self._in_flight < self._window.size and self._seconds() < self._budget.most_s:
-            rendered = self._next()
-            if rendered is None:
-                return
-            if isinstance(rendered, Completion):
-                self._settle(rendered)
-                continue
-            self._engine.submit(rendered)
-            self._in_flight += 1
-            if self._to_come_first and rendered.attempt == 1:
-                self._to_come_first -= 1
-                self._first_wave.add(rendered.row.index)
-
-    def _next(self) -> Request | Completion | None:
-        if self._first:
-            return self._first.pop()
-        wait_s = 0 if self._in_flight else POLL_S
-        return self._again.pop_due() or self._prefetch.get(timeout_s=wait_s)
-
-    def _poll(self) -> None:
-        if not self._in_flight:
-            time.sleep(POLL_S if self._again else 0)
-            return
-        for completion in self._engine.poll(POLL_S):
-            self._in_flight -= 1
-            self._settle(completion)
-
-    def _settle(self, completion: Completion) -> None:
-        settled = self._again.settle(failed_unless_whole(completion))
-        if settled is None:
-            return
-        self._prefetch.release(settled.request)
-        self._first_wave.discard(settled.request.row.index)
-        if settled.error is not None:
-            self._failed[settled.error.kind] += 1
-            self._first_error = self._first_error or f"{settled.error.kind}: {settled.error}"
-            return
-        usage = settled.usage
-        self._answers.append(
-            TimedAnswer(
-                self._seconds(),
-                settled.latency_s,
-                0 if usage is None else usage.prompt_tokens,
-                0 if usage is None else usage.completion_tokens,
-            )
+        return not self._rounds.is_over(
+            now, len(self._answers), has_begun=has_begun, has_more=self._feeder.has_more
         )
+
+    def _watch_first_wave(self) -> None:
+        for index, request in self._feeder.in_flight.items():
+            if self._to_come_first and request.attempt == 1 and index not in self._first_wave:
+                self._to_come_first -= 1
+                self._first_wave.add(index)
+
+    def _count(self, settled: Iterable[Completion]) -> None:
+        for completion in settled:
+            self._first_wave.discard(completion.request.row.index)
+            if completion.error is not None:
+                kind = completion.error.kind
+                self._failed[kind] += 1
+                self._first_error = self._first_error or f"{kind}: {completion.error}"
+                continue
+            usage = completion.usage or Usage(0, 0)
+            self._answers.append(
+                TimedAnswer(
+                    self._seconds(),
+                    completion.latency_s,
+                    usage.prompt_tokens,
+                    usage.completion_tokens,
+                )
+            )
 
     def _seconds(self) -> float:
         return time.monotonic() - self._began

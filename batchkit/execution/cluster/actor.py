@@ -21,8 +21,9 @@ from typing import NamedTuple
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, JobError
+from batchkit.execution.feeder import POLL_S
 from batchkit.execution.supervisor import EngineHistory
-from batchkit.execution.worker import POLL_S, EngineFacts, Listener, Worker
+from batchkit.execution.worker import EngineFacts, Listener, Worker
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.storage.store import RecordLine
 from batchkit.types import Task

@@ -26,10 +26,11 @@ from batchkit.execution.cluster.actor import (
 )
 from batchkit.execution.cluster.leases import Leases
 from batchkit.execution.cluster.session import needs, session, shortened
+from batchkit.execution.feeder import POLL_S
 from batchkit.execution.records import to_record
 from batchkit.execution.signals import Interrupted
 from batchkit.execution.supervisor import EngineHistory
-from batchkit.execution.worker import POLL_S, EngineFacts, Listener
+from batchkit.execution.worker import EngineFacts, Listener
 from batchkit.rendering.ordering import size_of
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.scoring import Scored, kept_fields
