@@ -644,7 +644,7 @@ def _job_to_score(
 ) -> Any:
     """The run's job, with the scoring of the job file that was named, if any."""
     from batchkit.config.loading import load_job
-    from batchkit.storage.manifest import job_of_run
+    from batchkit.storage.job_toml import job_of_run
 
     named = job or _job_file(run)
     if named is None:
@@ -655,7 +655,7 @@ def _job_to_score(
 def _job_of_rows(run: str | None, job: Path | None, overrides: tuple[str, ...]) -> Any:
     """The job whose input has the rows that predictions are for: a job file's, or a run's."""
     from batchkit.config.loading import load_job
-    from batchkit.storage.manifest import job_of_run
+    from batchkit.storage.job_toml import job_of_run
 
     named = job or _job_file(run)
     if named is not None:

@@ -13,8 +13,9 @@ from batchkit.engines.memory_ladder import Ladder
 from batchkit.errors import BatchkitError
 from batchkit.execution.progress import duration
 from batchkit.sources import count_rows
+from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.ledger import log_of, read_lines
-from batchkit.storage.manifest import job_of_run, read_manifest
+from batchkit.storage.manifest import read_manifest
 from batchkit.storage.runfolder import held_by
 from batchkit.storage.store import Totals, is_sealed, read_checkpoint
 

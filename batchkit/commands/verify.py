@@ -16,8 +16,9 @@ from batchkit.sources import is_fallback
 from batchkit.sources.input import Input, from_job
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.index_set import IndexSet
+from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.ledger import RESULTS, failure_kind, log_of, read_lines, record_of
-from batchkit.storage.manifest import job_of_run, read_manifest
+from batchkit.storage.manifest import read_manifest
 from batchkit.storage.store import (
     CHECKPOINT,
     Totals,

@@ -17,17 +17,10 @@ from batchkit.errors import BatchkitError, ChangedError, JobError, StoreError
 from batchkit.execution.requeue import finish_requeue, requeue
 from batchkit.execution.signals import Interrupted
 from batchkit.sources.input import CHANGING, Input
+from batchkit.storage.identity import differences, known_of
+from batchkit.storage.job_toml import job_of_run, write_job
 from batchkit.storage.ledger import RESULTS
-from batchkit.storage.manifest import (
-    differences,
-    job_of_run,
-    known_of,
-    new_manifest,
-    new_start,
-    read_manifest,
-    write_job,
-    write_manifest,
-)
+from batchkit.storage.manifest import new_manifest, new_start, read_manifest, write_manifest
 from batchkit.storage.runfolder import MANIFEST, Claim, claim, is_run, move_aside
 from batchkit.storage.store import CHECKPOINT, Store, check_log
 from batchkit.types import utc_now

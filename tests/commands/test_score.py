@@ -29,8 +29,8 @@ from batchkit.config.tables import JobConfig, ScoringTable
 from batchkit.errors import BatchkitError, InputError, JobError, StoreError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.scoring.extract import EXTRACTORS
+from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.ledger import RESULTS, read_newest
-from batchkit.storage.manifest import job_of_run
 from batchkit.storage.runfolder import claim
 from batchkit.storage.score_store import SCORES, read_scored
 from tests.conftest import batchkit, write_jsonl

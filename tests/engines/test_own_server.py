@@ -24,7 +24,7 @@ from batchkit.engines.faults import StartFailed
 from batchkit.engines.openai.own_server import claimed_port
 from batchkit.engines.registry import open_engine, open_preflight
 from batchkit.errors import EngineError, JobError
-from batchkit.storage.manifest import differences, identity
+from batchkit.storage.identity import differences, identity
 from tests.conftest import batchkit, write_jsonl
 from tests.support.chat_server import MODEL
 from tests.support.paths import ROOT

@@ -23,8 +23,8 @@ from batchkit.engines.transformers.batch import next_batch
 from batchkit.engines.transformers.rendering import Prepared
 from batchkit.engines.transformers.sampling import Sampling
 from batchkit.errors import JobError, PromptTooLongError
+from batchkit.storage.identity import identity
 from batchkit.storage.ledger import RESULTS, read_newest
-from batchkit.storage.manifest import identity
 from batchkit.types import Completion, Request, Row
 from tests.conftest import SMALL, batchkit, write_jsonl
 from tests.engines.test_engine_contract import collect, request

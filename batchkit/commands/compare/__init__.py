@@ -15,7 +15,9 @@ from batchkit.commands.compare.bootstrap import bootstrap_interval
 from batchkit.errors import JobError
 from batchkit.scoring.metrics import ALL, OUT_OF_TEN, ScoreTable, head, markdown, tabulate
 from batchkit.sources.join import with_group
-from batchkit.storage.manifest import differences, job_of_run, read_manifest
+from batchkit.storage.identity import differences
+from batchkit.storage.job_toml import job_of_run
+from batchkit.storage.manifest import read_manifest
 from batchkit.storage.score_store import read_scored
 from batchkit.storage.store import check_log
 

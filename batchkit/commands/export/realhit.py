@@ -21,7 +21,8 @@ from batchkit.errors import StoreError
 from batchkit.scoring.metrics import OUT_OF_TEN, head
 from batchkit.sources.join import with_fields
 from batchkit.storage.files import replacing
-from batchkit.storage.manifest import job_of_run, read_manifest
+from batchkit.storage.job_toml import job_of_run
+from batchkit.storage.manifest import read_manifest
 from batchkit.storage.runfolder import is_run
 from batchkit.storage.score_store import read_scored
 

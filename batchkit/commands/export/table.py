@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import orjson
 
 from batchkit.scoring import kept_fields, score_names
+from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.ledger import RESULTS, Newest, newest_lines, whole_record
-from batchkit.storage.manifest import job_of_run
 from batchkit.storage.schema import COUNT_LIMIT
 from batchkit.storage.score_store import SCORES, read_scored
 

@@ -20,17 +20,11 @@ from batchkit.errors import ChangedError, JobError, StoreError
 from batchkit.execution.resume import input_changes
 from batchkit.sources.input import from_job
 from batchkit.storage.files import building
+from batchkit.storage.identity import differences, scoring_of
 from batchkit.storage.index_set import IndexSet
+from batchkit.storage.job_toml import job_of_run, write_job
 from batchkit.storage.ledger import log_of
-from batchkit.storage.manifest import (
-    differences,
-    job_of_run,
-    new_start,
-    read_manifest,
-    scoring_of,
-    write_job,
-    write_manifest,
-)
+from batchkit.storage.manifest import new_start, read_manifest, write_manifest
 from batchkit.storage.runfolder import JOB, claim
 from batchkit.storage.score_store import SCORES, join_scores, write_scores
 from batchkit.storage.store import RecordLine, Store, check_log

@@ -15,8 +15,9 @@ from batchkit.errors import StoreError
 from batchkit.scoring.metrics import ScoreTable, tabulate
 from batchkit.sources.join import with_group
 from batchkit.storage.files import replacing
+from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.ledger import RESULTS
-from batchkit.storage.manifest import job_of_run, read_manifest
+from batchkit.storage.manifest import read_manifest
 from batchkit.storage.score_store import read_scored
 from batchkit.storage.store import check_log
 

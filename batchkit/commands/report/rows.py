@@ -23,8 +23,8 @@ from batchkit.scoring import Scoring, kept_fields
 from batchkit.sources import read_rows
 from batchkit.sources.join import with_group
 from batchkit.sources.rowhash import input_hash
+from batchkit.storage.job_toml import job_of_run, without_masked
 from batchkit.storage.ledger import failure_kind
-from batchkit.storage.manifest import job_of_run, without_masked
 from batchkit.storage.score_store import read_scored, references_of
 from batchkit.types import Row
 

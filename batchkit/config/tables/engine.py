@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from batchkit.config.server_command import check_command
-from batchkit.config.tables.base import Table
+from batchkit.config.tables.base import Free, Identity, Table
 
 EngineKind = Literal["vllm", "transformers", "openai-server", "dry-run"]
 
@@ -29,20 +29,20 @@ class ServerTable(Table):
     `OMP_NUM_THREADS` says, or as there are cores.
     """
 
-    command: str | None = Field(
+    command: Identity[str | None] = Field(
         None,
         description="What starts it, as `llama-server -m model.gguf -c 32768 -np 8 --port {port}` (8"
         " requests at a time share that context: 4096 tokens each); no shell reads it. `{port}` becomes"
         " a port that is free, `{host}` 127.0.0.1. The server has the run's environment: keys stand"
         " there, and one in the command is refused.",
     )
-    health: str = Field(
+    health: Free[str] = Field(
         "/health",
         pattern="^/",
         description="The path that answers once it is ready; a server that has none is asked for its"
         " models.",
     )
-    start_timeout_s: PositiveFloat = Field(
+    start_timeout_s: Free[PositiveFloat] = Field(
         600.0,
         description="Seconds until it must be ready; then the run stops, with its last words.",
     )
@@ -58,18 +58,18 @@ class ServerTable(Table):
 class EngineTable(Table):
     """The model, and what runs it."""
 
-    kind: EngineKind = Field(
+    kind: Identity[EngineKind] = Field(
         "vllm",
         description="`transformers` runs the model without vLLM, in static batches: slower;"
         " `openai-server` sends every row to a server that speaks OpenAI's API; `dry-run` answers at"
         " once without a model.",
     )
-    model: str = Field(
+    model: Identity[str] = Field(
         "",
         description="A folder, or a name on the Hugging Face hub; with `openai-server`, the name"
         " that the server knows it by, or a `.gguf` file for `[engine.server]`.",
     )
-    base_url: str | None = Field(
+    base_url: Free[str | None] = Field(
         None,
         description="With `openai-server`: where the API of one that runs already begins, as"
         " `http://localhost:8000/v1`.",
@@ -77,19 +77,19 @@ class EngineTable(Table):
     server: ServerTable | None = Field(
         None, description="… or the table `[engine.server]`: one that the run starts."
     )
-    api_key_env: str = Field(
+    api_key_env: Free[str] = Field(
         "OPENAI_API_KEY",
         min_length=1,
         description="With `openai-server`: the name of the environment variable that holds its key,"
         " if it wants one.",
     )
-    max_answer_bytes: PositiveInt = Field(
+    max_answer_bytes: Free[PositiveInt] = Field(
         32 * 2**20,
         description="With `openai-server`: how many bytes of an answer are read, unpacked if it comes"
         " compressed. A row whose answer has more fails with `server`, and is not asked again. Text"
         " of 100,000 tokens has less than 1 MB, with 20 logprobs for each token some 100 MB.",
     )
-    options: dict[str, Any] = Field(
+    options: Identity[dict[str, Any]] = Field(
         {},
         description="Given to `vllm.LLM` as they are; vLLM's own classes check them first. With"
         " `transformers`: `max_num_seqs`, rows in a batch (8), halved while memory runs out;"
@@ -101,10 +101,10 @@ class EngineTable(Table):
         " request may have together, where the server does not tell; `extra_body`, fields laid over"
         " each request's body; `drop`, names left out of it.",
     )
-    in_process: bool = Field(
+    in_process: Free[bool] = Field(
         False, description="For debugging: no process of its own; a crash takes the run with it."
     )
-    lora: str | None = Field(
+    lora: Identity[str | None] = Field(
         None,
         description="Folder of a LoRA adapter, used for every row (sets `enable_lora`; with"
         " `transformers` it needs peft).",
@@ -161,11 +161,13 @@ class SamplingTable(Table):
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True)
 
-    temperature: Annotated[float, BeforeValidator(lambda v: float(v) if type(v) is int else v)] = (
-        Field(0.0, ge=0, description="0 is greedy.")
+    temperature: Identity[
+        Annotated[float, BeforeValidator(lambda v: float(v) if type(v) is int else v)]
+    ] = Field(0.0, ge=0, description="0 is greedy.")
+    max_tokens: Identity[PositiveInt] = Field(
+        256, description="Per choice, the prompt not counted."
     )
-    max_tokens: PositiveInt = Field(256, description="Per choice, the prompt not counted.")
-    sampling_column: str | None = Field(
+    sampling_column: Identity[str | None] = Field(
         None, description="A field that holds a row's own parameters, laid over these."
     )
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt, field_validator
 
 from batchkit.config.shard import parse_shard
-from batchkit.config.tables.base import Table
+from batchkit.config.tables.base import Free, Identity, Table
 
 Format = Literal["auto", "jsonl", "json", "csv", "parquet", "openai-batch", "prompts"]
 
@@ -15,30 +15,30 @@ Format = Literal["auto", "jsonl", "json", "csv", "parquet", "openai-batch", "pro
 class InputTable(Table):
     """Where the rows come from."""
 
-    path: str | None = Field(
+    path: Free[str | None] = Field(
         None,
         description="File, glob, or fsspec URL (`s3://`, `hf://`); relative paths are looked up"
         " beside the job file, then in the working directory. May use `{{ name }}` from `[vars]`. A"
         " URL's signature or password is used and not written down: to go on from the run folder"
         " alone, give it again with `--set input.path=…`.",
     )
-    format: Format = Field("auto", description="`auto` goes by the file's name.")
-    records: str | None = Field(
+    format: Identity[Format] = Field("auto", description="`auto` goes by the file's name.")
+    records: Identity[str | None] = Field(
         None, description="JSON only: the key (dotted) under which the list of rows stands."
     )
-    id: str | None = Field(
+    id: Identity[str | None] = Field(
         None,
         description="The field that names a row; left out, its index in the input. A row that lacks it"
         " fails, and is named `no-id:` and its index. Rows that need no id are named so too where they"
         " are read together with OpenAI batch files.",
     )
-    where: dict[str, Any] = Field(
+    where: Identity[dict[str, Any]] = Field(
         {}, description="Keep only rows whose field equals the value, or is in the list."
     )
-    limit: PositiveInt | None = Field(
+    limit: Free[PositiveInt | None] = Field(
         None, description="Only the first rows, counted after `where`."
     )
-    shard: str | None = Field(
+    shard: Identity[str | None] = Field(
         None,
         description="Only this share of those rows, as `0/4` to `3/4`: told by a hash of the row's"
         " id (of its index, where `id` is left out). `run --shard` sets it, and the run folder's name"

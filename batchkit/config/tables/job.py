@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from batchkit.config.shard import Shard
-from batchkit.config.tables.base import Table
+from batchkit.config.tables.base import Free, Identity, Table
 from batchkit.config.tables.engine import EngineTable, SamplingTable
 from batchkit.config.tables.input import InputTable
 from batchkit.config.tables.prompt import MediaTable, PromptTable
@@ -20,13 +20,13 @@ from batchkit.config.values import check_values
 class JobConfig(Table):
     """A whole job. From Python: ``JobConfig(engine={"model": "…"})``."""
 
-    name: str = Field(
+    name: Free[str] = Field(
         "batch",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         description="Names the run folder: letters, digits, `.`, `_`, `-`.",
     )
     input: InputTable = InputTable()
-    vars: dict[str, Any] = Field({}, description="Free names for the templates.")
+    vars: Identity[dict[str, Any]] = Field({}, description="Free names for the templates.")
     prompt: PromptTable = PromptTable()
     media: MediaTable = MediaTable()
     engine: EngineTable
@@ -34,7 +34,7 @@ class JobConfig(Table):
     run: RunTable = RunTable()
     retry: RetryTable = RetryTable()
     output: OutputTable = OutputTable()
-    scoring: ScoringTable = ScoringTable()
+    scoring: Free[ScoringTable] = ScoringTable()
 
     @property
     def folder(self) -> Path:

@@ -6,34 +6,36 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from batchkit.config.tables.base import Table
+from batchkit.config.tables.base import Free, Identity, Table
 
 
 class PromptTable(Table):
     """How a row becomes a prompt. Templates are Jinja2; an unknown name fails the row."""
 
-    system: str | None = Field(None, description="System message.")
-    system_file: str | None = Field(None, description="… or a file that holds it.")
-    user: str | None = Field(None, description="User message.")
-    user_file: str | None = Field(None, description="… or a file that holds it.")
-    images: list[str] = Field(
+    system: Identity[str | None] = Field(None, description="System message.")
+    system_file: Identity[str | None] = Field(None, description="… or a file that holds it.")
+    user: Identity[str | None] = Field(None, description="User message.")
+    user_file: Identity[str | None] = Field(None, description="… or a file that holds it.")
+    images: Identity[list[str]] = Field(
         [],
         description="One template per image: a path under `media.root`, a data: URI, an http(s)"
         " URL, or `{{ column }}` alone for a column of bytes (or a list of images).",
     )
-    captions: list[str] = Field([], description="A text before each image, one per image.")
-    texts: dict[str, str] = Field(
+    captions: Identity[list[str]] = Field(
+        [], description="A text before each image, one per image."
+    )
+    texts: Identity[dict[str, str]] = Field(
         {},
         description="Text files, by the name that the templates know them by: one path template"
         " each, under `media.root`. A file that is missing fails its row.",
     )
-    order: Literal["images-first", "text-first"] = Field(
+    order: Identity[Literal["images-first", "text-first"]] = Field(
         "images-first", description="What stands first in the user message."
     )
-    chat: bool = Field(
+    chat: Identity[bool] = Field(
         True, description="`false` sends `user` as it is, without the model's chat template."
     )
-    chat_template_kwargs: dict[str, Any] = Field(
+    chat_template_kwargs: Identity[dict[str, Any]] = Field(
         {}, description="Names for the model's chat template, as `enable_thinking = false`."
     )
 
@@ -55,33 +57,35 @@ class PromptTable(Table):
 class MediaTable(Table):
     """What may be opened as an image, and how large it may be."""
 
-    root: str = Field(
+    root: Free[str] = Field(
         ".",
         description="Folder, or fsspec URL (`s3://bucket/images`, `gs://`, `hf://`), that images and"
         " texts are looked up in; what lies outside is refused, a folder's symbolic links resolved."
         " A store's keys and passwords stand in the environment.",
     )
-    allow_urls: list[str] = Field(
+    allow_urls: Free[list[str]] = Field(
         [],
         description="Hosts that images may be fetched from, as `host` (ports 80 and 443) or"
         " `host:port`. A name must resolve to public addresses; an address written out is allowed"
         " as it stands.",
     )
-    max_bytes: PositiveInt = Field(64 * 2**20, description="Largest file or download.")
-    max_pixels: PositiveInt = Field(
+    max_bytes: Free[PositiveInt] = Field(64 * 2**20, description="Largest file or download.")
+    max_pixels: Identity[PositiveInt] = Field(
         1605632, description="Larger images are downscaled to it, their aspect kept."
     )
-    min_pixels: NonNegativeInt = Field(0, description="Smaller images are upscaled to it.")
-    factor: PositiveInt | None = Field(
+    min_pixels: Identity[NonNegativeInt] = Field(
+        0, description="Smaller images are upscaled to it."
+    )
+    factor: Identity[PositiveInt | None] = Field(
         None,
         description="Both sides become multiples of it, by the rule of Qwen-VL's own `smart_resize`:"
         " 32 for Qwen3-VL, 28 for Qwen2-VL and Qwen2.5-VL. Then the model sees the very size that"
         " its processor would have made of the whole image.",
     )
-    max_decode_bytes: PositiveInt = Field(
+    max_decode_bytes: Free[PositiveInt] = Field(
         2**30, description="An image that would need more memory while decoding is refused."
     )
-    max_memory_bytes: PositiveInt = Field(
+    max_memory_bytes: Free[PositiveInt] = Field(
         2**30,
         description="Decoded pixels held at a time, from opening an image to its row's record.",
     )

@@ -13,100 +13,100 @@ from pydantic import (
     model_validator,
 )
 
-from batchkit.config.tables.base import Table
+from batchkit.config.tables.base import Free, Identity, Table
 
 
 class RunTable(Table):
     """How the run behaves."""
 
-    max_in_flight: Literal["auto"] | PositiveInt = Field(
+    max_in_flight: Free[Literal["auto"] | PositiveInt] = Field(
         "auto", description="Requests handed to the engine at a time; `auto` adapts."
     )
-    render_threads: int = Field(
+    render_threads: Free[int] = Field(
         4,
         ge=1,
         le=256,
         description="Threads that render prompts and decode images ahead of the engine.",
     )
-    look_ahead: NonNegativeInt = Field(
+    look_ahead: Free[NonNegativeInt] = Field(
         1024,
         description="Rows read ahead, so that those that share an image or their beginning are in"
         " flight together, and at the end of the input those with the largest `max_tokens` come"
         " first; 0 keeps the input's order.",
     )
-    checkpoint_interval_s: PositiveFloat = Field(
+    checkpoint_interval_s: Free[PositiveFloat] = Field(
         5.0, description="Seconds between checkpoints (fsync, then the checkpoint)."
     )
-    fail_on_error: bool | NonNegativeInt | Annotated[float, Field(ge=0, lt=1)] = Field(
+    fail_on_error: Free[bool | NonNegativeInt | Annotated[float, Field(ge=0, lt=1)]] = Field(
         False,
         description="Stop the run: `true` at the first failed row, a fraction below 1 when that"
         " share of the settled rows failed (from 20 rows on), a count when more than that many.",
     )
-    row_timeout_s: PositiveFloat = Field(
+    row_timeout_s: Free[PositiveFloat] = Field(
         600.0,
         description="A running row that gets no token for this long, or whose prompt is not prepared"
         " within it, is aborted with `timeout`, and tried again as `retry.attempts` says; one whose"
         " template is not filled in within it fails with `timeout` at once.",
     )
-    stall_timeout_s: PositiveFloat = Field(
+    stall_timeout_s: Free[PositiveFloat] = Field(
         600.0,
         description="An engine that ends no step for this long is restarted, its stacks logged; not"
         " with `engine.in_process`, which leaves nobody to watch.",
     )
-    max_engine_restarts: PositiveInt = Field(
+    max_engine_restarts: Free[PositiveInt] = Field(
         16, description="Stop when the engine died more often without one answer in between."
     )
-    max_host_gb: PositiveFloat | None = Field(
+    max_host_gb: Free[PositiveFloat | None] = Field(
         None,
         description="The engine's process, or the server that the run started, is restarted between"
         " rows when it grows past this.",
     )
-    workers: PositiveInt | None = Field(
+    workers: Free[PositiveInt | None] = Field(
         None,
         description="So many engines on Ray, each with its own GPUs; left out, one engine and no Ray.",
     )
-    ray_address: str | None = Field(
+    ray_address: Free[str | None] = Field(
         None,
         description="The cluster that they run on, as `ray.init` takes it; left out, `RAY_ADDRESS`, or"
         " else Ray is started on this machine for the run.",
     )
-    worker_gpus: NonNegativeFloat | None = Field(
+    worker_gpus: Free[NonNegativeFloat | None] = Field(
         None,
         description="GPUs of one worker, a fraction to share one; left out, `tensor_parallel_size` ×"
         " `pipeline_parallel_size`, or none where the cluster has none.",
     )
-    worker_cpus: PositiveFloat | None = Field(
+    worker_cpus: Free[PositiveFloat | None] = Field(
         None,
         description="Cores of one worker, and its OpenMP threads; left out, 1 beside a GPU, else its"
         " share of all cores.",
     )
-    seed: int = Field(0, description="The engine's seed.")
+    seed: Identity[int] = Field(0, description="The engine's seed.")
 
 
 class RetryTable(Table):
     """What is tried again within a run."""
 
-    attempts: PositiveInt = Field(
+    attempts: Free[PositiveInt] = Field(
         2, description="Tries of one row, the first counted, for errors worth repeating."
     )
-    temperatures: list[Annotated[float, Field(ge=0)]] | None = Field(
+    temperatures: Identity[list[Annotated[float, Field(ge=0)]] | None] = Field(
         None, description="Temperature by attempt; the last one serves for all further ones."
     )
-    backoff_s: NonNegativeFloat = Field(
+    backoff_s: Free[NonNegativeFloat] = Field(
         0.0, description="Seconds before the second try, twice as long before each further one."
     )
-    on_too_long: Literal["fail", "truncate-middle"] = Field(
+    on_too_long: Identity[Literal["fail", "truncate-middle"]] = Field(
         "fail",
         description="What a prompt that does not fit does: `fail` its row, or `truncate-middle`: cut"
         " the row's longest text in the middle until prompt and answer fit; the record says by how"
         " many tokens (`truncated_tokens`).",
     )
-    reask: NonNegativeInt = Field(
+    reask: Identity[NonNegativeInt] = Field(
         0,
         description="How often a row is asked again whose answer holds nothing that"
         " `scoring.extract` finds; the last answer counts, whatever it holds.",
     )
-    reask_note: str = Field(
+    reask_note: Identity[str] = Field(
         "",
         description="Template: what is added to the prompt then. A row for which it comes out empty"
         " is not asked again.",
@@ -122,9 +122,11 @@ class RetryTable(Table):
 class OutputTable(Table):
     """What is written, and where."""
 
-    dir: str = Field("output", description="The run folder is `<dir>/<name>`.")
-    keep: list[str] = Field(
+    dir: Free[str] = Field("output", description="The run folder is `<dir>/<name>`.")
+    keep: Identity[list[str]] = Field(
         [],
         description="Fields of the row copied into its record, beside those that `[scoring]` reads.",
     )
-    prompt: bool = Field(False, description="Also store the rendered prompt in each record.")
+    prompt: Identity[bool] = Field(
+        False, description="Also store the rendered prompt in each record."
+    )

@@ -1,0 +1,187 @@
+"""The identity of a run: everything that decides what its answers are.
+
+The job file's keys that belong to it are marked ``Identity`` (``config/tables/base.py``). Keys that
+change only the speed (batch sizes, intervals) are marked ``Free``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from batchkit.config.masking import MASK, masked
+from batchkit.config.regular_file import read_text
+from batchkit.config.server_command import what_decides_answers
+from batchkit.config.tables import JobConfig, Table
+from batchkit.config.tables.base import Mark
+
+_FINGERPRINT = re.compile(re.escape(MASK) + "[0-9a-f]{0,6}")
+# Options that change speed and memory, not answers.
+_SPEED_ONLY = frozenset(
+    [
+        "max_num_seqs",
+        "give_up_s",
+        "shrink_on_oom",
+        "device_map",
+        "max_num_batched_tokens",
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "enforce_eager",
+        "swap_space",
+        "cpu_offload_gb",
+        "mm_processor_cache_gb",
+        "disable_log_stats",
+        "enable_prefix_caching",
+        "worker_cls",
+        "distributed_executor_backend",
+        "num_gpu_blocks_override",
+        "block_size",
+        "async_scheduling",
+        "max_parallel_loading_workers",
+        "load_format",
+        "download_dir",
+        "enable_chunked_prefill",
+        "compilation_config",
+        "hf_token",
+    ]
+)
+
+
+def identity(job: JobConfig) -> dict[str, Any]:
+    """Everything that decides the answers, flat, by dotted key."""
+    found = dict(_marked(job))
+    found |= {f"vars.{name}": value for name, value in found.pop("vars").items()}
+    found |= {
+        f"engine.options.{name}": value
+        for name, value in found.pop("engine.options").items()
+        if name not in _SPEED_ONLY
+    }
+    found |= {
+        "engine.model_files": model_fingerprint(job.engine.model),
+        "engine.lora_files": model_fingerprint(job.engine.lora or ""),
+        "engine.chat_template_text": _chat_template(job.engine.options.get("chat_template")),
+        "prompt.system": _text(job.prompt.system, found.pop("prompt.system_file")),
+        "prompt.user": _text(job.prompt.user, found.pop("prompt.user_file")),
+        "prompt.texts": job.prompt.texts or None,
+        "retry.reask": _reask(job, found.pop("retry.reask_note")),
+    }
+    # These two are absent if not set: a judge folder's name is a hash of all keys.
+    if (command := found.pop("engine.server.command", None)) is not None:
+        found["engine.server.command"] = what_decides_answers(command)
+    if job.input.shard is None:
+        del found["input.shard"]
+    plain: dict[str, Any] = orjson.loads(orjson.dumps(found, default=str))
+    return {key: masked(value, key, _fingerprint_mask) for key, value in plain.items()}
+
+
+def _marked(table: Table, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted key and the value of each field that is marked ``Identity``."""
+    for name, field in type(table).model_fields.items():
+        value = getattr(table, name)
+        if Mark.IDENTITY in field.metadata:
+            yield f"{prefix}{name}", value
+        elif isinstance(value, Table) and Mark.FREE not in field.metadata:
+            yield from _marked(value, f"{prefix}{name}.")
+    for name, value in (table.model_extra or {}).items():  # [sampling] takes any name
+        yield f"{prefix}{name}", value
+
+
+def scoring_of(job: JobConfig) -> str:
+    """A hash that differs if the scoring differs."""
+    return hash_of(orjson.loads(orjson.dumps(job.scoring.model_dump(), default=str)))
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """One line for each key that differs: key, what it was, what it is.
+
+    A secret that was masked, its value unknown, differs from nothing. ``then`` may have been
+    written by a version that masked less.
+    """
+    then = {key: masked(value, key, _fingerprint_mask) for key, value in then.items()}
+    return [
+        f"{key}: {_short(then.get(key))} → {_short(now.get(key))}"
+        for key in sorted({*then, *now})
+        if known_of(now.get(key), then.get(key)) != known_of(then.get(key), now.get(key))
+    ]
+
+
+def known_of(value: Any, other: Any) -> Any:
+    """``value``; each part that is masked and unknown is taken from the same place in ``other``."""
+    if isinstance(value, dict) and isinstance(other, dict):
+        return {name: known_of(part, other.get(name, part)) for name, part in value.items()}
+    if isinstance(value, list) and isinstance(other, list) and len(value) == len(other):
+        return [known_of(part, its) for part, its in zip(value, other, strict=True)]
+    return other if value == MASK else value
+
+
+def model_fingerprint(model: str) -> str | None:
+    """Hash over a model's file or files: small files whole, large ones at both ends.
+
+    None if ``model`` is a name. Reading all of a large model would take minutes; weights that were
+    trained further differ in their first and last MiB.
+    """
+    place, end = Path(model), 2**20
+    if not model or not (place.is_dir() or place.is_file()):
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(p for p in place.iterdir() if p.is_file()) if place.is_dir() else [place]:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(end))
+            if size > end:
+                file.seek(max(end, size - end))
+                digest.update(file.read(end))
+    return digest.hexdigest()[:16]
+
+
+def _reask(job: JobConfig, note: str) -> Any:
+    """When a row is asked again, and what is added then; None if it never is."""
+    if not job.retry.reask:
+        return None
+    looked_for = [
+        (getattr(part, "where", None), part.extract, part.pattern, part.key)
+        for part in job.scoring.parts
+    ]
+    return [job.retry.reask, note, looked_for]
+
+
+def _fingerprint_mask(secret: str) -> str:
+    """Makes two secrets distinguishable without showing them; one masked before stays unknown."""
+    if _FINGERPRINT.fullmatch(secret):
+        return secret
+    return MASK + hashlib.sha256(secret.encode()).hexdigest()[:6]
+
+
+def _text(inline: str | None, path: str | None) -> str | None:
+    """A template's text, from the job file or from its own file."""
+    if path is None:
+        return inline
+    try:
+        return read_text(path)
+    except (OSError, UnicodeDecodeError):  # the renderer reports it in more detail
+        return None
+
+
+def _chat_template(template: Any) -> str | None:
+    """The text of the file that ``template`` names, if it names one."""
+    path = str(template or "")
+    return _text(None, path) if 0 < len(path) < 256 and Path(path).is_file() else None
+
+
+def hash_of(value: Any) -> str:
+    """16 hex digits that are the same for equal JSON values."""
+    return hashlib.sha256(orjson.dumps(value, option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
+
+
+def _short(value: Any) -> str:
+    text = orjson.dumps(value).decode()
+    return text if len(text) <= 100 else f"{text[:97]}… ({len(text)} characters)"

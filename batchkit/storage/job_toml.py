@@ -1,0 +1,79 @@
+"""``job.toml``: the job of a run as it was resolved, secrets masked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+
+from batchkit.config import masking
+from batchkit.config.loading import load_job
+from batchkit.config.masking import MASK, masked
+from batchkit.config.tables import JobConfig
+from batchkit.errors import JobError, StoreError
+from batchkit.storage.files import write_atomically
+from batchkit.storage.runfolder import JOB
+
+
+def write_job(folder: Path, job: JobConfig) -> None:
+    """``job.toml``: the job as resolved, secrets masked."""
+    table = masked(_without_none(job.model_dump()))
+    try:
+        write_atomically(folder / JOB, tomlkit.dumps(table).encode())
+    except OSError as error:
+        raise StoreError(f"{folder / JOB}: can't write: {error.strerror}") from error
+
+
+def job_of_run(folder: Path, overrides: Sequence[str] = ()) -> JobConfig:
+    """The job that a run folder was made from, as it was resolved then.
+
+    Raises:
+        JobError: its ``job.toml`` is missing or was damaged.
+    """
+    job = load_job(folder / JOB, overrides)
+    here = {"dir": str(folder.resolve().parent)}  # the folder may have been moved aside since
+    return job.model_copy(
+        update={
+            "name": folder.resolve().name,
+            "output": job.output.model_copy(update=here),
+        }
+    )
+
+
+def without_masked(job: JobConfig) -> JobConfig:
+    """``job`` without the secrets that were masked in its ``job.toml``: the environment may have
+    them; a template that uses one fails and names it."""
+    options = masking.without_masked(job.engine.options, "engine.options")
+    names = masking.without_masked(job.vars, "vars")
+    engine = job.engine.model_copy(update={"options": options})
+    return job.model_copy(update={"engine": engine, "vars": names})
+
+
+def with_secrets_of(job: JobConfig, source: JobConfig) -> JobConfig:
+    """``job``, with the values masked in its ``job.toml`` taken from ``source``, its job file."""
+    return JobConfig.model_validate(masking.filled(job.model_dump(), source.model_dump()))
+
+
+def check_secrets(job: JobConfig) -> None:
+    """Refuse a job that would run without its secrets, for example one read from a ``job.toml``.
+
+    Raises:
+        JobError: names the keys.
+    """
+    keys = [*masking.masked_keys(job.model_dump(exclude={"scoring"}))]
+    if keys:
+        raise JobError(
+            f"{', '.join(keys)}: a secret, of which a run folder keeps only {MASK}; name the job file"
+            " that has it, or give the whole value with --set"
+        )
+
+
+def _without_none(value: Any) -> Any:
+    """TOML has no null: a key without a value is left out."""
+    if isinstance(value, dict):
+        return {name: _without_none(part) for name, part in value.items() if part is not None}
+    if isinstance(value, list):
+        return [_without_none(part) for part in value]
+    return value

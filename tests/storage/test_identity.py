@@ -1,0 +1,110 @@
+"""Which keys of the job file decide a run's answers, and runs of earlier versions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomlkit
+from pydantic.fields import FieldInfo
+
+from batchkit.config.loading import load_job
+from batchkit.config.tables import JobConfig, Table
+from batchkit.config.tables.base import Mark
+from batchkit.errors import ChangedError
+from batchkit.execution.resume import open_run
+from batchkit.sources.input import from_job
+from batchkit.storage.identity import identity, scoring_of
+from batchkit.storage.job_toml import write_job
+from tests.support.dry_runs import LOG, RUN
+
+RECORD = {"index": 0, "id": "no-id:0", "status": "failed", "error": {"kind": "other"}}
+EARLIER = sorted((Path(__file__).parent / "earlier_runs").glob("*.json"))
+
+
+@pytest.fixture(params=EARLIER, ids=lambda path: path.stem)
+def earlier(request: pytest.FixtureRequest, in_tmp_path: Path) -> dict[str, Any]:
+    """A run that an earlier version began: its files, its job and its manifest."""
+    found: dict[str, Any] = json.loads(request.param.read_text())
+    for name, text in found["files"].items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+    write_toml(found["job"])
+    RUN.mkdir(parents=True)
+    (RUN / "manifest.json").write_text(json.dumps(found["manifest"]))
+    LOG.write_text(json.dumps(RECORD) + "\n")
+    return found
+
+
+@pytest.fixture
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_toml(job: dict[str, Any]) -> None:
+    Path("job.toml").write_text(tomlkit.dumps({"name": "a", **job}))
+
+
+def go_on() -> None:
+    job = load_job(Path("job.toml"))
+    options: dict[str, Any] = {"fresh": False, "on_change": "fail", "overrides": []}
+    with open_run(job, from_job(job), command="run", **options):
+        pass
+
+
+def fields(table: type[Table], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Each key with its field, down to the tables that are marked as a whole."""
+    for name, field in table.model_fields.items():
+        tables = [
+            part
+            for part in (field.annotation, *getattr(field.annotation, "__args__", ()))
+            if isinstance(part, type) and issubclass(part, Table)
+        ]
+        if tables and not marks(field):
+            yield from fields(tables[0], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def marks(field: FieldInfo) -> list[Mark]:
+    return [mark for mark in field.metadata if isinstance(mark, Mark)]
+
+
+@pytest.mark.parametrize(
+    ("key", "field"), list(fields(JobConfig)), ids=lambda found: str(found)[:30]
+)
+def test_every_key_is_marked_once(key: str, field: FieldInfo) -> None:
+    assert len(marks(field)) == 1, f"{key}: mark it Identity[…] or Free[…]"
+
+
+def test_identity_is_what_an_earlier_version_wrote(earlier: dict[str, Any]) -> None:
+    job = load_job(Path("job.toml"))
+    assert identity(job) == earlier["manifest"]["identity"]
+    assert scoring_of(job) == earlier["manifest"]["scoring"]
+
+
+def test_run_of_an_earlier_version_goes_on(earlier: dict[str, Any]) -> None:
+    go_on()
+    manifest = json.loads((RUN / "manifest.json").read_text())
+    unchanged = "name", "batchkit", "created_at", "identity", "fingerprints", "model", "seed"
+    for key in (*unchanged, "version", "total", "skipped_elsewhere", "engine_steps", "scoring"):
+        assert manifest[key] == earlier["manifest"][key]
+    assert manifest["starts"][:-1] == earlier["manifest"]["starts"]
+
+
+def test_run_goes_on_from_its_own_job_toml(earlier: dict[str, Any]) -> None:
+    """Also with the secrets that are masked there."""
+    write_job(RUN, load_job(Path("job.toml")))
+    (RUN / "job.toml").rename("job.toml")
+    go_on()
+
+
+def test_change_of_an_earlier_run_is_noticed(earlier: dict[str, Any]) -> None:
+    job = earlier["job"]
+    write_toml(job | {"sampling": job.get("sampling", {}) | {"top_k": 3}})
+    with pytest.raises(ChangedError, match=r"sampling.top_k: null → 3"):
+        go_on()
