@@ -1,7 +1,7 @@
 # Everything from an empty clone: make quickstart. PYTHON and BUILD: see scripts/setup.sh.
 export PYTHON BUILD
 
-.PHONY: setup llama-server quickstart test check bench clean
+.PHONY: setup llama-server quickstart test check bench docs clean
 
 setup:
 	@scripts/setup.sh
@@ -24,6 +24,9 @@ check: setup
 bench: setup
 	.venv/bin/python benchmarks/all.py
 
+docs:
+	@scripts/docs.sh
+
 clean:
-	rm -rf .venv .demo-model .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-docs site .demo-model .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Resolves the CPU environment anew and writes requirements-cpu.lock. Takes about a minute.
+# Resolves the CPU environment and the docs' tools anew: requirements-cpu.lock, requirements-docs.lock.
+# Takes about a minute.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -47,3 +48,17 @@ print(f"""\
 PYTHON
 mv "$scratch/lock" requirements-cpu.lock
 echo "requirements-cpu.lock: $(grep -c '^[a-z].*==' requirements-cpu.lock) packages" >&2
+
+"$scratch/venv/bin/python" - > "$scratch/docs.in" <<'PYTHON'
+import tomllib
+
+with open("pyproject.toml", "rb") as file:
+    print(*tomllib.load(file)["project"]["optional-dependencies"]["docs"], sep="\n")
+PYTHON
+{
+    echo "# The tools of \`make docs\` (pyproject.toml's extra docs). Written by scripts/lock.sh."
+    "$scratch/venv/bin/uv" pip compile --quiet --universal --generate-hashes --no-header \
+        --no-annotate --no-emit-index-url --python-version 3.11 "$scratch/docs.in"
+} > "$scratch/docs-lock"
+mv "$scratch/docs-lock" requirements-docs.lock
+echo "requirements-docs.lock: $(grep -c '^[a-z].*==' requirements-docs.lock) packages" >&2

@@ -1,16 +1,20 @@
-"""The pages that are made from the code say what the code says."""
+"""The docs say what the code says: the page made from it, the commands, the job files, the links."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
+import shlex
 import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
 
+import click
 import pytest
 
+from batchkit.cli import cli
 from batchkit.config.loading import parse_job
 from batchkit.config.tables import JobConfig
 
@@ -73,3 +77,82 @@ def test_types_are_in_plain_words(script: ModuleType, key: str, words: str) -> N
     table, _, name = key.partition(".")
     field = JobConfig.model_fields[table].annotation.model_fields[name]  # type: ignore[union-attr]
     assert script.in_words(field.annotation, field.metadata) == words
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(kind: str) -> list[tuple[str, str]]:
+    """The page and the text of every fenced block of ``kind``."""
+    return [
+        (page.name, text)
+        for page in PAGES
+        for text in re.findall(
+            rf"^```{kind}[^\n]*\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL
+        )
+    ]
+
+
+def commands() -> list[tuple[str, str]]:
+    """The page and the text of every batchkit command that is shown or mentioned with options."""
+    shown = [
+        (page, line)
+        for page, text in blocks("(?:bash)?")
+        for line in re.sub(r"\\\n *", "", text).splitlines()
+    ]
+    mentioned = [
+        (page.name, text)
+        for page in PAGES
+        for text in re.findall(r"`(batchkit [^`…]+)`", " ".join(page.read_text("utf-8").split()))
+    ]
+    return [(page, text) for page, text in shown + mentioned if text.startswith("batchkit ")]
+
+
+@pytest.mark.parametrize(("page", "command"), commands())
+def test_commands_in_the_docs_can_be_typed(page: str, command: str) -> None:
+    job = re.sub(r"\$S\b", "job.toml", command)
+    _, *args = shlex.split(re.sub(r"\$[A-Z]\b", "", job), comments=True)
+    if args == ["--help"]:
+        return
+    name, found, rest = cli.resolve_command(click.Context(cli), args)
+    assert found is not None
+    if rest:
+        found.make_context(name, rest)
+
+
+@pytest.mark.parametrize(("page", "text"), blocks("toml"))
+def test_job_files_in_the_docs_are_jobs(page: str, text: str) -> None:
+    table = tomllib.loads(text)
+    parse_job({"engine": {"kind": "dry-run"}} | table, page)
+
+
+def test_links_lead_to_files() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text("utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_messages_in_troubleshooting_are_printed_by_batchkit() -> None:
+    printed = "\n".join(
+        text for path in (ROOT / "batchkit").rglob("*.py") for text in texts_in(path)
+    )
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^### (`.*)", page, re.MULTILINE)
+    messages = [m for heading in headings for m in re.findall(r"`(.*?…?)`(?:,|$| )", heading)]
+    assert len(messages) > 20
+    for message in messages:
+        for part in message.split("…"):
+            if len(part) > 6 and part != "batchkit status":
+                assert part in printed, f"docs/troubleshooting.md: {part!r}: no such message"
+
+
+def texts_in(path: Path) -> list[str]:
+    """The literal texts in a module; what an f-string fills in is ``…``."""
+    return [
+        "".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values)
+        if isinstance(node, ast.JoinedStr)
+        else str(node.value)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.JoinedStr)
+        or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+    ]
