@@ -148,7 +148,6 @@ class Loop:
             of = "" if (total := self._total.wait(timeout_s=1)) is None else f" of {total:,}"
             self._progress.event(f"resumed {self._resumed:,}{of} rows")
         with closing(self._new_pool(chain([first], rows))) as pool:
-            self._pool = pool
             try:
                 self._generate(pool)
                 if self._stop.signum is None:
@@ -200,6 +199,7 @@ class Loop:
         if self._job.engine.options.get("trust_remote_code"):
             self._progress.event(f"trust_remote_code: Python code that comes with {model} is run")
         engine = pool.open(self._known())
+        self._pool = pool  # none of its figures are known before
         loaded = time.monotonic()
         self._load_s = loaded - started
         self._manifest["starts"][-1]["engine"] = dict(engine.versions)
