@@ -15,7 +15,7 @@ from batchkit.execution.loop import Loop
 from batchkit.execution.progress import Progress
 from batchkit.execution.resume import OnChange, open_run
 from batchkit.execution.signals import StopRequest
-from batchkit.rendering.renderer import PromptRenderer
+from batchkit.rendering.renderer import AdjustSampling, PromptRenderer
 from batchkit.sources import is_fallback
 from batchkit.sources.input import Input, from_job, from_python
 from batchkit.sources.rowhash import input_hash
@@ -34,7 +34,8 @@ class ProductionBatchProcessor:
 
     ``job`` is a JobConfig or the path of a job file. Calling ``process`` again continues where the
     last call stopped; one processor makes one run at a time. ``begun_with`` is the job that the run
-    folder was made for, if ``overrides`` make ``job`` differ from it on purpose.
+    folder was made for, if ``overrides`` make ``job`` differ from it on purpose. ``adjust_sampling``
+    changes the sampling of each row, its own included; workers on Ray don't have it.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class ProductionBatchProcessor:
         command: str = "python",
         begun_with: JobConfig | None = None,
         overrides: Sequence[str] = (),
+        adjust_sampling: AdjustSampling | None = None,
     ) -> None:
         self.job = (
             resolve_paths(job, Path.cwd()) if isinstance(job, JobConfig) else load_job(Path(job))
@@ -63,6 +65,7 @@ class ProductionBatchProcessor:
         self._quiet = quiet
         self._command = command
         self._overrides = overrides
+        self._adjust_sampling = adjust_sampling
 
     def process(self, rows: Iterable[Any] | None = None) -> RunSummary:
         """Run the job's input, or ``rows``: prompts, chat messages, dicts of template fields, or a
@@ -102,7 +105,7 @@ class ProductionBatchProcessor:
         attempts: Mapping[int, int] | None,
         quarantined: Collection[int] = (),
     ) -> RunSummary:
-        renderer = PromptRenderer(self.job)
+        renderer = PromptRenderer(self.job, adjust_sampling=self._adjust_sampling)
         references = references_of(self.job) if self.job.scoring.is_on else None
         if self._fresh or self._on_change == "new":
             open_preflight(self.job)  # before the folder is moved: an option may be mistyped

@@ -26,9 +26,12 @@ class Interrupted(BaseException):
 
 
 class StopRequest:
-    """The first SIGINT allows 10 s to finish what is in flight; a second one, or SIGTERM, none."""
+    """The first SIGINT allows ``drain_s`` to finish what is in flight; a second, or SIGTERM, none."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, *, drain_s: float = DRAIN_S
+    ) -> None:
+        self._drain_s = drain_s
         self.signum: int | None = None
         self._deadline = float("inf")
         self._deferred = False
@@ -84,6 +87,6 @@ class StopRequest:
         first = self.signum is None
         if not first:  # a loop that hangs reads no flag: the next signal ends the process
             signal.signal(signum, signal.SIG_DFL)
-        self.ask(signum, drain_s=DRAIN_S if first and signum == signal.SIGINT else 0.0)
+        self.ask(signum, drain_s=self._drain_s if first and signum == signal.SIGINT else 0.0)
         if not self._deferred:
             raise Interrupted(signum)

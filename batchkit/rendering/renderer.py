@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from zlib import crc32
@@ -21,16 +21,19 @@ from batchkit.types import Completion, Request, Row, RowHint
 _BYTES_PER_PIXEL = 4  # what Pillow uses for RGB
 _BEGINNING = 4096  # characters by which prompts are compared
 
+AdjustSampling = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
 
 class PromptRenderer:
-    """Renders rows for one job. Several threads may share it.
+    """Renders rows for one job. Several threads may share it, and call ``adjust_sampling``.
 
     Raises:
         JobError: a template or template file of the job can't be used, or its ``media.root`` is a
             URL that can't be opened.
     """
 
-    def __init__(self, job: JobConfig) -> None:
+    def __init__(self, job: JobConfig, *, adjust_sampling: AdjustSampling | None = None) -> None:
+        self._adjust_sampling = adjust_sampling
         if job.prompt.images or job.prompt.texts:
             check_root(job.media)
         self._job = job
@@ -254,7 +257,8 @@ class PromptRenderer:
     def _row_sampling(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         column = self._job.sampling.sampling_column
         with_body = self._user is None
-        return row_sampling(self._sampling, fields, column=column, with_body=with_body)
+        found = row_sampling(self._sampling, fields, column=column, with_body=with_body)
+        return found if self._adjust_sampling is None else self._adjust_sampling(found)
 
 
 def _known_by(source: Any) -> str:

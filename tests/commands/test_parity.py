@@ -226,7 +226,7 @@ def test_a_side_that_cannot_start_is_named_and_its_log_kept(
     with pytest.raises(EngineError, match=r"^side b \(transformers\): ") as raised:
         compare(job, "dry-run,transformers", f"engine.model={broken}")
 
-    (log,) = scratch.glob("batchkit-parity-*/engine.log")
+    (log,) = scratch.glob("batchkit-parity-*/b/engine.log")
     assert str(log) in str(raised.value)
 
 

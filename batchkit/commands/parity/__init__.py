@@ -1,4 +1,4 @@
-"""``batchkit parity``: runs the same rows, greedy, through two engines, and compares the answers.
+"""``batchkit parity``: two ordinary runs over the same rows, greedy, and a comparison of their records.
 
 For a model that was quantised or is new to an engine, before it is used for a long run.
 """
@@ -10,15 +10,12 @@ from collections.abc import Callable, Sequence
 from batchkit.commands.parity.answers import Answers, answers_of
 from batchkit.commands.parity.differences import difference
 from batchkit.commands.parity.findings import ParityResult, RowFailure
-from batchkit.commands.parity.scratch import Scratch
 from batchkit.commands.parity.sides import Side, sides_of
+from batchkit.commands.scratch import scratch_folder
 from batchkit.config.tables import JobConfig
-from batchkit.engines.process.launcher import LOG, Launcher
 from batchkit.engines.registry import open_preflight
-from batchkit.errors import EngineError, InputError, JobError
+from batchkit.errors import InputError, JobError
 from batchkit.execution.signals import StopRequest
-from batchkit.rendering.renderer import PromptRenderer
-from batchkit.storage.schema import error_of
 
 
 def parity(
@@ -42,20 +39,14 @@ def parity(
     """
     limit = rows if job.input.limit is None else min(rows, job.input.limit)
     job = job.model_copy(update={"input": job.input.model_copy(update={"limit": limit})})
-    with StopRequest().installed(), Scratch() as folder:
-        first, second = sides_of(job, engines, settings, folder.path)
-        renderer = PromptRenderer(first.job)
+    stop = StopRequest(drain_s=0)
+    with stop.installed(), scratch_folder("batchkit-parity-") as folder:
+        first, second = sides_of(job, engines, settings, folder)
         _check(second)  # before the first one loads and answers in vain
-        launcher = Launcher(folder.path / LOG)
-        try:
-            one = _ask(first, renderer, launcher, folder, say)
-            if first.kind != second.kind:  # its process has imported the first engine's libraries
-                launcher.close()
-            two = _ask(second, renderer, launcher, folder, say)
-        finally:
-            launcher.close()
-    if not one.rows:
-        raise InputError(f"{job.input.path}: no rows to compare two engines on")
+        one = _ask(first, stop, say)
+        if not one.rows:
+            raise InputError(f"{job.input.path}: no rows to compare two engines on")
+        two = _ask(second, stop, say)
     return _findings(one, two, tie)
 
 
@@ -66,21 +57,9 @@ def _check(side: Side) -> None:
         raise JobError(f"{side}: {error}") from error
 
 
-def _ask(
-    side: Side,
-    renderer: PromptRenderer,
-    launcher: Launcher,
-    folder: Scratch,
-    say: Callable[[str], None],
-) -> Answers:
+def _ask(side: Side, stop: StopRequest, say: Callable[[str], None]) -> Answers:
     say(f"{side}: starting the engine")
-    try:
-        answers = answers_of(side, renderer, launcher)
-    except EngineError as error:
-        told, logs = str(error), folder.kept_files()
-        if logs and not any(log in told for log in logs):
-            told += f"; what it printed is in {', '.join(logs)}"
-        raise EngineError(f"{side}: {told}") from error
+    answers = answers_of(side, stop)
     say(f"{side}: {len(answers.rows):,} rows in {answers.seconds:.1f} s")
     return answers
 
@@ -93,9 +72,9 @@ def _findings(one: Answers, two: Answers, tie: float) -> ParityResult:
         if a.error is not None and b.error is not None:
             failed_on_both += 1
         elif a.error is not None:
-            failures.append(RowFailure(index, a.id, "a", error_of(a.error)))
+            failures.append(RowFailure(index, a.id, "a", a.error))
         elif b.error is not None:
-            failures.append(RowFailure(index, a.id, "b", error_of(b.error)))
+            failures.append(RowFailure(index, a.id, "b", b.error))
         elif (found := difference(index, a, b)) is not None:
             differences.append(found)
         else:

@@ -1,26 +1,17 @@
-"""One engine's answers to the rows: a run's loop without log, adaptive window and retries."""
+"""One engine's answers to the rows: an ordinary run in a folder of its own."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import replace
-from math import isfinite
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from batchkit.commands.parity.sides import Side
-from batchkit.engines.base import Engine
-from batchkit.engines.process.launcher import Launcher
-from batchkit.engines.registry import open_engine
-from batchkit.errors import JobError, PromptTooLongError, RowError
-from batchkit.execution.window import Window
-from batchkit.rendering.prefetch import Prefetch
-from batchkit.rendering.renderer import PromptRenderer
-from batchkit.sources import read_rows
-from batchkit.types import Choice, Completion, Request, Row
-
-POLL_S = 0.05
+from batchkit.engines.process.launcher import LOG
+from batchkit.errors import BrokenInputError, EmptyTextError, EngineError, InputError, JobError
+from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.execution.signals import Interrupted, StopRequest
+from batchkit.storage.manifest import read_manifest
+from batchkit.types import ErrorInfo
 
 
 class Token(NamedTuple):
@@ -39,7 +30,7 @@ class SideAnswer(NamedTuple):
     finish_reason: str | None = None
     tokens: Sequence[Token] | None = None
     prompt_tokens: int | None = None
-    error: RowError | None = None
+    error: ErrorInfo | None = None
 
 
 class Told(NamedTuple):
@@ -73,86 +64,61 @@ class Answers(NamedTuple):
         )
 
 
-def answers_of(side: Side, renderer: PromptRenderer, launcher: Launcher) -> Answers:
-    """Raises:
-    JobError: the side's engine finds it invalid.
-    InputError: the rows can't be read.
-    EngineError: the engine could not start, or died.
+def answers_of(side: Side, stop: StopRequest) -> Answers:
+    """Run the side's job.
+
+    Raises:
+        JobError: the side's engine finds it invalid.
+        InputError: the rows can't be read.
+        EngineError: the engine could not start, or died too often. It names the engine's log.
     """
+    processor = ProductionBatchProcessor(
+        side.job, stop=stop, quiet=True, command="parity", adjust_sampling=side.greedy
+    )
     try:
-        engine = open_engine(side.job, launcher)
+        summary = processor.process()
+    except BrokenInputError as error:
+        raise InputError(str(error)) from error
+    except InputError:
+        raise
     except JobError as error:
         raise JobError(f"{side}: {error}") from error
-    with closing(engine):
-        began = time.monotonic()
-        rows = {done.request.row.index: _answer(done) for done in _ask(side, engine, renderer)}
-        return Answers(side, rows, dict(engine.versions), time.monotonic() - began)
+    except EngineError as error:
+        told, log = str(error), side.job.folder / LOG
+        if log.exists() and str(log) not in told:
+            told += f"; what it printed is in {log}"
+        raise EngineError(f"{side}: {told}") from error
+    if stop.signum is not None:
+        raise Interrupted(stop.signum)
+    rows = {record["index"]: _answer(record) for record in summary.records()}
+    versions = read_manifest(side.job.folder)["starts"][-1].get("engine", {})
+    return Answers(side, rows, versions, summary.seconds)
 
 
-def _ask(side: Side, engine: Engine, renderer: PromptRenderer) -> Iterator[Completion]:
-    """A failure is final: a retry, for example with fewer pixels, would change the prompt."""
-    job, in_flight = side.job, 0
-    window = Window(engine.max_num_seqs).size
-
-    def render(row: Row) -> Request | Completion:
-        rendered = renderer.render_or_fail(row)
-        if isinstance(rendered, Completion):
-            return rendered
-        return replace(rendered, sampling=side.greedy(rendered.sampling))
-
-    prefetch = Prefetch(
-        read_rows(job.input),
-        render,
-        threads=job.run.render_threads,
-        ahead=2 * job.run.render_threads,
-        max_bytes=job.media.max_memory_bytes,
+def _answer(record: Mapping[str, Any]) -> SideAnswer:
+    """An answer without text is compared like any other, although a run counts it as failed."""
+    error, finish_reason = record["error"], record["finish_reason"]
+    if error is not None and error["kind"] != EmptyTextError.kind:
+        return SideAnswer(record["id"], error=ErrorInfo(**error))
+    return SideAnswer(
+        record["id"],
+        record["text"] or "",
+        finish_reason,
+        _tokens(record["choices"][0]["logprobs"]) if "choices" in record else None,
+        None if record["usage"] is None else record["usage"]["prompt_tokens"],
     )
-    with closing(prefetch):
-        while in_flight or not prefetch.exhausted:
-            while in_flight < window:
-                rendered = prefetch.get(timeout_s=0 if in_flight else POLL_S)
-                if rendered is None:
-                    break
-                if isinstance(rendered, Completion):
-                    yield rendered
-                    continue
-                engine.submit(rendered)
-                in_flight += 1
-            for done in engine.poll(POLL_S) if in_flight else ():
-                if (shorter := _shorter(done, renderer)) is not None:
-                    engine.submit(shorter)
-                    continue
-                in_flight -= 1
-                prefetch.release(done.request)
-                yield done
 
 
-def _shorter(done: Completion, renderer: PromptRenderer) -> Request | None:
-    """The request with a shorter prompt, if it is too long and the job allows cutting."""
-    if not isinstance(done.error, PromptTooLongError):
+def _tokens(logprobs: Sequence[Mapping[str, Any]] | None) -> Sequence[Token] | None:
+    if logprobs is None:
         return None
-    return renderer.shortened(done.request, done.error)
-
-
-def _answer(done: Completion) -> SideAnswer:
-    row_id = done.request.row.id
-    if done.error is not None:
-        return SideAnswer(row_id, error=done.error)
-    choice = done.choices[0]
-    prompt_tokens = None if done.usage is None else done.usage.prompt_tokens
-    return SideAnswer(row_id, choice.text, choice.finish_reason, _tokens(choice), prompt_tokens)
-
-
-def _tokens(choice: Choice) -> Sequence[Token] | None:
-    if choice.logprobs is None:
-        return None
-    return [Token(t["token"], t["logprob"], _by_text(t["top_logprobs"])) for t in choice.logprobs]
+    return [Token(t["token"], t["logprob"], _by_text(t["top_logprobs"])) for t in logprobs]
 
 
 def _by_text(top: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of two tokens with one text, the likelier. Tokens that a grammar forbids are left out."""
+    """Of two tokens with one text, the likelier. Tokens that a grammar forbids have no logprob."""
     found: dict[str, float] = {}
     for token in top:
-        if isfinite(token["logprob"]):
+        if token["logprob"] is not None:
             found.setdefault(token["token"], token["logprob"])
     return found

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from batchkit.config.loading import make_job, masked_override
-from batchkit.config.tables import EngineKind, EngineTable, JobConfig, SamplingTable
+from batchkit.config.tables import (
+    EngineKind,
+    EngineTable,
+    JobConfig,
+    OutputTable,
+    RetryTable,
+    SamplingTable,
+    ScoringTable,
+)
 from batchkit.engines.registry import sampling_names
 from batchkit.engines.request_checks import near
 from batchkit.errors import JobError
@@ -100,7 +108,11 @@ def sides_of(
     common = job.model_copy(
         update={
             "sampling": sampling,
-            "output": job.output.model_copy(update={"dir": str(folder)}),
+            "output": OutputTable(dir=str(folder)),
+            "scoring": ScoringTable(),
+            # A retry would change the prompt, for example by using fewer pixels.
+            "retry": RetryTable(attempts=1, on_too_long=job.retry.on_too_long),
+            "run": job.run.model_copy(update={"workers": None, "fail_on_error": False}),
         }
     )
     first, second = (
@@ -129,7 +141,7 @@ def _side(name: str, kind: str, job: JobConfig, settings: Sequence[str], greedy:
             )
     table, left_out = _table_for(kind, job.engine)
     engine = make_job({"engine": table}, _told(name, kind), settings).engine
-    return Side(name, job.model_copy(update={"engine": engine}), left_out, greedy)
+    return Side(name, job.model_copy(update={"engine": engine, "name": name}), left_out, greedy)
 
 
 def _table_for(kind: str, engine: EngineTable) -> tuple[dict[str, Any], list[str]]:

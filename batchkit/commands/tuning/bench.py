@@ -9,7 +9,7 @@ from typing import Any
 from batchkit.commands.tuning.batch_size_option import BatchSizeOption, batch_size_option
 from batchkit.commands.tuning.rounds import Budget
 from batchkit.commands.tuning.table import SizeResult, SizeTable, figure
-from batchkit.commands.tuning.trial import Say, Trial, Trials
+from batchkit.commands.tuning.trial import Say, Trial, Trials, trials_of
 from batchkit.config.tables import JobConfig
 from batchkit.errors import InputError, JobError
 from batchkit.execution.signals import Interrupted, StopRequest
@@ -80,7 +80,7 @@ def bench(
         if rows is not None and rows >= total:
             rows = None
         _warn(option, batch_sizes, rows or total, say)
-        with Trials(job, option, rows=rows, say=say) as trials:
+        with trials_of(job, option, rows=rows, say=say) as trials:
             try:
                 _measure(trials, batch_sizes, rounds, seconds, say)
             except Interrupted as interrupted:

@@ -23,7 +23,7 @@ from batchkit.commands.tuning.bottleneck import (
 from batchkit.commands.tuning.rounds import ENOUGH_ROWS, Budget
 from batchkit.commands.tuning.search import LEAST_GAIN, Rate, search
 from batchkit.commands.tuning.table import SizeResult, SizeTable, figure, header
-from batchkit.commands.tuning.trial import OOM, Say, Trials
+from batchkit.commands.tuning.trial import OOM, Say, trials_of
 from batchkit.config.tables import JobConfig
 from batchkit.errors import InputError, JobError
 from batchkit.execution.progress import duration
@@ -170,7 +170,7 @@ def find_batch_size(
         if job.engine.kind == "openai-server":
             say("the server keeps what it has cached: later trials may look faster than they are")
         rendered, flattened, signum = None, False, None
-        with Trials(job, option, rows=rows, say=say) as trials:
+        with trials_of(job, option, rows=rows, say=say) as trials:
 
             def rate_of(size: int) -> Rate | None:
                 line = SizeResult.of([trials.run(size, Budget(seconds))])

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
 
+from batchkit.commands.scratch import scratch_folder
 from batchkit.commands.tuning.batch_size_option import BatchSizeOption, with_size
 from batchkit.commands.tuning.feed import Fed, feed
 from batchkit.commands.tuning.idle import Idle
@@ -61,8 +59,20 @@ class Trial:
         return bool(self.rounds) and all(found.is_typical for found in self.rounds)
 
 
+@contextmanager
+def trials_of(
+    job: JobConfig, option: BatchSizeOption, *, rows: int | None, say: Say
+) -> Iterator[Trials]:
+    """Trials whose engines print to a folder that is removed at the end."""
+    with (
+        scratch_folder("batchkit-trial-") as folder,
+        closing(Launcher(folder / LOG)) as launcher,
+    ):
+        yield Trials(job, option, launcher, rows=rows, say=say)
+
+
 class Trials:
-    """Trials of one job, one after the other, in a folder that is removed at the end.
+    """Trials of one job, one after the other.
 
     ``done`` holds all of them. They use the first ``rows`` rows of the job.
     """
@@ -71,6 +81,7 @@ class Trials:
         self,
         job: JobConfig,
         option: BatchSizeOption,
+        launcher: Launcher,
         *,
         rows: int | None,
         say: Say,
@@ -78,23 +89,10 @@ class Trials:
         self._is_sample = rows is not None
         self._job = job if rows is None else with_rows(job, rows)
         self._option = option
+        self._launcher = launcher
         self._say = say
         self._renderer = PromptRenderer(job)
-        self._folder = tempfile.TemporaryDirectory(prefix="batchkit-trial-")
-        self._launcher = Launcher(Path(self._folder.name) / LOG)
         self.done: list[Trial] = []
-
-    def __enter__(self) -> Trials:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._launcher.close()
-        self._folder.cleanup()
 
     def run(self, batch_size: int, budget: Budget) -> Trial:
         """Raises:
