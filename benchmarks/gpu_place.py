@@ -16,7 +16,7 @@ import psutil
 import shapes
 import tomlkit
 
-from batchkit.commands.tuning.memory import gpu_bytes
+from batchkit.engines.memory import gpu_bytes
 
 HERE = Path(__file__).parent
 HUNGRY_BYTES = "HUNGRY_BYTES"  # as in hungry.py, which imports vLLM

@@ -18,7 +18,8 @@ import pip
 import pytest
 
 from batchkit.commands.doctor import VLLM_RANGE, Diagnosis, Finding, diagnose, torchvision_fix
-from batchkit.commands.doctor.machine import Facts, Folder, Gpu, Probe
+from batchkit.commands.doctor.machine import Facts, Folder, Probe
+from batchkit.engines.memory import Gpu
 
 ROOT = Path(__file__).parent.parent
 CPU = Facts(

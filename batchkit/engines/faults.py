@@ -117,7 +117,7 @@ def fault_of_exit(code: int | None, last_words: str, memory: str = "") -> Fault:
     """The fault of a process that ended without reporting why.
 
     The kernel sends SIGKILL to free memory, but others send it, too; ``memory`` is the evidence
-    that memory ran out (``host_memory.py``), empty if there is none.
+    that memory ran out (``memory.py``), empty if there is none.
     """
     if code == -signal.SIGKILL:
         if memory:

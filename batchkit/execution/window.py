@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from batchkit.engines.base import EngineLoad
-from batchkit.engines.host_memory import free_memory_share
+from batchkit.engines.memory import free_memory_share
 
 START, LARGEST, LEAST, STEP, CUT = 1.5, 4.0, 0.25, 0.25, 0.75
 COOLDOWN_S = 10.0

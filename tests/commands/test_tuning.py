@@ -35,13 +35,14 @@ from batchkit.commands.tuning.batch_size_option import (
 from batchkit.commands.tuning.bench import sizes_in
 from batchkit.commands.tuning.bottleneck import Rendered, bottleneck_of
 from batchkit.commands.tuning.idle import Idle, IdleMeter
-from batchkit.commands.tuning.memory import MemoryMeter, host_bytes
+from batchkit.commands.tuning.memory import MemoryMeter
 from batchkit.commands.tuning.rounds import Budget, Round, Rounds, TimedAnswer
 from batchkit.commands.tuning.search import Rate, search
 from batchkit.commands.tuning.table import SizeTable
 from batchkit.commands.tuning.trial import OOM, Trial
 from batchkit.config.loading import make_job
 from batchkit.engines.base import EngineLoad
+from batchkit.engines.memory import family_bytes
 from batchkit.errors import JobError
 from tests.conftest import batchkit, write_jsonl
 from tests.support.chat_server import ChatServer
@@ -383,8 +384,10 @@ def test_memory_of_a_process_is_seen() -> None:
     meter.follow(os.getpid())
     found = meter.close()
     assert found is not None
-    assert found.gb == pytest.approx(host_bytes(os.getpid()) / 2**30, rel=0.2) or found.of == "gpu"
-    assert host_bytes(2**22 + 5) == 0
+    assert (
+        found.gb == pytest.approx(family_bytes(os.getpid()) / 2**30, rel=0.2) or found.of == "gpu"
+    )
+    assert family_bytes(2**22 + 5) == 0
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,,2", "a", "-1", "1.5"])

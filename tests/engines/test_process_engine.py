@@ -23,7 +23,7 @@ import pytest
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.faults import EngineDied, StartFailed
-from batchkit.engines.host_memory import MemoryWatch
+from batchkit.engines.memory import MemoryWatch
 from batchkit.engines.process.engine import ProcessEngine
 from batchkit.engines.process.launcher import LOG, Launcher
 from batchkit.engines.registry import open_engine

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from batchkit.commands.doctor.machine import Facts, Gpu, look
+from batchkit.commands.doctor.machine import Facts, look
 from batchkit.config.masking import is_secret, masked_text
+from batchkit.engines.memory import Gpu
 
 VLLM_RANGE = ((0, 26), (0, 33))  # supported by engines/vllm/; as in pyproject.toml
 MIN_DISK_GIB = 5

@@ -16,6 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from batchkit.engines.memory import Gpu, gpus, memory_limit
+
 # Tried in a process of its own: a mismatched build may crash. Prints one JSON line, last.
 PROBES = {
     "torch": "import torch; r = {'gpu_build': bool(torch.version.cuda or"
@@ -34,15 +36,6 @@ class Probe:
 
     result: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One line of nvidia-smi; no sizes if it shares the host's memory."""
-
-    name: str
-    total_gib: float | None = None
-    free_gib: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +93,7 @@ def look() -> Facts:
     with ThreadPoolExecutor() as pool:  # the threads only wait for their processes
         probes = dict(zip(wanted, pool.map(_probe, wanted), strict=True))
     memory = psutil.virtual_memory()
-    limit = _memory_limit_bytes()
+    limit = memory_limit()
     cwd = Path.cwd()
     cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     homes = {"HF_HOME": cache_home / "huggingface", "VLLM_CACHE_ROOT": cache_home / "vllm"}
@@ -109,7 +102,7 @@ def look() -> Facts:
         python=sys.version_info[:3],
         versions=versions,
         probes=probes,
-        gpus=_nvidia_gpus(),
+        gpus=gpus(),
         arch=platform.machine(),
         cpu_flags=_cpu_flags(),
         cores=len(os.sched_getaffinity(0))
@@ -151,24 +144,6 @@ def _probe(name: str) -> Probe:
     return Probe(error=lines[-1] if lines else f"exit status {tried.returncode}")
 
 
-def _nvidia_gpus() -> list[Gpu]:
-    query = ["--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
-    try:
-        asked = subprocess.run(
-            ["nvidia-smi", *query], capture_output=True, text=True, timeout=30, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    gpus: list[Gpu] = []
-    for line in asked.stdout.strip().splitlines():
-        name, *sizes = (part.strip() for part in line.rsplit(",", 2))
-        if all(size.isdecimal() for size in sizes):
-            gpus.append(Gpu(name, *(int(size) / 1024 for size in sizes)))
-        else:
-            gpus.append(Gpu(name))
-    return gpus
-
-
 def _cpu_flags() -> frozenset[str]:
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -176,16 +151,6 @@ def _cpu_flags() -> frozenset[str]:
         return frozenset()
     line = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
     return frozenset(line[1].split()) if line else frozenset()
-
-
-def _memory_limit_bytes() -> float:
-    """The container's limit (cgroup v2, then v1), infinite if there is none."""
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            return int((Path("/sys/fs/cgroup") / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # absent, or "max"
-            continue
-    return float("inf")
 
 
 def _folder(path: Path) -> Folder:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import subprocess
 import threading
-from importlib import import_module
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-import psutil
+from batchkit.engines.memory import family_bytes, gpu_bytes
 
 INTERVAL_S = 0.5
 _LEAST_GPU_BYTES = 64 * 2**20  # less than a CUDA context: the engine runs on the host
@@ -40,7 +36,7 @@ class MemoryMeter:
     def follow(self, pid: int | None) -> None:
         """Set the engine's process, if it has its own; samples once now, as it may end soon."""
         if pid is not None:
-            self._host_peak = host_bytes(pid)
+            self._host_peak = family_bytes(pid)
         self._pid = pid
 
     def close(self) -> Memory | None:
@@ -57,49 +53,6 @@ class MemoryMeter:
             if self._gpu_before is not None and (now := gpu_bytes()) is not None:
                 self._gpu_peak = max(self._gpu_peak, now - self._gpu_before)
             if self._pid is not None:
-                self._host_peak = max(self._host_peak, host_bytes(self._pid))
+                self._host_peak = max(self._host_peak, family_bytes(self._pid))
             if is_last:
                 return
-
-
-def host_bytes(pid: int) -> int:
-    """Resident memory of the process and its descendants; 0 if it has ended."""
-    total = 0
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        for each in [process, *process.children(recursive=True)]:
-            with contextlib.suppress(psutil.Error):
-                total += int(each.memory_info().rss)
-    return total
-
-
-def gpu_bytes() -> int | None:
-    """In use on all GPUs together, by any process: inside a container the driver does not know the
-    processes by the ids that they have there. None if no GPU answers."""
-    try:
-        return _nvml_bytes(import_module("pynvml"))
-    except ImportError:
-        return _smi_bytes()
-    except Exception:  # NVMLError; its classes are made when the library is loaded
-        return None
-
-
-def _nvml_bytes(pynvml: Any) -> int:
-    pynvml.nvmlInit()
-    try:
-        devices = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        return sum(int(pynvml.nvmlDeviceGetMemoryInfo(device).used) for device in devices)
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _smi_bytes() -> int | None:
-    if shutil.which("nvidia-smi") is None:
-        return None
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    try:
-        asked = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
-        sizes = [int(line) for line in asked.stdout.split()]
-    except (OSError, subprocess.SubprocessError, ValueError):  # "[N/A]" if it is unknown
-        return None
-    return sum(sizes) * 2**20 if sizes else None

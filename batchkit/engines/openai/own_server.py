@@ -25,7 +25,7 @@ from batchkit.engines.faults import (
     points_elsewhere,
     tells_of_memory,
 )
-from batchkit.engines.host_memory import LOOK_S, MemoryWatch, family_bytes
+from batchkit.engines.memory import LOOK_S, MemoryWatch, family_bytes
 from batchkit.engines.process import guard
 from batchkit.engines.process.engine_log import EngineLog
 from batchkit.engines.process.guard import GRACE_S

@@ -27,7 +27,7 @@ from typing import Any
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import EngineLoad
 from batchkit.engines.faults import EngineDied, Fault, StartFailed, fault_of_exit, with_log
-from batchkit.engines.host_memory import LOOK_S, MemoryWatch
+from batchkit.engines.memory import LOOK_S, MemoryWatch
 from batchkit.engines.process.engine_log import EngineLog
 from batchkit.engines.process.launcher import LOG, Launched, Launcher, LaunchError
 from batchkit.engines.process.messages import Died, NotStarted, Ready, Refused, Turn

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import BURST_GAP_S, EngineLoad
 from batchkit.engines.faults import EngineDied, Fault, StartFailed, fault_of
-from batchkit.engines.host_memory import family_bytes
+from batchkit.engines.memory import family_bytes
 from batchkit.engines.process.launcher import SCRATCH
 from batchkit.engines.process.startup import explain
 from batchkit.engines.request_checks import cause

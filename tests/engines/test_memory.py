@@ -1,16 +1,23 @@
-"""What says that memory ran out: the kernel's count of kills, and how much was free shortly before."""
+"""What shows that memory ran out, and how much of it a host, a process and a GPU use."""
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
-from batchkit.engines.host_memory import (
+from batchkit.engines.memory import (
     RECENT_S,
+    Gpu,
     MemoryWatch,
+    family_bytes,
     free_memory_share,
+    gpu_bytes,
+    gpus,
     memory_groups,
+    memory_limit,
     oom_kills,
 )
 
@@ -84,7 +91,32 @@ def test_a_process_has_the_limits_of_all_cgroups_above_it(
     assert list(memory_groups(tmp_path / "absent", tmp_path)) == []
 
 
+@pytest.mark.parametrize(
+    ("printed", "found", "used_gib"),
+    [
+        ("H200, 4096, 1024\nA, B, 2048, 2048\n", [Gpu("H200", 4.0, 1.0), Gpu("A, B", 2.0, 2.0)], 3),
+        ("GB10, [N/A], [N/A]\n", [Gpu("GB10")], None),
+        ("", [], None),
+    ],
+)
+def test_gpus_are_read_from_the_drivers_program(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    printed: str,
+    found: list[Gpu],
+    used_gib: int | None,
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nprintf '{printed}'")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # else it is used instead
+    assert gpus() == found
+    assert gpu_bytes() == (None if used_gib is None else used_gib * 2**30)
+
+
 def test_this_host_can_be_read() -> None:
     assert 0 < free_memory_share() <= 1
+    assert memory_limit() > family_bytes(os.getpid()) > 0
     kills = oom_kills()
     assert kills is None or kills >= 0

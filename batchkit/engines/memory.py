@@ -1,16 +1,19 @@
-"""Whether the host's memory, or the container's, ran out.
+"""How much memory is used and free: of the host, the container, processes and GPUs.
 
-The kernel frees memory by killing a process, but a person may kill one with the same signal. The
-kernel's own count of such kills, and how much memory was free shortly before, show which it was.
+``MemoryWatch`` finds out whether memory ran out. The kernel frees memory by killing a process, but
+a person may kill one with the same signal. The kernel's own count of such kills, and how much
+memory was free shortly before, show which it was.
 """
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 LOOK_S = 1.0
 RECENT_S = 10.0
@@ -19,36 +22,92 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
+class Gpu(NamedTuple):
+    """No sizes if it shares the host's memory."""
+
+    name: str
+    total_gib: float | None = None
+    free_gib: float | None = None
+
+
 def free_memory_share() -> float:
     """Share of the memory that is available, from 0 to 1: the host's, or the container's if less."""
     import psutil
 
     memory = psutil.virtual_memory()
-    share = float(memory.available / memory.total)
-    for group in memory_groups():
-        try:
-            limit = int(_first(group, "memory.max", "memory.limit_in_bytes"))
-            used = int(_first(group, "memory.current", "memory.usage_in_bytes"))
-            share = min(share, 1 - (used - _reclaimable(group)) / limit)
-        except (OSError, ValueError, ZeroDivisionError):  # absent, or "max"
-            continue
-    return share
+    return min([memory.available / memory.total, *(1 - used / most for used, most in _limits())])
+
+
+def memory_limit() -> float:
+    """The bytes that the container may use, infinite if there is no limit."""
+    return min((most for _, most in _limits()), default=float("inf"))
 
 
 def family_bytes(pid: int) -> int:
-    """Resident memory of a process and all its descendants.
+    """Resident memory of a process and all its descendants; 0 if it has ended.
 
     Not cheap: finding them means reading all processes of the host.
     """
     import psutil
 
     total = 0
-    with suppress(psutil.NoSuchProcess):
+    with suppress(psutil.Error):
         first = psutil.Process(pid)
         for process in (first, *first.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess):
+            with suppress(psutil.Error):
                 total += process.memory_info().rss
     return total
+
+
+def gpu_bytes() -> int | None:
+    """In use on all GPUs together, by any process: inside a container the driver does not know the
+    processes by the ids that they have there. None if no GPU answers."""
+    found = gpus()
+    if not found or any(gpu.total_gib is None or gpu.free_gib is None for gpu in found):
+        return None
+    return int(sum((gpu.total_gib or 0) - (gpu.free_gib or 0) for gpu in found) * 2**30)
+
+
+def gpus() -> list[Gpu]:
+    """The NVIDIA GPUs of this machine; empty if the driver does not answer."""
+    try:
+        import pynvml  # comes with vLLM, and is faster than starting nvidia-smi
+    except ImportError:
+        return _smi_gpus()
+    try:
+        pynvml.nvmlInit()
+        try:
+            numbers = range(pynvml.nvmlDeviceGetCount())
+            return [_nvml_gpu(pynvml, pynvml.nvmlDeviceGetHandleByIndex(n)) for n in numbers]
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return []
+
+
+def _nvml_gpu(pynvml: Any, device: Any) -> Gpu:
+    name = pynvml.nvmlDeviceGetName(device)
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(device)
+    except pynvml.NVMLError:
+        return Gpu(name)
+    return Gpu(name, memory.total / 2**30, memory.free / 2**30)
+
+
+def _smi_gpus() -> list[Gpu]:
+    query = ["--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        asked = subprocess.run(
+            ["nvidia-smi", *query], capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    gpus: list[Gpu] = []
+    for line in asked.stdout.strip().splitlines():
+        name, *sizes = (part.strip() for part in line.rsplit(",", 2))
+        known = all(size.isdecimal() for size in sizes)  # else "[N/A]"
+        gpus.append(Gpu(name, *(int(size) / 1024 for size in sizes)) if known else Gpu(name))
+    return gpus
 
 
 def oom_kills() -> int | None:
@@ -112,6 +171,16 @@ class MemoryWatch:
         since = self._clock() - RECENT_S
         free = min((share for at, share in self._seen if at >= since), default=1.0)
         return f"{free:.0%} of the memory was free shortly before" if free < LITTLE_FREE else ""
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Used and most bytes of each cgroup that limits this process's memory."""
+    for group in memory_groups():
+        with suppress(OSError, ValueError):  # absent, or "max"
+            most = int(_first(group, "memory.max", "memory.limit_in_bytes"))
+            used = int(_first(group, "memory.current", "memory.usage_in_bytes"))
+            if most > 0:
+                yield used - _reclaimable(group), most
 
 
 def _reclaimable(group: Path) -> int:
