@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from batchkit.errors import EngineError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from batchkit.types import Request
 
 # What vLLM says when the error of one of its workers is only in the log.
@@ -34,6 +36,8 @@ _OVER_CLAIM_WORDS = (
     "less than desired CPU memory utilization",
 )
 _WITHOUT_CACHE_WORDS = "No available memory for the cache blocks"
+# vLLM at load, if the KV cache is too small for one request of full length.
+_SHORT_OF_CACHE_WORDS = "is larger than the available KV cache memory"
 _OOM_WORDS = (
     "can't allocate memory",
     "Cannot allocate memory",
@@ -69,6 +73,11 @@ class Fault:
         """The engine's memory is full before the KV cache gets any of it."""
         return _WITHOUT_CACHE_WORDS in self.message
 
+    @property
+    def is_short_of_cache(self) -> bool:
+        """The KV cache is too small for one request of full length; ``kind`` is not "oom"."""
+        return _SHORT_OF_CACHE_WORDS in self.message
+
     def __str__(self) -> str:
         return f"{self.type}: {self.message}" if self.message else self.type
 
@@ -91,11 +100,20 @@ class StartFailed(EngineDied):
     """The engine did not start; ``message`` says what to do.
 
     ``limits``: the options that would have decided its memory use, if they were known by then.
+    ``log``: the file with what the engine printed, if the error's text should name it.
     """
 
-    def __init__(self, message: str, fault: Fault, limits: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        message: str,
+        fault: Fault,
+        limits: Mapping[str, Any],
+        *,
+        log: Path | None = None,
+    ) -> None:
         super().__init__(fault)
-        self.args = (message,)
+        self.args = (message if log is None else f"{message}; what it printed is in {log}",)
+        self.message = message
         self.limits = limits
 
 

@@ -28,9 +28,7 @@ class Bench:
 
     @property
     def exit_code(self) -> int:
-        if self.signum is not None:
-            return 128 + self.signum
-        return 0 if self.table.best is not None else 1
+        return self.table.exit_code(self.signum)
 
     def to_json(self) -> dict[str, Any]:
         return {

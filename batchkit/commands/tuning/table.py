@@ -174,6 +174,12 @@ class SizeTable:
         """The smallest size that ran out of memory."""
         return min((ln for ln in self.lines if ln.status == OOM), key=_size, default=None)
 
+    def exit_code(self, signum: int | None) -> int:
+        """``signum``: of the signal that ended the command early, if any."""
+        if signum is not None:
+            return 128 + signum
+        return 0 if self.best is not None else 1
+
     def to_text(self) -> str:
         """The whole table; a line may cover several rounds."""
         lines = [line.to_text(with_spread=True) for line in self.lines]

@@ -23,8 +23,6 @@ from batchkit.errors import BatchkitError, EngineError, JobError
 from batchkit.rendering.renderer import PromptRenderer
 
 OK, OOM = "ok", "OOM"
-# vLLM's message at load if the KV cache is too small for one full-length request; it has no type.
-_NO_ROOM_WORDS = "is larger than the available KV cache memory"
 
 Say = Callable[[str], None]
 
@@ -157,15 +155,20 @@ def with_rows(job: JobConfig, rows: int) -> JobConfig:
 def _status(error: BatchkitError) -> str:
     if not isinstance(error, EngineDied):
         return f"error: {' '.join(str(error).split())}"
-    is_oom = error.fault.kind == "oom" or _NO_ROOM_WORDS in error.fault.message
+    is_oom = error.fault.kind == "oom" or error.fault.is_short_of_cache
     return OOM if is_oom else f"error: {error.fault}"
 
 
 def _reason(error: BatchkitError) -> str:
     """In one line, without the name of the log, which is removed with the trial's folder."""
-    is_told = isinstance(error, EngineDied) and not isinstance(error, StartFailed)
-    told = str(error.fault if isinstance(error, EngineDied) and is_told else error)
-    return " ".join(told.partition("; what it printed is in")[0].split())
+    match error:
+        case StartFailed():
+            reason = error.message
+        case EngineDied():
+            reason = str(error.fault)
+        case _:
+            reason = str(error)
+    return " ".join(reason.split())
 
 
 def _why_no_answer(fed: Fed, budget: Budget) -> str:

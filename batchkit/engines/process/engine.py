@@ -155,8 +155,8 @@ class ProcessEngine:
             # Whatever the cause: it has only imported packages, so no smaller setting would help.
             fault = self._fault_of_exit(error.returncode)
             fault = replace(fault, kind="engine_crash", is_unexplained_kill=False)
-            told = f"no process for the engine could be started ({fault});"
-            raise StartFailed(f"{told} what it printed is in {self._log}", fault, {}) from error
+            told = f"no process for the engine could be started ({fault})"
+            raise StartFailed(told, fault, {}, log=self._log) from error
 
     def _start(self, job: JobConfig) -> Ready:
         message: Ready | Refused | NotStarted
@@ -167,8 +167,8 @@ class ProcessEngine:
             message = self._connection.recv()
         except (EOFError, OSError):
             fault = self._exit_fault()
-            told = f"{job.engine.model}: the engine's process died while it loaded ({fault});"
-            raise StartFailed(f"{told} what it printed is in {self._log}", fault, {}) from None
+            told = f"{job.engine.model}: the engine's process died while it loaded ({fault})"
+            raise StartFailed(told, fault, {}, log=self._log) from None
         if isinstance(message, Ready):
             return message
         if isinstance(message, Refused):
