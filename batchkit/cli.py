@@ -615,17 +615,11 @@ def doctor() -> Result:
 
 def _find_to_read(run: str | None, overrides: tuple[str, ...] = ()) -> Path:
     """Like ``_find``; reports the first damaged line of the log that will be skipped."""
-    from batchkit.storage.ledger import RESULTS
     from batchkit.storage.store import passed_over
 
     folder = _find(run, overrides)
-    if (folder / RESULTS).exists() and (place := passed_over(folder)) is not None:
-        _print(
-            f"batchkit: {folder / RESULTS}: the line at byte {place} is no record and is passed over;"
-            f" its row may be missing below. `batchkit verify --repair {folder}` sets it aside, and"
-            " the next run answers the row again",
-            err=True,
-        )
+    if (warning := passed_over(folder)) is not None:
+        _say(warning)
     return folder
 
 
@@ -635,7 +629,7 @@ def _find(run: str | None, overrides: tuple[str, ...] = ()) -> Path:
 
     folder = find_run(run, overrides)
     if run is None:
-        _print(f"batchkit: {folder}", err=True)
+        _say(str(folder))
     return folder
 
 
