@@ -8,28 +8,50 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
 from batchkit import __version__
 from batchkit.config.masking import masked_text
 from batchkit.config.terminal import plain
-from batchkit.errors import BatchkitError, JobError
+from batchkit.errors import BatchkitError, JobError, limit_reached
+
+if TYPE_CHECKING:
+    from batchkit.config.tables import JobConfig
+
+
+def _rows(text: str, default: int | None = None) -> Callable[[Any], Any]:
+    return click.option("--rows", type=COUNT, default=default, help=text)
+
+
+def _seconds(text: str, default: float) -> Callable[[Any], Any]:
+    over_0 = click.FloatRange(0, min_open=True)
+    return click.option("--seconds", type=over_0, default=default, help=text)
+
+
+def _set(flag: str, name: str, text: str) -> Callable[[Any], Any]:
+    return click.option(flag, name, multiple=True, metavar="KEY=VALUE", help=text)
+
+
+def _format(flag: str, text: str) -> Callable[[Any], Any]:
+    """A format of an export; its PATH may be left out."""
+    return click.option(flag, is_flag=False, flag_value="", metavar="[PATH]", help=text)
+
 
 COUNT = click.IntRange(1)
+CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True}
 FILE = click.Path(path_type=Path)
+Texts = tuple[str, ...]
 JOB = click.argument("job", type=FILE)
 RUN = click.argument("run", required=False)
-SET = click.option(
+SET = _set(
     "--set",
     "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Override one key of the job, dotted: sampling.temperature=0. May be repeated.",
+    "Override one key of the job, dotted: sampling.temperature=0. May be repeated.",
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 
@@ -55,24 +77,6 @@ def printed(command: Callable[..., Result]) -> Callable[..., None]:
     return run
 
 
-def _rows(text: str, default: int | None = None) -> Callable[[Any], Any]:
-    shown = default is not None
-    return click.option("--rows", type=COUNT, default=default, show_default=shown, help=text)
-
-
-def _seconds(default: float, text: str) -> Callable[[Any], Any]:
-    """A limit; more than 0."""
-    more_than_0 = click.FloatRange(0, min_open=True)
-    return click.option(
-        "--seconds", type=more_than_0, default=default, show_default=True, help=text
-    )
-
-
-def _format(name: str, text: str) -> Callable[[Any], Any]:
-    """A format of an export; its PATH may be left out."""
-    return click.option(name, is_flag=False, flag_value="", metavar="[PATH]", help=text)
-
-
 class Cli(click.Group):
     """Turns our errors into a message on stderr and an exit code."""
 
@@ -96,11 +100,11 @@ class Cli(click.Group):
             _print("batchkit: interrupted", err=True)
             ctx.exit(130)
         except (RecursionError, MemoryError) as error:  # the last resort: a traceback does not help
-            _print(f"batchkit: error: {_limit_reached(error)}", err=True)
+            _print(f"batchkit: error: {limit_reached(error)}", err=True)
             ctx.exit(1)
 
 
-@click.group(cls=Cli, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Cli, context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="batchkit")
 def cli() -> None:
     """Put many prompts, with images, through a model that you run yourself.
@@ -139,7 +143,6 @@ def cli() -> None:
     "--on-change",
     type=click.Choice(["fail", "new", "requeue"]),
     default="fail",
-    show_default=True,
     help="When job or input changed since the run began: stop with a diff, begin a new run, or"
     " run again what the change touches.",
 )
@@ -157,11 +160,9 @@ def run(
     shard: str | None,
     workers: int | None,
     ray_address: str | None,
-    overrides: tuple[str, ...],
-    fresh: bool,
-    on_change: Any,
-    skip_from: Path | None,
+    overrides: Texts,
     dry_run: bool,
+    **how: Any,
 ) -> None:
     """Run JOB, or carry on where it stopped.
 
@@ -169,13 +170,12 @@ def run(
     """
     from batchkit.commands.run import run_job
     from batchkit.commands.validate import preview
-    from batchkit.config.loading import load_job
     from batchkit.config.shard import asked_for
     from batchkit.storage.summary import RunSummary
 
     given = {"input.limit": limit, "run.workers": workers, "run.ray_address": ray_address}
     more = [f"{key}={value}" for key, value in given.items() if value is not None]
-    loaded = load_job(job, (*overrides, *more))
+    loaded = _load(job, (*overrides, *more))
     if shard is not None:
         loaded = loaded.of_shard(asked_for(shard, os.environ))
     if dry_run:
@@ -183,7 +183,7 @@ def run(
             _print(row.to_text())
         return
     try:
-        summary = run_job(loaded, fresh=fresh, on_change=on_change, skip_from=skip_from, say=_say)
+        summary = run_job(loaded, say=_say, **how)
     except BatchkitError as error:
         if isinstance(error.summary, RunSummary) and error.exit_code == 1:
             _print(json.dumps(error.summary.to_json()))
@@ -198,15 +198,14 @@ def run(
 @_rows("Only the first N rows.")
 @SET
 @printed
-def validate(job: Path, rows: int | None, overrides: tuple[str, ...]) -> Result:
+def validate(job: Path, rows: int | None, overrides: Texts) -> Result:
     """Check every row of JOB without loading the model: template, media, exact length, ids.
 
     Writes nothing. Exits with 3 if a row would fail.
     """
     from batchkit.commands.validate import validate as check
-    from batchkit.config.loading import load_job
 
-    return check(load_job(job, overrides), rows)
+    return check(_load(job, overrides), rows)
 
 
 @cli.command()
@@ -229,7 +228,7 @@ def status(run: str | None) -> Result:
 )
 @SET
 @printed
-def retry_failed(run: str | None, kinds: tuple[str, ...], overrides: tuple[str, ...]) -> Result:
+def retry_failed(run: str | None, kinds: Texts, overrides: Texts) -> Result:
     """Run again the rows of RUN that failed or came back empty, and append what comes of it.
 
     Rows that are ok are not touched. --set holds for this start alone. Secrets are not kept in a run
@@ -292,26 +291,22 @@ def export(run: str | None, safe_csv: bool, as_json: bool, **formats: str | None
 @click.option("--job", type=FILE, metavar="JOB", help="The job whose input and [scoring] count.")
 @SET
 @printed
-def score(
-    run: str | None, predictions: Path | None, job: Path | None, overrides: tuple[str, ...]
-) -> Result:
+def score(run: str | None, predictions: Path | None, job: Path | None, overrides: Texts) -> Result:
     """Score the answers of RUN again, without the model, and print the table.
 
     Where RUN is a job file, or --job names one, its [scoring] counts; else that of the run. Scores
     are percentages, rewards 0 to 10. Failed rows are not scored, and unscored ones are no 0.
     """
     from batchkit.commands.score import score_predictions, score_run
+    from batchkit.commands.score.job import check_overrides, job_of_rows, job_to_score
 
+    named = job or _job_file(run)
     if predictions is not None:
-        return score_predictions(_job_of_rows(run, job, overrides), predictions, _say)
-    for override in overrides:
-        if not override.startswith(("scoring.", "name=", "output.dir=")):
-            raise JobError(
-                f"--set {override}: the answers are there; what can be set for `score` is"
-                " scoring.…, and name or output.dir to say which run"
-            )
-    folder = _find_to_read(run, overrides)
-    return score_run(folder, _job_to_score(run, job, folder, overrides), say=_say)
+        folder = None if named or run is None else _find(run)
+        return score_predictions(job_of_rows(named, folder, overrides), predictions, _say)
+    check_overrides(overrides)
+    of = _find_to_read(run, overrides)
+    return score_run(of, job_to_score(of, named, overrides), say=_say)
 
 
 @cli.command()
@@ -319,7 +314,7 @@ def score(
 @click.option("--output", type=FILE, metavar="FILE", help="Where the page goes.")
 @click.option("--no-images", is_flag=True, help="Leave the thumbnails out of the page.")
 @printed
-def report(runs: tuple[str, ...], output: Path | None, no_images: bool) -> Result:
+def report(runs: Texts, output: Path | None, no_images: bool) -> Result:
     """Print the table of scores of RUN, and write report.html beside its results.
 
     The page needs no network: the table, rates, lengths, failures, and every row to look through.
@@ -341,25 +336,16 @@ def report(runs: tuple[str, ...], output: Path | None, no_images: bool) -> Resul
 
 @cli.command("find-bs")
 @JOB
-@click.option("--low", type=COUNT, default=1, show_default=True, help="Smallest size.")
-@click.option("--high", type=COUNT, default=1024, show_default=True, help="Largest size.")
+@click.option("--low", type=COUNT, default=1, help="Smallest size.")
+@click.option("--high", type=COUNT, default=1024, help="Largest size.")
 @_rows("Try with the first N rows only.")
 @_seconds(
-    30.0, "Measure each size for at most this long, after at most as long to fill the engine."
+    "Measure each size for at most this long, after at most as long to fill the engine.", 30.0
 )
 @click.option("--write", is_flag=True, help="Set the best size in JOB; all else in it stays.")
 @SET
 @JSON
-def find_bs(
-    job: Path,
-    low: int,
-    high: int,
-    rows: int | None,
-    seconds: float,
-    write: bool,
-    overrides: tuple[str, ...],
-    as_json: bool,
-) -> None:
+def find_bs(job: Path, write: bool, overrides: Texts, as_json: bool, **limits: Any) -> None:
     """Find the batch size that suits JOB on this machine, with its own rows and images.
 
     An engine that batches continuously has no batches. Batch size here is how many requests it runs
@@ -371,18 +357,13 @@ def find_bs(
     largest that fits. Stops where twice the size gains less than 3 %. Exits with 1 if no size fits.
     """
     from batchkit.commands.tuning.find import find_batch_size
-    from batchkit.config.loading import load_job
 
-    loaded = load_job(job, overrides)
     found = find_batch_size(
-        loaded,
-        low=low,
-        high=high,
-        rows=rows,
-        seconds=seconds,
+        _load(job, overrides),
         write_to=job if write else None,
         say=_say,
         tell=(lambda line: None) if as_json else _print,
+        **limits,
     )
     _show(found, as_json)
     raise SystemExit(found.exit_code)
@@ -393,7 +374,6 @@ def find_bs(
 @click.option(
     "--batch-sizes",
     default="1,4,16,64",
-    show_default=True,
     metavar="N,N,…",
     help="How many requests run at once.",
 )
@@ -401,25 +381,17 @@ def find_bs(
     "--rounds",
     type=COUNT,
     default=3,
-    show_default=True,
     help="How often each size is measured, the sizes in turn.",
 )
 @_rows("Measure with the first N rows only.")
-@_seconds(20.0, "At most this long per round, after at most as long to fill the engine.")
+@_seconds("At most this long per round, after at most as long to fill the engine.", 20.0)
 @click.option(
     "--html", type=click.Path(dir_okay=False, path_type=Path), help="Also draw the curve."
 )
 @SET
 @JSON
 def bench(
-    job: Path,
-    batch_sizes: str,
-    rounds: int,
-    rows: int | None,
-    seconds: float,
-    html: Path | None,
-    overrides: tuple[str, ...],
-    as_json: bool,
+    job: Path, batch_sizes: str, html: Path | None, overrides: Texts, as_json: bool, **limits: Any
 ) -> None:
     """Measure JOB at several batch sizes: throughput, latency, memory.
 
@@ -430,12 +402,10 @@ def bench(
     from batchkit.commands.tuning.bench import bench as measure
     from batchkit.commands.tuning.bench import sizes_in
     from batchkit.commands.tuning.curve import write_curve
-    from batchkit.config.loading import load_job
 
     if html is not None and not html.resolve().parent.is_dir():
         raise JobError(f"--html {html}: no folder {html.parent}")
-    loaded, sizes = load_job(job, overrides), sizes_in(batch_sizes)
-    found = measure(loaded, sizes, rounds=rounds, rows=rows, seconds=seconds, say=_say)
+    found = measure(_load(job, overrides), sizes_in(batch_sizes), say=_say, **limits)
     if not as_json:
         _print(found.table.to_text())
     if html is not None:
@@ -455,30 +425,21 @@ def bench(
 )
 @_rows("Only the first N rows (after the job's filter).", default=100)
 @SET
-@click.option(
+@_set(
     "--set-a",
     "only_a",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="As --set, for A alone; a key of the engine: engine.model=PATH. May be repeated.",
+    "As --set, for A alone; a key of the engine: engine.model=PATH. May be repeated.",
 )
-@click.option("--set-b", "only_b", multiple=True, metavar="KEY=VALUE", help="As --set-a, for B.")
+@_set("--set-b", "only_b", "As --set-a, for B.")
 @click.option(
     "--tie",
     type=click.FloatRange(0),
     default=0.01,
-    show_default=True,
     help="A difference with a smaller gap is a tie. bfloat16 needs more, as 0.25.",
 )
 @printed
 def parity(
-    job: Path,
-    engines: str,
-    rows: int,
-    overrides: tuple[str, ...],
-    only_a: tuple[str, ...],
-    only_b: tuple[str, ...],
-    tie: float,
+    job: Path, engines: str, overrides: Texts, only_a: Texts, only_b: Texts, **limits: Any
 ) -> Result:
     """Put the same rows of JOB through two engines, greedy, and tell where their answers part.
 
@@ -494,12 +455,11 @@ def parity(
     none was answered on both.
     """
     from batchkit.commands.parity import parity as compare
-    from batchkit.config.loading import load_job
     from batchkit.execution.signals import Interrupted
 
-    loaded = load_job(job, overrides)
+    loaded = _load(job, overrides)
     try:
-        return compare(loaded, engines, rows=rows, tie=tie, settings=(only_a, only_b), say=_say)
+        return compare(loaded, engines, settings=(only_a, only_b), say=_say, **limits)
     except Interrupted as stop:
         _say(f"stopped by {stop}; nothing is kept")
         raise SystemExit(128 + stop.signum) from None
@@ -510,7 +470,7 @@ def parity(
 @click.option("--into", required=True, metavar="RUN", help="The new run folder (or its job file).")
 @click.option("--partial", is_flag=True, help="Also where rows are missing.")
 @printed
-def merge(runs: tuple[str, ...], into: str, partial: bool) -> Result:
+def merge(runs: Texts, into: str, partial: bool) -> Result:
     """Join several runs of one job, as its shards, into one run that is like any other.
 
     The newest answer of a row counts, and a failure only where no RUN has an answer. Where rows are
@@ -566,29 +526,21 @@ def generate(
     model: str,
     prompts: bool,
     prompts_file: Path | None,
-    texts: tuple[str, ...],
-    overrides: tuple[str, ...],
+    texts: Texts,
+    overrides: Texts,
     as_json: bool,
 ) -> None:
     """Answer prompts from the command line: --model M --prompts "a" "b" …
 
     The run is kept in output/generate, an earlier one beside it. With --json, one record a line.
     """
-    from batchkit.commands.run import Answer
-    from batchkit.commands.run import generate as answer
+    from batchkit.commands.generate import answers_of, prompts_of
+    from batchkit.commands.generate import generate as answer
 
-    try:
-        text = prompts_file.read_text(encoding="utf-8-sig") if prompts_file else ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise JobError(f"{prompts_file}: can't be read: {error}") from error
-    lines = text.split("\n")  # not splitlines: U+2028 may be part of a prompt
-    wanted = [*texts, *(line for line in lines if line.strip())]
-    if not wanted:
-        raise JobError('no prompt: give --prompts "…" "…" or --prompts-file FILE')
+    wanted = prompts_of(texts, prompts_file)
     summary = answer(model, wanted, overrides)
-    for record in summary.records():
-        found = Answer(wanted[record["index"]], record)
-        _print(json.dumps(record, ensure_ascii=False) if as_json else found.to_text())
+    for found in answers_of(summary, wanted):
+        _print(json.dumps(found.record, ensure_ascii=False) if as_json else found.to_text())
     _tell(summary, f"batchkit status {summary.folder}")
     raise SystemExit(summary.exit)
 
@@ -613,7 +565,7 @@ def doctor() -> Result:
     return diagnose()
 
 
-def _find_to_read(run: str | None, overrides: tuple[str, ...] = ()) -> Path:
+def _find_to_read(run: str | None, overrides: Texts = ()) -> Path:
     """Like ``_find``; reports the first damaged line of the log that will be skipped."""
     from batchkit.storage.store import passed_over
 
@@ -623,7 +575,7 @@ def _find_to_read(run: str | None, overrides: tuple[str, ...] = ()) -> Path:
     return folder
 
 
-def _find(run: str | None, overrides: tuple[str, ...] = ()) -> Path:
+def _find(run: str | None, overrides: Texts = ()) -> Path:
     """The run folder; if it was not named, prints on stderr which one it is."""
     from batchkit.commands.run import find_run
 
@@ -633,58 +585,25 @@ def _find(run: str | None, overrides: tuple[str, ...] = ()) -> Path:
     return folder
 
 
-def _job_to_score(
-    run: str | None, job: Path | None, folder: Path, overrides: tuple[str, ...]
-) -> Any:
-    """The run's job, with the scoring of the job file that was named, if any."""
-    from batchkit.config.loading import load_job
-    from batchkit.storage.job_toml import job_of_run
-
-    named = job or _job_file(run)
-    if named is None:
-        return job_of_run(folder, [o for o in overrides if o.startswith("scoring.")])
-    return job_of_run(folder).model_copy(update={"scoring": load_job(named, overrides).scoring})
-
-
-def _job_of_rows(run: str | None, job: Path | None, overrides: tuple[str, ...]) -> Any:
-    """The job whose input has the rows that predictions are for: a job file's, or a run's."""
-    from batchkit.config.loading import load_job
-    from batchkit.storage.job_toml import job_of_run
-
-    named = job or _job_file(run)
-    if named is not None:
-        return load_job(named, overrides)
-    if run is None:
-        raise JobError(
-            "--predictions needs the job: its rows, and how they are scored; name JOB (or a RUN)"
-        )
-    return job_of_run(_find(run), overrides)
-
-
 def _job_file(run: str | None) -> Path | None:
     """``run`` if it is a job file, not a run folder."""
     return Path(run) if run is not None and Path(run).is_file() else None
+
+
+def _load(job: Path, overrides: Sequence[str] = ()) -> JobConfig:
+    from batchkit.config.loading import load_job
+
+    return load_job(job, overrides)
 
 
 def _show(result: Result, as_json: bool) -> None:
     _print(json.dumps(result.to_json()) if as_json else result.to_text())
 
 
-def _print(text: object, *, err: bool = False, nl: bool = True) -> None:
+def _print(text: object, *, err: bool = False) -> None:
     """All output goes through here: rows and answers may hold escape sequences, and messages
     secrets."""
-    click.echo(plain(masked_text(str(text)) if err else str(text)), err=err, nl=nl)
-
-
-def _limit_reached(error: Exception) -> str:
-    """One line for a limit of Python that no check covers, with the place in the code."""
-    import traceback
-
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    place = f"{Path(frame.filename).name} line {frame.lineno}, {type(error).__name__}"
-    if isinstance(error, MemoryError):
-        return f"out of memory ({place}); give the machine more, or the job less at a time"
-    return f"something in the job or its files is nested too deeply ({place})"
+    click.echo(plain(masked_text(str(text)) if err else str(text)), err=err)
 
 
 def _say(text: str) -> None:

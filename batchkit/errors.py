@@ -167,3 +167,15 @@ class EmptyTextError(RowError):
 
     kind = "empty"
     retryable = True
+
+
+def limit_reached(error: RecursionError | MemoryError) -> str:
+    """One line for a limit of Python that no check covers, with the place in the code."""
+    import traceback
+
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    file = frame.filename.rpartition("/")[2]
+    place = f"{file} line {frame.lineno}, {type(error).__name__}"
+    if isinstance(error, MemoryError):
+        return f"out of memory ({place}); give the machine more, or the job less at a time"
+    return f"something in the job or its files is nested too deeply ({place})"

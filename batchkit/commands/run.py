@@ -1,4 +1,4 @@
-"""The commands that run rows: run, generate and retry-failed."""
+"""The commands that run the rows of a job: run and retry-failed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from batchkit.commands.score import Say, finish_scoring
-from batchkit.config.loading import load_job, make_job, masked_override
+from batchkit.config.loading import load_job, masked_override
 from batchkit.config.masking import masked_keys
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, EngineCrashError, JobError, RowOutOfMemoryError
@@ -50,15 +50,6 @@ def run_job(
         return _finished(summary, job, stop, say)
 
 
-def generate(model: str, prompts: Sequence[str], overrides: Sequence[str] = ()) -> RunSummary:
-    """Answer ``prompts`` with ``model`` in a new run named ``generate``. Raises as ``run_job``."""
-    job = make_job({"name": "generate", "engine": {"model": model}}, "generate", overrides)
-    with StopRequest().installed() as stop:
-        return ProductionBatchProcessor(job, fresh=True, stop=stop, command="generate").process(
-            list(prompts)
-        )
-
-
 def _finished(summary: RunSummary, job: JobConfig, stop: StopRequest, say: Say) -> RunSummary:
     """Once all rows have finished, compute the scores that had to wait until then."""
     if summary.exit not in (0, 3):
@@ -73,21 +64,6 @@ def _finished(summary: RunSummary, job: JobConfig, stop: StopRequest, say: Say) 
     if table is not None:
         say(table.to_text())
     return summary
-
-
-class Answer(NamedTuple):
-    """A prompt of ``generate``, and its record."""
-
-    prompt: str
-    record: dict[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        return self.record
-
-    def to_text(self) -> str:
-        error = self.record["error"]
-        reply = self.record["text"] if error is None else f"({error['message']})"
-        return f"> {self.prompt}\n{reply}\n"
 
 
 class Retry(NamedTuple):

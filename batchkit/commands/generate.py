@@ -1,0 +1,57 @@
+"""``generate``: answers prompts from the command line, in a run of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from batchkit.config.loading import make_job
+from batchkit.errors import JobError
+from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.execution.signals import StopRequest
+from batchkit.storage.summary import RunSummary
+
+
+class Answer(NamedTuple):
+    """A prompt, and its record."""
+
+    prompt: str
+    record: dict[str, Any]
+
+    def to_text(self) -> str:
+        error = self.record["error"]
+        reply = self.record["text"] if error is None else f"({error['message']})"
+        return f"> {self.prompt}\n{reply}\n"
+
+
+def prompts_of(texts: Sequence[str], file: Path | None) -> list[str]:
+    """``texts``, and the lines of ``file`` that are not blank.
+
+    Raises:
+        JobError: the file can't be read, or there is no prompt.
+    """
+    try:
+        content = file.read_text(encoding="utf-8-sig") if file else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"{file}: can't be read: {error}") from error
+    lines = content.split("\n")  # not splitlines: U+2028 may be part of a prompt
+    prompts = [*texts, *(line for line in lines if line.strip())]
+    if not prompts:
+        raise JobError('no prompt: give --prompts "…" "…" or --prompts-file FILE')
+    return prompts
+
+
+def generate(model: str, prompts: Sequence[str], overrides: Sequence[str] = ()) -> RunSummary:
+    """Answer ``prompts`` with ``model`` in a new run named ``generate``. Raises as ``run_job``."""
+    job = make_job({"name": "generate", "engine": {"model": model}}, "generate", overrides)
+    with StopRequest().installed() as stop:
+        return ProductionBatchProcessor(job, fresh=True, stop=stop, command="generate").process(
+            list(prompts)
+        )
+
+
+def answers_of(summary: RunSummary, prompts: Sequence[str]) -> Iterator[Answer]:
+    """The answers of a run of ``prompts``, in their order."""
+    for record in summary.records():
+        yield Answer(prompts[record["index"]], record)
