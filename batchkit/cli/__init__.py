@@ -8,103 +8,32 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import click
 
+import batchkit.cli.options as options
 from batchkit import __version__
-from batchkit.config.masking import masked_text
-from batchkit.config.terminal import plain
-from batchkit.errors import BatchkitError, JobError, limit_reached
-
-if TYPE_CHECKING:
-    from batchkit.config.tables import JobConfig
-
-
-def _rows(text: str, default: int | None = None) -> Callable[[Any], Any]:
-    return click.option("--rows", type=COUNT, default=default, help=text)
-
-
-def _seconds(text: str, default: float) -> Callable[[Any], Any]:
-    over_0 = click.FloatRange(0, min_open=True)
-    return click.option("--seconds", type=over_0, default=default, help=text)
-
-
-def _set(flag: str, name: str, text: str) -> Callable[[Any], Any]:
-    return click.option(flag, name, multiple=True, metavar="KEY=VALUE", help=text)
-
-
-def _format(flag: str, text: str) -> Callable[[Any], Any]:
-    """A format of an export; its PATH may be left out."""
-    return click.option(flag, is_flag=False, flag_value="", metavar="[PATH]", help=text)
-
-
-COUNT = click.IntRange(1)
-CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True}
-FILE = click.Path(path_type=Path)
-Texts = tuple[str, ...]
-JOB = click.argument("job", type=FILE)
-RUN = click.argument("run", required=False)
-SET = _set(
-    "--set",
-    "overrides",
-    "Override one key of the job, dotted: sampling.temperature=0. May be repeated.",
+from batchkit.cli.frame import Cli, Result, echo, say, say_summary, show
+from batchkit.cli.options import (
+    COUNT,
+    FILE,
+    JOB,
+    JSON,
+    RUN,
+    SET,
+    Texts,
+    find,
+    find_to_read,
+    job_file,
+    load,
+    printed,
 )
-JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+from batchkit.errors import BatchkitError, JobError
 
 
-class Result(Protocol):
-    """The result of a command. It may have an ``exit_code``; without one, the command exits with 0."""
-
-    def to_text(self) -> str: ...
-
-    def to_json(self) -> Any: ...
-
-
-def printed(command: Callable[..., Result]) -> Callable[..., None]:
-    """A command that returns its result: prints it (with --json as JSON) and exits."""
-
-    @JSON
-    @wraps(command)
-    def run(*, as_json: bool, **given: Any) -> None:
-        found = command(**given)
-        _show(found, as_json)
-        raise SystemExit(getattr(found, "exit_code", 0))
-
-    return run
-
-
-class Cli(click.Group):
-    """Turns our errors into a message on stderr and an exit code."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        from batchkit.execution.signals import Interrupted
-
-        try:
-            return super().invoke(ctx)
-        except BatchkitError as error:
-            _print(f"batchkit: error: {error}", err=True)
-            ctx.exit(error.exit_code)
-        except click.UsageError as error:  # it quotes the command line
-            message = error.format_message()
-            if (shown := plain(masked_text(message))) == message:
-                raise
-            raise click.UsageError(shown, error.ctx) from None
-        except Interrupted as stop:
-            _print(f"batchkit: stopped by {stop}; run the same command to go on", err=True)
-            ctx.exit(128 + stop.signum)
-        except KeyboardInterrupt:
-            _print("batchkit: interrupted", err=True)
-            ctx.exit(130)
-        except (RecursionError, MemoryError) as error:  # the last resort: a traceback does not help
-            _print(f"batchkit: error: {limit_reached(error)}", err=True)
-            ctx.exit(1)
-
-
-@click.group(cls=Cli, context_settings=CONTEXT)
+@click.group(cls=Cli, context_settings=options.CONTEXT)
 @click.version_option(__version__, prog_name="batchkit")
 def cli() -> None:
     """Put many prompts, with images, through a model that you run yourself.
@@ -175,27 +104,27 @@ def run(
 
     given = {"input.limit": limit, "run.workers": workers, "run.ray_address": ray_address}
     more = [f"{key}={value}" for key, value in given.items() if value is not None]
-    loaded = _load(job, (*overrides, *more))
+    loaded = load(job, (*overrides, *more))
     if shard is not None:
         loaded = loaded.of_shard(asked_for(shard, os.environ))
     if dry_run:
         for row in preview(loaded, limit or 3):
-            _print(row.to_text())
+            echo(row.to_text())
         return
     try:
-        summary = run_job(loaded, say=_say, **how)
+        summary = run_job(loaded, say=say, **how)
     except BatchkitError as error:
         if isinstance(error.summary, RunSummary) and error.exit_code == 1:
-            _print(json.dumps(error.summary.to_json()))
+            echo(json.dumps(error.summary.to_json()))
         raise
-    _tell(summary, f"batchkit retry-failed {summary.folder}")
-    _print(json.dumps(summary.to_json()))
+    say_summary(summary, f"batchkit retry-failed {summary.folder}")
+    echo(json.dumps(summary.to_json()))
     raise SystemExit(summary.exit)
 
 
 @cli.command()
 @JOB
-@_rows("Only the first N rows.")
+@options.rows("Only the first N rows.")
 @SET
 @printed
 def validate(job: Path, rows: int | None, overrides: Texts) -> Result:
@@ -205,7 +134,7 @@ def validate(job: Path, rows: int | None, overrides: Texts) -> Result:
     """
     from batchkit.commands.validate import validate as check
 
-    return check(_load(job, overrides), rows)
+    return check(load(job, overrides), rows)
 
 
 @cli.command()
@@ -215,7 +144,7 @@ def status(run: str | None) -> Result:
     """Counts, failures by kind, rate and ETA of RUN, and who works on it."""
     from batchkit.commands.status import status as look
 
-    return look(_find(run))
+    return look(find(run))
 
 
 @cli.command("retry-failed")
@@ -241,25 +170,27 @@ def retry_failed(run: str | None, kinds: Texts, overrides: Texts) -> Result:
     for kind in kinds:
         if kind not in ERROR_KINDS:
             raise JobError(f"--kind {kind}: known kinds are {', '.join(ERROR_KINDS)}")
-    folder = _find_to_read(run)
-    found = again(folder, kinds=kinds, overrides=overrides, job_file=_job_file(run), say=_say)
+    folder = find_to_read(run)
+    found = again(folder, kinds=kinds, overrides=overrides, job_file=job_file(run), say=say)
     if found.summary is not None:
-        _tell(found.summary, f"batchkit status {folder}")
+        say_summary(found.summary, f"batchkit status {folder}")
     return found
 
 
 @cli.command()
 @RUN
-@_format("--parquet", "zstd Parquet.")
-@_format("--jsonl", "Records as they are.")
-@_format("--csv", "The Parquet columns.")
+@options.export_format("--parquet", "zstd Parquet.")
+@options.export_format("--jsonl", "Records as they are.")
+@options.export_format("--csv", "The Parquet columns.")
 @click.option(
     "--safe-csv",
     is_flag=True,
     help="As --csv, for a spreadsheet: a text that it would run as a formula gets a ' in front.",
 )
-@_format("--openai", "OpenAI batch output files.")
-@_format("--realhit", "results_<time>.json and checkpoint.json of RealHiTBench's harness.")
+@options.export_format("--openai", "OpenAI batch output files.")
+@options.export_format(
+    "--realhit", "results_<time>.json and checkpoint.json of RealHiTBench's harness."
+)
 @JSON
 def export(run: str | None, safe_csv: bool, as_json: bool, **formats: str | None) -> None:
     """Write the newest record of each row of RUN, with its newest scores, in the order of the input.
@@ -274,10 +205,10 @@ def export(run: str | None, safe_csv: bool, as_json: bool, **formats: str | None
     if not wanted:
         raise JobError("name a format: --parquet, --jsonl, --csv, --openai or --realhit")
     run = run or _run_taken_for_path(wanted)
-    folder = _find_to_read(run)
+    folder = find_to_read(run)
     for name, path in wanted.items():
         for file in write(folder, name, Path(path) if path else None):
-            _show(file, as_json)
+            show(file, as_json)
 
 
 @cli.command()
@@ -300,13 +231,13 @@ def score(run: str | None, predictions: Path | None, job: Path | None, overrides
     from batchkit.commands.score import score_predictions, score_run
     from batchkit.commands.score.job import check_overrides, job_of_rows, job_to_score
 
-    named = job or _job_file(run)
+    named = job or job_file(run)
     if predictions is not None:
-        folder = None if named or run is None else _find(run)
-        return score_predictions(job_of_rows(named, folder, overrides), predictions, _say)
+        folder = None if named or run is None else find(run)
+        return score_predictions(job_of_rows(named, folder, overrides), predictions, say)
     check_overrides(overrides)
-    of = _find_to_read(run, overrides)
-    return score_run(of, job_to_score(of, named, overrides), say=_say)
+    of = find_to_read(run, overrides)
+    return score_run(of, job_to_score(of, named, overrides), say=say)
 
 
 @cli.command()
@@ -325,9 +256,9 @@ def report(runs: Texts, output: Path | None, no_images: bool) -> Result:
     from batchkit.commands.report import report as write
     from batchkit.commands.report import write_comparison
 
-    folders = [_find_to_read(run) for run in runs] or [_find_to_read(None)]
+    folders = [find_to_read(run) for run in runs] or [find_to_read(None)]
     if len(folders) == 1:
-        return write(folders[0], output, images=not no_images, say=_say)
+        return write(folders[0], output, images=not no_images, say=say)
     comparison = compare(folders)
     if output is not None:
         write_comparison(comparison, output)
@@ -338,8 +269,8 @@ def report(runs: Texts, output: Path | None, no_images: bool) -> Result:
 @JOB
 @click.option("--low", type=COUNT, default=1, help="Smallest size.")
 @click.option("--high", type=COUNT, default=1024, help="Largest size.")
-@_rows("Try with the first N rows only.")
-@_seconds(
+@options.rows("Try with the first N rows only.")
+@options.seconds(
     "Measure each size for at most this long, after at most as long to fill the engine.", 30.0
 )
 @click.option("--write", is_flag=True, help="Set the best size in JOB; all else in it stays.")
@@ -359,32 +290,26 @@ def find_bs(job: Path, write: bool, overrides: Texts, as_json: bool, **limits: A
     from batchkit.commands.tuning.find import find_batch_size
 
     found = find_batch_size(
-        _load(job, overrides),
+        load(job, overrides),
         write_to=job if write else None,
-        say=_say,
-        tell=(lambda line: None) if as_json else _print,
+        say=say,
+        tell=(lambda line: None) if as_json else echo,
         **limits,
     )
-    _show(found, as_json)
+    show(found, as_json)
     raise SystemExit(found.exit_code)
 
 
 @cli.command()
 @JOB
 @click.option(
-    "--batch-sizes",
-    default="1,4,16,64",
-    metavar="N,N,…",
-    help="How many requests run at once.",
+    "--batch-sizes", default="1,4,16,64", metavar="N,N,…", help="How many requests run at once."
 )
 @click.option(
-    "--rounds",
-    type=COUNT,
-    default=3,
-    help="How often each size is measured, the sizes in turn.",
+    "--rounds", type=COUNT, default=3, help="How often each size is measured, the sizes in turn."
 )
-@_rows("Measure with the first N rows only.")
-@_seconds("At most this long per round, after at most as long to fill the engine.", 20.0)
+@options.rows("Measure with the first N rows only.")
+@options.seconds("At most this long per round, after at most as long to fill the engine.", 20.0)
 @click.option(
     "--html", type=click.Path(dir_okay=False, path_type=Path), help="Also draw the curve."
 )
@@ -405,13 +330,13 @@ def bench(
 
     if html is not None and not html.resolve().parent.is_dir():
         raise JobError(f"--html {html}: no folder {html.parent}")
-    found = measure(_load(job, overrides), sizes_in(batch_sizes), say=_say, **limits)
+    found = measure(load(job, overrides), sizes_in(batch_sizes), say=say, **limits)
     if not as_json:
-        _print(found.table.to_text())
+        echo(found.table.to_text())
     if html is not None:
         write_curve(found, html)
-        _say(f"the curve is in {html}")
-    _print(json.dumps(found.to_json()))
+        say(f"the curve is in {html}")
+    echo(json.dumps(found.to_json()))
     raise SystemExit(found.exit_code)
 
 
@@ -423,14 +348,14 @@ def bench(
     metavar="A,B",
     help="Two engine kinds, as vllm,transformers; the same one twice with --set-a or --set-b.",
 )
-@_rows("Only the first N rows (after the job's filter).", default=100)
+@options.rows("Only the first N rows (after the job's filter).", default=100)
 @SET
-@_set(
+@options.setting(
     "--set-a",
     "only_a",
     "As --set, for A alone; a key of the engine: engine.model=PATH. May be repeated.",
 )
-@_set("--set-b", "only_b", "As --set-a, for B.")
+@options.setting("--set-b", "only_b", "As --set-a, for B.")
 @click.option(
     "--tie",
     type=click.FloatRange(0),
@@ -457,11 +382,11 @@ def parity(
     from batchkit.commands.parity import parity as compare
     from batchkit.execution.signals import Interrupted
 
-    loaded = _load(job, overrides)
+    settings = only_a, only_b
     try:
-        return compare(loaded, engines, settings=(only_a, only_b), say=_say, **limits)
+        return compare(load(job, overrides), engines, settings=settings, say=say, **limits)
     except Interrupted as stop:
-        _say(f"stopped by {stop}; nothing is kept")
+        say(f"stopped by {stop}; nothing is kept")
         raise SystemExit(128 + stop.signum) from None
 
 
@@ -480,9 +405,9 @@ def merge(runs: Texts, into: str, partial: bool) -> Result:
     from batchkit.commands.merge import merge as join
     from batchkit.commands.run import folder_of
 
-    found = join([_find(run) for run in runs], folder_of(into), partial=partial)
+    found = join([find(run) for run in runs], folder_of(into), partial=partial)
     if found.folder is None:
-        _say("rows are missing: run what remains, or --partial merges what is there")
+        say("rows are missing: run what remains, or --partial merges what is there")
     return found
 
 
@@ -503,16 +428,19 @@ def verify(run: str | None, repair: bool) -> Result:
     from batchkit.commands.repair import repair as repair_run
     from batchkit.commands.verify import verify as audit
 
-    folder = _find(run)
+    folder = find(run)
     if repair:
-        _print(repair_run(folder).to_text(), err=True)
+        echo(repair_run(folder).to_text(), err=True)
     return audit(folder)
 
 
 @cli.command()
 @click.option("--model", required=True, help="A folder, or a name on the Hugging Face hub.")
 @click.option(
-    "--prompts", is_flag=True, help="What follows are prompts (the word may be left out)."
+    "--prompts",
+    is_flag=True,
+    expose_value=False,
+    help="What follows are prompts (the word may be left out).",
 )
 @click.option(
     "--prompts-file",
@@ -523,12 +451,7 @@ def verify(run: str | None, repair: bool) -> Result:
 @SET
 @JSON
 def generate(
-    model: str,
-    prompts: bool,
-    prompts_file: Path | None,
-    texts: Texts,
-    overrides: Texts,
-    as_json: bool,
+    model: str, prompts_file: Path | None, texts: Texts, overrides: Texts, as_json: bool
 ) -> None:
     """Answer prompts from the command line: --model M --prompts "a" "b" …
 
@@ -540,8 +463,8 @@ def generate(
     wanted = prompts_of(texts, prompts_file)
     summary = answer(model, wanted, overrides)
     for found in answers_of(summary, wanted):
-        _print(json.dumps(found.record, ensure_ascii=False) if as_json else found.to_text())
-    _tell(summary, f"batchkit status {summary.folder}")
+        echo(json.dumps(found.record, ensure_ascii=False) if as_json else found.to_text())
+    say_summary(summary, f"batchkit status {summary.folder}")
     raise SystemExit(summary.exit)
 
 
@@ -553,7 +476,7 @@ def demo_model(path: Path, text_only: bool) -> None:
     from batchkit.commands.demo_model import build_demo_model
 
     build_demo_model(path, text_only=text_only)
-    _print(f"{path}: random weights; its answers mean nothing")
+    echo(f"{path}: random weights; its answers mean nothing")
 
 
 @cli.command()
@@ -565,51 +488,6 @@ def doctor() -> Result:
     return diagnose()
 
 
-def _find_to_read(run: str | None, overrides: Texts = ()) -> Path:
-    """Like ``_find``; reports the first damaged line of the log that will be skipped."""
-    from batchkit.storage.store import passed_over
-
-    folder = _find(run, overrides)
-    if (warning := passed_over(folder)) is not None:
-        _say(warning)
-    return folder
-
-
-def _find(run: str | None, overrides: Texts = ()) -> Path:
-    """The run folder; if it was not named, prints on stderr which one it is."""
-    from batchkit.commands.run import find_run
-
-    folder = find_run(run, overrides)
-    if run is None:
-        _say(str(folder))
-    return folder
-
-
-def _job_file(run: str | None) -> Path | None:
-    """``run`` if it is a job file, not a run folder."""
-    return Path(run) if run is not None and Path(run).is_file() else None
-
-
-def _load(job: Path, overrides: Sequence[str] = ()) -> JobConfig:
-    from batchkit.config.loading import load_job
-
-    return load_job(job, overrides)
-
-
-def _show(result: Result, as_json: bool) -> None:
-    _print(json.dumps(result.to_json()) if as_json else result.to_text())
-
-
-def _print(text: object, *, err: bool = False) -> None:
-    """All output goes through here: rows and answers may hold escape sequences, and messages
-    secrets."""
-    click.echo(plain(masked_text(str(text)) if err else str(text)), err=err)
-
-
-def _say(text: str) -> None:
-    _print(text if text.startswith("|") else f"batchkit: {text}", err=True)
-
-
 def _run_taken_for_path(wanted: dict[str, str]) -> str | None:
     """``export --parquet RUN`` parses RUN as the file's path, which is never a run folder."""
     for name, path in wanted.items():
@@ -617,9 +495,3 @@ def _run_taken_for_path(wanted: dict[str, str]) -> str | None:
             wanted[name] = ""
             return path
     return None
-
-
-def _tell(summary: Any, next_command: str) -> None:
-    """Print the summary on stderr."""
-    for line in summary.to_text(if_failed=next_command).split("\n"):
-        _say(line)

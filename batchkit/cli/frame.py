@@ -1,0 +1,67 @@
+"""What a command ends in: a result or an error, printed, and an exit code."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Protocol
+
+import click
+
+from batchkit.config.masking import masked_text
+from batchkit.config.terminal import plain
+from batchkit.errors import BatchkitError, limit_reached
+
+
+class Result(Protocol):
+    """The result of a command. It may have an ``exit_code``; without one, the command exits with 0."""
+
+    def to_text(self) -> str: ...
+
+    def to_json(self) -> Any: ...
+
+
+class Cli(click.Group):
+    """Turns our errors into a message on stderr and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from batchkit.execution.signals import Interrupted
+
+        try:
+            return super().invoke(ctx)
+        except BatchkitError as error:
+            echo(f"batchkit: error: {error}", err=True)
+            ctx.exit(error.exit_code)
+        except click.UsageError as error:  # it quotes the command line
+            message = error.format_message()
+            if (shown := plain(masked_text(message))) == message:
+                raise
+            raise click.UsageError(shown, error.ctx) from None
+        except Interrupted as stop:
+            echo(f"batchkit: stopped by {stop}; run the same command to go on", err=True)
+            ctx.exit(128 + stop.signum)
+        except KeyboardInterrupt:
+            echo("batchkit: interrupted", err=True)
+            ctx.exit(130)
+        except (RecursionError, MemoryError) as error:  # the last resort: a traceback does not help
+            echo(f"batchkit: error: {limit_reached(error)}", err=True)
+            ctx.exit(1)
+
+
+def show(result: Result, as_json: bool) -> None:
+    echo(json.dumps(result.to_json()) if as_json else result.to_text())
+
+
+def echo(text: object, *, err: bool = False) -> None:
+    """All output goes through here: rows and answers may hold escape sequences, and messages
+    secrets."""
+    click.echo(plain(masked_text(str(text)) if err else str(text)), err=err)
+
+
+def say(text: str) -> None:
+    echo(text if text.startswith("|") else f"batchkit: {text}", err=True)
+
+
+def say_summary(summary: Any, next_command: str) -> None:
+    """Print the summary on stderr."""
+    for line in summary.to_text(if_failed=next_command).split("\n"):
+        say(line)

@@ -1,0 +1,91 @@
+"""The options and arguments that several commands share, and the run or the job that they name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from batchkit.cli.frame import Result, say, show
+
+if TYPE_CHECKING:
+    from batchkit.config.tables import JobConfig
+
+
+def rows(text: str, default: int | None = None) -> Callable[[Any], Any]:
+    return click.option("--rows", type=COUNT, default=default, help=text)
+
+
+def seconds(text: str, default: float) -> Callable[[Any], Any]:
+    over_0 = click.FloatRange(0, min_open=True)
+    return click.option("--seconds", type=over_0, default=default, help=text)
+
+
+def setting(flag: str, name: str, text: str) -> Callable[[Any], Any]:
+    return click.option(flag, name, multiple=True, metavar="KEY=VALUE", help=text)
+
+
+def export_format(flag: str, text: str) -> Callable[[Any], Any]:
+    """A format of an export; its PATH may be left out."""
+    return click.option(flag, is_flag=False, flag_value="", metavar="[PATH]", help=text)
+
+
+COUNT = click.IntRange(1)
+CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True}
+FILE = click.Path(path_type=Path)
+Texts = tuple[str, ...]
+JOB = click.argument("job", type=FILE)
+RUN = click.argument("run", required=False)
+SET = setting(
+    "--set",
+    "overrides",
+    "Override one key of the job, dotted: sampling.temperature=0. May be repeated.",
+)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+
+
+def printed(command: Callable[..., Result]) -> Callable[..., None]:
+    """A command that returns its result: prints it (with --json as JSON) and exits."""
+
+    @JSON
+    @wraps(command)
+    def run(*, as_json: bool, **given: Any) -> None:
+        found = command(**given)
+        show(found, as_json)
+        raise SystemExit(getattr(found, "exit_code", 0))
+
+    return run
+
+
+def find_to_read(run: str | None, overrides: Texts = ()) -> Path:
+    """Like ``find``; reports the first damaged line of the log that will be skipped."""
+    from batchkit.storage.store import passed_over
+
+    folder = find(run, overrides)
+    if (warning := passed_over(folder)) is not None:
+        say(warning)
+    return folder
+
+
+def find(run: str | None, overrides: Texts = ()) -> Path:
+    """The run folder; if it was not named, prints on stderr which one it is."""
+    from batchkit.commands.run import find_run
+
+    folder = find_run(run, overrides)
+    if run is None:
+        say(str(folder))
+    return folder
+
+
+def job_file(run: str | None) -> Path | None:
+    """``run`` if it is a job file, not a run folder."""
+    return Path(run) if run is not None and Path(run).is_file() else None
+
+
+def load(job: Path, overrides: Sequence[str] = ()) -> JobConfig:
+    from batchkit.config.loading import load_job
+
+    return load_job(job, overrides)
