@@ -114,10 +114,11 @@ def test_commands_in_the_docs_can_be_typed(page: str, command: str) -> None:
     _, *args = shlex.split(re.sub(r"\$[A-Z]\b", "", job), comments=True)
     if args == ["--help"]:
         return
-    name, found, rest = cli.resolve_command(click.Context(cli), args)
+    context = click.Context(cli, **cli.context_settings)
+    name, found, rest = cli.resolve_command(context, args)
     assert found is not None
     if rest:
-        found.make_context(name, rest)
+        found.make_context(name, rest, parent=context)
 
 
 @pytest.mark.parametrize(("page", "text"), blocks("toml"))
