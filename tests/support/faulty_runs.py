@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from batchkit.storage.ledger import RESULTS, read_newest
 from tests.conftest import write_jsonl
+from tests.support.forks import Fork
 from tests.support.paths import ROOT
 
 N_ROWS = 40
@@ -38,16 +39,6 @@ max_tokens = 12
 sampling_column = "params"
 [run]
 stall_timeout_s = 6
-"""
-
-
-# As the command; a stretch of success is ten rows, however long the engine took to start.
-IMPATIENT = """
-from batchkit.engines import memory_ladder as ladder
-from batchkit.execution import supervisor
-from batchkit.cli import cli
-ladder.STRETCH, supervisor.GROWTH_SHARE = 10, 1e9
-cli()
 """
 
 
@@ -115,8 +106,8 @@ def running(
     (folder / "job.toml").write_text(job.replace("MODEL", str(model)))
     (folder / "markers").mkdir(exist_ok=True)
     write_jsonl(folder / "rows.jsonl", rows)
-    return subprocess.Popen(
-        [sys.executable, *(["-c", IMPATIENT] if impatient else ["-m", "batchkit"])]
+    return Fork(
+        [sys.executable, "-m", "tests.support.impatient" if impatient else "batchkit"]
         + ["run", "job.toml"]
         + [part for setting in settings for part in ("--set", setting)],
         cwd=folder,

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 from batchkit.errors import EngineError
 from batchkit.storage.files import open_log
@@ -73,8 +74,10 @@ class Launcher:
     """Launches one process at a time: it must have ended before the next launch.
 
     The launcher's own process starts with the first launch; what it and its forks print is appended
-    to ``log``.
+    to ``log``. ``start`` is what starts it: tests fork it from a process that has imported vLLM.
     """
+
+    start: ClassVar[type[subprocess.Popen[bytes]]] = subprocess.Popen
 
     def __init__(self, log: Path) -> None:
         self.log = log
@@ -114,7 +117,7 @@ class Launcher:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._control, theirs = socket.socketpair()
         with theirs, open_log(self.log) as log:
-            self._process = subprocess.Popen(
+            self._process = self.start(
                 [
                     sys.executable,
                     "-P",

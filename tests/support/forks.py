@@ -1,0 +1,264 @@
+"""Python programs that start as forks of one process, which has imported vLLM once.
+
+``Fork`` is ``subprocess.Popen`` for commands of the form ``python -m MODULE …``, whose module has a
+function ``main``: a new process with its own descriptors, environment, working directory and process
+group, a real process id and a real exit code. What it saves is the import of vLLM, about ten CPU
+seconds each time.
+
+``python -m tests.support.forks FD`` is the fork server. It imports, starts no thread, opens no device,
+and forks for each request received over FD. It ends with the process that holds the other end. A fork
+that runs a command has such a server of its own, forked from it at its beginning, from which its
+``Launcher`` gets the engines' launchers: so they are below the command in the tree of processes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from batchkit.engines.process.launcher import Launcher
+from batchkit.rendering.child_process import die_with_parent
+from tests.support.paths import ROOT
+
+LAUNCHER = "batchkit.engines.process.child"
+# What an engine of the tests imports beyond ``preload_engine``.
+ALSO = (
+    "batchkit.cli",
+    "batchkit.commands.run",
+    "batchkit.engines.dry_run",
+    LAUNCHER,
+    "batchkit.execution.processor",
+    "batchkit.sources.jsonl",
+    "tests.support.failing_worker",
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.lora.worker_manager",
+    "vllm.model_executor.model_loader",
+    "vllm.model_executor.models.qwen2",
+    "vllm.model_executor.models.qwen3_vl",
+    "vllm.model_executor.warmup.kernel_warmup",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_model_runner",
+)
+
+
+class _Request(NamedTuple):
+    """``numbers`` are the descriptors that the fork gets, as it will know them."""
+
+    module: str
+    arguments: Sequence[str]
+    cwd: str
+    finds_in_cwd: bool
+    environment: Mapping[str, str]
+    numbers: Sequence[int]
+    new_session: bool
+    process_group: int
+
+
+_server: socket.socket | None = None
+
+
+def _connected() -> socket.socket:
+    """To the fork server, which is started on first use."""
+    global _server
+    if _server is None:
+        _server, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                start_new_session=True,
+            )
+        atexit.register(process.wait)
+        atexit.register(_server.close)
+    return _server
+
+
+class Fork(subprocess.Popen[Any]):
+    """The process is not this one's child: the fork server waits for it, and sends its exit code."""
+
+    _life: Connection | None = None
+
+    def _execute_child(self, args: Any, *rest: Any) -> None:  # type: ignore[override]
+        (_, _, _, pass_fds, cwd, env, _, _, _, *pipes) = rest
+        stdin, stdin_ours, stdout_ours, stdout, stderr_ours, stderr = pipes[:6]
+        new_session, process_group = pipes[-2:]
+        words = [os.fspath(word) for word in args]
+        assert words[0] == sys.executable
+        module = words.index("-m") + 1
+        standard = [
+            given if given != -1 else own for own, given in enumerate((stdin, stdout, stderr))
+        ]
+        ours, theirs = socket.socketpair()
+        with theirs:
+            fds = [theirs.fileno(), *standard, *pass_fds]
+            socket.send_fds(_connected(), [b"."], fds)
+        self._life = Connection(ours.detach())
+        self._life.send(
+            _Request(
+                "batchkit.__main__" if words[module] == "batchkit" else words[module],
+                words[module + 1 :],
+                str(Path(cwd or ".").absolute()),
+                "-P" not in words[:module],
+                dict(os.environ if env is None else env),
+                [0, 1, 2, *pass_fds],
+                new_session,
+                process_group,
+            )
+        )
+        self.pid = self._life.recv()
+        self._child_created = True
+        self._close_pipe_fds(stdin, stdin_ours, stdout_ours, stdout, stderr_ours, stderr)  # type: ignore[attr-defined]
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        return self._ended_within(0)
+
+    def _wait(self, timeout: float | None) -> int:
+        code = self._ended_within(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return code
+
+    def _ended_within(self, timeout_s: float | None) -> int | None:
+        if self.returncode is None and self._life is not None and self._life.poll(timeout_s):
+            try:
+                self.returncode = self._life.recv()
+            except EOFError:  # the server was killed, and this process with it
+                self.returncode = -signal.SIGKILL
+            self._life.close()
+        return self.returncode
+
+
+def _serve(control: socket.socket) -> Callable[[], None]:
+    """Fork for each request until the other end is closed. Returns, in each fork, what it does."""
+    lives: dict[int, tuple[int, Connection]] = {}  # by the descriptor that reports the fork's end
+    while True:
+        ready, _, _ = select.select([control, *lives], [], [])
+        for ended in set(ready) & lives.keys():
+            pid, life = lives.pop(ended)
+            os.close(ended)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            try:
+                life.send(code)
+            except OSError:
+                pass  # nobody waits for it
+            life.close()
+        if control not in ready:
+            continue
+        _, fds, _, _ = socket.recv_fds(control, 1, 64)
+        if not fds:
+            os._exit(0)
+        life = Connection(fds[0])
+        request: _Request = life.recv()
+        pid = os.fork()
+        if pid == 0:
+            for connection in (control, life, *(one for _, one in lives.values())):
+                connection.close()  # now: the numbers are for other descriptors
+            _take_over(request, fds[1:])
+            return lambda: _run(request)
+        for fd in fds[1:]:
+            os.close(fd)
+        lives[os.pidfd_open(pid)] = pid, life
+        life.send(pid)
+
+
+def _take_over(request: _Request, fds: Sequence[int]) -> None:
+    """Become the process that was asked for, with nothing of the server's."""
+    global _server
+    _server = None
+    if request.new_session:
+        os.setsid()
+    elif request.process_group != -1:
+        os.setpgid(0, request.process_group)
+    high = max([*request.numbers, *fds]) + 1  # above all of them, so that none is overwritten
+    moved = [os.dup2(fd, high + n) for n, fd in enumerate(fds)]
+    for fd, number in zip(moved, request.numbers, strict=True):
+        os.dup2(fd, number)
+    kept = sorted(request.numbers)
+    for low, up in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+        os.closerange(low + 1, up)
+    os.chdir(request.cwd)
+    os.environ.clear()
+    os.environ.update(request.environment)
+
+
+def _run(request: _Request) -> None:
+    if request.module != LAUNCHER:
+        _fork_a_server()
+    if request.finds_in_cwd:
+        sys.path.insert(0, request.cwd)
+    sys.argv = [request.module, *request.arguments]
+    importlib.import_module(request.module).main()
+
+
+def _fork_a_server() -> None:
+    """For this process, while it has one thread and has opened nothing."""
+    global _server
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        ours.close()
+        die_with_parent()
+        os.setpgid(0, 0)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):
+            os.dup2(nothing, number)
+        _end_as_python_does(lambda: _serve(theirs)())
+    theirs.close()
+    _server = ours
+    Launcher.start = Fork
+
+
+def _end_as_python_does(program: Callable[[], None]) -> None:
+    """Without the seconds that it takes to free what vLLM has made."""
+    code: Any = 0
+    try:
+        program()
+    except SystemExit as end:
+        code = end.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code or 0)
+
+
+def main() -> None:
+    from batchkit.engines.registry import preload_engine
+
+    control = socket.socket(fileno=int(sys.argv[1]))
+    die_with_parent()
+    preload_engine("vllm")
+    for name in ALSO:
+        importlib.import_module(name)
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork would lack the other threads"
+    gc.collect()
+    gc.freeze()
+    _end_as_python_does(lambda: _serve(control)())
+
+
+if __name__ == "__main__":
+    # As an import of its name, so that there is one of it.
+    importlib.import_module("tests.support.forks").main()
