@@ -9,14 +9,14 @@ order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, groupby
 from os.path import commonprefix
-from typing import Any
 
+from batchkit.rendering.row_size import size_of
 from batchkit.types import Row, RowHint
 
-LOOK_AHEAD_BYTES = 32 * 2**20  # of the rows' own text and bytes
+LOOK_AHEAD_BYTES = 32 * 2**20  # of the rows' own values
 _SAME = 256  # characters that must be equal after the beginning that all rows share
 
 _Seen = tuple[RowHint, Row, int]  # the last one is the size of the row's own fields
@@ -35,7 +35,7 @@ def well_ordered(
     broken: Exception | None = None
     try:
         for row in rows:
-            n_bytes = size_of(row.fields)
+            n_bytes = size_of(row.fields.values(), LOOK_AHEAD_BYTES)
             coming.append((hint(row), row, n_bytes))
             held_bytes += n_bytes
             while len(coming) + len(going) >= look_ahead or held_bytes >= LOOK_AHEAD_BYTES:
@@ -62,12 +62,3 @@ def _alike_together(rows: Sequence[_Seen]) -> Iterator[_Seen]:
     for seen in rows:
         groups.setdefault(seen[0].beginning[shared : shared + _SAME], []).append(seen)
     return chain.from_iterable(groups.values())
-
-
-def size_of(value: Any) -> int:
-    """Characters and bytes, at any depth."""
-    if isinstance(value, str | bytes):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(map(size_of, value.values()))
-    return sum(map(size_of, value)) if isinstance(value, list) else 0

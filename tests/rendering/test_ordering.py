@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from batchkit.errors import InputError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.rendering.ordering import LOOK_AHEAD_BYTES, well_ordered
 from batchkit.rendering.renderer import PromptRenderer
+from batchkit.rendering.row_size import size_of
 from batchkit.types import Row, RowHint
 from tests.conftest import write_jsonl
 
@@ -63,19 +65,32 @@ def test_every_row_comes_once_and_none_is_overtaken_by_more_than_twice_the_look_
         assert sum(other > index for other in order[:place]) < 2 * look_ahead
 
 
-def test_large_rows_are_not_all_held() -> None:
+_LARGE = b"x" * (LOOK_AHEAD_BYTES // 4)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[{"data": _LARGE}], (_LARGE,), {_LARGE}, bytearray(_LARGE), np.frombuffer(_LARGE, np.uint8)],
+)
+def test_large_rows_are_not_all_held(value: Any) -> None:
     read = 0
 
     def rows() -> Iterator[Row]:
         nonlocal read
         for n in range(100):
             read += 1
-            yield Row(n, str(n), {"image": [{"data": b"x" * (LOOK_AHEAD_BYTES // 4)}]})
+            yield Row(n, str(n), {"image": value})
 
     found = well_ordered(rows(), lambda row: RowHint("", 0), 1000)
     for n in range(90):
         assert next(found).index == n
         assert read <= n + 5
+
+
+def test_a_list_that_contains_itself_is_large() -> None:
+    circle: list[Any] = []
+    circle.append(circle)
+    assert size_of([circle], 1000) > 1000
 
 
 def test_what_was_read_before_an_error_comes_before_it() -> None:

@@ -31,8 +31,8 @@ from batchkit.execution.records import to_record
 from batchkit.execution.signals import Interrupted
 from batchkit.execution.supervisor import EngineHistory
 from batchkit.execution.worker import EngineFacts, Listener
-from batchkit.rendering.ordering import size_of
 from batchkit.rendering.prefetch import Prefetch
+from batchkit.rendering.row_size import size_of
 from batchkit.scoring import Scored, kept_fields
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.store import RecordLine, line_of
@@ -419,7 +419,7 @@ def _cause(error: Exception | None) -> str:
 
 def _weight(task: Task) -> int:
     """The size of a row if it is worth counting, for example an image or a book."""
-    n_bytes = size_of(task.row.fields)
+    n_bytes = size_of(task.row.fields.values(), 2**30)
     return n_bytes if n_bytes >= HEAVY_ROW_BYTES else 0
 
 

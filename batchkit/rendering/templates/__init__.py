@@ -17,11 +17,11 @@ from jinja2 import TemplateError as JinjaError
 
 from batchkit.config.values import reason_of
 from batchkit.errors import JobError, RenderTimeoutError, TemplateError
+from batchkit.rendering.row_size import size_of
 from batchkit.rendering.templates.leaves import leaves_of, with_leaves
 from batchkit.rendering.templates.linear import has_operators, is_linear, most_growth
 from batchkit.rendering.templates.process import Refused, rendered_apart
 from batchkit.rendering.templates.sandbox import Unbounded, bounded, names_read, reading
-from batchkit.rendering.templates.weight import is_heavier
 
 _LONE_EXPRESSION = re.compile(r"\A\s*\{\{[-+]?(?P<expression>[^{}]+?)[-+]?\}\}\s*\Z")
 _MOST_HERE = 64_000_000  # bytes that a rendering may need in the run's own process
@@ -91,7 +91,7 @@ class RowTemplate:
     def _is_too_large(self, names: Mapping[str, Any]) -> bool:
         if self._most is None:
             return False
-        return is_heavier([names.get(name) for name in self.names], self._most)
+        return size_of([names.get(name) for name in self.names], self._most) > self._most
 
     def _value_apart(self, names: Mapping[str, Any]) -> Any:
         read = {name: names[name] for name in self.names if name in names}

@@ -4,7 +4,7 @@ Such a template can be rendered in a thread of the run: none of its steps can ha
 made from its syntax tree; if in doubt, the answer is no. Allowed are the row's names, their
 attributes and members, comparisons, ``if``, ``set``, operators (``sandbox.bounded`` checks their
 operands), and the filters and methods below, whose text is at most about ten times as long as their
-input (``most_growth`` gives the factor, and ``weight`` the size of the row). A loop may use the
+input (``most_growth`` gives the factor, and ``row_size`` the size of the row). A loop may use the
 row's names only as conditions, and otherwise only its own variable: so an inner loop iterates over
 a part of the row, and nothing is multiplied.
 """

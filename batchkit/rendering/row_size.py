@@ -1,4 +1,4 @@
-"""The size of a template's input: the text in a row's fields, and the parts of its lists."""
+"""The size of a row's values: their text and bytes, and the parts of their lists."""
 
 from __future__ import annotations
 
@@ -9,33 +9,41 @@ _OF_PART = 8
 _NUMBERS = frozenset({int, float, bool, type(None)})
 
 
-def is_heavier(values: Iterable[Any], most: int) -> bool:
-    """Whether ``values`` hold more than ``most`` characters and bytes, at any depth.
+def size_of(values: Iterable[Any], most: int) -> int:
+    """Characters and bytes that ``values`` hold, at any depth; if more than ``most``, some number
+    above it.
 
     Each part of a list counts, whatever it is, so this also ends for a list that contains itself.
     """
-    left = most
+    size = 0
     waiting: list[Iterable[Any]] = [values]
     while waiting:
         for value in waiting.pop():
             kind = type(value)
-            left -= _OF_PART
+            size += _OF_PART
             if kind is str or kind is bytes:
-                left -= len(value)
+                size += len(value)
             elif kind is dict:
                 waiting += (value, value.values())
             elif kind is list:
                 waiting.append(value)
             elif kind not in _NUMBERS:
-                left -= _text_in(value)
+                size += _bytes_in(value)
                 waiting += _parts_of(value)
-            if left < 0:
-                return True
-    return False
+            if size > most:
+                return size
+    return size
 
 
-def _text_in(value: Any) -> int:
-    return len(value) if isinstance(value, str | bytes | bytearray) else 0
+def _bytes_in(value: Any) -> int:
+    """Of a text, or of an array of NumPy's or another library's."""
+    if isinstance(value, str | bytes | bytearray):
+        return len(value)
+    try:
+        n_bytes = value.nbytes
+    except Exception:  # the value's own code runs here
+        return 0
+    return n_bytes if isinstance(n_bytes, int) else 0
 
 
 def _parts_of(value: Any) -> list[Iterable[Any]]:
