@@ -242,6 +242,17 @@ def test_a_file_that_is_no_program_is_told_with_its_reason(tmp_path: Path) -> No
     )
 
 
+def test_a_server_that_the_system_does_not_start_is_told_with_the_reason(tmp_path: Path) -> None:
+    longest = 2**17  # bytes of an argument, on Linux
+    told = started_wrongly(tmp_path, f"{SERVER} {'x' * longest}")
+    assert told.endswith("can't be started: Argument list too long")
+
+
+def test_a_log_that_can_not_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "output").write_text("a file where a folder is needed")
+    assert "engine.log: can't be written: " in started_wrongly(tmp_path, SERVER)
+
+
 def test_a_server_that_exits_at_once_is_told_with_its_last_words(tmp_path: Path) -> None:
     code = "import sys; print('one'); print('unknown model tiny', file=sys.stderr); sys.exit(5)"
     told = started_wrongly(tmp_path, shlex.join([sys.executable, "-c", code, "{port}"]))

@@ -79,7 +79,7 @@ class OwnServer:
         """
         Raises:
             JobError: the program does not exist.
-            EngineError: its log can't be written.
+            StoreError, EngineError: its log can't be written, or the system starts no process.
         """
         name, *arguments = words_of(self.command, port=self._port)
         program = _found(name)
@@ -88,22 +88,35 @@ class OwnServer:
                 f"engine.server.command: no program {name!r} (looked for in PATH, and beside"
                 f" {sys.executable}); install it, or give its whole path"
             )
-        self._control, theirs = socket.socketpair()
-        self._control.setblocking(False)
         try:
             self._log.path.parent.mkdir(parents=True, exist_ok=True)
-            with theirs, open_log(self._log.path) as log:
-                self._guard = subprocess.Popen(
-                    [sys.executable, "-I", str(_GUARD), str(theirs.fileno()), program, *arguments],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=[theirs.fileno()],
-                    process_group=0,  # Ctrl-C reaches only the run
-                )
         except OSError as error:
-            self._control.close()
             raise EngineError(f"{self._log.path}: can't be written: {error.strerror}") from error
+        with open_log(self._log.path) as log:
+            self._control, theirs = socket.socketpair()
+            self._control.setblocking(False)
+            try:
+                with theirs:
+                    self._guard = subprocess.Popen(
+                        [
+                            sys.executable,
+                            "-I",
+                            str(_GUARD),
+                            str(theirs.fileno()),
+                            program,
+                            *arguments,
+                        ],
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        pass_fds=[theirs.fileno()],
+                        process_group=0,  # Ctrl-C reaches only the run
+                    )
+            except OSError as error:
+                self._control.close()
+                raise EngineError(
+                    f"engine.server.command: {program} can't be started: {error.strerror}"
+                ) from error
 
     async def come_up(self, is_ready: Callable[[str], Awaitable[bool]]) -> None:
         """Wait until ``is_ready``, called repeatedly with the path to check, returns True.
