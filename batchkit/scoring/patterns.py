@@ -2,20 +2,17 @@
 
 No thread can stop ``re`` (``(\\w+\\s?)+$`` needs only 40 characters to take hours), so a process
 that can be killed runs it: ``matcher``. If a pattern can't take long on a text (``steps``), no
-process is needed. Each thread that scores has its own, as for templates (``templates.process``).
+process is needed.
 """
 
 from __future__ import annotations
 
 import marshal
 import signal
-import threading
 
-from batchkit.rendering.templates.process import Child, Gone, started
+from batchkit.rendering.processes import Gone, child_of_thread
 from batchkit.scoring.bounds import PATTERN_STEPS, PATTERN_TIMEOUT_S, PATTERN_WAIT_S, Unscorable
 from batchkit.scoring.steps import last_in, most_steps
-
-_OF_THREAD = threading.local()
 
 
 def last_match(pattern: str, text: str) -> str | None:
@@ -29,9 +26,7 @@ def last_match(pattern: str, text: str) -> str | None:
         return last_in(pattern, text)
     question = marshal.dumps((pattern, text))
     for _ in range(2):  # the first one may have been killed from outside
-        child: Child | None = getattr(_OF_THREAD, "child", None)
-        if child is None or not child.is_alive:
-            child = _OF_THREAD.child = started("batchkit.scoring.matcher", "scoring.pattern")
+        child = child_of_thread("batchkit.scoring.matcher", "scoring.pattern")
         try:
             kind, found = marshal.loads(child.ask(question, PATTERN_WAIT_S))
         except TimeoutError:

@@ -1,25 +1,19 @@
 """The process that templates are rendered in: ``python -m batchkit.rendering.templates.child FD``.
 
-Questions arrive over the socket FD, one at a time. The process ends with its caller. It refuses a
-template that needs more memory or makes more text than any prompt has.
+It refuses a template that needs more memory or makes more text than any prompt has.
 """
 
 from __future__ import annotations
 
-import contextlib
 import marshal
 import pickle
-import resource
-import signal
-import sys
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import StrictUndefined, UndefinedError
 
-from batchkit.rendering.child_process import die_with_parent
+from batchkit.rendering.child_process import Answer, limit_memory, serve
 from batchkit.rendering.templates.leaves import numbers_of
 from batchkit.rendering.templates.sandbox import unbounded
 
@@ -28,28 +22,12 @@ MOST_BYTES = 16_000_000  # of text, plus four times the size of the question: 4 
 
 
 def main() -> None:
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection: Any = Connection(int(sys.argv[1]))
-    connection.send_bytes(b"")  # it has started
-    with contextlib.suppress(EOFError, OSError):  # the caller has ended
-        while True:
-            question = connection.recv_bytes()
-            answer, is_full = _answer(question)
-            connection.send_bytes(answer)
-            if is_full:
-                return  # the next process starts small
+    serve(_answer)
 
 
-class _Answer(NamedTuple):
-    """``marshal``'s bytes of "value" and the result, or of the kind and text of an error."""
-
-    line: bytes
-    is_full: bool = False
-
-
-def _answer(question: bytes) -> _Answer:
-    limit = _limit_memory(MOST_MEMORY + 8 * len(question))
+def _answer(question: bytes) -> Answer:
+    """The ``marshal`` bytes of "value" and the result, or of the kind and text of an error."""
+    limit = limit_memory(MOST_MEMORY + 8 * len(question))
     try:
         source, expression, names, leaves = pickle.loads(question)
         found = _compiled(source, expression)(names)
@@ -59,26 +37,18 @@ def _answer(question: bytes) -> _Answer:
         most = MOST_BYTES + 4 * len(question)
         if len(line) > most:
             return _because("error", f"its template gives {len(line):,} bytes; {most:,} may be")
-        return _Answer(line)
+        return Answer(line)
     except UndefinedError as error:
         return _because("undefined", str(error))
     except MemoryError:
         message = f"its template needs more than {limit / (1 << 30):.1f} GiB of memory"
-        return _because("error", message)._replace(is_full=True)
+        return _because("error", message)._replace(is_last=True)
     except Exception as error:  # a template may call any code on the row's values
         return _because("error", f"{type(error).__name__}: {error}")
 
 
-def _limit_memory(n_bytes: int) -> int:
-    """Limits the memory to ``n_bytes``, or to less if the run's own limit is lower."""
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    limit = n_bytes if most == resource.RLIM_INFINITY else min(n_bytes, most)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, most))
-    return limit
-
-
-def _because(kind: str, message: str) -> _Answer:
-    return _Answer(marshal.dumps((kind, message)))
+def _because(kind: str, message: str) -> Answer:
+    return Answer(marshal.dumps((kind, message)))
 
 
 @lru_cache(maxsize=64)

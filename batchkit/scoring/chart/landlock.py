@@ -11,6 +11,8 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
+from batchkit.rendering.child_process import prctl
+
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _CREATE_RULESET_VERSION = 1
 _RULE_PATH_BENEATH = 1
@@ -59,8 +61,7 @@ def restrict_files(
         writing = _READ_FILE | _WRITE_FILE | _TRUNCATE
         _allow(ruleset, writable_file, handled & writing)
         _allow(ruleset, files_writable_in, handled & (writing | _READ_DIR | _MAKE_REG))
-        if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS) failed")
+        prctl(_PR_SET_NO_NEW_PRIVS, 1)
         _call(_RESTRICT_SELF, ruleset, 0)
     finally:
         os.close(ruleset)

@@ -12,15 +12,14 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from batchkit.errors import JobError
+from batchkit.rendering.processes import start
 from batchkit.scoring.chart.confine import what_is_missing
 from batchkit.scoring.chart.messages import (
     CONFINED,
@@ -129,21 +128,9 @@ class Sandbox:
 
     def _begin(self) -> None:
         self._folder = tempfile.mkdtemp(prefix=_PREFIX)
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-P", "-m", "batchkit.scoring.chart.zygote"),
-                    *(str(theirs.fileno()), self._folder),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=_environment(self._folder),
-                process_group=0,  # Ctrl-C reaches only the run
-            )
-        self._connection = Connection(ours.detach())
+        self._process, self._connection = start(
+            "batchkit.scoring.chart.zygote", self._folder, environ=_environment(self._folder)
+        )
 
     def _end(self) -> None:
         process, self._process = self._process, None
@@ -180,7 +167,6 @@ def _environment(folder: str) -> dict[str, str]:
         "MPLCONFIGDIR": folder,
         "MPLBACKEND": "Agg",
         "LANG": "C.UTF-8",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "PYTHONHASHSEED": "0",  # the same chart gets the same score
         "PYTHONNOUSERSITE": "1",
         "OMP_NUM_THREADS": "1",

@@ -14,6 +14,8 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from batchkit.rendering.child_process import prctl
+
 _PR_GET_SECCOMP, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 21, 22, 38
 _MODE_FILTER = 2
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -142,7 +144,9 @@ def seccomp_missing() -> str | None:
         return (
             f"the sandbox knows the system calls of x86_64 and aarch64, not of {platform.machine()}"
         )
-    if _libc.prctl(_PR_GET_SECCOMP, 0, 0, 0, 0) < 0:
+    try:
+        prctl(_PR_GET_SECCOMP)
+    except OSError:
         return "this kernel has no seccomp (CONFIG_SECCOMP_FILTER)"
     return None
 
@@ -156,13 +160,8 @@ def restrict_calls() -> None:
     program = b"".join(_program(platform.machine(), os.getpid()))
     code = ctypes.create_string_buffer(program, len(program))
     head = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
-    if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS) failed")
-    if _libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, head, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_SECCOMP) failed")
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
+    prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    prctl(_PR_SET_SECCOMP, _MODE_FILTER, head)
 
 
 def _program(machine: str, pid: int) -> Iterator[bytes]:
