@@ -19,8 +19,8 @@ from batchkit.execution.resume import OnChange
 from batchkit.execution.signals import Interrupted, StopRequest
 from batchkit.storage.job_toml import job_of_run, with_secrets_of, without_masked
 from batchkit.storage.ledger import RESULTS, failure_kind, read_newest
-from batchkit.storage.manifest import read_manifest
-from batchkit.storage.runfolder import MANIFEST, is_run, latest_run
+from batchkit.storage.manifest import latest_run, read_manifest
+from batchkit.storage.runfolder import MANIFEST, is_run
 from batchkit.storage.store import check_log
 from batchkit.storage.summary import RunSummary
 

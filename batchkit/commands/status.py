@@ -15,7 +15,7 @@ from batchkit.execution.progress import duration
 from batchkit.sources import count_rows
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.ledger import log_of, read_lines
-from batchkit.storage.manifest import read_manifest
+from batchkit.storage.manifest import Manifest, read_manifest
 from batchkit.storage.runfolder import held_by
 from batchkit.storage.store import Totals, is_sealed, read_checkpoint
 
@@ -106,10 +106,10 @@ def status(folder: Path) -> Status:
     total = total_rows(folder, manifest)
     pending = pending_rows(total, totals, manifest)
     holder = held_by(folder)
-    last_start: Mapping[str, Any] = manifest["starts"][-1] if manifest["starts"] else {}
+    last_start = manifest.starts[-1] if manifest.starts else None
     rate = _rate(log) if holder else None
     return Status(
-        name=manifest["name"],
+        name=manifest.name,
         folder=str(folder),
         total=total,
         ok=totals.ok,
@@ -120,27 +120,26 @@ def status(folder: Path) -> Status:
         completion_tokens=totals.completion_tokens,
         rows_per_s=rate,
         eta_s=pending / rate if rate and pending is not None else None,
-        engine_settings=Ladder(manifest.get("engine_steps")).overrides,
-        engine_events=last_start.get("engine_events", []),
-        workers=last_start.get("workers", []),
-        engine_restarts=sum(start.get("engine_restarts", 0) for start in manifest["starts"]),
-        starts=len(manifest["starts"]),
+        engine_settings=Ladder(manifest.engine_steps).overrides,
+        engine_events=last_start.engine_events if last_start else [],
+        workers=[worker.model_dump() for worker in last_start.workers] if last_start else [],
+        engine_restarts=sum(start.engine_restarts for start in manifest.starts),
+        starts=len(manifest.starts),
         held_by=holder,
     )
 
 
-def pending_rows(total: int | None, totals: Totals, manifest: Mapping[str, Any]) -> int | None:
+def pending_rows(total: int | None, totals: Totals, manifest: Manifest) -> int | None:
     """Rows without a record, those that ``--skip-from`` left to another run not counted."""
     if total is None:
         return None
-    elsewhere = manifest.get("skipped_elsewhere", 0)
-    return int(max(0, total - totals.ok - totals.failed - elsewhere))
+    return max(0, total - totals.ok - totals.failed - manifest.skipped_elsewhere)
 
 
-def total_rows(folder: Path, manifest: Mapping[str, Any]) -> int | None:
+def total_rows(folder: Path, manifest: Manifest) -> int | None:
     """From the manifest if a start has counted them, else counted now."""
-    if manifest["total"] is not None:
-        return int(manifest["total"])
+    if manifest.total is not None:
+        return manifest.total
     try:
         return count_rows(job_of_run(folder).input)
     except BatchkitError:

@@ -18,7 +18,7 @@ from batchkit.sources.rowhash import input_hash
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.ledger import RESULTS, failure_kind, log_of, read_lines, record_of
-from batchkit.storage.manifest import read_manifest
+from batchkit.storage.manifest import Manifest, read_manifest
 from batchkit.storage.store import (
     CHECKPOINT,
     Totals,
@@ -199,7 +199,7 @@ def read_log(
     return found
 
 
-def compare(folder: Path, path: Path, manifest: Mapping[str, Any], log: _Log) -> _Rows:
+def compare(folder: Path, path: Path, manifest: Manifest, log: _Log) -> _Rows:
     """Compare the newest record of each row in the log at ``path`` with the row of the input."""
     found = _Rows()
     try:
@@ -208,7 +208,7 @@ def compare(folder: Path, path: Path, manifest: Mapping[str, Any], log: _Log) ->
             _compare_indexes(manifest, log, found)
             return found
         source = from_job(job)
-        if changes := input_changes(manifest["input"], source.files or []):
+        if changes := input_changes(manifest.input, source.files or []):
             found.not_compared = f"the input has changed since: {'; '.join(changes)}"
             return found
         _compare_rows(source, _newest(path, log), found)
@@ -243,24 +243,22 @@ def _find_pending(source: Input, log: _Log, found: _Rows) -> None:
         found.pending += [row.index][: NAMED - len(found.pending)]
 
 
-def _compare_indexes(manifest: Mapping[str, Any], log: _Log, found: _Rows) -> None:
+def _compare_indexes(manifest: Manifest, log: _Log, found: _Rows) -> None:
     """Only the number of rows is known if they were given from Python."""
-    if not manifest["input"]:
+    if not manifest.input:
         found.not_compared = "its rows came from an iterator"
         return
     found.not_compared = "its rows were given from Python; only their number is known"
-    size, settled = manifest["input"][0]["size"], log.totals.completed | log.totals.failed_rows
+    size, settled = manifest.input[0].size, log.totals.completed | log.totals.failed_rows
     found.unknown = IndexSet(index for index in settled if index >= size)
     found.pending = list(islice((i for i in range(size) if i not in settled), NAMED))
 
 
-def _pending(
-    rows: _Rows, total: int | None, totals: Totals, manifest: Mapping[str, Any]
-) -> int | None:
+def _pending(rows: _Rows, total: int | None, totals: Totals, manifest: Manifest) -> int | None:
     """Rows without a record, those that ``--skip-from`` left to another run not counted."""
     if rows.n_pending is None:
         return pending_rows(total, totals, manifest)
-    return max(0, rows.n_pending - int(manifest.get("skipped_elsewhere", 0)))
+    return max(0, rows.n_pending - manifest.skipped_elsewhere)
 
 
 def _is_of(record: Mapping[str, Any], row_id: str, row_hash: str) -> bool:

@@ -18,7 +18,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
+
+from batchkit.storage.manifest import SuspectGroup
 
 PROOF, PROOF_AMONG_ACCIDENTS = 2, 3
 
@@ -36,14 +38,15 @@ class Suspicion(NamedTuple):
     deaths: Sequence[str] = ()
     is_quarantined: bool = False
 
-    def to_json(self) -> dict[str, Any]:
+    def noted(self) -> SuspectGroup:
+        """As it is noted in the manifest."""
         rows = {str(index): input_hash for index, input_hash in self.rows.items()}
-        return {"rows": rows, "deaths": list(self.deaths), "is_quarantined": self.is_quarantined}
+        return SuspectGroup(rows=rows, deaths=list(self.deaths), is_quarantined=self.is_quarantined)
 
     @classmethod
-    def of_json(cls, group: Mapping[str, Any]) -> Suspicion:
-        rows = {int(index): input_hash for index, input_hash in group["rows"].items()}
-        return cls(rows, tuple(group["deaths"]), group["is_quarantined"])
+    def known(cls, group: SuspectGroup) -> Suspicion:
+        rows = {int(index): input_hash for index, input_hash in group.rows.items()}
+        return cls(rows, tuple(group.deaths), group.is_quarantined)
 
     def only(self, may_come: Callable[[int], bool]) -> Suspicion:
         """The same group without the rows that are not read again."""

@@ -30,11 +30,11 @@ from batchkit.rendering.renderer import PromptRenderer
 from batchkit.sources.input import Input, Total, distrusted, watched
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.ledger import RESULTS, failure_kind, newest_rows, record_of
+from batchkit.storage.manifest import Suspects, WorkerState
 from batchkit.storage.store import RecordLine, Store
 from batchkit.storage.summary import RunSummary
 from batchkit.types import Row, Task, Usage
 
-MOST_EVENTS = 20
 _SHARE_FROM = 20  # a share of failed rows says nothing before this many are settled
 
 
@@ -82,7 +82,7 @@ class Loop:
         """Run the rows in ``attempts`` again; the numbers are those of their last attempts."""
         attempts = self._still_due(attempts)
         self._is_retry, self._attempts, self._quarantined = True, attempts, quarantined
-        self._elsewhere = self._manifest["skipped_elsewhere"]
+        self._elsewhere = self._manifest.skipped_elsewhere
         self._resumed -= sum(map(self._store.totals.is_settled, attempts))
         rows = self._source.everything(lambda index: index not in attempts)
         return self._settle_all(self._readable(rows))
@@ -161,7 +161,7 @@ class Loop:
 
     def _distrust(self, changed: Collection[str]) -> None:
         """Make the next start compare the answered rows with those in the input."""
-        self._manifest["input"] = distrusted(self._manifest["input"], changed)
+        self._manifest.input = distrusted(self._manifest.input, changed)
 
     def _check_complete(self) -> None:
         """All rows were read. Raises BrokenInputError if one of them has no record."""
@@ -202,7 +202,7 @@ class Loop:
         self._pool = pool  # none of its figures are known before
         loaded = time.monotonic()
         self._load_s = loaded - started
-        self._manifest["starts"][-1]["engine"] = dict(engine.versions)
+        self._manifest.last_start.engine = dict(engine.versions)
         self._progress.event(
             f"generating; model loaded in {self._load_s:.0f} s,"
             f" up to {engine.max_num_seqs} requests run at once"
@@ -253,15 +253,15 @@ class Loop:
 
     def _known(self) -> EngineHistory:
         """What earlier starts have learned about the engine."""
-        among_accidents = self._manifest.get("engine_accidents", False)
+        among_accidents = self._manifest.engine_accidents
         return EngineHistory(0, self._known_steps(), among_accidents, self._known_suspicions())
 
     def _known_suspicions(self) -> list[Suspicion]:
         """Where the search for a poison row was when an earlier start was killed."""
-        known = self._manifest.get("suspects", {})
-        if known.get("of") != self._suspects_of():
+        known = self._manifest.suspects
+        if known.of != self._suspects_of():
             return []
-        found = [Suspicion.of_json(group).only(self._may_come) for group in known["groups"]]
+        found = [Suspicion.known(group).only(self._may_come) for group in known.groups]
         if n := sum(len(suspicion.rows) for suspicion in found):
             self._progress.event(
                 f"the search for a row that kills the engine goes on: {n} rows are suspected"
@@ -274,17 +274,13 @@ class Loop:
     def _suspects_of(self) -> str:
         """A hash of the settings that suspicions hold for; with others, rows may do no harm."""
         options = self._job.engine.options
-        return input_hash({"identity": self._manifest["identity"], "options": options})
+        return input_hash({"identity": self._manifest.identity, "options": options})
 
     def _known_steps(self) -> list[dict[str, Any]]:
         """What an earlier start found to be safe, if it had the same engine options."""
-        steps, options = self._manifest["engine_steps"], input_hash(self._job.engine.options)
-        if steps and self._manifest.get("engine_steps_for", options) != options:
+        if self._manifest.forget_other_steps(input_hash(self._job.engine.options)):
             self._progress.event("engine options have changed: smaller settings are forgotten")
-            steps = []
-        self._manifest["engine_steps_for"] = options
-        self._manifest["engine_steps"] = steps
-        return list(steps)
+        return list(self._manifest.engine_steps)
 
     def _feed(self, pool: WorkerPool) -> None:
         """Fill, poll and write until every row is settled or a stop is due."""
@@ -309,19 +305,16 @@ class Loop:
     def _tell(self, text: str) -> None:
         """Report an engine event; the last ones are also kept in the manifest, for ``status``."""
         self._progress.event(text)
-        events = self._manifest["starts"][-1].setdefault("engine_events", [])
-        events.append(text)
-        del events[:-MOST_EVENTS]
+        self._manifest.last_start.note_event(text)
 
     def _remember(self, history: EngineHistory) -> None:
         """Save what an engine's death taught to the manifest at once: the next start needs it."""
-        self._manifest["starts"][-1]["engine_restarts"] = history.restarts
-        self._manifest["engine_steps"] = history.steps
-        self._manifest["engine_accidents"] = history.among_accidents
-        self._manifest["suspects"] = {
-            "of": self._suspects_of(),
-            "groups": [suspicion.to_json() for suspicion in history.suspicions],
-        }
+        self._manifest.last_start.engine_restarts = history.restarts
+        self._manifest.engine_steps = [dict(step) for step in history.steps]
+        self._manifest.engine_accidents = history.among_accidents
+        self._manifest.suspects = Suspects(
+            of=self._suspects_of(), groups=[suspicion.noted() for suspicion in history.suspicions]
+        )
         self._save_manifest()
 
     def _must_stop(self, pool: WorkerPool) -> bool:
@@ -364,8 +357,8 @@ class Loop:
         time: the checkpoint is a cache, and an old one only makes a resume read more of the log.
         """
         self._progress.update(self._state())
-        if self._manifest["total"] is None and (total := self._total.now()) is not None:
-            self._manifest["total"] = total  # so that status need not count the rows
+        if self._manifest.total is None and (total := self._total.now()) is not None:
+            self._manifest.total = total  # so that status need not count the rows
             self._save_manifest()
         now = time.monotonic()
         if now >= self._next_sync:
@@ -378,7 +371,7 @@ class Loop:
     def _note_workers(self, pool: WorkerPool) -> bool:
         """Note the state of each of several workers for ``status``; False if there is only one."""
         if workers := pool.workers():
-            self._manifest["starts"][-1]["workers"] = workers
+            self._manifest.last_start.workers = [WorkerState(**state) for state in workers]
         return bool(workers)
 
     def _state(self) -> State:
@@ -401,10 +394,10 @@ class Loop:
         state = self._state()
         if code is None:
             code = 1 if self._is_retry and self._some_remain() else 3 if state.failed else 0
-        self._manifest["total"] = total
-        self._manifest["skipped_elsewhere"] = self._elsewhere
-        self._manifest["starts"][-1]["exit"] = code
-        self._manifest["starts"][-1]["seconds"] = round(self._seconds, 3)
+        self._manifest.total = total
+        self._manifest.skipped_elsewhere = self._elsewhere
+        self._manifest.last_start.exit = code
+        self._manifest.last_start.seconds = round(self._seconds, 3)
         per_s = 1 / self._seconds if self._seconds else 0.0
         return RunSummary(
             name=self._job.name,

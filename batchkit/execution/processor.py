@@ -151,7 +151,7 @@ def _done_in(folder: Path, *, have_ids: bool) -> Callable[[Row], bool]:
     if not is_run(folder):
         raise JobError(f"--skip-from {folder}: not a run folder")
     check_log(folder)
-    by_id = have_ids and read_manifest(folder)["identity"].get("input.id") is not None
+    by_id = have_ids and read_manifest(folder).identity.get("input.id") is not None
 
     def name(row_id: str, row_hash: str | None) -> str:
         return row_id if by_id else f"{row_hash} {row_id}"

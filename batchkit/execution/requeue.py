@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import orjson
 
@@ -21,7 +20,7 @@ from batchkit.errors import StoreError
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.files import sync_folder
 from batchkit.storage.ledger import REQUEUE, RESULTS, read_newest
-from batchkit.storage.manifest import write_manifest
+from batchkit.storage.manifest import Manifest
 from batchkit.storage.runfolder import MANIFEST
 from batchkit.storage.store import CHECKPOINT, RecordLine, Store, free_name
 from batchkit.types import Row
@@ -30,7 +29,7 @@ _UNFINISHED = f"{REQUEUE}.tmp"
 _AT_ONCE = 1000
 
 
-def requeue(folder: Path, rows: Iterable[Row], manifest: Mapping[str, Any], *, by_id: bool) -> str:
+def requeue(folder: Path, rows: Iterable[Row], manifest: Manifest, *, by_id: bool) -> str:
     """Keep the records whose row is still among ``rows``, under its present index; drop the others.
 
     ``manifest`` becomes the run's manifest. The old log is kept beside the new one. A row is the
@@ -44,7 +43,7 @@ def requeue(folder: Path, rows: Iterable[Row], manifest: Mapping[str, Any], *, b
     try:
         unfinished.mkdir()
         kept, dropped = _copy(folder / RESULTS, unfinished, _present(rows, by_id=by_id), by_id)
-        write_manifest(unfinished, manifest)
+        manifest.write(unfinished)
         unfinished.rename(folder / REQUEUE)
         sync_folder(folder)
     except (OSError, StoreError) as error:

@@ -7,20 +7,20 @@ begin a new run beside the old one, or keep the records of unchanged rows and ru
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, ChangedError, JobError, StoreError
 from batchkit.execution.requeue import finish_requeue, requeue
 from batchkit.execution.signals import Interrupted
 from batchkit.sources.input import CHANGING, Input
-from batchkit.storage.identity import differences, known_of
+from batchkit.storage.identity import differences
 from batchkit.storage.job_toml import job_of_run, write_job
 from batchkit.storage.ledger import RESULTS
-from batchkit.storage.manifest import new_manifest, new_start, read_manifest, write_manifest
+from batchkit.storage.manifest import FileFingerprint, Manifest, Start, read_manifest
 from batchkit.storage.runfolder import MANIFEST, Claim, claim, is_run, move_aside
 from batchkit.storage.store import CHECKPOINT, Store, check_log
 from batchkit.types import utc_now
@@ -33,7 +33,7 @@ class OpenRun(NamedTuple):
 
     folder: Path
     store: Store
-    manifest: dict[str, Any]
+    manifest: Manifest
     messages: list[str]
     lock: Claim
 
@@ -45,7 +45,7 @@ class OpenRun(NamedTuple):
             StoreError: the disk refuses.
         """
         self.lock.check()
-        write_manifest(self.folder, self.manifest)
+        self.manifest.write(self.folder)
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def open_run(
         StoreError: another process holds the folder, or the disk refuses.
     """
     folder, messages = job.folder, list[str]()
-    new = new_manifest(job, source.files or [])
+    new = Manifest.new(job, source.files or [])
     with ExitStack() as held:
         lock = held.enter_context(claim(folder))
         if _must_move_aside(job, source, new, fresh=fresh, on_change=on_change, messages=messages):
@@ -78,11 +78,11 @@ def open_run(
                     f"{folder}: another process began a run here while the earlier one was moved"
                     " aside; wait for it, then run the same command again"
                 )
-        manifest = _merged(new, read_manifest(folder)) if is_run(folder) else new
+        manifest = read_manifest(folder).renewed(new) if is_run(folder) else new
         if (moved := _moved_media(folder, job)) is not None:
             messages.append(moved)
-        start = new_start(command, overrides)
-        manifest["starts"].append(start)
+        start = Start.now(command, overrides)
+        manifest.starts.append(start)
         write_job(folder, job)
         store = Store(folder, check_lock=lock.check)
         if store.salvaged_bytes:
@@ -110,7 +110,7 @@ def _moved_media(folder: Path, job: JobConfig) -> str | None:
 
 
 @contextmanager
-def _closing(run: OpenRun, start: dict[str, Any]) -> Iterator[None]:
+def _closing(run: OpenRun, start: Start) -> Iterator[None]:
     """Close the store and note in the manifest how this start ended, even after an error.
 
     The error that ended the run is the one raised: if the disk is full, a further write error
@@ -120,9 +120,9 @@ def _closing(run: OpenRun, start: dict[str, Any]) -> Iterator[None]:
         yield
     except BaseException as error:
         if isinstance(error, BatchkitError):
-            start["exit"] = error.exit_code
+            start.exit = error.exit_code
         elif isinstance(error, Interrupted):
-            start["exit"] = 128 + error.signum
+            start.exit = 128 + error.signum
         try:
             _close(run, start)
         except StoreError as also:
@@ -133,8 +133,8 @@ def _closing(run: OpenRun, start: dict[str, Any]) -> Iterator[None]:
         _close(run, start)
 
 
-def _close(run: OpenRun, start: dict[str, Any]) -> None:
-    start["ended_at"] = utc_now()
+def _close(run: OpenRun, start: Start) -> None:
+    start.ended_at = utc_now()
     try:
         run.store.close()
     finally:
@@ -144,7 +144,7 @@ def _close(run: OpenRun, start: dict[str, Any]) -> None:
 def _must_move_aside(
     job: JobConfig,
     source: Input,
-    new: dict[str, Any],
+    new: Manifest,
     *,
     fresh: bool,
     on_change: OnChange,
@@ -172,17 +172,6 @@ def _must_move_aside(
     return _settle_changes(job, source, new, on_change, messages)
 
 
-def _merged(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
-    """The run's own manifest, updated with what decides this start's answers."""
-    renewed = ("input", "identity", "fingerprints", "model", "seed", "total")
-    merged = new | old | {key: new[key] for key in renewed}
-    if merged["scoring"] != new["scoring"]:
-        merged["scoring"] = None  # mixed, until all rows are scored again in one way
-    # A job that was read from its job.toml has masked secrets; keep their fingerprints.
-    merged["identity"] = known_of(new["identity"], old["identity"])
-    return merged
-
-
 def _has_run(folder: Path) -> bool:
     """True if the folder holds more than a start creates before it writes the manifest."""
     log = folder / RESULTS
@@ -193,15 +182,15 @@ def _has_run(folder: Path) -> bool:
 def _settle_changes(
     job: JobConfig,
     source: Input,
-    new: dict[str, Any],
+    new: Manifest,
     on_change: OnChange,
     messages: list[str],
 ) -> bool:
     """Apply ``on_change`` to any changes. True if the old run must be moved aside."""
     folder = job.folder
     manifest = read_manifest(folder)
-    job_changes = differences(manifest["identity"], new["identity"])
-    changes = job_changes + input_changes(manifest["input"], new["input"])
+    job_changes = differences(manifest.identity, new.identity)
+    changes = job_changes + input_changes(manifest.input, new.input)
     if not changes or not (folder / RESULTS).exists() or not (folder / RESULTS).stat().st_size:
         return False  # nothing was answered yet, so nothing can be mixed
     if on_change == "fail":
@@ -218,20 +207,21 @@ def _settle_changes(
     holds = all(change.startswith(("input.where:", "input.shard:")) for change in job_changes)
     rows = source.everything(lambda index: False) if holds else iter(())
     check_log(folder)
-    renewed = _merged(new, manifest) | {"skipped_elsewhere": 0}  # those rows may have changed, too
+    renewed = manifest.renewed(new)
+    renewed.skipped_elsewhere = 0  # those rows may have changed, too
     messages.append(requeue(folder, rows, renewed, by_id=source.has_ids))
     return False
 
 
-def input_changes(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
+def input_changes(then: Sequence[FileFingerprint], now: Sequence[FileFingerprint]) -> list[str]:
     """One line for each file that differs by content; moving or touching a file changes nothing.
 
     Except if its new name means that it is read in another format.
     """
     if len(then) == len(now) and all(map(_same, then, now)):
         return []
-    old = {file["path"]: file for file in then}
-    new = {file["path"]: file for file in now}
+    old = {file.path: file for file in then}
+    new = {file.path: file for file in now}
     return [
         f"input {path}: {_described(old.get(path))} → {_described(new.get(path))}"
         for path in sorted({*old, *new})
@@ -239,15 +229,15 @@ def input_changes(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> list
     ] or ["input: the order of the files"]
 
 
-def _same(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    if then["sha256"] == CHANGING:
+def _same(then: FileFingerprint, now: FileFingerprint) -> bool:
+    if then.sha256 == CHANGING:
         return False
-    formats = {then.get("read_as"), now.get("read_as")} - {None, ""}  # older runs did not note it
-    return bool(then["sha256"] == now["sha256"]) and len(formats) < 2
+    formats = {then.read_as, now.read_as} - {""}  # older runs did not note it
+    return then.sha256 == now.sha256 and len(formats) < 2
 
 
-def _described(file: Mapping[str, Any] | None) -> str:
+def _described(file: FileFingerprint | None) -> str:
     if file is None:
         return "none"
-    name = f", read as {file['read_as']}" if file.get("read_as") else ""
-    return f"{file['size']:,} bytes, {str(file['sha256'])[:12]}{name}"
+    name = f", read as {file.read_as}" if file.read_as else ""
+    return f"{file.size:,} bytes, {file.sha256[:12]}{name}"

@@ -13,7 +13,7 @@ from itertools import islice
 from batchkit.config.shard import parse_shard
 from batchkit.config.tables import InputTable
 from batchkit.sources.files import input_files
-from batchkit.sources.fingerprint import FileFingerprint, changed_files, fingerprint
+from batchkit.sources.fingerprint import changed_files, fingerprint
 from batchkit.sources.formats import format_of, load_counter, load_reader
 from batchkit.sources.ids import is_fallback, row_of
 from batchkit.sources.python_rows import PLACE, python_rows
@@ -22,7 +22,6 @@ from batchkit.types import Row
 
 __all__ = [
     "PLACE",
-    "FileFingerprint",
     "changed_files",
     "count_rows",
     "fingerprint",

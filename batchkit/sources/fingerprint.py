@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +21,9 @@ from batchkit.sources.files import (
     remote_error,
 )
 from batchkit.sources.formats import read_as
+from batchkit.storage.manifest import FileFingerprint
 
 SMALL_BYTES = 2**24  # an input this small is read again, whatever its times say
-
-
-@dataclass(frozen=True, slots=True)
-class FileFingerprint:
-    """One input file. ``sha256`` is of its bytes; of a remote file, of what its store reports
-    (``fsspec``'s ``ukey``: size, ETag or time), or of its bytes if a web server reports neither ETag
-    nor time; the times are then 0. ``ctime_ns`` changes with
-    every write, and can't be set back as ``mtime_ns`` can. ``read_as`` is the format that its name
-    or the job gives it."""
-
-    path: str
-    size: int
-    mtime_ns: int
-    sha256: str
-    ctime_ns: int = 0  # older versions did not record it
-    read_as: str = ""  # nor this
 
 
 def fingerprint(

@@ -6,7 +6,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,6 @@ from batchkit.errors import (
 )
 from batchkit.sources import (
     PLACE,
-    FileFingerprint,
     changed_files,
     count_rows,
     fingerprint,
@@ -29,7 +28,7 @@ from batchkit.sources import (
     read_rows,
 )
 from batchkit.sources.rowhash import input_hash
-from batchkit.storage.manifest import read_manifest
+from batchkit.storage.manifest import FileFingerprint, read_manifest
 from batchkit.types import Row
 
 LOOK_S = 5.0
@@ -48,7 +47,7 @@ class Input(NamedTuple):
     if its argument is true, by a thorough check that may take as long as making ``files``.
     """
 
-    files: list[dict[str, Any]] | None
+    files: list[FileFingerprint] | None
     read: Callable[[Callable[[int], bool]], Iterator[Row]]
     everything: Callable[[Callable[[int], bool]], Iterator[Row]]
     size: Callable[[], int | None]
@@ -62,7 +61,7 @@ def from_job(job: JobConfig) -> Input:
     files = fingerprint(job.input, _known_files(job.folder))
     paths = [file.path for file in files]
     return Input(
-        files=[asdict(file) for file in files],
+        files=files,
         read=lambda skip: read_rows(job.input, skip=skip, files=paths),
         everything=lambda skip: read_rows(unlimited, skip=skip, files=paths),
         size=lambda: count_rows(job.input, paths),
@@ -109,7 +108,7 @@ def from_python(rows: Any, table: InputTable) -> Input:
                 yield row
         is_other |= end < len(hashes)
 
-    file = asdict(FileFingerprint(PLACE, size, 0, digest.hexdigest()))
+    file = FileFingerprint(PLACE, size, 0, digest.hexdigest())
     return Input([file], read, read, lambda: size, has_ids, changes)
 
 
@@ -153,21 +152,23 @@ def _check(changes: Mapping[str, str], because: InputError | None = None) -> Non
     ) from because
 
 
-def distrusted(files: list[dict[str, Any]], changed: Collection[str]) -> list[dict[str, Any]]:
+def distrusted(files: list[FileFingerprint], changed: Collection[str]) -> list[FileFingerprint]:
     """``files``; those that ``changed`` while they were read get fingerprints that no file has.
 
     So the next start takes them as changed, even if they were changed back, and compares rows.
     """
-    paths = {*changed} & {file["path"] for file in files} or {file["path"] for file in files}
-    mark = {"mtime_ns": 0, "ctime_ns": 0, "sha256": CHANGING}
-    return [file | mark if file["path"] in paths else file for file in files]
+    paths = {*changed} & {file.path for file in files} or {file.path for file in files}
+    return [
+        replace(file, mtime_ns=0, ctime_ns=0, sha256=CHANGING) if file.path in paths else file
+        for file in files
+    ]
 
 
 def _known_files(folder: Path) -> list[FileFingerprint]:
     """What an earlier start found, so that an unchanged file need not be read again."""
     try:
-        return [FileFingerprint(**file) for file in read_manifest(folder)["input"]]
-    except (StoreError, KeyError, TypeError):
+        return read_manifest(folder).input
+    except StoreError:
         return []
 
 

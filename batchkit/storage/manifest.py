@@ -1,7 +1,7 @@
-"""``manifest.json``: what a run was made from, so that a resume can check that it is unchanged.
+"""``manifest.json``: what a run was made from, and what its starts have learned.
 
 ``identity`` holds, by dotted key, everything that decides what the answers are; the input's files
-are listed beside it. Keys that only change the speed (batch sizes, intervals) are left out.
+are listed beside it. A resume checks that both are unchanged.
 """
 
 from __future__ import annotations
@@ -9,36 +9,55 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer
 
 import batchkit
 from batchkit.config.loading import masked_override
 from batchkit.config.masking import masked, masked_text
 from batchkit.config.regular_file import open_regular
 from batchkit.config.tables import JobConfig
-from batchkit.errors import StoreError
+from batchkit.errors import JobError, StoreError
 from batchkit.storage.files import write_atomically
-from batchkit.storage.identity import hash_of, identity, scoring_of
+from batchkit.storage.identity import hash_of, identity, known_of, scoring_of
+from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.runfolder import MANIFEST
 from batchkit.types import utc_now
 
-VERSION = 1
+MOST_EVENTS = 20
 
 
-class _File(BaseModel, strict=True):
+@dataclass(frozen=True, slots=True)
+class FileFingerprint:
+    """One input file. ``sha256`` is of its bytes; of a remote file, of what its store reports
+    (``fsspec``'s ``ukey``: size, ETag or time), or of its bytes if a web server reports neither ETag
+    nor time; the times are then 0. ``ctime_ns`` changes with
+    every write, and can't be set back as ``mtime_ns`` can. ``read_as`` is the format that its name
+    or the job gives it."""
+
     path: str
     size: int
     mtime_ns: int
     sha256: str
+    ctime_ns: int = 0  # older versions did not record it
+    read_as: str = ""  # nor this
 
 
-class _Worker(BaseModel, strict=True):
+class _Part(BaseModel):
+    """Keys that this version does not know are kept."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class WorkerState(_Part):
+    """One of several workers, as of the last checkpoint."""
+
     worker: int
     node: str | None
     gpus: list[Any]
@@ -50,84 +69,163 @@ class _Worker(BaseModel, strict=True):
     engine_restarts: int
 
 
-class _Start(BaseModel, strict=True):
+class Start(_Part):
+    """One start of the run. ``ended_at`` and ``seconds`` are None while it runs, or if it was killed.
+
+    ``seconds``: with the engine up. ``engine``: what the engine says of itself. ``run``: in a merged
+    run, the folder of the run that this start belongs to.
+    """
+
+    command: str = ""
     started_at: str
+    ended_at: str | None = None
+    exit: int | None = None
+    host: str | None = None
+    pid: int | None = None
+    python: str | None = None
+    versions: dict[str, Any] | None = None
+    overrides: list[str] = []
+    engine: dict[str, Any] = {}
     engine_restarts: int = 0
     engine_events: list[str] = []
-    workers: list[_Worker] = []
-    versions: dict[str, Any] | None = None
+    workers: list[WorkerState] = []
+    seconds: float | None = None
+    run: str | None = None
+
+    @classmethod
+    def now(cls, command: str, overrides: Sequence[str] = ()) -> Start:
+        """A start that begins now, in this process."""
+        return cls(
+            command=command,
+            started_at=utc_now(),
+            ended_at=None,
+            exit=None,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            python=platform.python_version(),
+            versions=_versions(),
+            overrides=[masked_override(override) for override in overrides],
+        )
+
+    def note_event(self, text: str) -> None:
+        """Add a line about the engine; only the newest ones are kept."""
+        self.engine_events = [*self.engine_events, text][-MOST_EVENTS:]
+
+    @field_serializer("engine_events")
+    def _without_secrets(self, events: list[str]) -> list[str]:
+        return [*map(masked_text, events)]
 
 
-class _Model(BaseModel, strict=True):
+class Model(_Part):
     name: str | None
+    revision: Any = None
 
 
-class _Group(BaseModel, strict=True):
+class SuspectGroup(_Part):
+    """Rows, by index with their ``input_hash``, of which one kills the engine."""
+
     rows: dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], str]
     deaths: list[str]
     is_quarantined: bool
 
 
-class _Suspects(BaseModel, strict=True):
+class Suspects(_Part):
+    """Where the search for a row that kills the engine is. ``of``: a hash of the settings."""
+
     of: str
-    groups: list[_Group]
+    groups: list[SuspectGroup]
 
 
-class _Shape(BaseModel, strict=True):
-    """Keys that every manifest has had since the first version, and that its readers rely on."""
+class Manifest(_Part):
+    """``total``: the rows of the input, None until they are counted. ``skipped_elsewhere``: those
+    that ``--skip-from`` left to another run. ``engine_steps``: how far the memory ladder is down,
+    with the engine options whose hash is ``engine_steps_for``. ``scoring``: a hash of the scoring
+    that all rows have, None if they are scored in more than one way; ``scored_from``: the files that
+    the later scores were made from.
+    """
 
+    version: Literal[1]
     name: str
-    input: list[_File]
+    batchkit: str = ""
+    created_at: str = ""
+    input: list[FileFingerprint]
     identity: dict[str, Any]
-    model: _Model
+    fingerprints: dict[str, str] = {}
+    model: Model
     seed: int | None
     total: int | None
     skipped_elsewhere: int = 0
     engine_steps: list[dict[str, Any]]
-    starts: list[_Start]
-    suspects: _Suspects = _Suspects(of="", groups=[])
+    engine_steps_for: str | None = None
+    engine_accidents: bool = False
+    suspects: Suspects = Suspects(of="", groups=[])
+    scoring: str | None = None
+    scored_from: list[list[int]] | None = None
+    starts: list[Start]
+    merged_from: list[str] | None = None
+
+    @classmethod
+    def new(cls, job: JobConfig, files: Sequence[FileFingerprint]) -> Manifest:
+        """A manifest without a start; ``files`` are the input's fingerprints."""
+        answers = identity(job)
+        return cls(
+            version=1,
+            name=job.name,
+            batchkit=batchkit.__version__,
+            created_at=utc_now(),
+            input=[replace(file, path=masked(file.path)) for file in files],
+            identity=answers,
+            fingerprints={
+                section: hash_of({k: v for k, v in answers.items() if k.startswith(section)})
+                for section in ("prompt", "sampling", "engine")
+            },
+            model=Model(name=masked(job.engine.model), revision=job.engine.options.get("revision")),
+            seed=job.run.seed,
+            total=None,
+            skipped_elsewhere=0,
+            engine_steps=[],
+            scoring=scoring_of(job),
+            starts=[],
+        )
+
+    @property
+    def last_start(self) -> Start:
+        return self.starts[-1]
+
+    def renewed(self, new: Manifest) -> Manifest:
+        """This run's manifest for a start with the job and the input of ``new``."""
+        keys = ("input", "fingerprints", "model", "seed", "total")
+        update = {key: getattr(new, key) for key in keys}
+        # A job that was read from its job.toml has masked secrets; keep their fingerprints.
+        update["identity"] = known_of(new.identity, self.identity)
+        if self.scoring != new.scoring:
+            update["scoring"] = None  # mixed, until all rows are scored again in one way
+        return self.model_copy(update=update)
+
+    def forget_other_steps(self, options: str) -> bool:
+        """Drop the steps that were learned with other engine options than those with the hash
+        ``options``; True if there were any."""
+        is_other = bool(self.engine_steps) and self.engine_steps_for not in (None, options)
+        if is_other:
+            self.engine_steps = []
+        self.engine_steps_for = options
+        return is_other
+
+    def write(self, folder: Path) -> None:
+        """Replace the manifest in ``folder`` in one step. Nothing else writes it.
+
+        Raises:
+            StoreError: the disk refuses.
+        """
+        path = folder / MANIFEST
+        try:
+            table = self.model_dump(exclude_unset=True)
+            write_atomically(path, orjson.dumps(table, option=orjson.OPT_INDENT_2, default=str))
+        except OSError as error:
+            raise StoreError(f"{path}: can't write: {error.strerror}") from error
 
 
-def new_manifest(job: JobConfig, files: list[dict[str, Any]]) -> dict[str, Any]:
-    """A manifest without a start; ``files`` are the input's fingerprints."""
-    answers = identity(job)
-    return {
-        "version": VERSION,
-        "name": job.name,
-        "batchkit": batchkit.__version__,
-        "created_at": utc_now(),
-        "input": [masked(file) for file in files],
-        "identity": answers,
-        "fingerprints": {
-            section: hash_of({k: v for k, v in answers.items() if k.startswith(section)})
-            for section in ("prompt", "sampling", "engine")
-        },
-        "model": {"name": masked(job.engine.model), "revision": job.engine.options.get("revision")},
-        "seed": job.run.seed,
-        "total": None,
-        "skipped_elsewhere": 0,
-        "engine_steps": [],
-        "scoring": scoring_of(job),
-        "starts": [],
-    }
-
-
-def new_start(command: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """One entry of ``starts``; its end is filled in when the run stops."""
-    return {
-        "command": command,
-        "started_at": utc_now(),
-        "ended_at": None,
-        "exit": None,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "python": platform.python_version(),
-        "versions": _versions(),
-        "overrides": [masked_override(override) for override in overrides],
-    }
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> Manifest:
     """The manifest of a run.
 
     Raises:
@@ -136,34 +234,58 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         with open_regular(path) as file:
-            manifest: dict[str, Any] = orjson.loads(file.read())
+            content = file.readall()
+        manifest = Manifest.model_validate_json(content)
     except FileNotFoundError:
         raise StoreError(f"{folder}: not a run folder (no {MANIFEST})") from None
-    except (OSError, orjson.JSONDecodeError) as error:
+    except OSError as error:
         raise StoreError(
-            f"{path}: can't be read: {error}; start anew with --fresh (the old folder is kept)"
+            f"{path}: can't be read: {error}; start again with --fresh (the old folder is kept)"
         ) from error
-    if not isinstance(manifest, dict) or manifest.get("version") != VERSION:
-        raise StoreError(f"{path}: version {VERSION} expected; start anew with --fresh")
-    try:
-        _Shape.model_validate(manifest)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise StoreError(
-            f"{path}: damaged at {'.'.join(map(str, first['loc']))}: {first['msg']}; put a copy of it"
-            " back, or start a new run with --fresh (the old folder is kept)"
-        ) from error
+        raise StoreError(f"{path}: {_problem(error)}") from error
+    if "scoring" not in manifest.model_fields_set:  # older versions did not note it
+        manifest.scoring = _scoring_of_run(folder)
     return manifest
 
 
-def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Replace the manifest in one step."""
-    path = folder / MANIFEST
-    shown = {**manifest, "starts": [_masked_events(start) for start in manifest.get("starts", [])]}
+def latest_run(output: Path) -> Path:
+    """The run under ``output`` that was started last.
+
+    Raises:
+        JobError: there is no run.
+    """
+    runs = [path.parent for path in output.glob(f"*/{MANIFEST}")]
+    if not runs:
+        raise JobError(f"no run under {output}/; name a run folder or a job file")
+    return max(runs, key=_last_started_at)
+
+
+def _last_started_at(folder: Path) -> str:
     try:
-        write_atomically(path, orjson.dumps(shown, option=orjson.OPT_INDENT_2, default=str))
-    except OSError as error:
-        raise StoreError(f"{path}: can't write: {error.strerror}") from error
+        starts = read_manifest(folder).starts
+    except StoreError:
+        return ""
+    return starts[-1].started_at if starts else ""
+
+
+def _problem(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    if not first["loc"]:
+        return f"can't be read: {first['msg']}; start again with --fresh (the old folder is kept)"
+    if first["loc"] == ("version",):
+        return "version 1 expected; start again with --fresh (the old folder is kept)"
+    return (
+        f"damaged at {'.'.join(map(str, first['loc']))}: {first['msg']}; put a copy of it back, or"
+        " start a new run with --fresh (the old folder is kept)"
+    )
+
+
+def _scoring_of_run(folder: Path) -> str | None:
+    try:
+        return scoring_of(job_of_run(folder))
+    except JobError:
+        return None
 
 
 def _versions() -> dict[str, str]:
@@ -174,9 +296,3 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def _masked_events(start: Mapping[str, Any]) -> dict[str, Any]:
-    """Engine events may hold any text, so secrets are masked."""
-    events = start.get("engine_events")
-    return {**start, **({"engine_events": [*map(masked_text, events)]} if events else {})}

@@ -13,8 +13,7 @@ from typing import Any
 import orjson
 from filelock import FileLock, Timeout
 
-from batchkit.config.regular_file import open_regular
-from batchkit.errors import JobError, LostLockError, StoreError
+from batchkit.errors import LostLockError, StoreError
 from batchkit.storage.files import write_atomically
 from batchkit.types import utc_now
 
@@ -137,24 +136,3 @@ def move_aside(folder: Path) -> Path:
             " another folder, or give the job another name"
         ) from error
     return free
-
-
-def latest_run(output: Path) -> Path:
-    """The run under ``output`` that was started last.
-
-    Raises:
-        JobError: there is no run.
-    """
-    runs = [path.parent for path in output.glob(f"*/{MANIFEST}")]
-    if not runs:
-        raise JobError(f"no run under {output}/; name a run folder or a job file")
-    return max(runs, key=_last_start)
-
-
-def _last_start(folder: Path) -> str:
-    try:
-        with open_regular(folder / MANIFEST) as file:
-            starts = orjson.loads(file.read())["starts"]
-        return str(starts[-1]["started_at"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from batchkit.execution.bisection import (
     Suspects,
     Suspicion,
 )
+from batchkit.storage.manifest import SuspectGroup
 from batchkit.types import Request, Row
 
 
@@ -257,7 +257,8 @@ def test_the_deaths_of_a_lone_row_count_in_the_next_start() -> None:
 
 def test_what_is_suspected_survives_its_way_through_json() -> None:
     suspicion = Suspicion({7: "ab", 9: "cd"}, ("oom MemoryError",), is_quarantined=True)
-    assert Suspicion.of_json(json.loads(json.dumps(suspicion.to_json()))) == suspicion
+    noted = suspicion.noted().model_dump_json()
+    assert Suspicion.known(SuspectGroup.model_validate_json(noted)) == suspicion
 
 
 def test_what_was_suspected_of_rows_that_have_not_come_is_kept() -> None:

@@ -17,7 +17,7 @@ from batchkit.scoring.metrics import ALL, OUT_OF_TEN, ScoreTable, head, markdown
 from batchkit.sources.join import with_group
 from batchkit.storage.identity import differences
 from batchkit.storage.job_toml import job_of_run
-from batchkit.storage.manifest import read_manifest
+from batchkit.storage.manifest import Manifest, read_manifest
 from batchkit.storage.score_store import read_scored
 from batchkit.storage.store import check_log
 
@@ -376,7 +376,7 @@ def _warnings(folders: Sequence[Path], names: Sequence[str], group_by: str | Non
     manifests = [read_manifest(folder) for folder in folders]
     found = []
     for name, folder, manifest in zip(names[1:], folders[1:], manifests[1:], strict=True):
-        lines = differences(manifests[0]["identity"], manifest["identity"])
+        lines = differences(manifests[0].identity, manifest.identity)
         if _files(manifest) != _files(manifests[0]):
             lines.insert(0, "input: the files are not the same")
         found += [f"{name}: {line}" for line in lines[:_SHOWN_DIFFERENCES]]
@@ -392,5 +392,5 @@ def _warnings(folders: Sequence[Path], names: Sequence[str], group_by: str | Non
     return found
 
 
-def _files(manifest: Mapping[str, Any]) -> list[Any]:
-    return [file.get("sha256") for file in manifest["input"]]
+def _files(manifest: Manifest) -> list[str]:
+    return [file.sha256 for file in manifest.input]

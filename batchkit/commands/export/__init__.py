@@ -142,7 +142,7 @@ def _safe_cell(value: Any) -> Any:
 
 def _write_openai(folder: Path, path: Path) -> dict[Path, int]:
     """OpenAI's batch output: one file of answers, one of errors."""
-    model = str(read_manifest(folder)["model"]["name"] or "")
+    model = str(read_manifest(folder).model.name or "")
     errors = path.with_name(f"{path.stem}.errors{path.suffix}")
     n_answers = n_errors = 0
     with (

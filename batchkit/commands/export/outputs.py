@@ -31,8 +31,8 @@ def refuse_own_file(path: Path, folder: Path) -> None:
     for name, known in _OWN_FILES.items():  # also under another name, as a hard link
         if path.exists() and (own := folder / name).exists() and path.samefile(own):
             role = known
-    for file in read_manifest(folder)["input"]:
-        if path.exists() and (read := Path(file["path"])).exists() and path.samefile(read):
+    for file in read_manifest(folder).input:
+        if path.exists() and (read := Path(file.path)).exists() and path.samefile(read):
             role = "input"
     if role is not None:
         raise StoreError(f"{path}: is the {role} of a run; write to another file")

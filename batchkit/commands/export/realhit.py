@@ -22,7 +22,7 @@ from batchkit.scoring.metrics import OUT_OF_TEN, head
 from batchkit.sources.join import with_fields
 from batchkit.storage.files import replacing
 from batchkit.storage.job_toml import job_of_run
-from batchkit.storage.manifest import read_manifest
+from batchkit.storage.manifest import Start, read_manifest
 from batchkit.storage.runfolder import is_run
 from batchkit.storage.score_store import read_scored
 
@@ -118,28 +118,28 @@ def _config(folder: Path, finished: Sequence[str]) -> dict[str, Any]:
     ``finished``: when each of the rows finished.
     """
     manifest, job = read_manifest(folder), job_of_run(folder)
-    starts, total = manifest["starts"], len(finished)
+    starts, total = manifest.starts, len(finished)
     seconds = _seconds(starts, sorted(finished))
     return {
-        "model_dir": manifest["model"]["name"],
+        "model_dir": manifest.model.name,
         "modality": job.vars.get("modality"),
         "format": job.vars.get("format"),
         "data_path": job.media.root,
         "batch_size": job.run.max_in_flight,
         "total_queries": total,
-        "start_time": starts[0]["started_at"] if starts else None,
-        "end_time": (starts[-1]["ended_at"] or max(finished, default=None)) if starts else None,
+        "start_time": starts[0].started_at if starts else None,
+        "end_time": (starts[-1].ended_at or max(finished, default=None)) if starts else None,
         "duration_seconds": round(seconds, 3),
         "throughput": total / seconds if seconds else 0.0,
     }
 
 
-def _seconds(starts: Sequence[Mapping[str, Any]], finished: Sequence[str]) -> float:
+def _seconds(starts: Sequence[Start], finished: Sequence[str]) -> float:
     """A start that was killed did not note its time: it is taken to end with its last row."""
     seconds = 0.0
     for start, following in zip_longest(starts, starts[1:]):
-        began, noted = start["started_at"], start.get("seconds")
-        n = bisect_left(finished, following["started_at"]) if following else len(finished)
+        began, noted = start.started_at, start.seconds
+        n = bisect_left(finished, following.started_at) if following else len(finished)
         if noted is not None:
             seconds += noted
         elif n and (last := finished[n - 1]) > began:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from batchkit.storage.identity import differences, scoring_of
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.job_toml import job_of_run, write_job
 from batchkit.storage.ledger import log_of
-from batchkit.storage.manifest import new_start, read_manifest, write_manifest
+from batchkit.storage.manifest import Manifest, Start, read_manifest
 from batchkit.storage.runfolder import JOB, claim
 from batchkit.storage.score_store import SCORES, join_scores, write_scores
 from batchkit.storage.store import RecordLine, Store, check_log
@@ -90,7 +90,7 @@ class _Part(NamedTuple):
     """One of the runs, locked by this process; ``job`` as it was resolved when the run began."""
 
     folder: Path
-    manifest: dict[str, Any]
+    manifest: Manifest
     job: JobConfig
 
 
@@ -154,7 +154,7 @@ def _allow_open_files(count: int) -> None:
 def _check_same_job(parts: Sequence[_Part]) -> None:
     """Compared as in a resume, but shards and limits may differ between the parts of a job."""
     first = parts[0]
-    if first.job.input.path is None and not first.manifest["input"]:
+    if first.job.input.path is None and not first.manifest.input:
         raise JobError(
             f"{first.folder}: its rows came from an iterator, and nothing tells whether those of"
             " another run are the same"
@@ -162,7 +162,7 @@ def _check_same_job(parts: Sequence[_Part]) -> None:
     told = []
     for part in parts[1:]:
         changes = differences(_answers(first.manifest), _answers(part.manifest))
-        changes += input_changes(first.manifest["input"], part.manifest["input"])
+        changes += input_changes(first.manifest.input, part.manifest.input)
         if changes:
             told.append("\n".join([f"{part.folder}:", *(f"  {change}" for change in changes)]))
     if told:
@@ -173,16 +173,16 @@ def _check_same_job(parts: Sequence[_Part]) -> None:
         )
 
 
-def _answers(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def _answers(manifest: Manifest) -> dict[str, Any]:
     """The part of the manifest's identity that decides the answers, without the shard."""
-    return {key: value for key, value in manifest["identity"].items() if key != "input.shard"}
+    return {key: value for key, value in manifest.identity.items() if key != "input.shard"}
 
 
 def _missing(parts: Sequence[_Part], there: IndexSet) -> Iterator[str]:
     """The ids of the rows that are not ``there``, of all that the runs were to answer."""
-    job, files = _whole(parts[0].job, parts), parts[0].manifest["input"]
+    job, files = _whole(parts[0].job, parts), parts[0].manifest.input
     if job.input.path is None:
-        yield from (str(index) for index in range(files[0]["size"]) if index not in there)
+        yield from (str(index) for index in range(files[0].size) if index not in there)
         return
     source = from_job(job)
     if changes := input_changes(files, source.files or []):
@@ -220,7 +220,7 @@ def _write(into: Path, parts: Sequence[_Part], logs: JoinedLogs, merged: Merged)
                 write_scores(folder, lines, before=lambda: None)
             join_judgements([part.folder for part in parts], folder)
             write_job(folder, job)
-            write_manifest(folder, _manifest(folder, newest, parts, job, merged))
+            _manifest(folder, newest, parts, job, merged).write(folder)
     except OSError as error:
         raise StoreError(f"{into}: can't write: {error.strerror or error}") from error
 
@@ -240,23 +240,24 @@ def _copy(folder: Path, logs: Iterable[NewestRecord], merged: Merged) -> array[i
 
 def _manifest(
     folder: Path, newest: _Part, parts: Sequence[_Part], job: JobConfig, merged: Merged
-) -> dict[str, Any]:
+) -> Manifest:
     """The newest run's, with the starts of all, and one for the merge.
 
     The versions noted for the last start are those that made the answers: the newest run's.
     """
     starts = [
-        {**start, "run": str(part.folder)} for part in parts for start in part.manifest["starts"]
+        start.model_copy(update={"run": str(part.folder)})
+        for part in parts
+        for start in part.manifest.starts
     ]
-    starts.sort(key=lambda start: str(start["started_at"]))
-    last = {"ended_at": utc_now(), "exit": merged.exit_code, "seconds": 0.0}
+    starts.sort(key=lambda start: start.started_at)
+    last: dict[str, Any] = {"ended_at": utc_now(), "exit": merged.exit_code, "seconds": 0.0}
     if starts:
-        last["versions"] = starts[-1].get("versions")
-    starts.append({**new_start("merge", []), **last})
-    ways = {part.manifest.get("scoring") for part in parts}
+        last["versions"] = starts[-1].versions
+    starts.append(Start.now("merge").model_copy(update=last))
+    ways = {part.manifest.scoring for part in parts}
     in_one_way = ways == {scoring_of(job)} and all(is_scored(part.folder, job) for part in parts)
-    return {
-        **newest.manifest,
+    update = {
         "name": job.name,
         "created_at": utc_now(),
         "identity": _answers(newest.manifest),
@@ -267,7 +268,8 @@ def _manifest(
         "starts": starts,
         "merged_from": merged.runs,
     }
+    return newest.manifest.model_copy(update=update)
 
 
 def _last_start(part: _Part) -> str:
-    return max((str(start["started_at"]) for start in part.manifest["starts"]), default="")
+    return max((start.started_at for start in part.manifest.starts), default="")

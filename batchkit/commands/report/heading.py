@@ -3,10 +3,10 @@ origin of the answers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from batchkit.commands.report.charts import number
 from batchkit.commands.report.figures import RunStats, timeline
@@ -15,6 +15,7 @@ from batchkit.commands.report.rows import clip
 from batchkit.config.tables import JobConfig
 from batchkit.execution.progress import duration
 from batchkit.scoring.metrics import ScoreTable, head
+from batchkit.storage.manifest import Manifest
 from batchkit.storage.runfolder import held_by
 
 
@@ -26,7 +27,7 @@ class Fact(NamedTuple):
     note: str = ""
 
 
-def facts(manifest: Mapping[str, Any], stats: RunStats, table: ScoreTable) -> list[Fact]:
+def facts(manifest: Manifest, stats: RunStats, table: ScoreTable) -> list[Fact]:
     line = timeline(stats.finished_at, stats.latency_s)
     total = _total(manifest)
     of = f"of {total:,}" if total is not None and total > stats.rows else "all of the input"
@@ -49,7 +50,7 @@ def facts(manifest: Mapping[str, Any], stats: RunStats, table: ScoreTable) -> li
     return found
 
 
-def notes(folder: Path, manifest: Mapping[str, Any], stats: RunStats) -> list[str]:
+def notes(folder: Path, manifest: Manifest, stats: RunStats) -> list[str]:
     """Notes that a reader of the scores needs."""
     found, total = [], _total(manifest)
     if held_by(folder):
@@ -58,7 +59,7 @@ def notes(folder: Path, manifest: Mapping[str, Any], stats: RunStats) -> list[st
         found.append(
             f"{total - stats.rows:,} rows have not been run yet: the scores are not final."
         )
-    if manifest.get("scoring", "") is None:
+    if manifest.scoring is None:
         found.append("The rows are scored in more than one way: `batchkit score` scores all anew.")
     if stats.cut:
         found.append(
@@ -81,40 +82,37 @@ def picture_notes(pictures: Sequence[Picture]) -> list[str]:
     return [f"{len(missing):,} of {len(pictures):,} images are not shown. The first: {first}"]
 
 
-def _total(manifest: Mapping[str, Any]) -> int | None:
-    total = manifest.get("total")
-    return None if total is None else int(total) - int(manifest.get("skipped_elsewhere") or 0)
+def _total(manifest: Manifest) -> int | None:
+    total = manifest.total
+    return None if total is None else total - manifest.skipped_elsewhere
 
 
-def subtitle(manifest: Mapping[str, Any]) -> list[str]:
-    model = manifest["model"]
-    name = model["name"] or manifest["identity"].get("engine.kind", "")
-    revision = f" at {model['revision']}" if model.get("revision") else ""
+def subtitle(manifest: Manifest) -> list[str]:
+    model, starts = manifest.model, manifest.starts
+    name = model.name or manifest.identity.get("engine.kind", "")
+    revision = f" at {model.revision}" if model.revision else ""
     parts = [f"{name}{revision}"]
-    starts = manifest["starts"]
     if starts:
-        first, last = starts[0].get("started_at"), starts[-1].get("ended_at")
-        parts.append(when(first, last))
+        parts.append(when(starts[0].started_at, starts[-1].ended_at))
     return [part for part in parts if part]
 
 
-def about(manifest: Mapping[str, Any], job: JobConfig) -> list[tuple[str, str]]:
+def about(manifest: Manifest, job: JobConfig) -> list[tuple[str, str]]:
     """Where the answers come from, as names and values."""
-    starts: Sequence[Mapping[str, Any]] = manifest["starts"]
-    last = starts[-1] if starts else {}
-    versions = last.get("versions") or {}
-    input_files = [str(file.get("path")) for file in manifest["input"]]
+    starts = manifest.starts
+    versions = (starts[-1].versions if starts else None) or {}
+    input_files = [file.path for file in manifest.input]
     more = f" and {len(input_files) - 3} more" if len(input_files) > 3 else ""
-    restarts = sum(start.get("engine_restarts", 0) for start in starts)
-    overrides = [text for start in starts for text in start.get("overrides", [])]
+    restarts = sum(start.engine_restarts for start in starts)
+    overrides = [text for start in starts for text in start.overrides]
     found = [
-        ("Model", str(manifest["model"]["name"])),
+        ("Model", str(manifest.model.name)),
         ("Engine", job.engine.kind),
         ("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
         ("Input", ", ".join(input_files[:3]) + more),
         ("Sampling", ", ".join(f"{k} {v}" for k, v in job.sampling.params().items())),
-        ("Seed", str(manifest["seed"])),
-        ("Host", ", ".join(dict.fromkeys(str(start.get("host")) for start in starts))),
+        ("Seed", str(manifest.seed)),
+        ("Host", ", ".join(dict.fromkeys(str(start.host) for start in starts))),
         ("Starts", f"{len(starts)}, {restarts} engine restarts" if starts else ""),
         ("Overrides", ", ".join(dict.fromkeys(overrides))),
         ("Scoring", _scoring(job)),

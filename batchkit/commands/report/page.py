@@ -22,6 +22,7 @@ from batchkit.commands.report.rows import Shown, clip
 from batchkit.config.tables import JobConfig
 from batchkit.errors import StoreError
 from batchkit.scoring.metrics import ALL, OUT_OF_TEN, Group, ScoreTable, head
+from batchkit.storage.manifest import Manifest
 from batchkit.storage.runfolder import JOB
 from batchkit.types import utc_now
 
@@ -51,7 +52,7 @@ class TableRow(NamedTuple):
 
 def render(
     folder: Path,
-    manifest: Mapping[str, Any],
+    manifest: Manifest,
     job: JobConfig,
     stats: RunStats,
     table: ScoreTable,
@@ -67,7 +68,7 @@ def render(
     ]
     yield from page(
         "page.html.j2",
-        title=manifest["name"],
+        title=manifest.name,
         subtitle=subtitle(manifest),
         facts=facts(manifest, stats, table),
         notes=told,

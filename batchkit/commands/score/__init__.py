@@ -27,7 +27,7 @@ from batchkit.sources.join import with_fields
 from batchkit.storage.identity import scoring_of
 from batchkit.storage.job_toml import job_of_run, write_job
 from batchkit.storage.ledger import RESULTS, read_newest
-from batchkit.storage.manifest import read_manifest, write_manifest
+from batchkit.storage.manifest import read_manifest
 from batchkit.storage.runfolder import claim
 from batchkit.storage.score_store import SCORES, ScoreLine, read_scored, references_of, write_scores
 from batchkit.storage.store import check_log
@@ -97,7 +97,7 @@ def is_scored(folder: Path, job: JobConfig) -> bool:
     if _is_other(folder, job):
         return False
     now = scored_from(folder, job)
-    return not now or read_manifest(folder).get("scored_from") == now
+    return not now or read_manifest(folder).scored_from == now
 
 
 def scored_from(folder: Path, job: JobConfig) -> list[list[int]]:
@@ -132,7 +132,7 @@ def is_mixed(folder: Path) -> bool:
 
     This is so after a change of ``[scoring]``, until the next complete `run` or `score`.
     """
-    return read_manifest(folder).get("scoring", "") is None
+    return read_manifest(folder).scoring is None
 
 
 def score_predictions(job: JobConfig, path: Path, say: Say = print) -> PredictionScores:
@@ -348,17 +348,19 @@ def _check(job: JobConfig) -> None:
 
 def _is_other(folder: Path, job: JobConfig) -> bool:
     """True if some rows of the run may have been scored in another way than ``job``'s."""
-    return bool(read_manifest(folder).get("scoring", scoring_of(job)) != scoring_of(job))
+    return read_manifest(folder).scoring != scoring_of(job)
 
 
 def _forget(folder: Path, job: JobConfig) -> None:
     """Mark the run as mixed before its scores are replaced, in case this is killed meanwhile."""
     if _is_other(folder, job):
-        write_manifest(folder, read_manifest(folder) | {"scoring": None})
+        manifest = read_manifest(folder)
+        manifest.scoring = None
+        manifest.write(folder)
 
 
 def _remember(folder: Path, job: JobConfig, made_from: list[list[int]]) -> None:
     write_job(folder, job_of_run(folder).model_copy(update={"scoring": job.scoring}))
-    write_manifest(
-        folder, read_manifest(folder) | {"scoring": scoring_of(job), "scored_from": made_from}
-    )
+    manifest = read_manifest(folder)
+    manifest.scoring, manifest.scored_from = scoring_of(job), made_from
+    manifest.write(folder)

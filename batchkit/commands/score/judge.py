@@ -29,7 +29,7 @@ from batchkit.sources.rowhash import input_hash
 from batchkit.storage.identity import identity
 from batchkit.storage.job_toml import without_masked
 from batchkit.storage.ledger import RESULTS, failure_kind, read_newest
-from batchkit.storage.manifest import read_manifest, write_manifest
+from batchkit.storage.manifest import read_manifest
 from batchkit.storage.runfolder import JOB, MANIFEST, claim, is_run
 from batchkit.storage.store import RecordLine, Store, check_log
 from batchkit.types import Row
@@ -104,7 +104,9 @@ def join_judgements(folders: Sequence[Path], into: Path) -> None:
                         store.copy(RecordLine(line, record))
                 store.flush()
         shutil.copyfile(places[0] / JOB, joined / JOB)
-        write_manifest(joined, read_manifest(places[0]) | {"total": len(known)})
+        manifest = read_manifest(places[0])
+        manifest.total = len(known)
+        manifest.write(joined)
 
 
 def names_read(job: JobConfig, table: JudgeTable) -> set[str]:

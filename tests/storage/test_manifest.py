@@ -1,0 +1,168 @@
+"""``manifest.json``: what is read is what was written, whichever version wrote it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchkit.config.loading import make_job
+from batchkit.config.masking import learn_secret
+from batchkit.errors import StoreError
+from batchkit.storage.identity import scoring_of
+from batchkit.storage.job_toml import write_job
+from batchkit.storage.manifest import MOST_EVENTS, Manifest, Start, read_manifest
+
+WORKER = {
+    "worker": 0,
+    "state": "running",
+    "node": "n1",
+    "gpus": [0, "1"],
+    "rows": 12,
+    "rows_per_s": 3.5,
+    "in_flight": 4,
+    "restarts": 0,
+    "engine_restarts": 1,
+}
+START = {
+    "command": "run",
+    "started_at": "2026-01-02T03:04:05.678Z",
+    "ended_at": None,
+    "exit": None,
+    "host": "n1",
+    "pid": 7,
+    "python": "3.11.7",
+    "versions": {"vllm": "0.9"},
+    "overrides": ["sampling.temperature=0"],
+    "engine": {"vllm": "0.9", "settings": {"max_num_seqs": 8}},
+    "engine_restarts": 2,
+    "engine_events": ["the engine died: oom", "restarted"],
+    "workers": [WORKER],
+    "seconds": 12,
+    "run": "output/a",
+    "of_a_later_version": [1],
+}
+EVERYTHING: dict[str, Any] = {
+    "version": 1,
+    "name": "a",
+    "batchkit": "0.1.0",
+    "created_at": "2026-01-02T03:04:05.678Z",
+    "input": [
+        {
+            "path": "in.jsonl",
+            "size": 3,
+            "mtime_ns": 4,
+            "sha256": "ab",
+            "ctime_ns": 5,
+            "read_as": "jsonl",
+        }
+    ],
+    "identity": {"prompt.user": "{{ q }}", "sampling.temperature": 0.1, "vars.x": {"y": [None]}},
+    "fingerprints": {"prompt": "12"},
+    "model": {"name": "m", "revision": None},
+    "seed": 0,
+    "total": 12,
+    "skipped_elsewhere": 1,
+    "engine_steps": [{"max_num_seqs": 4}],
+    "engine_steps_for": "abc",
+    "engine_accidents": True,
+    "suspects": {
+        "of": "abc",
+        "groups": [{"rows": {"3": "ff"}, "deaths": ["SIGSEGV"], "is_quarantined": True}],
+    },
+    "scoring": None,
+    "scored_from": [[1, 2], [0, 0]],
+    "starts": [START],
+    "merged_from": ["output/b"],
+    "of_a_later_version": {"x": 1},
+}
+OLDEST = (
+    "name",
+    "input",
+    "identity",
+    "model",
+    "seed",
+    "total",
+    "engine_steps",
+    "starts",
+    "version",
+)
+
+
+def put(folder: Path, content: Any) -> None:
+    (folder / "manifest.json").write_text(json.dumps(content))
+
+
+def written(folder: Path) -> Any:
+    return json.loads((folder / "manifest.json").read_text())
+
+
+def test_every_key_is_kept(tmp_path: Path) -> None:
+    put(tmp_path, EVERYTHING)
+    read_manifest(tmp_path).write(tmp_path)
+    assert written(tmp_path) == EVERYTHING
+
+
+def test_manifest_of_the_first_version_is_read(tmp_path: Path) -> None:
+    oldest = {key: EVERYTHING[key] for key in OLDEST}
+    oldest["input"] = [{"path": "in.jsonl", "size": 3, "mtime_ns": 4, "sha256": "ab"}]
+    oldest["starts"] = [{"started_at": START["started_at"], "ended_at": None}]
+    put(tmp_path, oldest)
+    found = read_manifest(tmp_path)
+    assert (found.input[0].ctime_ns, found.input[0].read_as) == (0, "")
+    assert (found.skipped_elsewhere, found.suspects.groups) == (0, [])
+    assert (found.last_start.engine_restarts, found.last_start.seconds) == (0, None)
+
+
+def test_run_that_did_not_note_its_scoring_is_scored_as_its_job_says(tmp_path: Path) -> None:
+    job = make_job({"engine": {"kind": "dry-run"}, "scoring": {"extract": "number"}}, "the test")
+    write_job(tmp_path, job)
+    put(tmp_path, {key: EVERYTHING[key] for key in OLDEST})
+    assert read_manifest(tmp_path).scoring == scoring_of(job)
+
+
+def test_key_that_nothing_has_set_is_not_written(tmp_path: Path) -> None:
+    put(tmp_path, EVERYTHING)
+    manifest = read_manifest(tmp_path)
+    manifest.starts.append(Start.now("run"))
+    manifest.write(tmp_path)
+    assert not {"engine", "workers", "seconds"} & written(tmp_path)["starts"][-1].keys()
+
+
+def test_only_the_newest_events_are_kept_and_no_secret_in_them(tmp_path: Path) -> None:
+    learn_secret("correct-horse-battery")
+    put(tmp_path, EVERYTHING)
+    manifest = read_manifest(tmp_path)
+    for number in range(MOST_EVENTS + 5):
+        manifest.last_start.note_event(f"event {number} correct-horse-battery")
+    manifest.write(tmp_path)
+    events = written(tmp_path)["starts"][0]["engine_events"]
+    assert len(events) == MOST_EVENTS
+    assert events[-1].startswith(f"event {MOST_EVENTS + 4} ")
+    assert "correct-horse-battery" not in (tmp_path / "manifest.json").read_text()
+
+
+def test_steps_of_other_engine_options_are_forgotten(tmp_path: Path) -> None:
+    manifest = Manifest.model_validate_json(json.dumps(EVERYTHING))
+    assert not manifest.forget_other_steps("abc")
+    assert manifest.engine_steps == [{"max_num_seqs": 4}]
+    assert manifest.forget_other_steps("def")
+    assert (manifest.engine_steps, manifest.engine_steps_for) == ([], "def")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "can't be read"),
+        ("[]", "can't be read"),
+        ('{"name": "a"}', "version 1 expected"),
+        ('{"version": 2}', "version 1 expected"),
+        ('{"version": 1}', "damaged at name"),
+    ],
+)
+def test_what_is_no_manifest_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(StoreError, match=rf"manifest.json: {message}"):
+        read_manifest(tmp_path)
