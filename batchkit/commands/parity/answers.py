@@ -91,7 +91,7 @@ def answers_of(side: Side, stop: StopRequest) -> Answers:
     if stop.signum is not None:
         raise Interrupted(stop.signum)
     rows = {record["index"]: _answer(record) for record in summary.records()}
-    versions = read_manifest(side.job.folder)["starts"][-1].get("engine", {})
+    versions = read_manifest(side.job.folder).last_start.engine
     return Answers(side, rows, versions, summary.seconds)
 
 
