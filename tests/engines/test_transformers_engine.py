@@ -136,7 +136,7 @@ def answer_of(tokens: int, max_tokens: int = 1) -> Answer:
 
     inputs = {"input_ids": torch.zeros(1, tokens)}
     prepared = Prepared(request(tokens), Sampling(), "", inputs, max_tokens)
-    return Answer(prepared, 0, tokenizer=None, eos_ids=frozenset(), seed=0)
+    return Answer(prepared, tokenizer=None, eos_ids=frozenset(), seed=0)
 
 
 @pytest.mark.parametrize(

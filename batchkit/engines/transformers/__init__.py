@@ -3,6 +3,11 @@
 For machines without vLLM, and as a second opinion on its answers. Batches are static: rows of
 similar length start together, each is returned when it ends, and the next batch starts when all
 have ended. Besides ``engines/vllm/``, this is the only place that loads a model.
+
+The choice of tokens is ours because ``generate`` has one sampling configuration and one random
+generator for a batch. Every row here has its own seed, also if the job sets none, so grouping rows
+by equal sampling would run each sampled row alone. ``generate`` also returns nothing before the
+longest row has ended, and its stop strings, ``min_tokens`` and logprobs differ from vLLM's.
 """
 
 from __future__ import annotations

@@ -3,43 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from batchkit.engines.transformers.rendering import Prepared
 from batchkit.types import Choice
 
 
-class TokenLogprobs(NamedTuple):
-    """The chosen token and the most likely ones, by id."""
-
-    token_id: int
-    logprob: float
-    top: Sequence[tuple[int, float]]
-
-
 class Answer:
-    """The ``number``-th of the ``n`` answers to a request.
+    """One of the ``n`` answers to a request; ``siblings`` are all of them.
 
     ``seed`` decides what is sampled, whatever other rows are in the batch. ``eos_ids``: the model's
-    own end tokens.
+    own end tokens. ``since``: when the request was submitted. ``runs_alone``: it is never batched
+    with others.
     """
 
     def __init__(
         self,
         prepared: Prepared,
-        number: int,
         *,
+        seed: int,
         tokenizer: Any,
         eos_ids: frozenset[int],
-        seed: int,
+        since: float = 0.0,
     ) -> None:
         self.prepared = prepared
-        self.number = number
+        self.since = since
+        self.siblings: Sequence[Answer] = [self]
+        self.runs_alone = False
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(prepared.sampling.stop_token_ids or ())
         if not prepared.sampling.ignore_eos:
             self._stop_ids |= eos_ids
-        self._muted = self._stop_ids | eos_ids  # before min_tokens
+        self._muted = list(self._stop_ids | eos_ids)  # before min_tokens
         self._seed = seed
         self.begin()
 
@@ -48,7 +43,7 @@ class Answer:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self._text: str | None = None
-        self._logprobs: list[TokenLogprobs] = []
+        self._logprobs: list[dict[str, Any]] = []
         self._generator: Any = None
 
     @property
@@ -65,7 +60,7 @@ class Answer:
         import torch
 
         asked = self.prepared.sampling
-        scores = self._penalized(self._allowed(logits))
+        scores = self._penalized(self._allowed(logits)[None])
         if asked.is_greedy:
             return scores.argmax()
         if self._generator is None:
@@ -79,44 +74,45 @@ class Answer:
         asked = self.prepared.sampling
         self.token_ids.append(token_id)
         if asked.logprobs is not None:
-            self._logprobs.append(_logprobs_of(token_id, logits, asked.logprobs))
-        if (
-            len(self.token_ids) >= asked.min_tokens and token_id in self._stop_ids
-        ) or self._has_stop_text():
+            self._logprobs.append(self._logprob(token_id, logits, asked.logprobs))
+        may_stop = len(self.token_ids) >= asked.min_tokens
+        if (may_stop and token_id in self._stop_ids) or self._has_stop_text():
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.prepared.max_tokens:
             self.finish_reason = "length"
 
     def to_choice(self) -> Choice:
-        text = self._decoded() if self._text is None else self._text
-        return Choice(text, self.finish_reason, self._told_logprobs())
+        """The text ends before the token that ended it, unless the request wants that token."""
+        asked, text = self.prepared.sampling, self._text
+        if text is None:
+            is_stopped = self.finish_reason == "stop" and not asked.include_stop_str_in_output
+            text = self._decode(self.token_ids[:-1] if is_stopped else self.token_ids)
+        return Choice(text, self.finish_reason, None if asked.logprobs is None else self._logprobs)
 
     def _allowed(self, logits: Any) -> Any:
-        """A copy with masks and biases applied, shape (1, vocabulary)."""
+        """A copy with masks and biases applied."""
         asked, scores = self.prepared.sampling, logits.clone()
         if asked.allowed_token_ids is not None:
             scores[:] = -float("inf")
             scores[asked.allowed_token_ids] = logits[asked.allowed_token_ids]
         if len(self.token_ids) < asked.min_tokens:
-            scores[list(self._muted)] = -float("inf")
+            scores[self._muted] = -float("inf")
         for token_id, bias in (asked.logit_bias or {}).items():
             scores[token_id] += bias
-        return scores[None]
+        return scores
 
     def _penalized(self, scores: Any) -> Any:
         import torch
         from transformers import RepetitionPenaltyLogitsProcessor
 
         asked = self.prepared.sampling
+        answered = torch.tensor(self.token_ids, dtype=torch.long)
         if asked.repetition_penalty != 1.0:
-            answered = torch.tensor([self.token_ids], dtype=torch.long)
-            seen = torch.cat([self.prepared.inputs["input_ids"], answered], dim=-1)
+            seen = torch.cat([self.prepared.inputs["input_ids"], answered[None]], dim=-1)
             repetition = RepetitionPenaltyLogitsProcessor(asked.repetition_penalty)
             scores = repetition(seen.to(scores.device), scores)
-        if self.token_ids and (asked.frequency_penalty or asked.presence_penalty):
-            found, counts = torch.tensor(self.token_ids, device=scores.device).unique(
-                return_counts=True
-            )
+        if asked.frequency_penalty or asked.presence_penalty:
+            found, counts = answered.to(scores.device).unique(return_counts=True)
             scores[0, found] -= asked.frequency_penalty * counts + asked.presence_penalty
         return scores
 
@@ -144,23 +140,12 @@ class Answer:
             return False
         text = self._decode(self.token_ids)
         after = len(self._decode(self.token_ids[: asked.min_tokens]))
-        found = [
-            (at, stop)
-            for stop in asked.stops
-            if (at := text.find(stop, max(0, after - len(stop) + 1))) >= 0
-        ]
-        if not found:
-            return False
-        at, stop = min(found)
-        self._text = text[: at + len(stop)] if asked.include_stop_str_in_output else text[:at]
-        return True
-
-    def _decoded(self) -> str:
-        """The text without the token that ended it, unless the request wants that token."""
-        is_ended = self.finish_reason == "stop" and self.token_ids[-1] in self._stop_ids
-        if is_ended and not self.prepared.sampling.include_stop_str_in_output:
-            return self._decode(self.token_ids[:-1])
-        return self._decode(self.token_ids)
+        starts = {stop: text.find(stop, max(0, after - len(stop) + 1)) for stop in asked.stops}
+        found = [(at, stop) for stop, at in starts.items() if at >= 0]
+        if found:
+            at, stop = min(found)
+            self._text = text[: at + len(stop)] if asked.include_stop_str_in_output else text[:at]
+        return bool(found)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(
@@ -170,27 +155,14 @@ class Answer:
         )
         return text.rstrip("\N{REPLACEMENT CHARACTER}")  # an incomplete character
 
-    def _told_logprobs(self) -> list[dict[str, Any]] | None:
-        """In OpenAI's shape, as in engines/vllm/."""
-        if self.prepared.sampling.logprobs is None:
-            return None
-        return [
-            {
-                "token": self._tokenizer.decode([found.token_id]),
-                "logprob": found.logprob,
-                "top_logprobs": [
-                    {"token": self._tokenizer.decode([token_id]), "logprob": logprob}
-                    for token_id, logprob in found.top
-                ],
-            }
-            for found in self._logprobs
-        ]
-
-
-def _logprobs_of(token_id: int, logits: Any, top: int) -> TokenLogprobs:
-    """The ``top`` most likely tokens, most likely first, and the chosen one."""
-    logprobs = logits.log_softmax(-1)
-    values, token_ids = logprobs.topk(min(top, len(logprobs)))
-    likeliest = dict(zip(token_ids.tolist(), values.tolist(), strict=True))
-    chosen = likeliest.setdefault(token_id, float(logprobs[token_id]))
-    return TokenLogprobs(token_id, chosen, list(likeliest.items()))
+    def _logprob(self, token_id: int, logits: Any, top: int) -> dict[str, Any]:
+        """The token and the ``top`` most likely ones, in OpenAI's shape, as in engines/vllm/."""
+        logprobs = logits.log_softmax(-1)
+        values, token_ids = logprobs.topk(min(top, len(logprobs)))
+        likeliest = dict(zip(token_ids.tolist(), values.tolist(), strict=True))
+        likeliest.setdefault(token_id, float(logprobs[token_id]))
+        shown = {
+            n: {"token": self._tokenizer.decode([n]), "logprob": logprob}
+            for n, logprob in likeliest.items()
+        }
+        return {**shown[token_id], "top_logprobs": list(shown.values())}

@@ -10,8 +10,7 @@ from pydantic import Field, PositiveInt
 from batchkit.config.tables import JobConfig, Table
 from batchkit.engines import request_checks
 from batchkit.engines.registry import MAX_NUM_SEQS
-from batchkit.engines.transformers.sampling import sampling_of
-from batchkit.engines.transformers.tables import problems_with
+from batchkit.engines.transformers.sampling import problems_with, sampling_of
 from batchkit.errors import JobError, RequestError
 
 

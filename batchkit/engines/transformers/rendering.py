@@ -44,8 +44,10 @@ class TransformersRenderer:
         from transformers import AutoConfig, AutoProcessor
 
         self._model = job.engine.model
-        source = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
-        source = {name: value for name, value in source.items() if value is not None}
+        source = {
+            "revision": options.revision or "main",
+            "trust_remote_code": options.trust_remote_code,
+        }
         try:
             self.config = AutoConfig.from_pretrained(job.engine.model, **source)
             self._processor = AutoProcessor.from_pretrained(job.engine.model, **source)
@@ -105,16 +107,13 @@ class TransformersRenderer:
         return text
 
     def _inputs(self, request: Request, text: str) -> Mapping[str, Any]:
-        if not self._takes_images:
-            add = request.messages is None  # a chat template adds special tokens itself
-            return dict(self._processor([text], return_tensors="pt", add_special_tokens=add))
+        images = {"images": request.images or None, **self._processor_kwargs}
         return dict(
             self._processor(
                 text=[text],
-                images=request.images or None,
                 return_tensors="pt",
-                add_special_tokens=request.messages is None,
-                **self._processor_kwargs,
+                add_special_tokens=request.messages is None,  # a chat template adds them itself
+                **(images if self._takes_images else {}),
             )
         )
 
