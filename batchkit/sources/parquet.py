@@ -170,7 +170,10 @@ def _rows(part: Slice, plain: Any, path: str, position: int) -> list[Found]:
     try:
         return list(_decoded(batch, plain).to_pylist())
     except NOT_PYTHON:
-        return [_row(batch.slice(i, 1), path, position + i) for i in range(batch.num_rows)]
+        return [
+            row_by_column(batch.slice(i, 1), f"{path} row {position + i}")
+            for i in range(batch.num_rows)
+        ]
 
 
 def _decoded(batch: Any, plain: Any) -> Any:
@@ -184,11 +187,12 @@ def _decoded(batch: Any, plain: Any) -> Any:
     return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
-def _row(batch: Any, path: str, position: int) -> Found:
+def row_by_column(table: Any, place: str) -> dict[str, Any] | RequestError:
+    """The only row of ``table``; an error at ``place`` if Python can't hold one of its values."""
     fields: dict[str, Any] = {}
-    for name in batch.schema.names:
+    for name in table.schema.names:
         try:
-            [fields[name]] = batch.column(name).to_pylist()
+            [fields[name]] = table.column(name).to_pylist()
         except NOT_PYTHON as error:
-            return RequestError(f"{path} row {position}, column {shown(name)}: {error}")
+            return RequestError(f"{place}, column {shown(name)}: {error}")
     return fields

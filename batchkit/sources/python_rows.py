@@ -71,8 +71,8 @@ def _values(rows: Any) -> _Values:
     if getattr(rows, "ndim", 1) == 0:  # numpy's scalar array has __iter__ but can't be iterated
         raise _refused(type(rows).__name__)
     if hasattr(rows, "to_pylist"):  # a column of pyarrow
-        rows = _of_column(rows)
-    elif hasattr(rows, "tolist") and getattr(rows, "ndim", 1) == 1:  # of pandas or numpy
+        return _Values(lambda: _of_column(rows), lambda: len(rows))
+    if hasattr(rows, "tolist") and getattr(rows, "ndim", 1) == 1:  # of pandas or numpy
         rows = rows.tolist()
     if isinstance(rows, Iterable):
         size = rows.__len__ if isinstance(rows, Sequence) else None
@@ -107,40 +107,25 @@ def _of_pandas(frame: Any) -> Iterator[Any]:
 
 
 def _of_pyarrow(table: Any) -> Iterator[Any]:
-    from batchkit.sources.parquet import NOT_PYTHON
+    from batchkit.sources.parquet import NOT_PYTHON, row_by_column
 
     for start in range(0, len(table), CHUNK_ROWS):
         chunk = table.slice(start, CHUNK_ROWS)
         try:
-            found = chunk.to_pylist()
+            yield from chunk.to_pylist()
         except NOT_PYTHON:
-            found = [_of_arrow_row(chunk.slice(n, 1), start + n) for n in range(len(chunk))]
-        yield from found
+            for n in range(len(chunk)):
+                yield row_by_column(chunk.slice(n, 1), f"{PLACE} row {start + n}")
 
 
-def _of_arrow_row(row: Any, index: int) -> dict[str, Any] | RequestError:
-    values = {name: _cell(row[name], index, name) for name in row.schema.names}
-    return next((v for v in values.values() if isinstance(v, RequestError)), values)
-
-
-def _of_column(column: Any) -> list[Any]:
+def _of_column(column: Any) -> Iterator[Any]:
     from batchkit.sources.parquet import NOT_PYTHON
 
-    try:
-        return list(column.to_pylist())
-    except NOT_PYTHON:
-        return [_cell(column.slice(n, 1), n) for n in range(len(column))]
-
-
-def _cell(column: Any, index: int, name: str | None = None) -> Any:
-    """The only value of ``column``."""
-    from batchkit.sources.parquet import NOT_PYTHON
-
-    try:
-        return column.to_pylist()[0]
-    except NOT_PYTHON as error:
-        where = "" if name is None else f", column {shown(name)}"
-        return RequestError(f"{PLACE} row {index}{where}: {error}")
+    for n, value in enumerate(column):
+        try:
+            yield value.as_py()
+        except NOT_PYTHON as error:
+            yield RequestError(f"{PLACE} row {n}: {error}")
 
 
 def _row(index: int, value: Any, key: str | None) -> Row:
