@@ -9,9 +9,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from batchkit.config.numbers import duration
 from batchkit.engines.memory_ladder import Ladder
 from batchkit.errors import BatchkitError
-from batchkit.execution.progress import duration
 from batchkit.sources import count_rows
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.ledger import log_of, read_lines

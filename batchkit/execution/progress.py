@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TextIO
 from tqdm import tqdm
 
 from batchkit.config.masking import masked_text
+from batchkit.config.numbers import duration
 from batchkit.config.terminal import plain
 from batchkit.errors import StoreError
 from batchkit.storage.files import open_log
@@ -186,11 +187,3 @@ def describe(state: State, rates: Rates) -> str:
     if state.total is not None and rates.rows > 0:
         parts.append(f"{duration((state.total - state.settled) / rates.rows)} left")
     return ", ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """``42 s``, ``6 min``, ``3 h 20 min``."""
-    minutes = round(seconds / 60)
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"

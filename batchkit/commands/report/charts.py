@@ -16,7 +16,7 @@ from batchkit.commands.report.figures import (
     nice,
     timeline,
 )
-from batchkit.execution.progress import duration
+from batchkit.config.numbers import clock, duration, number
 
 _HEIGHT = 100.0
 _HIT = Markup('<rect class="hit" x="{}" y="0" width="1" height="100"><title>{}</title></rect>')
@@ -62,15 +62,6 @@ def shares(counts: Mapping[str, int]) -> list[tuple[str, int, Markup]]:
     return [(name, count, bar(count / most)) for name, count in ordered]
 
 
-def number(value: float, unit: str = "") -> str:
-    """Three digits if it is small, with thousands separators if it is large."""
-    if value >= 100 or value == int(value):
-        text = f"{value:,.0f}"
-    else:
-        text = f"{value:.2f}".rstrip("0").rstrip(".") if value < 10 else f"{value:.1f}"
-    return f"{text} {unit}".rstrip()
-
-
 def _throughput(line: Timeline) -> Chart:
     note = f"{number(line.mean_rows_per_s)} rows/s over {duration(line.seconds)} of work"
     return _over_time("Throughput", note, line.rows_per_s, line, "rows/s")
@@ -93,7 +84,7 @@ def _over_time(title: str, note: str, values: Sequence[float], line: Timeline, u
     ]
     width_s = line.seconds / n
     hits = [
-        _HIT.format(x, f"{number(value, unit)} after {_clock(x * width_s)}")
+        _HIT.format(x, f"{number(value, unit)} after {clock(x * width_s)}")
         for x, value in enumerate(values)
     ]
     if line.pauses:
@@ -103,7 +94,7 @@ def _over_time(title: str, note: str, values: Sequence[float], line: Timeline, u
     shapes = Markup('<polygon class="area" points="0,100 {0} {1},100"/>').format(steps, n)
     edge = Markup('<polyline class="edge" points="{}"/>').format(steps)
     svg = _svg(f"{title}: {note}", n, [shapes, edge, *pauses, *hits])
-    ticks = [_clock(line.seconds * part / 4) for part in range(5)]
+    ticks = [clock(line.seconds * part / 4) for part in range(5)]
     return Chart(title, note, svg, number(top, unit), ticks)
 
 
@@ -138,13 +129,3 @@ def _svg(label: str, width: float, shapes: Sequence[Markup]) -> Markup:
     return Markup(
         '<svg role="img" aria-label="{}" viewBox="0 0 {} 100" preserveAspectRatio="none">{}{}</svg>'
     ).format(label, width, grid, Markup("").join(shapes))
-
-
-def _clock(seconds: float) -> str:
-    """0:42, 12:05, 3:20:00."""
-    whole = round(seconds)
-    if seconds < 10:
-        return f"{seconds:.1f} s" if seconds else "0"
-    hours, rest = divmod(whole, 3600)
-    minutes, left = divmod(rest, 60)
-    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"

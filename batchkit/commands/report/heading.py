@@ -8,12 +8,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from batchkit.commands.report.charts import number
 from batchkit.commands.report.figures import RunStats, timeline
 from batchkit.commands.report.pictures import Picture
 from batchkit.commands.report.rows import clip
+from batchkit.config.numbers import duration, number, percent, short_count
 from batchkit.config.tables import JobConfig
-from batchkit.execution.progress import duration
 from batchkit.scoring.metrics import ScoreTable, head
 from batchkit.storage.manifest import Manifest
 from batchkit.storage.runfolder import held_by
@@ -33,20 +32,20 @@ def facts(manifest: Manifest, stats: RunStats, table: ScoreTable) -> list[Fact]:
     of = f"of {total:,}" if total is not None and total > stats.rows else "all of the input"
     found = [Fact("rows", f"{stats.rows:,}", of if total is not None else "")]
     failed = stats.rows - stats.ok
-    found.append(Fact("answered", f"{stats.ok:,}", _percent(stats.ok, stats.rows)))
-    found.append(Fact("failed", f"{failed:,}", _percent(failed, stats.rows) if failed else ""))
+    found.append(Fact("answered", f"{stats.ok:,}", percent(stats.ok, stats.rows)))
+    found.append(Fact("failed", f"{failed:,}", percent(failed, stats.rows) if failed else ""))
     if table.names:
         unscored = table.overall.unscored
-        found.append(Fact("unscored", f"{unscored:,}", _percent(unscored, stats.rows)))
+        found.append(Fact("unscored", f"{unscored:,}", percent(unscored, stats.rows)))
     if line is not None:
         work = f"in {duration(line.seconds)}"
         found.append(Fact("rows/s", number(line.mean_rows_per_s), work))
         tokens = sum(stats.completion_tokens)
         rate = f"{number(tokens / line.seconds)} a second"
-        found.append(Fact("tokens written", _short_count(tokens), rate))
+        found.append(Fact("tokens written", short_count(tokens), rate))
         read = sum(stats.prompt_tokens)
         rate = f"{number(read / line.seconds)} a second"
-        found.append(Fact("tokens read", _short_count(read), rate))
+        found.append(Fact("tokens read", short_count(read), rate))
     return found
 
 
@@ -63,7 +62,7 @@ def notes(folder: Path, manifest: Manifest, stats: RunStats) -> list[str]:
         found.append("The rows are scored in more than one way: `batchkit score` scores all anew.")
     if stats.cut:
         found.append(
-            f"{stats.cut:,} answers ({_percent(stats.cut, stats.rows)}) ended at max_tokens, before"
+            f"{stats.cut:,} answers ({percent(stats.cut, stats.rows)}) ended at max_tokens, before"
             " the model was done."
         )
     if stats.shortened:
@@ -147,14 +146,3 @@ def when(stamp: str | None, until: str | None = None) -> str:
     if moment.date() == end.date():
         return f"{day}, {moment:%H:%M}–{end:%H:%M} UTC"
     return f"{day}, {moment:%H:%M} – {end.day} {end:%B %Y, %H:%M} UTC"
-
-
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else ""
-
-
-def _short_count(value: int) -> str:
-    """12,345 · 1.23 M."""
-    if value < 1_000_000:
-        return f"{value:,}"
-    return f"{value / 1e6:.2f} M" if value < 1e9 else f"{value / 1e9:.2f} G"

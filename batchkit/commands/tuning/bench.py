@@ -8,8 +8,9 @@ from typing import Any
 
 from batchkit.commands.tuning.batch_size_option import BatchSizeOption, batch_size_option
 from batchkit.commands.tuning.rounds import Budget
-from batchkit.commands.tuning.table import SizeResult, SizeTable, figure
+from batchkit.commands.tuning.table import SizeResult, SizeTable
 from batchkit.commands.tuning.trial import Say, Trial, Trials, trials_of
+from batchkit.config.numbers import number
 from batchkit.config.tables import JobConfig
 from batchkit.errors import InputError, JobError
 from batchkit.execution.signals import Interrupted, StopRequest
@@ -115,4 +116,4 @@ def _told(trial: Trial) -> str:
     if not line.rounds:
         return f"batch size {trial.batch_size:,}: {line.told}"
     latency = f"p50 {line.median('p50_ms'):,.0f} ms, p99 {line.median('p99_ms'):,.0f} ms"
-    return f"batch size {trial.batch_size:,}: {figure(line.rows_per_s)} rows/s, {latency}"
+    return f"batch size {trial.batch_size:,}: {number(line.rows_per_s)} rows/s, {latency}"

@@ -8,7 +8,8 @@ from contextlib import closing
 from itertools import islice
 from typing import Literal, NamedTuple
 
-from batchkit.commands.tuning.table import SizeResult, figure
+from batchkit.commands.tuning.table import SizeResult
+from batchkit.config.numbers import number
 from batchkit.config.tables import JobConfig
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.rendering.renderer import PromptRenderer
@@ -67,7 +68,7 @@ def bottleneck_of(lines: Sequence[SizeResult], best: SizeResult, rendered: Rende
         return Bottleneck(
             "rendering",
             f"for {idle.rendering:.0%} of the time the engine had free places and no row was ready:"
-            f" {what} at {figure(rendered.per_s)} rows/s alone, the engine took {figure(rate)} rows/s",
+            f" {what} at {number(rendered.per_s)} rows/s alone, the engine took {number(rate)} rows/s",
         )
     if idle is not None and idle.preparing > _MOSTLY:
         with_pixels = ", and images preprocessed" if rendered.with_images else ""
@@ -79,8 +80,8 @@ def bottleneck_of(lines: Sequence[SizeResult], best: SizeResult, rendered: Rende
     if 0 < rendered.per_s < _TIED * rate:
         return Bottleneck(
             "rendering",
-            f"{what} at {figure(rendered.per_s)} rows/s with no engine beside, and the engine answers"
-            f" {figure(rate)} rows/s: a faster one would wait",
+            f"{what} at {number(rendered.per_s)} rows/s with no engine beside, and the engine answers"
+            f" {number(rate)} rows/s: a faster one would wait",
         )
     if idle is not None and idle.kv_cache > _MOSTLY:
         return Bottleneck(

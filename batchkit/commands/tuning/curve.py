@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 
-from batchkit.commands.report.charts import number
 from batchkit.commands.report.figures import nice
 from batchkit.commands.tuning.bench import Bench
 from batchkit.commands.tuning.table import SizeResult
+from batchkit.config.numbers import number
 from batchkit.errors import JobError
 from batchkit.storage.files import replacing
 
@@ -45,7 +45,7 @@ def write_curve(found: Bench, path: Path) -> None:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["number"] = lambda value: "" if value is None else number(value)
+    environment.filters["number"] = number
     lines = found.table.lines
     top = _top(lines)
     points = _points(lines, top)

@@ -22,11 +22,11 @@ from batchkit.commands.tuning.bottleneck import (
 )
 from batchkit.commands.tuning.rounds import ENOUGH_ROWS, Budget
 from batchkit.commands.tuning.search import LEAST_GAIN, Rate, search
-from batchkit.commands.tuning.table import SizeResult, SizeTable, figure, header
+from batchkit.commands.tuning.table import SizeResult, SizeTable, header
 from batchkit.commands.tuning.trial import OOM, Say, trials_of
+from batchkit.config.numbers import duration, number
 from batchkit.config.tables import JobConfig
 from batchkit.errors import InputError, JobError
-from batchkit.execution.progress import duration
 from batchkit.execution.signals import Interrupted, StopRequest
 from batchkit.sources import count_rows
 
@@ -89,7 +89,7 @@ class SearchResult:
         best, largest = self.table.best, self.table.largest
         if best is None or largest is None:
             return "\n".join(["no batch size is known to fit", *self._problems(with_memory=True)])
-        lines = [f"best: {best.batch_size:,} ({figure(best.rows_per_s)} rows/s)"]
+        lines = [f"best: {best.batch_size:,} ({number(best.rows_per_s)} rows/s)"]
         lines.append(f"largest that fits: {self._largest(largest)}")
         if self.estimate_s is not None:
             load = duration(best.load_s)

@@ -12,6 +12,7 @@ from batchkit.commands.tuning.idle import Idle
 from batchkit.commands.tuning.memory import Memory
 from batchkit.commands.tuning.rounds import Round
 from batchkit.commands.tuning.trial import OK, OOM, Trial
+from batchkit.config.numbers import number
 
 
 class _Column(NamedTuple):
@@ -132,8 +133,8 @@ class SizeResult:
         cells = [f"{self.batch_size:,}", _short(self.status), f"{self.seconds:.1f} s"]
         if self.rounds:
             spread = "" if self.spread is None else f"±{self.spread:.0%}"
-            cells += [figure(self.rows_per_s), spread]
-            cells += [figure(self.median(n)) for n in ("prompt_tokens_per_s", _OUTPUT)]
+            cells += [number(self.rows_per_s), spread]
+            cells += [number(self.median(n)) for n in ("prompt_tokens_per_s", _OUTPUT)]
             cells += [_time(self.median(name)) for name in ("p50_ms", "p99_ms")]
         else:
             cells += [""] * 6
@@ -223,13 +224,6 @@ def _joined(cells: Sequence[str], *, with_spread: bool) -> str:
 def _short(status: str) -> str:
     """The status without its reason, which is shown below the table: the column is narrow."""
     return status.partition(":")[0]
-
-
-def figure(value: float | None) -> str:
-    """Three digits, or all if it is large."""
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _time(ms: float | None) -> str:
