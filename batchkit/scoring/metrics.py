@@ -158,11 +158,15 @@ def tabulate(records: Iterable[Mapping[str, Any]], group_by: str | None) -> Scor
         overall.add(record)
         if group_by is not None:
             value = (record.get("fields") or {}).get(group_by)
-            label = "(none)" if value in (None, "") else str(value)
-            groups.setdefault(label, Group()).add(record)
+            groups.setdefault(group_name(value), Group()).add(record)
     order = {name: place for place, name in enumerate(_NAMES)}
     names = sorted(overall.scores, key=lambda name: order.get(name, len(order)))
     return ScoreTable(dict(sorted(groups.items())), overall, names)
+
+
+def group_name(value: Any) -> str:
+    """The table's name for the rows that have ``value`` in the field that it is grouped by."""
+    return "(none)" if value in (None, "") else str(value)
 
 
 def head(name: str) -> str:

@@ -13,7 +13,15 @@ import numpy as np
 
 from batchkit.commands.compare.bootstrap import bootstrap_interval
 from batchkit.errors import JobError
-from batchkit.scoring.metrics import ALL, OUT_OF_TEN, ScoreTable, head, markdown, tabulate
+from batchkit.scoring.metrics import (
+    ALL,
+    OUT_OF_TEN,
+    ScoreTable,
+    group_name,
+    head,
+    markdown,
+    tabulate,
+)
 from batchkit.sources.join import with_group
 from batchkit.storage.identity import differences
 from batchkit.storage.job_toml import job_of_run
@@ -279,7 +287,7 @@ class _Columns:
         self.places[row_id, self.seen[row_id]] = place
         self.seen[row_id] += 1
         value = (record.get("fields") or {}).get(self.group_by) if self.group_by else None
-        self.groups.append("(none)" if value in (None, "") else str(value))
+        self.groups.append(group_name(value))
         if record["status"] != "ok":
             return
         for name, score in (record.get("scores") or {}).items():

@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 
 from batchkit.commands.report.comparison import write_comparison
 from batchkit.commands.report.figures import RunStats
-from batchkit.commands.report.page import check_page, render
+from batchkit.commands.report.page import check_page, render, write_page
 from batchkit.commands.report.pictures import Pictures
 from batchkit.commands.report.rows import show
 from batchkit.commands.score import Say, is_mixed, table_of
 from batchkit.errors import StoreError
 from batchkit.scoring.metrics import ScoreTable, tabulate
 from batchkit.sources.join import with_group
-from batchkit.storage.files import replacing
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.manifest import read_manifest
@@ -77,10 +76,4 @@ def write_report(folder: Path, path: Path | None = None, *, images: bool = True)
     with Pictures(job.media) as pictures:
         shown = show(folder, stats, pictures if images else None)
         found = pictures.finish()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-            file.writelines(render(folder, manifest, job, stats, table, shown, found))
-    except OSError as error:
-        raise StoreError(f"{path}: can't write: {error.strerror or error}") from error
-    return path
+    return write_page(path, render(folder, manifest, job, stats, table, shown, found))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,10 +9,8 @@ from markupsafe import Markup
 
 from batchkit.commands.compare import Comparison, Delta
 from batchkit.commands.report.figures import nice
-from batchkit.commands.report.page import check_page, page
-from batchkit.errors import StoreError
+from batchkit.commands.report.page import page, write_page
 from batchkit.scoring.metrics import head
-from batchkit.storage.files import replacing
 
 
 class DeltaLine(NamedTuple):
@@ -48,24 +45,14 @@ def write_comparison(comparison: Comparison, path: Path) -> Path:
     Raises:
         StoreError: the file can't be written, or its name is not that of a web page.
     """
-    check_page(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-            file.writelines(_render(comparison))
-    except OSError as error:
-        raise StoreError(f"{path}: can't write: {error.strerror or error}") from error
-    return path
-
-
-def _render(comparison: Comparison) -> Iterator[str]:
-    return page(
-        "compare.html.j2",
+    pieces = page(
+        "report/compare.html.j2",
         runs=comparison.runs,
         warnings=comparison.warnings,
         parts=[_part(comparison, run) for run in comparison.runs[1:]],
         method=comparison.method,
     )
+    return write_page(path, pieces)
 
 
 def _part(comparison: Comparison, run: str) -> RunPart:

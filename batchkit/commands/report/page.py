@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 import batchkit
@@ -19,9 +19,11 @@ from batchkit.commands.report.figures import RunStats
 from batchkit.commands.report.heading import about, facts, notes, picture_notes, subtitle, when
 from batchkit.commands.report.pictures import Picture
 from batchkit.commands.report.rows import Shown, clip
+from batchkit.config.numbers import number
 from batchkit.config.tables import JobConfig
 from batchkit.errors import StoreError
 from batchkit.scoring.metrics import ALL, OUT_OF_TEN, Group, ScoreTable, head
+from batchkit.storage.files import replacing
 from batchkit.storage.manifest import Manifest
 from batchkit.storage.runfolder import JOB
 from batchkit.types import utc_now
@@ -60,18 +62,18 @@ def render(
     pictures: Sequence[Picture],
 ) -> Iterator[str]:
     """The page in pieces."""
-    told = [
+    all_notes = [
         *notes(folder, manifest, stats),
         *shown.notes,
         *picture_notes(pictures),
         *_group_notes(table),
     ]
-    yield from page(
-        "page.html.j2",
+    return page(
+        "report/page.html.j2",
         title=manifest.name,
         subtitle=subtitle(manifest),
         facts=facts(manifest, stats, table),
-        notes=told,
+        notes=all_notes,
         group_by=job.scoring.group_by,
         heads=[head(name) for name in table.names],
         lines=_lines(table),
@@ -106,9 +108,25 @@ def check_page(path: Path) -> None:
         raise StoreError(f"{path}: a report is a web page; name it …{path.stem}.html")
 
 
+def write_page(path: Path, pieces: Iterable[str]) -> Path:
+    """Write a page, which appears under its name only when it is complete.
+
+    Raises:
+        StoreError: the file can't be written, or its name is not that of a web page.
+    """
+    check_page(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+            file.writelines(pieces)
+    except OSError as error:
+        raise StoreError(f"{path}: can't write: {error.strerror or error}") from error
+    return path
+
+
 def page(template: str, **names: Any) -> Iterator[str]:
-    """A template of this package, in pieces. Everything is escaped; its script and style are
-    allowed by their hashes, and nothing else is allowed."""
+    """A template in a folder of ``commands/``, in pieces. Everything is escaped; its script and
+    style are allowed by their hashes, and nothing else is allowed."""
     script, style = _resource("page.js"), _resource("page.css")
     policy = (
         "default-src 'none'; img-src data:;"
@@ -116,10 +134,14 @@ def page(template: str, **names: Any) -> Iterator[str]:
         " base-uri 'none'; form-action 'none'"
     )
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("batchkit", "commands"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    environment.filters["signed"] = _signed
-    yield from environment.from_string(_resource(template)).generate(
+    environment.filters |= {"signed": _signed, "number": number}
+    return environment.get_template(template).generate(
         policy=policy,
         script=Markup(script),
         style=Markup(style),

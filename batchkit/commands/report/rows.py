@@ -20,6 +20,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, JobError, RowError
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.scoring import Scoring, kept_fields
+from batchkit.scoring.metrics import group_name
 from batchkit.sources import read_rows
 from batchkit.sources.join import with_group
 from batchkit.sources.rowhash import input_hash
@@ -193,11 +194,6 @@ class _Reader(NamedTuple):
             sources = self.renderer.image_sources(row)
             return [self.pictures.add(source) for source in sources] or None
         return None
-
-
-def group_name(value: Any) -> str:
-    """The score table's name for a group."""
-    return "(none)" if value in (None, "") else str(value)
 
 
 def clip(text: str, limit: int) -> str:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
-from jinja2 import Environment, StrictUndefined
-
 from batchkit.commands.report.figures import nice
+from batchkit.commands.report.page import page
 from batchkit.commands.tuning.bench import Bench
 from batchkit.commands.tuning.table import SizeResult
 from batchkit.config.numbers import number
@@ -40,17 +38,11 @@ def write_curve(found: Bench, path: Path) -> None:
     """Raises:
     JobError: ``path`` can't be written.
     """
-    page = files("batchkit.commands.tuning").joinpath("curve.html.j2").read_text(encoding="utf-8")
-    style = files("batchkit.commands.report").joinpath("page.css").read_text(encoding="utf-8")
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["number"] = number
     lines = found.table.lines
     top = _top(lines)
     points = _points(lines, top)
-    text = environment.from_string(page).render(
-        style=style,
+    pieces = page(
+        "tuning/curve.html.j2",
         bench=found,
         lines=lines,
         points=points,
@@ -63,8 +55,8 @@ def write_curve(found: Bench, path: Path) -> None:
         bottom=HEIGHT - _BOTTOM,
     )
     try:
-        with replacing(path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+            file.writelines(pieces)
     except OSError as error:
         raise JobError(f"--html {path}: can't be written: {error.strerror}") from error
 

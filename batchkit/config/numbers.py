@@ -1,0 +1,39 @@
+"""Numbers as a person reads them."""
+
+from __future__ import annotations
+
+
+def number(value: float | None, unit: str = "") -> str:
+    """Three digits if it is small, with thousands separators if it is large; None is empty."""
+    if value is None:
+        return ""
+    text = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{text} {unit}".rstrip()
+
+
+def short_count(value: int) -> str:
+    """``12,345``, ``1.23 M``."""
+    if value < 1_000_000:
+        return f"{value:,}"
+    return f"{value / 1e6:.2f} M" if value < 1e9 else f"{value / 1e9:.2f} G"
+
+
+def percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else ""
+
+
+def duration(seconds: float) -> str:
+    """``42 s``, ``6 min``, ``3 h 20 min``."""
+    minutes = round(seconds / 60)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def clock(seconds: float) -> str:
+    """``4.2 s``, ``0:42``, ``3:20:00``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s" if seconds else "0"
+    hours, rest = divmod(round(seconds), 3600)
+    minutes, left = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
