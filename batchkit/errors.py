@@ -36,8 +36,6 @@ class BatchkitError(Exception):
     """Base of all batchkit errors; the message is written for the user at the terminal."""
 
     exit_code: ClassVar[int] = 1
-    summary: object | None = None
-    """The run's RunSummary when this error stopped it, if the run had begun."""
 
 
 class JobError(BatchkitError):

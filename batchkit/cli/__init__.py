@@ -30,7 +30,7 @@ from batchkit.cli.options import (
     load,
     printed,
 )
-from batchkit.errors import BatchkitError, JobError
+from batchkit.errors import JobError
 
 
 @click.group(cls=Cli, context_settings=options.CONTEXT)
@@ -100,7 +100,6 @@ def run(
     from batchkit.commands.run import run_job
     from batchkit.commands.validate import preview
     from batchkit.config.shard import asked_for
-    from batchkit.storage.summary import RunSummary
 
     given = {"input.limit": limit, "run.workers": workers, "run.ray_address": ray_address}
     more = [f"{key}={value}" for key, value in given.items() if value is not None]
@@ -111,12 +110,12 @@ def run(
         for row in preview(loaded, limit or 3):
             echo(row.to_text())
         return
-    try:
-        summary = run_job(loaded, say=say, **how)
-    except BatchkitError as error:
-        if isinstance(error.summary, RunSummary) and error.exit_code == 1:
-            echo(json.dumps(error.summary.to_json()))
-        raise
+    outcome = run_job(loaded, say=say, **how)
+    summary = outcome.summary
+    if outcome.error is not None:
+        if outcome.error.exit_code == 1:
+            echo(json.dumps(summary.to_json()))
+        raise outcome.error
     say_summary(summary, f"batchkit retry-failed {summary.folder}")
     echo(json.dumps(summary.to_json()))
     raise SystemExit(summary.exit)

@@ -14,6 +14,7 @@ from batchkit.config.loading import load_job, masked_override
 from batchkit.config.masking import masked_keys
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, EngineCrashError, JobError, RowOutOfMemoryError
+from batchkit.execution.loop import Outcome
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.resume import OnChange
 from batchkit.execution.signals import Interrupted, StopRequest
@@ -34,36 +35,37 @@ def run_job(
     on_change: OnChange = "fail",
     skip_from: Path | None = None,
     say: Say = print,
-) -> RunSummary:
+) -> Outcome:
     """Run ``job``, or continue it; SIGINT and SIGTERM stop it cleanly.
 
     ``say`` gets the results of scoring, including the table at the end.
 
     Raises:
-        BatchkitError: it stopped; ``exit_code`` says whether it can be continued.
+        BatchkitError: the run could not begin. What stops it later is in the outcome, and its
+            ``exit_code`` says whether it can be continued.
         Interrupted: stopped by a signal before or after rows were in flight.
     """
     with StopRequest().installed() as stop:
-        summary = ProductionBatchProcessor(
+        outcome = ProductionBatchProcessor(
             job, fresh=fresh, on_change=on_change, skip_from=skip_from, stop=stop, command="run"
-        ).process()
-        return _finished(summary, job, stop, say)
+        ).start()
+        return _finished(outcome, job, stop, say)
 
 
-def _finished(summary: RunSummary, job: JobConfig, stop: StopRequest, say: Say) -> RunSummary:
+def _finished(outcome: Outcome, job: JobConfig, stop: StopRequest, say: Say) -> Outcome:
     """Once all rows have finished, compute the scores that had to wait until then."""
-    if summary.exit not in (0, 3):
-        return summary
+    summary = outcome.summary
+    if outcome.error is not None or summary.exit not in (0, 3):
+        return outcome
     try:
         table = finish_scoring(Path(summary.folder), job, stop=stop, say=say)
     except BatchkitError as error:
-        error.summary = replace(summary, exit=error.exit_code)
-        raise
+        return Outcome(replace(summary, exit=error.exit_code), error)
     except Interrupted as interrupt:
-        return replace(summary, exit=128 + interrupt.signum)
+        return Outcome(replace(summary, exit=128 + interrupt.signum))
     if table is not None:
         say(table.to_text())
-    return summary
+    return outcome
 
 
 class Retry(NamedTuple):
@@ -145,7 +147,7 @@ def retry_failed(
             stop=stop,
             command="retry-failed",
         ).retry(attempts, quarantined=quarantined)
-        summary = _finished(summary, job_of_run(folder), stop, say)
+        summary = _finished(Outcome(summary), job_of_run(folder), stop, say).checked()
     recovered = sum(
         record["index"] in attempts and failure_kind(record) is None
         for record in read_newest(folder / RESULTS)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
@@ -19,12 +19,12 @@ from batchkit.errors import (
 )
 from batchkit.execution.bisection import Suspicion
 from batchkit.execution.cluster import RayWorkerPool
+from batchkit.execution.events import EngineHistory, EngineLine, Event, Line, Note
 from batchkit.execution.hints import hints
 from batchkit.execution.progress import Progress, State
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.signals import DRAIN_S, Interrupted, StopRequest
-from batchkit.execution.supervisor import EngineHistory
-from batchkit.execution.worker import Listener, Worker, WorkerPool
+from batchkit.execution.worker import Worker, WorkerPool, render_ahead
 from batchkit.rendering.ordering import well_ordered
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.sources.input import Input, Total, distrusted, watched
@@ -36,6 +36,19 @@ from batchkit.storage.summary import RunSummary
 from batchkit.types import Row, Task, Usage
 
 _SHARE_FROM = 20  # a share of failed rows says nothing before this many are settled
+
+
+class Outcome(NamedTuple):
+    """How a start ended: what is done, and the error that stopped it, if one did."""
+
+    summary: RunSummary
+    error: BatchkitError | None = None
+
+    def checked(self) -> RunSummary:
+        """The summary. Raises the error instead if there is one."""
+        if self.error is not None:
+            raise self.error
+        return self.summary
 
 
 class Loop:
@@ -73,12 +86,12 @@ class Loop:
         self._load_s = 0.0
         self._seconds = 0.0
 
-    def run(self, is_done_elsewhere: Callable[[Row], bool]) -> RunSummary:
+    def run(self, is_done_elsewhere: Callable[[Row], bool]) -> Outcome:
         """Settle every row that has no record and is not done elsewhere."""
         rows = self._source.read(self._store.totals.is_settled)
         return self._settle_all(self._without(is_done_elsewhere, self._readable(rows)))
 
-    def retry(self, attempts: Mapping[int, int], quarantined: Collection[int]) -> RunSummary:
+    def retry(self, attempts: Mapping[int, int], quarantined: Collection[int]) -> Outcome:
         """Run the rows in ``attempts`` again; the numbers are those of their last attempts."""
         attempts = self._still_due(attempts)
         self._is_retry, self._attempts, self._quarantined = True, attempts, quarantined
@@ -130,34 +143,32 @@ class Loop:
             else:
                 yield row
 
-    def _settle_all(self, rows: Iterator[Row]) -> RunSummary:
+    def _settle_all(self, rows: Iterator[Row]) -> Outcome:
         try:
             return self._settle(rows)
         finally:
             if not self._all_read and (changed := self._source.changes(False)):
                 self._distrust(changed.keys())
 
-    def _settle(self, rows: Iterator[Row]) -> RunSummary:
+    def _settle(self, rows: Iterator[Row]) -> Outcome:
         first = next(rows, None)
         if first is None:
             self._check_complete()
             self._progress.event("nothing left to run: every row has a record")
-            return self._summary(self._total.wait())
+            return Outcome(self._summary(self._total.wait()))
         self._look_at(first)
         if self._resumed:
             of = "" if (total := self._total.wait(timeout_s=1)) is None else f" of {total:,}"
             self._progress.event(f"resumed {self._resumed:,}{of} rows")
-        with closing(self._new_pool(chain([first], rows))) as pool:
-            try:
-                self._generate(pool)
-                if self._stop.signum is None:
-                    self._check_complete()
-            except BatchkitError as error:
-                error.summary = self._summary(self._total.now(), error.exit_code)
-                raise
-            if self._stop.signum is not None:
-                return self._summary(self._total.now(), 128 + self._stop.signum)
-            return self._summary(self._total.wait())
+        try:
+            with self._opened_pool(chain([first], rows)) as self._pool:
+                self._generate(self._pool)
+                if self._stop.signum is not None:
+                    return Outcome(self._summary(self._total.now(), 128 + self._stop.signum))
+                self._check_complete()
+                return Outcome(self._summary(self._total.wait()))
+        except BatchkitError as error:
+            return Outcome(self._summary(self._total.now(), error.exit_code), error)
 
     def _distrust(self, changed: Collection[str]) -> None:
         """Make the next start compare the answered rows with those in the input."""
@@ -187,8 +198,49 @@ class Loop:
             for hint in hints(self._job, first.fields):
                 self._progress.event(hint)
 
-    def _generate(self, pool: WorkerPool) -> None:
+    @contextmanager
+    def _opened_pool(self, rows: Iterator[Row]) -> Iterator[WorkerPool]:
+        """The workers, once the model is loaded; the first rows are rendered meanwhile."""
         started = time.monotonic()
+        look_ahead, may_wait = self._job.run.look_ahead, self._source.files is None
+        if look_ahead > 1 and not may_wait:  # an iterator may give its rows slowly
+            rows = well_ordered(rows, self._renderer.hint, look_ahead)
+        tasks = (Task(row, self._attempts.get(row.index, 0) + 1) for row in rows)
+        self._announce()
+        known = self._known()
+        with ExitStack() as held:
+            pool: WorkerPool
+            # Loading may take minutes, with nothing in flight: a signal stops it at once.
+            if self._job.run.workers is not None:
+                pool = RayWorkerPool(
+                    self._renderer.job,
+                    tasks,
+                    self._hear,
+                    known,
+                    left=self._left,
+                    references=self._references,
+                    quarantined=self._quarantined,
+                    may_wait=may_wait,
+                    opening=self._stop.immediate,
+                )
+            else:
+                ahead = render_ahead(self._job, self._renderer, tasks, may_wait=may_wait)
+                pool = Worker(
+                    self._job,
+                    self._renderer,
+                    held.enter_context(closing(ahead)),
+                    self._hear,
+                    known,
+                    log=self._folder / LOG,
+                    references=self._references,
+                    quarantined=self._quarantined,
+                    opening=self._stop.immediate,
+                )
+            held.enter_context(closing(pool))
+            self._load_s = time.monotonic() - started
+            yield pool
+
+    def _announce(self) -> None:
         model = self._job.engine.model or self._job.engine.kind
         workers = self._job.run.workers
         self._progress.event(
@@ -198,10 +250,9 @@ class Loop:
         )
         if self._job.engine.options.get("trust_remote_code"):
             self._progress.event(f"trust_remote_code: Python code that comes with {model} is run")
-        engine = pool.open(self._known())
-        self._pool = pool  # none of its figures are known before
-        loaded = time.monotonic()
-        self._load_s = loaded - started
+
+    def _generate(self, pool: WorkerPool) -> None:
+        began, engine = time.monotonic(), pool.engine_facts
         self._manifest.last_start.engine = dict(engine.versions)
         self._progress.event(
             f"generating; model loaded in {self._load_s:.0f} s,"
@@ -211,38 +262,7 @@ class Loop:
             with self._stop.deferred():
                 self._feed(pool)
         finally:
-            self._seconds = time.monotonic() - loaded
-
-    def _new_pool(self, rows: Iterator[Row]) -> WorkerPool:
-        look_ahead, may_wait = self._job.run.look_ahead, self._source.files is None
-        if look_ahead > 1 and not may_wait:  # an iterator may give its rows slowly
-            rows = well_ordered(rows, self._renderer.hint, look_ahead)
-        tasks = (Task(row, self._attempts.get(row.index, 0) + 1) for row in rows)
-        listener = Listener(self._progress.event, self._tell, self._progress.note, self._remember)
-        # Loading may take minutes, with nothing in flight: a signal stops it at once.
-        opening = self._stop.immediate
-        if self._job.run.workers is not None:
-            return RayWorkerPool(
-                self._renderer.job,
-                tasks,
-                listener,
-                left=self._left,
-                references=self._references,
-                quarantined=self._quarantined,
-                may_wait=may_wait,
-                opening=opening,
-            )
-        return Worker(
-            self._job,
-            self._renderer,
-            tasks,
-            listener,
-            log=self._folder / LOG,
-            references=self._references,
-            quarantined=self._quarantined,
-            may_wait=may_wait,
-            opening=opening,
-        )
+            self._seconds = time.monotonic() - began
 
     def _left(self) -> int | None:
         """Rows of this start that have no record yet; None if the total is unknown."""
@@ -301,6 +321,17 @@ class Loop:
             self._store.flush()
             self._note_workers(pool)
             self._progress.update(self._state(), force=True)
+
+    def _hear(self, event: Event) -> None:
+        match event:
+            case Line(text):
+                self._progress.event(text)
+            case EngineLine(text):
+                self._tell(text)
+            case Note(text):
+                self._progress.note(text)
+            case EngineHistory():
+                self._remember(event)
 
     def _tell(self, text: str) -> None:
         """Report an engine event; the last ones are also kept in the manifest, for ``status``."""

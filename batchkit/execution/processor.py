@@ -10,8 +10,8 @@ from typing import Any
 from batchkit.config.loading import load_job, resolve_paths
 from batchkit.config.tables import JobConfig
 from batchkit.engines.registry import open_preflight
-from batchkit.errors import JobError
-from batchkit.execution.loop import Loop
+from batchkit.errors import BatchkitError, JobError
+from batchkit.execution.loop import Loop, Outcome
 from batchkit.execution.progress import Progress
 from batchkit.execution.resume import OnChange, open_run
 from batchkit.execution.signals import StopRequest
@@ -77,6 +77,11 @@ class ProductionBatchProcessor:
         Raises:
             BatchkitError: the run stopped; everything finished is on disk. See ``errors``.
         """
+        return self.start(rows).checked()
+
+    def start(self, rows: Iterable[Any] | None = None) -> Outcome:
+        """As ``process``, but an error that stops the run after it has begun is returned, with the
+        summary of what is done."""
         source = from_job(self.job) if rows is None else from_python(rows, self.job.input)
         return self._run(source, attempts=None)
 
@@ -97,41 +102,49 @@ class ProductionBatchProcessor:
             source = from_job(self.job)
         else:
             source = rows if isinstance(rows, Input) else from_python(rows, self.job.input)
-        return self._run(source, attempts, quarantined)
+        return self._run(source, attempts, quarantined).checked()
 
     def _run(
         self,
         source: Input,
         attempts: Mapping[int, int] | None,
         quarantined: Collection[int] = (),
-    ) -> RunSummary:
+    ) -> Outcome:
         renderer = PromptRenderer(self.job, adjust_sampling=self._adjust_sampling)
         references = references_of(self.job) if self.job.scoring.is_on else None
         if self._fresh or self._on_change == "new":
             open_preflight(self.job)  # before the folder is moved: an option may be mistyped
-        with ExitStack() as stack:
-            if not self._handles_signals:
-                stack.enter_context(self._stop.installed())
-            run = stack.enter_context(
-                open_run(
-                    self._begun_with,
-                    source,
-                    command=self._command,
-                    overrides=self._overrides,
-                    fresh=self._fresh,
-                    on_change=self._on_change,
+        outcome: Outcome | None = None
+        try:
+            with ExitStack() as stack:
+                if not self._handles_signals:
+                    stack.enter_context(self._stop.installed())
+                run = stack.enter_context(
+                    open_run(
+                        self._begun_with,
+                        source,
+                        command=self._command,
+                        overrides=self._overrides,
+                        fresh=self._fresh,
+                        on_change=self._on_change,
+                    )
                 )
-            )
-            renderer.check_files()  # the manifest must describe the same templates
-            progress = stack.enter_context(closing(self._progress()))
-            for text in run.messages:
-                progress.event(text)
-            loop = Loop(self.job, run, renderer, progress, self._stop, source, references)
-            if attempts is not None:
-                return loop.retry(attempts, quarantined)
-            if self._skip_from is None:
-                return loop.run(lambda row: False)
-            return loop.run(_done_in(self._skip_from, have_ids=source.has_ids))
+                renderer.check_files()  # the manifest must describe the same templates
+                progress = stack.enter_context(closing(self._progress()))
+                for text in run.messages:
+                    progress.event(text)
+                loop = Loop(self.job, run, renderer, progress, self._stop, source, references)
+                if attempts is not None:
+                    outcome = loop.retry(attempts, quarantined)
+                elif self._skip_from is None:
+                    outcome = loop.run(lambda row: False)
+                else:
+                    outcome = loop.run(_done_in(self._skip_from, have_ids=source.has_ids))
+                outcome.checked()  # what closes the run must know of the error
+        except BatchkitError as error:
+            if outcome is None or error is not outcome.error:
+                raise
+        return outcome
 
     def _progress(self) -> Progress:
         return Progress(

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine, EngineLoad
@@ -30,23 +30,8 @@ from batchkit.errors import (
     RowTimeoutError,
 )
 from batchkit.execution.bisection import Expected, Group, Suspects, Suspicion
+from batchkit.execution.events import EngineHistory, EngineLine, Hear, Note
 from batchkit.types import Completion, Request
-
-Say = Callable[[str], None]
-
-
-class EngineHistory(NamedTuple):
-    """What earlier deaths of engines taught; the next start of the run needs it.
-
-    ``steps``: the ladder's. ``among_accidents``: engines have died without a row at fault.
-    ``suspicions``: the state of the search for a poison row.
-    """
-
-    restarts: int
-    steps: Sequence[Mapping[str, Any]]
-    among_accidents: bool
-    suspicions: Sequence[Suspicion] = ()
-
 
 GROWTH_SHARE = 0.05
 """At most this share of the time is spent on restarts that only try a larger setting."""
@@ -57,10 +42,10 @@ _UNKNOWN_LIMITS = {"max_num_seqs": 256}  # vLLM's default, if the engine died be
 
 
 class SupervisedEngine:
-    """``say`` gets one line per event, ``note`` longer texts.
+    """``hear`` gets what happens, and an EngineHistory before the next engine is opened and when a
+    search ends.
 
-    ``restarts`` counts attempts to open an engine after the first. ``remember`` is called with what
-    was learned, before the next engine is opened and when a search ends; ``among_accidents`` and
+    ``restarts`` counts attempts to open an engine after the first. ``among_accidents`` and
     ``suspicions`` are what an earlier start learned. ``quarantined`` are the indices of rows that
     killed an engine in an earlier start: each is run alone, and once.
 
@@ -73,10 +58,8 @@ class SupervisedEngine:
     def __init__(
         self,
         job: JobConfig,
-        say: Say,
+        hear: Hear,
         *,
-        note: Say = lambda text: None,
-        remember: Callable[[EngineHistory], None] = lambda history: None,
         ladder: Ladder | None = None,
         quarantined: Iterable[int] = (),
         among_accidents: bool = False,
@@ -84,16 +67,14 @@ class SupervisedEngine:
         open_engine: Callable[[JobConfig], Engine] = open_engine,
     ) -> None:
         self._job = job
-        self._say = say
-        self._note = note
-        self._tell_history = remember
+        self._hear = hear
         self._open_engine = open_engine
         self.ladder = ladder or Ladder()
         self._suspects = Suspects[Request](among_accidents=among_accidents)
         self._expected = Expected(suspicions)
         self._is_search_remembered = False
         self._quarantined = set(quarantined)
-        self._in_flight: dict[int, Request] = {}
+        self._in_flight: dict[int, Request] = {}  # by row index: an engine has a row once
         self._held: deque[Request] = deque()
         self._answered: Request | None = None
         self._probe: Request | None = None
@@ -139,7 +120,7 @@ class SupervisedEngine:
         except EngineDied as death:
             return self._bury(death)
         for completion in done:
-            del self._in_flight[id(completion.request)]
+            del self._in_flight[completion.request.row.index]
         self._count_success(done)
         return [completion for completion in done if not self._is_probe(completion)]
 
@@ -159,7 +140,7 @@ class SupervisedEngine:
         return bool(self._suspects or self._restart_due or self._held)
 
     def _hand_over(self, request: Request) -> None:
-        self._in_flight[id(request)] = request
+        self._in_flight[request.row.index] = request
         self._engine.submit(request)
 
     def _go_on(self) -> None:
@@ -240,7 +221,7 @@ class SupervisedEngine:
         rows = "1 row" if len(in_flight) == 1 else f"{len(in_flight)} rows"
         self._say(f"engine died ({fault.kind}) with {rows} in flight: {fault}")
         if death.stacks:
-            self._note(death.stacks)
+            self._hear(Note(death.stacks))
         was_expected = len(in_flight) == 1 and in_flight[0].row.index in self._quarantined
         poison = self._poison(death, in_flight)
         if not was_expected:
@@ -376,9 +357,10 @@ class SupervisedEngine:
             suspicions = [suspicion._replace(deaths=()) for suspicion in suspicions]
         self._is_search_remembered = bool(groups)
         among_accidents = self._suspects.among_accidents
-        self._tell_history(
-            EngineHistory(self.restarts, list(steps), among_accidents, tuple(suspicions))
-        )
+        self._hear(EngineHistory(self.restarts, list(steps), among_accidents, tuple(suspicions)))
+
+    def _say(self, text: str) -> None:
+        self._hear(EngineLine(text))
 
     def _setting(self) -> str:
         return _shown(self.ladder.overrides) if self.ladder.steps else "the job's own settings"

@@ -19,29 +19,19 @@ from batchkit.engines.memory_ladder import Ladder
 from batchkit.engines.process.launcher import Launcher
 from batchkit.engines.registry import open_engine
 from batchkit.execution.attempts import Attempts
+from batchkit.execution.events import EngineHistory, Hear, Line
 from batchkit.execution.feeder import AHEAD, Feeder
 from batchkit.execution.records import to_record
-from batchkit.execution.supervisor import EngineHistory, Say, SupervisedEngine
+from batchkit.execution.supervisor import SupervisedEngine
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.scoring import Scored, Scoring, kept_fields
 from batchkit.storage.store import RecordLine, line_of
-from batchkit.types import Completion, Task
+from batchkit.types import Completion, Request, Task
 
 READ_AT_ONCE = 16
 
-
-class Listener(NamedTuple):
-    """Callbacks for worker events.
-
-    ``event`` gets a line, ``engine_event`` one that ``status`` shows too, ``note`` a text too long
-    for a line; ``remember`` what the next start must know.
-    """
-
-    event: Say
-    engine_event: Say
-    note: Say
-    remember: Callable[[EngineHistory], None]
+RenderedTasks = Prefetch[Task, Request | Completion]
 
 
 class EngineFacts(NamedTuple):
@@ -54,9 +44,13 @@ class EngineFacts(NamedTuple):
 class WorkerPool(Protocol):
     """Makes records of a run's rows: one worker in this process, or several in others.
 
-    The run's thread calls it: ``open`` once, then ``fill`` and ``poll`` in turn until ``is_done``.
-    Every row comes back once, as the line for the log.
+    Ready once made. The run's thread calls ``fill`` and ``poll`` in turn until ``is_done``. Every
+    row comes back once, as the line for the log.
     """
+
+    @property
+    def engine_facts(self) -> EngineFacts:
+        """Of the first engine that was up."""
 
     @property
     def in_flight(self) -> int:
@@ -65,13 +59,6 @@ class WorkerPool(Protocol):
     @property
     def retried(self) -> int:
         """Further attempts of rows so far."""
-
-    def open(self, known: EngineHistory) -> EngineFacts:
-        """Load the model; ``known`` is what earlier starts learned.
-
-        Raises:
-            JobError, EngineError: it can't be loaded.
-        """
 
     def fill(self, *, taking: bool) -> list[RecordLine]:
         """Hand out rows while there is room, none if not ``taking``; returns rows settled by it."""
@@ -94,78 +81,80 @@ class WorkerPool(Protocol):
         """Drop what is in flight and release all resources."""
 
 
-class Worker:
-    """A WorkerPool of one. ``tasks`` are its rows; rendering begins in the constructor.
+def render_ahead(
+    job: JobConfig, renderer: PromptRenderer, tasks: Iterator[Task], *, may_wait: bool
+) -> RenderedTasks:
+    """Begins to render ``tasks``. ``may_wait``: reading them may block."""
+    return Prefetch(
+        tasks,
+        lambda task: renderer.render_or_fail(task.row, task.attempt),
+        threads=job.run.render_threads,
+        ahead=AHEAD,
+        max_bytes=job.media.max_memory_bytes,
+        at_once=1 if may_wait or renderer.takes_long else READ_AT_ONCE,
+    )
 
-    ``references``: the right answers by id, if another run gives them. ``quarantined``: indices of
-    rows that killed an engine before; each is run alone. ``may_wait``: reading ``tasks`` may block.
-    ``opening`` is entered each time the model is loaded. The engine prints to ``log``.
+
+class Worker:
+    """A WorkerPool of one; its model is loaded in the constructor, with settings that an earlier
+    start found to be safe (``known``).
+
+    ``rows`` are its rows, from ``render_ahead`` with the same ``renderer``. ``references``: the
+    right answers by id, if another run gives them. ``quarantined``: indices of rows that killed an
+    engine before; each is run alone. ``opening`` is entered each time the model is loaded. The
+    engine prints to ``log``.
+
+    Raises:
+        JobError, EngineError: the model can't be loaded.
     """
 
     def __init__(
         self,
         job: JobConfig,
         renderer: PromptRenderer,
-        tasks: Iterator[Task],
-        listener: Listener,
+        rows: RenderedTasks,
+        hear: Hear,
+        known: EngineHistory,
         *,
         log: Path,
         references: Mapping[str, str | None] | None = None,
         quarantined: Collection[int] = (),
-        may_wait: bool = False,
         opening: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         learn(os.environ, job.model_dump())  # a worker on Ray is in a process of its own
         learn_secret(os.environ.get(job.engine.api_key_env, "").strip())
         self._job = job
-        self._listener = listener
-        self._log = log
-        self._quarantined = quarantined
-        self._opening = opening
+        self._hear = hear
         self._scoring = (
-            Scoring(job.scoring, references, listener.event) if job.scoring.is_on else None
+            Scoring(job.scoring, references, lambda text: hear(Line(text)))
+            if job.scoring.is_on
+            else None
         )
         self._kept = kept_fields(job)
-        self._attempts = Attempts(job.retry, renderer, self._finds_nothing)
-        self._prefetch = Prefetch(
-            tasks,
-            lambda task: renderer.render_or_fail(task.row, task.attempt),
-            threads=job.run.render_threads,
-            ahead=AHEAD,
-            max_bytes=job.media.max_memory_bytes,
-            at_once=1 if may_wait or renderer.takes_long else READ_AT_ONCE,
-        )
-        self._held = ExitStack()
-        self._held.enter_context(closing(self._prefetch))
-
-    def open(self, known: EngineHistory) -> EngineFacts:
-        """Like ``WorkerPool``; starts with the settings that an earlier start found to be safe."""
-        launcher = self._held.enter_context(closing(Launcher(self._log)))
-
-        def open_one(job: JobConfig) -> Engine:
-            with self._opening():
-                return open_engine(job, launcher)
-
         ladder = Ladder(list(map(dict, known.steps)))
         if ladder.steps:
-            self._listener.event(f"engine settings remembered: {dict(ladder.overrides)}")
-        self._engine = self._held.enter_context(
-            closing(
-                SupervisedEngine(
-                    self._job,
-                    self._listener.engine_event,
-                    note=self._listener.note,
-                    remember=self._listener.remember,
-                    ladder=ladder,
-                    quarantined=self._quarantined,
-                    among_accidents=known.among_accidents,
-                    suspicions=known.suspicions,
-                    open_engine=open_one,
-                )
+            hear(Line(f"engine settings remembered: {dict(ladder.overrides)}"))
+        with ExitStack() as held:
+            launcher = held.enter_context(closing(Launcher(log)))
+
+            def open_one(job: JobConfig) -> Engine:
+                with opening():
+                    return open_engine(job, launcher)
+
+            self._engine = SupervisedEngine(
+                job,
+                hear,
+                ladder=ladder,
+                quarantined=quarantined,
+                among_accidents=known.among_accidents,
+                suspicions=known.suspicions,
+                open_engine=open_one,
             )
-        )
-        self._feeder = Feeder(self._job, self._engine, self._prefetch, self._attempts)
-        return EngineFacts(self._engine.max_num_seqs, self._engine.versions)
+            held.enter_context(closing(self._engine))
+            self._held = held.pop_all()
+        self._attempts = Attempts(job.retry, renderer, self._finds_nothing)
+        self._feeder = Feeder(job, self._engine, rows, self._attempts)
+        self.engine_facts = EngineFacts(self._engine.max_num_seqs, self._engine.versions)
 
     def fill(self, *, taking: bool = True) -> list[RecordLine]:
         return self._lines(self._feeder.fill()) if taking else []
@@ -177,7 +166,7 @@ class Worker:
         change = window.fit(self._engine.max_num_seqs)
         change = change or window.adapt(self._engine.load(), self.in_flight)
         if change is not None:
-            self._listener.event(f"window {change.old} → {change.new}: {change.reason}")
+            self._hear(Line(f"window {change.old} → {change.new}: {change.reason}"))
         return lines
 
     @property

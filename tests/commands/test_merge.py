@@ -470,7 +470,7 @@ def test_judgements_come_along_and_are_paid_for_once(tmp_path: Path) -> None:
         assert judge.asked.total() == asked
         more = [{"id": f"q{n}", "say": "?", "a": str(n), "kind": "k"} for n in range(14)]
         wider = judged_job(tmp_path, server, more, name="merged", output={"dir": "output"})
-        run_job(wider, on_change="requeue", say=lambda text: None)
+        run_job(wider, on_change="requeue", say=lambda text: None).checked()
         assert judge.asked.total() == asked + 2, "of the new rows alone"
     (folder,) = (MERGED / "judge").glob("*/")
     assert verify(folder)["duplicates"] == 0

@@ -99,7 +99,7 @@ def quiet(text: str) -> None:
 
 
 def run(made: JobConfig) -> Path:
-    return Path(run_job(made, say=quiet).folder)
+    return Path(run_job(made, say=quiet).checked().folder)
 
 
 def counted(count: int, **more: Any) -> list[dict[str, Any]]:
@@ -160,7 +160,7 @@ def test_a_run_scores_its_answers_and_ends_with_the_table(tmp_path: Path) -> Non
 
 def test_a_job_that_scores_nothing_says_nothing_of_scores(tmp_path: Path) -> None:
     said: list[str] = []
-    run_job(job(tmp_path, counted(2), scoring={}), say=said.append)
+    run_job(job(tmp_path, counted(2), scoring={}), say=said.append).checked()
     (first, _) = read_newest(tmp_path / "output/scored" / RESULTS)
     assert said == []
     assert "prediction" not in first
@@ -256,7 +256,7 @@ def test_a_run_whose_scoring_changed_is_scored_anew_as_a_whole(answered: Path) -
     job_of = job_of_run(answered)
     changed = job_of.scoring.model_copy(update={"extract": "text", "scorers": ["em"]})
     said: list[str] = []
-    run_job(job_of.model_copy(update={"scoring": changed}), say=said.append)
+    run_job(job_of.model_copy(update={"scoring": changed}), say=said.append).checked()
     assert {tuple(scores) for _, scores in scored(answered).values()} == {("em",), ()}
     assert scored(answered)["q2"] == ("Final Answer: Yes", {"em": 0.0})
     assert "EM" in said[-1]
@@ -504,7 +504,7 @@ def test_a_misspelt_field_is_said_by_a_run_that_has_nothing_left_but_to_score(
     run(job(tmp_path, counted(2, answer="x"), scoring=NUMBER))
     said: list[str] = []
     misspelt = {**NUMBER, "reference": "anwser"}
-    run_job(job(tmp_path, counted(2, answer="x"), scoring=misspelt), say=said.append)
+    run_job(job(tmp_path, counted(2, answer="x"), scoring=misspelt), say=said.append).checked()
     assert said[0] == "scoring: the first row has no field 'anwser'; did you mean 'answer'?"
 
 
@@ -549,7 +549,7 @@ def test_scores_that_were_replaced_by_a_score_that_was_killed_are_known_to_be_mi
             with pytest.raises(Killed):
                 score_run(answered, made, say=quiet)
         assert is_mixed(answered)
-        run_job(job_of_run(answered), say=quiet)
+        run_job(job_of_run(answered), say=quiet).checked()
         assert not is_mixed(answered)
         (answered / SCORES).unlink()
         for other, content in kept.items():
@@ -721,10 +721,10 @@ def test_what_the_other_run_answered_later_counts_too(tmp_path: Path) -> None:
     scoring = {"extract": "number", "reference_run": str(first.folder), "scorers": ["em"]}
     second = job(tmp_path, counted(4), name="second", scoring=scoring)
     said: list[str] = []
-    run_job(second, say=said.append)
+    run_job(second, say=said.append).checked()
     assert "|   2 | 100.00 |        2 |" in said[-1]
     run(first)
-    run_job(second, say=said.append)
+    run_job(second, say=said.append).checked()
     assert "|   4 | 100.00 |        0 |" in said[-1]
 
 
@@ -924,7 +924,7 @@ def test_rows_that_come_and_go_keep_their_judgements(tmp_path: Path) -> None:
 
     def requeue(rows: list[dict[str, Any]]) -> None:
         made = judged_job(tmp_path, server, rows, engine={"kind": "dry-run"}, scoring=text)
-        run_job(made, on_change="requeue", say=quiet)
+        run_job(made, on_change="requeue", say=quiet).checked()
 
     text = {"extract": "regex", "pattern": "^."}  # dry-run's answers name their rows' indexes
     with serving(judge) as server:
@@ -1065,7 +1065,7 @@ def test_only_the_rows_of_a_rule_are_judged_with_their_texts_and_images(tmp_path
 def test_without_a_judge_its_rows_are_unscored_and_that_is_said(tmp_path: Path) -> None:
     said: list[str] = []
     scoring = {**NUMBER, "scorers": ["em", "judge"]}
-    run_job(job(tmp_path, counted(2), scoring=scoring), say=said.append)
+    run_job(job(tmp_path, counted(2), scoring=scoring), say=said.append).checked()
     assert "2 answers are not judged: [scoring.judge] names no model" in said
     assert "| 100.00 |" in said[-1]
 
@@ -1081,7 +1081,7 @@ def test_charts_are_run_only_where_that_is_allowed_and_one_that_can_t_be_spares_
     said: list[str] = []
     with serving(echo) as server:
         made = job(tmp_path, rows, engine=engine(server), scoring=scoring)
-        run_job(made, say=said.append)
+        run_job(made, say=said.append).checked()
     none = {"ecr": None, "pass": None}
     assert {name: scores for name, (_, scores) in scored(made.folder).items()} == {
         "q0": none,

@@ -34,9 +34,8 @@ from batchkit.execution.cluster.actor import Actor
 from batchkit.execution.cluster.local import private_folder
 from batchkit.execution.cluster.session import needs
 from batchkit.execution.cluster.worker_pool import RayWorkerPool
+from batchkit.execution.events import EngineHistory, EngineLine, Event
 from batchkit.execution.processor import ProductionBatchProcessor
-from batchkit.execution.supervisor import EngineHistory
-from batchkit.execution.worker import Listener
 from batchkit.storage.ledger import RESULTS, read_newest
 from batchkit.storage.summary import RunSummary
 from batchkit.types import Row, Task
@@ -484,7 +483,7 @@ def test_each_worker_has_gpus_of_its_own(
     made = job(run={"worker_gpus": share})
     hire = ray_here.remote(Actor).options(**needs(made))
     actors = [hire.remote(number, made, None, ()) for number in range(2)]
-    places = ray_here.get([actor.begin.remote(EngineHistory(0, [], False)) for actor in actors])
+    places = ray_here.get([actor.begin.remote(EngineHistory()) for actor in actors])
     assert sorted(list(place.gpus) for place in places) == gpus
     for actor in actors:
         ray_here.kill(actor)
@@ -588,8 +587,7 @@ def test_what_a_worker_answered_before_it_failed_is_handed_on(ray_here: Any) -> 
     engine = {"kind": "openai-server", "model": MODEL, "base_url": server.url, "options": options}
     made = job(engine=engine, prompt={"user": "{{ q }}"}, run={"workers": 1})
     tasks = [Task(Row(n, str(n), {"q": q}), 1) for n, q in enumerate(["now", "late", "hang"])]
-    heard = Listener(*[lambda text: None] * 3, lambda history: None)
-    pool = RayWorkerPool(made, iter(tasks), heard, left=lambda: None)
+    pool = RayWorkerPool(made, iter(tasks), lambda event: None, EngineHistory(), left=lambda: None)
     answered: list[int] = []
 
     def answer(enough: Callable[[], object]) -> None:
@@ -597,7 +595,6 @@ def test_what_a_worker_answered_before_it_failed_is_handed_on(ray_here: Any) -> 
             answered.extend(line.record["index"] for line in pool.fill(taking=True) + pool.poll())
 
     with closing(pool):
-        pool.open(EngineHistory(0, [], False))
         answer(lambda: answered)
         pool.fill(taking=True)
         while "late" not in server.answered:
@@ -619,12 +616,17 @@ class Deadly:
 
 def test_a_worker_that_dies_before_its_first_answer_is_given_up(ray_here: Any) -> None:
     heard: list[str] = []
-    listener = Listener(heard.append, heard.append, heard.append, lambda history: None)
+
+    def hear(event: Event) -> None:
+        if isinstance(event, EngineLine):
+            heard.append(event.text)
+
     made = job(run={"workers": 1, "max_engine_restarts": 1})
     references: Any = Deadly()
-    pool = RayWorkerPool(made, iter(()), listener, left=lambda: None, references=references)
-    with closing(pool), pytest.raises(EngineError, match="it died 2 times without one answer"):
-        pool.open(EngineHistory(0, [], False))
+    with pytest.raises(EngineError, match="it died 2 times without one answer"):
+        RayWorkerPool(
+            made, iter(()), hear, EngineHistory(), left=lambda: None, references=references
+        )
     assert [line for line in heard if "worker 0 died with 0 rows: its process ended" in line]
 
 
@@ -650,7 +652,7 @@ def exchanged_once_it_is_up(ray_here: Any, actor: Any) -> Any:
 
 def test_a_process_that_was_restarted_unseen_refuses_rows(ray_here: Any) -> None:
     actor = ray_here.remote(Actor).options(max_restarts=-1).remote(0, job(), None, ())
-    ray_here.get(actor.begin.remote(EngineHistory(0, [], False)))
+    ray_here.get(actor.begin.remote(EngineHistory()))
     ray_here.kill(actor, no_restart=False)
     with pytest.raises(RuntimeError, match="a new one"):
         exchanged_once_it_is_up(ray_here, actor)
@@ -658,9 +660,9 @@ def test_a_process_that_was_restarted_unseen_refuses_rows(ray_here: Any) -> None
 
 def test_a_worker_that_the_run_takes_for_dead_ends(ray_here: Any) -> None:
     actor = ray_here.remote(Actor).options(max_restarts=0).remote(0, job(), None, ())
-    ray_here.get(actor.begin.remote(EngineHistory(0, [], False)))
+    ray_here.get(actor.begin.remote(EngineHistory()))
     with pytest.raises(ray_here.exceptions.RayActorError):
-        ray_here.get(actor.begin.remote(EngineHistory(0, [], False)))
+        ray_here.get(actor.begin.remote(EngineHistory()))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ from batchkit.engines.faults import EngineDied, Fault, FaultKind, StartFailed, f
 from batchkit.engines.memory_ladder import Ladder
 from batchkit.errors import EngineError, JobError, RequestError
 from batchkit.execution.bisection import PROOF, Suspicion
-from batchkit.execution.supervisor import GROWTH_SHARE, EngineHistory, SupervisedEngine
+from batchkit.execution.events import EngineHistory, Event, Note
+from batchkit.execution.supervisor import GROWTH_SHARE, SupervisedEngine
 from batchkit.types import Choice, Completion, Request, Row
 
 FAULTS: dict[FaultKind, Fault] = {
@@ -136,11 +137,18 @@ class World:
     ) -> SupervisedEngine:
         options = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
         job = JobConfig(engine={"model": "none", "options": options}, run=run)
+
+        def hear(event: Event) -> None:
+            if isinstance(event, EngineHistory):
+                remember(event)
+            elif isinstance(event, Note):
+                self.noted.append(event.text)
+            else:
+                self.say(event.text)
+
         return SupervisedEngine(
             job,
-            self.say,
-            note=self.noted.append,
-            remember=remember,
+            hear,
             ladder=ladder,
             quarantined=quarantined,
             suspicions=suspicions,
@@ -272,7 +280,7 @@ def deaths_over_kills(
     What failed, and how many deaths it took.
     """
     failed: dict[int, str] = {}
-    left, learned, deaths = requests(0, n), EngineHistory(0, [], False), 0
+    left, learned, deaths = requests(0, n), EngineHistory(), 0
     for _ in range(50):
         world, history = MortalWorld(poison=poison, dies_after=every), [learned]
         engine = world.supervise(suspicions=learned.suspicions, remember=history.append)

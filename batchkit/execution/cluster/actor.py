@@ -21,9 +21,9 @@ from typing import NamedTuple
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, JobError
+from batchkit.execution.events import EngineHistory, EngineLine, Event, Line, Note
 from batchkit.execution.feeder import POLL_S
-from batchkit.execution.supervisor import EngineHistory
-from batchkit.execution.worker import EngineFacts, Listener, Worker
+from batchkit.execution.worker import EngineFacts, Worker, render_ahead
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.storage.store import RecordLine
 from batchkit.types import Task
@@ -61,10 +61,10 @@ IDLE = Load(0, 0, 0)
 
 
 class Report(NamedTuple):
-    """A worker's answer to a call; ``events`` are (name of a Listener's callback, text)."""
+    """A worker's answer to a call; ``history`` is the newest one, ``events`` are the others."""
 
     lines: Sequence[RecordLine]
-    events: Sequence[tuple[str, str]]
+    events: Sequence[Line | EngineLine | Note]
     history: EngineHistory | None
     engine: EngineFacts | None
     failure: WorkerFailure | None
@@ -94,7 +94,7 @@ class Actor:
         self._closed = False
         self._unsettled = 0
         self._lines: list[RecordLine] = []
-        self._events: list[tuple[str, str]] = []
+        self._events: list[Line | EngineLine | Note] = []
         self._history: EngineHistory | None = None
         self._engine: EngineFacts | None = None
         self._failure: WorkerFailure | None = None
@@ -145,35 +145,32 @@ class Actor:
 
     def _work(self, known: EngineHistory) -> None:
         try:
-            worker = Worker(
-                self._job,
-                PromptRenderer(self._job),
-                iter(self._inbox.get, None),
-                Listener(
-                    lambda text: self._hear("event", text),
-                    lambda text: self._hear("engine_event", text),
-                    lambda text: self._hear("note", text),
-                    self._learn,
-                ),
-                log=_engine_log(self._job.folder, self._number),
-                references=self._references,
-                quarantined=self._quarantined,
-                may_wait=True,
-            )
-            with closing(worker):
+            renderer = PromptRenderer(self._job)
+            tasks = iter(self._inbox.get, None)
+            with closing(render_ahead(self._job, renderer, tasks, may_wait=True)) as rows:
                 try:
-                    self._answer(worker, known)
+                    worker = Worker(
+                        self._job,
+                        renderer,
+                        rows,
+                        self._hear,
+                        known,
+                        log=_engine_log(self._job.folder, self._number),
+                        references=self._references,
+                        quarantined=self._quarantined,
+                    )
+                    with closing(worker):
+                        self._answer(worker)
                 finally:
-                    self._inbox.put(None)  # otherwise its rendering threads wait for rows
+                    self._inbox.put(None)  # otherwise the rendering threads wait for rows
         except BatchkitError as error:
             self._fail(WorkerFailure(str(error), isinstance(error, JobError)))
         except BaseException:
             self._fail(WorkerFailure(traceback.format_exc(), is_of_the_job=False))
 
-    def _answer(self, worker: Worker, known: EngineHistory) -> None:
-        engine = worker.open(known)
+    def _answer(self, worker: Worker) -> None:
         with self._changed:
-            self._engine = engine
+            self._engine = worker.engine_facts
         while not self._closed:
             taking = self._taking
             self._bring(worker, worker.fill(taking=taking))
@@ -191,14 +188,13 @@ class Actor:
             if lines:
                 self._changed.notify_all()
 
-    def _hear(self, ear: str, text: str) -> None:
+    def _hear(self, event: Event) -> None:
         with self._changed:
-            self._events.append((ear, text))
-            self._changed.notify_all()
-
-    def _learn(self, history: EngineHistory) -> None:
-        with self._changed:
-            self._history = history
+            if isinstance(event, EngineHistory):
+                self._history = event
+            else:
+                self._events.append(event)
+                self._changed.notify_all()
 
     def _fail(self, failure: WorkerFailure) -> None:
         with self._changed:

@@ -26,11 +26,11 @@ from batchkit.execution.cluster.actor import (
 )
 from batchkit.execution.cluster.leases import Leases
 from batchkit.execution.cluster.session import needs, session, shortened
+from batchkit.execution.events import EngineHistory, EngineLine, Hear, Line
 from batchkit.execution.feeder import POLL_S
 from batchkit.execution.records import to_record
 from batchkit.execution.signals import Interrupted
-from batchkit.execution.supervisor import EngineHistory
-from batchkit.execution.worker import EngineFacts, Listener
+from batchkit.execution.worker import EngineFacts
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.rendering.row_size import size_of
 from batchkit.scoring import Scored, kept_fields
@@ -101,7 +101,8 @@ class _WorkerState:
 
 
 class RayWorkerPool:
-    """The WorkerPool of a run with ``run.workers``.
+    """The WorkerPool of a run with ``run.workers``. Made once the first worker is ready; the others
+    follow.
 
     ``left`` returns how many rows of this start have no record yet. ``opening`` is entered while
     the first model loads; other arguments are as Worker's.
@@ -114,7 +115,8 @@ class RayWorkerPool:
         self,
         job: JobConfig,
         tasks: Iterator[Task],
-        listener: Listener,
+        hear: Hear,
+        known: EngineHistory,
         *,
         left: Callable[[], int | None],
         references: Mapping[str, str | None] | None = None,
@@ -123,43 +125,34 @@ class RayWorkerPool:
         opening: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._job = job
-        self._listener = listener
+        self._hear = hear
         self._left = left
         self._references = references
         self._quarantined = quarantined
-        self._opening = opening
         self._kept = kept_fields(job)
         self._leases = Leases(job.run.workers or 1, quarantined=quarantined)
         self._workers: list[_WorkerState] = []
         self._needs: Mapping[str, float] = {}
-        self._known = EngineHistory(0, [], False)
-        self._broken: BatchkitError | None = None
-        self._held = ExitStack()
-        # On its own thread, because reading may block; the workers render what it reads.
-        self._tasks = Prefetch(
-            tasks,
-            lambda task: task,
-            threads=1,
-            ahead=READ_AHEAD,
-            max_bytes=job.media.max_memory_bytes,
-            at_once=1 if may_wait else READ_AT_ONCE,
-            weigh=_weight,
-        )
-        self._held.enter_context(closing(self._tasks))
-
-    def open(self, known: EngineHistory) -> EngineFacts:
-        """Like ``WorkerPool``; returns when the first worker is ready, the others follow."""
         self._known = known
-        with self._opening():
-            self._held.enter_context(session(self._job))
-            self._hire()
-            while True:
-                self.fill(taking=True)
-                if self.poll():
-                    raise AssertionError("no row is handed out before an engine is up")
-                for worker in self._workers:
-                    if worker.life.engine is not None:
-                        return worker.life.engine
+        self._broken: BatchkitError | None = None
+        with ExitStack() as held:
+            # On its own thread, because reading may block; the workers render what it reads.
+            self._tasks = Prefetch(
+                tasks,
+                lambda task: task,
+                threads=1,
+                ahead=READ_AHEAD,
+                max_bytes=job.media.max_memory_bytes,
+                at_once=1 if may_wait else READ_AT_ONCE,
+                weigh=_weight,
+            )
+            held.enter_context(closing(self._tasks))
+            with opening():
+                held.enter_context(session(job))
+                held.callback(self._dismiss)
+                self._hire()
+                self.engine_facts = self._first_engine()
+            self._held = held.pop_all()
 
     def fill(self, *, taking: bool) -> list[RecordLine]:
         """Call every worker that has no pending call, with as many rows as it may have.
@@ -220,10 +213,17 @@ class RayWorkerPool:
 
     def close(self) -> None:
         """Stop the workers, killing those that don't stop in time, and leave Ray."""
-        try:
-            self._dismiss()
-        finally:
-            self._held.close()
+        self._held.close()
+
+    def _first_engine(self) -> EngineFacts:
+        """Wait until the first worker is ready; the others follow."""
+        while True:
+            self.fill(taking=True)
+            if self.poll():
+                raise AssertionError("no row is handed out before an engine is up")
+            for worker in self._workers:
+                if worker.life.engine is not None:
+                    return worker.life.engine
 
     def _hire(self) -> None:
         import ray
@@ -283,14 +283,14 @@ class RayWorkerPool:
 
     def _take_in(self, worker: _WorkerState, report: Report) -> list[RecordLine]:
         holder = self._leases.holders[worker.number]
-        for ear, text in report.events:
-            getattr(self._listener, ear)(f"worker {worker.number}: {text}")
+        for event in report.events:
+            self._hear(event._replace(text=f"worker {worker.number}: {event.text}"))
         if report.history is not None:
             self._learn(worker, report.history)
         life = worker.life
         if report.engine is not None and life.engine is None:
             life.engine = report.engine
-            self._listener.event(f"worker {worker.number} is up{_at(life.place)}")
+            self._hear(Line(f"worker {worker.number} is up{_at(life.place)}"))
         life.load = report.load
         holder.capacity = report.load.capacity
         worker.rows += len(report.lines)
@@ -311,7 +311,7 @@ class RayWorkerPool:
         learned = EngineHistory(restarts, steps, among_accidents, suspicions)
         if learned != self._known:
             self._known = learned
-            self._listener.remember(learned)
+            self._hear(learned)
 
     def _bury(self, worker: _WorkerState, error: Exception | None) -> list[RecordLine]:
         """Handle the death of a worker, or a lost connection: Ray starts another in its place.
@@ -321,8 +321,10 @@ class RayWorkerPool:
         holder = self._leases.holders[worker.number]
         is_gone = isinstance(error, ActorUnavailableError)  # whose message says only that
         cause = "its process or its node is gone" if is_gone else _cause(error)
-        self._listener.engine_event(
-            f"worker {worker.number} died{_at(worker.life.place)} with {len(holder.held)} rows: {cause}"
+        self._hear(
+            EngineLine(
+                f"worker {worker.number} died{_at(worker.life.place)} with {len(holder.held)} rows: {cause}"
+            )
         )
         worker.bury()
         poison = holder.die("worker died")
@@ -339,7 +341,7 @@ class RayWorkerPool:
     def _quarantine(self, task: Task, cause: str) -> RecordLine:
         row = task.row
         self._tasks.release(task)
-        self._listener.engine_event(f"row {row.index} (id {row.id}) alone kills workers: failed")
+        self._hear(EngineLine(f"row {row.index} (id {row.id}) alone kills workers: failed"))
         error = EngineCrashError(f"the worker dies on this row alone: {cause}")
         request = Request(row, None, None, {}, input_hash(row.fields), task.attempt)
         scored = Scored(None, {}) if self._job.scoring.is_on else None
@@ -356,7 +358,7 @@ class RayWorkerPool:
         worker.call = None  # otherwise its end would count as another death
         ray.kill(worker.actor)  # otherwise it would hold GPUs that waiting workers need
         if self._leases.holders:
-            self._listener.engine_event(f"worker {worker.number} is given up: {failure.message}")
+            self._hear(EngineLine(f"worker {worker.number} is given up: {failure.message}"))
         elif len(self._workers) == 1:
             self._broken = EngineError(failure.message)
         else:
@@ -376,16 +378,20 @@ class RayWorkerPool:
             elif life.place is None:
                 if now - life.began_at >= PLACE_S and not life.is_said_to_wait:
                     life.is_said_to_wait = True
-                    self._listener.event(
-                        f"worker {worker.number} waits for a place: it needs"
-                        f" {self._needs['num_cpus']:g} CPUs and {self._needs['num_gpus']:g} GPUs on"
-                        " one node"
+                    self._hear(
+                        Line(
+                            f"worker {worker.number} waits for a place: it needs"
+                            f" {self._needs['num_cpus']:g} CPUs and {self._needs['num_gpus']:g} GPUs on"
+                            " one node"
+                        )
                     )
             elif worker.call is not None and silent_s >= self._job.run.stall_timeout_s:
                 worker.called_at = now
-                self._listener.engine_event(
-                    f"worker {worker.number} is silent for {silent_s:.0f} s"
-                    f" (run.stall_timeout_s = {self._job.run.stall_timeout_s:g}): restarted"
+                self._hear(
+                    EngineLine(
+                        f"worker {worker.number} is silent for {silent_s:.0f} s"
+                        f" (run.stall_timeout_s = {self._job.run.stall_timeout_s:g}): restarted"
+                    )
                 )
                 ray.kill(worker.actor, no_restart=False)
 

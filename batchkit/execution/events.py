@@ -1,0 +1,43 @@
+"""What a worker reports while it works: one value for each thing that happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from batchkit.execution.bisection import Suspicion
+
+
+class Line(NamedTuple):
+    """A line for the terminal and ``run.log``."""
+
+    text: str
+
+
+class EngineLine(NamedTuple):
+    """A line about an engine or a worker: ``status`` shows it, too."""
+
+    text: str
+
+
+class Note(NamedTuple):
+    """A text too long for a line, for ``run.log`` only."""
+
+    text: str
+
+
+class EngineHistory(NamedTuple):
+    """What earlier deaths of engines taught; the next start of the run needs it.
+
+    ``steps``: the ladder's. ``among_accidents``: engines have died without a row at fault.
+    ``suspicions``: the state of the search for a poison row.
+    """
+
+    restarts: int = 0
+    steps: Sequence[Mapping[str, Any]] = ()
+    among_accidents: bool = False
+    suspicions: Sequence[Suspicion] = ()
+
+
+Event = Line | EngineLine | Note | EngineHistory
+Hear = Callable[[Event], None]
