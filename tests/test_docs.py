@@ -127,6 +127,11 @@ def test_job_files_in_the_docs_are_jobs(page: str, text: str) -> None:
     parse_job({"engine": {"kind": "dry-run"}} | table, page)
 
 
+@pytest.mark.parametrize(("page", "text"), blocks("python"))
+def test_programs_in_the_docs_are_python(page: str, text: str) -> None:
+    compile(text, page, "exec")
+
+
 def test_links_lead_to_files() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text("utf-8")):
@@ -157,3 +162,17 @@ def texts_in(path: Path) -> list[str]:
         if isinstance(node, ast.JoinedStr)
         or (isinstance(node, ast.Constant) and isinstance(node.value, str))
     ]
+
+
+def test_paths_in_the_architecture_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    folders = [
+        ROOT,
+        ROOT / "batchkit",
+        ROOT / "batchkit" / "commands",
+        ROOT / "batchkit" / "execution",
+    ]
+    paths = re.findall(r"`((?:\w+/)+(?:\w+\.py)?|\w+\.py)`", page)
+    assert len(paths) > 30
+    missing = [path for path in paths if not any((folder / path).exists() for folder in folders)]
+    assert not missing, f"docs/architecture.md names {missing}"
