@@ -20,9 +20,9 @@ def check_length(request: Request, prompt_tokens: int, max_model_len: int) -> No
     room = 1 if request.cut is None else request.cut.answer_tokens
     if prompt_tokens + room <= max_model_len:
         return
-    told = f"the prompt has {prompt_tokens} tokens; max_model_len {max_model_len}"
+    tokens = f"the prompt has {prompt_tokens} tokens; max_model_len {max_model_len}"
     wanted = "an answer" if room == 1 else f"an answer of {room}"
-    error = PromptTooLongError(f"{told} leaves no room for {wanted}")
+    error = PromptTooLongError(f"{tokens} leaves no room for {wanted}")
     error.prompt_tokens, error.max_model_len = prompt_tokens, max_model_len
     raise error
 

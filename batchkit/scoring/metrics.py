@@ -44,20 +44,20 @@ class Group:
             self.failed += 1
             return
         scores: Mapping[str, float | None] = record.get("scores") or {}
-        told = False
+        is_scored = False
         for name, score in scores.items():
             values = self.scores.setdefault(name, array("d"))
             if score is None:
                 self.unscored_by[name] = self.unscored_by.get(name, 0) + 1
             else:
-                told = True
+                is_scored = True
                 values.append(score if name in OUT_OF_TEN else score * 100)
         if reason := record.get("unscored"):
             kept = len(self.unscored_because) < _MOST_REASONS or reason in self.unscored_because
             reason = reason if kept else "other reasons"
             self.unscored_because[reason] = self.unscored_because.get(reason, 0) + 1
-        self.scored += told
-        self.unscored += not told
+        self.scored += is_scored
+        self.unscored += not is_scored
 
     def mean(self, name: str) -> float | None:
         """In percent (reward: 0 to 10); None if no row has this score."""
@@ -132,8 +132,8 @@ class ScoreTable:
                     [label, *(_shown(found[part]) for part in parts[:-1]), str(len(values))]
                 )
         extremes = self._extremes()
-        told = "".join(f"\n{kind}: {group}" for kind, group in extremes.items())
-        return f"\n{markdown([name, *parts], rows)}{told}"
+        ends = "".join(f"\n{kind}: {group}" for kind, group in extremes.items())
+        return f"\n{markdown([name, *parts], rows)}{ends}"
 
     def _extremes(self) -> dict[str, str]:
         """The groups with the best and the worst mean, if there are rewards."""

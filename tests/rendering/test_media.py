@@ -212,7 +212,7 @@ BAD_FILES: dict[str, tuple[bytes, list[str]]] = {
     "icon": (encoded(gradient(), "ICO"), ["not an image"]),
     "ppm": (encoded(gradient(), "PPM"), ["not an image", "P6"]),
     "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n", ["not an image"]),
-    "png signature": (PNG[:8], ["broken, cut short", "save it anew"]),
+    "png signature": (PNG[:8], ["broken, cut short", "save it again"]),
     "png header": (PNG[:33], ["broken, cut short"]),
     "png cut": (PNG[: len(PNG) // 2], ["broken, cut short"]),
     "png checksum": (PNG[:20] + b"\xff" + PNG[21:], ["broken, cut short"]),

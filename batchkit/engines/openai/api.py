@@ -7,7 +7,6 @@ llama.cpp's server add to it. Nothing here touches the network.
 from __future__ import annotations
 
 import base64
-import difflib
 import io
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
+from batchkit.engines.request_checks import near
 from batchkit.errors import PromptTooLongError, RequestError
 from batchkit.storage.plain_json import encoded as as_json
 from batchkit.storage.plain_json import parsed, valid
@@ -141,10 +141,10 @@ def shown(request: Request) -> str:
     """The prompt for people: the messages as JSON, with the size in place of each image."""
     if request.messages is None:
         return request.prompt or ""
-    told = _with_images(
+    body = _with_images(
         {"messages": request.messages}, lambda image: f"<{image.width}x{image.height} PNG>"
     )
-    return orjson.dumps(told["messages"], option=orjson.OPT_INDENT_2).decode()
+    return orjson.dumps(body["messages"], option=orjson.OPT_INDENT_2).decode()
 
 
 def completion_of(request: Request, answer: Any, latency_s: float, n: int) -> Completion | None:
@@ -202,8 +202,8 @@ def refusal_of(status: int, content: bytes) -> Refusal:
     )
 
 
-def _in_words(told: Any) -> str:
-    text = valid(told) if isinstance(told, str) else as_json(told).decode()
+def _in_words(error: Any) -> str:
+    text = valid(error) if isinstance(error, str) else as_json(error).decode()
     return " ".join(text.split())[:_LONGEST_MESSAGE]
 
 
@@ -213,8 +213,8 @@ def _counts(error: Mapping[str, Any], message: str) -> tuple[int | None, int | N
     if is_count(tokens) and is_count(most) and tokens:
         return tokens, most
     for pattern in _COUNTS:
-        if told := pattern.search(message):
-            tokens, most = int(told["n"]), int(told["most"])
+        if found := pattern.search(message):
+            tokens, most = int(found["n"]), int(found["most"])
             if is_count(tokens) and is_count(most) and tokens:
                 return tokens, most
     return None, None
@@ -238,8 +238,8 @@ def too_long(refusal: Refusal, max_model_len: int | None) -> PromptTooLongError:
 def max_model_len(model: Mapping[str, Any]) -> int | None:
     """A request's context, if the list of models has it: vLLM's field, or llama.cpp's of a slot."""
     meta = model.get("meta")
-    told = model.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, Mapping) else None)
-    return told if is_count(told) and told else None
+    most = model.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, Mapping) else None)
+    return most if is_count(most) and most else None
 
 
 def difference(
@@ -249,7 +249,7 @@ def difference(
 
     It is the one with that name, or else the only one. vLLM lists its folder, llama.cpp its size.
     """
-    old, new = _told_of(before, name), _told_of(now, name)
+    old, new = _known_of(before, name), _known_of(now, name)
     changes = [
         f"{key} was {old[key]!r}, is {new[key]!r}"
         for key in old
@@ -258,19 +258,19 @@ def difference(
     return "; ".join(changes) or None
 
 
-def _told_of(models: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
+def _known_of(models: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
     named = [model for model in models if model.get("id") == name] or models
     if len(named) != 1:
         return {}
     (model,) = named
     meta = model.get("meta")
-    told = {
+    known = {
         **(meta if isinstance(meta, Mapping) else {}),
         "id": model.get("id"),
         "root": model.get("root"),
     }
     keys = ("id", "root", "n_params", "n_vocab", "size")
-    return {key: told[key] for key in keys if told.get(key) is not None}
+    return {key: known[key] for key in keys if known.get(key) is not None}
 
 
 def retry_after_s(value: str | None) -> float | None:
@@ -297,11 +297,9 @@ def check_names(sampling: Mapping[str, Any]) -> None:
         if name == "prompt_logprobs":
             raise RequestError("sampling.prompt_logprobs: batchkit does not store them")
         if name not in SAMPLING:
-            near = difflib.get_close_matches(name, SAMPLING, n=1)
-            hint = f"did you mean {near[0]!r}? A" if near else "a"
             raise RequestError(
-                f"sampling.{name}: not one of the API's parameters; {hint} server's own stands"
-                " under engine.options.extra_body"
+                f"sampling.{name}: not a parameter of the API{near(name, SAMPLING)}; put a"
+                " server's own parameters into engine.options.extra_body"
             )
 
 

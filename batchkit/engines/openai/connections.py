@@ -18,8 +18,8 @@ CONNECT_S = 10.0
 class TurnedAway(Exception):
     """The server is busy, or ``is_down``: it did not accept the request."""
 
-    def __init__(self, told: str, *, is_down: bool, retry_after_s: float | None = None) -> None:
-        super().__init__(told)
+    def __init__(self, message: str, *, is_down: bool, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
         self.is_down = is_down
         self.retry_after_s = retry_after_s
 
@@ -27,8 +27,8 @@ class TurnedAway(Exception):
 class ServerFault(Exception):
     """The server failed on the request; ``weight`` is how likely the request is the cause."""
 
-    def __init__(self, told: str, weight: float = 1.0) -> None:
-        super().__init__(told)
+    def __init__(self, message: str, weight: float = 1.0) -> None:
+        super().__init__(message)
         self.weight = weight
 
 
@@ -105,10 +105,10 @@ class Connections:
                 f"no answer for {timeout_s:.0f} s (run.row_timeout_s = {timeout_s:g})"
             ) from None
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
-            raise TurnedAway(_told(error), is_down=True) from error
+            raise TurnedAway(_text_of(error), is_down=True) from error
         except httpx.HTTPError as error:
             # Half: the server may just as well have gone away.
-            raise ServerFault(f"the connection broke: {_told(error)}", weight=0.5) from error
+            raise ServerFault(f"the connection broke: {_text_of(error)}", weight=0.5) from error
         except CodingError as error:
             raise ServerFault(f"{url}: the answer can't be unpacked: {error}") from error
         finally:
@@ -128,5 +128,5 @@ class Connections:
         )
 
 
-def _told(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

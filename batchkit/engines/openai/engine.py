@@ -122,9 +122,9 @@ class OpenAIServerEngine:
     @property
     def versions(self) -> Mapping[str, str]:
         owners = {str(model["owned_by"]) for model in self._remote.models if "owned_by" in model}
-        told = {"owned_by": owners.pop()} if len(owners) == 1 else {}
+        owner = {"owned_by": owners.pop()} if len(owners) == 1 else {}
         where = self._own.command if self._own else self._remote.base_url
-        return {"server": where, **told}
+        return {"server": where, **owner}
 
     def submit(self, request: Request) -> None:
         self._in_flight += 1
@@ -237,7 +237,7 @@ class OpenAIServerEngine:
             if isinstance(problem, Barred):
                 if await self._is_sound(request):
                     raise RequestError(
-                        f"the server answered {problem.told}, and answers other requests"
+                        f"the server answered {problem.reason}, and answers other requests"
                     )
                 self._limiter.is_troubled()
             elif isinstance(problem, TurnedAway):
@@ -313,14 +313,14 @@ class OpenAIServerEngine:
         """
         silence_s = self._silence_s()
         if self._limiter.troubled_since is not None and silence_s >= self._patience_s:
-            told = (
+            silence = (
                 f"no row answered for {silence_s:.0f} s (engine.options.give_up_s ="
                 f" {self._options.give_up_s:g}); last: {problem}"
             )
             if self._own is not None:
-                raise EngineDied(Fault("stall", "stall", told))
+                raise EngineDied(Fault("stall", "stall", silence))
             raise EngineError(
-                f"{self._remote.base_url}: {told}. Every finished row is on disk: see to the server,"
+                f"{self._remote.base_url}: {silence}. Every finished row is on disk: check the server,"
                 " then run the same command again"
             )
 

@@ -134,7 +134,7 @@ class OwnServer:
             url = f"http://{HOST}:{self._port}{self._table.health}"
             how = (
                 f"nothing ready at {url} after {limit_s:g} s (engine.server.start_timeout_s); does the"
-                " command tell it that port?"
+                " command pass it that port?"
             )
             raise self._failed(how, Fault("engine_crash", "timeout", how)) from None
         finally:
@@ -152,10 +152,10 @@ class OwnServer:
                 await asyncio.wait([hung_up], timeout=LOOK_S)
         finally:
             hung_up.cancel()  # no effect if it has ended
-        told = hung_up.result()
+        code = hung_up.result()
         # No exit code: the guard itself was killed, and the server with it.
-        code = int(told) if told else -signal.SIGKILL
-        return fault_of_exit(code, _cause(self._log.printed()), self._memory.evidence())
+        returncode = int(code) if code else -signal.SIGKILL
+        return fault_of_exit(returncode, _cause(self._log.printed()), self._memory.evidence())
 
     def _look(self) -> None:
         """Check its memory and its log while it runs."""
@@ -178,17 +178,17 @@ class OwnServer:
             self._guard.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             raise EngineError(
-                f"the server can't be ended: it has not gone {_STOP_S:.0f} s after it was asked to,"
-                f" and killed: {self.command}"
+                f"the server can't be ended: it still runs {_STOP_S:.0f} s after SIGTERM,"
+                f" also after SIGKILL: {self.command}"
             ) from None
         self._guard = None
         self._claim.close()
 
     def _failed(self, how: str, fault: Fault) -> StartFailed:
         lines = self._log.printed().strip().splitlines()[-_LAST_LINES:]
-        told = "".join(f"\n  {line}" for line in lines) or " nothing"
-        message = f"the server did not start: {how}\n  {self.command}\nIts last words, of {self._log.path}:"
-        return StartFailed(f"{message}{told}", fault, self._limits)
+        printed = "".join(f"\n  {line}" for line in lines) or " nothing"
+        message = f"the server did not start: {how}\n  {self.command}\nThe end of {self._log.path}:"
+        return StartFailed(f"{message}{printed}", fault, self._limits)
 
 
 def _found(name: str) -> str | None:
@@ -205,7 +205,7 @@ class ClaimedPort(NamedTuple):
 
 def claimed_port(pick: Callable[[], int] | None = None) -> ClaimedPort:
     """A free port. Two runs must never get the same one: a server may load for minutes before it
-    binds its port, and meanwhile the other run's server would be taken for it, and answer its rows.
+    binds its port, and meanwhile it would send its rows to the other run's server.
 
     The claim is the name of a Linux abstract socket: it ends with the process; all users see it.
     """

@@ -40,11 +40,11 @@ _MOST_ERROR_BYTES = 1 << 20  # of an error, of which 1,000 characters are shown
 
 class Barred(EngineError):
     """The request was refused for a reason that may apply to all. If others are answered, it is the
-    row's own failure, and ``told`` is the reason."""
+    row's own failure, with this ``reason``."""
 
-    def __init__(self, message: str, told: str) -> None:
+    def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
-        self.told = told
+        self.reason = reason
 
 
 class Remote:
@@ -163,15 +163,13 @@ class Remote:
                 self._see_that_it_is_the_same_model(answer.get("model"))
                 if len(completion.choices) < n and not self._ignores_n:
                     self._ignores_n = True
-                    self._event(
-                        f"{self.base_url}: answers with 1 choice instead of the {n} asked for"
-                    )
+                    self._event(f"{self.base_url}: answers with 1 choice instead of {n}")
                 return completion
-            told = api.status_in(answer)
-            if told is None:
+            in_body = api.status_in(answer)
+            if in_body is None:
                 shape = received[:200].decode("utf-8", "replace")
-                raise ServerFault(f"{url}: the answer has no shape of OpenAI's: {shape}")
-            status = told
+                raise ServerFault(f"{url}: the answer is not in OpenAI's format: {shape}")
+            status = in_body
             self._check(status, received, url, {})
         refusal = api.refusal_of(status, received)
         if refusal.is_of_the_model:
@@ -183,8 +181,8 @@ class Remote:
         if status in _OF_THE_MOMENT or (status >= 500 and status != 501):
             raise ServerFault(f"the server answered {refusal}")
         raise Barred(
-            f"{url}: answered {refusal}, also to a request of one word; see to the server, and to what"
-            " is between it and this run, then run the same command again",
+            f"{url}: answered {refusal}, also to a request of one word; check the server, and any proxy"
+            " between it and this run, then run the same command again",
             str(refusal),
         )
 
@@ -217,10 +215,10 @@ class Remote:
         except (EngineError, RowError):
             self._was_away = False
             return
-        if told := api.difference(before, self.models, self._model):
+        if difference := api.difference(before, self.models, self._model):
             self.models = before
             raise EngineError(
-                f"{self.base_url}: the server was away, and came back with another model: {told}. A"
+                f"{self.base_url}: the server was away, and came back with another model: {difference}. A"
                 " run's answers are all of one model. Serve the first one again, then run the same"
                 " command again"
             )
@@ -258,7 +256,7 @@ class Remote:
             raise EngineError(f"{url}: no list of models: {error}") from None
         if status == 404:
             raise EngineError(
-                f"{url}: not found; engine.base_url is what stands before /chat/completions, and"
+                f"{url}: not found; engine.base_url is the address without /chat/completions, and"
                 " nearly always ends in /v1"
             )
         if status >= 500:
@@ -267,9 +265,9 @@ class Remote:
             models = orjson.loads(content)["data"]
             return [model for model in models if isinstance(model, Mapping)]
         except (orjson.JSONDecodeError, KeyError, TypeError):
-            told = api.refusal_of(status, content)
+            refusal = api.refusal_of(status, content)
             raise EngineError(
-                f"{url}: no list of models, but {told}; does the server speak OpenAI's API?"
+                f"{url}: no list of models, but {refusal}; does the server speak OpenAI's API?"
             ) from None
 
     async def _exchange(
@@ -342,9 +340,9 @@ class Remote:
     def _max_model_len(self) -> int | None:
         """As ``vllm serve`` and ``llama-server`` report it for the model, else the job's."""
         for model in self.models:
-            told = api.max_model_len(model)
-            if told is not None and (model.get("id") == self._model or len(self.models) == 1):
-                return told
+            length = api.max_model_len(model)
+            if length is not None and (model.get("id") == self._model or len(self.models) == 1):
+                return length
         return self._asked_max_model_len
 
 
@@ -352,7 +350,7 @@ def _key(name: str) -> str:
     """The API key in the environment variable ``name``; empty if it is not set."""
     key = os.environ.get(name, "").strip()
     if not (key.isascii() and key.isprintable()):
-        raise EngineError(f"environment variable {name} (engine.api_key_env): that is no key")
+        raise EngineError(f"environment variable {name} (engine.api_key_env): not a valid key")
     return key
 
 

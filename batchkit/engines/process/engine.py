@@ -128,7 +128,7 @@ class ProcessEngine:
                 message = self._connection.recv()
                 self._last_sign = time.monotonic()
                 if isinstance(message, Died):
-                    self._death = self._told_death(message)
+                    self._death = self._reported_death(message)
                     break
                 done += self._completions(message)
         except (EOFError, OSError):
@@ -155,8 +155,8 @@ class ProcessEngine:
             # Whatever the cause: it has only imported packages, so no smaller setting would help.
             fault = self._fault_of_exit(error.returncode)
             fault = replace(fault, kind="engine_crash", is_unexplained_kill=False)
-            told = f"no process for the engine could be started ({fault})"
-            raise StartFailed(told, fault, {}, log=self._log) from error
+            message = f"no process for the engine could be started ({fault})"
+            raise StartFailed(message, fault, {}, log=self._log) from error
 
     def _start(self, job: JobConfig) -> Ready:
         message: Ready | Refused | NotStarted
@@ -167,8 +167,8 @@ class ProcessEngine:
             message = self._connection.recv()
         except (EOFError, OSError):
             fault = self._exit_fault()
-            told = f"{job.engine.model}: the engine's process died while it loaded ({fault})"
-            raise StartFailed(told, fault, {}, log=self._log) from None
+            died = f"{job.engine.model}: the engine's process died while it loaded ({fault})"
+            raise StartFailed(died, fault, {}, log=self._log) from None
         if isinstance(message, Ready):
             return message
         if isinstance(message, Refused):
@@ -207,7 +207,7 @@ class ProcessEngine:
         fault = with_log(Fault("stall", "stall", message), self._printed.printed())
         self._death = EngineDied(fault, stacks=stacks)
 
-    def _told_death(self, died: Died) -> EngineDied:
+    def _reported_death(self, died: Died) -> EngineDied:
         fault = with_log(died.fault, self._printed.printed())
         return EngineDied(fault, request=self._in_flight.get(died.number or 0))
 

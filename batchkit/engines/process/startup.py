@@ -62,10 +62,10 @@ def explain(error: BaseException, model: str) -> str:
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
-    told = "\n".join(f"{type(link).__name__}: {link}" for link in chain)
+    text = "\n".join(f"{type(link).__name__}: {link}" for link in chain)
     paragraph = " ".join(str(error).strip().split("\n\n")[0].split())[:600]
     for known in _CAUSES:
-        if found := known.sign.search(told):
+        if found := known.sign.search(text):
             remedy = known.remedy.format(**found.groupdict())
             return f"{model} can't be loaded. {remedy}\n  ({type(error).__name__}: {paragraph})"
     return f"{model} can't be loaded: {type(error).__name__}: {paragraph}"

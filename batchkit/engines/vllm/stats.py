@@ -8,7 +8,7 @@ from batchkit.engines.base import EngineLoad
 
 
 def follow_stats(engine: Any) -> Stats:
-    """Replace vLLM's own stat loggers, whose Prometheus counters nobody would read, by ours."""
+    """Replace vLLM's own stat loggers, whose Prometheus counters have no reader, by ours."""
     stats = Stats()
     engine.logger_manager.stat_loggers = [stats]
     return stats

@@ -150,7 +150,7 @@ def _translated(name: str, found: str) -> Iterator[None]:
     except Exception as error:
         raise MediaError(
             f"{name}: is broken, cut short, or of an unsupported kind"
-            f" ({type(error).__name__}: {error}; {found}); save it anew as PNG or JPEG"
+            f" ({type(error).__name__}: {error}; {found}); save it again as PNG or JPEG"
         ) from error
 
 

@@ -192,19 +192,19 @@ def _outcome(ended: Ended, limits: SandboxLimits) -> Outcome:
         return Outcome([], "killed: out of memory")  # by the kernel: we did not
     if ended.returncode < 0:
         return Outcome([], f"killed by {_name(-ended.returncode)}")
-    return _told(ended)
+    return _reported(ended)
 
 
-def _told(ended: Ended) -> Outcome:
+def _reported(ended: Ended) -> Outcome:
     """The outcome in what was sent, which the code may have written itself."""
     written = ended.written.removeprefix(CONFINED)
     if not written:
         return Outcome([], f"ended itself with exit code {ended.returncode}, without a result")
     try:
-        told: Any = json.loads(written)
+        result: Any = json.loads(written)
     except (ValueError, RecursionError):
-        told = None
-    match told:
+        result = None
+    match result:
         case {"problem": str(problem), **rest} if not rest:
             return Outcome([], _one_line(problem))
         case {"y": list(y), **rest} if not rest and all(map(_is_text, y)) and len(y) <= 2:
