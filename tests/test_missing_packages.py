@@ -105,7 +105,7 @@ def test_without_its_packages_the_transformers_engine_says_what_to_install(
     assert_one_line(ended, f"{name} is not installed", "pip install 'batchkit[transformers]'")
 
 
-@pytest.mark.parametrize("name", ["torch", "safetensors", "tokenizers"])
+@pytest.mark.parametrize("name", ["torch", "transformers", "safetensors", "tokenizers"])
 def test_without_its_packages_demo_model_says_what_to_install(tmp_path: Path, name: str) -> None:
     ended = command(tmp_path, WITHOUT.format(names=[name]), "demo-model", "model")
     assert_one_line(ended, name, "is not installed", "make setup")

@@ -11,9 +11,8 @@ import json
 import math
 import re
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from batchkit.engines.registry import require
 from batchkit.errors import JobError
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 MARKER = "batchkit_demo_model.json"  # a folder that holds it may be replaced
 DTYPES = ("float32", "bfloat16", "float16")
-PACKAGES = ("torch", "safetensors", "tokenizers")
+PACKAGES = ("torch", "transformers", "safetensors", "tokenizers")
 
 HIDDEN, LAYERS, KV_HEADS, HEAD_DIM, MLP = 64, 2, 1, 32, 96  # vLLM on CPUs requires HEAD_DIM ≥ 32
 VISION_HIDDEN, VISION_DEPTH, VISION_MLP, PATCH, MERGE, POSITIONS = 16, 2, 32, 16, 2, 256
@@ -147,6 +146,7 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def _write_files(folder: Path, text_only: bool, seed: int, dtype: str) -> None:
+    import torch
     from safetensors.torch import save
 
     tokenizer = _tokenizer()
@@ -169,8 +169,6 @@ def _write_files(folder: Path, text_only: bool, seed: int, dtype: str) -> None:
             "add_prefix_space": False,
             "clean_up_tokenization_spaces": False,
             "model_max_length": config.get("text_config", config)["max_position_embeddings"],
-            # Repeated here for older versions of transformers.
-            "chat_template": CHAT_TEMPLATE,
         },
         MARKER: {"architecture": architecture, "seed": seed, "dtype": dtype},
     }
@@ -186,9 +184,10 @@ def _write_files(folder: Path, text_only: bool, seed: int, dtype: str) -> None:
     for name, content in json_files.items():
         text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
         (folder / name).write_text(text, encoding="utf-8", newline="\n")
-    weights = _text_weights(tokenizer, text_only) | ({} if text_only else _vision_weights())
-    # Not its save_file: a full disk must raise OSError.
-    (folder / "model.safetensors").write_bytes(save(_draw(weights, seed, dtype), {"format": "pt"}))
+    weights = _weights(config, tokenizer, seed)
+    weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
+    # Not save_file or save_pretrained: a full disk must raise OSError, and anybody may read the file.
+    (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
 
 
 def _tokenizer() -> Tokenizer:
@@ -227,7 +226,7 @@ def _id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def _config(tokenizer: Tokenizer, text_only: bool, dtype: str) -> dict[str, Any]:
-    """``config.json`` as in the hub's Qwen2 and Qwen3-VL folders."""
+    """``config.json`` as in the hub's Qwen2 and Qwen3-VL folders, without the classes' defaults."""
     text = {
         "dtype": dtype,
         "vocab_size": _vocab_size(tokenizer),
@@ -236,9 +235,7 @@ def _config(tokenizer: Tokenizer, text_only: bool, dtype: str) -> dict[str, Any]
         "num_hidden_layers": LAYERS,
         "num_attention_heads": _heads(text_only),
         "num_key_value_heads": KV_HEADS,
-        "hidden_act": "silu",
         "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
         "bos_token_id": _id(tokenizer, "<|endoftext|>"),
         "eos_token_id": _id(tokenizer, "<|im_end|>"),
     }
@@ -246,7 +243,6 @@ def _config(tokenizer: Tokenizer, text_only: bool, dtype: str) -> dict[str, Any]
         return {
             "architectures": ["Qwen2ForCausalLM"],
             "model_type": "qwen2",
-            "torch_dtype": dtype,
             "rope_theta": 1e6,
             "tie_word_embeddings": False,
             **text,
@@ -256,7 +252,6 @@ def _config(tokenizer: Tokenizer, text_only: bool, dtype: str) -> dict[str, Any]
         "architectures": ["Qwen3VLForConditionalGeneration"],
         "model_type": "qwen3_vl",
         "dtype": dtype,
-        "torch_dtype": dtype,
         "tie_word_embeddings": False,
         "image_token_id": _id(tokenizer, "<|image_pad|>"),
         "video_token_id": _id(tokenizer, "<|video_pad|>"),
@@ -265,7 +260,6 @@ def _config(tokenizer: Tokenizer, text_only: bool, dtype: str) -> dict[str, Any]
         "text_config": {
             "model_type": "qwen3_vl_text",
             "head_dim": HEAD_DIM,
-            "attention_bias": False,
             "rope_theta": 5e6,
             "rope_scaling": rope,
             **text,
@@ -276,8 +270,6 @@ def _config(tokenizer: Tokenizer, text_only: bool, dtype: str) -> dict[str, Any]
             "hidden_size": VISION_HIDDEN,
             "intermediate_size": VISION_MLP,
             "num_heads": 1,
-            "in_channels": 3,
-            "hidden_act": "gelu_pytorch_tanh",
             "patch_size": PATCH,
             "temporal_patch_size": 2,
             "spatial_merge_size": MERGE,
@@ -311,64 +303,62 @@ def _pixels(shortest_edge: int, longest_edge: int, **kind: str) -> dict[str, Any
     }
 
 
-class Init(NamedTuple):
-    """How one parameter is drawn: uniform around ``mean`` with standard deviation ``std``."""
+# Attention must be sharp to distinguish prompts: flat attention averages them all alike.
+SHARP = math.sqrt(ATTENTION_STD)
+# By a pattern in a matrix's name: the standard deviation of its outputs, if not 1.
+GAINS = {
+    "embed_tokens": math.sqrt(HIDDEN),
+    "lm_head": LOGIT_STD,
+    r"\.[qk]_proj": SHARP,
+    r"\.(v|down)_proj": 2.0,
+    "patch_embed": 4.0,
+    "pos_embed": 0.5 * math.sqrt(VISION_HIDDEN),
+    r"\.qkv": 1.5,
+    "merger.*linear": 2.0,
+}
 
-    shape: tuple[int, ...]
-    std: float = 0.0
-    mean: float = 0.0
-    row_gains: Sequence[float] | None = None  # each row is multiplied by its own
 
+def _weights(config: dict[str, Any], tokenizer: Tokenizer, seed: int) -> dict[str, Tensor]:
+    """Uniform, not normal: simple arithmetic on the generator's bits, so equal on all machines."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-def _matrix(rows: int, columns: int, gain: float = 1.0) -> Init:
-    return Init((rows, columns), gain / math.sqrt(columns))
-
-
-def _text_weights(tokenizer: Tokenizer, text_only: bool) -> dict[str, Init]:
-    prefix = "model." if text_only else "model.language_model."
-    vocab_size = _vocab_size(tokenizer)
-    query, value = _heads(text_only) * HEAD_DIM, KV_HEADS * HEAD_DIM
-    weights = {
-        f"{prefix}embed_tokens.weight": Init((vocab_size, HIDDEN), 1.0),
-        f"{prefix}norm.weight": Init((HIDDEN,), mean=1.0),
-        "lm_head.weight": Init(
-            (vocab_size, HIDDEN), LOGIT_STD / math.sqrt(HIDDEN), row_gains=_gains(tokenizer)
-        ),
-    }
-    # Attention must be sharp to distinguish prompts: flat attention averages them all alike.
-    sharp = math.sqrt(ATTENTION_STD)
-    for layer in range(LAYERS):
-        attention, mlp = f"{prefix}layers.{layer}.self_attn.", f"{prefix}layers.{layer}.mlp."
-        weights |= {
-            f"{prefix}layers.{layer}.input_layernorm.weight": Init((HIDDEN,), mean=1.0),
-            f"{prefix}layers.{layer}.post_attention_layernorm.weight": Init((HIDDEN,), mean=1.0),
-            f"{attention}q_proj.weight": _matrix(query, HIDDEN, sharp),
-            f"{attention}k_proj.weight": _matrix(value, HIDDEN, sharp),
-            f"{attention}v_proj.weight": _matrix(value, HIDDEN, 2.0),
-            f"{attention}o_proj.weight": _matrix(HIDDEN, query),
-            f"{mlp}gate_proj.weight": _matrix(MLP, HIDDEN),
-            f"{mlp}up_proj.weight": _matrix(MLP, HIDDEN),
-            f"{mlp}down_proj.weight": _matrix(HIDDEN, MLP, 2.0),
-        }
-        if text_only:  # Qwen2 has biases, Qwen3 normalises queries and keys
-            weights |= {
-                f"{attention}{name}_proj.bias": Init((size,), 0.1)
-                for name, size in (("q", query), ("k", value), ("v", value))
-            }
-        else:
-            weights |= {
-                f"{attention}{name}_norm.weight": Init((HEAD_DIM,), mean=sharp) for name in "qk"
-            }
+    kind = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    weights: dict[str, Tensor] = kind.from_config(AutoConfig.for_model(**config)).state_dict()
+    generator = torch.Generator().manual_seed(seed)
+    for name in sorted(weights, key=_order):
+        std, mean = _distribution(name, weights[name])
+        drawn = torch.rand(weights[name].shape, generator=generator)
+        weights[name] = (drawn * 2 - 1) * (math.sqrt(3) * std) + mean
+    head = weights["lm_head.weight"]
+    head *= torch.tensor(_word_gains(tokenizer, len(head)))[:, None]
     return weights
 
 
-def _gains(tokenizer: Tokenizer) -> list[float]:
-    """The factor on each token's output weights: words get the largest.
+def _order(name: str) -> tuple[int, int, int]:
+    """Of drawing; another order gives other weights. The vision part's is the model's own."""
+    layer = re.search(r"\.layers\.(\d+)\.", name)
+    rank = 0 if "layernorm" in name else 2 if name.endswith(("_norm.weight", ".bias")) else 1
+    return (1, 0, 0) if "visual" in name else (0, int(layer[1]) + 1 if layer else 0, rank)
+
+
+def _distribution(name: str, tensor: Tensor) -> tuple[float, float]:
+    """Standard deviation and mean."""
+    if name.endswith("bias"):
+        return 0.0 if "norm" in name else 0.1, 0.0
+    if "norm" in name:
+        return 0.0, SHARP if re.search("[qk]_norm", name) else 1.0
+    gain = next((gain for pattern, gain in GAINS.items() if re.search(pattern, name)), 1.0)
+    return gain / math.sqrt(tensor[0].numel()), 0.0
+
+
+def _word_gains(tokenizer: Tokenizer, vocab_size: int) -> list[float]:
+    """Factors on each token's output weights: words get the largest.
 
     Other ASCII pieces get less, for when a grammar allows nothing else. Special tokens and single
     bytes of longer characters get 0, so that no answer is empty or undecodable.
     """
-    gains = [0.0] * _vocab_size(tokenizer)
+    gains = [0.0] * vocab_size
     words = {f"Ġ{word}" for word in re.findall("[a-z]+", SAMPLE_TEXT)} | {",", "."}
     for token, number in tokenizer.get_vocab().items():
         if token in words:
@@ -376,54 +366,3 @@ def _gains(tokenizer: Tokenizer) -> list[float]:
         elif re.fullmatch("Ġ?[!-~]*", token) and token not in SPECIAL_TOKENS:
             gains[number] = 0.25
     return gains
-
-
-def _vision_weights() -> dict[str, Init]:
-    prefix, hidden, merged = "model.visual.", VISION_HIDDEN, VISION_HIDDEN * MERGE**2
-    patch = (hidden, 3, 2, PATCH, PATCH)
-    weights = {
-        f"{prefix}patch_embed.proj.weight": Init(patch, 4.0 / math.sqrt(math.prod(patch[1:]))),
-        f"{prefix}patch_embed.proj.bias": Init((hidden,), 0.1),
-        f"{prefix}pos_embed.weight": Init((POSITIONS, hidden), 0.5),
-    }
-    for layer in range(VISION_DEPTH):
-        block = f"{prefix}blocks.{layer}."
-        weights |= {
-            f"{block}norm1.weight": Init((hidden,), mean=1.0),
-            f"{block}norm1.bias": Init((hidden,)),
-            f"{block}norm2.weight": Init((hidden,), mean=1.0),
-            f"{block}norm2.bias": Init((hidden,)),
-            f"{block}attn.qkv.weight": _matrix(3 * hidden, hidden, 1.5),
-            f"{block}attn.qkv.bias": Init((3 * hidden,), 0.1),
-            f"{block}attn.proj.weight": _matrix(hidden, hidden),
-            f"{block}attn.proj.bias": Init((hidden,), 0.1),
-            f"{block}mlp.linear_fc1.weight": _matrix(VISION_MLP, hidden),
-            f"{block}mlp.linear_fc1.bias": Init((VISION_MLP,), 0.1),
-            f"{block}mlp.linear_fc2.weight": _matrix(hidden, VISION_MLP),
-            f"{block}mlp.linear_fc2.bias": Init((hidden,), 0.1),
-        }
-    for merger, norm in (("merger.", hidden), ("deepstack_merger_list.0.", merged)):
-        weights |= {
-            f"{prefix}{merger}norm.weight": Init((norm,), mean=1.0),
-            f"{prefix}{merger}norm.bias": Init((norm,)),
-            f"{prefix}{merger}linear_fc1.weight": _matrix(merged, merged, 2.0),
-            f"{prefix}{merger}linear_fc1.bias": Init((merged,), 0.1),
-            f"{prefix}{merger}linear_fc2.weight": _matrix(HIDDEN, merged, 2.0),
-            f"{prefix}{merger}linear_fc2.bias": Init((HIDDEN,), 0.1),
-        }
-    return weights
-
-
-def _draw(weights: dict[str, Init], seed: int, dtype: str) -> dict[str, Tensor]:
-    """Uniform, not normal: simple arithmetic on the generator's bits, so equal on all machines."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, init in weights.items():
-        tensor = torch.rand(init.shape, generator=generator)
-        tensor = (tensor * 2 - 1) * (math.sqrt(3) * init.std) + init.mean
-        if init.row_gains is not None:
-            tensor *= torch.tensor(init.row_gains)[:, None]
-        tensors[name] = tensor.to(getattr(torch, dtype)).contiguous()
-    return tensors
