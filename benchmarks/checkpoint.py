@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 from figures import Figure
 
+from batchkit.storage.checkpoint import CHECKPOINT, read_checkpoint
 from batchkit.storage.index_set import IndexSet
-from batchkit.storage.store import CHECKPOINT, Store, read_checkpoint
+from batchkit.storage.store import Store
 
 ROUNDS = 3
 

@@ -155,6 +155,7 @@ def child(mode: str, interval_s: float) -> None:
     from batchkit.config.loading import load_job
     from batchkit.execution.processor import ProductionBatchProcessor
     from batchkit.storage import store
+    from batchkit.storage.checkpoint import check_log
     from batchkit.storage.ledger import RESULTS
 
     clock = Clock()
@@ -178,7 +179,7 @@ def child(mode: str, interval_s: float) -> None:
         outcome.checked()
     summary = outcome.summary
     started = time.perf_counter()
-    store.check_log(Path(summary.folder))
+    check_log(Path(summary.folder))
     checked = {
         "check_s": time.perf_counter() - started,
         "log_bytes": (Path(summary.folder) / RESULTS).stat().st_size,

@@ -62,7 +62,7 @@ def printed(command: Callable[..., Result]) -> Callable[..., None]:
 
 def find_to_read(run: str | None, overrides: Texts = ()) -> Path:
     """Like ``find``; reports the first damaged line of the log that will be skipped."""
-    from batchkit.storage.store import passed_over
+    from batchkit.storage.checkpoint import passed_over
 
     folder = find(run, overrides)
     if (warning := passed_over(folder)) is not None:

@@ -6,26 +6,17 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from batchkit.commands.verify import compare, read_log
 from batchkit.errors import StoreError
 from batchkit.execution.requeue import finish_requeue
-from batchkit.storage.files import write_atomically
+from batchkit.storage.checkpoint import CHECKPOINT, log_damage, sealed_checkpoint
+from batchkit.storage.files import free_name, write_atomically
 from batchkit.storage.ledger import RECORD_HEAD, RESULTS, log_of, read_lines, record_of
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.runfolder import claim
-from batchkit.storage.store import (
-    CHECKPOINT,
-    RecordLine,
-    Store,
-    free_name,
-    is_sealed,
-    log_damage,
-    read_checkpoint,
-)
-
-_AT_ONCE = 1000
+from batchkit.storage.store import RecordLine, Store
 
 
 class Repair(NamedTuple):
@@ -58,7 +49,7 @@ def repair(folder: Path) -> Repair:
     with claim(folder) as lock:
         finish_requeue(folder)
         path, manifest = log_of(folder), read_manifest(folder)
-        checkpoint = read_checkpoint(folder) if is_sealed(folder) else None
+        checkpoint = sealed_checkpoint(folder)
         damage = None if checkpoint is None else log_damage(folder, checkpoint.checksum)
         scratch = folder / ".repair.tmp"
         shutil.rmtree(scratch, ignore_errors=True)  # left by a killed process
@@ -79,7 +70,7 @@ def repair(folder: Path) -> Repair:
             kept = sum(1 for _ in read_lines(known / RESULTS))
             lock.check()
             if removed:
-                aside = free_name(path, "broken")
+                aside = free_name(path, ".broken-")
                 write_atomically(aside, b"".join(removed))
             (folder / CHECKPOINT).unlink(missing_ok=True)
             (known / RESULTS).replace(path)
@@ -94,20 +85,20 @@ def repair(folder: Path) -> Repair:
 def _copy(log: Path, into: Path, keep: Callable[[dict[str, Any], int], bool]) -> list[bytes]:
     """Write the whole records in ``log`` for which ``keep`` is true; returns the other lines."""
     into.mkdir(parents=True)
-    removed, n = [], 0
-    with log.open("rb") as file, closing(Store(into)) as store:
+    removed = []
+
+    def to_keep(file: BinaryIO) -> Iterator[RecordLine]:
         for line in read_lines(log):
             raw = file.read(line.end - line.offset)
             if line.record is not None and keep(line.record, line.offset):
-                store.copy(RecordLine(raw, line.record))
+                yield RecordLine(raw, line.record)
             else:
                 removed.append(raw)
             if line.record is None:
-                for found in _records_within(raw):
-                    store.copy(found)
-            n += 1
-            if n % _AT_ONCE == 0:
-                store.flush()
+                yield from _records_within(raw)
+
+    with log.open("rb") as file, closing(Store(into)) as store:
+        store.copy_all(to_keep(file))
     return removed
 
 

@@ -13,11 +13,11 @@ from batchkit.config.numbers import duration
 from batchkit.engines.memory_ladder import Ladder
 from batchkit.errors import BatchkitError
 from batchkit.sources import count_rows
+from batchkit.storage.checkpoint import Totals, sealed_checkpoint
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.ledger import log_of, read_lines
 from batchkit.storage.manifest import Manifest, read_manifest
 from batchkit.storage.runfolder import held_by
-from batchkit.storage.store import Totals, is_sealed, read_checkpoint
 
 _RATE_BYTES = 256 * 1024  # of the log's end: some hundred records
 
@@ -95,7 +95,7 @@ def status(folder: Path) -> Status:
         StoreError: not a run folder, or its log is missing.
     """
     manifest, log = read_manifest(folder), log_of(folder)
-    checkpoint = read_checkpoint(folder) if is_sealed(folder) else None
+    checkpoint = sealed_checkpoint(folder)
     if checkpoint is None or checkpoint.checksum.end > log.stat().st_size:
         totals, offset = Totals(), 0
     else:

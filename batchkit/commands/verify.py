@@ -15,17 +15,11 @@ from batchkit.execution.resume import input_changes
 from batchkit.sources import is_fallback
 from batchkit.sources.input import Input, from_job
 from batchkit.sources.rowhash import input_hash
+from batchkit.storage.checkpoint import CHECKPOINT, Totals, log_damage, read_checkpoint
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.ledger import RESULTS, failure_kind, log_of, read_lines, record_of
 from batchkit.storage.manifest import Manifest, read_manifest
-from batchkit.storage.store import (
-    CHECKPOINT,
-    Totals,
-    is_sealed,
-    log_damage,
-    read_checkpoint,
-)
 
 NAMED = 5  # rows named of each kind of finding
 
@@ -139,7 +133,6 @@ def verify(folder: Path) -> Verification:
     """
     manifest = read_manifest(folder)
     checkpoint = read_checkpoint(folder)  # before the log, which grows
-    sealed = is_sealed(folder)
     log = read_log(log_of(folder), 0 if checkpoint is None else checkpoint.checksum.end)
     rows = compare(folder, folder / RESULTS, manifest, log)
     lost = IndexSet()
@@ -165,10 +158,12 @@ def verify(folder: Path) -> Verification:
         checkpoint_matches=not (folder / CHECKPOINT).exists()
         or (
             checkpoint is not None
-            and (sealed or checkpoint.is_older)
+            and (checkpoint.is_sealed or checkpoint.is_older)
             and _says(checkpoint.totals) == _says(log.at_checkpoint)
         ),
-        damage=log_damage(folder, checkpoint.checksum) if checkpoint and sealed else None,
+        damage=log_damage(folder, checkpoint.checksum)
+        if checkpoint and checkpoint.is_sealed
+        else None,
         torn_bytes=log.torn_bytes,
         not_compared=rows.not_compared,
     )

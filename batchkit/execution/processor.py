@@ -19,12 +19,12 @@ from batchkit.rendering.renderer import AdjustSampling, PromptRenderer
 from batchkit.sources import is_fallback
 from batchkit.sources.input import Input, from_job, from_python
 from batchkit.sources.rowhash import input_hash
+from batchkit.storage.checkpoint import check_log
 from batchkit.storage.job_toml import check_secrets
 from batchkit.storage.ledger import RESULTS, failure_kind, read_newest
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.runfolder import is_run
 from batchkit.storage.score_store import references_of
-from batchkit.storage.store import check_log
 from batchkit.storage.summary import RunSummary
 from batchkit.types import Row
 

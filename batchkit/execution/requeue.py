@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -18,15 +18,15 @@ import orjson
 
 from batchkit.errors import StoreError
 from batchkit.sources.rowhash import input_hash
-from batchkit.storage.files import sync_folder
+from batchkit.storage.checkpoint import CHECKPOINT
+from batchkit.storage.files import free_name, sync_folder
 from batchkit.storage.ledger import REQUEUE, RESULTS, read_newest
 from batchkit.storage.manifest import Manifest
 from batchkit.storage.runfolder import MANIFEST
-from batchkit.storage.store import CHECKPOINT, RecordLine, Store, free_name
+from batchkit.storage.store import RecordLine, Store
 from batchkit.types import Row
 
 _UNFINISHED = f"{REQUEUE}.tmp"
-_AT_ONCE = 1000
 
 
 def requeue(folder: Path, rows: Iterable[Row], manifest: Manifest, *, by_id: bool) -> str:
@@ -72,7 +72,7 @@ def finish_requeue(folder: Path) -> str | None:
     try:
         if (made / RESULTS).exists():
             if (folder / RESULTS).exists():  # missing after a kill before the new log
-                aside = free_name(folder / RESULTS, "before")
+                aside = free_name(folder / RESULTS, ".before-")
                 (folder / RESULTS).rename(aside)
             (folder / CHECKPOINT).unlink(missing_ok=True)  # it belongs to the old log
         for name in (RESULTS, CHECKPOINT, MANIFEST):
@@ -101,18 +101,17 @@ def _copy(
 ) -> tuple[int, int]:
     """Write the records to keep, with their checkpoint. Returns the numbers kept and dropped."""
     n_records: Counter[str] = Counter()
-    kept = dropped = 0
-    with closing(Store(folder)) as store:
+
+    def to_keep() -> Iterator[RecordLine]:
         for record in read_newest(old):
             key = record["id"] if by_id else str(record["index"])
             row_now = present.get((key, n_records[key]))
             n_records[key] += 1
-            if row_now is None or record.get("input_hash") != row_now[1]:
-                dropped += 1
-                continue
-            kept += 1
-            record["index"], record["id"] = row_now[0], key  # if rows have no ids: the index
-            store.copy(RecordLine(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE), record))
-            if kept % _AT_ONCE == 0:
-                store.flush()
-    return kept, dropped
+            if row_now is not None and record.get("input_hash") == row_now[1]:
+                record["index"], record["id"] = row_now[0], key  # if rows have no ids: the index
+                yield RecordLine(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE), record)
+
+    with closing(Store(folder)) as store:
+        store.copy_all(to_keep())
+    kept = store.totals.records
+    return kept, n_records.total() - kept

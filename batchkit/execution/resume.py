@@ -17,12 +17,13 @@ from batchkit.errors import BatchkitError, ChangedError, JobError, StoreError
 from batchkit.execution.requeue import finish_requeue, requeue
 from batchkit.execution.signals import Interrupted
 from batchkit.sources.input import CHANGING, Input
+from batchkit.storage.checkpoint import CHECKPOINT, check_log
 from batchkit.storage.identity import differences
 from batchkit.storage.job_toml import job_of_run, write_job
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.manifest import FileFingerprint, Manifest, Start, read_manifest
 from batchkit.storage.runfolder import MANIFEST, Claim, claim, is_run, move_aside
-from batchkit.storage.store import CHECKPOINT, Store, check_log
+from batchkit.storage.store import Store
 from batchkit.types import utc_now
 
 OnChange = Literal["fail", "new", "requeue"]

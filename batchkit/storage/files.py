@@ -9,6 +9,7 @@ import shutil
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
@@ -100,3 +101,9 @@ def building(folder: Path) -> Iterator[Path]:
         sync_folder(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def free_name(path: Path, infix: str) -> Path:
+    """``<path><infix><n>`` with the first n, from 1 on, that is not taken."""
+    numbered = (path.with_name(f"{path.name}{infix}{n}") for n in count(1))
+    return next(free for free in numbered if not free.exists())

@@ -14,7 +14,7 @@ import orjson
 from filelock import FileLock, Timeout
 
 from batchkit.errors import LostLockError, StoreError
-from batchkit.storage.files import write_atomically
+from batchkit.storage.files import free_name, write_atomically
 from batchkit.types import utc_now
 
 JOB = "job.toml"
@@ -125,9 +125,7 @@ def move_aside(folder: Path) -> Path:
     Raises:
         StoreError: it can't be renamed, for example because it is a mount point.
     """
-    number = 1
-    while (free := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
+    free = free_name(folder, ".")
     try:
         folder.rename(free)
     except OSError as error:

@@ -18,11 +18,11 @@ import orjson
 
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError, StoreError
+from batchkit.storage.checkpoint import check_log
 from batchkit.storage.files import replacing
 from batchkit.storage.ledger import RESULTS, read_newest
 from batchkit.storage.runfolder import is_run
 from batchkit.storage.schema import is_count
-from batchkit.storage.store import check_log
 
 SCORES = "scores.jsonl"
 _KEYS = ("index", "input_hash", "finished_at")

@@ -3,38 +3,27 @@
 The log is the truth; the checkpoint is a cache of what the log says up to ``offset``. A row counts
 as settled only once its record is in the log, and the checkpoint moves only after an fsync. So a
 kill at any time loses nothing that was written, and a power cut nothing before the checkpoint.
-
-The checkpoint carries a checksum of the log up to ``offset``, so opening the log detects damage
-before that position. A checkpoint that is missing or damaged itself is ignored.
 """
 
 from __future__ import annotations
 
 import os
 import time
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
-
-from batchkit.config.regular_file import open_regular
 from batchkit.errors import StoreError
-from batchkit.storage.checksum import Checksum, Span
-from batchkit.storage.files import open_private, write_atomically
-from batchkit.storage.index_set import IndexSet
-from batchkit.storage.ledger import IS_MISSING, RESULTS, log_of, read_lines, record_of
+from batchkit.storage.checkpoint import CHECKPOINT, Checkpoint, Totals, trusted_checkpoint
+from batchkit.storage.checksum import Checksum
+from batchkit.storage.files import free_name, open_private, write_atomically
+from batchkit.storage.ledger import RESULTS, read_lines, record_of
 from batchkit.storage.plain_json import encoded
 from batchkit.types import Record
 
-CHECKPOINT = "checkpoint.json"
-VERSION = 1
-COUNTS = ("records", "prompt_tokens", "completion_tokens")
-_SEAL = b',"seal":'
 _BLOCK_BYTES = 1 << 20
+_AT_ONCE = 1000
 
 
 class RecordLine(NamedTuple):
@@ -49,57 +38,6 @@ def line_of(record: Record) -> RecordLine:
     """The log line for ``record``."""
     told = record.to_json()
     return RecordLine(encoded(told), told)
-
-
-@dataclass
-class Totals:
-    """Counts over the log, updated with every line."""
-
-    completed: IndexSet = field(default_factory=IndexSet)
-    failed_by_kind: dict[str, IndexSet] = field(default_factory=dict)
-    records: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-    @property
-    def ok(self) -> int:
-        return len(self.completed)
-
-    @property
-    def failed(self) -> int:
-        return sum(map(len, self.failed_by_kind.values()))
-
-    @property
-    def failed_rows(self) -> IndexSet:
-        rows = IndexSet()
-        for kind_rows in self.failed_by_kind.values():
-            rows = rows | kind_rows
-        return rows
-
-    def count_by_kind(self) -> dict[str, int]:
-        return {kind: len(rows) for kind, rows in self.failed_by_kind.items() if len(rows)}
-
-    def is_settled(self, index: int) -> bool:
-        """True if the row has a record, ok or failed."""
-        return index in self.completed or any(
-            index in rows for rows in self.failed_by_kind.values()
-        )
-
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Count one line; the newest record of a row decides whether it is ok or failed."""
-        index = record["index"]
-        self.records += 1
-        if usage := record.get("usage"):
-            self.prompt_tokens += usage["prompt_tokens"]
-            self.completion_tokens += usage["completion_tokens"]
-        for rows in self.failed_by_kind.values():
-            rows.discard(index)
-        if record["status"] == "ok":
-            self.completed.add(index)
-        else:
-            self.completed.discard(index)
-            kind = (record.get("error") or {}).get("kind", "unknown")
-            self.failed_by_kind.setdefault(kind, IndexSet()).add(index)
 
 
 class Store:
@@ -122,7 +60,8 @@ class Store:
         self.salvaged_bytes = 0
         self._check_lock = check_lock
         try:
-            self.totals, self._checksum = trusted_checkpoint(folder) or (Totals(), Checksum())
+            known = trusted_checkpoint(folder) or Checkpoint(Totals(), Checksum())
+            self.totals, self._checksum = known.totals, known.checksum
             self._file = open_private(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             self._end = self._recover(self._checksum.end)
             self._checksum.extend(self.path, self._end)
@@ -140,6 +79,14 @@ class Store:
         """Collect a line that was made elsewhere, unchanged."""
         self._lines.append(line.raw)
         self._pending.append(line.record)
+
+    def copy_all(self, lines: Iterable[RecordLine]) -> None:
+        """Write lines that were made elsewhere; only a thousand are in memory at a time."""
+        for number, line in enumerate(lines, start=1):
+            self.copy(line)
+            if number % _AT_ONCE == 0:
+                self.flush()
+        self.flush()
 
     def flush(self) -> None:
         """Write what was appended; after this the rows count as settled."""
@@ -195,26 +142,7 @@ class Store:
 
     def checkpoint(self) -> None:
         """Replace the checkpoint with one for the whole log; ``sync`` is the safe way."""
-        totals, checksum = self.totals, self._checksum
-        table = {
-            "version": VERSION,
-            "offset": checksum.end,
-            "completed": totals.completed.ranges(),
-            "failed": totals.failed_rows.ranges(),
-            "failed_by_kind": {
-                kind: rows.ranges() for kind, rows in totals.failed_by_kind.items() if len(rows)
-            },
-            "counts": {
-                "records": totals.records,
-                "ok": totals.ok,
-                "failed": totals.failed,
-                "prompt_tokens": totals.prompt_tokens,
-                "completion_tokens": totals.completion_tokens,
-            },
-            "crc32": checksum.segments,
-        }
-        content = orjson.dumps(table, option=orjson.OPT_SERIALIZE_NUMPY)
-        write_atomically(self.folder / CHECKPOINT, _sealed(content))
+        Checkpoint(self.totals, self._checksum).write(self.folder)
 
     def _check_file(self) -> None:
         """Check that the log is still there, before a checkpoint refers to it.
@@ -251,7 +179,7 @@ class Store:
                 broken_at = line.offset
         if broken_at is None:
             return end
-        write_atomically(free_name(self.path, "torn"), _blocks(self.path, broken_at, end))
+        write_atomically(free_name(self.path, ".torn-"), _blocks(self.path, broken_at, end))
         self.salvaged_bytes = end - broken_at
         if is_tail:
             os.ftruncate(self._file, broken_at)
@@ -261,119 +189,6 @@ class Store:
         os.close(self._file)
         self._file = open_private(self.path, os.O_RDWR | os.O_APPEND)
         return os.fstat(self._file).st_size
-
-
-class Checkpoint(NamedTuple):
-    """What the log says up to ``checksum.end``."""
-
-    totals: Totals
-    checksum: Checksum
-
-    @property
-    def is_older(self) -> bool:
-        """True if an older version wrote it, without a checksum: correct, but not relied on."""
-        return self.checksum.end > 0 and not self.checksum.segments
-
-
-def read_checkpoint(folder: Path) -> Checkpoint | None:
-    """What ``checkpoint.json`` says, correct or not; None if it is missing or unusable."""
-    try:
-        found = orjson.loads(_read_checkpoint(folder))
-        if found["version"] != VERSION:
-            return None
-        totals = Totals(
-            completed=IndexSet.from_ranges(found["completed"]),
-            failed_by_kind={
-                kind: IndexSet.from_ranges(ranges)
-                for kind, ranges in found["failed_by_kind"].items()
-            },
-            **{name: _count(found["counts"][name]) for name in COUNTS},
-        )
-        segments = map(_count, found.get("crc32", ()))
-        return Checkpoint(totals, Checksum(segments, _count(found["offset"])))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def is_sealed(folder: Path) -> bool:
-    """True if ``checkpoint.json`` is byte for byte what a store wrote."""
-    try:
-        content = _read_checkpoint(folder)
-    except OSError:
-        return False
-    return content == _sealed(content.rpartition(_SEAL)[0] + b"}")
-
-
-def _read_checkpoint(folder: Path) -> bytes:
-    with open_regular(folder / CHECKPOINT) as file:
-        return file.readall()
-
-
-def trusted_checkpoint(folder: Path) -> Checkpoint | None:
-    """The checkpoint, after a check of the log against it; None if it is missing or damaged itself.
-
-    Raises:
-        StoreError: the log is not what it was at the checkpoint.
-    """
-    found = read_checkpoint(folder) if is_sealed(folder) else None
-    if found is not None and (damage := log_damage(folder, found.checksum)) is not None:
-        raise StoreError(damage)
-    return found
-
-
-def check_log(folder: Path) -> None:
-    """Check the part of the log that the checkpoint covers. Call it before reading a run's records.
-
-    Raises:
-        StoreError: the log is missing or damaged.
-    """
-    log_of(folder)
-    trusted_checkpoint(folder)
-
-
-def passed_over(folder: Path) -> str | None:
-    """A warning if readers skip a line although whole records follow it; it names the first one.
-
-    Reads only the part of the log without a checksum: all of it if there is no sound checkpoint.
-    The part before is what ``check_log`` checks.
-    """
-    path, broken = folder / RESULTS, None
-    checkpoint = read_checkpoint(folder) if is_sealed(folder) else None
-    start = checkpoint.checksum.end if checkpoint else 0
-    for line in read_lines(path, max(start - 1, 0)):
-        if line.offset < start < line.end:  # the log was changed before: check_log raises
-            return None
-        if line.record is None and line.end > start:
-            broken = line.offset if broken is None else broken
-        elif broken is not None:
-            return (
-                f"{path}: the line at byte {broken} is no record and is passed over; its row may be"
-                f" missing below. `batchkit verify --repair {folder}` sets it aside, and the next run"
-                " answers the row again"
-            )
-    return None
-
-
-def log_damage(folder: Path, checksum: Checksum) -> str | None:
-    """Where and how the log differs from ``checksum``, and the remedy; None if it does not."""
-    path = folder / RESULTS
-    if not path.exists():
-        return f"{path}: {IS_MISSING}"
-    repair = f"`batchkit verify --repair {folder}`"
-    remedy = f"{repair} sets the damage aside and keeps every whole record"
-    size = path.stat().st_size
-    span = Span(0, size) if size < checksum.end else checksum.difference(path)
-    if span is None:
-        return None
-    if (broken := _broken_line(path, span)) is not None:
-        return f"{path}: the record at byte {broken} is damaged; {remedy}"
-    if size < checksum.end:
-        return f"{path}: has {size} bytes, and had {checksum.end} at the last checkpoint; {remedy}"
-    return (
-        f"{path}: was changed since the last checkpoint, between byte {span.start} and {span.end},"
-        " and each line there is a whole record, so nothing tells what was changed. Bring a copy"
-        f" back, or accept the file as it is now with {repair}"
-    )
 
 
 def _blocks(path: Path, start: int, end: int) -> Iterator[bytes]:
@@ -390,32 +205,3 @@ def _whole_lines(path: Path, broken_at: int) -> Iterator[bytes]:
     with path.open("rb") as file:
         file.seek(broken_at)
         yield from (line for line in file if record_of(line) is not None)
-
-
-def _broken_line(path: Path, span: Span) -> int | None:
-    """Byte position of the first line in ``span`` that is not a record."""
-    for line in read_lines(path):
-        if line.offset >= span.end:
-            return None
-        if line.record is None and line.end > span.start:
-            return line.offset
-    return None
-
-
-def _sealed(content: bytes) -> bytes:
-    """The JSON object ``content`` with its own checksum as its last member."""
-    return content[:-1] + _SEAL + str(zlib.crc32(content)).encode() + b"}"
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a count")
-    return value
-
-
-def free_name(path: Path, suffix: str) -> Path:
-    """``<path>.<suffix>-<n>`` with the first n that is not taken."""
-    number = 1
-    while (free := path.with_name(f"{path.name}.{suffix}-{number}")).exists():
-        number += 1
-    return free

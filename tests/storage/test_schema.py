@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 from batchkit.engines.openai.api import completion_of
 from batchkit.execution.records import to_record
+from batchkit.storage.checkpoint import Totals
 from batchkit.storage.ledger import RESULTS, record_of, whole_record
 from batchkit.storage.plain_json import parsed
-from batchkit.storage.store import Totals, line_of
+from batchkit.storage.store import line_of
 from batchkit.types import Completion, Record, Request, Row, Usage
 from tests.storage.test_store import record
 

@@ -22,8 +22,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchkit.errors import StoreError
+from batchkit.storage.checkpoint import CHECKPOINT, Totals, check_log
 from batchkit.storage.ledger import RESULTS, newest_offsets, read_lines, read_newest
-from batchkit.storage.store import CHECKPOINT, Store, Totals, check_log
+from batchkit.storage.store import Store
 from batchkit.types import Choice, ErrorInfo, Record, Usage
 from tests.support.paths import ROOT
 

@@ -23,11 +23,11 @@ from batchkit.scoring.metrics import (
     tabulate,
 )
 from batchkit.sources.join import with_group
+from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import differences
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.manifest import Manifest, read_manifest
 from batchkit.storage.score_store import read_scored
-from batchkit.storage.store import check_log
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -19,11 +19,11 @@ from batchkit.commands.export.outputs import refuse_own_file
 from batchkit.commands.export.realhit import write_realhit
 from batchkit.commands.export.table import Layout, read_batches, schema_of
 from batchkit.errors import StoreError
+from batchkit.storage.checkpoint import check_log
 from batchkit.storage.files import replacing
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.score_store import read_scored
-from batchkit.storage.store import check_log
 
 _FORMULA = re.compile(r"[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")  # the last four: full width
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)

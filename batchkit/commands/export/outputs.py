@@ -6,11 +6,11 @@ from pathlib import Path
 
 from batchkit.errors import StoreError
 from batchkit.execution.progress import LOG
+from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.runfolder import JOB, LOCK, MANIFEST, is_run
 from batchkit.storage.score_store import SCORES
-from batchkit.storage.store import CHECKPOINT
 
 _OWN_FILES = {
     RESULTS: "ledger",

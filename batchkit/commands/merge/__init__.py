@@ -19,6 +19,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import ChangedError, JobError, StoreError
 from batchkit.execution.resume import input_changes
 from batchkit.sources.input import from_job
+from batchkit.storage.checkpoint import check_log
 from batchkit.storage.files import building
 from batchkit.storage.identity import differences, scoring_of
 from batchkit.storage.index_set import IndexSet
@@ -27,7 +28,7 @@ from batchkit.storage.ledger import log_of
 from batchkit.storage.manifest import Manifest, Start, read_manifest
 from batchkit.storage.runfolder import JOB, claim
 from batchkit.storage.score_store import SCORES, join_scores, write_scores
-from batchkit.storage.store import RecordLine, Store, check_log
+from batchkit.storage.store import RecordLine, Store
 from batchkit.types import utc_now
 
 NAMED = 5  # ids shown of the rows that are missing, and of those in conflict
@@ -228,13 +229,15 @@ def _write(into: Path, parts: Sequence[_Part], logs: JoinedLogs, merged: Merged)
 def _copy(folder: Path, logs: Iterable[NewestRecord], merged: Merged) -> array[int]:
     """Write log and checkpoint. Returns, for each row, the number of the log of its record."""
     chosen = array("I")
-    with closing(Store(folder)) as store:
+
+    def lines() -> Iterator[RecordLine]:
         for newest in logs:
             merged.add(newest)
             chosen.append(newest.log)
-            store.copy(RecordLine(newest.raw, newest.record))
-            if len(chosen) % 1000 == 0:
-                store.flush()
+            yield RecordLine(newest.raw, newest.record)
+
+    with closing(Store(folder)) as store:
+        store.copy_all(lines())
     return chosen
 
 

@@ -14,11 +14,11 @@ from batchkit.commands.score import Say, is_mixed, table_of
 from batchkit.errors import StoreError
 from batchkit.scoring.metrics import ScoreTable, tabulate
 from batchkit.sources.join import with_group
+from batchkit.storage.checkpoint import check_log
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.score_store import read_scored
-from batchkit.storage.store import check_log
 
 __all__ = ["REPORT", "report", "write_comparison", "write_report"]
 
