@@ -11,20 +11,26 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from batchkit.config.tables import JobConfig
+from pydantic import PositiveInt
+
+from batchkit.config.tables import JobConfig, Table
 from batchkit.engines.base import EngineLoad, RenderedPrompt
+from batchkit.engines.request_checks import problems_with
 from batchkit.errors import JobError
 from batchkit.types import Choice, Completion, Request, Usage
 
-_OPTIONS = {"latency_s": 0.0, "max_num_seqs": 256}
+
+class Options(Table):
+    latency_s: float = 0.0
+    max_num_seqs: PositiveInt = 256
 
 
 class DryRunEngine:
     """Answers in the order of submission, each request after ``latency_s``."""
 
-    def __init__(self, *, latency_s: float, max_num_seqs: int) -> None:
-        self._latency_s = latency_s
-        self._max_num_seqs = max_num_seqs
+    def __init__(self, options: Options) -> None:
+        self._latency_s = options.latency_s
+        self._max_num_seqs = options.max_num_seqs
         self._queue: deque[tuple[float, Request]] = deque()
 
     @property
@@ -72,17 +78,10 @@ def preload() -> None:
 
 
 def open_engine(job: JobConfig) -> DryRunEngine:
-    options = job.engine.options
-    for name in options:
-        if name not in _OPTIONS:
-            raise JobError(f"engine.options.{name}: unknown; dry-run knows {', '.join(_OPTIONS)}")
-    try:
-        return DryRunEngine(
-            latency_s=float(options.get("latency_s", _OPTIONS["latency_s"])),
-            max_num_seqs=int(options.get("max_num_seqs", _OPTIONS["max_num_seqs"])),
-        )
-    except (TypeError, ValueError) as error:
-        raise JobError(f"engine.options: {error}") from error
+    given = job.engine.options
+    if problems := problems_with("engine.options", Options, given, job.engine.kind):
+        raise JobError("\n".join(problems))
+    return DryRunEngine(Options(**given))
 
 
 def open_preflight(job: JobConfig) -> DryRunPreflight:

@@ -7,6 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from batchkit.config.tables import Table
+from batchkit.config.type_names import in_words
 from batchkit.errors import JobError, PromptTooLongError
 from batchkit.types import Request
 
@@ -64,3 +68,32 @@ def near(name: str, known: Sequence[str]) -> str:
     """A suggestion to end a message about an unknown ``name`` with; empty if there is none."""
     found = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def problems_with(
+    place: str, table: type[Table], values: Mapping[str, Any], kind: str
+) -> list[str]:
+    """One line for each wrong name of ``place``, a table of the job that only engines of ``kind``
+    have; empty if ``values`` make a ``table``."""
+    try:
+        table.model_validate(values)
+    except ValidationError as error:
+        first: dict[str, str] = {}
+        for detail in error.errors():  # each member of a union reports an error
+            name = str(detail["loc"][0]) if detail["loc"] else ""
+            first.setdefault(name, _problem(table, name, detail, kind))
+        return [f"{place}.{problem}" for problem in first.values()]
+    return []
+
+
+def _problem(table: type[Table], name: str, detail: Mapping[str, Any], kind: str) -> str:
+    if detail["type"] == "value_error":
+        problem = str(detail["msg"]).removeprefix("Value error, ")
+        return f"{name}: {problem}" if name else problem
+    if detail["type"] == "extra_forbidden":
+        known = list(table.model_fields)
+        hint = near(name, known) or f"; it knows {', '.join(known)}"
+        return f'{name}: kind = "{kind}" has no such name{hint}'
+    field = table.model_fields[name]
+    found = detail["input"]
+    return f"{name}: found {found!r}, expected {in_words(field.annotation, field.metadata)}"

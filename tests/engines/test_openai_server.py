@@ -206,11 +206,11 @@ def test_a_mistyped_parameter_is_refused_before_it_is_passed_over() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_num_seqs": 0}, "engine.options.max_num_seqs: found 0, expected a whole number"),
-        ({"max_model_length": 5}, "engine.options.max_model_length: unknown"),
-        ({"max_model_len": 0}, "engine.options.max_model_len: found 0, expected a whole number"),
+        ({"max_num_seqs": 0}, "engine.options.max_num_seqs: found 0, expected whole number ≥ 1"),
+        ({"max_model_length": 5}, "did you mean 'max_model_len'?"),
+        ({"max_model_len": 0}, "engine.options.max_model_len: found 0, expected whole number ≥ 1"),
         ({"extra_body": {"stream": True}}, "engine.options.extra_body.stream: set by batchkit"),
-        ({"drop": "n"}, "engine.options.drop: found 'n', expected a list"),
+        ({"drop": "n"}, "engine.options.drop: found 'n', expected list of text"),
     ],
 )
 def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:

@@ -18,10 +18,6 @@ answered meanwhile.
 
 A server of our own that ends, or is given up, is an engine that died: EngineDied. The supervisor
 then starts another, and finds the row that kills it.
-
-Options: ``max_num_seqs`` (requests at a time), ``give_up_s``, ``max_model_len`` (a request's context,
-if the server does not report it), ``extra_body`` (fields that override every request's body),
-``drop`` (names left out of it).
 """
 
 from __future__ import annotations
@@ -30,8 +26,8 @@ import asyncio
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from batchkit.config.server_command import llama_server
 from batchkit.config.tables import JobConfig
@@ -39,12 +35,12 @@ from batchkit.engines.base import EngineLoad, RenderedPrompt
 from batchkit.engines.faults import EngineDied, Fault
 from batchkit.engines.openai import api
 from batchkit.engines.openai.connections import ServerFault, TurnedAway
+from batchkit.engines.openai.options import Options, options_of
 from batchkit.engines.openai.own_server import OwnServer
 from batchkit.engines.openai.rate_limiter import MOST_FAULTS, Away, RateLimiter, pause_s
 from batchkit.engines.openai.remote import Barred, Remote
 from batchkit.errors import (
     EngineError,
-    JobError,
     RequestError,
     RowError,
     RowTimeoutError,
@@ -54,17 +50,6 @@ from batchkit.types import Completion, Request, Row
 
 SAMPLING = api.SAMPLING
 _CLOSE_S = 10.0
-_NOT_EXTRA = ("model", "messages", "prompt", "stream", "stream_options")
-
-
-class Options(NamedTuple):
-    """``[engine.options]`` of this kind."""
-
-    max_num_seqs: int = 32
-    give_up_s: float = 300.0
-    max_model_len: int | None = None
-    extra_body: Mapping[str, Any] = {}
-    drop: Sequence[str] = ()
 
 
 class OpenAIServerEngine:
@@ -346,42 +331,6 @@ def open_preflight(job: JobConfig) -> OpenAIServerPreflight:
     return OpenAIServerPreflight()
 
 
-def options_of(job: JobConfig) -> Options:
-    """The job's options. Also checks its sampling.
-
-    Raises:
-        JobError: lists everything that is wrong.
-    """
-    found, problems = job.engine.options, []
-    for name, value in found.items():
-        if name not in _CHECKS:
-            problems.append(
-                f"engine.options.{name}: unknown; openai-server knows {', '.join(_CHECKS)}"
-            )
-        elif not _CHECKS[name].fits(value):
-            expected = _CHECKS[name].expected
-            problems.append(f"engine.options.{name}: found {value!r}, expected {expected}")
-    extra = found.get("extra_body")
-    problems += [
-        f"engine.options.extra_body.{name}: set by batchkit; leave it out"
-        for name in _NOT_EXTRA
-        if isinstance(extra, Mapping) and name in extra
-    ]
-    try:
-        api.check_names(job.sampling.params())
-    except RequestError as error:
-        problems.append(str(error))
-    server = job.engine.server
-    if server is not None and server.command is None and "max_model_len" not in found:
-        problems.append(
-            "engine.options.max_model_len is missing: llama-server is started with room for"
-            " max_num_seqs requests of so many tokens each, prompt and answer together"
-        )
-    if problems:
-        raise JobError("\n".join(problems))
-    return Options(**found)
-
-
 def _own_server(job: JobConfig, options: Options, limits: Mapping[str, Any]) -> OwnServer | None:
     table = job.engine.server
     if table is None:
@@ -394,20 +343,3 @@ def _own_server(job: JobConfig, options: Options, limits: Mapping[str, Any]) -> 
         max_num_seqs=options.max_num_seqs,
     )
     return OwnServer(job, table, command, limits)
-
-
-class _Check(NamedTuple):
-    fits: Callable[[Any], bool]
-    expected: str
-
-
-_CHECKS = {
-    "max_num_seqs": _Check(lambda v: type(v) is int and v >= 1, "a whole number ≥ 1"),
-    "max_model_len": _Check(lambda v: type(v) is int and v >= 1, "a whole number ≥ 1"),
-    "give_up_s": _Check(lambda v: type(v) in (int, float) and v >= 0, "a number ≥ 0"),
-    "extra_body": _Check(lambda v: isinstance(v, Mapping), "a table"),
-    "drop": _Check(
-        lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v),
-        "a list of names",
-    ),
-}

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveInt
 from batchkit.config.tables import JobConfig, Table
 from batchkit.engines import request_checks
 from batchkit.engines.registry import MAX_NUM_SEQS
-from batchkit.engines.transformers.sampling import problems_with, sampling_of
+from batchkit.engines.transformers.sampling import sampling_of
 from batchkit.errors import JobError, RequestError
 
 
@@ -36,7 +36,7 @@ def options_of(job: JobConfig) -> Options:
         JobError: lists everything that is wrong, one line each.
     """
     given, template = job.engine.options, None
-    problems = [f"engine.options.{problem}" for problem in problems_with(Options, given)]
+    problems = request_checks.problems_with("engine.options", Options, given, job.engine.kind)
     if not problems:
         try:
             template = request_checks.chat_template(given)

@@ -11,13 +11,11 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    ValidationError,
     model_validator,
 )
 
 from batchkit.config.tables import Table
-from batchkit.config.type_names import in_words
-from batchkit.engines.request_checks import near
+from batchkit.engines.request_checks import problems_with
 from batchkit.errors import RequestError
 
 GREEDY_BELOW = 1e-5  # as in vLLM
@@ -90,32 +88,6 @@ def sampling_of(values: Mapping[str, Any]) -> Sampling:
     """Raises:
     RequestError: naming each parameter that is wrong, or that only vLLM knows.
     """
-    if problems := problems_with(Sampling, values):
-        raise RequestError("\n".join(f"sampling.{problem}" for problem in problems))
+    if problems := problems_with("sampling", Sampling, values, "transformers"):
+        raise RequestError("\n".join(problems))
     return Sampling(**values)
-
-
-def problems_with(table: type[Table], values: Mapping[str, Any]) -> list[str]:
-    """One line for each wrong name, starting with it; empty if ``values`` make a ``table``."""
-    try:
-        table.model_validate(values)
-    except ValidationError as error:
-        first: dict[str, str] = {}
-        for detail in error.errors():  # each member of a union reports an error
-            name = str(detail["loc"][0]) if detail["loc"] else ""
-            first.setdefault(name, _problem(table, name, detail))
-        return list(first.values())
-    return []
-
-
-def _problem(table: type[Table], name: str, detail: Mapping[str, Any]) -> str:
-    if detail["type"] == "value_error":
-        told = str(detail["msg"]).removeprefix("Value error, ")
-        return f"{name}: {told}" if name else told
-    if detail["type"] == "extra_forbidden":
-        known = list(table.model_fields)
-        hint = near(name, known) or f"; it knows {', '.join(known)}"
-        return f'{name}: kind = "transformers" has no such name{hint}'
-    field = table.model_fields[name]
-    found = detail["input"]
-    return f"{name}: found {found!r}, expected {in_words(field.annotation, field.metadata)}"
