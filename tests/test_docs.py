@@ -166,13 +166,16 @@ def texts_in(path: Path) -> list[str]:
 
 def test_paths_in_the_architecture_exist() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    folders = [
-        ROOT,
-        ROOT / "batchkit",
-        ROOT / "batchkit" / "commands",
-        ROOT / "batchkit" / "execution",
-    ]
+    folders = [ROOT, *(ROOT / "batchkit" / name for name in ("", "commands", "execution"))]
     paths = re.findall(r"`((?:\w+/)+(?:\w+\.py)?|\w+\.py)`", page)
     assert len(paths) > 30
     missing = [path for path in paths if not any((folder / path).exists() for folder in folders)]
     assert not missing, f"docs/architecture.md names {missing}"
+
+
+def test_paths_of_tests_and_benchmarks_in_the_docs_exist() -> None:
+    for page in [*PAGES, ROOT / "CHANGELOG.md", *(ROOT / "benchmarks").glob("*.md")]:
+        for path in re.findall(
+            r"`((?:tests|benchmarks|scripts)/[\w/.]*)`", page.read_text("utf-8")
+        ):
+            assert (ROOT / path).exists(), f"{page.name} names {path}"
