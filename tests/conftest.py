@@ -1,12 +1,9 @@
-"""Tiny real models, built once per test run, and what several files need to start a job."""
+"""Tiny real models, built once per test run, and the fixtures of several files."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +11,10 @@ import pytest
 
 from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
+from tests.support.small_vllm import SMALL
 
 # Two engines beside each other on two cores: their OpenMP threads would spin against one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-SMALL = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "max_model_len": 512,
-    "max_num_seqs": 16,
-    "kv_cache_memory_bytes": 256 * 2**20,
-    "limit_mm_per_prompt": {"image": 2, "video": 0},
-}
-
 
 HEAVY = (
     "test_cluster",
@@ -89,23 +77,3 @@ def vllm_job(demo_model: Path, tmp_path: Path) -> Callable[..., JobConfig]:
 def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The working directory of the test, for ``tests/support/dry_runs.py``."""
     monkeypatch.chdir(tmp_path)
-
-
-def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-def batchkit(
-    *args: str | Path, cwd: Path, timeout_s: float = 240
-) -> subprocess.CompletedProcess[str]:
-    """The command line, in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "batchkit", *map(str, args)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-        check=False,
-    )

@@ -15,7 +15,7 @@ from PIL import Image
 
 from batchkit import __version__
 from batchkit.cli import cli
-from tests.conftest import write_jsonl
+from tests.support.rows import write_jsonl
 
 COMMANDS = sorted(cli.commands)
 HEAVY = {"pydantic", "torch", "vllm", "transformers", "pandas", "pyarrow", "numpy", "ray", "PIL"}

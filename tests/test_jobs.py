@@ -25,7 +25,7 @@ from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.sources import read_rows
 from batchkit.types import Completion, Request, Row
-from tests.conftest import batchkit
+from tests.support.own_process import batchkit
 
 JOBS = Path(__file__).parent.parent / "jobs"
 REWARD = JOBS / "data" / "reward"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import write_jsonl
+from tests.support.rows import write_jsonl
 
 ROOT = Path(__file__).parents[1]
 

@@ -28,8 +28,6 @@ from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.storage.runfolder import claim
 from tests.commands.test_score import Judge, counted, judged_job
 from tests.commands.test_score import run as run_scored
-from tests.conftest import SMALL
-from tests.conftest import batchkit as in_a_process
 from tests.support.chat_server import serving
 from tests.support.dry_runs import (
     Ended,
@@ -45,7 +43,9 @@ from tests.support.dry_runs import (
     write_job,
     write_rows,
 )
+from tests.support.own_process import batchkit as in_a_process
 from tests.support.paths import ROOT
+from tests.support.small_vllm import SMALL
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 

@@ -25,9 +25,11 @@ from batchkit.config.loading import load_job
 from batchkit.config.tables import JobConfig
 from batchkit.engines.registry import open_preflight
 from batchkit.errors import EngineError, InputError, JobError
-from tests.conftest import SMALL, batchkit, write_jsonl
 from tests.support.chat_server import MODEL, serving
+from tests.support.own_process import batchkit
 from tests.support.paths import ROOT
+from tests.support.rows import write_jsonl
+from tests.support.small_vllm import SMALL
 from tests.test_cli import call
 
 N_ROWS, TIE = 32, 0.01

@@ -26,9 +26,9 @@ from batchkit.commands.report.figures import histogram, timeline
 from batchkit.commands.report.pictures import MAX_PICTURE_BYTES
 from batchkit.commands.report.rows import MAX_FAILED, MAX_ROWS
 from batchkit.errors import StoreError
-from tests.conftest import write_jsonl
 from tests.support.made_runs import draw_tables, failure, make_run, rows
 from tests.support.paths import ROOT
+from tests.support.rows import write_jsonl
 
 HOSTILE = (
     "<script>window.hacked=1</script><img src=x onerror='window.hacked=2'></script><!-- \u2028"

@@ -33,9 +33,10 @@ from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.ledger import RESULTS, read_newest
 from batchkit.storage.runfolder import claim
 from batchkit.storage.score_store import SCORES, read_scored
-from tests.conftest import batchkit, write_jsonl
 from tests.support.chat_server import MODEL, ChatServer, Refused, error, serving
+from tests.support.own_process import batchkit
 from tests.support.paths import ROOT
+from tests.support.rows import write_jsonl
 
 # What each row is to be answered, and what it is worth, by hand: the first three F1 1, 0 and 3/4
 # and EM 1, 0, 0; the fourth has nothing to compare with, and the fifth no prompt.

@@ -44,9 +44,10 @@ from batchkit.config.loading import make_job
 from batchkit.engines.base import EngineLoad
 from batchkit.engines.memory import family_bytes
 from batchkit.errors import JobError
-from tests.conftest import batchkit, write_jsonl
 from tests.support.chat_server import ChatServer
+from tests.support.own_process import batchkit
 from tests.support.paths import ROOT
+from tests.support.rows import write_jsonl
 
 SEQS = BatchSizeOption("engine.options.max_num_seqs", "")
 JOB = """# a job

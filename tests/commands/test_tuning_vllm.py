@@ -13,8 +13,8 @@ import psutil
 import pytest
 from PIL import Image
 
-from tests.conftest import write_jsonl
 from tests.support.paths import ROOT
+from tests.support.rows import write_jsonl
 
 JOB = """
 name = "tried"

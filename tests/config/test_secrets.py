@@ -18,8 +18,8 @@ from click.testing import CliRunner, Result
 from batchkit.cli import cli
 from batchkit.config.masking import CONTENT, is_secret, masked, masked_text
 from batchkit.config.tables import JobConfig, Table
-from tests.conftest import write_jsonl
 from tests.support.chat_server import MODEL, Refused, error, serving
+from tests.support.rows import write_jsonl
 
 CANARY = "c4nary-Xy7-of-a-coal-mine"
 URL = f"https://me:{CANARY}@127.0.0.1:9/a.jsonl?X-Amz-Signature={CANARY}&sig={CANARY}&v=1"

@@ -14,9 +14,9 @@ import pytest
 import tomlkit
 
 from batchkit.config.terminal import plain
-from tests.conftest import write_jsonl
 from tests.support.chat_server import ChatServer, Refused, error, serving
 from tests.support.paths import ROOT
+from tests.support.rows import write_jsonl
 
 # Sets the title, clears the screen, goes back over the line (C0); the same by C1; turns the text round.
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\rgone\x08\x7f\x9b31m\x90\u202e\u2066"

@@ -16,8 +16,9 @@ from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.rendering.templates.prompt import names_in
 from batchkit.types import Request, Row
-from tests.conftest import batchkit, write_jsonl
 from tests.support.chat_server import MODEL, serving
+from tests.support.own_process import batchkit
+from tests.support.rows import write_jsonl
 
 
 @pytest.fixture

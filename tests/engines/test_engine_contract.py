@@ -15,9 +15,9 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine
 from batchkit.engines.registry import open_engine, open_preflight
 from batchkit.types import Completion, Request, Row
-from tests.conftest import SMALL
 from tests.support.chat_server import MODEL, ChatServer, serving
 from tests.support.paths import ROOT
+from tests.support.small_vllm import SMALL
 
 IN_PROCESS = ["dry-run", "vllm", "transformers", "openai-server"]
 KINDS = [

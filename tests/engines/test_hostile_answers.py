@@ -21,8 +21,8 @@ from batchkit.execution.records import to_record
 from batchkit.storage.schema import fault_in
 from batchkit.storage.store import line_of
 from batchkit.types import Choice, Completion, Cut, Request, Row, Usage
-from tests.conftest import write_jsonl
 from tests.support.chat_server import MODEL, ChatServer, Flood, Refused, serving
+from tests.support.rows import write_jsonl
 
 RUN = Path("output/a")
 KINDS = ("--parquet", "--csv", "--jsonl", "--openai")

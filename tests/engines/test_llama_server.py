@@ -16,8 +16,9 @@ import psutil
 import pytest
 import tomlkit
 
-from tests.conftest import batchkit, write_jsonl
 from tests.support.llama_cpp import NONE_FOUND, llama_server, write_gguf
+from tests.support.own_process import batchkit
+from tests.support.rows import write_jsonl
 
 LLAMA_SERVER = llama_server()
 pytestmark = pytest.mark.skipif(LLAMA_SERVER is None, reason=NONE_FOUND)

@@ -36,8 +36,9 @@ from batchkit.errors import (
 )
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.types import Completion, Request, Row
-from tests.conftest import batchkit, write_jsonl
 from tests.support.chat_server import MODEL, ChatServer, HangUp, Refused, error, serving
+from tests.support.own_process import batchkit
+from tests.support.rows import write_jsonl
 
 KEY = "sk-very-secret"
 

@@ -25,9 +25,10 @@ from batchkit.engines.openai.own_server import claimed_port
 from batchkit.engines.registry import open_engine, open_preflight
 from batchkit.errors import EngineError, JobError
 from batchkit.storage.identity import differences, identity
-from tests.conftest import batchkit, write_jsonl
 from tests.support.chat_server import MODEL
+from tests.support.own_process import batchkit
 from tests.support.paths import ROOT
+from tests.support.rows import write_jsonl
 
 SERVER = f"{shlex.quote(sys.executable)} -m tests.support.chat_server --port {{port}}"
 

@@ -28,9 +28,9 @@ from batchkit.engines.process.engine import ProcessEngine
 from batchkit.engines.process.launcher import LOG, Launcher
 from batchkit.engines.registry import open_engine
 from batchkit.errors import JobError
-from tests.conftest import SMALL
 from tests.engines.test_engine_contract import collect, request
 from tests.support.paths import ROOT
+from tests.support.small_vllm import SMALL
 
 OPTIONS = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
 

@@ -9,7 +9,6 @@ import pytest
 
 from batchkit.engines.openai.api import retry_after_s
 from batchkit.errors import EngineError
-from tests.conftest import write_jsonl
 from tests.engines.test_hostile_answers import (
     Path,
     _in_an_empty_folder,
@@ -19,6 +18,7 @@ from tests.engines.test_hostile_answers import (
 )
 from tests.engines.test_openai_server import ask, opened, request, texts
 from tests.support.chat_server import Refused, error, serving
+from tests.support.rows import write_jsonl
 
 __all__ = ["_in_an_empty_folder"]
 

@@ -26,11 +26,13 @@ from batchkit.errors import JobError, PromptTooLongError
 from batchkit.storage.identity import identity
 from batchkit.storage.ledger import RESULTS, read_newest
 from batchkit.types import Completion, Request, Row
-from tests.conftest import SMALL, batchkit, write_jsonl
 from tests.engines.test_engine_contract import collect, request
 from tests.engines.test_vllm_engine import ask, plain, with_image
 from tests.engines.test_vllm_equality import _reference
 from tests.support.failing_model import FAULTS, faulty_model
+from tests.support.own_process import batchkit
+from tests.support.rows import write_jsonl
+from tests.support.small_vllm import SMALL
 
 OPTIONS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8}
 

@@ -19,8 +19,8 @@ from batchkit.engines.registry import open_engine, open_preflight
 from batchkit.engines.vllm.engine import unknown_images
 from batchkit.errors import EngineError, JobError
 from batchkit.types import Completion, Request, Row
-from tests.conftest import SMALL
 from tests.engines.test_engine_contract import collect, request
+from tests.support.small_vllm import SMALL
 
 GOOD = 1000
 

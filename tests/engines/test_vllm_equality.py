@@ -11,8 +11,10 @@ from typing import Any
 from PIL import Image
 
 from batchkit.storage.ledger import RESULTS, read_newest
-from tests.conftest import SMALL, batchkit, write_jsonl
+from tests.support.own_process import batchkit
 from tests.support.paths import ROOT
+from tests.support.rows import write_jsonl
+from tests.support.small_vllm import SMALL
 
 JOBS = ROOT / "jobs"
 N_TEXT, N_IMAGES, MAX_TOKENS = 60, 24, 24

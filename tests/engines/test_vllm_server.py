@@ -14,7 +14,9 @@ import psutil
 import tomlkit
 from PIL import Image
 
-from tests.conftest import SMALL, batchkit, write_jsonl
+from tests.support.own_process import batchkit
+from tests.support.rows import write_jsonl
+from tests.support.small_vllm import SMALL
 
 ROWS = 120
 CHOICES = ["yes", "no", "the picture has no colour"]

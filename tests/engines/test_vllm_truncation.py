@@ -19,8 +19,10 @@ from batchkit.errors import PromptTooLongError
 from batchkit.rendering.truncation import MARK
 from batchkit.storage.ledger import RESULTS, read_newest
 from batchkit.types import Cut, Request, Row
-from tests.conftest import SMALL, batchkit, write_jsonl
 from tests.rendering.test_truncation import answer_room
+from tests.support.own_process import batchkit
+from tests.support.rows import write_jsonl
+from tests.support.small_vllm import SMALL
 
 LIMIT: int = SMALL["max_model_len"]
 MAX_TOKENS = 16

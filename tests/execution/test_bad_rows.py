@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from batchkit.storage.ledger import RESULTS, read_newest
-from tests.conftest import batchkit
+from tests.support.own_process import batchkit
 
 GOOD: dict[str, Any] = {"q": "what is it?", "file": "good.png"}
 

@@ -39,7 +39,6 @@ from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.storage.ledger import RESULTS, read_newest
 from batchkit.storage.summary import RunSummary
 from batchkit.types import Row, Task
-from tests.conftest import batchkit, write_jsonl
 from tests.support.chat_server import MODEL, ChatServer, serving
 from tests.support.faulty_runs import (
     IN,
@@ -50,7 +49,9 @@ from tests.support.faulty_runs import (
     running,
     start,
 )
+from tests.support.own_process import batchkit
 from tests.support.paths import ROOT
+from tests.support.rows import write_jsonl
 
 # Ray would leave a token in the home folder, and listen on every address.
 os.environ.setdefault("RAY_AUTH_TOKEN", "0" * 32)

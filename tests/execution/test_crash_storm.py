@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from batchkit.storage.ledger import RESULTS, read_lines
-from tests.conftest import batchkit
+from tests.support.own_process import batchkit
 from tests.support.storm import Blow, ForkServer, answers_by_row, kill_often
 
 N_ROWS = 40_000

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from batchkit.storage.ledger import RESULTS, read_newest
-from tests.conftest import write_jsonl
 from tests.support.fake_mortal_engine import OPENED
 from tests.support.paths import ROOT
+from tests.support.rows import write_jsonl
 
 N_ROWS = 200
 POISON = ["row 17", "row 33"]

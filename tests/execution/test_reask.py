@@ -21,9 +21,9 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import ChangedError, JobError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.storage.ledger import RESULTS, read_newest
-from tests.conftest import write_jsonl
 from tests.support.chat_server import MODEL, ChatServer, Refused, error, serving
 from tests.support.paths import ROOT
+from tests.support.rows import write_jsonl
 
 VECTORS = ROOT.parent / "shared/realhit/metric_vectors.json"
 NOTE = "Mind the form."

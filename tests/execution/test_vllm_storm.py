@@ -18,8 +18,9 @@ from typing import Any
 from PIL import Image
 
 from batchkit.storage.ledger import RESULTS, read_newest
-from tests.conftest import batchkit, write_jsonl
+from tests.support.own_process import batchkit
 from tests.support.paths import ROOT
+from tests.support.rows import write_jsonl
 
 N_ROWS, N_KILLS = 160, 8
 

@@ -29,7 +29,7 @@ from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.rendering.media import load_image, load_text
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.sources import read_rows
-from tests.conftest import write_jsonl
+from tests.support.rows import write_jsonl
 
 ROOT = "memory://bucket/images"
 

@@ -19,7 +19,7 @@ from batchkit.rendering.ordering import LOOK_AHEAD_BYTES, well_ordered
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.rendering.row_size import size_of
 from batchkit.types import Row, RowHint
-from tests.conftest import write_jsonl
+from tests.support.rows import write_jsonl
 
 
 def rows_of(hints: list[RowHint]) -> list[Row]:

@@ -29,7 +29,8 @@ from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.rendering.templates import RowTemplate
 from batchkit.rendering.templates.prompt import PathTemplate
 from batchkit.storage.ledger import RESULTS, read_newest
-from tests.conftest import batchkit, write_jsonl
+from tests.support.own_process import batchkit
+from tests.support.rows import write_jsonl
 
 FIELDS = {
     "text": "some text",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import batchkit
+from tests.support.own_process import batchkit
 
 FIFO, SOCKET, DEVICE = "it is a named pipe", "it is a socket", "it is a device"
 

@@ -20,7 +20,7 @@ from batchkit.errors import InputError
 from batchkit.sources import read_rows
 from batchkit.sources.depth import ShallowJson, is_too_deep
 from batchkit.types import Row
-from tests.conftest import batchkit
+from tests.support.own_process import batchkit
 
 MAX_DEPTH = 200
 MEASURED = """

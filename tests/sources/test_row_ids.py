@@ -14,7 +14,8 @@ from batchkit.config.loading import make_job
 from batchkit.config.tables import InputTable
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.sources import read_rows
-from tests.conftest import batchkit, write_jsonl
+from tests.support.own_process import batchkit
+from tests.support.rows import write_jsonl
 
 BROKEN = b'{"id": "1", "q": "cut o'
 JOB = """

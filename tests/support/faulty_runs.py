@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchkit.storage.ledger import RESULTS, read_newest
-from tests.conftest import write_jsonl
 from tests.support.forks import Fork
 from tests.support.paths import ROOT
+from tests.support.rows import write_jsonl
 
 N_ROWS = 40
 OWN, IN = "engine.in_process=false", "engine.in_process=true"
