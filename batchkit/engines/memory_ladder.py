@@ -10,7 +10,7 @@ again after a step up, the stretch doubles.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from batchkit.engines.faults import Fault
@@ -22,21 +22,27 @@ STRETCH = 1000
 
 
 class Ladder:
-    """The engine options in force, as overrides of the job's. ``steps``: the steps down so far."""
+    """The engine options in force, as overrides of the job's."""
 
     def __init__(
-        self, steps: list[dict[str, Any]] | None = None, *, stretch: int | None = None
+        self, steps: Iterable[Mapping[str, Any]] | None = None, *, stretch: int | None = None
     ) -> None:
-        self.steps: list[dict[str, Any]] = steps or []
+        self._steps = [dict(step) for step in steps or ()]
+        self.keep()
         self._stretch = stretch or STRETCH
         self._successes = 0
         self._on_trial = False
 
     @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The steps down so far."""
+        return list(self._steps)
+
+    @property
     def overrides(self) -> Mapping[str, Any]:
         """The options that replace the job's."""
         merged: dict[str, Any] = {}
-        for step in self.steps:
+        for step in self._steps:
             merged |= step
         return merged
 
@@ -54,8 +60,20 @@ class Ladder:
             self._stretch *= 2
         step = _smaller(limits, fault, alone=alone)
         if step is not None:
-            self.steps.append(step)
+            self._steps.append(step)
         return step
+
+    def undo(self, n_steps: int) -> None:
+        """Undo the last ``n_steps``, which did not help."""
+        del self._steps[len(self._steps) - n_steps :]
+
+    def keep(self) -> None:
+        """The settings in force have answered rows: ``back`` returns to them."""
+        self._kept = list(self._steps)
+
+    def back(self) -> None:
+        """Return to the settings that were kept last."""
+        self._steps = list(self._kept)
 
     def succeeded(self, rows: int) -> bool:
         """Count ``rows`` more answers; True when it is time to try one step up."""
@@ -63,11 +81,11 @@ class Ladder:
         if self._successes < self._stretch:
             return False
         self._on_trial = False
-        return bool(self.steps)
+        return bool(self._steps)
 
     def step_up(self) -> None:
         """Undo the last step."""
-        self.steps.pop()
+        self._steps.pop()
         self._successes = 0
         self._on_trial = True
 

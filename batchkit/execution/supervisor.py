@@ -84,7 +84,7 @@ class SupervisedEngine:
         self._since_too_large = self._since_kill = STRETCH
         self.restarts = 0
         self._engine = self._open()
-        self._safe_steps = list(self.ladder.steps)
+        self.ladder.keep()
 
     @property
     def max_num_seqs(self) -> int:
@@ -152,7 +152,7 @@ class SupervisedEngine:
         for request in self._suspects.next_group():
             self._hand_over(request)
         if self._is_search_remembered and not self._suspects:  # it has ended
-            self._remember(self.ladder.steps)
+            self._remember()
         while not self._suspects and self._held:
             self._hand_over(self._held.popleft())
 
@@ -188,7 +188,7 @@ class SupervisedEngine:
         self._since_kill += len(answered)
         if self._suspects:
             return
-        self._safe_steps = list(self.ladder.steps)
+        self.ladder.keep()
         may_grow = (time.monotonic() - self._opened_at) * GROWTH_SHARE >= self._open_s
         if self.ladder.succeeded(len(answered)) and may_grow and not self._restart_due:
             self._restart_due = _GROWTH
@@ -230,8 +230,8 @@ class SupervisedEngine:
             if poison is None:
                 self._make_smaller(fault, alone=len(in_flight) <= 1)
             else:  # a row that runs out of memory alone says nothing about the batch
-                self.ladder.steps = list(self._safe_steps)
-                self._remember(self.ladder.steps, quarantined=poison)
+                self.ladder.back()
+                self._remember(quarantined=poison)
         if poison is None:
             return []
         row = f"row {poison.row.index} (id {poison.row.id})"
@@ -268,8 +268,8 @@ class SupervisedEngine:
         """``may_raise`` is False while a failed row has yet to be returned."""
         self._deaths += 1
         if may_raise and self._deaths > self._job.run.max_engine_restarts:
-            self.ladder.steps = list(self._safe_steps)
-            self._remember(self.ladder.steps, proves=False)
+            self.ladder.back()
+            self._remember(proves=False)
             raise EngineError(
                 f"the engine died {self._deaths} times without one answer"
                 f" (run.max_engine_restarts); last: {cause}"
@@ -289,7 +289,7 @@ class SupervisedEngine:
         self._engine.close()
         while self._restart_due:
             self.restarts += 1
-            self._remember(self.ladder.steps)
+            self._remember()
             try:
                 self._engine = self._open()
                 self._restart_due = ""
@@ -297,12 +297,12 @@ class SupervisedEngine:
                 self._say(f"the next engine did not come up: {' '.join(str(error).split())}")
                 self._count_death(error)
                 if isinstance(error, JobError):  # the engine does not allow the smaller settings
-                    self.ladder.steps = list(self._safe_steps)
+                    self.ladder.back()
                 time.sleep(min(self._deaths, LONGEST_PAUSE_S))
 
     def _open(self) -> Engine:
         """An engine with the ladder's settings; smaller still if memory runs out at load."""
-        before = list(self.ladder.steps)
+        n_steps = 0
         while True:
             started = time.monotonic()
             options = {**self._job.engine.options, **self.ladder.overrides}
@@ -322,24 +322,19 @@ class SupervisedEngine:
                     limits = error.limits or {**_UNKNOWN_LIMITS, **options}
                     step = self.ladder.step_down(limits, fault)
                 if step is None:
-                    self.ladder.steps = before  # those steps did not help
-                    self._remember(before)
+                    self.ladder.undo(n_steps)  # they did not help
+                    self._remember()
                     raise
+                n_steps += 1
                 self._say(f"out of memory at load ({fault}): next try with {_shown(step)}")
-                self._remember(self.ladder.steps)
+                self._remember()
             else:
                 self._opened_at = time.monotonic()
                 self._open_s = self._opened_at - started
                 self._host_gb_at_start = None
                 return engine
 
-    def _remember(
-        self,
-        steps: Sequence[Mapping[str, Any]],
-        *,
-        quarantined: Request | None = None,
-        proves: bool = True,
-    ) -> None:
+    def _remember(self, *, quarantined: Request | None = None, proves: bool = True) -> None:
         """``quarantined``: a failed row that has yet to be returned and written to disk. ``proves``
         is False if deaths say nothing about the rows: the engine dies with all of them."""
         groups = list(self._suspects.groups)
@@ -357,7 +352,9 @@ class SupervisedEngine:
             suspicions = [suspicion._replace(deaths=()) for suspicion in suspicions]
         self._is_search_remembered = bool(groups)
         among_accidents = self._suspects.among_accidents
-        self._hear(EngineHistory(self.restarts, list(steps), among_accidents, tuple(suspicions)))
+        self._hear(
+            EngineHistory(self.restarts, self.ladder.steps, among_accidents, tuple(suspicions))
+        )
 
     def _say(self, text: str) -> None:
         self._hear(EngineLine(text))

@@ -131,7 +131,7 @@ class Worker:
             else None
         )
         self._kept = kept_fields(job)
-        ladder = Ladder(list(map(dict, known.steps)))
+        ladder = Ladder(known.steps)
         if ladder.steps:
             hear(Line(f"engine settings remembered: {dict(ladder.overrides)}"))
         with ExitStack() as held:

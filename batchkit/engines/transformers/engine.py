@@ -53,7 +53,6 @@ class TransformersEngine:
         self._waiting: list[Answer] = []  # those that run alone come first
         self._batch: Batch | None = None
         self._ladder = Ladder(stretch=STRETCH)
-        self._safe_steps = list(self._ladder.steps)
 
     @property
     def max_num_seqs(self) -> int:
@@ -151,7 +150,7 @@ class TransformersEngine:
         return self._recover(batch, unfinished, fault, is_refusal=is_refusal)
 
     def _count_success(self, batch: Batch) -> None:
-        self._safe_steps = list(self._ladder.steps)
+        self._ladder.keep()
         if self._ladder.succeeded(len(batch.answers)):
             self._ladder.step_up()
             _LOG.warning("a stretch of success: batches of up to %d again", self._size)
@@ -176,7 +175,7 @@ class TransformersEngine:
             raise EngineDied(fault)
         if size == 1:
             if is_oom:  # it says nothing about the batch size
-                self._ladder.steps = list(self._safe_steps)
+                self._ladder.back()
             answer = unfinished[0]
             self._waiting = _without(self._waiting, answer.siblings)
             latency_s = time.monotonic() - answer.since
