@@ -115,6 +115,7 @@ def _write_csv(
     folder: Path, path: Path, cell: Callable[[Any], Any] = lambda value: value
 ) -> dict[Path, int]:
     layout, rows = Layout.of(folder), 0
+    values = layout.reader()
     with (
         replacing(path) as temporary,
         temporary.open("w", newline="", encoding="utf-8") as file,
@@ -122,7 +123,7 @@ def _write_csv(
         writer = csv.writer(file)
         writer.writerow(map(cell, layout.columns()))
         for record in read_scored(folder):
-            writer.writerow(map(cell, layout.values(record)))
+            writer.writerow(map(cell, values(record)))
             rows += 1
     return {path: rows}
 

@@ -7,7 +7,7 @@ represent (choices, a kept field that is not text, damage) are read record by re
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -64,32 +64,22 @@ class Layout(NamedTuple):
             found += [("prediction",), *(("scores", name) for name in self.scores)]
         return found + [("fields", name) for name in self.keep]
 
-    def values(self, record: Mapping[str, Any]) -> list[Any]:
-        """The record's values in the order of ``columns``."""
-        usage, error = record.get("usage") or {}, record.get("error") or {}
-        fields, choices = record.get("fields") or {}, record.get("choices")
-        values = [
-            record["index"],
-            record["id"],
-            record["status"],
-            record.get("attempt"),
-            record.get("text"),
-            _as_text(record.get("finish_reason")),
-            usage.get("prompt_tokens"),
-            usage.get("completion_tokens"),
-            record.get("latency_s"),
-            record.get("finished_at"),
-            error.get("kind"),
-            error.get("type"),
-            error.get("message"),
-            None if choices is None else orjson.dumps(choices).decode(),
-            record.get("prompt"),
-            record.get("truncated_tokens"),
+    def reader(self) -> Callable[[Mapping[str, Any]], list[Any]]:
+        """Reads a record's values in the order of ``columns``."""
+        plan = [
+            (*keys, kind) for keys, kind in zip(self.keys(), self.columns().values(), strict=True)
         ]
-        if self.scores is not None:
-            scores = record.get("scores") or {}
-            values += [record.get("prediction"), *(scores.get(name) for name in self.scores)]
-        return values + [_as_text(fields.get(name)) for name in self.keep]
+
+        def read(record: Mapping[str, Any]) -> list[Any]:
+            values = []
+            for key, *inner, kind in plan:
+                value = record.get(key)
+                if inner:
+                    value = None if value is None else value.get(inner[0])
+                values.append(_as_text(value) if kind == "string" else value)
+            return values
+
+        return read
 
 
 class _Column(NamedTuple):
@@ -279,7 +269,7 @@ def _of_records(records: Iterable[Mapping[str, Any]], layout: Layout) -> pa.Tabl
     import pyarrow as pa
 
     schema = schema_of(layout)
-    values = zip(*map(layout.values, records), strict=True)
+    values = zip(*map(layout.reader(), records), strict=True)
     arrays = [pa.array(column, field.type) for column, field in zip(values, schema, strict=True)]
     return pa.Table.from_arrays(arrays, schema=schema)
 
