@@ -227,8 +227,9 @@ def score(run: str | None, predictions: Path | None, job: Path | None, overrides
     Where RUN is a job file, or --job names one, its [scoring] counts; else that of the run. Scores
     are percentages, rewards 0 to 10. Failed rows are not scored, and unscored ones are no 0.
     """
-    from batchkit.commands.score import score_predictions, score_run
+    from batchkit.commands.score import score_run
     from batchkit.commands.score.job import check_overrides, job_of_rows, job_to_score
+    from batchkit.commands.score.predictions import score_predictions
 
     named = job or job_file(run)
     if predictions is not None:

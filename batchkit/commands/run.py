@@ -9,7 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from batchkit.commands.score import Say, finish_scoring
+from batchkit.commands.score import finish_scoring
+from batchkit.commands.score.answer import Say
 from batchkit.config.loading import load_job, masked_override
 from batchkit.config.masking import masked_keys
 from batchkit.config.tables import JobConfig

@@ -23,7 +23,8 @@ from PIL import Image
 
 from batchkit.commands.export import export
 from batchkit.commands.run import retry_failed, run_job
-from batchkit.commands.score import is_mixed, score_predictions, score_run, table_of
+from batchkit.commands.score import is_mixed, score_run, table_of
+from batchkit.commands.score.predictions import score_predictions
 from batchkit.config.loading import load_job, make_job
 from batchkit.config.tables import JobConfig, ScoringTable
 from batchkit.errors import BatchkitError, InputError, JobError, StoreError

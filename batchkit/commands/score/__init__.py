@@ -1,4 +1,4 @@
-"""Scores existing answers: those of a run again, or predictions that were made elsewhere.
+"""Scores the answers of a run again.
 
 The scores of a run's records are in ``results.jsonl``, computed as the rows finished; scores
 computed here replace them (``storage/score_store.py``). Charts and judgements, which need a sandbox
@@ -7,20 +7,20 @@ or a second model, are scored only here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from batchkit.commands.score.judge import FOLDER, NAMES, ScoredAnswer, judge, names_read
-from batchkit.commands.score.predictions import Prediction, read_predictions
+from batchkit.commands.score.answer import Answered, Say
+from batchkit.commands.score.deferred import deferred_scores, is_deferred, names_of_deferred
+from batchkit.commands.score.job import check_scoring
+from batchkit.commands.score.judge import FOLDER
 from batchkit.config.tables import JobConfig
-from batchkit.errors import InputError, JobError, RowError
+from batchkit.errors import InputError
 from batchkit.execution.hints import scoring_hints
 from batchkit.execution.signals import StopRequest
-from batchkit.rendering.templates.prompt import PathTemplate, names_in
-from batchkit.scoring import DEFERRED, Scored, Scoring, scorers_of
+from batchkit.scoring import Scoring, scorers_of
 from batchkit.scoring.metrics import ScoreTable, tabulate
 from batchkit.sources import read_rows
 from batchkit.sources.join import with_fields
@@ -31,36 +31,6 @@ from batchkit.storage.ledger import RESULTS, read_newest
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.runfolder import claim
 from batchkit.storage.score_store import SCORES, ScoreLine, read_scored, references_of, write_scores
-from batchkit.types import Row
-
-Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Answered:
-    """An answer with its row, and the scores that could be computed at once."""
-
-    index: int
-    id: str
-    fields: Mapping[str, Any]
-    text: str
-    known: Scored
-
-
-class PredictionScores(NamedTuple):
-    """The table of predictions; ``missing`` rows of the input have none."""
-
-    table: ScoreTable
-    missing: int
-
-    def to_json(self) -> dict[str, Any]:
-        return {**self.table.to_json(), "missing": self.missing}
-
-    def to_text(self) -> str:
-        text = self.table.to_text()
-        if self.missing:
-            text += f"\n\n{self.missing:,} rows of the input have no prediction"
-        return text
 
 
 def score_run(
@@ -105,7 +75,7 @@ def scored_from(folder: Path, job: JobConfig) -> list[list[int]]:
 
     They are compared for equality: which file is older says nothing if a clock was set.
     """
-    made_from = [folder / RESULTS] if _is_deferred(scorers_of(job.scoring)) else []
+    made_from = [folder / RESULTS] if is_deferred(scorers_of(job.scoring)) else []
     if job.scoring.reference_run is not None:  # it may run while this one does
         reference = Path(job.scoring.reference_run)
         made_from = [folder / RESULTS, reference / RESULTS, reference / SCORES]
@@ -135,80 +105,22 @@ def is_mixed(folder: Path) -> bool:
     return read_manifest(folder).scoring is None
 
 
-def score_predictions(job: JobConfig, path: Path, say: Say = print) -> PredictionScores:
-    """Score the predictions in ``path`` against the rows of ``job``'s input, found by id.
-
-    Judgements are kept beside ``path``, in the folder ``<its name>.judge``.
-
-    Raises:
-        JobError: nothing is scored; the file can't be read; none of its ids is in the input.
-    """
-    _check(job)
-    scoring = Scoring(job.scoring, references_of(job), say)
-    made = read_predictions(path)
-    rows = _rows_by_id(job)
-    if not rows.keys() & made.keys():
-        raise JobError(
-            f"{path}: none of its {len(made):,} ids is an id of the job's input"
-            f" (first there: {next(iter(made), None)!r}, here: {next(iter(rows), None)!r});"
-            " set input.id to the field that names a row"
-        )
-    if strangers := made.keys() - rows.keys():
-        say(f"{len(strangers):,} predictions have no row in the input, as id {min(strangers)!r}")
-    for hint in scoring_hints(job.scoring, next(iter(rows.values())).fields):
-        say(hint)
-    known = [(rows[name], made[name]) for name in rows if name in made]
-    answers = [
-        _Answered(row.index, row.id, row.fields, found.text or found.prediction or "", scored)
-        for row, found in known
-        if not found.failed
-        for scored in [_of_prediction(scoring, found, row.fields, row.id)]
-    ]
-    with StopRequest().installed() as stop:
-        judgements = path.with_name(f"{path.name}.judge")
-        later = _deferred(job, scoring, answers, judgements, stop, say)
-    records: list[dict[str, Any]] = [
-        {
-            "status": "ok",
-            "fields": a.fields,
-            "scores": {**a.known.scores, **later.get(a.index, {})},
-            "unscored": a.known.unscored,
-        }
-        for a in answers
-    ]
-    records += [{"status": "failed", "fields": row.fields} for row, found in known if found.failed]
-    return PredictionScores(tabulate(records, job.scoring.group_by), len(rows) - len(known))
-
-
-def _rows_by_id(job: JobConfig) -> dict[str, Row]:
-    rows: dict[str, Row] = {}
-    for row in read_rows(job.input):
-        if row.error is not None:
-            continue
-        if (other := rows.setdefault(row.id, row)) is not row:
-            raise JobError(
-                f"{job.input.path}: id {row.id!r} names rows {other.index} and {row.index}, so a"
-                " prediction may be for either; set input.id to a field that names one row"
-            )
-    return rows
-
-
 def _score_run(folder: Path, job: JobConfig, stop: StopRequest, say: Say) -> ScoreTable:
-    _check(job)
+    check_scoring(job)
     check_log(folder)
     for hint in scoring_hints(job.scoring, _first_row(job)):
         say(hint)
     made_from = scored_from(folder, job)
     scoring = Scoring(job.scoring, references_of(job), say)
-    names = scoring.fields | _names_of_deferred(job, scoring)
+    names = scoring.fields | names_of_deferred(job, scoring)
     later: dict[int, dict[str, float | None]] = {}
-    if _is_deferred(scoring.scorers):
+    if is_deferred(scoring.scorers):
         needs_later = [
             _answered(record, fields, scoring)
             for record, fields in _answers(folder, job, names)
-            if _is_deferred(scoring.table_for(fields).scorers)
+            if is_deferred(scoring.table_for(fields).scorers)
         ]
-        later = _deferred(job, scoring, needs_later, folder / FOLDER, stop, say)
+        later = deferred_scores(job, scoring, needs_later, folder / FOLDER, stop, say)
 
     def lines() -> Iterator[ScoreLine]:
         for record, fields in _answers(folder, job, names):
@@ -246,104 +158,9 @@ def _answers(
     return with_fields(ok, job, names)
 
 
-def _answered(record: Mapping[str, Any], fields: Mapping[str, Any], scoring: Scoring) -> _Answered:
+def _answered(record: Mapping[str, Any], fields: Mapping[str, Any], scoring: Scoring) -> Answered:
     text, row_id = record["text"], record["id"]
-    return _Answered(record["index"], row_id, fields, text, scoring.score(text, fields, row_id))
-
-
-def _is_deferred(scorers: Iterable[str]) -> bool:
-    return any(name in DEFERRED for name in scorers)
-
-
-def _deferred(
-    job: JobConfig,
-    scoring: Scoring,
-    answers: Iterable[_Answered],
-    judgements: Path,
-    stop: StopRequest,
-    say: Say,
-) -> dict[int, dict[str, float | None]]:
-    """The scores that need more than the record, by the row's index; ``judgements``: a folder."""
-    found: dict[int, dict[str, float | None]] = {}
-    charts: list[_Answered] = []
-    judged: list[_Answered] = []
-    for answered in answers:
-        scorers = scoring.table_for(answered.fields).scorers
-        charts += [answered] if "chart" in scorers else []
-        judged += [answered] if "judge" in scorers else []
-    if charts and not job.scoring.allow_code:
-        say(f"{len(charts):,} charts are unscored: scoring.allow_code = true runs their code")
-    elif charts:
-        say(f"running the code of {len(charts):,} charts")
-        found.update(_charts(job, scoring, charts, say))
-    if judged and job.scoring.judge is None:
-        say(f"{len(judged):,} answers are not judged: [scoring.judge] names no model")
-    elif judged and job.scoring.judge is not None:
-        rows = [
-            ScoredAnswer(a.index, a.id, a.fields, a.text, a.known.prediction, reference)
-            for a in judged
-            for reference in [scoring.reference(a.fields, a.id)]
-        ]
-        scores = judge(job, job.scoring.judge, rows, judgements, stop, say)
-        for index, score in scores.items():
-            found.setdefault(index, {})["judge"] = score
-    return found
-
-
-def _charts(
-    job: JobConfig, scoring: Scoring, answers: Iterable[_Answered], say: Say
-) -> Iterator[tuple[int, dict[str, float | None]]]:
-    from batchkit.scoring.chart import Chart, SandboxError, score_charts
-
-    kind = PathTemplate("scoring.chart_type", job.scoring.chart_type, job)
-    table = job.scoring.table
-    where = None if table is None else PathTemplate("scoring.table", table, job)
-    charts: dict[int, Chart] = {}
-    for answered in answers:
-        try:
-            charts[answered.index] = Chart(
-                response=answered.text,
-                chart_type=kind.render(answered.fields).partition(" ")[0],
-                reference=scoring.reference(answered.fields, answered.id) or "",
-                table=None if where is None else where.path(answered.fields),
-            )
-        except RowError as error:
-            say(f"row {answered.id}: its chart is unscored: {error}")
-    try:
-        results = score_charts(list(charts.values()), mode=job.scoring.mode)
-    except SandboxError as error:  # this kernel can't sandbox a program: none is run
-        say(f"charts are unscored: {error}")
-        return
-    for index, chart in zip(charts, results, strict=True):
-        passed = None if chart.passed is None else float(chart.passed)
-        yield index, {"ecr": float(chart.ecr), "pass": passed}
-
-
-def _of_prediction(
-    scoring: Scoring, found: Prediction, fields: Mapping[str, Any], row_id: str
-) -> Scored:
-    if found.prediction is None:
-        return scoring.score(found.text or "", fields, row_id)
-    return scoring.score_prediction(found.prediction, fields, row_id)
-
-
-def _names_of_deferred(job: JobConfig, scoring: Scoring) -> set[str]:
-    """The fields that the templates for charts and the judge read."""
-    templates: list[str] = []
-    if "chart" in scoring.scorers and job.scoring.allow_code:
-        templates += [job.scoring.chart_type, job.scoring.table or ""]
-    names = names_in(job, None, templates)
-    if "judge" in scoring.scorers and job.scoring.judge is not None:
-        names |= names_read(job, job.scoring.judge) - set(NAMES)
-    return names
-
-
-def _check(job: JobConfig) -> None:
-    if not job.scoring.is_on:
-        raise JobError(
-            "the job scores nothing: set [scoring] extract, reference and scorers, in the job file"
-            " or by --set scoring.scorers='[\"em\"]' --set scoring.reference=FIELD"
-        )
+    return Answered(record["index"], row_id, fields, text, scoring.score(text, fields, row_id))
 
 
 def _is_other(folder: Path, job: JobConfig) -> bool:

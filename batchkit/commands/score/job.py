@@ -11,6 +11,15 @@ from batchkit.errors import JobError
 from batchkit.storage.job_toml import job_of_run
 
 
+def check_scoring(job: JobConfig) -> None:
+    """Raises JobError if ``job`` scores nothing."""
+    if not job.scoring.is_on:
+        raise JobError(
+            "the job scores nothing: set [scoring] extract, reference and scorers, in the job file"
+            " or by --set scoring.scorers='[\"em\"]' --set scoring.reference=FIELD"
+        )
+
+
 def check_overrides(overrides: Sequence[str]) -> None:
     """Raises JobError if one of them is about more than the scoring of a run, or which run it is."""
     for override in overrides:

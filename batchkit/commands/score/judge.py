@@ -13,17 +13,18 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from batchkit.commands.score.answer import Answered, Say
 from batchkit.config.loading import resolve_paths
 from batchkit.config.tables import JobConfig, JudgeTable
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.signals import Interrupted, StopRequest
 from batchkit.rendering.templates.prompt import names_in
+from batchkit.scoring import Scoring
 from batchkit.sources.input import Input
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.checkpoint import check_log
@@ -43,25 +44,14 @@ _PATTERN = r"Score[\]*_]*\s*:[^\w.+\-\u2010-\u2015\u2212]*([+-]?(?:\d+(?:\.\d+)?
 _NOTE = "Answer with one line in this format alone: [Score]: xx/100"
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredAnswer:
-    """One answer to be judged; ``fields`` are its row's."""
-
-    index: int
-    id: str
-    fields: Mapping[str, Any]
-    text: str
-    prediction: str | None
-    reference: str | None
-
-
 def judge(
     job: JobConfig,
+    scoring: Scoring,
     table: JudgeTable,
-    answers: Sequence[ScoredAnswer],
+    answers: Sequence[Answered],
     folder: Path,
     stop: StopRequest,
-    say: Callable[[str], None],
+    say: Say,
 ) -> dict[int, float | None]:
     """Each answer's score by its index, from 0 to 1; None if the judge gave none.
 
@@ -76,7 +66,7 @@ def judge(
     key_of: dict[int, str] = {}
     questions: dict[str, Mapping[str, Any]] = {}
     for answer in answers:
-        shown = _shown(answer, names)
+        shown = _shown(answer, scoring.reference(answer.fields, answer.id), names)
         key_of[answer.index] = key = input_hash(shown)
         questions.setdefault(key, shown)
     with claim(folder):  # no other process may judge meanwhile
@@ -148,11 +138,11 @@ def _job(job: JobConfig, table: JudgeTable, folder: Path) -> JobConfig:
     return made.model_copy(update={"name": name})
 
 
-def _shown(answer: ScoredAnswer, names: set[str]) -> dict[str, Any]:
+def _shown(answer: Answered, reference: str | None, names: set[str]) -> dict[str, Any]:
     """Only what the judge is shown: if that is equal, so is the judgement."""
     own = {
-        "prediction": answer.prediction or "",
-        "reference": answer.reference or "",
+        "prediction": answer.known.prediction or "",
+        "reference": reference or "",
         "text": answer.text,
     }
     return {name: value for name, value in {**answer.fields, **own}.items() if name in names}
@@ -202,7 +192,7 @@ def _records(judging: JobConfig) -> Iterator[dict[str, Any]]:
     return read_newest(judging.folder / RESULTS)
 
 
-def _tell_failures(judged: Sequence[Mapping[str, Any]], say: Callable[[str], None]) -> None:
+def _tell_failures(judged: Sequence[Mapping[str, Any]], say: Say) -> None:
     failed = [record for record in judged if failure_kind(record) is not None]
     if failed:
         error = failed[0].get("error") or {}

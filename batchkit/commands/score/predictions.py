@@ -1,121 +1,103 @@
-"""Predictions that were made elsewhere: a JSONL file, or the results file of RealHiTBench's harness."""
+"""Scores predictions that were made elsewhere, against the rows of a job's input."""
 
 from __future__ import annotations
 
-import json
-from codecs import BOM_UTF8
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from batchkit.commands.score.answer import Answered, Say
+from batchkit.commands.score.deferred import deferred_scores
+from batchkit.commands.score.job import check_scoring
+from batchkit.commands.score.prediction_file import Prediction, read_predictions
+from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
-from batchkit.storage.plain_json import parsed, valid
-
-_IDS = ("id", "Id", "custom_id", "query_id")
-_PREDICTIONS = ("prediction", "Prediction", "Model_Answer", "answer")
-_TEXTS = ("text", "response", "Response", "output")
-_NO_ANSWER = "[ERROR]"  # what that harness stores if the model gave no answer
-
-
-class Prediction(NamedTuple):
-    """What was predicted for a row: the ``prediction`` itself, or the whole ``text`` of an answer."""
-
-    prediction: str | None
-    text: str | None
-    failed: bool = False
+from batchkit.execution.hints import scoring_hints
+from batchkit.execution.signals import StopRequest
+from batchkit.scoring import Scored, Scoring
+from batchkit.scoring.metrics import ScoreTable, tabulate
+from batchkit.sources import read_rows
+from batchkit.storage.score_store import references_of
+from batchkit.types import Row
 
 
-def read_predictions(path: Path) -> dict[str, Prediction]:
-    """Predictions by row id; if several have one id, the last counts.
+class PredictionScores(NamedTuple):
+    """The table of predictions; ``missing`` rows of the input have none."""
 
-    A line, or a member of ``results`` (or of a list) in a ``.json`` file, has an ``id`` and a
-    ``prediction`` or a ``text``. An entry that says it failed is a failure, and so are null and the
-    harness's ``[ERROR] …``: none of them is an answer.
+    table: ScoreTable
+    missing: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.table.to_json(), "missing": self.missing}
+
+    def to_text(self) -> str:
+        text = self.table.to_text()
+        if self.missing:
+            text += f"\n\n{self.missing:,} rows of the input have no prediction"
+        return text
+
+
+def score_predictions(job: JobConfig, path: Path, say: Say = print) -> PredictionScores:
+    """Score the predictions in ``path`` against the rows of ``job``'s input, found by id.
+
+    Judgements are kept beside ``path``, in the folder ``<its name>.judge``.
 
     Raises:
-        JobError: missing, not JSON, or a line without an id or without either of the two.
+        JobError: nothing is scored; the file can't be read; none of its ids is in the input.
     """
-    found: dict[str, Prediction] = {}
-    for where, entry in _entries(path):
-        row_id = _first(entry, _IDS)
-        if row_id is None:
-            raise JobError(f"{where}: no id; one of {', '.join(_IDS)} must name the row")
-        found[str(row_id)] = _prediction(entry, where)
-    if not found:
-        raise JobError(f"{path}: holds no prediction")
-    return found
-
-
-def _prediction(entry: Mapping[str, Any], where: str) -> Prediction:
-    if entry.get("status") == "failed":
-        return Prediction(None, None, failed=True)
-    known = _PREDICTIONS + _TEXTS
-    if not any(name in entry for name in known):
-        names = ", ".join(map(str, entry))
+    check_scoring(job)
+    scoring = Scoring(job.scoring, references_of(job), say)
+    made = read_predictions(path)
+    rows = _rows_by_id(job)
+    if not rows.keys() & made.keys():
         raise JobError(
-            f"{where}: neither a prediction nor a text; it has {names}. One of {', '.join(known)}"
-            " must hold it"
+            f"{path}: none of its {len(made):,} ids is an id of the job's input"
+            f" (first there: {next(iter(made), None)!r}, here: {next(iter(rows), None)!r});"
+            " set input.id to the field that names a row"
         )
-    prediction, text = _text(_first(entry, _PREDICTIONS)), _text(_first(entry, _TEXTS))
-    answer = text if prediction is None else prediction
-    if answer is None or answer.lstrip().startswith(_NO_ANSWER):
-        return Prediction(None, None, failed=True)
-    return Prediction(prediction, text)
+    if strangers := made.keys() - rows.keys():
+        say(f"{len(strangers):,} predictions have no row in the input, as id {min(strangers)!r}")
+    for hint in scoring_hints(job.scoring, next(iter(rows.values())).fields):
+        say(hint)
+    known = [(rows[name], made[name]) for name in rows if name in made]
+    answers = [
+        Answered(row.index, row.id, row.fields, found.text or found.prediction or "", scored)
+        for row, found in known
+        if not found.failed
+        for scored in [_of_prediction(scoring, found, row.fields, row.id)]
+    ]
+    with StopRequest().installed() as stop:
+        judgements = path.with_name(f"{path.name}.judge")
+        later = deferred_scores(job, scoring, answers, judgements, stop, say)
+    records: list[dict[str, Any]] = [
+        {
+            "status": "ok",
+            "fields": a.fields,
+            "scores": {**a.known.scores, **later.get(a.index, {})},
+            "unscored": a.known.unscored,
+        }
+        for a in answers
+    ]
+    records += [{"status": "failed", "fields": row.fields} for row, found in known if found.failed]
+    return PredictionScores(tabulate(records, job.scoring.group_by), len(rows) - len(known))
 
 
-def _text(value: Any) -> str | None:
-    if value is None:
-        return None
-    return valid(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+def _rows_by_id(job: JobConfig) -> dict[str, Row]:
+    rows: dict[str, Row] = {}
+    for row in read_rows(job.input):
+        if row.error is not None:
+            continue
+        if (other := rows.setdefault(row.id, row)) is not row:
+            raise JobError(
+                f"{job.input.path}: id {row.id!r} names rows {other.index} and {row.index}, so a"
+                " prediction may be for either; set input.id to a field that names one row"
+            )
+    return rows
 
 
-def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each entry, and its place for error messages."""
-    try:
-        data = path.read_bytes().removeprefix(BOM_UTF8)
-    except FileNotFoundError:
-        raise JobError(f"--predictions {path}: no such file") from None
-    except OSError as error:
-        raise JobError(f"--predictions {path}: can't be read: {error.strerror}") from error
-    whole = _whole(path, data)
-    entries = whole if isinstance(whole, list) else None
-    if isinstance(whole, dict) and isinstance(whole.get("results"), list):
-        entries = whole["results"]
-    if isinstance(whole, dict) and entries is None and data.count(b"\n", 0, -1):
-        raise JobError(
-            f"{path}: a JSON object without a list of `results`; it has"
-            f" {', '.join(map(str, whole))}. Give one object a line, a list, or `results`"
-        )
-    places = (
-        ((f"{path} entry {number}", entry) for number, entry in enumerate(entries))
-        if entries is not None
-        else _lines(path, data)
-    )
-    for where, entry in places:
-        if not isinstance(entry, dict):
-            raise JobError(f"{where}: found {str(entry)[:60]!r}, expected an object with an id")
-        yield where, entry
-
-
-def _whole(path: Path, data: bytes) -> Any:
-    """The file as one JSON value; None if there is one value per line."""
-    try:
-        return parsed(data)
-    except ValueError as error:
-        if path.suffix == ".json" and b"\n{" not in data.strip():
-            raise JobError(f"{path}: not JSON: {error}") from None
-        return None
-
-
-def _lines(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if line.strip():
-            try:
-                entry = parsed(line)
-            except ValueError as error:
-                raise JobError(f"{path} line {number}: not JSON: {error}") from None
-            yield f"{path} line {number}", entry
-
-
-def _first(entry: Mapping[str, Any], names: tuple[str, ...]) -> Any:
-    return next((entry[name] for name in names if entry.get(name) is not None), None)
+def _of_prediction(
+    scoring: Scoring, found: Prediction, fields: Mapping[str, Any], row_id: str
+) -> Scored:
+    if found.prediction is None:
+        return scoring.score(found.text or "", fields, row_id)
+    return scoring.score_prediction(found.prediction, fields, row_id)

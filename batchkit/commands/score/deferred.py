@@ -1,0 +1,88 @@
+"""The scores that need more than a record: charts, in a sandbox, and the judgements of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from batchkit.commands.score.answer import Answered, Say
+from batchkit.commands.score.judge import NAMES, judge, names_read
+from batchkit.config.tables import JobConfig
+from batchkit.errors import RowError
+from batchkit.execution.signals import StopRequest
+from batchkit.rendering.templates.prompt import PathTemplate, names_in
+from batchkit.scoring import DEFERRED, Scoring
+
+
+def is_deferred(scorers: Iterable[str]) -> bool:
+    return any(name in DEFERRED for name in scorers)
+
+
+def deferred_scores(
+    job: JobConfig,
+    scoring: Scoring,
+    answers: Iterable[Answered],
+    judgements: Path,
+    stop: StopRequest,
+    say: Say,
+) -> dict[int, dict[str, float | None]]:
+    """The scores that need more than the record, by the row's index; ``judgements``: a folder."""
+    found: dict[int, dict[str, float | None]] = {}
+    charts: list[Answered] = []
+    judged: list[Answered] = []
+    for answered in answers:
+        scorers = scoring.table_for(answered.fields).scorers
+        charts += [answered] if "chart" in scorers else []
+        judged += [answered] if "judge" in scorers else []
+    if charts and not job.scoring.allow_code:
+        say(f"{len(charts):,} charts are unscored: scoring.allow_code = true runs their code")
+    elif charts:
+        say(f"running the code of {len(charts):,} charts")
+        found.update(_charts(job, scoring, charts, say))
+    if judged and job.scoring.judge is None:
+        say(f"{len(judged):,} answers are not judged: [scoring.judge] names no model")
+    elif judged and job.scoring.judge is not None:
+        scores = judge(job, scoring, job.scoring.judge, judged, judgements, stop, say)
+        for index, score in scores.items():
+            found.setdefault(index, {})["judge"] = score
+    return found
+
+
+def _charts(
+    job: JobConfig, scoring: Scoring, answers: Iterable[Answered], say: Say
+) -> Iterator[tuple[int, dict[str, float | None]]]:
+    from batchkit.scoring.chart import Chart, SandboxError, score_charts
+
+    kind = PathTemplate("scoring.chart_type", job.scoring.chart_type, job)
+    table = job.scoring.table
+    where = None if table is None else PathTemplate("scoring.table", table, job)
+    charts: dict[int, Chart] = {}
+    for answered in answers:
+        try:
+            charts[answered.index] = Chart(
+                response=answered.text,
+                chart_type=kind.render(answered.fields).partition(" ")[0],
+                reference=scoring.reference(answered.fields, answered.id) or "",
+                table=None if where is None else where.path(answered.fields),
+            )
+        except RowError as error:
+            say(f"row {answered.id}: its chart is unscored: {error}")
+    try:
+        results = score_charts(list(charts.values()), mode=job.scoring.mode)
+    except SandboxError as error:  # this kernel can't sandbox a program: none is run
+        say(f"charts are unscored: {error}")
+        return
+    for index, chart in zip(charts, results, strict=True):
+        passed = None if chart.passed is None else float(chart.passed)
+        yield index, {"ecr": float(chart.ecr), "pass": passed}
+
+
+def names_of_deferred(job: JobConfig, scoring: Scoring) -> set[str]:
+    """The fields that the templates for charts and the judge read."""
+    templates: list[str] = []
+    if "chart" in scoring.scorers and job.scoring.allow_code:
+        templates += [job.scoring.chart_type, job.scoring.table or ""]
+    names = names_in(job, None, templates)
+    if "judge" in scoring.scorers and job.scoring.judge is not None:
+        names |= names_read(job, job.scoring.judge) - set(NAMES)
+    return names
