@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -113,6 +114,32 @@ def test_gpus_are_read_from_the_drivers_program(
     monkeypatch.setitem(sys.modules, "pynvml", None)  # else it is used instead
     assert gpus() == found
     assert gpu_bytes() == (None if used_gib is None else used_gib * 2**30)
+
+
+def test_gpus_are_read_from_the_drivers_library_if_it_can_be_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = {0: SimpleNamespace(total=4 << 30, free=1 << 30), 1: None}
+
+    def memory_of(device: int) -> SimpleNamespace:
+        if (found := memory[device]) is None:
+            raise OSError("Not Supported")
+        return found
+
+    library = SimpleNamespace(
+        NVMLError=OSError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: len(memory),
+        nvmlDeviceGetHandleByIndex=lambda n: n,
+        nvmlDeviceGetName=lambda device: f"H{device}",
+        nvmlDeviceGetMemoryInfo=memory_of,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    assert gpus() == [Gpu("H0", 4.0, 1.0), Gpu("H1")]
+    assert gpu_bytes() is None, "not all of it is known"
+    del memory[1]
+    assert gpu_bytes() == 3 << 30
 
 
 def test_this_host_can_be_read() -> None:
