@@ -149,29 +149,21 @@ class Remote:
         loop = asyncio.get_running_loop()
         began = loop.time()
         response = await self._exchange("POST", url, content, self._timeout_s)
-        status, received = response.status, response.content
+        status = response.status
         if 200 <= status < 300:
             n = asked if is_count(asked := body.get("n") or 1) else 0
-            try:
-                answer = parsed(received)
-            except ValueError as error:
-                raise ServerFault(f"{url}: the answer is no JSON: {error}") from None
+            answer = _json_of(response, url)
             completion = api.completion_of(request, answer, loop.time() - began, n)
             if completion is not None:
-                if failure := api.failure_in(answer):
-                    raise ServerFault(f"{url}: the answer broke off in the middle: {failure}")
-                self._see_that_it_is_the_same_model(answer.get("model"))
-                if len(completion.choices) < n and not self._ignores_n:
-                    self._ignores_n = True
-                    self._event(f"{self.base_url}: answers with 1 choice instead of {n}")
+                self._check_answer(answer, completion, url, n)
                 return completion
             in_body = api.status_in(answer)
             if in_body is None:
-                shape = received[:200].decode("utf-8", "replace")
+                shape = response.content[:200].decode("utf-8", "replace")
                 raise ServerFault(f"{url}: the answer is not in OpenAI's format: {shape}")
             status = in_body
-            self._check(status, received, url, {})
-        refusal = api.refusal_of(status, received)
+            self._check(status, response.content, url, {})
+        refusal = api.refusal_of(status, response.content)
         if refusal.is_of_the_model:
             raise Barred(await self._without_model(refusal), str(refusal))
         if refusal.is_too_long:
@@ -185,6 +177,21 @@ class Remote:
             " between it and this run, then run the same command again",
             str(refusal),
         )
+
+    def _check_answer(
+        self, answer: Mapping[str, Any], completion: Completion, url: str, n: int
+    ) -> None:
+        """
+        Raises:
+            ServerFault: the answer is incomplete.
+            EngineError: another model gave it.
+        """
+        if failure := api.failure_in(answer):
+            raise ServerFault(f"{url}: the answer broke off in the middle: {failure}")
+        self._see_that_it_is_the_same_model(answer.get("model"))
+        if len(completion.choices) < n and not self._ignores_n:
+            self._ignores_n = True
+            self._event(f"{self.base_url}: answers with 1 choice instead of {n}")
 
     def _see_that_it_is_the_same_model(self, name: Any) -> None:
         """
@@ -239,8 +246,7 @@ class Remote:
         )
         try:
             response = await self._exchange("POST", url, content, self._timeout_s)
-            status, received = response.status, response.content
-            count = orjson.loads(received)["count"] if status == 200 else None
+            count = orjson.loads(response.content)["count"] if response.status == 200 else None
         except (RowError, ServerFault, TurnedAway, EngineError, ValueError, KeyError, TypeError):
             count = None
         return refusal._replace(prompt_tokens=count if is_count(count) and count else None)
@@ -344,6 +350,13 @@ class Remote:
             if length is not None and (model.get("id") == self._model or len(self.models) == 1):
                 return length
         return self._asked_max_model_len
+
+
+def _json_of(response: Response, url: str) -> Any:
+    try:
+        return parsed(response.content)
+    except ValueError as error:
+        raise ServerFault(f"{url}: the answer is no JSON: {error}") from None
 
 
 def _key(name: str) -> str:

@@ -7,6 +7,7 @@ while it steps, so that its batch stays full and a refused request is only that 
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import threading
@@ -74,7 +75,7 @@ class VllmEngine:
         self._closing = False
         self._failed = False
         self._running: dict[str, _Running] = {}
-        self._numbers = iter(range(2**62))
+        self._numbers = itertools.count()
         self._next_stuck_check = time.monotonic() + _STUCK_CHECK_S
         self._thread = threading.Thread(target=self._prepare, name="vllm-render", daemon=True)
         self._thread.start()
