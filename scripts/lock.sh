@@ -1,18 +1,25 @@
 #!/usr/bin/env bash
-# Resolves the CPU environment and the docs' tools anew: requirements-cpu.lock, requirements-docs.lock.
-# Takes about a minute.
+# Resolves environments anew and writes their locks: requirements-cpu.lock, requirements-cuda.lock,
+# requirements-docs.lock. Takes about a minute.
+#
+#   scripts/lock.sh [cpu|cuda|docs]...    only these; without any, all three
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 "${PYTHON:-python3}" -m venv "$scratch/venv"
-"$scratch/venv/bin/pip" install --quiet --dry-run --ignore-installed \
-    --report "$scratch/report.json" '.[cpu,charts,ray,dev]' hatchling editables six
-
 "$scratch/venv/bin/pip" install --quiet uv
 
-"$scratch/venv/bin/python" - "$scratch/report.json" "$scratch/venv/bin/uv" > "$scratch/lock" <<'PYTHON'
+compile() {
+    "$scratch/venv/bin/uv" pip compile --quiet --generate-hashes --no-header --no-annotate \
+        --no-emit-index-url --python-version 3.11 "$@"
+}
+
+lock_cpu() {
+    "$scratch/venv/bin/pip" install --quiet --dry-run --ignore-installed \
+        --report "$scratch/report.json" '.[cpu,charts,ray,dev]' hatchling editables six
+    "$scratch/venv/bin/python" - "$scratch/report.json" "$scratch/venv/bin/uv" <<'PYTHON'
 import json, re, subprocess, sys
 
 # Built for CUDA on the registry: with a CPU torch they make `import vllm` fail.
@@ -46,19 +53,33 @@ print(f"""\
 {torch}
 {hashed}""", end="")
 PYTHON
-mv "$scratch/lock" requirements-cpu.lock
-echo "requirements-cpu.lock: $(grep -c '^[a-z].*==' requirements-cpu.lock) packages" >&2
+}
 
-"$scratch/venv/bin/python" - > "$scratch/docs.in" <<'PYTHON'
+# For the CUDA that torch on the registry is built for.
+lock_cuda() {
+    echo "# The environment for NVIDIA GPUs, every package pinned: vllm, batchkit's dependencies, the tools."
+    echo "# Written by scripts/lock.sh (uv's resolver, Python 3.11, Linux x86-64, pyproject.toml's extras"
+    echo "# vllm, charts, ray and dev, and what builds batchkit). scripts/setup.sh installs it."
+    printf '%s\n' hatchling editables six > "$scratch/tools.in"
+    compile --python-platform x86_64-manylinux_2_28 \
+        --extra vllm --extra charts --extra ray --extra dev pyproject.toml "$scratch/tools.in"
+}
+
+lock_docs() {
+    "$scratch/venv/bin/python" - > "$scratch/docs.in" <<'PYTHON'
 import tomllib
 
 with open("pyproject.toml", "rb") as file:
     print(*tomllib.load(file)["project"]["optional-dependencies"]["docs"], sep="\n")
 PYTHON
-{
     echo "# The tools of \`make docs\` (pyproject.toml's extra docs). Written by scripts/lock.sh."
-    "$scratch/venv/bin/uv" pip compile --quiet --universal --generate-hashes --no-header \
-        --no-annotate --no-emit-index-url --python-version 3.11 "$scratch/docs.in"
-} > "$scratch/docs-lock"
-mv "$scratch/docs-lock" requirements-docs.lock
-echo "requirements-docs.lock: $(grep -c '^[a-z].*==' requirements-docs.lock) packages" >&2
+    compile --universal "$scratch/docs.in"
+}
+
+[ $# -gt 0 ] || set -- cpu cuda docs
+for name; do
+    lock=requirements-$name.lock
+    "lock_$name" > "$scratch/lock"
+    mv "$scratch/lock" "$lock"
+    echo "$lock: $(grep -c '^[a-z].*==' "$lock") packages" >&2
+done

@@ -10,7 +10,6 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 build=${BUILD:-auto}
 venv=.venv
-lock=requirements-cpu.lock
 stamp=$venv/.setup-stamp
 
 say() { echo "setup: $*"; }
@@ -19,9 +18,24 @@ fail() {
     exit 1
 }
 
+# Runs a command, and says every ten seconds that it still runs, also if the command's output is
+# captured. The loop ends with set-up, also if that is killed.
+exec 3>&1
+watched() {
+    local began=$SECONDS ticker status=0
+    while sleep 10 >/dev/null 2>&1 3>&- && kill -0 $$ 2>/dev/null; do
+        say "$((SECONDS - began)) s; $venv has $(du -sm "$venv" 2>/dev/null | cut -f1) MB" >&3
+    done &
+    ticker=$!
+    "$@" || status=$?
+    kill $ticker
+    wait $ticker 2>/dev/null || :
+    return $status
+}
+
 # What pip prints on the way is of no use; its errors are.
 quiet_pip() {
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" \
+    watched "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" \
         2> >(grep -v "WARNING: Location .* is ignored" >&2)
 }
 
@@ -35,11 +49,12 @@ uv_install() {
         options+=(--index "$place")
     done
     for place in $(pip_setting find-links); do options+=(--find-links "$place"); done
-    [ -t 2 ] || options+=(--quiet) # on a terminal it shows how far it is
+    local run=() # on a terminal it shows how far it is
+    [ -t 2 ] || { run=(watched) && options+=(--quiet); }
     [ -n "${SSL_CERT_FILE:-}" ] || for place in $(pip_setting cert); do
         local -x SSL_CERT_FILE=$place
     done
-    "$venv/bin/uv" pip install "${options[@]}" "$@"
+    "${run[@]}" "$venv/bin/uv" pip install "${options[@]}" "$@"
 }
 
 pip_setting() {
@@ -50,7 +65,7 @@ pip_setting() {
 key() {
     {
         echo "$PWD $python $build"
-        cat pyproject.toml "$lock" scripts/setup.sh batchkit/commands/doctor/torchvision_fix.py
+        cat pyproject.toml requirements-c*.lock scripts/setup.sh batchkit/commands/doctor/torchvision_fix.py
     } | cksum
 }
 
@@ -80,11 +95,25 @@ if [ "$want" != "$have" ]; then
     "$python" -m venv --clear "$venv"
 fi
 
-if [ $build = cuda ]; then
-    say "NVIDIA GPU: installing vLLM for CUDA, several GB: about ten minutes"
+lock=requirements-$build.lock
+count() { grep -c '^[a-z].*==' $lock; }
+not_installed() {
+    fail "pip could not install $lock (above); check the network, and run make setup again." \
+        "If a hash differs, the file is not the one that was locked: ask whoever serves it"
+}
+
+if [ $build = cuda ] && [ "$(uname -m)" != x86_64 ]; then
+    say "NVIDIA GPU: installing vLLM for CUDA, several GB: about ten minutes; $lock is for x86-64"
     quiet_pip -e '.[vllm,charts,ray,dev]'
+elif [ $build = cuda ]; then
+    say "NVIDIA GPU: installing the $(count) packages of $lock, several GB"
+    if ! quiet_pip uv 2>/dev/null || ! uv_install --require-hashes -r $lock; then
+        say "uv did not do it; pip does, in about ten minutes"
+        quiet_pip --no-deps --require-hashes -r $lock || not_installed
+    fi
+    quiet_pip --no-deps --no-build-isolation -e .
 else
-    say "vLLM for the CPU: installing the $(grep -c '^[a-z].*==' $lock) packages of $lock"
+    say "vLLM for the CPU: installing the $(count) packages of $lock"
     # A registry has torch for CUDA only. Its +cpu build comes from where pip was told to look,
     # or, failing that, from where uv knows it to be; there is a torchvision to match, too.
     torch=$(grep '^torch==' $lock)
@@ -98,19 +127,17 @@ else
         quiet_pip --no-deps "$torch" ||
             fail "$torch can't be installed (above); check the network, or tell pip where" \
                 "it is (pip config set global.find-links …), and run make setup again"
-        quiet_pip --no-deps --require-hashes -r <(others) ||
-            fail "pip could not install $lock (above); check the network, and run make setup again." \
-                "If a hash differs, the file is not the one that was locked: ask whoever serves it"
+        quiet_pip --no-deps --require-hashes -r <(others) || not_installed
     fi
     "$venv/bin/python" -m pip uninstall --quiet --yes torchaudio torchcodec 2>/dev/null
     quiet_pip --no-deps --no-build-isolation -e .
 fi
 
-fixed=$("$venv/bin/python" -m batchkit.commands.doctor.torchvision_fix) ||
+fixed=$(watched "$venv/bin/python" -m batchkit.commands.doctor.torchvision_fix) ||
     fail "torchvision can't be used (above); start over with: make clean setup"
 say "$fixed"
 say "importing vLLM, to see that it works"
-checked=$("$venv/bin/python" - 2>&1 <<'PYTHON'
+checked=$(watched "$venv/bin/python" - 2>&1 <<'PYTHON'
 import torch, torchvision, transformers, vllm
 from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 from vllm import LLM

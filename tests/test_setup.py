@@ -1,4 +1,4 @@
-"""Set-up: the doctor's verdicts, the fix for torchvision, and the lock."""
+"""Set-up: the doctor's verdicts, the fix for torchvision, and the locks."""
 
 from __future__ import annotations
 
@@ -268,7 +268,9 @@ def test_pth_line_runs_at_start_up() -> None:
     assert line.strip() == INSTALL
 
 
-# -- the lock ----------------------------------------------------------------------------------
+# -- the locks ---------------------------------------------------------------------------------
+
+BUILDS = ["cpu", "cuda"]
 
 
 class Pin(NamedTuple):
@@ -276,65 +278,95 @@ class Pin(NamedTuple):
     hashes: list[str]
 
 
-def pins() -> list[Pin]:
-    text = (ROOT / "requirements-cpu.lock").read_text().replace("\\\n", " ")
+def pins(build: str) -> list[Pin]:
+    text = (ROOT / f"requirements-{build}.lock").read_text().replace("\\\n", " ")
     lines = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
     return [Pin(requirement, hashes) for requirement, *hashes in lines]
 
 
-def lock_lines() -> list[str]:
-    return [pin.requirement for pin in pins()]
+def lock_lines(build: str) -> list[str]:
+    return [pin.requirement for pin in pins(build)]
 
 
-def test_lock_pins_every_package_and_names_no_address() -> None:
-    assert [line for line in lock_lines() if not re.fullmatch(r"[a-z0-9-]+==[\w.+!]+", line)] == []
-    for name in ("requirements-cpu.lock", "pyproject.toml", "scripts/setup.sh", "scripts/lock.sh"):
+@pytest.mark.parametrize("build", BUILDS)
+def test_lock_pins_every_package_and_names_no_address(build: str) -> None:
+    pinned = re.compile(r"[a-z0-9-]+==[\w.+!]+")
+    assert [line for line in lock_lines(build) if not pinned.fullmatch(line)] == []
+    lock = f"requirements-{build}.lock"
+    for name in (lock, "pyproject.toml", "scripts/setup.sh", "scripts/lock.sh"):
         assert "://" not in (ROOT / name).read_text(), name
 
 
-def test_lock_has_the_hashes_of_all_but_torch() -> None:
+@pytest.mark.parametrize("build", BUILDS)
+def test_lock_has_the_hashes_of_all_but_the_cpus_torch(build: str) -> None:
     """No registry serves torch's CPU build."""
     hashed = re.compile(r"--hash=sha256:[0-9a-f]{64}")
-    odd = [pin for pin in pins() if not pin.hashes or not all(map(hashed.fullmatch, pin.hashes))]
-    assert odd == [Pin("torch==2.13.0+cpu", [])]
+    odd = [p for p in pins(build) if not p.hashes or not all(map(hashed.fullmatch, p.hashes))]
+    assert odd == ([Pin("torch==2.13.0+cpu", [])] if build == "cpu" else [])
 
 
-def test_set_up_refuses_a_file_that_is_not_the_locked_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("build", BUILDS)
+def test_set_up_refuses_a_file_that_is_not_the_locked_one(tmp_path: Path, build: str) -> None:
     """Set-up up to its first download, which is of a package that somebody has replaced."""
     clone = tmp_path / "clone"
+    served = tmp_path / "served"
+    served.mkdir()
+    for name, version in (("torch", "2.13.0+cpu"), ("locked", "1.0")):
+        a_wheel(served, name, version)
+    locked = f"locked==1.0 --hash=sha256:{'0' * 64}\n"
+    site = a_clone(clone, build, locked if build == "cuda" else f"torch==2.13.0+cpu\n{locked}")
+    tried = set_up(clone, build, served)
+    assert tried.returncode == 1
+    assert "THESE PACKAGES DO NOT MATCH THE HASHES" in tried.stderr
+    assert "the file is not the one that was locked" in tried.stderr
+    assert (site / "torch.py").exists() == (build == "cpu")
+    assert not (site / "locked.py").exists()
+
+
+def test_set_up_shows_that_it_still_runs(tmp_path: Path) -> None:
+    """Every ten seconds; the seconds are shorter here."""
+    clone, programs = tmp_path / "clone", tmp_path / "bin"
+    a_clone(clone, "cpu", "torch==2.13.0+cpu\n")
+    programs.mkdir()
+    (programs / "sleep").write_text('#!/bin/sh\n[ "$1" = 10 ] && exec /bin/sleep 0.02\n')
+    (programs / "sleep").chmod(0o755)
+    tried = set_up(clone, "cpu", tmp_path, f"{programs}:{os.environ['PATH']}")
+    assert tried.returncode == 1  # nothing serves torch here
+    assert re.search(r"^setup: \d+ s; \.venv has \d+ MB$", tried.stdout, re.MULTILINE)
+    assert "Terminated" not in tried.stderr
+
+
+def a_clone(clone: Path, build: str, lock: str) -> Path:
+    """What set-up needs of the repository, with another lock; returns the new .venv's packages."""
     (clone / "scripts").mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "setup.sh", clone / "scripts")
     for name in ("pyproject.toml", "batchkit/commands/doctor/torchvision_fix.py"):
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, clone / name)
-    served = tmp_path / "served"
-    served.mkdir()
-    for name, version in (("torch", "2.13.0+cpu"), ("locked", "1.0")):
-        a_wheel(served, name, version)
-    (clone / "requirements-cpu.lock").write_text(
-        f"torch==2.13.0+cpu\nlocked==1.0 --hash=sha256:{'0' * 64}\n"
-    )
+    (clone / f"requirements-{build}.lock").write_text(lock)
     venv.create(clone / ".venv", symlinks=True)
     (site,) = (clone / ".venv" / "lib").glob("*/site-packages")
     (site / "pip").symlink_to(Path(pip.__file__).parent)
-    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PIP_NO_INDEX": "1"}
-    tried = subprocess.run(
+    return site
+
+
+def set_up(
+    clone: Path, build: str, served: Path, path: str = os.environ["PATH"]
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [clone / "scripts" / "setup.sh"],
         env={
-            **environment,
+            "PATH": path,
+            "HOME": str(clone.parent),
+            "PIP_NO_INDEX": "1",
             "PIP_FIND_LINKS": str(served),
-            "BUILD": "cpu",
+            "BUILD": build,
             "PYTHON": sys.executable,
         },
         capture_output=True,
         text=True,
         check=False,
     )
-    assert tried.returncode == 1
-    assert "THESE PACKAGES DO NOT MATCH THE HASHES" in tried.stderr
-    assert "the file is not the one that was locked" in tried.stderr
-    assert (site / "torch.py").exists()
-    assert not (site / "locked.py").exists()
 
 
 def a_wheel(folder: Path, name: str, version: str) -> None:
@@ -351,14 +383,15 @@ def a_wheel(folder: Path, name: str, version: str) -> None:
 
 
 def test_lock_leaves_out_what_breaks_a_cpu_torch() -> None:
-    names = {line.partition("==")[0] for line in lock_lines()}
+    names = {line.partition("==")[0] for line in lock_lines("cpu")}
     assert not names & {"torchaudio", "torchcodec"}
-    assert "torch==2.13.0+cpu" in lock_lines()
+    assert "torch==2.13.0+cpu" in lock_lines("cpu")
 
 
-def test_lock_holds_what_pyproject_asks_for() -> None:
+@pytest.mark.parametrize(("build", "extra"), [("cpu", "cpu"), ("cuda", "vllm")])
+def test_lock_holds_what_pyproject_asks_for(build: str, extra: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = project["dependencies"] + extras["cpu"] + extras["dev"]
+    wanted = project["dependencies"] + extras[extra] + extras["dev"]
     names = {re.split(r"[<>=!~\[]", requirement)[0].lower() for requirement in wanted}
-    assert names - {line.partition("==")[0] for line in lock_lines()} == set()
+    assert names - {line.partition("==")[0] for line in lock_lines(build)} == set()
