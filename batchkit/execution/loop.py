@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
@@ -17,8 +17,8 @@ from batchkit.errors import (
     InputError,
     TooManyFailuresError,
 )
-from batchkit.execution.bisection import Suspicion
 from batchkit.execution.cluster import RayWorkerPool
+from batchkit.execution.engine_notes import EngineNotes
 from batchkit.execution.events import EngineHistory, EngineLine, Event, Line, Note
 from batchkit.execution.hints import hints
 from batchkit.execution.progress import Progress, State
@@ -28,9 +28,6 @@ from batchkit.execution.worker import Worker, WorkerPool, render_ahead
 from batchkit.rendering.ordering import well_ordered
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.sources.input import Input, Total, distrusted, watched
-from batchkit.sources.rowhash import input_hash
-from batchkit.storage.ledger import RESULTS, failure_kind, newest_rows, record_of
-from batchkit.storage.manifest import Suspects, WorkerState
 from batchkit.storage.store import RecordLine, Store
 from batchkit.storage.summary import RunSummary
 from batchkit.types import Row, Task, Usage
@@ -67,6 +64,7 @@ class Loop:
         self._job = job
         self._store, self._manifest, self._folder = run.store, run.manifest, run.folder
         self._save_manifest = run.save
+        self._notes = EngineNotes(job, run)
         self._renderer = renderer
         self._progress = progress
         self._stop = stop
@@ -93,30 +91,11 @@ class Loop:
 
     def retry(self, attempts: Mapping[int, int], quarantined: Collection[int]) -> Outcome:
         """Run the rows in ``attempts`` again; the numbers are those of their last attempts."""
-        attempts = self._still_due(attempts)
         self._is_retry, self._attempts, self._quarantined = True, attempts, quarantined
         self._elsewhere = self._manifest.skipped_elsewhere
         self._resumed -= sum(map(self._store.totals.is_settled, attempts))
         rows = self._source.everything(lambda index: index not in attempts)
         return self._settle_all(self._readable(rows))
-
-    def _still_due(self, attempts: Mapping[int, int]) -> dict[int, int]:
-        """``attempts`` without the rows that another process retried before this one had the lock.
-
-        After a requeue by another process, an index may belong to a row that has an answer.
-        """
-        log = self._folder / RESULTS
-        newest = newest_rows(log)
-        due = dict(attempts)
-        with log.open("rb") as file:
-            for index, line in zip(newest.rows.tolist(), newest.lines.tolist(), strict=True):
-                if index in due:
-                    file.seek(newest.bounds[line])
-                    record = record_of(file.readline()) or {"status": "failed"}
-                    is_other = (record.get("attempt") or 1) != attempts[index]
-                    if is_other or failure_kind(record) is None:
-                        del due[index]
-        return due
 
     def _readable(self, rows: Iterator[Row]) -> Iterator[Row]:
         """If reading fails, a run that has begun can continue once the input is fixed."""
@@ -207,7 +186,7 @@ class Loop:
             rows = well_ordered(rows, self._renderer.hint, look_ahead)
         tasks = (Task(row, self._attempts.get(row.index, 0) + 1) for row in rows)
         self._announce()
-        known = self._known()
+        known = self._notes.known(self._may_come, self._hear)
         with ExitStack() as held:
             pool: WorkerPool
             # Loading may take minutes, with nothing in flight: a signal stops it at once.
@@ -271,36 +250,8 @@ class Loop:
         total = self._total.now()
         return None if total is None else total - self._elsewhere - self._resumed - self._settled
 
-    def _known(self) -> EngineHistory:
-        """What earlier starts have learned about the engine."""
-        among_accidents = self._manifest.engine_accidents
-        return EngineHistory(0, self._known_steps(), among_accidents, self._known_suspicions())
-
-    def _known_suspicions(self) -> list[Suspicion]:
-        """Where the search for a poison row was when an earlier start was killed."""
-        known = self._manifest.suspects
-        if known.of != self._suspects_of():
-            return []
-        found = [Suspicion.known(group).only(self._may_come) for group in known.groups]
-        if n := sum(len(suspicion.rows) for suspicion in found):
-            self._progress.event(
-                f"the search for a row that kills the engine goes on: {n} rows are suspected"
-            )
-        return [suspicion for suspicion in found if suspicion.rows]
-
     def _may_come(self, index: int) -> bool:
         return index in self._attempts or not self._store.totals.is_settled(index)
-
-    def _suspects_of(self) -> str:
-        """A hash of the settings that suspicions hold for; with others, rows may do no harm."""
-        options = self._job.engine.options
-        return input_hash({"identity": self._manifest.identity, "options": options})
-
-    def _known_steps(self) -> list[dict[str, Any]]:
-        """What an earlier start found to be safe, if it had the same engine options."""
-        if self._manifest.forget_other_steps(input_hash(self._job.engine.options)):
-            self._progress.event("engine options have changed: smaller settings are forgotten")
-        return list(self._manifest.engine_steps)
 
     def _feed(self, pool: WorkerPool) -> None:
         """Fill, poll and write until every row is settled or a stop is due."""
@@ -327,26 +278,12 @@ class Loop:
             case Line(text):
                 self._progress.event(text)
             case EngineLine(text):
-                self._tell(text)
+                self._progress.event(text)
+                self._manifest.last_start.note_event(text)
             case Note(text):
                 self._progress.note(text)
             case EngineHistory():
-                self._remember(event)
-
-    def _tell(self, text: str) -> None:
-        """Report an engine event; the last ones are also kept in the manifest, for ``status``."""
-        self._progress.event(text)
-        self._manifest.last_start.note_event(text)
-
-    def _remember(self, history: EngineHistory) -> None:
-        """Save what an engine's death taught to the manifest at once: the next start needs it."""
-        self._manifest.last_start.engine_restarts = history.restarts
-        self._manifest.engine_steps = [dict(step) for step in history.steps]
-        self._manifest.engine_accidents = history.among_accidents
-        self._manifest.suspects = Suspects(
-            of=self._suspects_of(), groups=[suspicion.noted() for suspicion in history.suspicions]
-        )
-        self._save_manifest()
+                self._notes.remember(event)
 
     def _must_stop(self, pool: WorkerPool) -> bool:
         """A stop was requested: report it once; True when the loop must not wait any longer."""
@@ -402,7 +339,7 @@ class Loop:
     def _note_workers(self, pool: WorkerPool) -> bool:
         """Note the state of each of several workers for ``status``; False if there is only one."""
         if workers := pool.workers():
-            self._manifest.last_start.workers = [WorkerState(**state) for state in workers]
+            self._manifest.last_start.workers = workers
         return bool(workers)
 
     def _state(self) -> State:

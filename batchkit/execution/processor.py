@@ -21,7 +21,7 @@ from batchkit.sources.input import Input, from_job, from_python
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.job_toml import check_secrets
-from batchkit.storage.ledger import RESULTS, failure_kind, read_newest
+from batchkit.storage.ledger import RESULTS, failure_kind, newest_rows, read_newest, record_of
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.runfolder import is_run
 from batchkit.storage.score_store import references_of
@@ -135,7 +135,8 @@ class ProductionBatchProcessor:
                     progress.event(text)
                 loop = Loop(self.job, run, renderer, progress, self._stop, source, references)
                 if attempts is not None:
-                    outcome = loop.retry(attempts, quarantined)
+                    due = _still_due(run.folder / RESULTS, attempts)
+                    outcome = loop.retry(due, quarantined)
                 elif self._skip_from is None:
                     outcome = loop.run(lambda row: False)
                 else:
@@ -153,6 +154,24 @@ class ProductionBatchProcessor:
             interval_s=self.job.run.checkpoint_interval_s,
             quiet=self._quiet,
         )
+
+
+def _still_due(log: Path, attempts: Mapping[int, int]) -> dict[int, int]:
+    """``attempts`` without the rows that another process retried before this one had the lock.
+
+    After a requeue by another process, an index may belong to a row that has an answer.
+    """
+    newest = newest_rows(log)
+    due = dict(attempts)
+    with log.open("rb") as file:
+        for index, line in zip(newest.rows.tolist(), newest.lines.tolist(), strict=True):
+            if index in due:
+                file.seek(newest.bounds[line])
+                record = record_of(file.readline()) or {"status": "failed"}
+                is_other = (record.get("attempt") or 1) != attempts[index]
+                if is_other or failure_kind(record) is None:
+                    del due[index]
+    return due
 
 
 def _done_in(folder: Path, *, have_ids: bool) -> Callable[[Row], bool]:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from batchkit.config.masking import learn, learn_secret
 from batchkit.config.tables import JobConfig
@@ -26,6 +26,7 @@ from batchkit.execution.supervisor import SupervisedEngine
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.scoring import Scored, Scoring, kept_fields
+from batchkit.storage.manifest import WorkerState
 from batchkit.storage.store import RecordLine, line_of
 from batchkit.types import Completion, Request, Task
 
@@ -74,7 +75,7 @@ class WorkerPool(Protocol):
     def is_done(self) -> bool:
         """True once every row has come back."""
 
-    def workers(self) -> list[dict[str, Any]]:
+    def workers(self) -> list[WorkerState]:
         """The state of each worker, for ``status``; empty if there is only one."""
 
     def close(self) -> None:
@@ -186,7 +187,7 @@ class Worker:
         """Rows that it can use at a time: those in its window, and as many being rendered."""
         return 2 * self._feeder.window.size
 
-    def workers(self) -> list[dict[str, Any]]:
+    def workers(self) -> list[WorkerState]:
         return []
 
     def close(self) -> None:

@@ -8,23 +8,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, EngineCrashError, EngineError, JobError
-from batchkit.execution.bisection import Suspicion
 from batchkit.execution.cluster.actor import (
     CLOSE_S,
-    IDLE,
     Actor,
-    Load,
     Place,
     Report,
     WorkerFailure,
 )
 from batchkit.execution.cluster.leases import Leases
+from batchkit.execution.cluster.ray_worker import RayWorker
 from batchkit.execution.cluster.session import needs, session, shortened
 from batchkit.execution.events import EngineHistory, EngineLine, Hear, Line
 from batchkit.execution.feeder import POLL_S
@@ -35,6 +32,7 @@ from batchkit.rendering.prefetch import Prefetch
 from batchkit.rendering.row_size import size_of
 from batchkit.scoring import Scored, kept_fields
 from batchkit.sources.rowhash import input_hash
+from batchkit.storage.manifest import WorkerState
 from batchkit.storage.store import RecordLine, line_of
 from batchkit.types import Completion, Request, Task
 
@@ -44,60 +42,6 @@ PLACE_S = 15.0  # how long a worker may wait for a place before that is reported
 HEAVY_ROW_BYTES = 16 * 1024
 _ASK_AGAIN_S = 1.0
 _LOOK_S = 1.0  # between two checks of a worker that has no place yet
-
-
-@dataclass
-class _Life:
-    """One life of a worker: from its wait for a place to its death. ``steps``: down the ladder.
-
-    ``suspicions``: the state of its own search for a poison row.
-    """
-
-    began_at: float
-    steps: Sequence[Mapping[str, Any]] = ()
-    suspicions: Sequence[Suspicion] = ()
-    place: Place | None = None
-    engine: EngineFacts | None = None
-    load: Load = IDLE
-    engine_restarts: int = 0
-    is_said_to_wait: bool = False
-
-
-class _WorkerState:
-    """A worker as the run sees it, over all its lives. ``call`` is the pending one."""
-
-    def __init__(self, number: int, actor: Any) -> None:
-        self.number = number
-        self.actor = actor
-        self.call: Any = None
-        self.called_at = self.begins_at = self.looked_at = time.monotonic()
-        self.rows = 0
-        self.life = _Life(self.called_at)
-        self._before: list[_Life] = []
-
-    def bury(self) -> None:
-        """Record a death and begin the next life."""
-        self._before.append(self.life)
-        self.begins_at = time.monotonic()
-        self.life = _Life(self.begins_at, self.life.steps, self.life.suspicions)
-
-    @property
-    def deaths(self) -> int:
-        return len(self._before)
-
-    @property
-    def engine_restarts(self) -> int:
-        return sum(life.engine_restarts for life in (*self._before, self.life))
-
-    @property
-    def retried(self) -> int:
-        return sum(life.load.retried for life in (*self._before, self.life))
-
-    @property
-    def state(self) -> str:
-        if self.life.place is None:
-            return "waiting for a place"
-        return "loading" if self.life.engine is None else "working"
 
 
 class RayWorkerPool:
@@ -131,7 +75,7 @@ class RayWorkerPool:
         self._quarantined = quarantined
         self._kept = kept_fields(job)
         self._leases = Leases(job.run.workers or 1, quarantined=quarantined)
-        self._workers: list[_WorkerState] = []
+        self._workers: list[RayWorker] = []
         self._needs: Mapping[str, float] = {}
         self._known = known
         self._broken: BatchkitError | None = None
@@ -207,9 +151,8 @@ class RayWorkerPool:
     def retried(self) -> int:
         return sum(worker.retried for worker in self._workers)
 
-    def workers(self) -> list[dict[str, Any]]:
-        """One table per worker: its place, its rate, and its restarts."""
-        return [self._told(worker) for worker in self._workers]
+    def workers(self) -> list[WorkerState]:
+        return [worker.noted(self._leases.holders.get(worker.number)) for worker in self._workers]
 
     def close(self) -> None:
         """Stop the workers, killing those that don't stop in time, and leave Ray."""
@@ -235,7 +178,7 @@ class RayWorkerPool:
         references = None if self._references is None else ray.put(self._references)
         for number in self._leases.holders:
             actor = hire.remote(number, self._job, references, self._quarantined)
-            self._workers.append(_WorkerState(number, actor))
+            self._workers.append(RayWorker(number, actor))
 
     def _dismiss(self) -> None:
         if not self._workers:
@@ -249,7 +192,7 @@ class RayWorkerPool:
         for worker in self._workers:
             ray.kill(worker.actor)
 
-    def _at_work(self) -> list[_WorkerState]:
+    def _at_work(self) -> list[RayWorker]:
         """The workers that are not given up."""
         return [worker for worker in self._workers if worker.number in self._leases.holders]
 
@@ -263,7 +206,7 @@ class RayWorkerPool:
         left = self._left()
         return None if left is None else max(1, left - self._leases.n_held)
 
-    def _received(self, worker: _WorkerState, call: Any) -> list[RecordLine]:
+    def _received(self, worker: RayWorker, call: Any) -> list[RecordLine]:
         import ray
         from ray.exceptions import ActorUnavailableError, RayError
 
@@ -281,7 +224,7 @@ class RayWorkerPool:
             return []
         return self._take_in(worker, told)
 
-    def _take_in(self, worker: _WorkerState, report: Report) -> list[RecordLine]:
+    def _take_in(self, worker: RayWorker, report: Report) -> list[RecordLine]:
         holder = self._leases.holders[worker.number]
         for event in report.events:
             self._hear(event._replace(text=f"worker {worker.number}: {event.text}"))
@@ -290,7 +233,7 @@ class RayWorkerPool:
         life = worker.life
         if report.engine is not None and life.engine is None:
             life.engine = report.engine
-            self._hear(Line(f"worker {worker.number} is up{_at(life.place)}"))
+            self._hear(Line(f"worker {worker.number} is up{life.where}"))
         life.load = report.load
         holder.capacity = report.load.capacity
         worker.rows += len(report.lines)
@@ -300,7 +243,7 @@ class RayWorkerPool:
             self._give_up(worker, report.failure)
         return list(report.lines)
 
-    def _learn(self, worker: _WorkerState, history: EngineHistory) -> None:
+    def _learn(self, worker: RayWorker, history: EngineHistory) -> None:
         """Pass what one worker's engine learned to all that start from now on: they are alike."""
         worker.life.engine_restarts, worker.life.steps = history.restarts, history.steps
         worker.life.suspicions = history.suspicions
@@ -313,7 +256,7 @@ class RayWorkerPool:
             self._known = learned
             self._hear(learned)
 
-    def _bury(self, worker: _WorkerState, error: Exception | None) -> list[RecordLine]:
+    def _bury(self, worker: RayWorker, error: Exception | None) -> list[RecordLine]:
         """Handle the death of a worker, or a lost connection: Ray starts another in its place.
         ``error`` is None if no call failed, because it died before its first."""
         from ray.exceptions import ActorDiedError, ActorUnavailableError
@@ -323,7 +266,7 @@ class RayWorkerPool:
         cause = "its process or its node is gone" if is_gone else _cause(error)
         self._hear(
             EngineLine(
-                f"worker {worker.number} died{_at(worker.life.place)} with {len(holder.held)} rows: {cause}"
+                f"worker {worker.number} died{worker.life.where} with {len(holder.held)} rows: {cause}"
             )
         )
         worker.bury()
@@ -347,7 +290,7 @@ class RayWorkerPool:
         scored = Scored(None, {}) if self._job.scoring.is_on else None
         return line_of(to_record(Completion(request, error=error), self._kept, scored=scored))
 
-    def _give_up(self, worker: _WorkerState, failure: WorkerFailure) -> None:
+    def _give_up(self, worker: RayWorker, failure: WorkerFailure) -> None:
         """Continue without this worker, if others could do better."""
         import ray
 
@@ -395,7 +338,7 @@ class RayWorkerPool:
                 )
                 ray.kill(worker.actor, no_restart=False)
 
-    def _died_unplaced(self, worker: _WorkerState, now: float) -> bool:
+    def _died_unplaced(self, worker: RayWorker, now: float) -> bool:
         """True if Ray restarted it more often than deaths were counted; its first call waits."""
         from ray._private.state import actors
 
@@ -403,20 +346,6 @@ class RayWorkerPool:
             return False
         worker.looked_at = now
         return int(actors(worker.actor._actor_id.hex()).get("NumRestarts", 0)) > worker.deaths
-
-    def _told(self, worker: _WorkerState) -> dict[str, Any]:
-        holder, place = self._leases.holders.get(worker.number), worker.life.place
-        return {
-            "worker": worker.number,
-            "state": "given up" if holder is None else worker.state,
-            "node": None if place is None else place.node,
-            "gpus": [] if place is None else list(place.gpus),
-            "rows": worker.rows,
-            "rows_per_s": 0.0 if holder is None else round(holder.rate, 3),
-            "in_flight": 0 if holder is None else worker.life.load.in_flight,
-            "restarts": worker.deaths,
-            "engine_restarts": worker.engine_restarts,
-        }
 
 
 def _cause(error: Exception | None) -> str:
@@ -443,10 +372,3 @@ def _wait(calls: Sequence[Any], n: int, timeout_s: float) -> list[Any]:
         if isinstance(error.__cause__, Interrupted):
             raise error.__cause__ from None
         raise
-
-
-def _at(place: Place | None) -> str:
-    if place is None:
-        return ""
-    gpus = f", GPU {', '.join(map(str, place.gpus))}" if place.gpus else ""
-    return f" on {place.node}{gpus}"
