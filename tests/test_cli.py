@@ -10,23 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 from PIL import Image
 
 from batchkit import __version__
 from batchkit.cli import cli
+from tests.support.command_line import Ended, batchkit
 from tests.support.rows import write_jsonl
 
 COMMANDS = sorted(cli.commands)
 HEAVY = {"pydantic", "torch", "vllm", "transformers", "pandas", "pyarrow", "numpy", "ray", "PIL"}
 GOOD = [{"id": f"q{n}", "q": f"question {n}"} for n in range(5)]
-
-
-def call(*args: object) -> Result:
-    result = CliRunner().invoke(cli, [str(arg) for arg in args])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 @pytest.fixture
@@ -59,7 +52,7 @@ def files(folder: Path) -> set[str]:
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_every_command_has_help(command: list[str], flag: str) -> None:
-    result = call(*command, flag)
+    result = batchkit(*command, flag)
     assert result.exit_code == 0
     assert result.stdout.startswith("Usage: ")
     assert not result.stderr
@@ -73,13 +66,13 @@ def test_every_option_is_explained(name: str) -> None:
 
 
 def test_help_names_every_command_and_the_exit_codes() -> None:
-    text = call("--help").stdout
+    text = batchkit("--help").stdout
     assert all(f"  {name} " in text for name in COMMANDS)
     assert "130 / 143" in text
 
 
 def test_version() -> None:
-    assert call("--version").stdout == f"batchkit, version {__version__}\n"
+    assert batchkit("--version").stdout == f"batchkit, version {__version__}\n"
 
 
 @pytest.mark.parametrize("args", ["--help", "run --help", "validate --help", "--version"])
@@ -108,9 +101,9 @@ def test_help_imports_nothing_heavy(args: str) -> None:
 
 
 def test_no_command_shows_the_help() -> None:
-    result = call()
+    result = batchkit()
     assert result.exit_code == 2
-    assert "Usage: " in result.output
+    assert "Usage: " in result.stdout + result.stderr
 
 
 @pytest.mark.parametrize(
@@ -136,7 +129,7 @@ def test_no_command_shows_the_help() -> None:
 def test_wrong_command_line_exits_with_2_and_says_so_on_stderr(
     args: list[str], folder: Path
 ) -> None:
-    result = call(*args)
+    result = batchkit(*args)
     assert result.exit_code == 2
     assert not result.stdout
     assert "Error: " in result.stderr
@@ -177,7 +170,7 @@ def test_wrong_job_or_run_exits_with_2_and_says_so_on_stderr(
 ) -> None:
     (folder / "empty.txt").write_text("\n \n", encoding="utf-8")
     (folder / "latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
-    result = call(*args)
+    result = batchkit(*args)
     assert result.exit_code == 2
     assert not result.stdout
     assert "batchkit: error: " in result.stderr
@@ -188,13 +181,13 @@ def test_wrong_job_or_run_exits_with_2_and_says_so_on_stderr(
 # run
 
 
-def summary(result: Result) -> dict[str, Any]:
+def summary(result: Ended) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return found
 
 
 def test_run_ends_with_one_line_of_json(folder: Path) -> None:
-    result = call("run", "job.toml")
+    result = batchkit("run", "job.toml")
     assert result.exit_code == 0
     assert len(result.stdout.splitlines()) == 1
     found = summary(result)
@@ -206,21 +199,21 @@ def test_run_ends_with_one_line_of_json(folder: Path) -> None:
 
 
 def test_run_carries_on_by_default(folder: Path) -> None:
-    call("run", "job.toml", "--limit", "2")
-    found = summary(call("run", "job.toml"))
+    batchkit("run", "job.toml", "--limit", "2")
+    found = summary(batchkit("run", "job.toml"))
     assert (found["ok"], found["skipped"], found["total"]) == (5, 2, 5)
 
 
 def test_fresh_run_keeps_the_old_folder(folder: Path) -> None:
-    call("run", "job.toml")
-    found = summary(call("run", "job.toml", "--fresh"))
+    batchkit("run", "job.toml")
+    found = summary(batchkit("run", "job.toml", "--fresh"))
     assert (found["ok"], found["skipped"]) == (5, 0)
     assert (folder / "output" / "trial.1" / "results.jsonl").exists()
 
 
 def test_run_with_failed_rows_exits_with_3(folder: Path) -> None:
     write_jsonl(folder / "rows.jsonl", [*GOOD, {"id": "bad"}])
-    result = call("run", "job.toml")
+    result = batchkit("run", "job.toml")
     assert result.exit_code == summary(result)["exit"] == 3
     assert summary(result)["failed"] == 1
     assert "retry-failed" in result.stderr
@@ -228,29 +221,29 @@ def test_run_with_failed_rows_exits_with_3(folder: Path) -> None:
 
 def test_run_that_stops_exits_with_1_and_keeps_what_is_finished(folder: Path) -> None:
     write_jsonl(folder / "rows.jsonl", [*GOOD, {"id": "bad"}])
-    result = call("run", "job.toml", "--set", "run.fail_on_error=true")
+    result = batchkit("run", "job.toml", "--set", "run.fail_on_error=true")
     assert result.exit_code == 1
     summary = json.loads(result.stdout)
     assert summary["exit"] == 1
     assert summary["failed"] == 1
     assert "batchkit: error: " in result.stderr
     assert "run.fail_on_error" in result.stderr
-    assert json.loads(call("verify", "job.toml", "--json").stdout)["duplicates"] == 0
+    assert json.loads(batchkit("verify", "job.toml", "--json").stdout)["duplicates"] == 0
 
 
 def test_changed_job_exits_with_2_and_shows_the_change(folder: Path) -> None:
-    call("run", "job.toml")
-    result = call("run", "job.toml", "--set", "sampling.temperature=0.5")
+    batchkit("run", "job.toml")
+    result = batchkit("run", "job.toml", "--set", "sampling.temperature=0.5")
     assert result.exit_code == 2
     assert "sampling.temperature: 0.0 → 0.5" in result.stderr
     assert "--on-change" in result.stderr
-    result = call("run", "job.toml", "--set", "sampling.temperature=0.5", "--on-change", "new")
+    result = batchkit("run", "job.toml", "--set", "sampling.temperature=0.5", "--on-change", "new")
     assert result.exit_code == 0
 
 
 def test_skip_from_leaves_out_what_is_ok_elsewhere(folder: Path) -> None:
-    call("run", "job.toml", "--limit", "3")
-    result = call("run", "job.toml", "--set", "name=other", "--skip-from", "output/trial")
+    batchkit("run", "job.toml", "--limit", "3")
+    result = batchkit("run", "job.toml", "--set", "name=other", "--skip-from", "output/trial")
     assert result.exit_code == 0
     assert summary(result)["ok"] == 2
 
@@ -258,20 +251,20 @@ def test_skip_from_leaves_out_what_is_ok_elsewhere(folder: Path) -> None:
 def test_dry_run_prints_rows_and_writes_nothing(folder: Path) -> None:
     write_job(folder, 'user = "Look: {{ q }}"\nimages = ["there.png"]')
     before = files(folder)
-    result = call("run", "job.toml", "--dry-run")
+    result = batchkit("run", "job.toml", "--dry-run")
     assert result.exit_code == 0
     assert result.stdout.count("--- row ") == 3
     assert "--- row 0 (id q0)" in result.stdout
     assert "Look: question 0" in result.stdout
     assert "images: 8x6" in result.stdout
     assert '"temperature": 0.0' in result.stdout
-    assert call("run", "job.toml", "--dry-run", "--limit", "1").stdout.count("--- row ") == 1
+    assert batchkit("run", "job.toml", "--dry-run", "--limit", "1").stdout.count("--- row ") == 1
     assert files(folder) == before
 
 
 def test_dry_run_shows_why_a_row_would_fail(folder: Path) -> None:
     write_job(folder, 'user = "{{ question }}"')
-    result = call("run", "job.toml", "--dry-run")
+    result = batchkit("run", "job.toml", "--dry-run")
     assert "would fail, template: 'question' is undefined; the row has id, q" in result.stdout
 
 
@@ -280,10 +273,10 @@ def test_dry_run_shows_why_a_row_would_fail(folder: Path) -> None:
 
 def test_validate_passes_good_rows_and_writes_nothing(folder: Path) -> None:
     before = files(folder)
-    result = call("validate", "job.toml")
+    result = batchkit("validate", "job.toml")
     assert result.exit_code == 0
     assert result.stdout.startswith("5 rows: 5 ok, 0 would fail\nprompt tokens: min ")
-    found = json.loads(call("validate", "job.toml", "--json").stdout)
+    found = json.loads(batchkit("validate", "job.toml", "--json").stdout)
     assert (found["rows"], found["ok"], found["failed"], found["problems"]) == (5, 5, 0, [])
     assert {"min", "median", "p99", "max"} <= set(found["prompt_tokens"])
     assert files(folder) == before
@@ -301,7 +294,7 @@ BAD = [
 def test_validate_finds_every_bad_row(folder: Path) -> None:
     write_job(folder, 'user = "{{ q }}"\nimages = ["{{ photo }}"]')
     write_jsonl(folder / "rows.jsonl", BAD)
-    result = call("validate", "job.toml", "--json")
+    result = batchkit("validate", "job.toml", "--json")
     assert result.exit_code == 3
     assert len(result.stdout.splitlines()) == 1
     found = json.loads(result.stdout)
@@ -313,7 +306,7 @@ def test_validate_finds_every_bad_row(folder: Path) -> None:
     assert "gone.png" in problems[2]["message"]
     assert problems[3]["message"] == "id 'a' stands at row 0 as well"
     assert "input.id" in problems[4]["message"]
-    result = call("validate", "job.toml")
+    result = batchkit("validate", "job.toml")
     assert result.exit_code == 3
     assert "5 rows: 1 ok, 4 would fail" in result.stdout
     assert "row 2 (id c) media: gone.png" in result.stdout
@@ -327,30 +320,30 @@ def test_second_of_two_equal_ids_is_the_problem_however_slow_the_first(folder: P
     ] * 3
     write_jsonl(folder / "rows.jsonl", rows)
     write_job(folder, 'user = "{{ q }}"\nimages = ["{{ photo }}"]')
-    found = json.loads(call("validate", "job.toml", "--json").stdout)
+    found = json.loads(batchkit("validate", "job.toml", "--json").stdout)
     assert [problem["index"] for problem in found["problems"]] == [1, 2, 3]
 
 
 def test_validate_looks_at_as_many_rows_as_asked(folder: Path) -> None:
     write_jsonl(folder / "rows.jsonl", [*GOOD, {"id": "bad"}])
-    assert call("validate", "job.toml", "--rows", "5").exit_code == 0
-    result = call("validate", "job.toml", "--rows", "6")
+    assert batchkit("validate", "job.toml", "--rows", "5").exit_code == 0
+    result = batchkit("validate", "job.toml", "--rows", "6")
     assert result.exit_code == 3
     assert "row 5 (id bad) template: " in result.stdout
 
 
 def test_validate_shows_the_first_problems_and_counts_the_rest(folder: Path) -> None:
     write_jsonl(folder / "rows.jsonl", [{"id": str(n)} for n in range(50)])
-    result = call("validate", "job.toml")
+    result = batchkit("validate", "job.toml")
     assert "50 rows: 0 ok, 50 would fail" in result.stdout
     assert "prompt tokens: none" in result.stdout
     assert result.stdout.rstrip().endswith("… and 30 more")
-    assert json.loads(call("validate", "job.toml", "--json").stdout)["failed"] == 50
+    assert json.loads(batchkit("validate", "job.toml", "--json").stdout)["failed"] == 50
 
 
 def test_validate_takes_overrides(folder: Path) -> None:
-    assert call("validate", "job.toml", "--set", "prompt.user={{ id }}").exit_code == 0
-    assert call("validate", "job.toml", "--set", "prompt.user={{ no }}").exit_code == 3
+    assert batchkit("validate", "job.toml", "--set", "prompt.user={{ id }}").exit_code == 0
+    assert batchkit("validate", "job.toml", "--set", "prompt.user={{ no }}").exit_code == 3
 
 
 # What reads a run
@@ -360,7 +353,7 @@ def test_validate_takes_overrides(folder: Path) -> None:
 def finished(folder: Path) -> Path:
     """A run of six rows, the last of them failed."""
     write_jsonl(folder / "rows.jsonl", [*GOOD, {"id": "bad"}])
-    assert call("run", "job.toml").exit_code == 3
+    assert batchkit("run", "job.toml").exit_code == 3
     return folder
 
 
@@ -368,7 +361,7 @@ def finished(folder: Path) -> Path:
 def test_run_is_named_by_its_job_its_folder_or_not_at_all(
     target: list[str], finished: Path
 ) -> None:
-    result = call("status", *target, "--json")
+    result = batchkit("status", *target, "--json")
     assert result.exit_code == 0
     found = json.loads(result.stdout)
     assert (found["name"], found["ok"], found["failed"], found["pending"]) == ("trial", 5, 1, 0)
@@ -377,60 +370,60 @@ def test_run_is_named_by_its_job_its_folder_or_not_at_all(
 
 
 def test_status_for_people(finished: Path) -> None:
-    text = call("status").stdout
+    text = batchkit("status").stdout
     assert "trial: 5 ok, 1 failed, 0 of 6 to do" in text
     assert "failed by template: 1" in text
     assert "no process works on it" in text
 
 
 def test_verify_says_sound_and_exits_by_it(finished: Path) -> None:
-    result = call("verify", "--json")
+    result = batchkit("verify", "--json")
     assert result.exit_code == 0
     found = json.loads(result.stdout)
     assert (found["rows"], found["ok"], found["failed"], found["lost"]) == (6, 5, 1, 0)
-    assert call("verify").stdout.endswith("sound\n")
+    assert batchkit("verify").stdout.endswith("sound\n")
     log = finished / "output" / "trial" / "results.jsonl"
     lines = log.read_bytes().splitlines(keepends=True)
     log.write_bytes(b"".join(lines[:-1]))
-    result = call("verify")
+    result = batchkit("verify")
     assert result.exit_code == 1
     assert result.stdout.endswith("NOT SOUND\n")
 
 
 def test_retry_failed_tells_what_it_recovered(finished: Path) -> None:
-    result = call("retry-failed", "--json")
+    result = batchkit("retry-failed", "--json")
     assert result.exit_code == 3
     found = json.loads(result.stdout)
     assert (found["rows"], found["by_kind"], found["recovered"]) == (1, {"template": 1}, 0)
-    result = call("retry-failed", "--json", "--set", "prompt.user={{ id }}")
+    result = batchkit("retry-failed", "--json", "--set", "prompt.user={{ id }}")
     assert result.exit_code == 0
     assert json.loads(result.stdout)["recovered"] == 1
-    result = call("retry-failed", "--json")
+    result = batchkit("retry-failed", "--json")
     assert result.exit_code == 0
     assert json.loads(result.stdout) == {"rows": 0, "by_kind": {}, "recovered": 0}
-    assert "nothing to retry" in call("retry-failed").stdout
+    assert "nothing to retry" in batchkit("retry-failed").stdout
 
 
 def test_retry_failed_takes_only_the_kinds_asked_for(finished: Path) -> None:
-    result = call("retry-failed", "--kind", "media")
+    result = batchkit("retry-failed", "--kind", "media")
     assert result.exit_code == 0
     assert result.stdout == "nothing to retry: no row failed by media\n"
 
 
 @pytest.mark.parametrize("name", ["parquet", "jsonl", "csv", "openai"])
 def test_export_names_its_files(name: str, finished: Path) -> None:
-    result = call("export", f"--{name}", "--json")
+    result = batchkit("export", f"--{name}", "--json")
     assert result.exit_code == 0
     found = [json.loads(line) for line in result.stdout.splitlines()]
     assert sum(file["rows"] for file in found) == 6
     assert all(Path(file["path"]).stat().st_size == file["bytes"] for file in found)
-    assert "6 rows" in call("export", "--csv", finished / "mine.csv").stdout
+    assert "6 rows" in batchkit("export", "--csv", finished / "mine.csv").stdout
     assert (finished / "mine.csv").exists()
 
 
 def test_export_takes_the_run_behind_the_format(finished: Path) -> None:
-    assert "6 rows" in call("export", "--csv", "output/trial").stdout
-    assert "6 rows" in call("export", "--csv", "job.toml").stdout
+    assert "6 rows" in batchkit("export", "--csv", "output/trial").stdout
+    assert "6 rows" in batchkit("export", "--csv", "job.toml").stdout
 
 
 # generate
@@ -439,11 +432,11 @@ def test_export_takes_the_run_behind_the_format(finished: Path) -> None:
 def test_generate_answers_prompts_in_their_order(folder: Path) -> None:
     (folder / "more.txt").write_bytes("\ufeffthree\n\nfour\u2028and more\n".encode())
     args = ["generate", "--model", "m", "--set", "engine.kind=dry-run", "--prompts", "one", "two"]
-    result = call(*args, "--prompts-file", "more.txt")
+    result = batchkit(*args, "--prompts-file", "more.txt")
     assert result.exit_code == 0
     prompts = [line[2:] for line in result.stdout.split("\n") if line.startswith("> ")]
     assert prompts == ["one", "two", "three", "four\u2028and more"]
-    records = [json.loads(line) for line in call(*args, "--json").stdout.splitlines()]
+    records = [json.loads(line) for line in batchkit(*args, "--json").stdout.splitlines()]
     assert [record["index"] for record in records] == [0, 1]
     assert (folder / "output" / "generate.1").exists(), "the earlier answers are kept"
 
@@ -486,7 +479,7 @@ def test_template_that_nobody_can_compile_is_one_message(
 ) -> None:
     (folder / "deep.txt").write_text(f"{{{{ {PARENTHESES} }}}}")
     write_job(folder, prompt)
-    result = call(command, "job.toml")
+    result = batchkit(command, "job.toml")
     assert result.exit_code == 2
     assert result.stderr.startswith("batchkit: error: " + key), result.stderr[:300]
     assert len(result.stderr) < 500
@@ -497,7 +490,7 @@ def test_template_that_nobody_can_compile_is_one_message(
 def test_predictions_nested_too_deeply_are_one_message(folder: Path, name: str) -> None:
     (folder / name).write_text('{"id": "q0", "text": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
     job = ["job.toml", "--set", 'scoring.scorers=["em"]', "--set", "scoring.reference=q"]
-    result = call("score", *job, "--predictions", name)
+    result = batchkit("score", *job, "--predictions", name)
     assert result.exit_code == 2
     assert "nested too deeply" in result.stderr
     assert result.stderr.count("\n") == 1

@@ -15,7 +15,7 @@ import pytest
 import tomlkit
 
 from tests.support.chat_server import serving
-from tests.support.dry_runs import batchkit
+from tests.support.command_line import batchkit
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "cookbook.md").read_text(encoding="utf-8")
@@ -67,7 +67,7 @@ def run_lines(text: str) -> None:
         assert program == "batchkit", line
         wanted = EXITS.search(line)
         ended = batchkit(*without_engine_options(args))
-        assert ended.exit == int(wanted[1] if wanted else 0), f"{line}\n{ended.stderr}"
+        assert ended.exit_code == int(wanted[1] if wanted else 0), f"{line}\n{ended.stderr}"
 
 
 def without_engine_options(args: list[str]) -> list[str]:

@@ -16,11 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tomlkit
-from click.testing import CliRunner, Result
 
-from batchkit.cli import cli
 from batchkit.storage.store import Store
 from batchkit.types import Choice, ErrorInfo, Record, Usage
+from tests.support.command_line import Ended, batchkit
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
 
 RUN = Path("output/a")
 LOG = RUN / "results.jsonl"
@@ -66,16 +68,7 @@ FAILED = replace(
 )
 
 
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def batchkit(*args: str) -> Result:
-    return CliRunner().invoke(cli, list(args), catch_exceptions=False, prog_name="batchkit")
-
-
-def export(*args: str) -> Result:
+def export(*args: str) -> Ended:
     done = batchkit("export", *args)
     assert done.exit_code == 0, done.stderr
     return done

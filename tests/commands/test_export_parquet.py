@@ -17,12 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tomlkit
-from click.testing import CliRunner, Result
 
-from batchkit.cli import cli
 from batchkit.commands.export.table import Layout, read_batches, schema_of
 from batchkit.storage.ledger import RESULTS, newest_offsets, read_lines
 from batchkit.storage.score_store import SCORES, read_scored
+from tests.support.command_line import batchkit
 
 RUN = Path("output/a")
 LOG = RUN / RESULTS
@@ -72,10 +71,6 @@ def make_run(**tables: Any) -> None:
     Path("job.toml").write_text(tomlkit.dumps(job | tables))
     assert batchkit("run", "job.toml", "--fresh").exit_code == 0
     (RUN / "checkpoint.json").unlink()
-
-
-def batchkit(*args: str) -> Result:
-    return CliRunner().invoke(cli, list(args), catch_exceptions=False, prog_name="batchkit")
 
 
 def line(record: dict[str, Any]) -> bytes:

@@ -29,9 +29,8 @@ from batchkit.storage.runfolder import claim
 from tests.commands.test_score import Judge, counted, judged_job
 from tests.commands.test_score import run as run_scored
 from tests.support.chat_server import serving
+from tests.support.command_line import Ended, batchkit
 from tests.support.dry_runs import (
-    Ended,
-    batchkit,
     manifest,
     prepare,
     process,
@@ -102,9 +101,9 @@ def test_merged_shards_export_as_the_single_run(with_ids: bool) -> None:
     random.Random(3).shuffle(rows)
     write_rows(rows)
     write_job(input={"id": "key"} if with_ids else {}, scoring=SCORING, output={"keep": ["kind"]})
-    assert run().exit == 3
+    assert run().exit_code == 3
     found = merge(*run_shards(4))
-    assert found.exit == 3
+    assert found.exit_code == 3
     expected = {"total": 120, "ok": 108, "failed": 12, "missing": 0, "double": 0, "conflicting": 0}
     assert found.json | expected | {"folder": str(MERGED), "exit": 3} == found.json
     assert found.json["runs"] == [str(shard(number, 4)) for number in range(4)]
@@ -114,7 +113,7 @@ def test_merged_shards_export_as_the_single_run(with_ids: bool) -> None:
 
 def exported(folder: str | Path, form: str) -> list[dict[str, Any]]:
     path = Path(f"export.{form}")
-    assert batchkit("export", str(folder), f"--{form}", str(path)).exit == 0
+    assert batchkit("export", str(folder), f"--{form}", str(path)).exit_code == 0
     rows = pq.read_table(path).to_pylist() if form == "parquet" else records(path)
     for row in rows:
         del row["finished_at"], row["latency_s"]
@@ -149,15 +148,15 @@ def test_merged_shards_are_the_run_that_the_job_file_names() -> None:
     found = merge(*run_shards(2), into="job.toml")
     assert found.json["folder"] == str(Path("output/a").resolve())
     again = run()
-    assert (again.exit, again.json["skipped"], again.json["total"]) == (0, 50, 50)
+    assert (again.exit_code, again.json["skipped"], again.json["total"]) == (0, 50, 50)
     assert "nothing left to run" in again.stderr
 
 
 def test_shards_are_merged_in_steps() -> None:
     prepare(80)
     a, b, c, d = run_shards(4)
-    assert merge(a, b, into="output/ab", partial=True).exit == 3
-    assert merge(c, d, into="output/cd", partial=True).exit == 3
+    assert merge(a, b, into="output/ab", partial=True).exit_code == 3
+    assert merge(c, d, into="output/cd", partial=True).exit_code == 3
     assert told(merge("output/ab", "output/cd"), "exit", "ok", "double") == (0, 80, 0)
     assert settled(MERGED / "results.jsonl") == dict.fromkeys(range(80), "ok")
 
@@ -181,7 +180,9 @@ def test_shards_of_a_limited_input_are_whole() -> None:
     assert status(MERGED)["total"] == 30
     run("--shard", "0/3")
     found = merge(*shards, into="output/more")
-    assert (found.exit, found.json["total"]) == (3, 100), "one of the runs was to answer all rows"
+    assert (found.exit_code, found.json["total"]) == (3, 100), (
+        "one of the runs was to answer all rows"
+    )
 
 
 def test_shards_of_a_filtered_input_are_whole() -> None:
@@ -217,7 +218,7 @@ def test_runs_whose_rows_changed_meanwhile_are_refused() -> None:
             process(Rows([prompt] * 2))
         Path("output/a").rename(f"output/{prompt}-changed")
     found = merge("output/a-changed", "output/b-changed")
-    assert (found.exit, MERGED.exists()) == (2, False)
+    assert (found.exit_code, MERGED.exists()) == (2, False)
 
 
 def test_rows_from_an_iterator_are_refused() -> None:
@@ -225,7 +226,7 @@ def test_rows_from_an_iterator_are_refused() -> None:
     Path("output/a").rename("output/b")
     process(iter(["a", "b"]))
     found = merge("output/a", "output/b")
-    assert (found.exit, MERGED.exists()) == (2, False)
+    assert (found.exit_code, MERGED.exists()) == (2, False)
     assert "iterator" in found.stderr
 
 
@@ -247,7 +248,7 @@ def test_shard_that_was_killed_is_finished_and_merged() -> None:
     assert 0 < n_there < 3000
     early = merge(shard(0, 2), shard(1, 2))
     assert told(early, "exit", "ok", "missing", "folder") == (3, n_there, 3000 - n_there, None)
-    assert run("--shard", "1/2", *slow).exit == 0
+    assert run("--shard", "1/2", *slow).exit_code == 0
     assert told(merge(shard(0, 2), shard(1, 2)), "exit", "ok", "double") == (0, 3000, 0)
     assert verify(MERGED)["duplicates"] == 0
 
@@ -257,7 +258,7 @@ def test_torn_tail_of_a_run_is_left_behind() -> None:
     shards = run_shards(2)
     with (shards[0] / "results.jsonl").open("ab") as log:
         log.write(b'{"index":29,"id":"29","status":"ok","te')
-    assert merge(*shards).exit == 0
+    assert merge(*shards).exit_code == 0
     assert verify(MERGED)["torn_bytes"] == 0
 
 
@@ -285,17 +286,17 @@ def test_partial_merge_is_carried_on_by_its_job() -> None:
     prepare(40)
     shards = run_shards(3)
     found = merge(*shards[:2], into="output/a", partial=True)
-    assert (found.exit, found.json["folder"]) == (3, "output/a")
+    assert (found.exit_code, found.json["folder"]) == (3, "output/a")
     pending = found.json["missing"]
     assert status()["pending"] == verify()["pending"] == pending > 0
     again = run()
-    assert (again.exit, again.json["ok"], again.json["skipped"]) == (0, 40, 40 - pending)
+    assert (again.exit_code, again.json["ok"], again.json["skipped"]) == (0, 40, 40 - pending)
     assert verify()["duplicates"] == 0
 
 
 def test_partial_is_no_hindrance_where_nothing_is_missing() -> None:
     prepare(20)
-    assert merge(*run_shards(2), partial=True).exit == 0
+    assert merge(*run_shards(2), partial=True).exit_code == 0
 
 
 def test_failed_rows_alone_do_not_stop_the_writing() -> None:
@@ -430,7 +431,7 @@ def test_scores_that_were_found_later_come_along() -> None:
     assert found.json | expected == found.json
     assert "more than one way" not in found.stderr
     lines = (MERGED / "scores.jsonl").read_text()
-    assert batchkit("score", str(MERGED)).exit == 0
+    assert batchkit("score", str(MERGED)).exit_code == 0
     assert (MERGED / "scores.jsonl").read_text() == lines
 
 
@@ -510,7 +511,7 @@ def test_runs_of_different_jobs_are_refused_with_a_diff(override: str, words: st
     run("--set", "name=b", "--set", override)
     before = files()
     found = merge("output/a", "output/b", partial=True)
-    assert (found.exit, found.stdout) == (2, "")
+    assert (found.exit_code, found.stdout) == (2, "")
     assert words in found.stderr
     assert "output/b" in found.stderr
     assert files() == before
@@ -523,7 +524,7 @@ def test_runs_over_different_inputs_are_refused() -> None:
     write_rows(rows[::-1])
     run("--shard", "1/2")
     found = merge(shard(0, 2), shard(1, 2))
-    assert (found.exit, MERGED.exists()) == (2, False)
+    assert (found.exit_code, MERGED.exists()) == (2, False)
     assert "in.jsonl: " in found.stderr
 
 
@@ -532,7 +533,7 @@ def test_input_that_changed_since_is_refused() -> None:
     shards = run_shards(2)
     write_rows(21)
     found = merge(*shards)
-    assert (found.exit, MERGED.exists()) == (2, False)
+    assert (found.exit_code, MERGED.exists()) == (2, False)
     assert "input changed since" in found.stderr
 
 
@@ -540,7 +541,7 @@ def test_speed_alone_makes_no_other_job() -> None:
     prepare(20)
     run("--shard", "0/2", "--set", "run.max_in_flight=3")
     run("--shard", "1/2")
-    assert merge(shard(0, 2), shard(1, 2)).exit == 0
+    assert merge(shard(0, 2), shard(1, 2)).exit_code == 0
 
 
 def test_run_at_work_is_refused() -> None:
@@ -548,24 +549,24 @@ def test_run_at_work_is_refused() -> None:
     shards = run_shards(2)
     with claim(shards[1]):
         found = merge(*shards)
-    assert (found.exit, MERGED.exists()) == (1, False)
+    assert (found.exit_code, MERGED.exists()) == (1, False)
     assert f"{shards[1]}: process {os.getpid()}" in found.stderr
-    assert merge(*shards).exit == 0
+    assert merge(*shards).exit_code == 0
 
 
 def test_runs_are_held_only_while_they_are_merged() -> None:
     prepare(20)
     merge(*run_shards(2))
-    assert run("--shard", "0/2").exit == 0
+    assert run("--shard", "0/2").exit_code == 0
 
 
 def test_target_among_the_runs_is_refused() -> None:
     prepare(20)
     a, b = run_shards(2)
     found = merge(a, b, into=f"output/../{b}/")
-    assert found.exit == 2
+    assert found.exit_code == 2
     assert "is one of the runs" in found.stderr
-    assert merge(a, a).exit == 2
+    assert merge(a, a).exit_code == 2
 
 
 @pytest.mark.parametrize("kind", ["a run", "an empty folder", "a file"])
@@ -581,7 +582,7 @@ def test_target_that_is_there_stays_as_it_is(kind: str) -> None:
         target.symlink_to("nowhere")
     before = files()
     found = merge(*shards, into=target)
-    assert found.exit == 2
+    assert found.exit_code == 2
     assert "is there already and stays as it is; move it aside" in found.stderr
     assert files() == before
 
@@ -592,7 +593,7 @@ def test_target_that_no_run_could_have_is_refused(name: str) -> None:
     shards = run_shards(2)
     before = files()
     found = merge(*shards, into=Path("output") / name)
-    assert (found.exit, files()) == (2, before)
+    assert (found.exit_code, files()) == (2, before)
     assert "name: " in found.stderr
 
 
@@ -605,7 +606,7 @@ def test_damaged_record_stops_the_merge_and_leaves_nothing() -> None:
     log.write_bytes(b"".join(lines))
     before = files()
     found = merge(*shards)
-    assert (found.exit, files()) == (1, before)
+    assert (found.exit_code, files()) == (1, before)
     assert f"{log}: the record at byte" in found.stderr
 
 
@@ -615,7 +616,7 @@ def test_what_is_no_run_is_refused() -> None:
     assert "neither a run folder" in merge("output/a", "nowhere").stderr
     (Path("output/a") / "results.jsonl").unlink()
     found = merge("output/a")
-    assert (found.exit, MERGED.exists()) == (1, False)
+    assert (found.exit_code, MERGED.exists()) == (1, False)
     assert "results.jsonl: is missing" in found.stderr
 
 
@@ -623,7 +624,7 @@ def test_job_file_stands_for_no_run_while_there_are_only_shards() -> None:
     prepare(20)
     run_shards(2)
     found = batchkit("status", "job.toml")
-    assert found.exit == 2
+    assert found.exit_code == 2
     folder = Path("output/a").resolve()
     assert "no run there, but 2 shards of it" in found.stderr
     assert f"batchkit merge {folder}.shard-* --into job.toml" in found.stderr
@@ -641,7 +642,7 @@ def test_more_runs_than_a_process_may_open_files_at_first() -> None:
 def test_new_folders_on_the_way_are_made() -> None:
     prepare(5)
     run()
-    assert merge("output/a", into="elsewhere/deep/a").exit == 0
+    assert merge("output/a", into="elsewhere/deep/a").exit_code == 0
     assert status(Path("elsewhere/deep/a"))["ok"] == 5
     leftovers = [path for path in Path().rglob("*") if path.name.endswith(".tmp")]
     assert not leftovers

@@ -26,11 +26,11 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.registry import open_preflight
 from batchkit.errors import EngineError, InputError, JobError
 from tests.support.chat_server import MODEL, serving
+from tests.support.command_line import batchkit as in_this_process
 from tests.support.own_process import batchkit
 from tests.support.paths import ROOT
 from tests.support.rows import write_jsonl
 from tests.support.small_vllm import SMALL
-from tests.test_cli import call
 
 N_ROWS, TIE = 32, 0.01
 JOB = """
@@ -151,7 +151,7 @@ def test_a_damaged_model_is_found(write: Write, text_model: Path, tmp_path: Path
     before = {path.name for path in tmp_path.iterdir()}
 
     args = ["--engines", "vllm,vllm", "--set-b", f"engine.model={model}", "--json"]
-    done = call("parity", job, "--set", "engine.in_process=true", *args)
+    done = in_this_process("parity", job, "--set", "engine.in_process=true", *args)
 
     assert done.exit_code == 3, done.stderr
     found = json.loads(done.stdout)

@@ -17,15 +17,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from PIL import Image
 
-from batchkit.cli import cli
 from batchkit.commands.report import write_report
 from batchkit.commands.report.figures import histogram, timeline
 from batchkit.commands.report.pictures import MAX_PICTURE_BYTES
 from batchkit.commands.report.rows import MAX_FAILED, MAX_ROWS
 from batchkit.errors import StoreError
+from tests.support.command_line import batchkit
 from tests.support.made_runs import draw_tables, failure, make_run, rows
 from tests.support.paths import ROOT
 from tests.support.rows import write_jsonl
@@ -151,7 +150,7 @@ def test_chat_messages_of_a_row_show_their_text_and_images(tmp_path: Path) -> No
     write_jsonl(tmp_path / "rows.jsonl", lines)
     job = '[input]\npath = "rows.jsonl"\n[engine]\nkind = "dry-run"\n[output]\ndir = "{}"\n'
     (tmp_path / "job.toml").write_text(job.format(tmp_path / "output"), encoding="utf-8")
-    CliRunner().invoke(cli, ["run", str(tmp_path / "job.toml")])
+    batchkit("run", tmp_path / "job.toml")
     page = write_report(tmp_path / "output" / "batch").read_text(encoding="utf-8")
     red, linked = embedded(page, "pictures")
     assert (red["w"], red["h"]) == (30, 20)
@@ -267,12 +266,12 @@ def test_a_page_never_lands_on_what_a_run_lives_on(run: Path, tmp_path: Path) ->
     before = {path.name: path.read_bytes() for path in other.iterdir() if path.is_file()}
     for path in (other / "results.jsonl", other / "manifest.json", tmp_path / "page.txt"):
         for runs in ([run], [run, other]):
-            done = CliRunner().invoke(cli, ["report", *map(str, runs), "--output", str(path)])
+            done = batchkit("report", *runs, "--output", path)
             assert done.exit_code == 1
             assert "a report is a web page" in done.stderr
     for suffix in ("jsonl", "csv"):
         for name in ("results.jsonl", "job.toml", "scores.jsonl"):
-            done = CliRunner().invoke(cli, ["export", str(run), f"--{suffix}", str(other / name)])
+            done = batchkit("export", run, f"--{suffix}", other / name)
             assert done.exit_code == 1
             assert "of a run; write to another file" in done.stderr
     assert {path.name: path.read_bytes() for path in other.iterdir() if path.is_file()} == before
@@ -280,9 +279,7 @@ def test_a_page_never_lands_on_what_a_run_lives_on(run: Path, tmp_path: Path) ->
 
 def test_rows_are_grouped_by_a_field_that_the_run_did_not_keep(tmp_path: Path) -> None:
     made = make_run(tmp_path, rows(6, 9), right)
-    done = CliRunner().invoke(
-        cli, ["score", str(made), "--set", "scoring.group_by=FileName", "--json"]
-    )
+    done = batchkit("score", made, "--set", "scoring.group_by=FileName", "--json")
     groups = set(json.loads(done.stdout)["metrics"])
     assert len(groups) > 1
     page = write_report(made).read_text(encoding="utf-8")

@@ -13,12 +13,11 @@ from typing import Any, get_args
 
 import pytest
 import tomlkit
-from click.testing import CliRunner, Result
 
-from batchkit.cli import cli
 from batchkit.config.masking import CONTENT, is_secret, masked, masked_text
 from batchkit.config.tables import JobConfig, Table
 from tests.support.chat_server import MODEL, Refused, error, serving
+from tests.support.command_line import batchkit
 from tests.support.rows import write_jsonl
 
 CANARY = "c4nary-Xy7-of-a-coal-mine"
@@ -57,12 +56,6 @@ NO_SECRETS = [
 def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "in.jsonl", [{"q": "a"}, {"q": "b", "bad": 1}])
-
-
-def batchkit(*args: str) -> Result:
-    found = CliRunner().invoke(cli, list(args), prog_name="batchkit")
-    assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
-    return found
 
 
 def leaks(*commands: tuple[str, ...]) -> list[str]:

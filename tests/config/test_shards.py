@@ -19,8 +19,8 @@ from batchkit.config.tables import InputTable
 from batchkit.errors import JobError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.sources import count_rows, read_rows
+from tests.support.command_line import batchkit
 from tests.support.dry_runs import (
-    batchkit,
     manifest,
     prepare,
     run,
@@ -45,7 +45,7 @@ def rows_of(number: int, count: int) -> set[int]:
 def run_shards(count: int, *args: str) -> list[set[int]]:
     """The rows of each shard, run one after the other."""
     for number in range(count):
-        assert run("--shard", f"{number}/{count}", *args).exit == 0
+        assert run("--shard", f"{number}/{count}", *args).exit_code == 0
     return [rows_of(number, count) for number in range(count)]
 
 
@@ -157,7 +157,7 @@ def test_shard_carries_on_where_it_stopped(with_ids: bool) -> None:
     log.write_bytes(b"".join(lines[:5]) + lines[5][:40])
     (folder(1, 2) / "checkpoint.json").unlink()  # a killed run has none that is ahead of its log
     found = run("--shard", "1/2")
-    assert (found.exit, found.json["skipped"], found.json["total"]) == (0, 5, len(whole))
+    assert (found.exit_code, found.json["skipped"], found.json["total"]) == (0, 5, len(whole))
     assert settled(log) == whole
 
 
@@ -166,7 +166,7 @@ def test_retry_failed_stays_within_the_shard() -> None:
     write_job(prompt={"user": "{{ q }}"})
     first = run("--shard", "0/2")
     bad = {row for row in rows_of(0, 2) if row % 4 == 0}
-    assert (first.exit, first.json["failed"]) == (3, len(bad))
+    assert (first.exit_code, first.json["failed"]) == (3, len(bad))
     again = batchkit("retry-failed", str(folder(0, 2)), "--set", "prompt.user=fine", "--json")
     assert again.json | {"rows": len(bad), "recovered": len(bad), "exit": 0} == again.json
     assert verify(folder(0, 2)) | {"failed": 0, "pending": 0} == verify(folder(0, 2))
@@ -180,7 +180,7 @@ def test_score_reads_the_rows_of_the_shard_alone() -> None:
     run("--shard", "0/2")
     n_rows = len(rows_of(0, 2))
     found = batchkit("score", str(folder(0, 2)), "--json")
-    assert (found.exit, found.json["total"], found.json["scored"]) == (0, n_rows, n_rows)
+    assert (found.exit_code, found.json["total"], found.json["scored"]) == (0, n_rows, n_rows)
 
 
 def test_folder_of_a_shard_cannot_become_that_of_another() -> None:
@@ -190,11 +190,11 @@ def test_folder_of_a_shard_cannot_become_that_of_another() -> None:
     assert manifest(folder(0, 2))["identity"]["input.shard"] == "0/2"
     folder(0, 2).rename(folder(1, 2))
     found = run("--shard", "1/2")
-    assert found.exit == 2
+    assert found.exit_code == 2
     assert 'input.shard: "0/2" → "1/2"' in found.stderr
     folder(1, 2).rename("output/a")
     found = run()
-    assert found.exit == 2
+    assert found.exit_code == 2
     assert 'input.shard: "0/2" → null' in found.stderr
     assert not manifest_file.exists()
 
@@ -202,7 +202,7 @@ def test_folder_of_a_shard_cannot_become_that_of_another() -> None:
 def test_shard_can_be_moved_aside() -> None:
     prepare(10)
     run("--shard", "0/2")
-    assert run("--shard", "0/2", "--fresh").exit == 0
+    assert run("--shard", "0/2", "--fresh").exit_code == 0
     assert Path("output/a.shard-0-of-2.1").is_dir()
 
 
@@ -212,7 +212,7 @@ def test_folder_of_a_shard_grows_into_the_whole_run_on_demand() -> None:
     n_rows = len(rows_of(0, 2))
     folder(0, 2).rename("output/a")
     found = run("--on-change", "requeue")
-    assert (found.exit, found.json["skipped"], found.json["ok"]) == (0, n_rows, 50)
+    assert (found.exit_code, found.json["skipped"], found.json["ok"]) == (0, n_rows, 50)
 
 
 def test_dry_run_and_validate_show_the_shard() -> None:
@@ -270,12 +270,12 @@ def test_processor_runs_the_shard_that_its_job_names() -> None:
 def test_what_is_no_shard_is_refused(text: str, words: str) -> None:
     prepare(3)
     found = run(f"--shard={text}")
-    assert found.exit == 2
+    assert found.exit_code == 2
     assert words in found.stderr
     assert "--shard" in found.stderr
     assert not Path("output").exists()
     found = run("--set", f"input.shard={text!r}")
-    assert found.exit == 2
+    assert found.exit_code == 2
     assert "input.shard: " in found.stderr
 
 
@@ -332,7 +332,7 @@ def test_auto_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "SLURM_ARRAY_TASK_ID" in run("--shard", "auto").stderr
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
-    assert run("--shard", "auto").exit == 0
+    assert run("--shard", "auto").exit_code == 0
     assert folder(2, 4).is_dir()
 
 

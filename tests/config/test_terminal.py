@@ -18,15 +18,13 @@ from tests.support.chat_server import ChatServer, Refused, error, serving
 from tests.support.paths import ROOT
 from tests.support.rows import write_jsonl
 
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
 # Sets the title, clears the screen, goes back over the line (C0); the same by C1; turns the text round.
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\rgone\x08\x7f\x9b31m\x90\u202e\u2066"
 ACTS = [byte for byte in map(chr, [*range(9), *range(11, 32), *range(127, 160)]) if byte != "\r"]
 ACTS += ["\u202e", "\u2066"]
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def on_a_terminal(*args: str) -> str:

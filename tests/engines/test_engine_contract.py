@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,8 +13,9 @@ import pytest
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine
 from batchkit.engines.registry import open_engine, open_preflight
-from batchkit.types import Completion, Request, Row
+from batchkit.types import Completion
 from tests.support.chat_server import MODEL, ChatServer, serving
+from tests.support.engine_requests import collect, request
 from tests.support.paths import ROOT
 from tests.support.small_vllm import SMALL
 
@@ -30,20 +30,6 @@ KINDS = [
 OWN_SERVER = {
     "command": f"{sys.executable} -P {ROOT}/tests/support/chat_server.py --port {{port}} --latency-s 0.01"
 }
-
-
-def request(index: int, text: str = "tell me about tea", **sampling: Any) -> Request:
-    messages = [{"role": "user", "content": f"{text} {index}"}]
-    row = Row(index, str(index), {})
-    return Request(row, messages, None, {"temperature": 0.0, "max_tokens": 8, **sampling}, "")
-
-
-def collect(engine: Engine, n: int, within_s: float = 120) -> list[Completion]:
-    done: list[Completion] = []
-    deadline = time.monotonic() + within_s
-    while len(done) < n and time.monotonic() < deadline:
-        done += engine.poll(0.05)
-    return done
 
 
 @pytest.fixture(scope="module")

@@ -5,38 +5,34 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
-import tomlkit
-from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchkit.cli import cli
 from batchkit.execution.records import to_record
 from batchkit.storage.schema import fault_in
 from batchkit.storage.store import line_of
 from batchkit.types import Choice, Completion, Cut, Request, Row, Usage
-from tests.support.chat_server import MODEL, ChatServer, Flood, Refused, serving
+from tests.support.chat_server import ChatServer, Flood, Refused, serving
+from tests.support.command_line import batchkit
 from tests.support.rows import write_jsonl
+from tests.support.server_runs import (
+    RUN,
+    answering,
+    assert_settled,
+    counted,
+    records,
+    said,
+    write_job,
+)
 
-RUN = Path("output/a")
-KINDS = ("--parquet", "--csv", "--jsonl", "--openai")
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
 MiB = 1 << 20
-
-
-def said(text: Any = "fine", finish_reason: Any = "stop", **more: Any) -> dict[str, Any]:
-    choice = {"index": 0, "message": {"content": text}, "finish_reason": finish_reason}
-    return {"choices": [{**choice, **more}], "usage": {"prompt_tokens": 3, "completion_tokens": 4}}
-
-
-def counted(prompt_tokens: Any, completion_tokens: Any = 4) -> dict[str, Any]:
-    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
-    return {**said(), "usage": usage}
 
 
 def nested(depth: int) -> Any:
@@ -47,58 +43,6 @@ def nested(depth: int) -> Any:
 
 
 NOT_A_COUNT = [-1, 2**32, 2**63, 2**64, 10**400, 1.5, 3.0, True, "3", None, [3], float("nan")]
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def batchkit(*args: str) -> Result:
-    return CliRunner().invoke(cli, list(args), catch_exceptions=False, prog_name="batchkit")
-
-
-def answering(bodies: list[Any]) -> Callable[[str, dict[str, Any]], None]:
-    """Row n is answered with ``bodies[n]``; another one as always."""
-
-    def before(text: str, body: dict[str, Any]) -> None:
-        n = int(text.split()[-1]) if text.startswith("row ") else len(bodies)
-        if n < len(bodies):
-            raise bodies[n] if isinstance(bodies[n], Exception) else Refused(200, bodies[n])
-
-    return before
-
-
-def write_job(server: ChatServer, rows: int, **tables: Any) -> None:
-    write_jsonl(Path("rows.jsonl"), ({"n": n} for n in range(rows)))
-    job: dict[str, Any] = {
-        "name": "a",
-        "input": {"path": "rows.jsonl"},
-        "prompt": {"user": "row {{ n }}"},
-        "engine": {"kind": "openai-server", "model": MODEL, "base_url": server.url},
-    }
-    for name, value in tables.items():
-        job[name] = {**job.get(name, {}), **value}
-    Path("job.toml").write_text(tomlkit.dumps(job))
-
-
-def records() -> list[dict[str, Any]]:
-    lines = (RUN / "results.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
-    return sorted(map(json.loads, lines), key=lambda record: int(record["index"]))
-
-
-def assert_settled(server: ChatServer) -> None:
-    """A second start asks for nothing, the audit is clean, and every export reads the log."""
-    asked = len(server.bodies)
-    again = batchkit("run", "job.toml")
-    assert again.exit_code in (0, 3), again.stderr
-    assert len(server.bodies) == asked
-    assert not list(RUN.glob("*.torn-*"))
-    audit = json.loads(batchkit("verify", "job.toml", "--json").stdout)
-    assert (audit["torn_bytes"], audit["lost"], audit["duplicates"]) == (0, 0, 0)
-    exported = batchkit("export", "job.toml", *KINDS)
-    assert exported.exit_code == 0, exported.stderr
-    assert pq.read_table(RUN / "results.parquet").num_rows == audit["records"]
 
 
 def test_a_count_that_cannot_be_true_is_none() -> None:

@@ -8,8 +8,6 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
@@ -39,55 +37,9 @@ from batchkit.types import Completion, Request, Row
 from tests.support.chat_server import MODEL, ChatServer, HangUp, Refused, error, serving
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
+from tests.support.server_engine import ask, job, opened, request, table, texts
 
 KEY = "sk-very-secret"
-
-
-def table(server: ChatServer, folder: Path, **tables: Any) -> dict[str, Any]:
-    made: dict[str, Any] = {
-        "name": "a",
-        "engine": {"kind": "openai-server", "model": MODEL, "base_url": server.url},
-        "output": {"dir": str(folder / "output")},
-    }
-    for name, value in tables.items():
-        made[name] = {**made.get(name, {}), **value}
-    return made
-
-
-def job(server: ChatServer, options: dict[str, Any] | None = None, **tables: Any) -> JobConfig:
-    engine = {**tables.pop("engine", {}), "options": options or {}}
-    return make_job(table(server, Path("/nowhere"), engine=engine, **tables), "test")
-
-
-def request(index: int, text: str = "", **sampling: Any) -> Request:
-    messages = [{"role": "user", "content": text or f"row {index}"}]
-    return Request(Row(index, str(index), {}), messages, None, {"max_tokens": 64, **sampling}, "")
-
-
-@contextmanager
-def opened(server: ChatServer, *args: Any, **kwargs: Any) -> Iterator[Engine]:
-    with closing(open_engine(job(server, *args, **kwargs))) as engine:
-        yield engine
-
-
-def ask(engine: Engine, requests: Iterable[Request], within_s: float = 20) -> list[Completion]:
-    """What comes back for ``requests``, by row."""
-    waiting = 0
-    for one in requests:
-        engine.submit(one)
-        waiting += 1
-    done: list[Completion] = []
-    deadline = time.monotonic() + within_s
-    while len(done) < waiting and time.monotonic() < deadline:
-        done += engine.poll(0.05)
-    assert engine.poll(0.02) == []
-    done.sort(key=lambda completion: completion.request.row.index)
-    assert [c.request.row.index for c in done] == list(range(waiting))
-    return done
-
-
-def texts(done: Iterable[Completion]) -> list[str]:
-    return [c.choices[0].text if c.error is None else type(c.error).__name__ for c in done]
 
 
 # --- what is sent, and what is made of the answer

@@ -28,7 +28,7 @@ from batchkit.engines.process.engine import ProcessEngine
 from batchkit.engines.process.launcher import LOG, Launcher
 from batchkit.engines.registry import open_engine
 from batchkit.errors import JobError
-from tests.engines.test_engine_contract import collect, request
+from tests.support.engine_requests import collect, request
 from tests.support.paths import ROOT
 from tests.support.small_vllm import SMALL
 
@@ -40,7 +40,7 @@ import json, os, sys
 from pathlib import Path
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.engine import ProcessEngine
-from tests.engines.test_engine_contract import collect, request
+from tests.support.engine_requests import collect, request
 
 job = JobConfig.model_validate_json(sys.argv[1])
 """

@@ -13,19 +13,12 @@ from batchkit.engines.base import Engine
 from batchkit.errors import EngineError
 from batchkit.execution.records import failed_unless_whole
 from batchkit.types import Choice, Completion, Request, Row
-from tests.engines.test_hostile_answers import (
-    _in_an_empty_folder,
-    answering,
-    assert_settled,
-    batchkit,
-    records,
-    said,
-    write_job,
-)
-from tests.engines.test_openai_server import ask, opened, request, texts
 from tests.support.chat_server import MODEL, Raw, Refused, http, serving
+from tests.support.command_line import batchkit
+from tests.support.server_engine import ask, opened, request, texts
+from tests.support.server_runs import answering, assert_settled, records, said, write_job
 
-__all__ = ["_in_an_empty_folder"]
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 FAILURE = {"code": 502, "message": "the provider died"}
 

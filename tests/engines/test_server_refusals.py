@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchkit.engines.openai.api import retry_after_s
 from batchkit.errors import EngineError
-from tests.engines.test_hostile_answers import (
-    Path,
-    _in_an_empty_folder,
-    batchkit,
-    records,
-    write_job,
-)
-from tests.engines.test_openai_server import ask, opened, request, texts
 from tests.support.chat_server import Refused, error, serving
+from tests.support.command_line import batchkit
 from tests.support.rows import write_jsonl
+from tests.support.server_engine import ask, opened, request, texts
+from tests.support.server_runs import records, write_job
 
-__all__ = ["_in_an_empty_folder"]
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 REFUSALS = {
     "403": Refused(403, error("your input was flagged")),

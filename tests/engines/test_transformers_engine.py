@@ -26,13 +26,12 @@ from batchkit.errors import JobError, PromptTooLongError
 from batchkit.storage.identity import identity
 from batchkit.storage.ledger import RESULTS, read_newest
 from batchkit.types import Completion, Request, Row
-from tests.engines.test_engine_contract import collect, request
-from tests.engines.test_vllm_engine import ask, plain, with_image
-from tests.engines.test_vllm_equality import _reference
+from tests.support.engine_requests import ask, collect, plain, request, with_image
 from tests.support.failing_model import FAULTS, faulty_model
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 from tests.support.small_vllm import SMALL
+from tests.support.vllm_reference import reference
 
 OPTIONS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8}
 
@@ -496,7 +495,7 @@ def test_a_job_answers_as_llm_chat_does(
     options = {**SMALL, "model": str(model)}
     if not images:
         del options["limit_mm_per_prompt"]
-    expected = _reference(options, [conversation(row, tmp_path) for row in rows])
+    expected = reference(options, [conversation(row, tmp_path) for row in rows], max_tokens=24)
     ours = [
         {"text": record["text"], "finish_reason": record["finish_reason"], **record["usage"]}
         for record in read_newest(tmp_path / "output/run" / RESULTS)

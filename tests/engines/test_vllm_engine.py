@@ -18,8 +18,8 @@ from batchkit.engines.process.launcher import LOG, Launcher
 from batchkit.engines.registry import open_engine, open_preflight
 from batchkit.engines.vllm.engine import unknown_images
 from batchkit.errors import EngineError, JobError
-from batchkit.types import Completion, Request, Row
-from tests.engines.test_engine_contract import collect, request
+from batchkit.types import Request, Row
+from tests.support.engine_requests import ask, plain, request, with_image
 from tests.support.small_vllm import SMALL
 
 GOOD = 1000
@@ -42,30 +42,6 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
     """For one engine after another: its process imports vLLM once."""
     with closing(Launcher(tmp_path_factory.mktemp("launcher") / LOG)) as one:
         yield one
-
-
-def ask(engine: Engine, *requests: Request) -> list[Completion]:
-    """The answers, in the order of the requests."""
-    for one in requests:
-        engine.submit(one)
-    done = {id(c.request): c for c in collect(engine, len(requests))}
-    return [done[id(one)] for one in requests]
-
-
-def with_image(size: tuple[int, int], n: int = 1) -> Request:
-    parts: list[dict[str, Any]] = [
-        {"type": "image_pil", "image_pil": Image.new("RGB", size, (90, 20, 160))} for _ in range(n)
-    ]
-    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "what is it?"}]}]
-    sampling = {"temperature": 0.0, "max_tokens": 8}
-    return Request(
-        Row(1, "1", {}), messages, None, sampling, "", media_bytes=n * 4 * size[0] * size[1]
-    )
-
-
-def plain(prompt: str, **sampling: Any) -> Request:
-    sampling = {"temperature": 0.0, "max_tokens": 8, **sampling}
-    return Request(Row(1, "1", {}), None, prompt, sampling, "")
 
 
 def test_n_gives_as_many_choices(engine: Engine) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +13,10 @@ from tests.support.own_process import batchkit
 from tests.support.paths import ROOT
 from tests.support.rows import write_jsonl
 from tests.support.small_vllm import SMALL
+from tests.support.vllm_reference import reference
 
 JOBS = ROOT / "jobs"
 N_TEXT, N_IMAGES, MAX_TOKENS = 60, 24, 24
-
-
-def _reference(options: dict[str, Any], conversations: list[Any]) -> list[dict[str, Any]]:
-    task = {"options": options, "conversations": conversations, "max_tokens": MAX_TOKENS}
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests/support/vllm_reference.py"],
-        input=json.dumps(task),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
 
 
 def _ours(folder: Path) -> list[dict[str, Any]]:
@@ -85,7 +70,7 @@ def test_text_answers_equal_those_of_llm_chat(tmp_path: Path, text_model: Path) 
     done = batchkit("run", job, cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
-    expected = _reference(
+    expected = reference(
         options,
         [
             [
@@ -94,6 +79,7 @@ def test_text_answers_equal_those_of_llm_chat(tmp_path: Path, text_model: Path) 
             ]
             for row in rows
         ],
+        MAX_TOKENS,
     )
     assert _ours(tmp_path / "output/equal") == expected
 
@@ -117,7 +103,7 @@ def test_image_answers_equal_those_of_llm_chat(tmp_path: Path, demo_model: Path)
     assert done.returncode == 0, done.stderr
     picture = lambda row: {"type": "image_path", "path": str(tmp_path / row["file"])}  # noqa: E731
     text = lambda value: {"type": "text", "text": value}  # noqa: E731
-    expected = _reference(
+    expected = reference(
         {**SMALL, "model": str(demo_model)},
         [
             [
@@ -134,6 +120,7 @@ def test_image_answers_equal_those_of_llm_chat(tmp_path: Path, demo_model: Path)
             ]
             for row in rows
         ],
+        MAX_TOKENS,
     )
     ours = _ours(tmp_path / "output/equal")
     assert ours == expected

@@ -19,7 +19,6 @@ from batchkit.errors import PromptTooLongError
 from batchkit.rendering.truncation import MARK
 from batchkit.storage.ledger import RESULTS, read_newest
 from batchkit.types import Cut, Request, Row
-from tests.rendering.test_truncation import answer_room
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 from tests.support.small_vllm import SMALL
@@ -167,7 +166,7 @@ def test_cut_prompt_is_refused_until_its_answer_fits(
 ) -> None:
     """What is left after a cut is an estimate; the engine counts, by the same rule."""
     preflight = open_preflight(job_of(demo_model, tmp_path, []))
-    room = answer_room(max_tokens or 0, LIMIT)
+    room = max(1, min(max_tokens or 0, LIMIT // 2))
 
     def plain(tokens: int, cut: Cut | None) -> Request:
         sampling = {"max_tokens": max_tokens}

@@ -21,10 +21,10 @@ import pytest
 
 from batchkit.errors import ChangedError, JobError
 from batchkit.execution.processor import ProductionBatchProcessor
+from tests.support.command_line import batchkit
 from tests.support.dry_runs import (
     LOG,
     RUN,
-    batchkit,
     manifest,
     prepare,
     process,
@@ -60,7 +60,7 @@ def test_resume_runs_only_what_is_missing() -> None:
     first = run("--limit", "4")
     before = LOG.read_bytes()
     second = run()
-    assert (first.exit, second.exit) == (0, 0)
+    assert (first.exit_code, second.exit_code) == (0, 0)
     assert LOG.read_bytes().startswith(before)
     assert settled() == dict.fromkeys(range(10), "ok")
     expected = {"total": 10, "ok": 10, "failed": 0, "skipped": 4, "exit": 0}
@@ -87,7 +87,7 @@ def test_nothing_left_starts_no_engine() -> None:
     run()
     before = LOG.read_bytes()
     again = run()
-    assert (again.exit, again.json["ok"], again.json["skipped"]) == (0, 10, 10)
+    assert (again.exit_code, again.json["ok"], again.json["skipped"]) == (0, 10, 10)
     assert "nothing left to run" in again.stderr
     assert "loading" not in again.stderr
     assert "engine" not in manifest()["starts"][-1]
@@ -97,14 +97,14 @@ def test_nothing_left_starts_no_engine() -> None:
 def test_nothing_left_still_says_that_rows_failed() -> None:
     write_rows([{"q": "x"}, {"other": "x"}])
     write_job()
-    assert [run().exit, run().exit] == [3, 3]
+    assert [run().exit_code, run().exit_code] == [3, 3]
     assert len(records()) == 2
 
 
 def test_job_without_rows_is_a_finished_run() -> None:
     prepare(3, input={"where": {"q": "nobody asks this"}})
     found = run()
-    assert (found.exit, found.json["total"], found.json["ok"]) == (0, 0, 0)
+    assert (found.exit_code, found.json["total"], found.json["ok"]) == (0, 0, 0)
     assert "loading" not in found.stderr
 
 
@@ -112,7 +112,7 @@ def test_limit_smaller_than_what_is_done_runs_nothing() -> None:
     prepare()
     run()
     found = run("--limit", "3")
-    assert (found.exit, len(records())) == (0, 10)
+    assert (found.exit_code, len(records())) == (0, 10)
     assert found.json["total"] >= found.json["ok"]
 
 
@@ -125,7 +125,7 @@ def test_filter_keeps_the_index_of_the_unfiltered_input() -> None:
     assert (found.json["total"], found.json["skipped"]) == (5, 2)
     assert sorted(settled()) == [1, 3, 5, 7, 9]
     both = 'input.where={kind=["odd", "even"]}'
-    assert run("--set", both).exit == 2, "a table that mixes two filters is not one table"
+    assert run("--set", both).exit_code == 2, "a table that mixes two filters is not one table"
     found = run("--set", both, "--on-change", "requeue")
     assert (found.json["total"], found.json["skipped"]) == (10, 5)
     assert sorted(settled()) == list(range(10))
@@ -137,7 +137,7 @@ def test_rows_done_in_another_run_are_skipped_by_id() -> None:
     prepare(10, input={"id": "key"})
     run("--limit", "6", "--set", "name=other")
     found = run("--skip-from", "output/other")
-    assert found.exit == 0
+    assert found.exit_code == 0
     assert sorted(settled()) == [6, 7, 8, 9]
     assert len(records(Path("output/other/results.jsonl"))) == 6
 
@@ -167,7 +167,7 @@ def test_row_without_an_id_is_not_skipped_for_another_row_at_its_place(who_has_i
 def test_skipping_from_what_is_no_run_is_refused() -> None:
     prepare()
     found = run("--skip-from", "nowhere")
-    assert found.exit == 2
+    assert found.exit_code == 2
     assert "nowhere: not a run folder" in found.stderr
 
 
@@ -194,7 +194,7 @@ def test_iterator_begins_a_new_run_each_time() -> None:
 def test_prompts_chat_messages_and_dicts_are_rows() -> None:
     chat = [{"role": "user", "content": "hi"}]
     summary = process(["hi", chat, {"prompt": "hi"}, {"messages": chat}, 7])
-    assert (summary.ok, summary.failed, summary.exit) == (4, 1, 3)
+    assert (summary.ok, summary.failed, summary.exit_code) == (4, 1, 3)
     (failed,) = (record for record in records() if record["status"] == "failed")
     assert (failed["index"], failed["error"]["kind"]) == (4, "invalid_request")
     assert "row 4 is int" in failed["error"]["message"]
@@ -231,12 +231,12 @@ def test_changed_job_is_refused_with_a_diff(override: str, line: str) -> None:
     run()
     before = LOG.read_bytes(), manifest()
     found = run("--set", override)
-    assert found.exit == 2
+    assert found.exit_code == 2
     assert line in found.stderr
     assert "--fresh" in found.stderr
     assert found.stdout == ""
     assert (LOG.read_bytes(), manifest()) == before
-    assert run().exit == 0  # as it was, it goes on
+    assert run().exit_code == 0  # as it was, it goes on
 
 
 def test_all_changes_are_told_at_once() -> None:
@@ -244,7 +244,7 @@ def test_all_changes_are_told_at_once() -> None:
     run()
     write_rows(4)
     found = run("--set", "sampling.temperature=1", "--set", "vars.x=1")
-    assert found.exit == 2
+    assert found.exit_code == 2
     assert all(key in found.stderr for key in ("sampling.temperature", "vars.x", "in.jsonl"))
 
 
@@ -254,10 +254,10 @@ def test_changed_template_file_is_refused() -> None:
     write_job(prompt={"user": "{{ q }}"})
     text = Path("job.toml").read_text().replace('user = "{{ q }}"', 'user_file = "user.j2"')
     Path("job.toml").write_text(text)
-    assert run().exit == 0
+    assert run().exit_code == 0
     Path("user.j2").write_text("two {{ q }}")
     found = run()
-    assert found.exit == 2
+    assert found.exit_code == 2
     assert 'prompt.user: "one {{ q }}" → "two {{ q }}"' in found.stderr
 
 
@@ -267,11 +267,11 @@ def test_changed_model_folder_is_refused() -> None:
     (model / "config.json").write_text("{}")
     (model / "weights").write_bytes(bytes(3 * 2**20))
     prepare(3, engine={"model": str(model.resolve())})
-    assert run().exit == 0
-    assert run().exit == 0
+    assert run().exit_code == 0
+    assert run().exit_code == 0
     (model / "weights").write_bytes(bytes(3 * 2**20 - 1) + b"x")
     found = run()
-    assert found.exit == 2
+    assert found.exit_code == 2
     assert "engine.model_files" in found.stderr
 
 
@@ -284,7 +284,7 @@ def test_changed_input_is_refused_by_the_name_of_its_file(change: str) -> None:
         {"edit": [*rows[:4], {"q": "edited"}], "append": [*rows, rows[0]]}.get(change, rows[:4])
     )
     found = run()
-    assert found.exit == 2
+    assert found.exit_code == 2
     assert f"input {Path('in.jsonl').resolve()}" in found.stderr
     assert len(records()) == 5
 
@@ -294,7 +294,7 @@ def test_second_input_file_is_a_change() -> None:
     run()
     Path("in2.jsonl").write_text('{"q": "more"}\n')
     found = run()
-    assert found.exit == 2
+    assert found.exit_code == 2
     assert "in2.jsonl: none →" in found.stderr
 
 
@@ -302,10 +302,10 @@ def test_touched_or_moved_input_is_no_change() -> None:
     prepare(5)
     run("--limit", "2")
     os.utime("in.jsonl", (1, 1))
-    assert run("--limit", "3").exit == 0
+    assert run("--limit", "3").exit_code == 0
     Path("elsewhere").mkdir()
     Path("in.jsonl").rename("elsewhere/rows.jsonl")
-    assert run("--set", "input.path=elsewhere/rows.jsonl").exit == 0
+    assert run("--set", "input.path=elsewhere/rows.jsonl").exit_code == 0
     assert settled() == dict.fromkeys(range(5), "ok")
 
 
@@ -324,20 +324,20 @@ def test_touched_or_moved_input_is_no_change() -> None:
 def test_what_changes_only_the_speed_is_no_change(override: str) -> None:
     prepare(5)
     run("--limit", "2")
-    assert run("--set", override).exit == 0
+    assert run("--set", override).exit_code == 0
     assert len(settled()) == 5
 
 
 def test_changes_before_the_first_record_are_no_change() -> None:
     prepare(3)
     refused = run("--set", "engine.options.nonsense=1")
-    assert refused.exit == 2
+    assert refused.exit_code == 2
     assert "engine.options.nonsense" in refused.stderr
     assert RUN.exists()
     write_rows(4)
-    assert run("--set", "sampling.temperature=1").exit == 0
+    assert run("--set", "sampling.temperature=1").exit_code == 0
     assert len(settled()) == 4
-    assert run().exit == 2  # by now the run stands for temperature 1
+    assert run().exit_code == 2  # by now the run stands for temperature 1
 
 
 # On change
@@ -348,7 +348,7 @@ def test_on_change_new_moves_the_old_run_aside() -> None:
     run()
     old = LOG.read_bytes()
     found = run("--on-change", "new", "--set", "vars.x=1")
-    assert (found.exit, found.json["skipped"]) == (0, 0)
+    assert (found.exit_code, found.json["skipped"]) == (0, 0)
     assert "vars.x: null → 1" in found.stderr
     assert "output/a.1" in found.stderr
     assert Path("output/a.1/results.jsonl").read_bytes() == old
@@ -375,7 +375,7 @@ def test_requeue_keeps_the_records_of_unchanged_rows() -> None:
     write_rows(rows)
 
     found = run("--on-change", "requeue")
-    assert (found.exit, found.json["skipped"], found.json["total"]) == (0, 4, 6)
+    assert (found.exit_code, found.json["skipped"], found.json["total"]) == (0, 4, 6)
     assert "4 records kept, 2 rows to run again" in found.stderr
     # The dry-run engine answers with the index that the row had when it was run.
     answered = {record["id"]: (record["index"], record["text"][-1]) for record in records()}
@@ -409,7 +409,7 @@ def test_requeue_keeps_failed_records_of_unchanged_rows_failed() -> None:
     run()
     write_rows(rows[1:])
     found = run("--on-change", "requeue")
-    assert (found.exit, found.json["skipped"]) == (3, 2)
+    assert (found.exit_code, found.json["skipped"]) == (3, 2)
     assert settled() == {0: "failed", 1: "ok"}
 
 
@@ -417,7 +417,7 @@ def test_requeue_runs_all_again_when_the_job_changed() -> None:
     prepare(4)
     run()
     found = run("--on-change", "requeue", "--set", "sampling.temperature=1")
-    assert (found.exit, found.json["skipped"]) == (0, 0)
+    assert (found.exit_code, found.json["skipped"]) == (0, 0)
     assert "0 records kept, 4 rows to run again" in found.stderr
     assert len(settled()) == 4
     assert len(records(RUN / "results.jsonl.before-1")) == 4
@@ -429,7 +429,7 @@ def test_requeue_of_rows_that_share_an_id_leaves_one_record_each() -> None:
     write_job(input={"id": "key"})
     run()
     write_rows([same, same, {"key": "c", "q": "edited"}])
-    assert run("--on-change", "requeue").exit == 0
+    assert run("--on-change", "requeue").exit_code == 0
     assert settled() == dict.fromkeys(range(3), "ok")
     assert verify()["duplicates"] == 0
 
@@ -464,7 +464,7 @@ def test_fresh_moves_each_earlier_run_aside() -> None:
 def test_fresh_does_not_ask_what_changed() -> None:
     prepare(3)
     run()
-    assert run("--fresh", "--set", "sampling.temperature=1").exit == 0
+    assert run("--fresh", "--set", "sampling.temperature=1").exit_code == 0
 
 
 # Real processes and signals
@@ -505,11 +505,11 @@ def test_second_process_is_refused_and_told_who_holds_the_run(start: Any) -> Non
     first = start("run", "job.toml")
     await_that("the run is held", lambda: RUN.exists() and (RUN / "manifest.json").exists())
     found = run()
-    assert found.exit == 1
+    assert found.exit_code == 1
     assert f"process {first.pid} on " in found.stderr
     assert "is working in this run folder" in found.stderr
     assert status()["held_by"]["pid"] == first.pid
-    assert batchkit("retry-failed", str(RUN)).exit == 0  # it finds nothing to do
+    assert batchkit("retry-failed", str(RUN)).exit_code == 0  # it finds nothing to do
 
     first.kill()
     first.wait()
@@ -520,7 +520,7 @@ def test_fresh_does_not_move_a_run_that_is_at_work(start: Any) -> None:
     prepare(4, engine={"options": {"latency_s": 600.0}})
     start("run", "job.toml")
     await_that("the run is held", lambda: (RUN / "manifest.json").exists())
-    assert run("--fresh").exit == 1
+    assert run("--fresh").exit_code == 1
     assert not Path("output/a.1").exists()
 
 
@@ -583,7 +583,7 @@ def test_everything_finished_before_a_signal_is_on_disk(start: Any, signum: int)
     assert verify() | {"ok": len(done), "checkpoint_matches": True, "torn_bytes": 0} == verify()
 
     again = run()
-    assert (again.exit, again.json["skipped"]) == (0, len(done))
+    assert (again.exit_code, again.json["skipped"]) == (0, len(done))
     assert settled() == dict.fromkeys(range(60), "ok")
 
 
@@ -603,7 +603,7 @@ def test_disk_that_fills_up_stops_the_run_in_good_order() -> None:
     assert 0 < len(settled()) < 300
     assert verify()["lost"] == verify()["torn_bytes"] == 0
 
-    assert run().exit == 0
+    assert run().exit_code == 0
     assert settled() == dict.fromkeys(range(300), "ok")
 
 
@@ -629,7 +629,7 @@ def test_run_on_a_full_disk_says_so_and_resumes(tmp_path: Path, room: str) -> No
             assert 0 < len(settled()) < 600
 
         ballast.unlink()
-        assert run("--limit", "500").exit == 0
+        assert run("--limit", "500").exit_code == 0
         assert settled() == dict.fromkeys(range(500), "ok")
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
@@ -640,9 +640,9 @@ def test_run_log_that_can_not_be_written_costs_no_answer() -> None:
     prepare(3)
     RUN.mkdir(parents=True)
     (RUN / "run.log").symlink_to("/dev/full")
-    assert run().exit in (0, 1)  # going on is as good as a clear stop; a traceback is neither
+    assert run().exit_code in (0, 1)  # going on is as good as a clear stop; a traceback is neither
     (RUN / "run.log").unlink()
-    assert run().exit == 0
+    assert run().exit_code == 0
     assert settled() == dict.fromkeys(range(3), "ok")
 
 
@@ -658,7 +658,7 @@ def test_failed_rows_do_not_stop_the_run() -> None:
     rows_that_fail(20, every=4)
     write_job()
     found = run()
-    assert (found.exit, found.json["ok"], found.json["failed"]) == (3, 15, 5)
+    assert (found.exit_code, found.json["ok"], found.json["failed"]) == (3, 15, 5)
     failed = [record for record in records() if record["status"] == "failed"]
     assert {record["error"]["kind"] for record in failed} == {"template"}
     assert {record["text"] for record in failed} == {None}
@@ -681,14 +681,14 @@ def test_fail_on_error_stops_the_run_past_it(limit: str, code: int) -> None:
     rows_that_fail(3000, every=4)
     write_job(run={"max_in_flight": 8})
     found = run("--set", f"run.fail_on_error={limit}")
-    assert found.exit == code
+    assert found.exit_code == code
     if code == 3:
         assert len(settled()) == 3000
         return
     assert f"run.fail_on_error = {limit} stops the run" in found.stderr
     assert 0 < len(settled()) < 3000
     assert verify()["checkpoint_matches"]
-    assert run("--set", "run.fail_on_error=false").exit == 3
+    assert run("--set", "run.fail_on_error=false").exit_code == 3
     assert len(settled()) == 3000
 
 
@@ -696,14 +696,14 @@ def test_fail_on_error_stops_the_run_past_it(limit: str, code: int) -> None:
 def test_fail_on_error_stops_a_run_whose_every_row_fails(n: int) -> None:
     rows_that_fail(n, every=1)
     write_job(run={"fail_on_error": True})
-    assert run().exit == 1
+    assert run().exit_code == 1
     assert 1 <= len(records()) <= max(1, n - 1)
 
 
 def test_fail_on_error_sees_the_last_row() -> None:
     write_rows([{"q": "x"}] * 9 + [{"other": "x"}])
     write_job(run={"fail_on_error": True, "max_in_flight": 1})
-    assert run().exit == 1
+    assert run().exit_code == 1
 
 
 def test_rows_that_fail_reach_the_disk_while_the_run_goes_on() -> None:
@@ -792,7 +792,7 @@ def test_job_of_the_run_is_kept_as_resolved() -> None:
     assert kept["input"]["limit"] == 2
     assert kept["input"]["path"] == str(Path("in.jsonl").resolve())
     again = batchkit("run", str(RUN / "job.toml"))
-    assert (again.exit, again.json["skipped"]) == (0, 2)
+    assert (again.exit_code, again.json["skipped"]) == (0, 2)
 
 
 SECRET = "sk-123-not-for-the-disk"
@@ -805,7 +805,7 @@ def files_that_hold(text: str) -> list[str]:
 
 def test_secrets_are_masked_wherever_written() -> None:
     prepare(3, vars={"api_key": SECRET, "login": {"password": SECRET}, "topic": "x"})
-    assert run().exit == 0
+    assert run().exit_code == 0
     kept = tomllib.loads((RUN / "job.toml").read_text())
     assert kept["vars"] == {"api_key": "***", "login": {"password": "***"}, "topic": "x"}
     assert files_that_hold(SECRET) == []
@@ -832,8 +832,8 @@ def test_run_with_a_masked_secret_can_be_retried() -> None:
     write_job(vars={"api_key": SECRET})
     run()
     found = batchkit("retry-failed", "--set", "vars.q=now")
-    assert found.exit == 0, found.stderr
-    assert run().exit == 0
+    assert found.exit_code == 0, found.stderr
+    assert run().exit_code == 0
 
 
 # retry-failed
@@ -842,10 +842,10 @@ def test_run_with_a_masked_secret_can_be_retried() -> None:
 def test_retry_recovers_the_rows_that_failed_and_touches_no_other() -> None:
     rows_that_fail(10, every=2)
     write_job()
-    assert run().exit == 3
+    assert run().exit_code == 3
     before = LOG.read_bytes()
     found = batchkit("retry-failed", "job.toml", "--set", "vars.q=now there")
-    assert found.exit == 0
+    assert found.exit_code == 0
     assert found.stdout == "retried 5 rows (5 template): 5 recovered\n"
     assert LOG.read_bytes().startswith(before)
     again = records()[10:]
@@ -854,7 +854,7 @@ def test_retry_recovers_the_rows_that_failed_and_touches_no_other() -> None:
     ]
     assert verify() | {"ok": 10, "failed": 0, "duplicates": 0, "records": 15} == verify()
     assert status()["failed_by_kind"] == {}
-    assert run().exit == 0  # --set held for that start alone, so nothing changed
+    assert run().exit_code == 0  # --set held for that start alone, so nothing changed
 
 
 def test_retry_that_recovers_nothing_says_so() -> None:
@@ -862,10 +862,10 @@ def test_retry_that_recovers_nothing_says_so() -> None:
     write_job()
     run()
     found = batchkit("retry-failed", str(RUN))
-    assert found.exit == 3
+    assert found.exit_code == 3
     assert found.stdout == "retried 3 rows (3 template): 0 recovered\n"
     assert [record["attempt"] for record in records()[6:]] == [2, 2, 2]
-    assert batchkit("retry-failed", str(RUN)).exit == 3
+    assert batchkit("retry-failed", str(RUN)).exit_code == 3
     assert {record["attempt"] for record in records()[9:]} == {3}
 
 
@@ -874,7 +874,7 @@ def test_retry_of_the_last_run_names_it() -> None:
     write_job()
     run()
     found = batchkit("retry-failed", "--set", "vars.q=now")
-    assert found.exit == 0
+    assert found.exit_code == 0
     assert found.stderr.startswith("batchkit: output/a\n")
 
 
@@ -885,7 +885,7 @@ def test_retry_of_a_run_that_was_stopped_says_that_rows_remain() -> None:
     LOG.write_bytes(b"".join(LOG.read_bytes().splitlines(keepends=True)[:-3]))
     (RUN / "checkpoint.json").unlink()
     found = batchkit("retry-failed", "--set", "vars.q=now")
-    assert (found.exit, manifest()["starts"][-1]["exit"]) == (1, 1)
+    assert (found.exit_code, manifest()["starts"][-1]["exit"]) == (1, 1)
     assert "rows without a record remain; next: batchkit run" in found.stderr
     assert (status()["ok"], status()["failed"]) == (7, 0)
 
@@ -899,15 +899,15 @@ def test_retry_says_that_rows_remain_though_others_are_done_past_the_limit() -> 
     lines = LOG.read_bytes().splitlines(keepends=True)
     LOG.write_bytes(b"".join(line for line in lines if b'{"index":0,' not in line))
     (RUN / "checkpoint.json").unlink()  # as after a kill before the first row was answered
-    assert batchkit("retry-failed", "--set", "vars.q=now").exit == 1
+    assert batchkit("retry-failed", "--set", "vars.q=now").exit_code == 1
 
 
 def test_retry_leaves_the_rows_of_another_run_to_it() -> None:
     write_rows([{"key": n, "q": "x"} for n in range(4)] + [{"key": 4}])
     write_job(input={"id": "key"})
     run("--limit", "2", "--set", "name=b")
-    assert run("--skip-from", "output/b").exit == 3
-    assert batchkit("retry-failed", str(RUN), "--set", "vars.q=now").exit == 0
+    assert run("--skip-from", "output/b").exit_code == 3
+    assert batchkit("retry-failed", str(RUN), "--set", "vars.q=now").exit_code == 0
     assert (status()["pending"], verify()["pending"]) == (0, 0)
 
 
@@ -933,11 +933,11 @@ def test_retry_takes_only_the_kinds_it_was_given() -> None:
     assert status()["failed_by_kind"] == {"template": 1, "invalid_request": 1}
     found = batchkit("retry-failed", "--kind", "template", "--set", "vars.q=now")
     assert found.stdout == "retried 1 rows (1 template): 1 recovered\n"
-    assert found.exit == 3  # the other one is still failed
+    assert found.exit_code == 3  # the other one is still failed
     assert status()["failed_by_kind"] == {"invalid_request": 1}
     found = batchkit("retry-failed", "--kind", "media")
-    assert (found.exit, found.stdout) == (0, "nothing to retry: no row failed by media\n")
-    assert batchkit("retry-failed", "--kind", "weather").exit == 2
+    assert (found.exit_code, found.stdout) == (0, "nothing to retry: no row failed by media\n")
+    assert batchkit("retry-failed", "--kind", "weather").exit_code == 2
 
 
 def test_retry_as_json_tells_rows_kinds_and_what_it_recovered() -> None:
@@ -990,7 +990,7 @@ def test_retry_reads_the_input_as_the_run_did(override: str) -> None:
     run()
     before = LOG.read_bytes()
     found = batchkit("retry-failed", "--set", "vars.q=now", "--set", override)
-    assert (found.exit, LOG.read_bytes()) == (2, before)
+    assert (found.exit_code, LOG.read_bytes()) == (2, before)
     assert f"--set {override}" in found.stderr
 
 
@@ -1000,7 +1000,7 @@ def test_retry_of_an_input_that_was_moved_finds_its_rows() -> None:
     run()
     Path("in.jsonl").rename("moved.jsonl")
     moved = ["--set", "input.path=moved.jsonl"]
-    assert batchkit("retry-failed", "--set", "vars.q=now", *moved).exit == 0
+    assert batchkit("retry-failed", "--set", "vars.q=now", *moved).exit_code == 0
 
 
 def test_retry_of_a_changed_input_is_refused() -> None:
@@ -1009,7 +1009,7 @@ def test_retry_of_a_changed_input_is_refused() -> None:
     run()
     rows_that_fail(6, every=2)
     found = batchkit("retry-failed", "--set", "vars.q=now")
-    assert found.exit == 2
+    assert found.exit_code == 2
     assert "in.jsonl" in found.stderr
 
 
@@ -1066,9 +1066,9 @@ def test_status_of_what_is_no_run_is_refused() -> None:
     Path("empty").mkdir()
     for target in ("empty", "nowhere"):
         found = batchkit("status", target)
-        assert found.exit == 2
+        assert found.exit_code == 2
         assert target in found.stderr
-    assert batchkit("status").exit == 2
+    assert batchkit("status").exit_code == 2
     with pytest.raises(JobError):
         ProductionBatchProcessor("job.toml")
 
@@ -1079,7 +1079,7 @@ def test_run_whose_log_is_gone_is_told_so(command: str) -> None:
     run()
     LOG.unlink()
     found = batchkit(command, str(RUN))
-    assert found.exit == 1
+    assert found.exit_code == 1
     assert "results.jsonl" in found.stderr
 
 
@@ -1088,7 +1088,7 @@ def test_verify_accounts_for_every_row() -> None:
     write_job()
     run("--limit", "5")
     found = batchkit("verify", "--json")
-    assert found.exit == 0
+    assert found.exit_code == 0
     assert found.json.keys() >= VERIFY_KEYS
     expected = {
         "rows": 5,
@@ -1148,7 +1148,7 @@ def test_verify_finds_a_planted_fault(plant: Callable[[], None], found_out: dict
     plant()
     found = batchkit("verify", "--json")
     assert found.json | found_out == found.json
-    assert found.exit == 1
+    assert found.exit_code == 1
     assert batchkit("verify").stdout.splitlines()[-1] == "NOT SOUND"
 
 
@@ -1159,7 +1159,7 @@ def test_verify_counts_torn_bytes_and_calls_the_rest_sound() -> None:
     with LOG.open("ab") as log:
         log.write(b'{"index":10,"id":"1')
     found = batchkit("verify", "--json")
-    assert (found.exit, found.json["torn_bytes"], found.json["ok"]) == (0, 19, 10)
+    assert (found.exit_code, found.json["torn_bytes"], found.json["ok"]) == (0, 19, 10)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"version": 7}', "null"])
@@ -1182,12 +1182,12 @@ def test_rows_before_a_broken_place_are_answered_once_and_the_run_can_be_carried
         engine={"kind": "dry-run", "options": {"latency_s": 0.05}},
     )
     found = run()
-    assert found.exit == 1
+    assert found.exit_code == 1
     assert len(settled()) == 40, "what was in flight is paid for"
-    assert run().exit == 1
+    assert run().exit_code == 1
     assert len(records()) == 40
     Path("rows.json").write_text(f'[{good} {{"q": "last"}}]')
-    assert run("--on-change", "requeue").exit == 0
+    assert run("--on-change", "requeue").exit_code == 0
     assert len(settled()) == 41
 
 
@@ -1206,16 +1206,16 @@ def test_secret_looking_variable_is_never_rendered_masked() -> None:
         prompt={"user": "{{ image_token }} {{ q }}{% if bad is defined %}{{ nowhere }}{% endif %}"},
         output={"prompt": True},
     )
-    assert run().exit == 3
+    assert run().exit_code == 3
     found = batchkit("retry-failed", "--set", "vars.nowhere=here")
-    assert found.exit == 3
+    assert found.exit_code == 3
     assert "image_token" in records()[-1]["error"]["message"], "it says what is missing"
     given = batchkit(
         "retry-failed", "--set", "vars.nowhere=here", "--set", "vars.image_token=one two three"
     )
-    assert given.exit == 0
+    assert given.exit_code == 0
     found = run("--set", "vars.image_token=four")
-    assert found.exit == 2
+    assert found.exit_code == 2
     assert "vars.image_token" in found.stderr
 
 
@@ -1223,7 +1223,7 @@ def test_mistyped_option_does_not_cost_the_folder_its_place() -> None:
     prepare(3)
     run()
     found = run("--fresh", "--set", "engine.options.lateny_s=1")
-    assert found.exit == 2
+    assert found.exit_code == 2
     assert not Path("output/a.1").exists()
     assert len(settled()) == 3
 
@@ -1233,7 +1233,7 @@ def test_fresh_outlives_a_damaged_manifest() -> None:
     run()
     (RUN / "manifest.json").write_text("")
     assert "--fresh" in run().stderr
-    assert run("--fresh").exit == 0
+    assert run("--fresh").exit_code == 0
 
 
 def test_run_outlives_a_reader_that_hangs_up() -> None:
@@ -1247,7 +1247,7 @@ def test_interrupt_from_python_writes_no_row_twice() -> None:
     prepare(200, run={"max_in_flight": 10})
     script = (
         "import sys; from batchkit import ProductionBatchProcessor as P;"
-        "s = P('job.toml').process(); print(s.exit); sys.exit(s.exit)"
+        "s = P('job.toml').process(); print(s.exit_code); sys.exit_code(s.exit_code)"
     )
     write_job(engine={"kind": "dry-run", "options": {"latency_s": 0.2}}, run={"max_in_flight": 10})
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
@@ -1258,5 +1258,5 @@ def test_interrupt_from_python_writes_no_row_twice() -> None:
     assert process.wait(timeout=60) == 130
     found = verify()
     assert found["duplicates"] == found["lost"] == 0
-    assert run().exit == 0
+    assert run().exit_code == 0
     assert verify()["ok"] == 200

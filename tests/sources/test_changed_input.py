@@ -19,23 +19,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tomlkit
-from click.testing import CliRunner, Result
 
-from batchkit.cli import cli
 from batchkit.config.loading import load_job, make_job
 from batchkit.errors import BatchkitError, BrokenInputError, ChangedInputError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.sources.input import Input, from_job, watched
 from batchkit.types import Row
+from tests.support.command_line import Ended, batchkit
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
 
 LOG = Path("output/a/results.jsonl")
 N = 1500
 REQUEUE = "--on-change=requeue"
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def rows(word: str, n: int = N) -> list[dict[str, Any]]:
@@ -68,11 +65,7 @@ def write_job(path: str = "in.jsonl", latency_s: float = 0.01, **keys: Any) -> N
     Path("job.toml").write_text(tomlkit.dumps(job))
 
 
-def batchkit(*args: str) -> Result:
-    return CliRunner().invoke(cli, list(args), catch_exceptions=False, prog_name="batchkit")
-
-
-def run(*args: str, meanwhile: Callable[[], None] | None = None) -> Result:
+def run(*args: str, meanwhile: Callable[[], None] | None = None) -> Ended:
     """Run the job; ``meanwhile`` is done once the first rows are answered."""
     before = LOG.stat().st_size if LOG.exists() else 0
 

@@ -21,6 +21,9 @@ from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.summary import RunSummary
 
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
 FRAME = pd.DataFrame(
     {"key": ["a", "b", "c"], "q": ["one", None, "three"], "n": [1.0, float("nan"), 3.0]}
 )
@@ -29,11 +32,6 @@ FIELDS = [
     {"key": "b", "q": None, "n": None},
     {"key": "c", "q": "three", "n": 3.0},
 ]
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def process(rows: Any, **tables: dict[str, Any]) -> RunSummary:

@@ -20,10 +20,10 @@ import pytest
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.ledger import REQUEUE
+from tests.support.command_line import batchkit
 from tests.support.dry_runs import (
     LOG,
     RUN,
-    batchkit,
     manifest,
     prepare,
     process,
@@ -93,12 +93,12 @@ def test_damage_before_the_checkpoint_stops_whoever_reads(
     damage()
     before = LOG.read_bytes()
     found = batchkit(*command)
-    assert found.exit == 1
+    assert found.exit_code == 1
     assert str(LOG) in found.stderr
     assert "byte" in found.stderr
     assert "batchkit verify --repair" in found.stderr
     assert LOG.read_bytes() == before
-    assert batchkit("verify").exit == 1
+    assert batchkit("verify").exit_code == 1
 
 
 def test_repair_finds_both_records_where_the_newline_between_them_was_lost() -> None:
@@ -107,7 +107,7 @@ def test_repair_finds_both_records_where_the_newline_between_them_was_lost() -> 
     newline_to_space()
     found = batchkit("verify", "--repair", "--json")
     assert "20 records kept, 1 lines set aside" in found.stderr
-    assert (found.exit, found.json["pending"]) == (0, 0)
+    assert (found.exit_code, found.json["pending"]) == (0, 0)
 
 
 def test_repair_accepts_a_change_that_left_whole_records_and_says_so_before() -> None:
@@ -115,8 +115,8 @@ def test_repair_accepts_a_change_that_left_whole_records_and_says_so_before() ->
     run()
     changed_answer()
     assert "accept the file as it is now with `batchkit verify --repair" in run().stderr
-    assert batchkit("verify", "--repair").exit == 0
-    assert run().exit == 0
+    assert batchkit("verify", "--repair").exit_code == 0
+    assert run().exit_code == 0
 
 
 @pytest.mark.parametrize("damage", [nul_bytes, deleted_line])
@@ -128,12 +128,12 @@ def test_repair_keeps_every_whole_record_and_leaves_the_others_pending(
     texts = {record["index"]: record["text"] for record in records()}
     damage()
     found = batchkit("verify", "--repair", "--json")
-    assert found.exit == 0
+    assert found.exit_code == 0
     gone = found.json["pending_rows"]
     assert 1 <= found.json["pending"] == len(gone) <= 2
     assert (found.json["checkpoint_matches"], found.json["torn_bytes"]) == (True, 0)
     again = run()
-    assert (again.exit, again.json["skipped"]) == (0, 20 - len(gone))
+    assert (again.exit_code, again.json["skipped"]) == (0, 20 - len(gone))
     assert {record["index"]: record["text"] for record in records()} == texts
     assert verify()["duplicates"] == 0
 
@@ -157,7 +157,7 @@ def test_repair_keeps_a_rows_own_answer_where_another_rows_came_after_it() -> No
     LOG.write_bytes(own + Path("output/b/results.jsonl").read_bytes())
     prepare(5)
     assert verify()["mixed"] == 4
-    assert batchkit("verify", "--repair", str(RUN)).exit == 0
+    assert batchkit("verify", "--repair", str(RUN)).exit_code == 0
     assert LOG.read_bytes() == own
     assert len((RUN / "results.jsonl.broken-1").read_bytes().splitlines()) == 4
 
@@ -166,7 +166,7 @@ def test_repair_of_a_sound_run_changes_nothing() -> None:
     prepare(10)
     run()
     before = LOG.read_bytes(), CHECKPOINT.read_bytes()
-    assert batchkit("verify", "--repair").exit == 0
+    assert batchkit("verify", "--repair").exit_code == 0
     assert (LOG.read_bytes(), CHECKPOINT.read_bytes()) == before
     assert not list(RUN.glob("*.broken-*"))
 
@@ -201,7 +201,7 @@ def test_checkpoint_that_was_changed_is_believed_by_nobody(changes: dict[str, An
     CHECKPOINT.write_bytes(orjson.dumps(orjson.loads(CHECKPOINT.read_bytes()) | changes))
     assert (status()["ok"], status()["pending"]) == (8, 0)
     assert verify()["checkpoint_matches"] is False
-    assert batchkit("export", "--jsonl").exit == 0
+    assert batchkit("export", "--jsonl").exit_code == 0
     assert run().json["skipped"] == 8
     assert settled() == dict.fromkeys(range(10), "ok")
     assert verify()["checkpoint_matches"]
@@ -214,7 +214,7 @@ def test_line_that_no_checksum_covers_is_named_where_it_is_passed_over() -> None
     LOG.write_bytes(b"".join([*found[:4], b"noise\n", *found[5:]]))
     CHECKPOINT.unlink()
     exported = batchkit("export", "--jsonl")
-    assert exported.exit == 0
+    assert exported.exit_code == 0
     assert f"the line at byte {sum(map(len, found[:4]))} is no record" in exported.stderr
     assert batchkit("verify", "--repair", "--json").json["pending"] == 1
     assert "is no record" not in batchkit("export", "--jsonl").stderr
@@ -226,7 +226,7 @@ def test_checkpoint_of_an_older_version_is_sound_and_not_relied_on() -> None:
     older = orjson.loads(CHECKPOINT.read_bytes())
     del older["crc32"], older["seal"]
     CHECKPOINT.write_bytes(orjson.dumps(older))
-    assert batchkit("verify").exit == 0
+    assert batchkit("verify").exit_code == 0
     assert run().json["skipped"] == 8
 
 
@@ -265,11 +265,11 @@ def test_verify_names_records_that_no_row_has() -> None:
     run()
     rewrite(lambda record: record.update(index=5000))
     found = batchkit("verify", "--json")
-    assert found.exit == 1
+    assert found.exit_code == 1
     assert (found.json["unknown"], found.json["unknown_rows"]) == (1, [5000])
     assert (found.json["pending"], found.json["pending_rows"]) == (1, [3])
     assert "unknown: 1 (rows 5000)" in batchkit("verify").stdout
-    assert batchkit("verify", "--repair").exit == 0
+    assert batchkit("verify", "--repair").exit_code == 0
     run()
     assert settled() == dict.fromkeys(range(20), "ok")
 
@@ -304,12 +304,12 @@ def test_ids_that_older_versions_gave_are_no_mixture(older_id: str) -> None:
     at = next(n for n, record in enumerate(records()) if record["index"] == 3)
     rewrite(lambda record: record.update(id=older_id), at)
     found = batchkit("verify", "--json")
-    assert (found.exit, found.json["mixed"]) == (0, 0)
+    assert (found.exit_code, found.json["mixed"]) == (0, 0)
 
 
 def test_verify_looks_at_the_limit_as_a_run_does() -> None:
     prepare(40)
-    assert run("--shard", "0/2", "--limit", "10").exit == 0
+    assert run("--shard", "0/2", "--limit", "10").exit_code == 0
     found = verify(Path("output/a.shard-0-of-2"))
     assert (found["pending"], found["pending_rows"]) == (0, [])
 
@@ -317,11 +317,11 @@ def test_verify_looks_at_the_limit_as_a_run_does() -> None:
 def test_rows_from_python_are_audited_and_repaired() -> None:
     process([f"question {n}" for n in range(10)])
     found = batchkit("verify", "--json")
-    assert (found.exit, found.json["pending"], found.json["unknown"]) == (0, 0, 0)
+    assert (found.exit_code, found.json["pending"], found.json["unknown"]) == (0, 0, 0)
     rewrite(lambda record: record.update(index=10))
     found = verify()
     assert (found["unknown_rows"], found["pending_rows"]) == ([10], [3])
-    assert batchkit("verify", "--repair").exit == 0
+    assert batchkit("verify", "--repair").exit_code == 0
 
 
 def test_verify_says_why_it_did_not_look_at_the_rows() -> None:
@@ -330,7 +330,7 @@ def test_verify_says_why_it_did_not_look_at_the_rows() -> None:
     with Path("in.jsonl").open("a") as file:
         file.write('{"q": "one more"}\n')
     found = batchkit("verify", "--json")
-    assert (found.exit, found.json["unknown"]) == (0, 0)
+    assert (found.exit_code, found.json["unknown"]) == (0, 0)
     assert "in.jsonl" in found.json["not_compared"]
     Path("in.jsonl").unlink()
     assert "in.jsonl" in verify()["not_compared"]
@@ -346,11 +346,11 @@ def test_records_without_their_manifest_are_not_carried_on() -> None:
     write_job(prompt={"user": "Another prompt: {{ q }}"})
     before = LOG.read_bytes()
     found = run()
-    assert found.exit == 1
+    assert found.exit_code == 1
     assert "manifest.json" in found.stderr
     assert "--fresh" in found.stderr
     assert LOG.read_bytes() == before
-    assert run("--fresh").exit == 0
+    assert run("--fresh").exit_code == 0
     assert settled() == dict.fromkeys(range(5), "ok")
     assert Path("output/a.1/results.jsonl").read_bytes() == before
 
@@ -376,7 +376,7 @@ def test_checkpoint_that_is_left_alone_stands_in_no_way(fresh: bool) -> None:
     LOG.unlink()
     (RUN / "manifest.json").unlink()
     found = run(*["--fresh"] * fresh)
-    assert found.exit == (0 if fresh else 1)
+    assert found.exit_code == (0 if fresh else 1)
     assert fresh or "--fresh" in found.stderr
 
 
@@ -415,7 +415,7 @@ def test_damaged_manifest_is_one_message(content: dict[str, Any], command: list[
     run()
     (RUN / "manifest.json").write_text(json.dumps(content))
     found = batchkit(*command)
-    assert found.exit in (1, 2)
+    assert found.exit_code in (1, 2)
     assert "manifest.json: damaged at" in found.stderr
 
 
@@ -435,7 +435,7 @@ def test_damaged_suspects_are_one_message(suspects: Any) -> None:
     run("--limit", "2")
     (RUN / "manifest.json").write_text(json.dumps(manifest() | {"suspects": suspects}))
     found = run()
-    assert found.exit == 1
+    assert found.exit_code == 1
     assert "manifest.json: damaged at suspects" in found.stderr
 
 
@@ -491,8 +491,8 @@ def test_requeue_killed_at_any_instant_mixes_no_rows(
     if undone:
         write_rows(rows)
     found = run()
-    while found.exit != 0:
-        assert found.exit == 2, found.stderr  # refused: the change is to be named again
+    while found.exit_code != 0:
+        assert found.exit_code == 2, found.stderr  # refused: the change is to be named again
         found = run("--on-change", "requeue")
     now = [json.loads(line) for line in Path("in.jsonl").read_text().splitlines()]
     newest = {record["index"]: record for record in records()}
@@ -522,7 +522,7 @@ def test_requeue_needs_no_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:
     before = LOG.read_bytes()
     write_rows(6)
     monkeypatch.setattr(os, "link", link)
-    assert run("--on-change", "requeue").exit == 0
+    assert run("--on-change", "requeue").exit_code == 0
     assert settled() == dict.fromkeys(range(6), "ok")
     assert (RUN / "results.jsonl.before-1").read_bytes() == before
 
@@ -533,7 +533,7 @@ def test_nobody_reads_a_run_whose_requeue_was_interrupted() -> None:
     (RUN / REQUEUE).mkdir()
     for command in (*READERS[:-1], ["status"], ["verify"]):
         found = batchkit(*command)
-        assert found.exit == 1
+        assert found.exit_code == 1
         assert "run the job again to finish it" in found.stderr
 
 
@@ -543,7 +543,7 @@ def test_planted_requeue_takes_nothing_from_another_run() -> None:
     run("--set", "name=b")
     (RUN / REQUEUE).symlink_to("../b")
     found = run()
-    assert (found.exit, "is not the folder that a requeue makes" in found.stderr) == (1, True)
+    assert (found.exit_code, "is not the folder that a requeue makes" in found.stderr) == (1, True)
     assert len(records(Path("output/b/results.jsonl"))) == 5
 
 
@@ -552,7 +552,7 @@ def test_requeue_reads_the_new_log_only_to_check_it() -> None:
     prepare(50)
     run()
     write_rows(40)
-    assert run("--on-change", "requeue", "--set", "run.checkpoint_interval_s=1000").exit == 0
+    assert run("--on-change", "requeue", "--set", "run.checkpoint_interval_s=1000").exit_code == 0
     assert len(records()) == 40
     assert orjson.loads(CHECKPOINT.read_bytes())["offset"] == LOG.stat().st_size
 
@@ -572,7 +572,7 @@ def test_requeue_on_a_full_disk_leaves_the_run_as_it_was() -> None:
     assert "can't requeue, and the run is as it was" in done.stderr
     assert LOG.read_bytes() == before
     assert not list(RUN.glob(".requeue*"))
-    assert run("--on-change", "requeue").exit == 0
+    assert run("--on-change", "requeue").exit_code == 0
     assert verify()["mixed"] == 0
 
 
@@ -621,7 +621,7 @@ def test_run_that_lost_its_lock_leaves_the_other_ones_manifest() -> None:
         time.sleep(0.02)
     (RUN / ".lock").unlink()
     write_job(prompt={"user": "another {{ q }}"})
-    assert run("--fresh").exit == 0
+    assert run("--fresh").exit_code == 0
     ours = manifest()
     said = first.communicate(timeout=60)[1]
     assert first.returncode == 1
@@ -652,7 +652,7 @@ def test_retry_that_waited_for_a_requeue_answers_no_row_twice() -> None:
     run()
     before = ProductionBatchProcessor("job.toml", quiet=True)
     write_rows([{"key": "new", "q": "x"}, *rows])
-    assert run("--on-change", "requeue").exit == 3
+    assert run("--on-change", "requeue").exit_code == 3
     before.retry({1: 1})
     assert (verify()["duplicates"], len(records())) == (0, 4)
 
@@ -672,8 +672,8 @@ def test_nothing_is_written_through_a_planted_link(name: str) -> None:
     (RUN / name).symlink_to(target.resolve())
     found = run()
     assert target.read_text() == ""
-    assert found.exit in (0, 1)
-    if found.exit == 1:
+    assert found.exit_code in (0, 1)
+    if found.exit_code == 1:
         assert f"{name}: " in found.stderr
         assert "symbolic link" in found.stderr
 
@@ -684,7 +684,7 @@ def test_no_engine_prints_through_a_planted_link(tmp_path: Path) -> None:
     RUN.mkdir(parents=True)
     (RUN / "engine.log").symlink_to(tmp_path / "precious.txt")
     found = run()
-    assert found.exit == 1
+    assert found.exit_code == 1
     assert "engine.log: can't write: is a symbolic link" in found.stderr
     assert not (tmp_path / "precious.txt").exists()
 
@@ -697,7 +697,7 @@ def test_status_works_where_nothing_can_be_written() -> None:
         pytest.skip("mounting is not allowed here")
     try:
         assert status()["ok"] == 3
-        assert batchkit("verify").exit == 0
+        assert batchkit("verify").exit_code == 0
     finally:
         subprocess.run(["umount", "-l", str(RUN)], check=True)
 
@@ -710,7 +710,7 @@ def test_run_folder_that_is_a_mount_is_not_moved_aside_and_told_so() -> None:
         pytest.skip("mounting is not allowed here")
     try:
         found = run("--fresh")
-        assert (found.exit, "can't be moved aside" in found.stderr) == (1, True)
+        assert (found.exit_code, "can't be moved aside" in found.stderr) == (1, True)
         assert len(settled()) == 3
     finally:
         subprocess.run(["umount", "-l", str(RUN)], check=True)
@@ -726,7 +726,7 @@ def test_folder_that_can_not_be_synced_can_be_a_run_folder(monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "fsync", fsync)
     prepare(3)
-    assert run().exit == 0
+    assert run().exit_code == 0
     assert len(settled()) == 3
 
 
@@ -757,6 +757,6 @@ def test_run_folder_can_be_a_link_itself() -> None:
     large = Path("large-disk")
     large.mkdir()
     Path("output").symlink_to(large.resolve())
-    assert run().exit == 0
+    assert run().exit_code == 0
     assert len(settled()) == 3
     shutil.rmtree(large)

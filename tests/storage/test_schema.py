@@ -24,7 +24,7 @@ from batchkit.storage.ledger import RESULTS, record_of, whole_record
 from batchkit.storage.plain_json import parsed
 from batchkit.storage.store import line_of
 from batchkit.types import Completion, Record, Request, Row, Usage
-from tests.storage.test_store import record
+from tests.support.records import record
 
 TEXT = st.text(st.characters(exclude_categories=()), max_size=20)  # lone surrogates, too
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | TEXT

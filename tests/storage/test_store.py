@@ -25,28 +25,9 @@ from batchkit.errors import StoreError
 from batchkit.storage.checkpoint import CHECKPOINT, Totals, check_log
 from batchkit.storage.ledger import RESULTS, newest_offsets, read_lines, read_newest
 from batchkit.storage.store import Store
-from batchkit.types import Choice, ErrorInfo, Record, Usage
+from batchkit.types import Choice, Record
 from tests.support.paths import ROOT
-
-
-def record(
-    index: int, text: str | None = "yes", *, kind: str = "template", fields: Any = None
-) -> Record:
-    """An ok record; a failed one where ``text`` is None."""
-    return Record(
-        index=index,
-        id=f"q{index}",
-        status="failed" if text is None else "ok",
-        attempt=1,
-        text=text,
-        finish_reason=None if text is None else "stop",
-        usage=None if text is None else Usage(3, 2),
-        latency_s=0.25,
-        finished_at="2026-11-21T01:02:03.456Z",
-        error=ErrorInfo(kind, "TemplateError", "no", False) if text is None else None,
-        fields=fields or {},
-        input_hash="0123456789abcdef",
-    )
+from tests.support.records import record
 
 
 def write(folder: Path, *records: Record) -> bytes:
@@ -498,7 +479,7 @@ WRITER = """
 import resource, signal, sys
 from pathlib import Path
 sys.path.insert(0, {repository!r})
-from tests.storage.test_store import record
+from tests.support.records import record
 from batchkit.errors import StoreError
 from batchkit.storage.store import Store
 

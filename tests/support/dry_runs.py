@@ -7,34 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import tomlkit
-from click.testing import CliRunner
 
-from batchkit.cli import cli
 from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
 from batchkit.execution.processor import ProductionBatchProcessor
+from tests.support.command_line import Ended, batchkit
 
 RUN = Path("output/a")
 LOG = RUN / "results.jsonl"
-
-
-class Ended:
-    """How a command ended."""
-
-    def __init__(self, exit_code: int, stdout: str, stderr: str) -> None:
-        self.exit, self.stdout, self.stderr = exit_code, stdout, stderr
-
-    @property
-    def json(self) -> dict[str, Any]:
-        """Its one line on stdout."""
-        (line,) = self.stdout.splitlines()
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-
-def batchkit(*args: str) -> Ended:
-    result = CliRunner().invoke(cli, list(args), catch_exceptions=False, prog_name="batchkit")
-    return Ended(result.exit_code, result.stdout, result.stderr)
 
 
 def run(*args: str) -> Ended:

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import tomlkit
-from click.testing import CliRunner
 from PIL import Image, ImageDraw
 
-from batchkit.cli import cli
 from batchkit.config.loading import load_job
 from batchkit.scoring import Scoring
+from tests.support.command_line import batchkit
 
 GROUPS = ("Data Analysis", "Fact Checking", "Numerical Reasoning")
 KEEP = ["QuestionType", "Question", "FinalAnswer", "FileName"]
@@ -81,8 +80,8 @@ def make_run(
         job[key] = {**job[key], **value} if isinstance(job.get(key), dict) else value
     path = place / f"{name}.toml"
     path.write_text(tomlkit.dumps(job), encoding="utf-8")
-    done = CliRunner().invoke(cli, ["run", str(path)])
-    assert done.exit_code in (0, 3), done.output
+    done = batchkit("run", path)
+    assert done.exit_code in (0, 3), done.stderr
     folder = place / "output" / name
     _answer(folder, table, answer, Scoring(load_job(path).scoring))
     return folder

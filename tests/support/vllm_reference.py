@@ -4,16 +4,36 @@ Input: {"options": for vllm.LLM, "conversations": [messages], "max_tokens": n}; 
 message is {"type": "image_path", "path": …}.
 """
 
+from __future__ import annotations
+
 import json
 import os
+import subprocess
 import sys
+from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+
+def reference(
+    options: dict[str, Any], conversations: list[Any], max_tokens: int
+) -> list[dict[str, Any]]:
+    """What this program answers, in a process of its own."""
+    task = {"options": options, "conversations": conversations, "max_tokens": max_tokens}
+    done = subprocess.run(
+        [sys.executable, "-P", __file__],
+        input=json.dumps(task),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
 
 
 def main() -> None:
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     from PIL import Image
     from vllm import LLM, SamplingParams
 
