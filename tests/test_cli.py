@@ -304,7 +304,7 @@ def test_validate_finds_every_bad_row(folder: Path) -> None:
     assert list(problems) == [1, 2, 3, 4]
     assert "'q' is undefined" in problems[1]["message"]
     assert "gone.png" in problems[2]["message"]
-    assert problems[3]["message"] == "id 'a' stands at row 0 as well"
+    assert problems[3]["message"] == "row 0 has the id 'a', too"
     assert "input.id" in problems[4]["message"]
     result = batchkit("validate", "job.toml")
     assert result.exit_code == 3

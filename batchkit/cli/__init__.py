@@ -38,7 +38,7 @@ from batchkit.errors import JobError
 def cli() -> None:
     """Put many prompts, with images, through a model that you run yourself.
 
-    RUN is a run folder or the job file that made it; left out, the run under output/ that was
+    RUN is a run folder or the job file that made it; by default, the run under output/ that was
     started last.
 
     \b
@@ -53,8 +53,8 @@ def cli() -> None:
 @click.option(
     "--shard",
     metavar="I/N",
-    help="Only share I (from 0) of N of those rows, in a run folder of its own,"
-    " <name>.shard-I-of-N. auto: I and N from a SLURM job array.",
+    help="Only shard I (from 0) of N of those rows, in its own run folder, <name>.shard-I-of-N."
+    " auto: I and N from a SLURM job array.",
 )
 @click.option(
     "--workers",
@@ -64,7 +64,7 @@ def cli() -> None:
 @click.option(
     "--ray-address",
     metavar="ADDRESS",
-    help="The cluster that --workers run on; left out, RAY_ADDRESS, or else this machine alone.",
+    help="The cluster for --workers; by default RAY_ADDRESS, or else this machine alone.",
 )
 @SET
 @click.option("--fresh", is_flag=True, help="Start a new run; the old folder is kept as <name>.1 …")
@@ -72,17 +72,19 @@ def cli() -> None:
     "--on-change",
     type=click.Choice(["fail", "new", "requeue"]),
     default="fail",
-    help="When job or input changed since the run began: stop with a diff, begin a new run, or"
-    " run again what the change touches.",
+    help="If the job or the input changed since the run began: stop with a diff, start a new run,"
+    " or run the rows again that the change affects.",
 )
 @click.option(
     "--skip-from",
     type=FILE,
     metavar="RUN",
-    help="Also skip rows whose id is already ok in that other run (without input.id: whose index and"
-    " fields are).",
+    help="Also skip rows that are ok in that other run: with the same id, or, without input.id, with"
+    " the same index and fields.",
 )
-@click.option("--dry-run", is_flag=True, help="Print the first 3 rows as the engine gets them.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print the first 3 rows as the engine would get them."
+)
 def run(
     job: Path,
     limit: int | None,
@@ -93,7 +95,7 @@ def run(
     dry_run: bool,
     **how: Any,
 ) -> None:
-    """Run JOB, or carry on where it stopped.
+    """Run JOB, or continue it where it stopped.
 
     The last line on stdout is a JSON object with the counts.
     """
@@ -140,7 +142,7 @@ def validate(job: Path, rows: int | None, overrides: Texts) -> Result:
 @RUN
 @printed
 def status(run: str | None) -> Result:
-    """Counts, failures by kind, rate and ETA of RUN, and who works on it."""
+    """Counts, failures by kind, rate and ETA of RUN, and which process works on it."""
     from batchkit.commands.status import status as look
 
     return look(find(run))
@@ -157,10 +159,10 @@ def status(run: str | None) -> Result:
 @SET
 @printed
 def retry_failed(run: str | None, kinds: Texts, overrides: Texts) -> Result:
-    """Run again the rows of RUN that failed or came back empty, and append what comes of it.
+    """Run the rows of RUN again that failed or came back empty, and append the results.
 
-    Rows that are ok are not touched. --set holds for this start alone. Secrets are not kept in a run
-    folder: where RUN is the job file, they are read from there. Exits with 1 if rows of RUN have no
+    Rows that are ok are not touched. --set applies to this start only. Secrets are not kept in a run
+    folder: if RUN is the job file, they are read from there. Exits with 1 if rows of RUN have no
     record yet.
     """
     from batchkit.commands.run import retry_failed as again
@@ -184,7 +186,7 @@ def retry_failed(run: str | None, kinds: Texts, overrides: Texts) -> Result:
 @click.option(
     "--safe-csv",
     is_flag=True,
-    help="As --csv, for a spreadsheet: a text that it would run as a formula gets a ' in front.",
+    help="Like --csv, but safe for a spreadsheet: a text that it would run as a formula gets a ' in front.",
 )
 @options.export_format("--openai", "OpenAI batch output files.")
 @options.export_format(
@@ -194,7 +196,7 @@ def retry_failed(run: str | None, kinds: Texts, overrides: Texts) -> Result:
 def export(run: str | None, safe_csv: bool, as_json: bool, **formats: str | None) -> None:
     """Write the newest record of each row of RUN, with its newest scores, in the order of the input.
 
-    PATH left out: a file (--realhit: a folder) in the run folder.
+    Without PATH: a file (--realhit: a folder) in the run folder.
     """
     from batchkit.commands.export import export as write
 
@@ -218,14 +220,14 @@ def export(run: str | None, safe_csv: bool, as_json: bool, **formats: str | None
     metavar="FILE",
     help="Score these instead (JSONL, or the results JSON of RealHiTBench's harness).",
 )
-@click.option("--job", type=FILE, metavar="JOB", help="The job whose input and [scoring] count.")
+@click.option("--job", type=FILE, metavar="JOB", help="The job whose input and [scoring] are used.")
 @SET
 @printed
 def score(run: str | None, predictions: Path | None, job: Path | None, overrides: Texts) -> Result:
     """Score the answers of RUN again, without the model, and print the table.
 
-    Where RUN is a job file, or --job names one, its [scoring] counts; else that of the run. Scores
-    are percentages, rewards 0 to 10. Failed rows are not scored, and unscored ones are no 0.
+    If RUN is a job file, or --job names one, its [scoring] is used, otherwise the run's. Scores are
+    percentages, rewards go from 0 to 10. Failed rows are not scored; an unscored row is not a 0.
     """
     from batchkit.commands.score import score_run
     from batchkit.commands.score.job import check_overrides, job_of_rows, job_to_score
@@ -248,9 +250,9 @@ def score(run: str | None, predictions: Path | None, job: Path | None, overrides
 def report(runs: Texts, output: Path | None, no_images: bool) -> Result:
     """Print the table of scores of RUN, and write report.html beside its results.
 
-    The page needs no network: the table, rates, lengths, failures, and every row to look through.
-    With several runs, each is set against the first: differences with a 95 % interval, and the rows
-    that changed sides; --output writes that as a page, too.
+    The page needs no network: it has the table, rates, lengths, failures, and every row to browse.
+    With several runs, each is compared with the first: differences with a 95 % interval, and the
+    rows that became better or worse; --output writes that as a page, too.
     """
     from batchkit.commands.compare import compare
     from batchkit.commands.report import report as write
@@ -273,19 +275,19 @@ def report(runs: Texts, output: Path | None, no_images: bool) -> Result:
 @options.seconds(
     "Measure each size for at most this long, after at most as long to fill the engine.", 30.0
 )
-@click.option("--write", is_flag=True, help="Set the best size in JOB; all else in it stays.")
+@click.option("--write", is_flag=True, help="Set the best size in JOB; nothing else in it changes.")
 @SET
 @JSON
 def find_bs(job: Path, write: bool, overrides: Texts, as_json: bool, **limits: Any) -> None:
     """Find the batch size that suits JOB on this machine, with its own rows and images.
 
-    An engine that batches continuously has no batches. Batch size here is how many requests it runs
-    at once (engine.options.max_num_seqs: costs memory of the GPU); where a number at
-    run.max_in_flight, the window of requests handed to it, is less than that, it is the window
-    (costs memory of the host), and the first lines say so.
+    The engine batches continuously: the batch size is how many requests it runs at once,
+    engine.options.max_num_seqs, which costs GPU memory. If run.max_in_flight, the window of requests
+    handed to the engine, is a smaller number, the batch size is that window, which costs host
+    memory; the first lines say so.
 
-    Each size is tried with an engine of its own: doubled from --low on, then narrowed down to the
-    largest that fits. Stops where twice the size gains less than 3 %. Exits with 1 if no size fits.
+    Each size is tried with its own engine: doubled from --low on, then narrowed down to the largest
+    that fits. Stops when twice the size gains less than 3 %. Exits with 1 if no size fits.
     """
     from batchkit.commands.tuning.find import find_batch_size
 
@@ -320,9 +322,9 @@ def bench(
 ) -> None:
     """Measure JOB at several batch sizes: throughput, latency, memory.
 
-    Batch size is what it is for find-bs: how many requests run at once. Each figure is the median of
-    the rounds, which begin when the engine is warm and full. p50 and p99 are latencies of a request,
-    from its entry into the engine's queue. The table ends with one line of JSON.
+    The batch size is how many requests run at once, as for find-bs. Each figure is the median of the
+    rounds, which start when the engine is warm and full. p50 and p99 are latencies of a request,
+    counted from when it enters the engine's queue. One line of JSON follows the table.
     """
     from batchkit.commands.tuning.bench import bench as measure
     from batchkit.commands.tuning.bench import sizes_in
@@ -346,38 +348,38 @@ def bench(
     "--engines",
     required=True,
     metavar="A,B",
-    help="Two engine kinds, as vllm,transformers; the same one twice with --set-a or --set-b.",
+    help="Two engine kinds, for example vllm,transformers; one kind twice with --set-a or --set-b.",
 )
 @options.rows("Only the first N rows (after the job's filter).", default=100)
 @SET
 @options.setting(
     "--set-a",
     "only_a",
-    "As --set, for A alone; a key of the engine: engine.model=PATH. May be repeated.",
+    "Like --set, for A only; a key of the engine: engine.model=PATH. May be repeated.",
 )
-@options.setting("--set-b", "only_b", "As --set-a, for B.")
+@options.setting("--set-b", "only_b", "Like --set-a, for B.")
 @click.option(
     "--tie",
     type=click.FloatRange(0),
     default=0.01,
-    help="A difference with a smaller gap is a tie. bfloat16 needs more, as 0.25.",
+    help="A difference with a smaller gap is a tie. bfloat16 needs more, for example 0.25.",
 )
 @printed
 def parity(
     job: Path, engines: str, overrides: Texts, only_a: Texts, only_b: Texts, **limits: Any
 ) -> Result:
-    """Put the same rows of JOB through two engines, greedy, and tell where their answers part.
+    """Run the same rows of JOB, greedy, on two engines, and show where their answers differ.
 
-    First A answers, then B; only one model is loaded at a time. The gap of a difference is by how
-    much (of a logprob) the surer side preferred its own token to the other's: near 0 it is a tie that
-    was broken otherwise, a large one is a real difference. Where an engine gives no logprobs, answers
-    are compared by words and the gap is unknown.
+    First A answers, then B; only one model is loaded at a time. The gap of a difference is how much
+    (in logprob) the side that was more certain preferred its own token to the other's: near 0 it is
+    a tie that was broken differently, a large one is a real difference. If an engine gives no
+    logprobs, answers are compared by words and the gap is unknown.
 
-    What only one kind of engine knows is left out, and named: options of JOB for the other side,
+    What only one kind of engine supports is left out, and listed: options of JOB for the other side,
     parameters of its sampling for both. Nothing is written to the run folder.
 
-    Exits with 0 if all rows are equal or ties, with 3 if some differ, fail on one side alone, or
-    none was answered on both.
+    Exits with 0 if all rows are equal or ties, with 3 if some differ, fail on one side only, or none
+    was answered on both.
     """
     from batchkit.commands.parity import parity as compare
     from batchkit.execution.signals import Interrupted
@@ -393,21 +395,21 @@ def parity(
 @cli.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 @click.option("--into", required=True, metavar="RUN", help="The new run folder (or its job file).")
-@click.option("--partial", is_flag=True, help="Also where rows are missing.")
+@click.option("--partial", is_flag=True, help="Also merge if rows are missing.")
 @printed
 def merge(runs: Texts, into: str, partial: bool) -> Result:
-    """Join several runs of one job, as its shards, into one run that is like any other.
+    """Join several runs of one job, for example its shards, into one ordinary run.
 
-    The newest answer of a row counts, and a failure only where no RUN has an answer. Where rows are
-    missing nothing is written, unless --partial is given. Runs of different jobs are refused. RUN is
-    copied and stays as it is. Exits with 3 if rows are missing or failed.
+    The newest answer of a row counts, and a failure only if no RUN has an answer. If rows are
+    missing, nothing is written unless --partial is given. Runs of different jobs are refused. RUN is
+    copied and does not change. Exits with 3 if rows are missing or failed.
     """
     from batchkit.commands.merge import merge as join
     from batchkit.commands.run import folder_of
 
     found = join([find(run) for run in runs], folder_of(into), partial=partial)
     if found.folder is None:
-        say("rows are missing: run what remains, or --partial merges what is there")
+        say("rows are missing: run them, or merge the others with --partial")
     return found
 
 
@@ -416,12 +418,12 @@ def merge(runs: Texts, into: str, partial: bool) -> Result:
 @click.option(
     "--repair",
     is_flag=True,
-    help="First set aside what is damaged, and rebuild the checkpoint from the log; rows whose"
-    " record is gone are run again by the next start.",
+    help="First set damaged lines aside and rebuild the checkpoint from the log; the next start runs"
+    " the rows again whose record is gone.",
 )
 @printed
 def verify(run: str | None, repair: bool) -> Result:
-    """Audit the ledger of RUN: every record is of its row, none twice, checkpoint = log.
+    """Check the log of RUN: every record is of its row, none is there twice, the checkpoint matches.
 
     Reads the log and the input. Exits with 1 if it is not sound.
     """
@@ -440,7 +442,7 @@ def verify(run: str | None, repair: bool) -> Result:
     "--prompts",
     is_flag=True,
     expose_value=False,
-    help="What follows are prompts (the word may be left out).",
+    help="The arguments are prompts (this flag may be left out).",
 )
 @click.option(
     "--prompts-file",
@@ -455,7 +457,7 @@ def generate(
 ) -> None:
     """Answer prompts from the command line: --model M --prompts "a" "b" …
 
-    The run is kept in output/generate, an earlier one beside it. With --json, one record a line.
+    The run is kept in output/generate, and an earlier one beside it. --json prints one record a line.
     """
     from batchkit.commands.generate import answers_of, prompts_of
     from batchkit.commands.generate import generate as answer
@@ -482,7 +484,7 @@ def demo_model(path: Path, text_only: bool) -> None:
 @cli.command()
 @printed
 def doctor() -> Result:
-    """Look at what a run needs on this machine. Exits with 1 and the remedy if something is wrong."""
+    """Check what a run needs on this machine. If something is wrong, exits with 1 and says what helps."""
     from batchkit.commands.doctor import diagnose
 
     return diagnose()

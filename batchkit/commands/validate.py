@@ -116,7 +116,7 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
                 error = refusal
         kind, message = (error.kind, masked_text(str(error))) if error is not None else (None, "")
         if row.index in repeats:
-            kind, message = "id", f"id {row.id!r} stands at row {repeats[row.index]} as well"
+            kind, message = "id", f"row {repeats[row.index]} has the id {row.id!r}, too"
         if kind is not None:
             by_kind[kind] += 1
             problems.append(Problem(row.index, row.id, kind, message))

@@ -72,7 +72,7 @@ def test_validate_shows_what_is_wrong_with_a_broken_line(tmp_path: Path) -> None
     broken, repeated = found["problems"]
     assert (broken["index"], broken["kind"]) == (1, "invalid_request")
     assert "in.jsonl line 2: not valid JSON" in broken["message"]
-    assert (repeated["index"], repeated["message"]) == (2, "id '1' stands at row 0 as well")
+    assert (repeated["index"], repeated["message"]) == (2, "row 0 has the id '1', too")
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

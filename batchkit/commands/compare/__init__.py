@@ -394,7 +394,7 @@ def _warnings(folders: Sequence[Path], names: Sequence[str], group_by: str | Non
         if scoring.model_dump() != then.model_dump():
             before = then.model_dump()
             changed = [key for key, value in scoring.model_dump().items() if value != before[key]]
-            found.append(f"{name}: scored otherwise: {', '.join(changed)}")
+            found.append(f"{name}: scored differently: {', '.join(changed)}")
         if group_by is not None and scoring.group_by != group_by:
             found.append(f"{name}: grouped by {group_by} here, as {names[0]} is")
     return found

@@ -157,20 +157,20 @@ def _check_same_job(parts: Sequence[_Part]) -> None:
     first = parts[0]
     if first.job.input.path is None and not first.manifest.input:
         raise JobError(
-            f"{first.folder}: its rows came from an iterator, and nothing tells whether those of"
-            " another run are the same"
+            f"{first.folder}: its rows came from an iterator, so they can't be compared with those of"
+            " another run"
         )
-    told = []
+    changed = []
     for part in parts[1:]:
         changes = differences(_answers(first.manifest), _answers(part.manifest))
         changes += input_changes(first.manifest.input, part.manifest.input)
         if changes:
-            told.append("\n".join([f"{part.folder}:", *(f"  {change}" for change in changes)]))
-    if told:
-        more = [f"… and {len(told) - _SHOWN} more"] if len(told) > _SHOWN else []
+            changed.append("\n".join([f"{part.folder}:", *(f"  {change}" for change in changes)]))
+    if changed:
+        more = [f"… and {len(changed) - _SHOWN} more"] if len(changed) > _SHOWN else []
         raise ChangedError(
             f"these are not runs of one job. What differs from {first.folder}:\n"
-            + "\n".join([*told[:_SHOWN], *more])
+            + "\n".join([*changed[:_SHOWN], *more])
         )
 
 
@@ -189,7 +189,7 @@ def _missing(parts: Sequence[_Part], there: IndexSet) -> Iterator[str]:
     if changes := input_changes(files, source.files or []):
         listed = "\n".join(f"  {change}" for change in changes)
         raise ChangedError(
-            f"the input changed since these runs began, so nothing tells which rows are missing\n"
+            f"the input changed since these runs began, so it is unknown which rows are missing\n"
             f"{listed}\nUndo the change, then merge"
         )
     yield from (row.id for row in source.read(there.__contains__))

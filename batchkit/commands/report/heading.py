@@ -59,7 +59,9 @@ def notes(folder: Path, manifest: Manifest, stats: RunStats) -> list[str]:
             f"{total - stats.rows:,} rows have not been run yet: the scores are not final."
         )
     if manifest.scoring is None:
-        found.append("The rows are scored in more than one way: `batchkit score` scores all anew.")
+        found.append(
+            "The rows are scored in more than one way: `batchkit score` scores all of them again."
+        )
     if stats.cut:
         found.append(
             f"{stats.cut:,} answers ({percent(stats.cut, stats.rows)}) ended at max_tokens, before"

@@ -25,8 +25,8 @@ def check_overrides(overrides: Sequence[str]) -> None:
     for override in overrides:
         if not override.startswith(("scoring.", "name=", "output.dir=")):
             raise JobError(
-                f"--set {override}: the answers are there; what can be set for `score` is"
-                " scoring.…, and name or output.dir to say which run"
+                f"--set {override}: the rows are answered already; `score` takes only scoring.…, and"
+                " name or output.dir to name the run"
             )
 
 

@@ -132,9 +132,9 @@ def _job(job: JobConfig, table: JudgeTable, folder: Path) -> JobConfig:
         }
     )
     made = resolve_paths(without_masked(made), Path.cwd())
-    told = orjson.dumps(identity(made), option=orjson.OPT_SORT_KEYS)
+    decides = orjson.dumps(identity(made), option=orjson.OPT_SORT_KEYS)
     model = re.sub(r"[^A-Za-z0-9]+", "-", Path(table.engine.model).name)[:40].strip("-")
-    name = f"{model or FOLDER}-{hashlib.sha256(told).hexdigest()[:8]}"
+    name = f"{model or FOLDER}-{hashlib.sha256(decides).hexdigest()[:8]}"
     return made.model_copy(update={"name": name})
 
 
