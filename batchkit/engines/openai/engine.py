@@ -199,56 +199,62 @@ class OpenAIServerEngine:
         faults, tries, answers = 0.0, 0, 0
         away = Away(self._options.give_up_s, self._answers)
         while True:
-            sent_at = await self._limiter.enter()
-            try:
-                return await self._ask(request)
-            except TurnedAway as turned_away:
-                problem: Exception = turned_away
-                self._limiter.turned_away(
-                    sent_at,
-                    is_down=turned_away.is_down,
-                    retry_after_s=turned_away.retry_after_s,
-                )
-            except RowTimeoutError as error:
-                problem = error
-                self._limiter.timed_out(sent_at)
-            except Barred as barred:
-                problem = barred
-            except ServerFault as error:
-                problem = error
-                self._limiter.is_troubled()
-            finally:
-                self._limiter.leave()
-            if isinstance(problem, Barred):
+            found = await self._tried(request)
+            if isinstance(found, Completion):
+                return found
+            if isinstance(found, Barred):
                 if await self._is_sound(request):
                     raise RequestError(
-                        f"the server answered {problem.reason}, and answers other requests"
+                        f"the server answered {found.reason}, and answers other requests"
                     )
                 self._limiter.is_troubled()
-            elif isinstance(problem, TurnedAway):
+            elif isinstance(found, TurnedAway):
                 others = self._answers > away.answers
                 is_due = away.is_suspicious or self._silence_s() >= self._patience_s
                 if others or (is_due and await self._is_sound(request)):
                     if away.is_final(self._loop.time()):
                         raise ServerError(
                             f"turned away for {self._options.give_up_s:g} s"
-                            f" (engine.options.give_up_s) while others were answered; last: {problem}"
+                            f" (engine.options.give_up_s) while others were answered; last: {found}"
                         )
                     away.answers = self._answers
                     await asyncio.sleep(pause_s(away.tries))
                     continue
                 away.nobody_answered()
-            self._lose_patience(problem)
-            if isinstance(problem, RowTimeoutError):
-                raise problem
-            if isinstance(problem, ServerFault):
+            self._lose_patience(found)
+            if isinstance(found, RowTimeoutError):
+                raise found
+            if isinstance(found, ServerFault):
                 answers = answers if tries else self._answers
-                faults, tries = faults + problem.weight, tries + 1
+                faults, tries = faults + found.weight, tries + 1
                 others_fare_better = self._answers > answers
                 if faults >= MOST_FAULTS and (others_fare_better or await self._is_sound(request)):
-                    raise ServerError(f"{tries} times without an answer; last: {problem}")
-            if not isinstance(problem, TurnedAway):
+                    raise ServerError(f"{tries} times without an answer; last: {found}")
+            if not isinstance(found, TurnedAway):
                 await asyncio.sleep(pause_s(max(1, tries)))
+
+    async def _tried(
+        self, request: Request
+    ) -> Completion | TurnedAway | RowTimeoutError | ServerFault | Barred:
+        """The answer, or why this try gave none. Raises an error that no other try would change."""
+        sent_at = await self._limiter.enter()
+        try:
+            return await self._ask(request)
+        except TurnedAway as error:
+            self._limiter.turned_away(
+                sent_at, is_down=error.is_down, retry_after_s=error.retry_after_s
+            )
+            return error
+        except RowTimeoutError as error:
+            self._limiter.timed_out(sent_at)
+            return error
+        except ServerFault as error:
+            self._limiter.is_troubled()
+            return error
+        except Barred as error:
+            return error
+        finally:
+            self._limiter.leave()
 
     async def _ask(self, request: Request) -> Completion:
         """``Remote.ask``; an answer, or a refusal other than a timeout, shows that it works."""
