@@ -49,7 +49,7 @@ def messages_of(body: Any) -> tuple[Any, str | None]:
     if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0]
     if not isinstance(prompt, str):
-        raise RequestError("body: holds neither messages nor a text prompt")
+        raise RequestError("body: has neither messages nor a text prompt")
     return None, prompt
 
 

@@ -31,13 +31,13 @@ def last_match(pattern: str, text: str) -> str | None:
             kind, found = marshal.loads(child.ask(question, PATTERN_WAIT_S))
         except TimeoutError:
             raise Unscorable(
-                f"scoring.pattern gave nothing in {PATTERN_WAIT_S:g} s: {pattern}"
+                f"scoring.pattern did not finish within {PATTERN_WAIT_S:g} s: {pattern}"
             ) from None
         except Gone:
             if child.returncode == -signal.SIGPROF:
                 limit = f"{PATTERN_TIMEOUT_S:g} s of CPU time"
                 raise Unscorable(
-                    f"scoring.pattern found no end within {limit}: {pattern}"
+                    f"scoring.pattern did not finish within {limit}: {pattern}"
                 ) from None
             continue
         if kind == "error":

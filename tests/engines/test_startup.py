@@ -52,7 +52,7 @@ def test_a_folder_without_weights_is_told_apart_from_one_with_damaged_weights(co
     weights.write_bytes(weights.read_bytes()[:1000])
     assert "damaged" in str(refusal(copy))
     weights.unlink()
-    assert "holds no weights" in str(refusal(copy))
+    assert "has no weights" in str(refusal(copy))
 
 
 def test_a_message_is_one_paragraph(copy: Path) -> None:

@@ -269,7 +269,7 @@ BAD_SOURCES: dict[str, tuple[Any, list[str]]] = {
     "s3": ("s3://bucket/a.png", ["s3://bucket/a.png", "can't be read from s3://", "download"]),
     "ftp": ("ftp://host/a.png", ["can't be read from ftp://"]),
     "file on a host": ("file://host/a.png", ["names another host", "file:///folder"]),
-    "file with a query": ("file:///a.png?x", ["holds a ?"]),
+    "file with a query": ("file:///a.png?x", ["contains a ?"]),
     "unlisted host": (
         "https://example.com/a.png",
         ["example.com is not on media.allow_urls", "add"],
@@ -912,7 +912,7 @@ def test_a_failed_download_says_why(server: Server) -> None:
     server.pages["/404"] = page(b"no", 404)
     assert "127.0.0.1 answered 404 Not Found" in refused(server.url("/404"), server.media())
     server.pages["/short"] = page(PNG, length=len(PNG) + 50)
-    assert f"broke off after {len(PNG)} of" in refused(server.url("/short"), server.media())
+    assert f"ended after {len(PNG)} of" in refused(server.url("/short"), server.media())
     server.pages["/junk"] = lambda handler: handler.wfile.write(b"\0junk\n")
     assert "download failed (BadStatusLine" in refused(server.url("/junk"), server.media())
     with socket.socket() as unused:

@@ -107,7 +107,7 @@ def test_texts_are_read_below_the_url(bucket: Any) -> None:
     assert load_text("t.csv", media()) == "größe"
     assert load_text(f"{ROOT}/t.csv", media()) == "größe"
     assert load_text("empty.csv", media()) == ""
-    with pytest.raises(MediaError, match=r"\.\./t\.csv: holds a \.\."):
+    with pytest.raises(MediaError, match=r"\.\./t\.csv: contains a \.\."):
         load_text("../t.csv", media())
 
 
@@ -134,7 +134,7 @@ def test_texts_are_read_below_the_url(bucket: Any) -> None:
 )
 def test_no_path_goes_up(path: str) -> None:
     message = refused(path, media())
-    assert message.startswith(f"{path}: holds a ..")
+    assert message.startswith(f"{path}: contains a ..")
     assert f"media.root {ROOT}" in message
 
 
@@ -402,7 +402,9 @@ def test_a_run_answers_what_is_there_and_says_why_the_rest_is_not(
     assert messages[0].startswith(f"none.png: no such file under media.root {ROOT}")
     assert messages[1].startswith("large.png: has ")
     assert "media.max_bytes is 4000" in messages[1]
-    assert messages[2].startswith("../beside.png: holds a .., which could lead outside media.root")
+    assert messages[2].startswith(
+        "../beside.png: contains a .., which could lead outside media.root"
+    )
 
     page = write_report(made.folder).read_text("utf-8")
     found = page.split('<script type="application/json" id="pictures">')[1].split("</script>")[0]

@@ -39,7 +39,7 @@ def test_a_pattern_without_an_end_leaves_its_row_unscored() -> None:
     found = scored(ANSWER, extract="regex", pattern=ENDLESS, scorers=["em", "f1"])
     assert found.scores == {"em": None, "f1": None}
     assert found.unscored is not None
-    assert "scoring.pattern found no end within 2 s of CPU time" in found.unscored
+    assert "scoring.pattern did not finish within 2 s of CPU time" in found.unscored
     assert scored("the end", extract="regex", pattern=ENDLESS, scorers=["em"]).unscored is None
 
 

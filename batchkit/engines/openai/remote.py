@@ -187,7 +187,7 @@ class Remote:
             EngineError: another model gave it.
         """
         if failure := api.failure_in(answer):
-            raise ServerFault(f"{url}: the answer broke off in the middle: {failure}")
+            raise ServerFault(f"{url}: the answer is incomplete: {failure}")
         self._see_that_it_is_the_same_model(answer.get("model"))
         if len(completion.choices) < n and not self._ignores_n:
             self._ignores_n = True

@@ -42,7 +42,7 @@ _CAUSES = [
           "Something else holds the memory: free it, or lower gpu_memory_utilization or"
           " kv_cache_memory_bytes."),
     Cause(re.compile(r"any model weights"),
-          "The folder holds no weights: download them whole (*.safetensors)."),
+          "The folder has no weights: download them whole (*.safetensors)."),
     Cause(re.compile(r"SafetensorError|header too (large|small)|invalid header"),
           "A weight file is damaged, most likely cut off in a download: fetch it again."),
     Cause(re.compile(r"torchvision::|operator torchvision"),

@@ -163,7 +163,9 @@ class VllmEngine:
         request, since = rendering
         took_s = time.monotonic() - since
         if took_s > self._row_timeout_s:
-            message = f"no end for {took_s:.0f} s (run.row_timeout_s = {self._row_timeout_s:g})"
+            message = (
+                f"not ready after {took_s:.0f} s (run.row_timeout_s = {self._row_timeout_s:g})"
+            )
             fault = Fault("timeout", "preparing its prompt", message)
             raise EngineDied(fault, request=request)
 

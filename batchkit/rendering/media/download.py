@@ -100,7 +100,7 @@ def _allowed(url: str, name: str, media: MediaTable) -> _Address:
             " use http(s), set media.root to a URL that they lie below, or download them under it"
         )
     if parts.username is not None or not parts.hostname:
-        raise MediaError(f"{at}: holds a user name or no host; write https://host/path")
+        raise MediaError(f"{at}: has a user name, or no host; write https://host/path")
     host = parts.hostname.rstrip(".")
     port = parts.port or (443 if parts.scheme == "https" else 80)
     bare = f"[{host}]" if ":" in host else host
@@ -219,5 +219,5 @@ def _body(response: http.client.HTTPResponse, name: str, media: MediaTable) -> b
         body += chunk
         check_bytes(len(body), name, media)
     if stated.isdecimal() and len(body) < int(stated):
-        raise MediaError(f"{name}: broke off after {len(body)} of {stated} bytes; try again")
+        raise MediaError(f"{name}: ended after {len(body)} of {stated} bytes; try again")
     return bytes(body)

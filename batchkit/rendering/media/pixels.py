@@ -139,12 +139,12 @@ def _translated(name: str, found: str) -> Iterator[None]:
         raise
     except MemoryError as error:
         raise MediaError(
-            f"{name}: the memory for decoding it can't be had ({found}); lower"
+            f"{name}: there is too little memory to decode it ({found}); lower"
             " media.max_decode_bytes or run.render_threads, or store the image smaller"
         ) from error
     except Image.DecompressionBombError as error:
         raise MediaError(
-            f"{name}: over the limit of Pillow's reader for this format ({error});"
+            f"{name}: exceeds the limit of Pillow's reader for this format ({error});"
             " store the image as PNG or JPEG, or smaller"
         ) from error
     except Exception as error:

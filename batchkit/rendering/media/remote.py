@@ -106,7 +106,7 @@ def _below(source: str, name: str, root: str) -> str:
         path = source
     if _UPWARD.search(path):
         raise MediaError(
-            f"{name}: holds a .., which could lead outside media.root {shown(root)};"
+            f"{name}: contains a .., which could lead outside media.root {shown(root)};"
             " give the path below it"
         )
     return "/".join(part for part in path.split("/") if part != ".")

@@ -178,7 +178,7 @@ def _file_path(source: str, name: str) -> str:
         raise MediaError(f"{name}: not a file URL ({error}); write file:///folder/x.png") from error
     if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
         raise MediaError(
-            f"{name}: names another host, or holds a ? or #;"
+            f"{name}: names another host, or contains a ? or #;"
             " write file:///folder/x.png with %3F and %23, or give the path itself"
         )
     return unquote(parts.path)

@@ -36,7 +36,9 @@ def _answer(question: bytes) -> Answer:
         line = marshal.dumps(("value", _plain(found, numbers_of(leaves))))
         most = MOST_BYTES + 4 * len(question)
         if len(line) > most:
-            return _because("error", f"its template gives {len(line):,} bytes; {most:,} may be")
+            return _because(
+                "error", f"its template gives {len(line):,} bytes; the most is {most:,}"
+            )
         return Answer(line)
     except UndefinedError as error:
         return _because("undefined", str(error))

@@ -109,7 +109,7 @@ def sources_of(template: RowTemplate, names: Mapping[str, Any]) -> list[Any]:
     """The images that one of ``prompt.images`` gives; raises MediaError if it gives none."""
     found = template.value(names)
     if found is None or (isinstance(found, str | list) and not found):
-        raise MediaError("the row names no image: the template gave nothing")
+        raise MediaError("the row names no image: the template's value is empty")
     return found if isinstance(found, list) else [found]
 
 
