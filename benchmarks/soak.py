@@ -43,7 +43,8 @@ from typing import Any
 import psutil
 
 from batchkit.commands.demo_model import build_demo_model
-from batchkit.storage.ledger import RESULTS, read_lines, read_newest
+from batchkit.storage.ledger import RESULTS, read_lines
+from batchkit.storage.newest import read_newest
 
 ROOT = Path(__file__).parents[1]
 SHM = Path("/dev/shm")

@@ -21,8 +21,9 @@ from batchkit.execution.resume import OnChange
 from batchkit.execution.signals import Interrupted, StopRequest
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.job_toml import job_of_run, with_secrets_of, without_masked
-from batchkit.storage.ledger import RESULTS, failure_kind, read_newest
+from batchkit.storage.ledger import RESULTS, failure_kind
 from batchkit.storage.manifest import latest_run, read_manifest
+from batchkit.storage.newest import read_newest
 from batchkit.storage.runfolder import MANIFEST, is_run
 from batchkit.storage.summary import RunSummary
 

@@ -21,8 +21,9 @@ from batchkit.sources.input import Input, from_job, from_python
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.job_toml import check_secrets
-from batchkit.storage.ledger import RESULTS, failure_kind, newest_rows, read_newest, record_of
+from batchkit.storage.ledger import RESULTS, failure_kind, record_of
 from batchkit.storage.manifest import read_manifest
+from batchkit.storage.newest import NewestLog, read_newest
 from batchkit.storage.runfolder import is_run
 from batchkit.storage.score_store import references_of
 from batchkit.storage.summary import RunSummary
@@ -161,13 +162,11 @@ def _still_due(log: Path, attempts: Mapping[int, int]) -> dict[int, int]:
 
     After a requeue by another process, an index may belong to a row that has an answer.
     """
-    newest = newest_rows(log)
     due = dict(attempts)
-    with log.open("rb") as file:
-        for index, line in zip(newest.rows.tolist(), newest.lines.tolist(), strict=True):
+    with closing(NewestLog(log)) as newest:
+        for index, start, end in newest:
             if index in due:
-                file.seek(newest.bounds[line])
-                record = record_of(file.readline()) or {"status": "failed"}
+                record = record_of(newest.view[start:end]) or {"status": "failed"}
                 is_other = (record.get("attempt") or 1) != attempts[index]
                 if is_other or failure_kind(record) is None:
                     del due[index]

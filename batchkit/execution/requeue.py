@@ -20,8 +20,9 @@ from batchkit.errors import StoreError
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.files import free_name, sync_folder
-from batchkit.storage.ledger import REQUEUE, RESULTS, read_newest
+from batchkit.storage.ledger import REQUEUE, RESULTS
 from batchkit.storage.manifest import Manifest
+from batchkit.storage.newest import read_newest
 from batchkit.storage.runfolder import MANIFEST
 from batchkit.storage.store import RecordLine, Store
 from batchkit.types import Row

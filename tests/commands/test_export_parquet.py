@@ -19,7 +19,8 @@ import pytest
 import tomlkit
 
 from batchkit.commands.export.table import Layout, read_batches, schema_of
-from batchkit.storage.ledger import RESULTS, newest_offsets, read_lines
+from batchkit.storage.ledger import RESULTS, read_lines
+from batchkit.storage.newest import NewestLog
 from batchkit.storage.score_store import SCORES, read_scored
 from tests.support.command_line import batchkit
 
@@ -325,4 +326,4 @@ def test_newest_records_are_found_across_blocks() -> None:
             if rng.random() < 0.001:
                 log.write(rng.choice([b"\n", b"{}\n", b'{"index":7,"id":\n', b"\0\0\n"]))
     newest = {r["index"]: offset for offset, _, r in read_lines(LOG) if r is not None}
-    assert newest_offsets(LOG).tolist() == [newest[index] for index in sorted(newest)]
+    assert NewestLog(LOG).starts.tolist() == [newest[index] for index in sorted(newest)]

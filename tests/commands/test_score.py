@@ -31,7 +31,8 @@ from batchkit.errors import BatchkitError, InputError, JobError, StoreError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.scoring.extract import EXTRACTORS
 from batchkit.storage.job_toml import job_of_run
-from batchkit.storage.ledger import RESULTS, read_newest
+from batchkit.storage.ledger import RESULTS
+from batchkit.storage.newest import read_newest
 from batchkit.storage.runfolder import claim
 from batchkit.storage.score_store import SCORES, read_scored
 from tests.support.chat_server import MODEL, ChatServer, Refused, error, serving

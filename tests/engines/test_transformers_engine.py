@@ -24,7 +24,8 @@ from batchkit.engines.transformers.rendering import Prepared
 from batchkit.engines.transformers.sampling import Sampling
 from batchkit.errors import JobError, PromptTooLongError
 from batchkit.storage.identity import identity
-from batchkit.storage.ledger import RESULTS, read_newest
+from batchkit.storage.ledger import RESULTS
+from batchkit.storage.newest import read_newest
 from batchkit.types import Completion, Request, Row
 from tests.support.engine_requests import ask, collect, plain, request, with_image
 from tests.support.failing_model import FAULTS, faulty_model

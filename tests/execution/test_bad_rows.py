@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 from PIL import Image
 
-from batchkit.storage.ledger import RESULTS, read_newest
+from batchkit.storage.ledger import RESULTS
+from batchkit.storage.newest import read_newest
 from tests.support.own_process import batchkit
 
 GOOD: dict[str, Any] = {"q": "what is it?", "file": "good.png"}

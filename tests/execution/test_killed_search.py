@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from batchkit.storage.ledger import RESULTS, read_newest
+from batchkit.storage.ledger import RESULTS
+from batchkit.storage.newest import read_newest
 from tests.support.fake_mortal_engine import OPENED
 from tests.support.paths import ROOT
 from tests.support.rows import write_jsonl

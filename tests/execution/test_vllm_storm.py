@@ -17,7 +17,8 @@ from typing import Any
 
 from PIL import Image
 
-from batchkit.storage.ledger import RESULTS, read_newest
+from batchkit.storage.ledger import RESULTS
+from batchkit.storage.newest import read_newest
 from tests.support.own_process import batchkit
 from tests.support.paths import ROOT
 from tests.support.rows import write_jsonl

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 
 from batchkit.errors import StoreError
 from batchkit.storage.checkpoint import CHECKPOINT, Totals, check_log
-from batchkit.storage.ledger import RESULTS, newest_offsets, read_lines, read_newest
+from batchkit.storage.ledger import RESULTS, read_lines
+from batchkit.storage.newest import NewestLog, read_newest
 from batchkit.storage.store import Store
 from batchkit.types import Choice, Record
 from tests.support.paths import ROOT
@@ -625,5 +626,5 @@ def test_store_agrees_with_a_dict_whatever_happens(
     model |= dict(collected)
     found = [(r["index"], r["text"] or "") for r in read_newest(folder / RESULTS)]
     assert found == sorted(model.items())
-    assert len(newest_offsets(folder / RESULTS)) == len(model)
+    assert len(NewestLog(folder / RESULTS).rows) == len(model)
     shutil.rmtree(folder)

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from batchkit.storage.ledger import RESULTS, read_newest
+from batchkit.storage.ledger import RESULTS
+from batchkit.storage.newest import read_newest
 from tests.support.forks import Fork
 from tests.support.paths import ROOT
 from tests.support.rows import write_jsonl

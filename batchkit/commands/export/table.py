@@ -6,17 +6,17 @@ represent (choices, a kept field that is not text, damage) are read record by re
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
 from batchkit.scoring import kept_fields, score_names
 from batchkit.storage.job_toml import job_of_run
-from batchkit.storage.ledger import RESULTS, Newest, newest_lines, whole_record
+from batchkit.storage.ledger import RESULTS, whole_record
+from batchkit.storage.newest import NewestLog
 from batchkit.storage.schema import COUNT_LIMIT
 from batchkit.storage.score_store import SCORES, read_scored
 
@@ -129,39 +129,36 @@ def read_batches(folder: Path, layout: Layout) -> Iterator[pa.Table]:
         while batch := list(islice(records, _BATCH)):
             yield _of_records(batch, layout)
         return
-    with (folder / RESULTS).open("rb") as file:
-        newest = newest_lines(file)
-        if len(newest.lines):
-            yield from _Log(folder / RESULTS, file, newest, layout).batches()
+    yield from _Log(folder / RESULTS, layout).batches()
 
 
 class _Log:
     """The log, of which only the part being read is in memory."""
 
-    def __init__(self, path: Path, file: BinaryIO, newest: Newest, layout: Layout) -> None:
+    def __init__(self, path: Path, layout: Layout) -> None:
         import pyarrow as pa
 
-        self._path, self._newest, self._layout = path, newest, layout
+        self._path, self._layout = path, layout
         self._schema = schema_of(layout)
-        self._view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        bounds = newest.bounds
+        self._newest = NewestLog(path)  # not closed: Arrow's buffer points into it
+        bounds, view = self._newest.bounds, self._newest.view
         self._lines = pa.Array.from_buffers(
             pa.large_binary(),
             len(bounds) - 1,
-            [None, pa.py_buffer(bounds), pa.py_buffer(self._view)],
+            [None, pa.py_buffer(bounds), pa.py_buffer(view)],
         )
 
     def batches(self) -> Iterator[pa.Table]:
         import numpy as np
 
-        bounds, lines = self._newest
-        n_bytes = np.cumsum(bounds[lines + 1] - bounds[lines])
+        lines = self._newest.lines
+        n_bytes = np.cumsum(self._newest.ends - self._newest.starts)
         start, done = 0, 0
         while start < len(lines):
             fitting = int(np.searchsorted(n_bytes, done + _BATCH_BYTES, "right"))
             end = max(start + 1, min(start + _BATCH, fitting))
             yield self._table(lines[start:end])
-            self._view.madvise(mmap.MADV_DONTNEED)
+            self._newest.release()
             start, done = end, n_bytes[end - 1]
 
     def _table(self, lines: np.ndarray[Any, Any]) -> pa.Table:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 
 from batchkit.errors import StoreError
-from batchkit.storage.ledger import failure_kind, newest_rows, record_of
+from batchkit.storage.ledger import failure_kind, record_of
+from batchkit.storage.newest import NewestLog
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,18 +50,18 @@ class JoinedLogs:
         self._paths = paths
         self._held = ExitStack()
         try:
-            self._views = [self._view(path) for path in paths]
+            found = [self._held.enter_context(closing(NewestLog(path))) for path in paths]
         except OSError as error:
             self._held.close()
             raise StoreError(f"{error.filename}: can't be read: {error.strerror}") from error
-        found = [newest_rows(path) for path in paths]
+        self._newest = found
         logs = [np.full(len(log.rows), n, np.int32) for n, log in enumerate(found)]
         rows = np.concatenate([log.rows for log in found])
         order = np.argsort(rows, kind="stable")
         rows = rows[order]
         self._logs = np.concatenate(logs)[order]
-        self._starts = np.concatenate([log.bounds[log.lines] for log in found])[order]
-        self._ends = np.concatenate([log.bounds[log.lines + 1] for log in found])[order]
+        self._starts = np.concatenate([log.starts for log in found])[order]
+        self._ends = np.concatenate([log.ends for log in found])[order]
         is_first = np.append(True, rows[1:] != rows[:-1])[: len(rows)]
         self._firsts = np.flatnonzero(is_first)
         self.rows: np.ndarray[Any, Any] = rows[self._firsts]
@@ -77,9 +77,8 @@ class JoinedLogs:
             lines = list(zip(*(a[here].tolist() for a in self._columns()), strict=True))
             for first, end in pairwise((batch - batch[0]).tolist()):
                 yield _newest_of([self._read(*line) for line in lines[first:end]])
-            for view in self._views:
-                if isinstance(view, mmap.mmap):
-                    view.madvise(mmap.MADV_DONTNEED)
+            for log in self._newest:
+                log.release()
 
     def close(self) -> None:
         self._held.close()
@@ -87,16 +86,9 @@ class JoinedLogs:
     def _columns(self) -> tuple[np.ndarray[Any, Any], ...]:
         return self._logs, self._starts, self._ends
 
-    def _view(self, path: Path) -> mmap.mmap | bytes:
-        with path.open("rb") as file:
-            if not path.stat().st_size:
-                return b""
-            view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return self._held.enter_context(view)
-
     def _read(self, log: int, start: int, end: int) -> NewestRecord:
         """One line, regardless of other logs that have the row."""
-        raw = self._views[log][start:end]
+        raw = self._newest[log].view[start:end]
         record = record_of(raw)
         if record is None:
             raise StoreError(

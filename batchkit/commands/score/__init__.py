@@ -27,8 +27,9 @@ from batchkit.sources.join import with_fields
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import scoring_of
 from batchkit.storage.job_toml import job_of_run, write_job
-from batchkit.storage.ledger import RESULTS, read_newest
+from batchkit.storage.ledger import RESULTS
 from batchkit.storage.manifest import read_manifest
+from batchkit.storage.newest import read_newest
 from batchkit.storage.runfolder import claim
 from batchkit.storage.score_store import SCORES, ScoreLine, read_scored, references_of, write_scores
 

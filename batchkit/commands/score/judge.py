@@ -30,8 +30,9 @@ from batchkit.sources.rowhash import input_hash
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import identity
 from batchkit.storage.job_toml import without_masked
-from batchkit.storage.ledger import RESULTS, failure_kind, read_newest
+from batchkit.storage.ledger import RESULTS, failure_kind
 from batchkit.storage.manifest import read_manifest
+from batchkit.storage.newest import read_newest
 from batchkit.storage.runfolder import JOB, MANIFEST, claim, is_run
 from batchkit.storage.store import RecordLine, Store
 from batchkit.types import Row
