@@ -26,8 +26,6 @@ from batchkit.config.shard import Shard
 from batchkit.errors import BrokenInputError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.storage.runfolder import claim
-from tests.commands.test_score import Judge, counted, judged_job
-from tests.commands.test_score import run as run_scored
 from tests.support.chat_server import serving
 from tests.support.command_line import Ended, batchkit
 from tests.support.dry_runs import (
@@ -42,8 +40,11 @@ from tests.support.dry_runs import (
     write_job,
     write_rows,
 )
+from tests.support.judge import Judge, judged_job
 from tests.support.own_process import batchkit as in_a_process
 from tests.support.paths import ROOT
+from tests.support.scored_runs import counted
+from tests.support.scored_runs import run as run_scored
 from tests.support.small_vllm import SMALL
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")

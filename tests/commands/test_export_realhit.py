@@ -1,0 +1,137 @@
+"""``export --realhit``: the file of the benchmark's own harness."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from batchkit.commands.export import export
+from batchkit.commands.score import score_run
+from batchkit.commands.score.predictions import score_predictions
+from batchkit.errors import InputError, StoreError
+from batchkit.storage.job_toml import job_of_run
+from tests.support.chat_server import serving
+from tests.support.own_process import batchkit
+from tests.support.scored_runs import echo, engine, job, quiet, run
+
+REALHIT = [
+    {
+        "id": n,
+        "FileName": "t",
+        "QuestionType": "Fact Checking" if n < 3 else "Data Analysis",
+        "SubQType": "s",
+        "Question": "?",
+        "FinalAnswer": answer,
+        "ProcessedAnswer": "",
+        **({} if said is None else {"say": said}),
+    }
+    for n, (answer, said) in enumerate(
+        [
+            ("1955, 62170", "1955, 62170"),
+            ("35 to 44 years", "35 to 39 years"),
+            ("x", None),
+            ("a b c", "b"),
+        ]
+    )
+]
+REALHIT_SCORING = {
+    "extract": "text",
+    "reference": "FinalAnswer",
+    "scorers": ["f1", "em", "rouge-l", "sacrebleu"],
+    "group_by": "QuestionType",
+}
+
+
+@pytest.fixture
+def realhit(tmp_path: Path) -> Path:
+    with serving(echo) as server:
+        made = job(
+            tmp_path,
+            REALHIT,
+            engine=engine(server),
+            scoring=REALHIT_SCORING,
+            output={"keep": []},
+            vars={"modality": "text"},
+        )
+        return run(made)
+
+
+def test_the_harness_s_file_tells_what_the_table_tells(tmp_path: Path, realhit: Path) -> None:
+    done = batchkit("export", realhit, "--realhit", "out", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (path,) = (tmp_path / "out").glob("results_*.json")
+    content = json.loads(path.read_text())
+    found = score_run(realhit, say=quiet).to_json()["metrics"]
+    for kind, metrics in content["aggregate_metrics"].items():
+        ours = found[kind]
+        assert metrics == pytest.approx(
+            {
+                "F1": ours["f1"],
+                "EM": ours["em"],
+                "ROUGE-L": ours["rouge-l"],
+                "SacreBLEU": ours["sacrebleu"],
+            }
+        )
+    assert content["aggregate_metrics"]["Fact Checking"]["F1"] == 87.5
+    assert [result["id"] for result in content["results"]] == [0, 1, 3]
+    assert content["results"][1]["Metrics"]["EM"] == 0
+    assert content["results"][1] | {"Metrics": 0, "ProcessingTime": 0} == {
+        "id": 1,
+        "FileName": "t",
+        "QuestionType": "Fact Checking",
+        "SubQType": "s",
+        "Question": "?",
+        "Reference": "35 to 44 years",
+        "Prediction": "35 to 39 years",
+        "Metrics": 0,
+        "ProcessingTime": 0,
+    }
+    assert content["config"]["total_queries"] == 3
+    assert content["config"]["modality"] == "text"
+    assert content["config"]["throughput"] > 0
+    checkpoint = json.loads((tmp_path / "out/checkpoint.json").read_text())
+    assert checkpoint["processed_ids"] == [0, 1, 3]
+    table, missing = score_predictions(job_of_run(realhit), path, quiet)  # and back again
+    assert table.to_json()["metrics"]["Fact Checking"]["f1"] == 87.5
+    assert missing == 1
+
+
+def test_the_harness_s_file_goes_where_it_is_asked_to(tmp_path: Path, realhit: Path) -> None:
+    (results, checkpoint) = export(realhit, "realhit", tmp_path / "x/mine.json")
+    assert (results.path, checkpoint.path) == (
+        tmp_path / "x/mine.json",
+        tmp_path / "x/checkpoint.json",
+    )
+    assert (results.rows, checkpoint.rows) == (3, 3)
+    (results, _) = export(realhit, "realhit")
+    assert results.path.parent == realhit / "realhit"
+
+
+@pytest.mark.parametrize("name", ["", "mine.json"])
+def test_the_harness_s_checkpoint_never_takes_the_place_of_ours(realhit: Path, name: str) -> None:
+    before = (realhit / "checkpoint.json").read_bytes()
+    with pytest.raises(StoreError, match=r"checkpoint\.json: is a run's own"):
+        export(realhit, "realhit", realhit / name)
+    assert (realhit / "checkpoint.json").read_bytes() == before
+
+
+def test_throughput_counts_the_time_of_a_start_that_was_killed(realhit: Path) -> None:
+    """It could not note its time: it lasted at least up to its last row."""
+    manifest = json.loads((realhit / "manifest.json").read_text())
+    (start,) = manifest["starts"]
+    killed = start | {"started_at": "2000-01-01T00:00:00.000Z", "seconds": None, "ended_at": None}
+    again = start | {"started_at": "2099-01-01T00:00:00.000Z", "seconds": 1.5}
+    manifest["starts"] = [killed, again]
+    (realhit / "manifest.json").write_text(json.dumps(manifest))
+    (results, _) = export(realhit, "realhit")
+    config = json.loads(results.path.read_text())["config"]
+    assert config["duration_seconds"] > 20 * 365 * 86400
+    assert config["throughput"] == pytest.approx(3 / config["duration_seconds"])
+
+
+def test_a_run_whose_input_is_gone_has_no_harness_file(tmp_path: Path, realhit: Path) -> None:
+    (tmp_path / "rows.jsonl").unlink()
+    with pytest.raises(InputError):
+        export(realhit, "realhit", tmp_path / "out")

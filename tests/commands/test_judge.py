@@ -1,0 +1,391 @@
+"""Answers that are judged by a model: once, only where asked for, and never lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from batchkit.commands.run import run_job
+from batchkit.commands.score import score_run
+from batchkit.commands.score.predictions import score_predictions
+from batchkit.errors import BatchkitError
+from tests.support.chat_server import Refused, error, serving
+from tests.support.judge import Judge, judged_job
+from tests.support.own_process import batchkit
+from tests.support.paths import ROOT
+from tests.support.rows import write_jsonl
+from tests.support.scored_runs import (
+    NUMBER,
+    counted,
+    echo,
+    engine,
+    job,
+    quiet,
+    run,
+    scored,
+    write_job,
+)
+
+NO_MODEL = {"kind": "openai-server", "model": "typo"}
+
+
+def test_a_judge_s_score_is_read_clamped_and_asked_for_again(tmp_path: Path) -> None:
+    judge = Judge(
+        {
+            "q0": ["[Score]: 80/100"],
+            "q1": ["Score: 7"],
+            "q2": ["I'd say [Score]: 90 / 100."],
+            "q3": ["**[Score]:** 250/100"],
+            "q4": ["hard to tell", "[Score]: 12.5"],
+            "q5": ["no idea"],
+            "q6": ["**Score**: 85"],
+            "q7": ["**[Score]**: 86/100"],
+            "q8": ["Score: -5"],
+            "q9": ["Score: .5"],
+            "q10": ["[Score]: 3\nno, rather\n**[Score]: 4**"],
+            "q11": ["Score: \u22125", "[Score]: 5"],
+        }
+    )
+    with serving(judge) as server:
+        folder = run(judged_job(tmp_path, server, counted(12)))
+    assert {name: scores["judge"] for name, (_, scores) in scored(folder).items()} == {
+        "q0": 0.8,
+        "q1": 0.07,
+        "q2": 0.9,
+        "q3": 1.0,
+        "q4": 0.125,
+        "q5": None,
+        "q6": 0.85,
+        "q7": 0.86,
+        "q8": 0.0,
+        "q9": 0.005,
+        "q10": 0.04,
+        "q11": 0.05,
+    }
+    again = {"q4": 2, "q5": 3, "q11": 2}
+    assert judge.asked == {f"q{n}": again.get(f"q{n}", 1) for n in range(12)}
+    assert any(prompt.startswith("JUDGE q0 0 / 0") for prompt in judge.prompts)
+    found = score_run(folder, say=quiet).to_json()["overall"]
+    scores = [80, 7, 90, 100, 12.5, 85, 86, 0, 0.5, 4, 5]
+    assert found["judge"] == pytest.approx(sum(scores) / 11)
+    assert found["unscored_by"] == {"judge": 1}
+
+
+def test_a_judgement_is_paid_for_once(tmp_path: Path) -> None:
+    judge = Judge({})
+    keep = {"keep": ["id", "a"]}
+    with serving(judge) as server:
+        made = judged_job(tmp_path, server, output=keep)
+        folder = run(made)
+        before = scored(folder)
+        assert judge.asked.total() == 3
+        score_run(folder, say=quiet)
+        run(made)
+        more = {"scorers": ["em", "f1", "judge"], "group_by": "kind"}
+        made = judged_job(tmp_path, server, scoring=more, output=keep)
+        run(made)  # it needs more of the row than was kept; the judge does not
+        assert judge.asked.total() == 3
+        number = {"extract": "regex", "pattern": r"row (\d)"}
+        score_run(folder, judged_job(tmp_path, server, scoring=number, output=keep), say=quiet)
+        assert judge.asked.total() == 3  # the same predictions, read in another way
+        assert {n: s["judge"] for n, (_, s) in scored(folder).items()} == {
+            n: s["judge"] for n, (_, s) in before.items()
+        }
+        other = {"extract": "regex", "pattern": r"row ([01])"}
+        score_run(folder, judged_job(tmp_path, server, scoring=other, output=keep), say=quiet)
+    assert judge.asked == {"q0": 1, "q1": 1, "q2": 2}
+
+
+def test_a_judge_that_is_away_costs_nothing_and_is_asked_later(tmp_path: Path) -> None:
+    with serving(Judge({})) as server:
+        port = server.port
+        made = judged_job(tmp_path, server)
+    write_job(tmp_path, made)
+    done = batchkit("run", "job.toml", cwd=tmp_path)
+    assert done.returncode == 1
+    assert f"127.0.0.1:{port}/v1: no answer" in done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert (summary["ok"], summary["exit"]) == (3, 1)
+    folder = tmp_path / "output/scored"
+    assert scored(folder)["q2"] == ("2", {"em": 1.0, "judge": None})
+    judge = Judge({})
+    with serving(judge, port=port):
+        done = batchkit("run", "job.toml", cwd=tmp_path)
+    assert done.returncode == 0
+    assert scored(folder)["q2"] == ("2", {"judge": 0.5, "em": 1.0})
+    assert judge.asked.total() == 3
+
+
+def test_a_judgement_that_failed_is_tried_again_by_the_next_score(tmp_path: Path) -> None:
+    judge = Judge({"q1": [Refused(400, error("not now")), "[Score]: 60"]})
+    with serving(judge) as server:
+        folder = run(judged_job(tmp_path, server))
+        assert scored(folder)["q1"][1]["judge"] is None
+        score_run(folder, say=quiet)
+        score_run(folder, say=quiet)
+    assert {name: scores["judge"] for name, (_, scores) in scored(folder).items()} == {
+        "q0": 0.5,
+        "q1": 0.6,
+        "q2": 0.5,
+    }
+    assert judge.asked == {"q0": 1, "q1": 2, "q2": 1}
+
+
+def test_judgements_outlive_whatever_is_tried_in_between(tmp_path: Path) -> None:
+    """Another model, another prompt, another reference; and back."""
+    judge, said = Judge({}), list[str]()
+    with serving(judge) as server:
+        made = judged_job(tmp_path, server, counted(3, b="7"))
+        folder = run(made)
+        before = scored(folder)
+        away = judged_job(
+            tmp_path,
+            server,
+            counted(3, b="7"),
+            judge={"engine": NO_MODEL | {"base_url": server.url}},
+        )
+        with pytest.raises(BatchkitError, match="typo"):
+            score_run(folder, away, say=quiet)
+        misspelt = {"prompt": {"user": "JUDGE {{ id }} {{ predicton }}"}}
+        other = judged_job(tmp_path, server, counted(3, b="7"), judge=misspelt)
+        score_run(folder, other, say=said.append)
+        assert judge.asked.total() == 3
+        score_run(folder, made, say=quiet)
+        assert judge.asked.total() == 3
+        assert scored(folder) == before
+        reference = made.scoring.model_copy(update={"reference": "b"})
+        score_run(folder, made.model_copy(update={"scoring": reference}), say=quiet)
+        assert judge.asked.total() == 6  # it is shown another reference: that is another question
+        score_run(folder, made, say=quiet)
+        score_run(folder, made.model_copy(update={"scoring": reference}), say=quiet)
+    assert judge.asked.total() == 6
+    assert any(
+        t.startswith("3 of 3 judgements failed, the first with template: ") and "'predicton'" in t
+        for t in said
+    )
+
+
+def test_rows_that_come_and_go_keep_their_judgements(tmp_path: Path) -> None:
+    judge = Judge({})
+
+    def requeue(rows: list[dict[str, Any]]) -> None:
+        made = judged_job(tmp_path, server, rows, engine={"kind": "dry-run"}, scoring=text)
+        run_job(made, on_change="requeue", say=quiet).checked()
+
+    text = {"extract": "regex", "pattern": "^."}  # dry-run's answers name their rows' indexes
+    with serving(judge) as server:
+        folder = run(judged_job(tmp_path, server, counted(4), scoring=text))
+        requeue([{"id": "new", "say": "?", "a": "x", "kind": "k"}, *counted(4)])
+        assert judge.asked == {"q0": 1, "q1": 1, "q2": 1, "q3": 1, "new": 1}
+        requeue(counted(2))
+        requeue(counted(4)[::-1])
+        assert judge.asked.total() == 5
+    assert {scores["judge"] for _, scores in scored(folder).values()} == {0.5}
+
+
+def test_answers_that_show_a_judge_the_same_are_judged_once(tmp_path: Path) -> None:
+    judge = Judge({})
+    prompt = {"user": "JUDGE all {{ reference }}"}
+    with serving(judge) as server:
+        rows = [{**row, "a": "same"} for row in counted(5)]
+        folder = run(judged_job(tmp_path, server, rows, judge={"prompt": prompt}))
+    assert judge.asked == {"all": 1}
+    assert [scores["judge"] for _, scores in scored(folder).values()] == [0.5] * 5
+
+
+def test_a_secret_that_the_judge_does_not_read_is_no_part_of_it(tmp_path: Path) -> None:
+    """It is masked in the run's job.toml, from which `score` goes on."""
+    judge = Judge({})
+    with serving(judge) as server:
+        folder = run(judged_job(tmp_path, server, vars={"api_key": "sk-secret"}))
+        score_run(folder, say=quiet)
+    assert judge.asked.total() == 3
+
+
+@pytest.mark.parametrize(("command", "signum"), [("score", signal.SIGINT), ("run", signal.SIGTERM)])
+def test_judging_may_be_interrupted_and_goes_on(tmp_path: Path, command: str, signum: int) -> None:
+    judge = Judge({})
+
+    def slowly(text: str, body: dict[str, Any]) -> str:
+        time.sleep(0.1)
+        return judge(text, body)
+
+    with serving(slowly) as server:
+        slow = {**engine(server), "options": {"max_num_seqs": 2}}
+        made = judged_job(tmp_path, server, counted(60), judge={"engine": slow})
+        if command == "score":
+            plain = made.scoring.model_copy(update={"scorers": ["em"]})
+            run(made.model_copy(update={"scoring": plain}))
+        write_job(tmp_path, made)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "batchkit", command, "job.toml"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        deadline = time.monotonic() + 20
+        while judge.asked.total() < 10 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signum)
+        stdout, stderr = process.communicate(timeout=20)
+        assert process.returncode == 128 + signum, stderr
+        assert "run the same command to go on" in stderr
+        if command == "run":
+            summary = json.loads(stdout.splitlines()[-1])
+            assert (summary["ok"], summary["exit"]) == (60, 128 + signum)
+        assert {scores["em"] for _, scores in scored(made.folder).values()} == {1.0}
+        assert {scores.get("judge") for _, scores in scored(made.folder).values()} == {None}
+        server.before = judge
+        assert batchkit(command, "job.toml", cwd=tmp_path).returncode == 0
+    assert {scores["judge"] for _, scores in scored(made.folder).values()} == {0.5}
+    assert 60 <= judge.asked.total() <= 64  # what was in flight as it stopped
+
+
+def test_judging_that_was_killed_pays_again_only_for_what_was_in_flight(tmp_path: Path) -> None:
+    judge = Judge({})
+
+    def slowly(text: str, body: dict[str, Any]) -> str:
+        time.sleep(0.05)
+        return judge(text, body)
+
+    with serving(slowly) as server:
+        slow = {**engine(server), "options": {"max_num_seqs": 2}}
+        made = judged_job(tmp_path, server, counted(40), judge={"engine": slow})
+        write_job(tmp_path, made)
+        for goal in (8, 16):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "batchkit", "run", "job.toml"],
+                cwd=tmp_path,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            deadline = time.monotonic() + 20
+            while judge.asked.total() < goal and time.monotonic() < deadline:
+                time.sleep(0.01)
+            process.kill()
+            process.wait()
+        server.before = judge
+        run(made)
+    assert {scores["judge"] for _, scores in scored(made.folder).values()} == {0.5}
+    assert 40 <= judge.asked.total() <= 40 + 2 * 3  # two in flight, and one being written
+
+
+def test_only_the_rows_of_a_rule_are_judged_with_their_texts_and_images(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("TABLE 1", encoding="utf-8")
+    Image.new("RGB", (40, 40), "red").save(tmp_path / "q1.png")
+    kinds_and_rows = zip("aba", counted(3, params={"max_tokens": 9}), strict=True)
+    rows = [{**row, "kind": kind} for kind, row in kinds_and_rows]
+    judge = Judge({})
+    with serving(judge) as server:
+        made = judged_job(
+            tmp_path,
+            server,
+            rows,
+            scoring={"scorers": ["em"], "rules": [{"where": {"kind": "b"}, "scorers": ["judge"]}]},
+            judge={
+                "prompt": {
+                    "user": "JUDGE {{ id }} {{ table }}",
+                    "texts": {"table": "t.txt"},
+                    "images": ["{{ id }}.png"],
+                },
+                "sampling": {"sampling_column": "params"},
+            },
+            output={"keep": ["id", "a", "kind"]},
+        )
+        folder = run(made)
+        kinds = [part["type"] for part in server.bodies[-1]["messages"][0]["content"]]
+        score_run(folder, say=quiet)
+    assert judge.prompts == ["JUDGE q1 TABLE 1"]
+    assert kinds == ["image_url", "text"]
+    assert server.bodies[-1]["max_tokens"] == 9
+    assert {name: scores for name, (_, scores) in scored(folder).items()} == {
+        "q0": {"em": 1.0},
+        "q1": {"judge": 0.5},
+        "q2": {"em": 1.0},
+    }
+
+
+def test_without_a_judge_its_rows_are_unscored_and_that_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    scoring = {**NUMBER, "scorers": ["em", "judge"]}
+    run_job(job(tmp_path, counted(2), scoring=scoring), say=said.append).checked()
+    assert "2 answers are not judged: [scoring.judge] names no model" in said
+    assert "| 100.00 |" in said[-1]
+
+
+def test_charts_are_run_only_where_that_is_allowed_and_one_that_can_t_be_spares_the_others(
+    tmp_path: Path,
+) -> None:
+    program = "import matplotlib.pyplot as plt\nplt.bar(['a', 'b'], [3, 4])\nplt.show()"
+    row = {"id": "q0", "say": program, "a": "[3, 4]", "SubQType": "BarChart Generation"}
+    rows = [row, {**row, "id": "q1", "SubQType": None}]
+    del rows[1]["SubQType"]
+    scoring = {"extract": "code", "reference": "a", "scorers": ["chart"], "mode": "fixed"}
+    said: list[str] = []
+    with serving(echo) as server:
+        made = job(tmp_path, rows, engine=engine(server), scoring=scoring)
+        run_job(made, say=said.append).checked()
+    none = {"ecr": None, "pass": None}
+    assert {name: scores for name, (_, scores) in scored(made.folder).items()} == {
+        "q0": none,
+        "q1": none,
+    }
+    assert "2 charts are unscored: scoring.allow_code = true runs their code" in said
+    allowed = made.scoring.model_copy(update={"allow_code": True})
+    score_run(made.folder, made.model_copy(update={"scoring": allowed}), say=said.append)
+    assert {name: scores for name, (_, scores) in scored(made.folder).items()} == {
+        "q0": {"ecr": 1.0, "pass": 1.0},
+        "q1": none,
+    }
+    assert any(t.startswith("row q1: its chart is unscored: 'SubQType' is undef") for t in said)
+
+
+def test_predictions_from_elsewhere_are_judged_too(tmp_path: Path) -> None:
+    judge = Judge({"q1": ["[Score]: 30"]})
+    write_jsonl(tmp_path / "made.jsonl", [{"id": "q1", "prediction": "1"}])
+    with serving(judge) as server:
+        made = judged_job(tmp_path, server)
+        found, _ = score_predictions(made, tmp_path / "made.jsonl", quiet)
+    assert found.to_json()["overall"] == {
+        "n": 1,
+        "em": 100,
+        "judge": 30,
+        "unscored": 0,
+        "failed": 0,
+    }
+    assert not (tmp_path / "output").exists()
+
+
+def test_judgements_of_predictions_from_elsewhere_are_kept_beside_them(tmp_path: Path) -> None:
+    judge = Judge({})
+    made_elsewhere = [{"id": f"q{n}", "prediction": str(n)} for n in range(3)]
+    path = write_jsonl(tmp_path / "made.jsonl", made_elsewhere)
+
+    def dies_after_two(text: str, body: dict[str, Any]) -> str:
+        if judge.asked.total() == 2:
+            raise Refused(401, error("Incorrect API key provided"))
+        return judge(text, body)
+
+    with serving(dies_after_two) as server:
+        one = {**engine(server), "options": {"max_num_seqs": 1}}
+        made = judged_job(tmp_path, server, judge={"engine": one})
+        with pytest.raises(BatchkitError):
+            score_predictions(made, path, quiet)
+        server.before = judge
+        for _ in range(2):
+            found, _ = score_predictions(made, path, quiet)
+            assert found.to_json()["overall"]["judge"] == 50
+    assert judge.asked == {"q0": 1, "q1": 1, "q2": 1}
+    assert (tmp_path / "made.jsonl.judge").is_dir()

@@ -1,0 +1,170 @@
+"""``batchkit score`` takes predictions from elsewhere, and another run's answers as references."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import tomlkit
+
+from batchkit.commands.run import run_job
+from batchkit.commands.score.predictions import score_predictions
+from batchkit.config.loading import make_job
+from batchkit.errors import JobError
+from batchkit.storage.job_toml import job_of_run
+from tests.support.own_process import batchkit
+from tests.support.rows import write_jsonl
+from tests.support.scored_runs import ROWS, counted, job, quiet, run, scored, table
+
+# Predictions that were made elsewhere
+
+HARNESS = {
+    "config": {"total_queries": 3, "throughput": math.nan},
+    "results": [
+        {"id": "q1", "QuestionType": "Facts", "Prediction": "1955, 62170", "Metrics": {}},
+        {"id": "q2", "QuestionType": "Facts", "Prediction": "[ERROR] OOM: too large"},
+        {"id": "q3", "QuestionType": "Facts", "Prediction": "35 to 39 years"},
+    ],
+}
+RESULTS_OF_OURS = [
+    {"index": 0, "id": "q1", "status": "failed", "text": None, "prediction": None},
+    {"index": 0, "id": "q1", "status": "ok", "text": "?", "prediction": "1955, 62170"},
+    {"index": 1, "id": "q2", "status": "failed", "text": None},
+    {"index": 2, "id": "q3", "status": "ok", "text": "[Final Answer]: 35 to 39 years"},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("results.json", json.dumps(HARNESS)),
+        ("results.json", json.dumps(HARNESS, indent=2)),
+        ("list.json", json.dumps(HARNESS["results"], indent=1)),
+        ("results.jsonl", "\n".join(map(json.dumps, RESULTS_OF_OURS))),
+        ("bom.jsonl", "\ufeff" + "\n\n".join(map(json.dumps, RESULTS_OF_OURS))),
+        (
+            "plain.jsonl",
+            """{"id": "q1", "text": "[Final Answer]: 1955, 62170"}
+            {"id": "q2", "prediction": null}
+            {"id": "q3", "prediction": "35 to 39 years"}""",
+        ),
+    ],
+)
+def test_predictions_of_any_shape_are_scored_and_failures_are_not(
+    tmp_path: Path, name: str, content: str
+) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    found, missing = score_predictions(job(tmp_path, ROWS), tmp_path / name, quiet)
+    told = found.to_json()
+    assert (told["total"], told["scored"], told["failed"], missing) == (3, 2, 1, 2)
+    assert told["metrics"]["Facts"]["f1"] == 87.5
+    assert told["metrics"]["Facts"]["em"] == 50
+
+
+def test_predictions_from_the_command_line(tmp_path: Path) -> None:
+    made = tomlkit.dumps(table(tmp_path, ROWS))
+    (tmp_path / "job.toml").write_text(made, encoding="utf-8")
+    write_jsonl(
+        tmp_path / "made.jsonl",
+        [{"id": "q2", "text": "x"}, {"id": "q2", "text": "No"}, {"id": "?", "text": "x"}],
+    )
+    args = ("score", "--predictions", "made.jsonl")
+    done = batchkit(*args, "--job", "job.toml", "--json", cwd=tmp_path)
+    found = json.loads(done.stdout)
+    assert (found["total"], found["overall"]["em"], found["missing"]) == (1, 100, 4)
+    assert "1 predictions have no row in the input, as id '?'" in done.stderr
+    assert not (tmp_path / "output").exists()
+    done = batchkit(*args, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "needs the job" in done.stderr
+    done = batchkit("score", "job.toml", *args[1:], cwd=tmp_path)
+    assert "\n4 rows of the input have no prediction\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"id": "q1", "text": "x"}\n{"id": "q2"', "a.jsonl line 2: not JSON"),
+        ("a.jsonl", '{"text": "x"}', "a.jsonl line 1: no id; one of id"),
+        (
+            "a.jsonl",
+            '{"id": "q1", "answr": 1}',
+            "line 1: neither a prediction nor a text; it has id",
+        ),
+        ("a.jsonl", '\n["q1"]\n{}', "a.jsonl line 2: found \"['q1']\""),
+        ("a.json", '{\n  "results": [\n    {"id": 1},\n', "a.json: not JSON: "),
+        ("a.jsonl", '{"id": "q1", "text": ' + "[" * 100_000, "a.jsonl line 1: not JSON: nested"),
+        ("a.json", "[3]", "a.json entry 0: found '3'"),
+        ("a.json", "[]", "a.json: holds no prediction"),
+        ("a.jsonl", '{"id": "77", "text": "x"}', "(first there: '77', here: 'q1'); set input.id"),
+        (None, "", "none.jsonl: no such file"),
+    ],
+)
+def test_predictions_that_can_t_be_used_name_the_place(
+    tmp_path: Path, name: str | None, content: str, message: str
+) -> None:
+    path = tmp_path / (name or "none.jsonl")
+    if name:
+        path.write_text(content, encoding="utf-8")
+    with pytest.raises(JobError) as refused:
+        score_predictions(job(tmp_path, ROWS), path, quiet)
+    assert message in str(refused.value)
+
+
+def test_an_id_that_names_two_rows_takes_no_prediction(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "made.jsonl", [{"id": "q1", "text": "x"}])
+    with pytest.raises(JobError, match="id 'q1' names rows 0 and 5"):
+        score_predictions(job(tmp_path, [*ROWS, ROWS[0]]), tmp_path / "made.jsonl", quiet)
+
+
+# Another run's predictions as references
+
+
+def test_the_answers_of_another_run_are_the_references_by_id(tmp_path: Path) -> None:
+    first = run(job(tmp_path, counted(4), name="first", scoring={"extract": "number"}))
+    turned = [*counted(4)[::-1], {"id": "new", "say": "?", "a": "", "kind": "k"}]
+    scoring = {"extract": "number", "reference_run": str(first), "scorers": ["em"]}
+    folder = run(job(tmp_path, turned, name="second", scoring=scoring))
+    assert {name: scores["em"] for name, (_, scores) in scored(folder).items()} == {
+        "q3": 0.0,  # row 0 here, row 3 there
+        "q2": 0.0,
+        "q1": 0.0,
+        "q0": 0.0,
+        "new": None,
+    }
+    made = tmp_path / "made.jsonl"
+    write_jsonl(made, [{"id": f"q{n}", "prediction": str(n)} for n in range(4)])
+    table, missing = score_predictions(job_of_run(folder), made, quiet)
+    assert (table.to_json()["overall"]["em"], missing) == (100, 1)
+
+
+def test_what_the_other_run_answered_later_counts_too(tmp_path: Path) -> None:
+    first = job(tmp_path, counted(4), name="first", scoring={"extract": "number"})
+    run(make_job(first.model_dump() | {"input": {**first.input.model_dump(), "limit": 2}}, "t"))
+    scoring = {"extract": "number", "reference_run": str(first.folder), "scorers": ["em"]}
+    second = job(tmp_path, counted(4), name="second", scoring=scoring)
+    said: list[str] = []
+    run_job(second, say=said.append).checked()
+    assert "|   2 | 100.00 |        2 |" in said[-1]
+    run(first)
+    run_job(second, say=said.append).checked()
+    assert "|   4 | 100.00 |        0 |" in said[-1]
+
+
+@pytest.mark.parametrize("problem", ["missing", "unread", "twice"])
+def test_a_reference_run_that_can_t_serve_is_refused_before_anything_happens(
+    tmp_path: Path, problem: str
+) -> None:
+    if problem == "unread":
+        run(job(tmp_path, counted(2), name="first", scoring={}))
+    elif problem == "twice":
+        twice = [*counted(1), *counted(1)]
+        run(job(tmp_path, twice, name="first", scoring={"extract": "number"}))
+    reference = str(tmp_path / "output/first")
+    scoring = {"extract": "number", "reference_run": reference, "scorers": ["em"]}
+    messages = {"missing": "no run there", "unread": "no prediction", "twice": "names two of its"}
+    with pytest.raises(JobError, match=f"scoring.reference_run: .*{messages[problem]}"):
+        run(job(tmp_path, counted(2), scoring=scoring))
+    assert not (tmp_path / "output/scored").exists()
