@@ -194,7 +194,7 @@ def test_iterator_begins_a_new_run_each_time() -> None:
 def test_prompts_chat_messages_and_dicts_are_rows() -> None:
     chat = [{"role": "user", "content": "hi"}]
     summary = process(["hi", chat, {"prompt": "hi"}, {"messages": chat}, 7])
-    assert (summary.ok, summary.failed, summary.exit_code) == (4, 1, 3)
+    assert (summary.ok, summary.failed, summary.exit) == (4, 1, 3)
     (failed,) = (record for record in records() if record["status"] == "failed")
     assert (failed["index"], failed["error"]["kind"]) == (4, "invalid_request")
     assert "row 4 is int" in failed["error"]["message"]
@@ -1247,7 +1247,7 @@ def test_interrupt_from_python_writes_no_row_twice() -> None:
     prepare(200, run={"max_in_flight": 10})
     script = (
         "import sys; from batchkit import ProductionBatchProcessor as P;"
-        "s = P('job.toml').process(); print(s.exit_code); sys.exit_code(s.exit_code)"
+        "s = P('job.toml').process(); print(s.exit); sys.exit(s.exit)"
     )
     write_job(engine={"kind": "dry-run", "options": {"latency_s": 0.2}}, run={"max_in_flight": 10})
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
