@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
@@ -17,6 +16,7 @@ from batchkit.config.masking import masked_text
 from batchkit.config.numbers import duration
 from batchkit.config.terminal import plain
 from batchkit.errors import StoreError
+from batchkit.execution.rate_meter import RateMeter
 from batchkit.storage.files import open_log
 from batchkit.types import utc_now
 
@@ -39,6 +39,11 @@ class State(NamedTuple):
     @property
     def settled(self) -> int:
         return self.ok + self.failed
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """What ``Rates`` are of."""
+        return self.settled, self.prompt_tokens, self.completion_tokens
 
 
 class Rates(NamedTuple):
@@ -74,7 +79,7 @@ class Progress:
         self._on_terminal = not quiet and self._stream.isatty()
         self._interval_s = interval_s
         self._clock = clock
-        self._samples: deque[tuple[float, State]] = deque()
+        self._meter: RateMeter | None = None
         self._bar: tqdm[Any] | None = None
         self._next_line = self._next_bar = 0.0
 
@@ -90,21 +95,19 @@ class Progress:
     def update(self, state: State, *, force: bool = False) -> None:
         """Show ``state`` if an update is due; very cheap otherwise."""
         now = self._clock()
-        if not self._samples:
-            self._samples.append((now, state))
+        if self._meter is None:
+            self._meter = RateMeter(now, state.counts, span_s=_RATE_SPAN_S)
             self._next_line = now + self._interval_s
         if self._on_terminal and (force or now >= self._next_bar):
             self._next_bar = now + _BAR_INTERVAL_S
-            self._draw(state, self._rates(now, state))
+            self._draw(state, _rates(self._meter, now, state))
         if force or now >= self._next_line:
             self._next_line = now + self._interval_s
-            line = describe(state, self._rates(now, state))
+            line = describe(state, _rates(self._meter, now, state))
             self._write(line)
             if not self._on_terminal:
                 self._say(line)
-            self._samples.append((now, state))
-            while len(self._samples) > 2 and now - self._samples[1][0] >= _RATE_SPAN_S:
-                self._samples.popleft()
+            self._meter.add(now, state.counts)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -115,15 +118,6 @@ class Progress:
     def _write(self, line: str) -> None:
         with _log_errors(self._path):
             self._log.write(f"{utc_now()} {plain(masked_text(line))}\n")
-
-    def _rates(self, now: float, state: State) -> Rates:
-        since, then = self._samples[0]
-        seconds = max(now - since, 1e-9)
-        return Rates(
-            (state.settled - then.settled) / seconds,
-            (state.prompt_tokens - then.prompt_tokens) / seconds,
-            (state.completion_tokens - then.completion_tokens) / seconds,
-        )
 
     def _draw(self, state: State, rates: Rates) -> None:
         if self._bar is None:
@@ -171,6 +165,10 @@ def _log_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StoreError(f"{path}: can't write: {error.strerror}") from error
+
+
+def _rates(meter: RateMeter, now: float, state: State) -> Rates:
+    return Rates(*meter.per_s(now, state.counts))
 
 
 def describe(state: State, rates: Rates) -> str:

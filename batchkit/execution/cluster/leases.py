@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 
 from batchkit.execution.bisection import Suspects
+from batchkit.execution.rate_meter import RateMeter
 from batchkit.types import Task
 
 MOST_IN_A_LEASE = 256
@@ -34,9 +35,9 @@ class LeaseHolder:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._busy_since = self._busy_s = 0.0
-        self._samples = deque([(0.0, 0)])
         self.capacity = 0
         self.settled = 0
+        self._meter = self._new_meter()
         self.held: dict[int, Task] = {}
         self.suspects = Suspects[Task]()
         self.deaths_in_a_row = 0
@@ -57,10 +58,7 @@ class LeaseHolder:
             self._busy_s = now
         self.settled += len(indices)
         self.deaths_in_a_row = 0
-        if now - self._samples[-1][0] >= RATE_SPAN_S / _SAMPLES:
-            self._samples.append((now, self.settled))
-        while len(self._samples) > 2 and now - self._samples[1][0] >= RATE_SPAN_S:
-            self._samples.popleft()
+        self._meter.add(now, [self.settled])
         return settled
 
     def die(self, cause: str) -> Task | None:
@@ -69,7 +67,7 @@ class LeaseHolder:
         self.capacity = 0
         held, self.held = list(self.held.values()), {}
         self._busy_s = 0.0
-        self._samples = deque([(0.0, self.settled)])
+        self._meter = self._new_meter()
         return self.suspects.died(held, cause) if held else None
 
     def forfeit(self) -> None:
@@ -81,8 +79,11 @@ class LeaseHolder:
     @property
     def rate(self) -> float:
         """Rows per second, over the last half minute that it held any; 0 if none came back."""
-        since, before = self._samples[0]
-        return (self.settled - before) / max(self._busy() - since, 1e-3)
+        (rate,) = self._meter.per_s(self._busy(), [self.settled])
+        return rate
+
+    def _new_meter(self) -> RateMeter:
+        return RateMeter(0.0, [self.settled], span_s=RATE_SPAN_S, spacing_s=RATE_SPAN_S / _SAMPLES)
 
     def _busy(self) -> float:
         """Seconds during which it has held rows."""
