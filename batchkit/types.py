@@ -73,7 +73,8 @@ class Request:
     A request whose row could not be rendered has neither, and is only used inside a failed
     Completion. ``sampling`` holds the names of ``vllm.SamplingParams``. ``input_hash`` is the same
     for equal fields. ``media_bytes`` counts the decoded pixels that the request keeps in memory.
-    ``cut`` is set if the row's text was too long and was shortened.
+    ``cut`` is set if the row's text was too long and was shortened. ``note``: what is added to the
+    prompt if the row is asked again; empty if nothing is.
     """
 
     row: Row
@@ -84,6 +85,7 @@ class Request:
     attempt: int = 1
     media_bytes: int = 0
     cut: Cut | None = None
+    note: str = ""
 
     @property
     def images(self) -> list[Image]:

@@ -22,6 +22,7 @@ from batchkit.config.loading import load_job
 from batchkit.config.tables import JobConfig
 from batchkit.errors import MediaError, TemplateError
 from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.rendering.messages import with_note
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.sources import read_rows
 from batchkit.types import Completion, Request, Row
@@ -246,7 +247,7 @@ def test_charts_are_not_asked_again_and_all_others_are_with_a_note(name: str, ro
     job = realhit_job(name, root)
     renderer = PromptRenderer(job)
     for row in read_rows(job.input):
-        noted = renderer.with_note(renderer.render(row))
+        noted = with_note(renderer.render(row))
         assert (noted is None) == (row.fields["QuestionType"] == "Visualization")
         if noted is not None:
             assert noted.messages is not None

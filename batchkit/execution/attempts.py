@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from batchkit.config.tables import RetryTable
-from batchkit.errors import PromptTooLongError, RowError
+from batchkit.errors import PromptTooLongError
 from batchkit.execution.retry import Waiting, next_attempt, next_sampling, wait_s
+from batchkit.rendering.messages import with_note
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.types import Completion, Request
 
@@ -73,10 +74,7 @@ class Attempts:
         if shorter is None:
             return False
         if shorter.row.index in self._asked:  # rendered again, without the note
-            try:
-                shorter = self._renderer.with_note(shorter) or shorter
-            except RowError:
-                return False
+            shorter = with_note(shorter) or shorter
         self._waiting.add(shorter, wait_s=0)
         return True
 
@@ -95,12 +93,7 @@ class Attempts:
             return False
         if not self._finds_nothing(completion):
             return False
-        try:
-            again = (
-                self._renderer.with_note(completion.request) if times == 0 else completion.request
-            )
-        except RowError:  # not expected: the prompt was rendered and checked before
-            return False
+        again = with_note(completion.request) if times == 0 else completion.request
         if again is None:
             return False
         self._asked[completion.request.row.index] = _Asked(times + 1, completion)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from batchkit.errors import RequestError
+from batchkit.types import Request
 
 Message = Mapping[str, Any]
 
@@ -34,14 +36,22 @@ def image_sources(messages: Any) -> list[Any]:
     ]
 
 
-def with_text(messages: Sequence[Message], text: str) -> list[Message]:
-    """``messages`` with ``text`` after the user's last text, or else after the last message."""
+def with_note(request: Request) -> Request | None:
+    """``request`` with its note added; None if it has none.
+
+    It is added after the plain prompt, after the user's last text, or else after the last message.
+    """
+    note, messages = request.note, request.messages or ()
+    if not note:
+        return None
+    if request.prompt is not None:
+        return replace(request, prompt=f"{request.prompt}\n{note}")
     of_the_user = [n for n, message in enumerate(messages) if message["role"] == "user"]
     place = of_the_user[-1] if of_the_user else len(messages) - 1
-    content = messages[place]["content"]
+    content, text = messages[place]["content"], f"\n{note}"
     longer = content + text if isinstance(content, str) else [*content, text_part(text)]
     changed = {**messages[place], "content": longer}
-    return [*messages[:place], changed, *messages[place + 1 :]]
+    return replace(request, messages=[*messages[:place], changed, *messages[place + 1 :]])
 
 
 def text_part(text: str) -> dict[str, Any]:

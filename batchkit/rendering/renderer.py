@@ -10,7 +10,7 @@ from zlib import crc32
 from batchkit.config.tables import JobConfig
 from batchkit.errors import PromptTooLongError, RequestError, RowError, TemplateError
 from batchkit.rendering.media import SharedImages, check_root, load_image, load_text
-from batchkit.rendering.messages import Message, image_sources, loaded, short, text_part, with_text
+from batchkit.rendering.messages import Message, image_sources, loaded, short, text_part
 from batchkit.rendering.openai_body import messages_of
 from batchkit.rendering.sampling import row_sampling, with_temperature
 from batchkit.rendering.templates.prompt import PromptTemplates, sources_of
@@ -63,8 +63,9 @@ class PromptRenderer:
         """As ``render``; ``of_input`` is the row's hash before any template was applied."""
         if row.error is not None:
             raise row.error
-        self._templates.note(row.fields)  # a name that the row lacks fails before its first answer
-        return self._request(row, self._with_texts(row.fields), attempt, of_input)
+        note = self._templates.note(row.fields)
+        request = self._request(row, self._with_texts(row.fields), attempt, of_input)
+        return replace(request, note=note) if note else request
 
     def _request(self, row: Row, fields: Mapping[str, Any], attempt: int, of_input: str) -> Request:
         """As ``_render``; ``fields`` are the row's own, and the texts of its files."""
@@ -117,19 +118,8 @@ class PromptRenderer:
             sampling=request.sampling,
             media_bytes=request.media_bytes,
             cut=cut,
+            note=request.note,
         )
-
-    def with_note(self, request: Request) -> Request | None:
-        """``request`` with the job's note on the format added; None if that note is empty.
-
-        It is added after the plain prompt, or after the user's last message.
-        """
-        note = self._templates.note(request.row.fields)
-        if not note:
-            return None
-        if request.prompt is not None:
-            return replace(request, prompt=f"{request.prompt}\n{note}")
-        return replace(request, messages=with_text(request.messages or (), f"\n{note}"))
 
     def image_sources(self, row: Row) -> list[Any]:
         """The sources of the row's images, in the order of its prompt; nothing is opened.

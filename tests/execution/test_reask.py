@@ -207,8 +207,8 @@ class Fickle:
         return "kind"
 
 
-def test_where_a_note_fails_the_answer_that_is_there_counts(tmp_path: Path) -> None:
-    with serving(Script(r=["none"], s=["none", FOUND])) as server:
+def test_a_note_is_rendered_with_the_prompt_and_never_again(tmp_path: Path) -> None:
+    with serving(Script(r=["none", FOUND], s=["none", FOUND])) as server:
         made = job(
             server,
             tmp_path,
@@ -219,10 +219,10 @@ def test_where_a_note_fails_the_answer_that_is_there_counts(tmp_path: Path) -> N
         )
         rows = [{"q": "r", "a": "7", "kind": Fickle()}, {"q": "s", "a": "7", "kind": "it"}]
         summary = ProductionBatchProcessor(made, quiet=True).process(rows)
-    assert [record["text"] for record in summary.records()] == ["none", FOUND]
+    assert [record["text"] for record in summary.records()] == [FOUND, FOUND]
 
 
-def test_where_a_note_fails_on_a_cut_prompt_the_answer_that_is_there_counts(tmp_path: Path) -> None:
+def test_a_cut_prompt_keeps_the_note_that_was_rendered(tmp_path: Path) -> None:
     with serving(lambda text, body: "none", context=60) as server:
         made = job(
             server,
@@ -234,10 +234,9 @@ def test_where_a_note_fails_on_a_cut_prompt_the_answer_that_is_there_counts(tmp_
             retry={"on_too_long": "truncate-middle", "reask_note": "{{ kind }} " + "it " * 20},
         )
         fickle = Fickle()
-        fickle.times = -1  # the note is added once
         rows = [{"q": "r " + "w " * 45, "a": "7", "kind": fickle}]
         summary = ProductionBatchProcessor(made, quiet=True).process(rows)
-    assert fickle.times == 2
+    assert fickle.times == 1
     assert [record["text"] for record in summary.records()] == ["none"]
 
 
