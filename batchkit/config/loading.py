@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from batchkit.config.masking import learn, learn_secret, masked, masked_text
 from batchkit.config.problems import annotation_of, problems_in, shown
 from batchkit.config.tables import JobConfig, PromptTable, ScoringTable
+from batchkit.config.terminal import shortened
 from batchkit.config.urls import bare, is_remote, scheme_with_password
 from batchkit.config.values import place_in, reason_of
 from batchkit.errors import JobError
@@ -194,12 +195,8 @@ def _fill(template: str, job: JobConfig, key: str) -> str:
         return environment.from_string(template).render(job.vars)
     except Exception as error:  # a template may compute anything
         raise JobError(
-            f"{key}: {_cut(repr(template))}: {reason_of(error)}; [vars] holds {list(job.vars)}"
+            f"{key}: {shortened(repr(template), 200)}: {reason_of(error)}; [vars] holds {list(job.vars)}"
         ) from error
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 200 else text[:197] + "…"
 
 
 def _find(path: str, base: Path, key: str) -> Path:

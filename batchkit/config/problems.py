@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from batchkit.config.tables import JobConfig, Table
+from batchkit.config.terminal import shortened
 from batchkit.config.type_names import in_words
 
 
@@ -103,5 +104,4 @@ def _table_in(annotation: Any) -> type[Table] | None:
 
 
 def shown(value: Any) -> str:
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "…"
+    return shortened(json.dumps(value, default=str, ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""Making text safe to print on a terminal."""
+"""Making text safe and short enough to print on a terminal."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import re
 # Control characters (C0 but for newline and tab, DEL, C1), those that change the writing direction,
 # and lone surrogates, which no stream can encode.
 _ACTS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def shortened(text: str, most: int = 80) -> str:
+    """``text``, or as much of its beginning as fits, and ``…``."""
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def plain(text: str) -> str:

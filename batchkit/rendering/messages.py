@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from batchkit.config.terminal import shortened
 from batchkit.errors import RequestError
 from batchkit.types import Request
 
@@ -64,7 +65,7 @@ def short(value: Any) -> str:
         text = repr(value)
     except Exception:  # the value's own code runs here
         text = f"({type(value).__name__})"
-    return text if len(text) <= 80 else text[:77] + "…"
+    return shortened(text)
 
 
 def _loaded(message: Any, load: Callable[[Any], Any]) -> Message:

@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from batchkit.config.tables.base import Table
 from batchkit.config.tables.engine import EngineTable, SamplingTable
 from batchkit.config.tables.prompt import PromptTable
+from batchkit.config.terminal import shortened
 from batchkit.config.values import reason_of
 
 Extract = Literal["text", "regex", "json", "number", "final-answer", "code", "reward"]
@@ -126,5 +127,5 @@ def _check_pattern(key: str, pattern: str) -> None:
     try:
         re.compile(pattern)
     except (re.error, RecursionError, MemoryError, OverflowError, ValueError) as error:
-        shown = repr(pattern if len(pattern) <= 80 else f"{pattern[:77]}…")
+        shown = repr(shortened(pattern))
         raise ValueError(f"{key} {shown} is no regular expression: {reason_of(error)}") from None

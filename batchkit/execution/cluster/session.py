@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from batchkit.config.tables import JobConfig
+from batchkit.config.terminal import shortened
 from batchkit.engines.registry import LIGHT
 from batchkit.errors import EngineError, JobError
 from batchkit.execution.cluster.local import begin, on_this_machine_alone, private_folder
@@ -70,11 +71,11 @@ def _join(job: JobConfig, address: str | None, folder: Path | None) -> None:
     except Exception as error:  # no narrower type if Ray's processes start too slowly
         if folder is None:
             raise JobError(
-                f"run.workers: can't join Ray at {address} ({shortened(error)}); give the address that"
+                f"run.workers: can't join Ray at {address} ({cause_of(error)}); give the address that"
                 " `ray start --head` printed, or none to begin Ray on this machine"
             ) from error
         raise EngineError(
-            f"run.workers: Ray did not start on this machine ({shortened(error)}); if others keep it"
+            f"run.workers: Ray did not start on this machine ({cause_of(error)}); if others keep it"
             " busy, run the same command again later"
         ) from error
     finally:
@@ -133,7 +134,6 @@ def needs(job: JobConfig) -> dict[str, float]:
     return {"num_cpus": cpus, "num_gpus": gpus}
 
 
-def shortened(error: Exception) -> str:
+def cause_of(error: Exception) -> str:
     """Type and message in at most 300 characters: Ray's messages fill pages."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:300]
+    return shortened(f"{type(error).__name__}: {' '.join(str(error).split())}", 300)

@@ -22,7 +22,7 @@ from batchkit.execution.cluster.actor import (
 )
 from batchkit.execution.cluster.leases import Leases
 from batchkit.execution.cluster.ray_worker import RayWorker
-from batchkit.execution.cluster.session import needs, session, shortened
+from batchkit.execution.cluster.session import cause_of, needs, session
 from batchkit.execution.events import EngineHistory, EngineLine, Hear, Line
 from batchkit.execution.feeder import POLL_S
 from batchkit.execution.records import to_record
@@ -349,7 +349,7 @@ class RayWorkerPool:
 
 
 def _cause(error: Exception | None) -> str:
-    return "its process ended before it could answer" if error is None else shortened(error)
+    return "its process ended before it could answer" if error is None else cause_of(error)
 
 
 def _weight(task: Task) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 from jinja2 import StrictUndefined, UndefinedError
 from jinja2 import TemplateError as JinjaError
 
+from batchkit.config.terminal import shortened
 from batchkit.config.values import reason_of
 from batchkit.errors import JobError, RenderTimeoutError, TemplateError
 from batchkit.rendering.row_size import size_of
@@ -55,7 +56,7 @@ class RowTemplate:
             self._most = _MOST_HERE // growth if growth else None
             self._here = None if self.is_apart else self._compiled()
         except _CANT_BE_COMPILED as error:
-            shown = repr(source if len(source) <= 80 else f"{source[:77]}…")
+            shown = repr(shortened(source))
             place = shown if lone is not None else f"line {getattr(error, 'lineno', 1)}"
             raise JobError(f"{key}: {place}: {reason_of(error)}") from error
 
