@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
+from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig, Table
 from batchkit.config.terminal import shortened
 from batchkit.config.type_names import in_words
@@ -47,17 +47,15 @@ def _problem(detail: Mapping[str, Any], location: tuple[Any, ...]) -> str:
     kind, found = detail["type"], detail["input"]
     if kind == "extra_forbidden":
         known = _known_keys(location[:-1])
-        near = difflib.get_close_matches(str(location[-1]), known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-        return f"unknown key; {hint}"
+        hint = did_you_mean(str(location[-1]), known) or f"; known: {', '.join(known)}"
+        return f"unknown key{hint}"
     if kind == "missing":
         return f"this {'table' if len(location) == 1 else 'key'} is missing"
     if kind == "value_error":
         return str(detail["msg"]).removeprefix("Value error, ")
     annotation, limits = _type(location)
     expected = in_words(annotation, limits)
-    near = difflib.get_close_matches(str(found), _literals(annotation), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(str(found), _literals(annotation))
     return f"found {shown(found)}, expected {expected}{hint}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shlex
@@ -10,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from batchkit.config.masking import MASK, is_secret, masked, masked_text
+from batchkit.config.suggest import nearest
 
 PLACEHOLDERS = ("port", "host")
 HOST = "127.0.0.1"
@@ -50,8 +50,8 @@ def check_command(command: str) -> None:
         raise ValueError("command is empty: give what starts the server")
     for name in _PLACEHOLDER.findall(command):
         if name not in PLACEHOLDERS:
-            near = difflib.get_close_matches(name, PLACEHOLDERS, n=1)
-            hint = f"did you mean {{{near[0]}}}?" if near else "there are {port} and {host}"
+            near = nearest(name, PLACEHOLDERS)
+            hint = f"did you mean {{{near}}}?" if near else "there are {port} and {host}"
             raise ValueError(f"command: {{{name}}} is unknown; {hint}")
     if "{port}" not in command:
         raise ValueError(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 
 from batchkit.config.masking import masked_text
+from batchkit.config.suggest import nearest
 
 _ELSEWHERE = ("file", "local", "http", "https")  # folders, and hosts in media.allow_urls
 _IN_EXTRA = ("gcsfs", "huggingface_hub", "s3fs")  # what batchkit[remote] installs
@@ -45,5 +45,5 @@ def _near_scheme(url: str) -> str:
     from fsspec import available_protocols
 
     known, scheme = available_protocols(), url.partition("://")[0]
-    near = difflib.get_close_matches(scheme.lower(), known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}://?" if near and scheme not in known else ""
+    near = nearest(scheme.lower(), known, cutoff=0.5)
+    return f"; did you mean {near}://?" if near and scheme not in known else ""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import Table
 from batchkit.config.type_names import in_words
 from batchkit.errors import JobError, PromptTooLongError
@@ -64,12 +64,6 @@ def cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def near(name: str, known: Sequence[str]) -> str:
-    """A suggestion to end a message about an unknown ``name`` with; empty if there is none."""
-    found = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {found[0]!r}?" if found else ""
-
-
 def problems_with(
     place: str, table: type[Table], values: Mapping[str, Any], kind: str
 ) -> list[str]:
@@ -92,7 +86,7 @@ def _problem(table: type[Table], name: str, detail: Mapping[str, Any], kind: str
         return f"{name}: {problem}" if name else problem
     if detail["type"] == "extra_forbidden":
         known = list(table.model_fields)
-        hint = near(name, known) or f"; it knows {', '.join(known)}"
+        hint = did_you_mean(name, known) or f"; it knows {', '.join(known)}"
         return f'{name}: kind = "{kind}" has no such name{hint}'
     field = table.model_fields[name]
     found = detail["input"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig, ScoringTable
 from batchkit.scoring import fields_of
 
@@ -35,8 +35,7 @@ def _absent(key: str, names: Iterable[str], first: Mapping[str, Any]) -> Iterato
     """A field that the first row lacks is probably misspelt, but may just be rare."""
     for name in names:
         if name not in first:
-            near = difflib.get_close_matches(name, map(str, first), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, map(str, first))
             yield f"{key}: the first row has no field {name!r}{hint}"
 
 

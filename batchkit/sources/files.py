@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import glob
 import io
 import os
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from batchkit.config.regular_file import open_regular
+from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import InputTable
 from batchkit.config.urls import failure
 from batchkit.errors import InputError
@@ -93,8 +93,7 @@ def _neighbour(path: str) -> str:
     folder = Path(path).parent
     if "://" in path or glob.has_magic(path) or not folder.is_dir():
         return ""
-    near = difflib.get_close_matches(Path(path).name, [file.name for file in folder.iterdir()], n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return did_you_mean(Path(path).name, (file.name for file in folder.iterdir()))
 
 
 @contextmanager

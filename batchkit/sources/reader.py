@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
+from batchkit.config.suggest import nearest
 from batchkit.config.tables import InputTable
 from batchkit.errors import RequestError
 
@@ -48,7 +48,6 @@ def shown(value: object, width: int = 60) -> str:
 def one_of(name: str, known: Iterable[str]) -> str:
     """What ``name`` should have been: the nearest of ``known``, or all of them."""
     names = [str(key) for key in known]
-    near = difflib.get_close_matches(name, names, n=1)
-    if near:
-        return f"did you mean {near[0]!r}?"
+    if (near := nearest(name, names)) is not None:
+        return f"did you mean {near!r}?"
     return f"known: {shown(', '.join(names), 200)[1:-1]}" if names else "it has no fields"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from batchkit.config.loading import make_job, masked_override
+from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import (
     EngineKind,
     EngineTable,
@@ -17,7 +18,6 @@ from batchkit.config.tables import (
     ScoringTable,
 )
 from batchkit.engines.registry import sampling_names
-from batchkit.engines.request_checks import near
 from batchkit.errors import JobError
 
 KINDS: tuple[str, ...] = get_args(EngineKind)
@@ -166,7 +166,7 @@ def _kinds_in(engines: str) -> tuple[str, str]:
         )
     for kind in kinds:
         if kind not in KINDS:
-            hint = near(kind, KINDS) or f"; known: {', '.join(KINDS)}"
+            hint = did_you_mean(kind, KINDS) or f"; known: {', '.join(KINDS)}"
             raise JobError(f"--engines {engines}: no engine {kind!r}{hint}")
     return kinds[0], kinds[1]
 

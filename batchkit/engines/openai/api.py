@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
-from batchkit.engines.request_checks import near
+from batchkit.config.suggest import did_you_mean
 from batchkit.errors import PromptTooLongError, RequestError
 from batchkit.storage.plain_json import encoded as as_json
 from batchkit.storage.plain_json import parsed, valid
@@ -298,7 +298,7 @@ def check_names(sampling: Mapping[str, Any]) -> None:
             raise RequestError("sampling.prompt_logprobs: batchkit does not store them")
         if name not in SAMPLING:
             raise RequestError(
-                f"sampling.{name}: not a parameter of the API{near(name, SAMPLING)}; put a"
+                f"sampling.{name}: not a parameter of the API{did_you_mean(name, SAMPLING)}; put a"
                 " server's own parameters into engine.options.extra_body"
             )
 

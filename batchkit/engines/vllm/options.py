@@ -8,9 +8,10 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.startup import explain
-from batchkit.engines.request_checks import chat_template, missing_folder, near
+from batchkit.engines.request_checks import chat_template, missing_folder
 from batchkit.errors import JobError, RequestError
 
 # The image cache keeps processed pixels of images that are used again. Rows that share an image
@@ -30,7 +31,7 @@ def check_config(job: JobConfig) -> Any:
     options = job.engine.options
     known = list(EngineArgs.__dataclass_fields__)
     problems = [
-        f"engine.options.{name}: vLLM has no such option{near(name, known)}"
+        f"engine.options.{name}: vLLM has no such option{did_you_mean(name, known)}"
         for name in options
         if name not in known and name != "chat_template"
     ]
@@ -84,7 +85,9 @@ def sampling_params(sampling: Mapping[str, Any]) -> Any:
     known = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
     for name in sampling:
         if name not in known:
-            raise RequestError(f"sampling.{name}: vLLM has no such parameter{near(name, known)}")
+            raise RequestError(
+                f"sampling.{name}: vLLM has no such parameter{did_you_mean(name, known)}"
+            )
     values = dict(sampling)
     if isinstance(values.get("logit_bias"), Mapping):  # JSON and TOML keys are text
         values["logit_bias"] = {_token_id(key): v for key, v in values["logit_bias"].items()}
