@@ -46,13 +46,10 @@ def limit_memory(n_bytes: int) -> int:
 def die_with_parent(signum: int = signal.SIGKILL) -> None:
     """Have the kernel send ``signum`` to this process when the thread that started it ends.
 
-    Linux only. On other systems, a child notices a little later that its connection is closed.
-
     Raises:
         OSError: the kernel refuses.
     """
-    if sys.platform == "linux":
-        prctl(_PR_SET_PDEATHSIG, signum)
+    prctl(_PR_SET_PDEATHSIG, signum)
 
 
 def prctl(option: int, *arguments: int | bytes) -> None:

@@ -205,15 +205,13 @@ class ClaimedPort(NamedTuple):
 
 def claimed_port(pick: Callable[[], int] | None = None) -> ClaimedPort:
     """A free port. Two runs must never get the same one: a server may load for minutes before it
-    binds its port, and meanwhile it would send its rows to the other run's server.
+    binds its port, and meanwhile its run would send its rows to the other run's server.
 
     The claim is the name of a Linux abstract socket: it ends with the process; all users see it.
     """
     while True:
         number = (pick or _free_port)()
         claim = socket.socket(socket.AF_UNIX)
-        if sys.platform != "linux":
-            return ClaimedPort(number, claim)
         try:
             claim.bind(f"\0batchkit-server-{number}")
         except OSError as error:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 GRACE_S = 10.0
 NOT_STARTED = 127  # as in a shell
@@ -29,7 +30,8 @@ def main() -> None:
             sys.argv[2:],
             stdin=subprocess.DEVNULL,
             process_group=0,  # what it starts can be ended with it
-            preexec_fn=_die_with_guard,  # no threads here yet
+            # No threads here yet.
+            preexec_fn=partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGKILL),
         )
     except OSError as error:
         print(f"{sys.argv[2]}: can't be started: {error.strerror}", file=sys.stderr, flush=True)
@@ -38,12 +40,8 @@ def main() -> None:
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)  # the run decides when to end
     threading.Thread(target=_end_with_run, args=(control, server.pid), daemon=True).start()
-    if hasattr(os, "waitid"):  # macOS has it since Python 3.13
-        os.waitid(
-            os.P_PID, server.pid, os.WEXITED | os.WNOWAIT
-        )  # not reaped: its process id is not reused
-    else:
-        server.wait()
+    # Not reaped: its process id is not reused.
+    os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
     _signal(server.pid, signal.SIGKILL)  # what it left behind
     with contextlib.suppress(OSError):
         control.send(b"%d" % server.wait())
@@ -61,14 +59,6 @@ def _end_with_run(control: socket.socket, group: int) -> None:
 def _signal(group: int, signum: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signum)
-
-
-def _die_with_guard() -> None:
-    """Linux only: elsewhere a server outlives a guard that is killed."""
-    try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    except (OSError, AttributeError):
-        return
 
 
 if __name__ == "__main__":
