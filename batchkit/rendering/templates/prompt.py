@@ -48,8 +48,7 @@ class PromptTemplates:
     def __init__(self, job: JobConfig) -> None:
         self._job = job
         prompt = job.prompt
-        system = _source("system", prompt.system, prompt.system_file)
-        user = _source("user", prompt.user, prompt.user_file)
+        system, user = self._sources = _sources_in(prompt)
         self.job = _with_texts_of_files(job, system, user)
         """The job with the texts of its template files, for a worker that starts later."""
         self.system = system and self._template(*system)
@@ -68,10 +67,10 @@ class PromptTemplates:
         }
         note = self._template("retry.reask_note", job.retry.reask_note)
         self._note = note if job.retry.reask else None
-        of_files = [source.text for source in (system, user) if source is not None]
-        self.names = _read_by([*of_files, *prompt.captions])
+        texts = [source.text for source in (system, user) if source is not None]
+        self.names = _read_by([*texts, *prompt.captions])
         """What the prompt's text is made of: names of the row, of its texts or of ``[vars]``."""
-        in_order = [name for text in of_files for name in names_in_order(text)]
+        in_order = [name for text in texts for name in names_in_order(text)]
         fields = self.names - job.vars.keys()
         self.fields_in_order = [name for name in dict.fromkeys(in_order) if name in fields]
         files = [*self.images, *self.texts.values()]
@@ -82,16 +81,9 @@ class PromptTemplates:
 
     def check_files(self) -> None:
         """Raises JobError if a template file changed since it was read."""
-        read = self.job.prompt
-        for key, path, text in (
-            ("system", self._job.prompt.system_file, read.system),
-            ("user", self._job.prompt.user_file, read.user),
-        ):
-            source = _source(key, text, path)
-            if source is not None and source.text != text:
-                raise JobError(
-                    f"{source.key}: changed as the run began; run the same command again"
-                )
+        for read, now in zip(self._sources, _sources_in(self._job.prompt), strict=True):
+            if now is not None and now != read:
+                raise JobError(f"{now.key}: changed as the run began; run the same command again")
 
     def with_vars(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """What a template is filled in with."""
@@ -125,6 +117,14 @@ def names_in(job: JobConfig, prompt: PromptTable | None, templates: Iterable[str
 
 def _read_by(sources: Iterable[str]) -> set[str]:
     return set[str]().union(*map(fields_read, sources))
+
+
+def _sources_in(prompt: PromptTable) -> tuple[_Source | None, _Source | None]:
+    """Of the system message, and of the user's."""
+    return (
+        _source("system", prompt.system, prompt.system_file),
+        _source("user", prompt.user, prompt.user_file),
+    )
 
 
 def _source(key: str, text: str | None, path: str | None) -> _Source | None:
