@@ -334,7 +334,7 @@ def bench(
         raise JobError(f"--html {html}: no folder {html.parent}")
     found = measure(load(job, overrides), sizes_in(batch_sizes), say=say, **limits)
     if not as_json:
-        echo(found.table.to_text())
+        echo(found.to_text())
     if html is not None:
         write_curve(found, html)
         say(f"the curve is in {html}")

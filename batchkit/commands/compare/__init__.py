@@ -5,23 +5,16 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from batchkit.commands.compare.bootstrap import bootstrap_interval
+from batchkit.commands.compare.comparison import GRADED_STEP, REWARD_STEP, Comparison, Delta, Flip
 from batchkit.errors import JobError
-from batchkit.scoring.metrics import (
-    ALL,
-    OUT_OF_TEN,
-    ScoreTable,
-    group_name,
-    head,
-    markdown,
-    tabulate,
-)
+from batchkit.scoring.metrics import OUT_OF_TEN, ScoreTable, group_name, tabulate
 from batchkit.sources.join import with_group
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import differences
@@ -32,147 +25,7 @@ from batchkit.storage.score_store import read_scored
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-GRADED_STEP = 0.5  # of 1: how far a graded score must move for its row to count as flipped
-_REWARD_STEP = 2.0  # of 10
-_SHOWN_FLIPS = 10
 _SHOWN_DIFFERENCES = 12
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """One run against the baseline, one group, one scorer; over the ``n`` rows both have scored.
-
-    ``delta`` and its 95 % interval ``low`` … ``high`` are in percent points (reward: points of 10).
-    ``better`` and ``worse`` count the rows that flipped. ``group`` is None over all rows.
-    """
-
-    run: str
-    group: str | None
-    scorer: str
-    n: int
-    delta: float
-    low: float
-    high: float
-    better: int
-    worse: int
-
-    @property
-    def is_clear(self) -> bool:
-        """True if the interval excludes 0."""
-        return self.low > 0 or self.high < 0
-
-
-@dataclass(frozen=True, slots=True)
-class Flip:
-    """A row whose score changed: from 0 to 1 or back; a graded one by ``GRADED_STEP`` or more."""
-
-    run: str
-    scorer: str
-    id: str
-    group: str
-    before: float
-    after: float
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """``runs``: their names, the baseline first; ``tables``: their score tables, in that order.
-
-    ``only_in_baseline`` and ``only_in_run`` count rows by id, per further run.
-    """
-
-    runs: list[str]
-    tables: list[ScoreTable]
-    deltas: list[Delta]
-    flips: list[Flip]
-    only_in_baseline: dict[str, int]
-    only_in_run: dict[str, int]
-    warnings: list[str]
-    resamples: int
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "runs": self.runs,
-            "tables": {
-                name: table.to_json() for name, table in zip(self.runs, self.tables, strict=True)
-            },
-            "deltas": [asdict(delta) for delta in self.deltas],
-            "flips": [asdict(flip) for flip in self.flips],
-            "only_in_baseline": self.only_in_baseline,
-            "only_in_run": self.only_in_run,
-            "warnings": self.warnings,
-            "resamples": self.resamples,
-        }
-
-    def to_text(self) -> str:
-        """Markdown: warnings, one table per run against the baseline, and the rows that flipped."""
-        parts = [f"- {warning}" for warning in self.warnings]
-        parts += [""] * bool(parts)
-        for run in self.runs[1:]:
-            parts += [f"## {run} against {self.runs[0]}", "", self._table(run)]
-            parts += ["", self.counts(run), *self._flips(run), ""]
-        parts.append(self.method)
-        return "\n".join(parts)
-
-    @property
-    def method(self) -> str:
-        """What the numbers mean, shown below a table."""
-        return (
-            "Means are over each run's own scored rows; n and Δ over the rows scored in both. 95 %:"
-            f" paired bootstrap, {self.resamples:,} resamples; * leaves 0 out. Better and worse:"
-            f" rows that went from 0 to 1 or back; graded scores by {GRADED_STEP * 100:g} points or"
-            f" more (reward: {_REWARD_STEP:g})."
-        )
-
-    def mean(self, run: str, group: str | None, scorer: str) -> str:
-        """The mean as shown in a table; ``–`` if there is none."""
-        table = self.tables[self.runs.index(run)]
-        found = table.overall if group is None else table.groups.get(group)
-        mean = None if found is None else found.mean(scorer)
-        return "–" if mean is None else f"{mean:.2f}"
-
-    def counts(self, run: str) -> str:
-        """The number of rows that only one of the two has."""
-        return (
-            f"Rows only in {self.runs[0]}: {self.only_in_baseline[run]:,}; only in {run}:"
-            f" {self.only_in_run[run]:,}."
-        )
-
-    def _table(self, run: str) -> str:
-        heads = ["", "score", "n", self.runs[0], run, "Δ", "95 %", "better", "worse"]
-        rows = []
-        for delta in self.deltas:
-            if delta.run != run:
-                continue
-            mark = " *" if delta.is_clear else ""
-            rows.append(
-                [
-                    ALL if delta.group is None else delta.group,
-                    head(delta.scorer),
-                    str(delta.n),
-                    self.mean(self.runs[0], delta.group, delta.scorer),
-                    self.mean(run, delta.group, delta.scorer),
-                    f"{delta.delta:+.2f}{mark}",
-                    f"{delta.low:+.2f} … {delta.high:+.2f}",
-                    str(delta.better),
-                    str(delta.worse),
-                ]
-            )
-        return markdown(heads, rows) if rows else "No row is scored in both."
-
-    def _flips(self, run: str) -> Iterator[str]:
-        """The first ids of the rows that flipped, by scorer."""
-        flips = [flip for flip in self.flips if flip.run == run]
-        for scorer in dict.fromkeys(flip.scorer for flip in flips):
-            for way, sign in (("better", 1), ("worse", -1)):
-                ids = [
-                    flip.id
-                    for flip in flips
-                    if flip.scorer == scorer and (flip.after - flip.before) * sign > 0
-                ]
-                if ids:
-                    more = f" … ({len(ids):,} in all)" if len(ids) > _SHOWN_FLIPS else ""
-                    yield f"{head(scorer)} {way}: {', '.join(ids[:_SHOWN_FLIPS])}{more}"
 
 
 def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) -> Comparison:
@@ -262,7 +115,7 @@ class _Found(NamedTuple):
         before, after = self.scores
         change = np.nan_to_num(after - before)
         is_binary = all(np.isin(found[~np.isnan(found)], (0, 1)).all() for found in (before, after))
-        graded = _REWARD_STEP if self.scorer in OUT_OF_TEN else GRADED_STEP
+        graded = REWARD_STEP if self.scorer in OUT_OF_TEN else GRADED_STEP
         step = 1.0 if is_binary and self.scorer not in OUT_OF_TEN else graded
         return (np.sign(change) * (np.abs(change) >= step - 1e-9)).astype(np.int8)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from batchkit.commands.compare import Comparison, Delta
+from batchkit.commands.compare.comparison import Comparison, Delta
 from batchkit.commands.report.figures import nice
 from batchkit.commands.report.page import page, write_page
 from batchkit.scoring.metrics import head

@@ -31,6 +31,9 @@ class Bench:
     def exit_code(self) -> int:
         return self.table.exit_code(self.signum)
 
+    def to_text(self) -> str:
+        return self.table.to_text()
+
     def to_json(self) -> dict[str, Any]:
         return {
             **self.table.to_json(),
