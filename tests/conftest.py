@@ -11,6 +11,8 @@ import pytest
 
 from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
+from batchkit.engines.process.launcher import Launcher
+from tests.support.forks import Fork
 from tests.support.small_vllm import SMALL
 
 # Two engines beside each other on two cores: their OpenMP threads would spin against one another.
@@ -23,6 +25,10 @@ HEAVY = (
     "test_process_engine",
     "test_tuning_vllm",
 )
+
+
+def pytest_configure() -> None:
+    Launcher.start = Fork  # for the engines that a test opens itself
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -26,6 +26,7 @@ from batchkit.rendering.messages import with_note
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.sources import read_rows
 from batchkit.types import Completion, Request, Row
+from tests.support.forks import Fork
 from tests.support.own_process import batchkit
 
 JOBS = Path(__file__).parent.parent / "jobs"
@@ -465,7 +466,9 @@ def test_the_script_writes_the_edits_that_are_checked_in(tmp_path: Path) -> None
 
 def test_reward_runs_on_vllm_past_the_missing_image(demo_model: Path, tmp_path: Path) -> None:
     done = batchkit(
-        *("run", JOBS / "reward_edit.toml", "--set", f"engine.model={demo_model}"), cwd=tmp_path
+        *("run", JOBS / "reward_edit.toml", "--set", f"engine.model={demo_model}"),
+        cwd=tmp_path,
+        start=Fork,
     )
     assert done.returncode == 3, done.stderr
     lines = (tmp_path / "output/reward_edit/results.jsonl").read_text().splitlines()

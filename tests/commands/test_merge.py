@@ -40,6 +40,7 @@ from tests.support.dry_runs import (
     write_job,
     write_rows,
 )
+from tests.support.forks import Fork
 from tests.support.judge import Judge, judged_job
 from tests.support.own_process import batchkit as in_a_process
 from tests.support.paths import ROOT
@@ -682,7 +683,7 @@ def test_shards_answer_what_one_run_answers(demo_model: Path, tmp_path: Path) ->
         sampling={"max_tokens": 12},
     )
     for flags in ([], ["--shard", "0/2"], ["--shard", "1/2"]):
-        done = in_a_process("run", "job.toml", *flags, cwd=tmp_path)
+        done = in_a_process("run", "job.toml", *flags, cwd=tmp_path, start=Fork)
         assert done.returncode == 0, done.stderr
     assert told(merge(shard(0, 2), shard(1, 2)), "exit", "ok") == (0, 24)
     assert exported("output/a", "jsonl") == exported(MERGED, "jsonl")

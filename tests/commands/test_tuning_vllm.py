@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,8 @@ import psutil
 import pytest
 from PIL import Image
 
-from tests.support.paths import ROOT
+from tests.support.forks import Fork
+from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 
 JOB = """
@@ -54,30 +53,18 @@ def tune(
     """The command with ``--json``, and what it printed. Nothing of it may stay behind."""
     before, scratch = {path.name for path in folder.iterdir()}, folder.parent / f"{folder.name}-tmp"
     scratch.mkdir()
-    ended = subprocess.run(
-        [sys.executable, "-m", "batchkit", *args, "--json"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "BATCHKIT_TEST_FAULTS": json.dumps(faults),
-            "TMPDIR": str(scratch),
-        },
-        check=False,
-    )
+    variables = {"BATCHKIT_TEST_FAULTS": json.dumps(faults), "TMPDIR": str(scratch)}
+    ended = batchkit(*args, "--json", cwd=folder, start=Fork, **variables)
     assert {path.name for path in folder.iterdir()} == before, "no run folder, no log"
     assert not [path for path in scratch.iterdir() if "batchkit" in path.name]
-    assert not [process for process in psutil.process_iter() if uses(process, scratch)]
+    assert not [process for process in psutil.process_iter() if is_in(process, folder)]
     assert ended.stdout.startswith("{"), ended.stderr
     return ended, json.loads(ended.stdout)
 
 
-def uses(process: psutil.Process, scratch: Path) -> bool:
+def is_in(process: psutil.Process, folder: Path) -> bool:
     try:
-        return process.environ().get("TMPDIR") == str(scratch)
+        return process.cwd() == str(folder)
     except psutil.Error:
         return False
 
@@ -130,7 +117,7 @@ def test_bench_with_images_goes_on_past_a_size_that_does_not_fit(
     job = job.replace('"{{ q }}"', '"{{ q }}"\nimages = ["{{ i }}.png"]')
     (folder / "job.toml").write_text(job)
     args = ("bench", "job.toml", "--batch-sizes", "8,2", "--rounds", "2", "--seconds", "1.5")
-    ended, found = tune(folder, *args, over=4)
+    ended, found = tune(folder, *args, over=4, load_s=4)
     assert ended.returncode == 0, ended.stderr
     assert statuses(found) == {2: "ok", 8: "OOM"}
     (line, _) = found["batch_sizes"]

@@ -10,6 +10,7 @@ from PIL import Image
 
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.newest import read_newest
+from tests.support.forks import Fork
 from tests.support.own_process import batchkit
 from tests.support.paths import ROOT
 from tests.support.rows import write_jsonl
@@ -99,7 +100,7 @@ def test_image_answers_equal_those_of_llm_chat(tmp_path: Path, demo_model: Path)
         'user = "{{ q }}"\nimages = ["{{ file }}", "{{ file }}"]\ncaptions = ["First:", "Again:"]',
     )
 
-    done = batchkit("run", job, cwd=tmp_path)
+    done = batchkit("run", job, cwd=tmp_path, start=Fork)
 
     assert done.returncode == 0, done.stderr
     picture = lambda row: {"type": "image_path", "path": str(tmp_path / row["file"])}  # noqa: E731
@@ -135,7 +136,7 @@ def test_the_window_does_not_change_the_answers(tmp_path: Path, demo_model: Path
         if max_in_flight != "auto":
             settings.append(f"run.max_in_flight={max_in_flight}")
         flags = [part for setting in settings for part in ("--set", setting)]
-        done = batchkit("run", JOBS / "quickstart.toml", *flags, cwd=tmp_path)
+        done = batchkit("run", JOBS / "quickstart.toml", *flags, cwd=tmp_path, start=Fork)
         assert done.returncode == 0, done.stderr
         return _ours(tmp_path / "output" / name)
 

@@ -14,6 +14,7 @@ import psutil
 import tomlkit
 from PIL import Image
 
+from tests.support.forks import Fork
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 from tests.support.small_vllm import SMALL
@@ -106,7 +107,7 @@ def test_a_server_killed_in_the_middle_is_replaced_and_all_answer_as_the_engine_
     here = {"kind": "vllm", "model": str(demo_model), "options": SMALL}
     job = tomlkit.parse((tmp_path / "job.toml").read_text()) | {"name": "b", "engine": here}
     (tmp_path / "job.toml").write_text(tomlkit.dumps(job))
-    ran = batchkit("run", "job.toml", cwd=tmp_path)
+    ran = batchkit("run", "job.toml", cwd=tmp_path, start=Fork)
     assert ran.returncode == 0, ran.stderr
     expected = _records(folder.with_name("b"))
     for mine, theirs in zip(found, expected, strict=True):

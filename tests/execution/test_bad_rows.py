@@ -14,6 +14,7 @@ from PIL import Image
 
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.newest import read_newest
+from tests.support.forks import Fork
 from tests.support.own_process import batchkit
 
 GOOD: dict[str, Any] = {"q": "what is it?", "file": "good.png"}
@@ -162,7 +163,7 @@ def records(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> list[
     (folder / "rows.jsonl").write_bytes(b"\n".join(lines))
     (folder / "user.j2").write_text(USER)
     (folder / "job.toml").write_text(JOB.replace("MODEL", str(demo_model)))
-    done = batchkit("run", "job.toml", cwd=folder)
+    done = batchkit("run", "job.toml", cwd=folder, start=Fork)
     assert done.returncode == 3, done.stderr
     assert "Traceback" not in done.stderr
     summary = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""SIGKILL at random instants: no row is lost or duplicated, and every answer is the same.
+"""SIGKILL in each phase of a run: no row is lost or duplicated, and every answer is the same.
 
 ``test_crash_storm.py`` kills a hundred times, with the dry-run engine.
 """
@@ -19,11 +19,19 @@ from PIL import Image
 
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.newest import read_newest
+from tests.support.forks import Fork
 from tests.support.own_process import batchkit
 from tests.support.paths import ROOT
 from tests.support.rows import write_jsonl
 
-N_ROWS, N_KILLS = 160, 8
+N_ROWS = 160
+# What a run is killed after: the file of its folder that grew or was replaced, and the longest delay.
+PHASES = (
+    ("", 1.0),  # the start
+    ("manifest.json", 3.0),  # the model loads
+    (RESULTS, 0.5),  # rows are answered
+    ("checkpoint.json", 0.05),  # records were flushed; the next ones come
+)
 
 JOB = """
 name = "storm"
@@ -65,8 +73,8 @@ def test_a_storm_of_kills_loses_nothing_and_changes_nothing(
     instants = random.Random(20261121)
 
     done_at_kill = []
-    for number in range(N_KILLS):
-        _kill_once(tmp_path, log, instants, while_generating=number % 2 == 1)
+    for name, most_s in PHASES * 2:
+        _kill_once(tmp_path, log.with_name(name) if name else None, instants.uniform(0, most_s))
         done_at_kill.append(len(list(read_newest(log))) if log.exists() else 0)
     assert done_at_kill == sorted(done_at_kill), "a kill took finished rows away"
     assert 0 < done_at_kill[-1] < N_ROWS, f"the kills missed the run: {done_at_kill}"
@@ -79,35 +87,39 @@ def test_a_storm_of_kills_loses_nothing_and_changes_nothing(
     assert audit["lost"] == audit["duplicates"] == audit["pending"] == audit["torn_bytes"] == 0
     assert audit["checkpoint_matches"]
 
-    undisturbed = batchkit("run", "job.toml", "--set", "name=calm", cwd=tmp_path)
+    undisturbed = batchkit("run", "job.toml", "--set", "name=calm", cwd=tmp_path, start=Fork)
     assert undisturbed.returncode == 0, undisturbed.stderr
     assert _exported(tmp_path, "storm") == _exported(tmp_path, "calm")
 
 
-def _kill_once(folder: Path, log: Path, instants: random.Random, *, while_generating: bool) -> None:
-    """Start the run and kill it: while it starts up, or a moment after its first new record."""
-    size = log.stat().st_size if log.exists() else 0
-    process = subprocess.Popen(
+def _kill_once(folder: Path, awaited: Path | None, delay_s: float) -> None:
+    """Start the run and kill it ``delay_s`` after its start, or after ``awaited`` was written to."""
+    before = _state(awaited)
+    process = Fork(
         [sys.executable, "-m", "batchkit", "run", "job.toml"],
         cwd=folder,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
         start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     try:
-        if while_generating:
-            deadline = time.monotonic() + 120
-            while (log.stat().st_size if log.exists() else 0) == size:
-                assert process.poll() is None, "the run ended before it could be killed"
-                assert time.monotonic() < deadline, "no record within two minutes"
-                time.sleep(0.002)
-            time.sleep(instants.uniform(0, 0.5))
-        else:
-            time.sleep(instants.uniform(0.2, 8))
+        deadline = time.monotonic() + 120
+        while awaited is not None and _state(awaited) == before:
+            assert process.poll() is None, "the run ended before it could be killed"
+            assert time.monotonic() < deadline, f"{awaited} is as before after two minutes"
+            time.sleep(0.002)
+        time.sleep(delay_s)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def _state(path: Path | None) -> tuple[int, int]:
+    if path is None or not path.exists():
+        return 0, 0
+    found = path.stat()
+    return found.st_ino, found.st_size
 
 
 def _exported(folder: Path, name: str) -> list[dict[str, Any]]:

@@ -72,7 +72,8 @@ class ChatServer:
     A prompt that is too long is refused in llama.cpp's way, its tokens counted; without ``counts`` in
     vLLM's, which has ``/tokenize`` for that. ``model`` is what its list of models tells besides the
     name. ``answered`` counts the prompts that got an answer; ``most`` is how many were in here at once;
-    ``flooded`` counts the bytes that a ``Flood`` got rid of.
+    ``flooded`` counts the bytes that a ``Flood`` got rid of. ``here.client`` is the address that the
+    thread's request came from.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class ChatServer:
         self.answered: Counter[str] = Counter()
         self.inside = self.most = self.connections = self.flooded = 0
         self.lock = threading.Lock()  # each connection has a thread of its own
+        self.here = threading.local()
         self._sockets: set[socket.socket] = set()
         self._http = _Http(("127.0.0.1", port), _handler(self))
         self.port: int = self._http.server_address[1]
@@ -268,6 +270,7 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
                 return {"count": len(_read(json.loads(sent)["messages"])[0].split())}
             if self.path not in ("/v1/chat/completions", "/v1/completions"):
                 raise Refused(404, {"detail": "Not Found"})
+            server.here.client = self.client_address
             return server.answer(self.path, json.loads(sent))
 
         def log_message(self, *args: Any) -> None: ...

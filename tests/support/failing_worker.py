@@ -1,16 +1,14 @@
 """A real vLLM worker that is made to fail, by what the environment and the requests say.
 
-``BATCHKIT_TEST_FAULTS`` is JSON. Kinds of faults: oom, error, kill, hang, and kill-worker: the Ray
-worker's process that the engine belongs to.
+``BATCHKIT_TEST_FAULTS`` is JSON. Kinds of faults: oom, error, kill, hang.
 
 - ``once``: {kind: step} fails at that step, the first time only; a marker in ``folder`` tells
 - ``over``: more running requests than this run out of memory
 - ``load_over``: so does loading with a larger ``max_num_seqs``
-- ``reload_s``: every load but the first takes this much longer
+- ``load_s``: each load takes this much longer; ``reload_s``: so does every one but the first
 - ``prompt_over``: so does a step with a prompt longer than this
 - ``random``: {seed, kinds, mean_s, until} fails once in each engine's life, ``mean_s`` after its
   first step on average, but not after that time of day (seconds since 1970)
-- ``slow_one_s``: of all engines the first to come takes this much longer over each step
 - ``step_s``: each step takes this much longer; ``leak_mb``: and loses this much memory for good
 
 A request whose ``extra_args`` has ``poison`` (a kind) fails whenever it runs. Where there is a
@@ -26,7 +24,6 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -52,13 +49,12 @@ class FailingWorker(CPUWorker):
         self.poison: dict[str, str] = {}
         self.chance = self._draw() if "random" in self.faults else None
         self.step_s: float = self.faults.get("step_s", 0)
-        if "slow_one_s" in self.faults and self._is_first():
-            self.step_s = self.faults["slow_one_s"]
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         limit = self.faults.get("load_over")
         if limit is not None and self.vllm_config.scheduler_config.max_num_seqs > limit:
             self._fail("oom", "load_over")
+        time.sleep(self.faults.get("load_s", 0))
         if "reload_s" in self.faults:
             first = _append(Path(self.faults["folder"]) / ENGINES, f"{os.getpid()}\n") == 1
             time.sleep(0 if first else self.faults["reload_s"])
@@ -90,13 +86,6 @@ class FailingWorker(CPUWorker):
         self.leaked.append(b"x" * (self.faults.get("leak_mb", 0) * 2**20))
         return super().execute_model(scheduler_output, *args, **kwargs)
 
-    def _is_first(self) -> bool:
-        try:
-            (Path(self.faults["folder"]) / "slow").touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        return True
-
     def _draw(self) -> Chance:
         """By the seed and the number of this engine, so that the kinds are the same each time."""
         random = self.faults["random"]
@@ -122,9 +111,6 @@ def fail(kind: str) -> None:
         raise RuntimeError("planted: device-side assert")
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if kind == "kill-worker":  # the engine's process is the launcher's child, and that the worker's
-        os.kill(psutil.Process().parent().parent().pid, signal.SIGKILL)
-        time.sleep(3600)
     if kind == "hang":
         time.sleep(3600)
 

@@ -45,6 +45,7 @@ ALSO = (
     "tests.support.failing_worker",
     "vllm.entrypoints.launchers.cli_args",
     "vllm.lora.worker_manager",
+    "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.model_loader",
     "vllm.model_executor.models.qwen2",
     "vllm.model_executor.models.qwen3_vl",
@@ -69,6 +70,7 @@ class _Request(NamedTuple):
 
 
 _server: socket.socket | None = None
+_server_below: int | None = None  # its process id, where it is this process's child
 
 
 def _connected() -> socket.socket:
@@ -167,6 +169,8 @@ def _serve(control: socket.socket) -> Callable[[], None]:
         request: _Request = life.recv()
         pid = os.fork()
         if pid == 0:
+            _group(request)
+            life.send(os.getpid())  # from now on it can be sent signals, as a group, too
             for connection in (control, life, *(one for _, one in lives.values())):
                 connection.close()  # now: the numbers are for other descriptors
             _take_over(request, fds[1:])
@@ -174,17 +178,19 @@ def _serve(control: socket.socket) -> Callable[[], None]:
         for fd in fds[1:]:
             os.close(fd)
         lives[os.pidfd_open(pid)] = pid, life
-        life.send(pid)
+
+
+def _group(request: _Request) -> None:
+    if request.new_session:
+        os.setsid()
+    elif request.process_group != -1:
+        os.setpgid(0, request.process_group)
 
 
 def _take_over(request: _Request, fds: Sequence[int]) -> None:
     """Become the process that was asked for, with nothing of the server's."""
     global _server
     _server = None
-    if request.new_session:
-        os.setsid()
-    elif request.process_group != -1:
-        os.setpgid(0, request.process_group)
     high = max([*request.numbers, *fds]) + 1  # above all of them, so that none is overwritten
     moved = [os.dup2(fd, high + n) for n, fd in enumerate(fds)]
     for fd, number in zip(moved, request.numbers, strict=True):
@@ -208,9 +214,11 @@ def _run(request: _Request) -> None:
 
 def _fork_a_server() -> None:
     """For this process, while it has one thread and has opened nothing."""
-    global _server
+    global _server, _server_below
     ours, theirs = socket.socketpair()
-    if os.fork() == 0:
+    _server_below = os.fork()
+    if _server_below == 0:
+        _server_below = None
         ours.close()
         die_with_parent()
         os.setpgid(0, 0)
@@ -239,6 +247,9 @@ def _end_as_python_does(program: Callable[[], None]) -> None:
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
+        if _server is not None and _server_below is not None:
+            _server.close()  # so it ends
+            os.waitpid(_server_below, 0)
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
@@ -256,6 +267,9 @@ def main() -> None:
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork would lack the other threads"
     gc.collect()
     gc.freeze()
+    gc.unfreeze = lambda: (
+        None
+    )  # vLLM calls it, and then collects eight times, when an engine is closed
     _end_as_python_does(lambda: _serve(control)())
 
 

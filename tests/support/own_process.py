@@ -11,14 +11,24 @@ from tests.support.paths import ROOT
 
 
 def batchkit(
-    *args: str | Path, cwd: Path, timeout_s: float = 240
+    *args: str | Path,
+    cwd: Path,
+    timeout_s: float = 240,
+    start: type[subprocess.Popen[str]] = subprocess.Popen,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    """One that loads vLLM is better a ``Fork``."""
+    with start(
         [sys.executable, "-m", "batchkit", *map(str, args)],
         cwd=cwd,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout_s,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)

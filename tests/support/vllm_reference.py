@@ -1,4 +1,4 @@
-"""What ``vllm.LLM`` itself answers, one call for all: run as a program, JSON in, JSON out.
+"""What ``vllm.LLM`` itself answers, one call for all: ``main`` is a program, JSON in, JSON out.
 
 Input: {"options": for vllm.LLM, "conversations": [messages], "max_tokens": n}; an image part of a
 message is {"type": "image_path", "path": …}.
@@ -12,22 +12,21 @@ import subprocess
 import sys
 from typing import Any
 
+from tests.support.forks import Fork
+
 
 def reference(
     options: dict[str, Any], conversations: list[Any], max_tokens: int
 ) -> list[dict[str, Any]]:
     """What this program answers, in a process of its own."""
     task = {"options": options, "conversations": conversations, "max_tokens": max_tokens}
-    done = subprocess.run(
-        [sys.executable, "-P", __file__],
-        input=json.dumps(task),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-m", __name__]
+    with Fork(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        stdout, stderr = process.communicate(json.dumps(task), timeout=240)
+    assert process.returncode == 0, stderr[-2000:]
+    answers: list[dict[str, Any]] = json.loads(stdout)
+    return answers
 
 
 def main() -> None:
@@ -62,7 +61,3 @@ def main() -> None:
     json.dump(answers, sys.stdout)
     sys.stdout.flush()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
