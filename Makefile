@@ -1,7 +1,7 @@
 # Everything from an empty clone: make quickstart. PYTHON and BUILD: see scripts/setup.sh.
 export PYTHON BUILD
 
-.PHONY: setup llama-server quickstart test check bench docs clean
+.PHONY: setup llama-server quickstart test test-quick check bench docs clean
 
 setup:
 	@scripts/setup.sh
@@ -13,8 +13,13 @@ quickstart: setup
 	@test -f .demo-model/config.json || .venv/bin/batchkit demo-model .demo-model
 	.venv/bin/batchkit run jobs/quickstart.toml
 
+# All tests: real engines, real Ray, kills.
 test: setup llama-server
-	.venv/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	.venv/bin/pytest -n 2 --dist loadgroup --no-loadscope-reorder
+
+# What needs no engine and no Ray, within a minute: after every edit.
+test-quick: setup
+	.venv/bin/pytest -n 2 --dist loadgroup -m "not slow"
 
 check: setup
 	.venv/bin/ruff check .

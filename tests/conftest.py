@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,27 +19,91 @@ from tests.support.small_vllm import SMALL
 # Two engines beside each other on two cores: their OpenMP threads would spin against one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-HEAVY = (
+# These start first: pytest-xdist gives groups of tests to its processes, and a long one at the end
+# would keep one of them busy while the other has nothing left.
+LONGEST = (
     "test_cluster",
     "test_vllm_faults",
-    "test_vllm_",
+    "test_vllm_engine",
+    "test_vllm_storm",
     "test_process_engine",
+    "test_engine_contract",
+    "test_transformers_engine",
+    "test_vllm_equality",
     "test_tuning_vllm",
+    "test_vllm_server",
 )
+# Files that start an engine, Ray, a browser, or many processes. `make test-quick` leaves them out.
+SLOW = {
+    *LONGEST,
+    "test_bad_rows",
+    "test_benchmarks",
+    "test_changed_input",
+    "test_chart_sandbox",
+    "test_cookbook",
+    "test_crash_storm",
+    "test_damage",
+    "test_demo_model",
+    "test_export_parquet",
+    "test_hostile_answers",
+    "test_interrupt",
+    "test_jobs",
+    "test_llama_build",
+    "test_llama_server",
+    "test_media",
+    "test_merge",
+    "test_missing_packages",
+    "test_openai_server",
+    "test_own_server",
+    "test_parity",
+    "test_parquet_memory",
+    "test_reask",
+    "test_report",
+    "test_report_browser",
+    "test_resume",
+    "test_score",
+    "test_scoring_bounds",
+    "test_secrets",
+    "test_server_mixups",
+    "test_server_refusals",
+    "test_startup",
+    "test_templates",
+    "test_terminal",
+    "test_tuning",
+    "test_vllm_truncation",
+}
+QUICK = "not slow"
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     Launcher.start = Fork  # for the engines that a test opens itself
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first: `make test` gives whole files to two processes (pytest-xdist)."""
+    """Marks, and the order: the longest first.
+
+    With ``--dist loadgroup`` a file is one group, because its tests share fixtures. Those of
+    ``test_cluster.py`` share only the two named here, so the others go to any process.
+    """
 
     def order(item: pytest.Item) -> int:
-        name = item.path.name
-        return next((n for n, start in enumerate(HEAVY) if name.startswith(start)), len(HEAVY))
+        name = item.path.stem
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
+    for item in items:
+        name = item.path.stem
+        if name in SLOW:
+            item.add_marker(pytest.mark.slow)
+        shared = {"ray_here", "calm"} & set(getattr(item, "fixturenames", ()))
+        if name != "test_cluster" or shared:
+            item.add_marker(pytest.mark.xdist_group("/".join([str(item.path), *sorted(shared)])))
     items.sort(key=order)
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    if item.config.option.markexpr == QUICK:
+        heavy = {"ray", "vllm"} & sys.modules.keys()
+        assert not heavy, f"imported {heavy}: add {item.path.stem} to SLOW in tests/conftest.py"
 
 
 @pytest.fixture(scope="session")
