@@ -211,8 +211,8 @@ def _without_value(found: re.Match[str], mask: Mask) -> str:
         return found[0]
     in_query = head[0] in "?&"
     plain = _CAMEL.sub("_", name).replace("-", "_").lower()
-    told = is_secret(name) or (in_query and _IN_QUERIES.search(plain) is not None)
-    if told or (in_query and (value == MASK or _RANDOM.fullmatch(value))):
+    is_named = is_secret(name) or (in_query and _IN_QUERIES.search(plain) is not None)
+    if is_named or (in_query and (value == MASK or _RANDOM.fullmatch(value))):
         return head + mask(value)
     return found[0]
 

@@ -55,7 +55,7 @@ def check_command(command: str) -> None:
             raise ValueError(f"command: {{{name}}} is unknown; {hint}")
     if "{port}" not in command:
         raise ValueError(
-            "command has no {port}: batchkit picks a port that is free, and must tell the server, as"
+            "command has no {port}: batchkit picks a free port and must pass it to the server, for example"
             " with --port {port}"
         )
     for word in words:
@@ -114,9 +114,9 @@ def _without_speed(words: list[str]) -> Iterator[str]:
 
 def _threads() -> int:
     """OMP_NUM_THREADS if it is set, else the number of cores that this process may use."""
-    told = os.environ.get("OMP_NUM_THREADS", "")
-    if told.isdecimal() and int(told):
-        return int(told)
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdecimal() and int(wanted):
+        return int(wanted)
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -106,7 +106,7 @@ def _moved_media(folder: Path, job: JobConfig) -> str | None:
         return None
     return (
         f"media.root was {before} and is {job.media.root} now: rows that have an answer keep it; if"
-        " the images are others, begin anew with --fresh"
+        " the images are others, start again with --fresh"
     )
 
 
@@ -161,7 +161,7 @@ def _must_move_aside(
     if not is_run(folder):
         if _has_run(folder) and not fresh:
             raise StoreError(
-                f"{folder}: has records ({RESULTS}, {CHECKPOINT}) but no {MANIFEST}, so nothing tells"
+                f"{folder}: has records ({RESULTS}, {CHECKPOINT}) but no {MANIFEST}, so it is unknown"
                 f" which job and input they were made from. Put {MANIFEST} back, or start a new run"
                 " with --fresh (the old folder is kept)"
             )
@@ -198,7 +198,7 @@ def _settle_changes(
         listed = "\n".join(f"  {change}" for change in changes)
         raise ChangedError(
             f"{folder}: job or input changed since this run began\n{listed}\n"
-            "Undo the change, or choose: --fresh or --on-change new (begin anew, the old run is"
+            "Undo the change, or choose: --fresh or --on-change new (start again, the old run is"
             " kept), --on-change requeue (run again what the change touches)"
         )
     messages.append(f"changed since this run began: {'; '.join(changes)}")

@@ -188,7 +188,7 @@ def passed_over(folder: Path) -> str | None:
             broken = line.offset if broken is None else broken
         elif broken is not None:
             return (
-                f"{path}: the line at byte {broken} is no record and is passed over; its row may be"
+                f"{path}: the line at byte {broken} is not a record and is skipped; its row may be"
                 f" missing below. `batchkit verify --repair {folder}` sets it aside, and the next run"
                 " answers the row again"
             )
@@ -212,8 +212,8 @@ def log_damage(folder: Path, checksum: Checksum) -> str | None:
         return f"{path}: has {size} bytes, and had {checksum.end} at the last checkpoint; {remedy}"
     return (
         f"{path}: was changed since the last checkpoint, between byte {span.start} and {span.end},"
-        " and each line there is a whole record, so nothing tells what was changed. Bring a copy"
-        f" back, or accept the file as it is now with {repair}"
+        " and each line there is a whole record, so the change can't be located. Restore a copy"
+        f", or accept the file as it is now with {repair}"
     )
 
 

@@ -72,7 +72,7 @@ class WorkerState(_Part):
 class Start(_Part):
     """One start of the run. ``ended_at`` and ``seconds`` are None while it runs, or if it was killed.
 
-    ``seconds``: with the engine up. ``engine``: what the engine says of itself. ``run``: in a merged
+    ``seconds``: with the engine up. ``engine``: what the engine reports about itself. ``run``: in a merged
     run, the folder of the run that this start belongs to.
     """
 

@@ -137,6 +137,6 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                     raise ValueError("index or scores is not what a line of scores has")
             except (ValueError, TypeError) as error:
                 raise StoreError(
-                    f"{path} line {number}: damaged: {error}; `batchkit score` writes it anew"
+                    f"{path} line {number}: damaged: {error}; `batchkit score` writes it again"
                 ) from error
             yield line

@@ -36,8 +36,8 @@ class RecordLine(NamedTuple):
 
 def line_of(record: Record) -> RecordLine:
     """The log line for ``record``."""
-    told = record.to_json()
-    return RecordLine(encoded(told), told)
+    table = record.to_json()
+    return RecordLine(encoded(table), table)
 
 
 class Store:

@@ -215,9 +215,9 @@ def test_line_that_no_checksum_covers_is_named_where_it_is_passed_over() -> None
     CHECKPOINT.unlink()
     exported = batchkit("export", "--jsonl")
     assert exported.exit_code == 0
-    assert f"the line at byte {sum(map(len, found[:4]))} is no record" in exported.stderr
+    assert f"the line at byte {sum(map(len, found[:4]))} is not a record" in exported.stderr
     assert batchkit("verify", "--repair", "--json").json["pending"] == 1
-    assert "is no record" not in batchkit("export", "--jsonl").stderr
+    assert "is not a record" not in batchkit("export", "--jsonl").stderr
 
 
 def test_checkpoint_of_an_older_version_is_sound_and_not_relied_on() -> None:

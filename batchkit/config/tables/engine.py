@@ -31,9 +31,9 @@ class ServerTable(Table):
 
     command: Identity[str | None] = Field(
         None,
-        description="What starts it, as `llama-server -m model.gguf -c 32768 -np 8 --port {port}` (8"
+        description="What starts it, for example `llama-server -m model.gguf -c 32768 -np 8 --port {port}` (8"
         " requests at a time share that context: 4096 tokens each); no shell reads it. `{port}` becomes"
-        " a port that is free, `{host}` 127.0.0.1. The server has the run's environment: keys stand"
+        " a port that is free, `{host}` 127.0.0.1. The server has the run's environment: keys belong"
         " there, and one in the command is refused.",
     )
     health: Free[str] = Field(
@@ -71,7 +71,7 @@ class EngineTable(Table):
     )
     base_url: Free[str | None] = Field(
         None,
-        description="With `openai-server`: where the API of one that runs already begins, as"
+        description="With `openai-server`: where the API of one that runs already begins, for example"
         " `http://localhost:8000/v1`.",
     )
     server: ServerTable | None = Field(
@@ -96,9 +96,9 @@ class EngineTable(Table):
         " `shrink_on_oom = false` restarts the engine instead; `dtype`, `device_map`,"
         " `attn_implementation`, `max_model_len`, `revision`, `trust_remote_code`, `chat_template`,"
         " `mm_processor_kwargs`. With"
-        " `openai-server`: `max_num_seqs`, requests at a time (32); `give_up_s`, how long the server"
+        " `openai-server`: `max_num_seqs`, requests in flight (32); `give_up_s`, how long the server"
         " may be away before the run stops (300); `max_model_len`, tokens that prompt and answer of a"
-        " request may have together, where the server does not tell; `extra_body`, fields laid over"
+        " request may have together, if the server does not report it; `extra_body`, fields laid over"
         " each request's body; `drop`, names left out of it.",
     )
     in_process: Free[bool] = Field(
@@ -136,7 +136,7 @@ class EngineTable(Table):
         if self.base_url is not None and self.server is not None:
             raise ValueError(
                 "base_url and [engine.server] are both given: a server that runs already has a"
-                " base_url, one that the run starts is told its port; keep one"
+                " base_url, one that the run starts gets its port from the run; keep one"
             )
         if self.server is not None and self.server.command is None and not self.is_gguf:
             raise ValueError(
@@ -148,13 +148,13 @@ class EngineTable(Table):
         if self.base_url is not None and not _is_base_url(self.base_url):
             raise ValueError(
                 "base_url: expected http(s)://host[:port]/path and nothing more; a key or password"
-                " stands in the environment (api_key_env), not here"
+                " belongs in the environment (api_key_env), not here"
             )
         return self
 
 
 class SamplingTable(Table):
-    """Given to `vllm.SamplingParams` as they are: any of its names may stand here.
+    """Given to `vllm.SamplingParams` as they are: any of its names may be used here.
 
     `transformers` knows those that choose and end tokens, and refuses the others.
     """

@@ -19,12 +19,12 @@ class InputTable(Table):
         None,
         description="File, glob, or fsspec URL (`s3://`, `hf://`); relative paths are looked up"
         " beside the job file, then in the working directory. May use `{{ name }}` from `[vars]`. A"
-        " URL's signature or password is used and not written down: to go on from the run folder"
+        " URL's signature or password is used and not stored: to resume from the run folder"
         " alone, give it again with `--set input.path=…`.",
     )
     format: Identity[Format] = Field("auto", description="`auto` goes by the file's name.")
     records: Identity[str | None] = Field(
-        None, description="JSON only: the key (dotted) under which the list of rows stands."
+        None, description="JSON only: the key (dotted) of the list of rows."
     )
     id: Identity[str | None] = Field(
         None,
@@ -40,8 +40,8 @@ class InputTable(Table):
     )
     shard: Identity[str | None] = Field(
         None,
-        description="Only this share of those rows, as `0/4` to `3/4`: told by a hash of the row's"
-        " id (of its index, where `id` is left out). `run --shard` sets it, and the run folder's name"
+        description="Only this share of those rows, `0/4` to `3/4`. It depends only on a hash of the row's"
+        " id (of its index, if `id` is left out). `run --shard` sets it, and the run folder's name"
         " with it.",
     )
 

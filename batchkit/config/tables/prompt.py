@@ -30,13 +30,14 @@ class PromptTable(Table):
         " each, under `media.root`. A file that is missing fails its row.",
     )
     order: Identity[Literal["images-first", "text-first"]] = Field(
-        "images-first", description="What stands first in the user message."
+        "images-first", description="What comes first in the user message."
     )
     chat: Identity[bool] = Field(
         True, description="`false` sends `user` as it is, without the model's chat template."
     )
     chat_template_kwargs: Identity[dict[str, Any]] = Field(
-        {}, description="Names for the model's chat template, as `enable_thinking = false`."
+        {},
+        description="Names for the model's chat template, for example `enable_thinking = false`.",
     )
 
     @model_validator(mode="after")
@@ -61,13 +62,13 @@ class MediaTable(Table):
         ".",
         description="Folder, or fsspec URL (`s3://bucket/images`, `gs://`, `hf://`), that images and"
         " texts are looked up in; what lies outside is refused, a folder's symbolic links resolved."
-        " A store's keys and passwords stand in the environment.",
+        " A store's keys and passwords belong in the environment.",
     )
     allow_urls: Free[list[str]] = Field(
         [],
         description="Hosts that images may be fetched from, as `host` (ports 80 and 443) or"
-        " `host:port`. A name must resolve to public addresses; an address written out is allowed"
-        " as it stands.",
+        " `host:port`. A name must resolve to public addresses; an IP address is allowed"
+        " as it is.",
     )
     max_bytes: Free[PositiveInt] = Field(64 * 2**20, description="Largest file or download.")
     max_pixels: Identity[PositiveInt] = Field(

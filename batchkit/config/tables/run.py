@@ -51,7 +51,7 @@ class RunTable(Table):
     stall_timeout_s: Free[PositiveFloat] = Field(
         600.0,
         description="An engine that ends no step for this long is restarted, its stacks logged; not"
-        " with `engine.in_process`, which leaves nobody to watch.",
+        " with `engine.in_process`, where no other process can watch it.",
     )
     max_engine_restarts: Free[PositiveInt] = Field(
         16, description="Stop when the engine died more often without one answer in between."
@@ -108,7 +108,7 @@ class RetryTable(Table):
     )
     reask_note: Identity[str] = Field(
         "",
-        description="Template: what is added to the prompt then. A row for which it comes out empty"
+        description="Template: what is added to the prompt then. A row for which it is empty"
         " is not asked again.",
     )
 

@@ -34,7 +34,7 @@ class JudgeTable(Table):
 
 
 class ScoringRule(Table):
-    """Rows that are scored otherwise: what stands here counts before `[scoring]` itself."""
+    """Rows that are scored in another way: keys set here replace those of `[scoring]`."""
 
     where: dict[str, Any] = Field(
         {}, description="Which rows: as `input.where`. The first rule that fits a row is its rule."
@@ -69,7 +69,9 @@ class ScoringTable(Table):
     scorers: list[ScorerName] = Field(
         [], description="What is computed of prediction and reference; docs/scoring.md."
     )
-    group_by: str | None = Field(None, description="The field by whose values the table is cut.")
+    group_by: str | None = Field(
+        None, description="The field whose values group the table of scores."
+    )
     mode: Literal["official", "fixed"] = Field(
         "official",
         description="`official` equals RealHiTBench's own code to the digit; `fixed` corrects its quirks:"
@@ -87,7 +89,7 @@ class ScoringTable(Table):
     table: str | None = Field(
         None,
         description="For `chart`: template of the path, under `media.root`, of the row's table. It is"
-        " opened after the check: nobody else may be able to write below `media.root`.",
+        " opened after the check, so no other user may have write access below `media.root`.",
     )
     chart_type: str = Field(
         "{{ SubQType }}",
@@ -95,7 +97,7 @@ class ScoringTable(Table):
         " PieChart.",
     )
     judge: JudgeTable | None = Field(None, description="For `judge`: the model that judges.")
-    rules: list[ScoringRule] = Field([], description="Rows that are scored otherwise.")
+    rules: list[ScoringRule] = Field([], description="Rows that are scored in another way.")
 
     @property
     def parts(self) -> list[ScoringTable | ScoringRule]:
