@@ -363,7 +363,7 @@ def test_what_goes_over_is_known_to_both(kind: str, text_model: Path) -> None:
         (
             "dry-run,dry-run",
             ("engine.options.latency=1",),
-            "side b (dry-run): engine.options.latency: unknown",
+            'side b (dry-run): engine.options.latency: kind = "dry-run" has no such name',
         ),
     ],
 )
