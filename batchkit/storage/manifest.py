@@ -59,9 +59,9 @@ class WorkerState(_Part):
     """One of several workers, as of the last checkpoint."""
 
     worker: int
+    state: str
     node: str | None
     gpus: list[Any]
-    state: str
     rows: int
     rows_per_s: float
     in_flight: int
