@@ -48,6 +48,7 @@ SLOW = {
     "test_hostile_answers",
     "test_interrupt",
     "test_jobs",
+    "test_judge",
     "test_llama_build",
     "test_llama_server",
     "test_media",
