@@ -198,13 +198,13 @@ class SupervisedEngine:
         limit_gb = self._job.run.max_host_gb
         if limit_gb is None or not host_gb or self._restart_due:
             return
-        told = f"{host_gb:.1f} GiB (run.max_host_gb = {limit_gb:g})"
+        held = f"{host_gb:.1f} GiB (run.max_host_gb = {limit_gb:g})"
         if self._host_gb_at_start is None:
             self._host_gb_at_start = host_gb
             if host_gb > limit_gb:
-                self._say(f"a new engine already holds {told}: no restart would help")
+                self._say(f"a new engine already holds {held}: no restart would help")
         elif host_gb > limit_gb >= self._host_gb_at_start:
-            self._restart_due = f"its process holds {told}"
+            self._restart_due = f"its process holds {held}"
             if self._since_too_large < STRETCH:  # again too soon: the batch is too large
                 self._make_smaller(Fault("oom", "run.max_host_gb", self._restart_due))
             self._since_too_large = 0

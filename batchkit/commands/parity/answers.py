@@ -33,7 +33,7 @@ class SideAnswer(NamedTuple):
     error: ErrorInfo | None = None
 
 
-class Told(NamedTuple):
+class SideResult(NamedTuple):
     """A side, for the output. ``failed`` counts its rows; ``left_out``: keys of the job."""
 
     name: str
@@ -53,13 +53,13 @@ class Answers(NamedTuple):
     versions: Mapping[str, str]
     seconds: float
 
-    def told(self) -> Told:
+    def result(self) -> SideResult:
         failed = sum(answer.error is not None for answer in self.rows.values())
         rate = len(self.rows) / self.seconds if self.seconds else 0.0
         engine = self.side.job.engine
         sampling = [f"sampling.{name}" for name in sorted(self.side.greedy.left_out)]
         left_out = [*self.side.left_out, *sampling]
-        return Told(
+        return SideResult(
             self.side.name, engine.kind, engine.model, self.versions, failed, rate, left_out
         )
 
@@ -84,10 +84,10 @@ def answers_of(side: Side, stop: StopRequest) -> Answers:
     except JobError as error:
         raise JobError(f"{side}: {error}") from error
     except EngineError as error:
-        told, log = str(error), side.job.folder / LOG
-        if log.exists() and str(log) not in told:
-            told += f"; what it printed is in {log}"
-        raise EngineError(f"{side}: {told}") from error
+        message, log = str(error), side.job.folder / LOG
+        if log.exists() and str(log) not in message:
+            message += f"; what it printed is in {log}"
+        raise EngineError(f"{side}: {message}") from error
     if stop.signum is not None:
         raise Interrupted(stop.signum)
     rows = {record["index"]: _answer(record) for record in summary.records()}

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchkit.commands.parity.answers import Told
+from batchkit.commands.parity.answers import SideResult
 from batchkit.commands.parity.differences import Difference, Part
 from batchkit.scoring.metrics import markdown
 from batchkit.types import ErrorInfo
@@ -31,7 +31,7 @@ class RowFailure:
 class ParityResult:
     """``differences``: the largest gap first. ``failures``: rows that failed on one side only."""
 
-    sides: tuple[Told, Told]
+    sides: tuple[SideResult, SideResult]
     rows: int
     equal: int
     differences: Sequence[Difference]
@@ -124,8 +124,8 @@ class ParityResult:
         if self.failed_on_both:
             yield f"failed on both sides: {self.failed_on_both:,}"
         for found in self.failures[:SHOWN]:
-            told = " ".join(found.error.message.split())
-            yield f"failed on {found.side} alone: {_row(found)}: {found.error.kind}: {told}"
+            message = " ".join(found.error.message.split())
+            yield f"failed on {found.side} alone: {_row(found)}: {found.error.kind}: {message}"
         if len(self.failures) > SHOWN:
             yield f"… and {len(self.failures) - SHOWN:,} more failed on one side alone"
         for side in self.sides:
@@ -135,11 +135,11 @@ class ParityResult:
     def _differing(self) -> str:
         median = statistics.median(found.position for found in self.differences)
         n, unit = len(self.differences), self.differences[0].unit
-        told = f"differ: {n:,}, at the median from {unit} {median:g} on (counted from 0)"
+        differing = f"differ: {n:,}, at the median from {unit} {median:g} on (counted from 0)"
         unknown = sum(found.gap is None for found in self.differences)
         if unknown == n:
-            return f"{told}; not both gave logprobs, so the gaps are unknown"
-        return f"{told}; {self.ties:,} of them ties (gap below {self.tie:g})" + (
+            return f"{differing}; not both gave logprobs, so the gaps are unknown"
+        return f"{differing}; {self.ties:,} of them ties (gap below {self.tie:g})" + (
             f", {unknown:,} with a gap that is not known" if unknown else ""
         )
 
@@ -155,7 +155,7 @@ class ParityResult:
 _HEADS = ("engine", "model", "rows", "failed", "rows/s")
 
 
-def _cells(side: Told, rows: int) -> list[str]:
+def _cells(side: SideResult, rows: int) -> list[str]:
     version = side.versions.get(side.kind, "")
     engine = f"{side.kind} {version}".rstrip()
     counts = f"{rows:,}", f"{side.failed:,}", f"{side.rows_per_s:,.1f}"

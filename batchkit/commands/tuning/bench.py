@@ -117,6 +117,6 @@ def _warn(option: BatchSizeOption, batch_sizes: Sequence[int], rows: int, say: S
 def _told(trial: Trial) -> str:
     line = SizeResult.of([trial])
     if not line.rounds:
-        return f"batch size {trial.batch_size:,}: {line.told}"
+        return f"batch size {trial.batch_size:,}: {line.status_text}"
     latency = f"p50 {line.median('p50_ms'):,.0f} ms, p99 {line.median('p99_ms'):,.0f} ms"
     return f"batch size {trial.batch_size:,}: {number(line.rows_per_s)} rows/s, {latency}"

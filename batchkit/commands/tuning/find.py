@@ -93,8 +93,10 @@ class SearchResult:
         lines.append(f"largest that fits: {self._largest(largest)}")
         if self.estimate_s is not None:
             load = duration(best.load_s)
-            told = f"{duration(self.estimate_s)}, of which {load} to load the model"
-            lines.append(f"the whole job, {self.rows:,} rows, at {best.batch_size:,}: about {told}")
+            estimate = f"{duration(self.estimate_s)}, of which {load} to load the model"
+            lines.append(
+                f"the whole job, {self.rows:,} rows, at {best.batch_size:,}: about {estimate}"
+            )
         if self.bottleneck is not None:
             lines.append(f"bottleneck: {self.bottleneck.resource}: {self.bottleneck.reason}")
         lines += self._problems()
@@ -120,7 +122,7 @@ class SearchResult:
     def _problems(self, *, with_memory: bool = False) -> list[str]:
         """Failed sizes and rows; out of memory only ``with_memory``: it just ends a search."""
         found = [
-            f"batch size {line.batch_size:,}: {line.told}"
+            f"batch size {line.batch_size:,}: {line.status_text}"
             for line in self.table.lines
             if not line.rounds and (with_memory or line.status != OOM)
         ]

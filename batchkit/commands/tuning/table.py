@@ -89,7 +89,7 @@ class SizeResult:
         return (max(rates) - min(rates)) / 2 / statistics.median(rates)
 
     @property
-    def told(self) -> str:
+    def status_text(self) -> str:
         """The status with its reason."""
         return f"{self.status}: {self.reason}" if self.status == OOM else self.status
 
@@ -184,7 +184,9 @@ class SizeTable:
     def to_text(self) -> str:
         """The whole table; a line may cover several rounds."""
         lines = [line.to_text(with_spread=True) for line in self.lines]
-        bad = [f"batch size {ln.batch_size:,}: {ln.told}" for ln in self.lines if not ln.rounds]
+        bad = [
+            f"batch size {ln.batch_size:,}: {ln.status_text}" for ln in self.lines if not ln.rounds
+        ]
         return "\n".join([header(with_spread=True), *lines, *bad, *self.doubts()])
 
     def doubts(self) -> list[str]:
@@ -192,8 +194,8 @@ class SizeTable:
         hasty = [f"{ln.batch_size:,}" for ln in self.lines if ln.rounds and not ln.is_typical]
         if not hasty:
             return []
-        told = "not full for long enough to tell how fast it is in a long run"
-        return [f"batch size {', '.join(hasty)}: {told}: give it more --seconds, or more rows"]
+        doubt = "not full for long enough to tell how fast it is in a long run"
+        return [f"batch size {', '.join(hasty)}: {doubt}: give it more --seconds, or more rows"]
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -32,7 +32,7 @@ GATHER_S = 0.1  # records finished within it are returned together
 HEARTBEAT_S = 0.5  # without records or events, a call returns after it
 MOST_CALLS_PER_S = 200.0  # of all workers together: a call takes the driver about 1 ms
 CLOSE_S = 30.0
-_TOLD = ("index", "status", "usage", "error")  # what the log's totals need of a record
+_REPORTED = ("index", "status", "usage", "error")  # what the log's totals need of a record
 
 
 class Place(NamedTuple):
@@ -183,7 +183,7 @@ class Actor:
             self._load = Load(worker.in_flight, worker.retried, worker.capacity)
             for line in lines:
                 self._lines.append(
-                    RecordLine(line.raw, {name: line.record[name] for name in _TOLD})
+                    RecordLine(line.raw, {name: line.record[name] for name in _REPORTED})
                 )
             if lines:
                 self._changed.notify_all()

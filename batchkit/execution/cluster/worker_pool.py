@@ -211,7 +211,7 @@ class RayWorkerPool:
         from ray.exceptions import ActorUnavailableError, RayError
 
         try:
-            told = ray.get(call)
+            answer = ray.get(call)
         except ActorUnavailableError as error:
             if worker.life.place is not None:
                 return self._bury(worker, error)
@@ -219,10 +219,10 @@ class RayWorkerPool:
             return []
         except RayError as error:
             return self._bury(worker, error)
-        if isinstance(told, Place):
-            worker.life.place = told
+        if isinstance(answer, Place):
+            worker.life.place = answer
             return []
-        return self._take_in(worker, told)
+        return self._take_in(worker, answer)
 
     def _take_in(self, worker: RayWorker, report: Report) -> list[RecordLine]:
         holder = self._leases.holders[worker.number]
@@ -277,8 +277,8 @@ class RayWorkerPool:
         elif isinstance(error, ActorDiedError):  # Ray will not restart it
             self._give_up(worker, WorkerFailure(cause, is_of_the_job=False))
         elif holder.deaths_in_a_row > self._job.run.max_engine_restarts:
-            told = f"it died {holder.deaths_in_a_row} times without one answer; last: {cause}"
-            self._give_up(worker, WorkerFailure(told, is_of_the_job=False))
+            message = f"it died {holder.deaths_in_a_row} times without one answer; last: {cause}"
+            self._give_up(worker, WorkerFailure(message, is_of_the_job=False))
         return lines
 
     def _quarantine(self, task: Task, cause: str) -> RecordLine:
@@ -305,8 +305,8 @@ class RayWorkerPool:
         elif len(self._workers) == 1:
             self._broken = EngineError(failure.message)
         else:
-            told = f"all {len(self._workers)} workers failed; the last: {failure.message}"
-            self._broken = EngineError(told)
+            message = f"all {len(self._workers)} workers failed; the last: {failure.message}"
+            self._broken = EngineError(message)
 
     def _watch(self) -> None:
         """Restart a worker that does not answer a call; report once that a worker waits for a
