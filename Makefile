@@ -15,11 +15,11 @@ quickstart: setup
 
 # All tests: real engines, real Ray, kills.
 test: setup llama-server
-	.venv/bin/pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	.venv/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # What needs no engine and no Ray, within a minute: after every edit.
 test-quick: setup
-	.venv/bin/pytest -n 2 --dist loadgroup -m "not slow"
+	.venv/bin/pytest -n 2 --dist loadfile -m "not slow"
 
 check: setup
 	.venv/bin/ruff check .

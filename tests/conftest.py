@@ -19,7 +19,7 @@ from tests.support.small_vllm import SMALL
 # Two engines beside each other on two cores: their OpenMP threads would spin against one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# These start first: pytest-xdist gives groups of tests to its processes, and a long one at the end
+# These start first: pytest-xdist gives whole files to its processes, and a long one at the end
 # would keep one of them busy while the other has nothing left.
 LONGEST = (
     "test_cluster",
@@ -81,11 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks, and the order: the longest first.
-
-    With ``--dist loadgroup`` a file is one group, because its tests share fixtures. Those of
-    ``test_cluster.py`` share only the two named here, so the others go to any process.
-    """
+    """Marks the slow ones, and sorts: the longest first."""
 
     def order(item: pytest.Item) -> int:
         name = item.path.stem
@@ -95,9 +91,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = item.path.stem
         if name in SLOW:
             item.add_marker(pytest.mark.slow)
-        shared = {"ray_here", "calm"} & set(getattr(item, "fixturenames", ()))
-        if name != "test_cluster" or shared:
-            item.add_marker(pytest.mark.xdist_group("/".join([str(item.path), *sorted(shared)])))
     items.sort(key=order)
 
 
