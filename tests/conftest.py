@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,14 @@ SLOW = {
     "test_bad_rows",
     "test_benchmarks",
     "test_changed_input",
+    "test_changed_job",
     "test_chart_sandbox",
     "test_cookbook",
     "test_crash_storm",
     "test_damage",
     "test_demo_model",
     "test_export_parquet",
+    "test_failed_rows",
     "test_hostile_answers",
     "test_interrupt",
     "test_jobs",
@@ -62,15 +65,18 @@ SLOW = {
     "test_report",
     "test_report_browser",
     "test_resume",
+    "test_run_files",
     "test_score",
     "test_scoring_bounds",
     "test_secrets",
     "test_server_mixups",
     "test_server_refusals",
+    "test_signals",
     "test_startup",
     "test_templates",
     "test_terminal",
     "test_tuning",
+    "test_verify",
     "test_vllm_truncation",
 }
 QUICK = "not slow"
@@ -142,3 +148,22 @@ def vllm_job(demo_model: Path, tmp_path: Path) -> Callable[..., JobConfig]:
 def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The working directory of the test, for ``tests/support/dry_runs.py``."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts ``batchkit`` as a process of its own; what still lives at the end is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start_one(*args: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "batchkit", *args]
+        stderr = Path(f"stderr-{len(started)}").open("w")  # noqa: SIM115
+        started.append(subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=stderr))
+        return started[-1]
+
+    yield start_one
+    for one in started:
+        one.kill()
+        one.wait()
+        if one.stdout is not None:
+            one.stdout.close()

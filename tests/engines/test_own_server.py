@@ -29,6 +29,7 @@ from tests.support.chat_server import MODEL
 from tests.support.own_process import batchkit
 from tests.support.paths import ROOT
 from tests.support.rows import write_jsonl
+from tests.support.waiting import until
 
 SERVER = f"{shlex.quote(sys.executable)} -m tests.support.chat_server --port {{port}}"
 
@@ -85,13 +86,6 @@ def servers(folder: Path) -> list[psutil.Process]:
 def is_gone(process: psutil.Process) -> bool:
     """Where nobody waits for it, its number stays."""
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-
-
-def until(is_so: Callable[[], bool], within_s: float = 30) -> None:
-    deadline = time.monotonic() + within_s
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from batchkit.storage.newest import read_newest
 from tests.support.chat_server import MODEL, ChatServer, Refused, error, serving
 from tests.support.paths import ROOT
 from tests.support.rows import write_jsonl
+from tests.support.waiting import until
 
 VECTORS = ROOT.parent / "shared/realhit/metric_vectors.json"
 NOTE = "Mind the form."
@@ -423,13 +423,6 @@ def started(folder: Path, server: ChatServer, n_rows: int) -> subprocess.Popen[s
         stderr=subprocess.DEVNULL,
         text=True,
     )
-
-
-def until(condition: Callable[[], bool], within_s: float = 20) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])

@@ -75,3 +75,12 @@ def job(**tables: dict[str, Any]) -> JobConfig:
 
 def process(rows: Any, **options: Any) -> Any:
     return ProductionBatchProcessor(job(), quiet=True, **options).process(rows)
+
+
+def rows_that_fail(n: int, every: int) -> None:
+    """Every ``every``-th row lacks the field that the template asks for."""
+    write_rows([{"other": "x"} if k % every == every - 1 else {"q": "x"} for k in range(n)])
+
+
+def n_records() -> int:
+    return LOG.read_bytes().count(b"\n") if LOG.exists() else 0

@@ -1,0 +1,180 @@
+"""``status`` and ``verify``: what they count, and each fault that ``verify`` finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from batchkit.errors import JobError
+from batchkit.execution.processor import ProductionBatchProcessor
+from tests.support.command_line import batchkit
+from tests.support.dry_runs import LOG, RUN, prepare, rows_that_fail, run, status, write_job
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
+STATUS_KEYS = {
+    "name",
+    "total",
+    "ok",
+    "failed",
+    "pending",
+    "failed_by_kind",
+    "prompt_tokens",
+    "completion_tokens",
+    "engine_restarts",
+    "held_by",
+}
+VERIFY_KEYS = {
+    "rows",
+    "records",
+    "ok",
+    "failed",
+    "pending",
+    "lost",
+    "duplicates",
+    "checkpoint_matches",
+    "torn_bytes",
+}
+
+
+def test_status_tells_where_the_run_stands() -> None:
+    rows_that_fail(10, every=5)
+    write_job()
+    run()
+    found = status()
+    assert found.keys() >= STATUS_KEYS
+    expected = {
+        "name": "a",
+        "total": 10,
+        "ok": 8,
+        "failed": 2,
+        "pending": 0,
+        "failed_by_kind": {"template": 2},
+        "prompt_tokens": 16,
+        "completion_tokens": 48,
+        "engine_restarts": 0,
+        "held_by": None,
+    }
+    assert found | expected == found
+    assert "a: 8 ok, 2 failed, 0 of 10 to do" in batchkit("status", "job.toml").stdout
+
+
+def test_status_of_what_is_no_run_is_refused() -> None:
+    Path("empty").mkdir()
+    for target in ("empty", "nowhere"):
+        found = batchkit("status", target)
+        assert found.exit_code == 2
+        assert target in found.stderr
+    assert batchkit("status").exit_code == 2
+    with pytest.raises(JobError):
+        ProductionBatchProcessor("job.toml")
+
+
+@pytest.mark.parametrize("command", ["status", "verify"])
+def test_run_whose_log_is_gone_is_told_so(command: str) -> None:
+    prepare(3)
+    run()
+    LOG.unlink()
+    found = batchkit(command, str(RUN))
+    assert found.exit_code == 1
+    assert "results.jsonl" in found.stderr
+
+
+def test_verify_accounts_for_every_row() -> None:
+    rows_that_fail(10, every=5)
+    write_job()
+    run("--limit", "5")
+    found = batchkit("verify", "--json")
+    assert found.exit_code == 0
+    assert found.json.keys() >= VERIFY_KEYS
+    expected = {
+        "rows": 5,
+        "records": 5,
+        "ok": 4,
+        "failed": 1,
+        "pending": 0,
+        "lost": 0,
+        "duplicates": 0,
+        "checkpoint_matches": True,
+        "torn_bytes": 0,
+    }
+    assert found.json | expected == found.json
+    assert batchkit("verify").stdout.splitlines()[-1] == "sound"
+
+
+def change_checkpoint(**changes: Any) -> None:
+    path = RUN / "checkpoint.json"
+    path.write_bytes(orjson.dumps(orjson.loads(path.read_bytes()) | changes))
+
+
+def plant_second_answer() -> None:
+    with LOG.open("ab") as log:
+        log.write(LOG.read_bytes().splitlines(keepends=True)[3])
+
+
+def plant_lost_row() -> None:
+    change_checkpoint(completed=[[0, 9], [11, 12]])
+
+
+def plant_forgotten_row() -> None:
+    change_checkpoint(completed=[[0, 8]])
+
+
+def plant_short_log() -> None:
+    LOG.write_bytes(b"".join(LOG.read_bytes().splitlines(keepends=True)[:-1]))
+
+
+def plant_wrong_counts() -> None:
+    counts = orjson.loads((RUN / "checkpoint.json").read_bytes())["counts"]
+    change_checkpoint(counts=counts | {"ok": 11, "records": 11})
+
+
+@pytest.mark.parametrize(
+    ("plant", "found_out"),
+    [
+        (plant_second_answer, {"duplicates": 1, "ok": 10, "records": 11}),
+        (plant_lost_row, {"lost": 2, "checkpoint_matches": False}),
+        (plant_forgotten_row, {"lost": 0, "checkpoint_matches": False}),
+        (plant_short_log, {"lost": 1, "checkpoint_matches": False, "ok": 9, "pending": 1}),
+        (plant_wrong_counts, {"checkpoint_matches": False}),
+    ],
+)
+def test_verify_finds_a_planted_fault(plant: Callable[[], None], found_out: dict[str, Any]) -> None:
+    prepare(10)
+    run()
+    plant()
+    found = batchkit("verify", "--json")
+    assert found.json | found_out == found.json
+    assert found.exit_code == 1
+    assert batchkit("verify").stdout.splitlines()[-1] == "NOT SOUND"
+
+
+def test_verify_counts_torn_bytes_and_calls_the_rest_sound() -> None:
+    """The next start cuts them off; no finished row is in them."""
+    prepare(10)
+    run()
+    with LOG.open("ab") as log:
+        log.write(b'{"index":10,"id":"1')
+    found = batchkit("verify", "--json")
+    assert (found.exit_code, found.json["torn_bytes"], found.json["ok"]) == (0, 19, 10)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"version": 7}', "null"])
+def test_verify_outlives_a_damaged_checkpoint(content: str) -> None:
+    prepare(10)
+    run()
+    (RUN / "checkpoint.json").write_text(content)
+    assert batchkit("verify", "--json").json["ok"] == 10
+
+
+def test_rows_left_to_another_run_are_counted_as_skipped() -> None:
+    prepare(10, input={"id": "key"})
+    run("--limit", "6", "--set", "name=other")
+    found = run("--skip-from", "output/other")
+    assert found.json | {"total": 10, "ok": 4, "skipped": 6} == found.json
+    assert batchkit("status", "--json").json["pending"] == 0

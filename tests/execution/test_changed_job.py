@@ -1,0 +1,300 @@
+"""A run whose job or input changed since it began: refused, moved aside, or continued with ``requeue``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.dry_runs import (
+    LOG,
+    RUN,
+    manifest,
+    prepare,
+    records,
+    run,
+    settled,
+    verify,
+    write_job,
+    write_rows,
+)
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
+# What changed since
+
+
+CHANGES = [
+    ("sampling.temperature=0.5", "sampling.temperature: 0.0 → 0.5"),
+    ("sampling.top_k=3", "sampling.top_k: null → 3"),
+    ("prompt.user=Say {{ q }}", 'prompt.user: "{{ q }}" → "Say {{ q }}"'),
+    ("prompt.system=Be brief", 'prompt.system: null → "Be brief"'),
+    ("vars.mode=mix", 'vars.mode: null → "mix"'),
+    ("run.seed=1", "run.seed: 0 → 1"),
+    ("engine.options.latency_s=0.001", "engine.options.latency_s: null → 0.001"),
+    ("engine.model=other", 'engine.model: "" → "other"'),
+    ("media.max_pixels=1000", "media.max_pixels: 1605632 → 1000"),
+    ("retry.temperatures=[0.5]", "retry.temperatures: null → [0.5]"),
+    ("input.id=key", 'input.id: null → "key"'),
+]
+
+
+@pytest.mark.parametrize(("override", "line"), CHANGES, ids=[line for _, line in CHANGES])
+def test_changed_job_is_refused_with_a_diff(override: str, line: str) -> None:
+    prepare(3)
+    run()
+    before = LOG.read_bytes(), manifest()
+    found = run("--set", override)
+    assert found.exit_code == 2
+    assert line in found.stderr
+    assert "--fresh" in found.stderr
+    assert found.stdout == ""
+    assert (LOG.read_bytes(), manifest()) == before
+    assert run().exit_code == 0  # as it was, it goes on
+
+
+def test_all_changes_are_told_at_once() -> None:
+    prepare(3)
+    run()
+    write_rows(4)
+    found = run("--set", "sampling.temperature=1", "--set", "vars.x=1")
+    assert found.exit_code == 2
+    assert all(key in found.stderr for key in ("sampling.temperature", "vars.x", "in.jsonl"))
+
+
+def test_changed_template_file_is_refused() -> None:
+    Path("user.j2").write_text("one {{ q }}")
+    prepare(3)
+    write_job(prompt={"user": "{{ q }}"})
+    text = Path("job.toml").read_text().replace('user = "{{ q }}"', 'user_file = "user.j2"')
+    Path("job.toml").write_text(text)
+    assert run().exit_code == 0
+    Path("user.j2").write_text("two {{ q }}")
+    found = run()
+    assert found.exit_code == 2
+    assert 'prompt.user: "one {{ q }}" → "two {{ q }}"' in found.stderr
+
+
+def test_changed_model_folder_is_refused() -> None:
+    model = Path("model")
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "weights").write_bytes(bytes(3 * 2**20))
+    prepare(3, engine={"model": str(model.resolve())})
+    assert run().exit_code == 0
+    assert run().exit_code == 0
+    (model / "weights").write_bytes(bytes(3 * 2**20 - 1) + b"x")
+    found = run()
+    assert found.exit_code == 2
+    assert "engine.model_files" in found.stderr
+
+
+@pytest.mark.parametrize("change", ["edit", "append", "truncate"])
+def test_changed_input_is_refused_by_the_name_of_its_file(change: str) -> None:
+    rows = write_rows(5)
+    write_job()
+    run()
+    write_rows(
+        {"edit": [*rows[:4], {"q": "edited"}], "append": [*rows, rows[0]]}.get(change, rows[:4])
+    )
+    found = run()
+    assert found.exit_code == 2
+    assert f"input {Path('in.jsonl').resolve()}" in found.stderr
+    assert len(records()) == 5
+
+
+def test_second_input_file_is_a_change() -> None:
+    prepare(3, input={"path": "in*.jsonl"})
+    run()
+    Path("in2.jsonl").write_text('{"q": "more"}\n')
+    found = run()
+    assert found.exit_code == 2
+    assert "in2.jsonl: none →" in found.stderr
+
+
+def test_touched_or_moved_input_is_no_change() -> None:
+    prepare(5)
+    run("--limit", "2")
+    os.utime("in.jsonl", (1, 1))
+    assert run("--limit", "3").exit_code == 0
+    Path("elsewhere").mkdir()
+    Path("in.jsonl").rename("elsewhere/rows.jsonl")
+    assert run("--set", "input.path=elsewhere/rows.jsonl").exit_code == 0
+    assert settled() == dict.fromkeys(range(5), "ok")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "engine.options.max_num_seqs=2",
+        "run.max_in_flight=3",
+        "run.checkpoint_interval_s=0.1",
+        "run.render_threads=1",
+        "run.fail_on_error=0.5",
+        "media.max_bytes=100",
+        "retry.attempts=5",
+    ],
+)
+def test_what_changes_only_the_speed_is_no_change(override: str) -> None:
+    prepare(5)
+    run("--limit", "2")
+    assert run("--set", override).exit_code == 0
+    assert len(settled()) == 5
+
+
+def test_changes_before_the_first_record_are_no_change() -> None:
+    prepare(3)
+    refused = run("--set", "engine.options.nonsense=1")
+    assert refused.exit_code == 2
+    assert "engine.options.nonsense" in refused.stderr
+    assert RUN.exists()
+    write_rows(4)
+    assert run("--set", "sampling.temperature=1").exit_code == 0
+    assert len(settled()) == 4
+    assert run().exit_code == 2  # by now the run stands for temperature 1
+
+
+# On change
+
+
+def test_on_change_new_moves_the_old_run_aside() -> None:
+    prepare(3)
+    run()
+    old = LOG.read_bytes()
+    found = run("--on-change", "new", "--set", "vars.x=1")
+    assert (found.exit_code, found.json["skipped"]) == (0, 0)
+    assert "vars.x: null → 1" in found.stderr
+    assert "output/a.1" in found.stderr
+    assert Path("output/a.1/results.jsonl").read_bytes() == old
+    assert len(settled()) == 3
+    assert len(manifest()["starts"]) == 1
+
+
+@pytest.mark.parametrize("on_change", ["new", "requeue"])
+def test_on_change_does_nothing_without_a_change(on_change: str) -> None:
+    prepare(3)
+    run()
+    assert run("--on-change", on_change).json["skipped"] == 3
+    assert not Path("output/a.1").exists()
+
+
+def test_requeue_keeps_the_records_of_unchanged_rows() -> None:
+    rows = write_rows(6)
+    write_job(input={"id": "key"})
+    run()
+    old = LOG.read_bytes()
+    rows[3] = rows[3] | {"q": "edited"}
+    del rows[5]
+    rows.insert(0, {"key": "new", "q": "inserted"})
+    write_rows(rows)
+
+    found = run("--on-change", "requeue")
+    assert (found.exit_code, found.json["skipped"], found.json["total"]) == (0, 4, 6)
+    assert "4 records kept, 2 rows to run again" in found.stderr
+    # The dry-run engine answers with the index that the row had when it was run.
+    answered = {record["id"]: (record["index"], record["text"][-1]) for record in records()}
+    assert answered == {
+        "new": (0, "0"),
+        "k0": (1, "0"),
+        "k1": (2, "1"),
+        "k2": (3, "2"),
+        "k3": (4, "4"),
+        "k4": (5, "4"),
+    }
+    assert len(records()) == 6
+    assert (RUN / "results.jsonl.before-1").read_bytes() == old
+    assert run().json["skipped"] == 6  # the changed input is the run's own now
+    assert verify() | {"ok": 6, "lost": 0, "duplicates": 0, "pending": 0} == verify()
+
+
+def test_requeue_without_ids_compares_rows_in_place() -> None:
+    rows = write_rows(4)
+    write_job()
+    run()
+    write_rows([rows[0], {"q": "edited"}, rows[2], rows[3], {"q": "new"}])
+    assert run("--on-change", "requeue").json["skipped"] == 3
+    assert sorted(settled()) == [0, 1, 2, 3, 4]
+
+
+def test_requeue_keeps_failed_records_of_unchanged_rows_failed() -> None:
+    rows = [{"key": "a", "q": "x"}, {"key": "b"}, {"key": "c", "q": "x"}]
+    write_rows(rows)
+    write_job(input={"id": "key"})
+    run()
+    write_rows(rows[1:])
+    found = run("--on-change", "requeue")
+    assert (found.exit_code, found.json["skipped"]) == (3, 2)
+    assert settled() == {0: "failed", 1: "ok"}
+
+
+def test_requeue_runs_all_again_when_the_job_changed() -> None:
+    prepare(4)
+    run()
+    found = run("--on-change", "requeue", "--set", "sampling.temperature=1")
+    assert (found.exit_code, found.json["skipped"]) == (0, 0)
+    assert "0 records kept, 4 rows to run again" in found.stderr
+    assert len(settled()) == 4
+    assert len(records(RUN / "results.jsonl.before-1")) == 4
+
+
+def test_requeue_of_rows_that_share_an_id_leaves_one_record_each() -> None:
+    same = {"key": "twin", "q": "x"}
+    write_rows([same, same, {"key": "c", "q": "x"}])
+    write_job(input={"id": "key"})
+    run()
+    write_rows([same, same, {"key": "c", "q": "edited"}])
+    assert run("--on-change", "requeue").exit_code == 0
+    assert settled() == dict.fromkeys(range(3), "ok")
+    assert verify()["duplicates"] == 0
+
+
+def test_requeue_under_a_limit_keeps_the_records_past_it() -> None:
+    rows = write_rows(6)
+    write_job()
+    run()
+    write_rows([{"q": "edited"}, *rows[1:]])
+    run("--limit", "2", "--on-change", "requeue")
+    assert settled() == dict.fromkeys(range(6), "ok")
+
+
+def test_another_folder_of_images_is_pointed_out() -> None:
+    prepare()
+    for folder in ("then", "now"):
+        Path(folder).mkdir()
+    run("--limit", "4", "--set", "media.root=then")
+    said = run("--set", "media.root=now").stderr
+    assert f"media.root was {Path('then').absolute()} and is {Path('now').absolute()} now" in said
+    assert "media.root" not in run("--set", "media.root=now").stderr
+
+
+def test_fresh_moves_each_earlier_run_aside() -> None:
+    prepare(3)
+    for _ in range(3):
+        assert run("--fresh").json["skipped"] == 0
+    assert sorted(path.name for path in Path("output").iterdir()) == ["a", "a.1", "a.2"]
+    assert all(len(settled(path / "results.jsonl")) == 3 for path in Path("output").iterdir())
+
+
+def test_fresh_does_not_ask_what_changed() -> None:
+    prepare(3)
+    run()
+    assert run("--fresh", "--set", "sampling.temperature=1").exit_code == 0
+
+
+def test_mistyped_option_does_not_cost_the_folder_its_place() -> None:
+    prepare(3)
+    run()
+    found = run("--fresh", "--set", "engine.options.lateny_s=1")
+    assert found.exit_code == 2
+    assert not Path("output/a.1").exists()
+    assert len(settled()) == 3
+
+
+def test_fresh_outlives_a_damaged_manifest() -> None:
+    prepare(3)
+    run()
+    (RUN / "manifest.json").write_text("")
+    assert "--fresh" in run().stderr
+    assert run("--fresh").exit_code == 0

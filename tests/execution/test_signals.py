@@ -1,0 +1,203 @@
+"""A run as a process: its lock, signals, and a disk that is full."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.command_line import batchkit
+from tests.support.dry_runs import (
+    LOG,
+    RUN,
+    manifest,
+    n_records,
+    prepare,
+    records,
+    run,
+    settled,
+    status,
+    verify,
+    write_job,
+)
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
+def test_second_process_is_refused_and_told_who_holds_the_run(start: Any) -> None:
+    prepare(40, engine={"options": {"latency_s": 600.0}})
+    first = start("run", "job.toml")
+    until(lambda: RUN.exists() and (RUN / "manifest.json").exists())
+    found = run()
+    assert found.exit_code == 1
+    assert f"process {first.pid} on " in found.stderr
+    assert "is working in this run folder" in found.stderr
+    assert status()["held_by"]["pid"] == first.pid
+    assert batchkit("retry-failed", str(RUN)).exit_code == 0  # it finds nothing to do
+
+    first.kill()
+    first.wait()
+    assert status()["held_by"] is None
+
+
+def test_fresh_does_not_move_a_run_that_is_at_work(start: Any) -> None:
+    prepare(4, engine={"options": {"latency_s": 600.0}})
+    start("run", "job.toml")
+    until(lambda: (RUN / "manifest.json").exists())
+    assert run("--fresh").exit_code == 1
+    assert not Path("output/a.1").exists()
+
+
+def test_status_of_a_run_at_work_counts_the_whole_job(start: Any) -> None:
+    """Its last start was limited, this one is not."""
+    prepare(24, engine={"options": {"latency_s": 1.0}}, run={"max_in_flight": 4})
+    run("--limit", "4")
+    start("run", "job.toml")
+    until(lambda: n_records() >= 8)
+    found = status()
+    assert found["held_by"] is not None
+    assert found["total"] == 24
+    assert found["pending"] == 24 - found["ok"]
+
+
+SLOW = {"engine": {"options": {"latency_s": 3.0}}, "run": {"max_in_flight": 12}}
+
+
+def test_sigint_finishes_what_is_in_flight(start: Any) -> None:
+    prepare(40, **SLOW)
+    process = start("run", "job.toml")
+    until(lambda: "generating" in Path("stderr-0").read_text())
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    stdout, _ = process.communicate()
+    assert process.returncode == 130
+    assert settled() == dict.fromkeys(range(12), "ok")
+    summary = json.loads(stdout)
+    assert (summary["exit"], summary["ok"], summary["total"]) == (130, 12, 40)
+    assert "run the same command to go on" in Path("stderr-0").read_text()
+    assert manifest()["starts"][-1]["exit"] == 130
+    assert verify() | {"ok": 12, "lost": 0, "pending": 28, "checkpoint_matches": True} == verify()
+
+
+def test_second_sigint_stops_now(start: Any) -> None:
+    """Draining would have finished 12 rows."""
+    prepare(40, **SLOW)
+    process = start("run", "job.toml")
+    until(lambda: "generating" in Path("stderr-0").read_text())
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    process.communicate()
+    assert process.returncode == 130
+    assert records() == []
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_everything_finished_before_a_signal_is_on_disk(start: Any, signum: int) -> None:
+    prepare(60, engine={"options": {"latency_s": 0.3}}, run={"max_in_flight": 12})
+    process = start("run", "job.toml")
+    until(lambda: n_records() >= 24)
+    process.send_signal(signum)
+    stdout, _ = process.communicate()
+    assert process.returncode == 128 + signum
+    summary = json.loads(stdout)
+    done = settled()
+    assert 24 <= len(done) == summary["ok"] < 60
+    assert verify() | {"ok": len(done), "checkpoint_matches": True, "torn_bytes": 0} == verify()
+
+    again = run()
+    assert (again.exit_code, again.json["skipped"]) == (0, len(done))
+    assert settled() == dict.fromkeys(range(60), "ok")
+
+
+def test_disk_that_fills_up_stops_the_run_in_good_order() -> None:
+    prepare(300, run={"max_in_flight": 10, "checkpoint_interval_s": 0.01})
+    script = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000));"
+        "from batchkit.cli import cli; cli(sys.argv[1:], prog_name='batchkit')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, "run", "job.toml"], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "batchkit: error:" in done.stderr
+    assert "File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert 0 < len(settled()) < 300
+    assert verify()["lost"] == verify()["torn_bytes"] == 0
+
+    assert run().exit_code == 0
+    assert settled() == dict.fromkeys(range(300), "ok")
+
+
+@pytest.mark.parametrize("room", ["some", "none"])
+def test_run_on_a_full_disk_says_so_and_resumes(tmp_path: Path, room: str) -> None:
+    """Everything in the run folder meets the full disk here: log, checkpoint, manifest, run.log."""
+    disk = tmp_path / "output"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not allowed here")
+    try:
+        prepare(600, run={"max_in_flight": 10, "checkpoint_interval_s": 0.02})
+        ballast = disk / "ballast"
+        ballast.write_bytes(bytes({"some": 150_000, "none": 256 * 1024}[room]))
+        # Its own process: what is raised while closing must not reach this one.
+        command = [sys.executable, "-m", "batchkit", "run", "job.toml"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 1
+        assert "No space left" in done.stderr
+        assert "Traceback" not in done.stderr
+        if room == "some":
+            assert 0 < len(settled()) < 600
+
+        ballast.unlink()
+        assert run("--limit", "500").exit_code == 0
+        assert settled() == dict.fromkeys(range(500), "ok")
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_run_log_that_can_not_be_written_costs_no_answer() -> None:
+    """Its disk is full while that of the ledger is not."""
+    prepare(3)
+    RUN.mkdir(parents=True)
+    (RUN / "run.log").symlink_to("/dev/full")
+    assert run().exit_code in (0, 1)  # going on is as good as a clear stop; a traceback is neither
+    (RUN / "run.log").unlink()
+    assert run().exit_code == 0
+    assert settled() == dict.fromkeys(range(3), "ok")
+
+
+def test_run_outlives_a_reader_that_hangs_up() -> None:
+    prepare(3000, run={"max_in_flight": 8, "checkpoint_interval_s": 0.01})
+    command = f"{sys.executable} -m batchkit run job.toml 2>&1 | head -1"
+    subprocess.run(["bash", "-c", command], check=True, capture_output=True, timeout=60)
+    assert len(settled()) == 3000
+
+
+def test_interrupt_from_python_writes_no_row_twice() -> None:
+    prepare(200, run={"max_in_flight": 10})
+    script = (
+        "import sys; from batchkit import ProductionBatchProcessor as P;"
+        "s = P('job.toml').process(); print(s.exit); sys.exit(s.exit)"
+    )
+    write_job(engine={"kind": "dry-run", "options": {"latency_s": 0.2}}, run={"max_in_flight": 10})
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not (LOG.exists() and LOG.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    found = verify()
+    assert found["duplicates"] == found["lost"] == 0
+    assert run().exit_code == 0
+    assert verify()["ok"] == 200
