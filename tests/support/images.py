@@ -1,0 +1,38 @@
+"""Images, and what ``load_image`` refuses."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from batchkit.config.tables import MediaTable
+from batchkit.errors import MediaError
+from batchkit.rendering.media import load_image
+
+
+def media_table(root: Path | None = None, **keys: Any) -> MediaTable:
+    return MediaTable(root=str(root or "."), **keys)
+
+
+def encoded(image: Image.Image, format: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format, **options)
+    return file.getvalue()
+
+
+def gradient(mode: str = "RGB", size: tuple[int, int] = (64, 48)) -> Image.Image:
+    return Image.linear_gradient("L").resize(size).convert(mode)
+
+
+def refused(source: Any, media: MediaTable) -> str:
+    with pytest.raises(MediaError) as caught:
+        load_image(source, media)
+    return str(caught.value)
+
+
+PNG = encoded(gradient(), "PNG")
+JPEG = encoded(gradient(), "JPEG")
