@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import socket
 import threading
 import time
 from collections import Counter
-from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +17,14 @@ from PIL import Image
 from batchkit.cli import cli
 from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
-from batchkit.engines.base import Engine
-from batchkit.engines.openai.api import retry_after_s
-from batchkit.engines.openai.rate_limiter import RateLimiter
-from batchkit.engines.registry import open_engine, open_preflight
-from batchkit.errors import (
-    EngineError,
-    JobError,
-    PromptTooLongError,
-    RequestError,
-    RowTimeoutError,
-    ServerError,
-)
+from batchkit.engines.registry import open_preflight
+from batchkit.errors import JobError, PromptTooLongError, RequestError, RowTimeoutError, ServerError
 from batchkit.execution.processor import ProductionBatchProcessor
-from batchkit.types import Completion, Request, Row
-from tests.support.chat_server import MODEL, ChatServer, HangUp, Refused, error, serving
+from batchkit.types import Request, Row
+from tests.support.chat_server import MODEL, ChatServer, Refused, error, serving
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
-from tests.support.server_engine import ask, job, opened, request, table, texts
-
-KEY = "sk-very-secret"
-
+from tests.support.server_engine import KEY, ask, job, opened, request, table, texts
 
 # --- what is sent, and what is made of the answer
 
@@ -294,248 +278,7 @@ def test_a_row_that_the_server_fails_over_fails_and_no_other(others: int) -> Non
     assert all(c.error is None for c in done[4:])
 
 
-# --- a server that is busy or away
-
-
-def test_a_storm_of_429_is_weathered_with_fewer_at_a_time() -> None:
-    refused = 0
-
-    def before(text: str, body: dict[str, Any]) -> None:
-        nonlocal refused
-        if server.inside > 4:
-            refused += 1
-            raise Refused(429, error("slow down", code="rate_limit_exceeded"), Retry_After="0.1")
-
-    with serving(before, latency_s=0.02) as server, opened(server) as engine:
-        done = ask(engine, map(request, range(120)))
-    assert all(c.error is None for c in done)
-    assert set(server.answered.values()) == {1}
-    assert 0 < refused < 90
-
-
-def test_retry_after_is_respected_by_all_rows() -> None:
-    arrivals: list[float] = []
-
-    def before(text: str, body: dict[str, Any]) -> None:
-        arrivals.append(time.monotonic())
-        if len(arrivals) == 1:
-            raise Refused(429, error("wait"), Retry_After="1")
-
-    with serving(before) as server, opened(server, {"max_num_seqs": 1}) as engine:
-        done = ask(engine, map(request, range(3)))
-    assert all(c.error is None for c in done)
-    assert 1 <= arrivals[1] - arrivals[0] < 2
-
-
-def test_a_server_that_is_too_slow_for_so_many_gets_fewer_at_a_time() -> None:
-    def before(text: str, body: dict[str, Any]) -> None:
-        if server.inside > 4:
-            time.sleep(1)
-
-    options = {"max_num_seqs": 16}
-    # The latency keeps a quick client's requests together, so that more than 4 of them are in there.
-    with (
-        serving(before, latency_s=0.02) as server,
-        opened(server, options, run={"row_timeout_s": 0.4}) as engine,
-    ):
-        done = ask(engine, map(request, range(80)), within_s=60)
-    late = [c for c in done if isinstance(c.error, RowTimeoutError)]
-    assert 0 < len(late) < 50
-    assert sum(c.error is None for c in done) == 80 - len(late)
-
-
-def test_retry_after_may_be_a_date() -> None:
-    assert retry_after_s("3") == 3
-    assert retry_after_s("nonsense") is retry_after_s(None) is None
-    in_ten = retry_after_s(formatdate(time.time() + 10, usegmt=True))
-    assert in_ten is not None
-    assert 7 < in_ten < 11
-
-
-@pytest.mark.parametrize("status", [502, 503])
-def test_a_burst_of_unavailability_costs_no_row(status: int) -> None:
-    left = 5
-
-    def before(text: str, body: dict[str, Any]) -> None:
-        nonlocal left
-        if left > 0:
-            left -= 1
-            raise Refused(status, b"<html>upstream</html>", Content_Type="text/html")
-
-    with serving(before) as server, opened(server, {"max_num_seqs": 8}) as engine:
-        done = ask(engine, map(request, range(30)))
-    assert all(c.error is None for c in done)
-    assert set(server.answered.values()) == {1}
-
-
-def test_a_connection_that_breaks_off_is_tried_again() -> None:
-    seen = Counter[str]()
-
-    def before(text: str, body: dict[str, Any]) -> None:
-        seen[text] += 1
-        if seen[text] == 1 and text.endswith(("0", "5")):
-            raise HangUp
-
-    with serving(before) as server, opened(server) as engine:
-        done = ask(engine, map(request, range(30)))
-    assert all(c.error is None for c in done)
-    assert set(server.answered.values()) == {1}
-    assert seen.total() == 36
-
-
-def test_a_server_that_is_killed_and_comes_back_loses_no_row() -> None:
-    server = ChatServer(latency_s=0.05)
-    with opened(server, {"max_num_seqs": 8}) as engine:
-        for index in range(60):
-            engine.submit(request(index))
-        done: list[Completion] = []
-        while len(done) < 10:
-            done += engine.poll(0.05)
-        server.kill()
-        gone_until = time.monotonic() + 0.5
-        while time.monotonic() < gone_until:
-            done += engine.poll(0.05)
-        assert len(done) < 60
-        with serving(port=server.port) as again:
-            deadline = time.monotonic() + 20
-            while len(done) < 60 and time.monotonic() < deadline:
-                done += engine.poll(0.05)
-            assert again.most <= 8
-    assert sorted(c.request.row.index for c in done) == list(range(60))
-    assert all(c.error is None for c in done)
-
-
-def test_the_pace_halves_once_a_burst_and_grows_back_by_steps() -> None:
-    async def burst() -> list[int]:
-        limiter, limits = RateLimiter(32), []
-        sent = [await limiter.enter() for _ in range(32)]
-        for sent_at in sent:
-            limiter.turned_away(sent_at, is_down=False, retry_after_s=None)
-            limiter.leave()
-        limits.append(limiter.limit)
-        for _ in range(40):
-            limiter.went_well()
-        limits.append(limiter.limit)
-        began = asyncio.get_running_loop().time()
-        limiter.turned_away(await limiter.enter(), is_down=True, retry_after_s=None)
-        assert asyncio.get_running_loop().time() - began < 1  # the pause of the first burst
-        limits.append(limiter.limit)
-        limiter.went_well()
-        limits.append(limiter.limit)
-        return limits
-
-    assert asyncio.run(burst()) == [16, 26, 1, 26]
-
-
-# --- what stops the run
-
-
-def test_a_server_that_stays_away_is_given_up_with_the_reason() -> None:
-    server = ChatServer()
-    with opened(server, {"give_up_s": 1.0}) as engine:
-        ask(engine, [request(0)])
-        server.kill()
-        for index in range(5):
-            engine.submit(request(index))
-        with pytest.raises(EngineError) as given_up:
-            _poll_for(engine, 15)
-    for part in (server.url, "give_up_s = 1", "ConnectError", "run the same command again"):
-        assert part in str(given_up.value)
-
-
-def test_a_server_that_fails_over_everything_is_given_up_and_no_row_is_blamed() -> None:
-    def before(text: str, body: dict[str, Any]) -> None:
-        raise Refused(500, error("EngineDeadError", "InternalServerError", code=500))
-
-    with serving(before) as server, opened(server, {"give_up_s": 1.0}) as engine:
-        for index in range(5):
-            engine.submit(request(index))
-        with pytest.raises(EngineError, match="EngineDeadError"):
-            _poll_for(engine, 30)
-
-
-@pytest.mark.parametrize(
-    ("refusal", "message"),
-    [
-        (Refused(401, error(f"Incorrect API key: {KEY}")), "MY_KEY"),
-        (Refused(403, error("country not supported")), "MY_KEY"),
-        (Refused(429, error("You exceeded…", code="insufficient_quota")), "account must be paid"),
-        (Refused(307, b"", Location="http://elsewhere/v1"), "http://elsewhere/v1"),
-    ],
-)
-def test_what_no_waiting_mends_stops_the_run_at_once(
-    refusal: Refused, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def before(text: str, body: dict[str, Any]) -> None:
-        if text == "row 7" or server.answered.total() >= 7:  # from there on all are
-            raise refusal
-
-    monkeypatch.setenv("MY_KEY", KEY)
-    with (
-        serving(before, key=KEY) as server,
-        opened(server, {"max_num_seqs": 2}, engine={"api_key_env": "MY_KEY"}) as engine,
-    ):
-        for index in range(8):
-            engine.submit(request(index))
-        done: list[Completion] = []
-        with pytest.raises(EngineError) as stopped:
-            _poll_for(engine, 10, done)
-        with pytest.raises(EngineError):
-            engine.poll(0.01)
-    assert len(done) >= 6
-    assert message in str(stopped.value)
-    assert KEY not in str(stopped.value)
-
-
-def test_an_unknown_model_stops_the_run_and_the_known_ones_are_listed() -> None:
-    with serving() as server, opened(server, engine={"model": "tinny"}) as engine:
-        engine.submit(request(0))
-        with pytest.raises(EngineError, match=f"no model 'tinny'.*serves {MODEL}"):
-            _poll_for(engine, 10)
-
-
-def test_a_server_that_refuses_the_key_is_told_at_the_start() -> None:
-    with serving(key=KEY) as server, pytest.raises(EngineError) as refused:
-        open_engine(job(server, engine={"api_key_env": "BATCHKIT_NO_SUCH_VARIABLE"}))
-    assert "BATCHKIT_NO_SUCH_VARIABLE (engine.api_key_env): it is not set" in str(refused.value)
-
-
-def test_a_base_url_without_v1_is_told_at_the_start() -> None:
-    with serving() as server, pytest.raises(EngineError, match="ends in /v1"):
-        open_engine(job(server, engine={"base_url": server.url.removesuffix("/v1")}))
-
-
-def test_a_server_that_is_not_there_is_told_at_the_start() -> None:
-    with socket.socket() as silent:  # bound, so that no other test's server comes to stand there
-        silent.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
-        began = time.monotonic()
-        with serving() as server, pytest.raises(EngineError) as refused:
-            open_engine(job(server, engine={"base_url": url}))
-    assert time.monotonic() - began < 8
-    for part in (url, "ConnectError", "start the server"):
-        assert part in str(refused.value)
-
-
-def test_close_does_not_wait_for_a_slow_answer() -> None:
-    with serving(latency_s=5) as server:
-        with opened(server) as engine:
-            for index in range(50):
-                engine.submit(request(index))
-            time.sleep(0.2)
-            began = time.monotonic()
-        assert time.monotonic() - began < 1
-        names = [thread.name for thread in threading.enumerate()]
-        assert "openai-server" not in names
-
-
 # --- whole runs, from the command line
-
-
-def _poll_for(engine: Engine, within_s: float, done: list[Completion] | None = None) -> None:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        (done if done is not None else []).extend(engine.poll(0.05))
 
 
 def _records(made: JobConfig) -> list[dict[str, Any]]:

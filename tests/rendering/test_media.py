@@ -23,10 +23,7 @@ from PIL import Image
 from batchkit.config.tables import MediaTable
 from batchkit.errors import MediaError
 from batchkit.rendering.media import SharedImages, load_image, load_text
-from tests.support.images import JPEG, PNG, encoded, gradient, media_table, refused
-
-RED = (255, 0, 0)
-
+from tests.support.images import JPEG, PNG, RED, encoded, gradient, media_table, refused
 
 # Where images come from
 

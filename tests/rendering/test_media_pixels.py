@@ -22,10 +22,8 @@ from batchkit.config.tables import MediaTable
 from batchkit.errors import MediaError
 from batchkit.rendering.media import load_image, target_size
 from batchkit.rendering.media.size import LARGEST_ASPECT, smart_size
-from tests.support.images import JPEG, PNG, encoded, gradient, media_table, refused
+from tests.support.images import JPEG, PNG, RED, WHITE, encoded, gradient, media_table, refused
 from tests.support.paths import ROOT
-
-RED, WHITE = (255, 0, 0), (255, 255, 255)
 
 
 def near(pixel: Any, expected: tuple[int, int, int], by: int = 4) -> bool:

@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
-import io
 import json
-import os
-import threading
-import time
-import tracemalloc
-from dataclasses import replace
-from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -19,51 +11,13 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fsspec.spec import AbstractFileSystem
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchkit.config.tables import InputTable
 from batchkit.errors import InputError, RequestError
 from batchkit.sources import count_rows, fingerprint, input_files, never, read_rows
-from batchkit.types import Row
-
-ROWS = [
-    {"id": "a", "kind": "Fact", "year": 2020},
-    {"id": "b", "kind": "Count", "year": 2021},
-    {"id": "c", "kind": "Fact", "year": 2021},
-    {"id": "d", "kind": "Trend", "year": 2020},
-]
-
-
-def table(path: Path | str, **keys: Any) -> InputTable:
-    return InputTable(path=str(path), **keys)
-
-
-def rows_of(path: Path | str, **keys: Any) -> list[Row]:
-    return list(read_rows(table(path, **keys)))
-
-
-def write(folder: Path, name: str, content: bytes | str) -> Path:
-    path = folder / name
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return path
-
-
-def write_rows(folder: Path, name: str, rows: list[dict[str, Any]] = ROWS) -> Path:
-    """``rows`` in the format that the suffix of ``name`` names."""
-    path = folder / name
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
-    elif path.suffix == ".csv":
-        lines = [",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]
-        path.write_text("\n".join(lines) + "\n")
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
+from tests.support.sources import ROWS, rows_of, table, write, write_rows
 
 FORMATS = ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet"]
 
@@ -503,143 +457,6 @@ def test_where_is_checked_on_the_first_row_even_if_that_row_is_skipped(tmp_path:
     source = table(path, where={"b": 1})
     assert [row.index for row in read_rows(source)] == [0, 2]
     assert [row.index for row in read_rows(source, skip={0}.__contains__)] == [2]
-
-
-# Laziness
-
-
-ENDLESS = {  # how a file begins, and what follows for ever
-    "jsonl": (b"", b'{"a": 1}\n'),
-    "csv": (b"a,b\n", b"1,2\n"),
-    "json": (b'[{"a": 1}', b', {"a": 1}'),
-    "prompts": (b"", b"hello\n"),
-}
-
-
-class _Endless(io.RawIOBase):
-    def __init__(self, first: bytes, again: bytes) -> None:
-        self.parts = chain([first] if first else [], repeat(again))
-
-    def read(self, size: int = -1) -> bytes:
-        return next(self.parts)
-
-
-class _EndlessFiles(AbstractFileSystem):  # type: ignore[misc]
-    """A file system whose files, named by their formats, never end."""
-
-    protocol = "endless"
-
-    def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
-        return _Endless(*ENDLESS[path])
-
-
-@pytest.mark.parametrize("format_name", list(ENDLESS))
-def test_first_rows_come_before_the_input_ends(format_name: Any) -> None:
-    fsspec.register_implementation("endless", _EndlessFiles, clobber=True)
-    rows = read_rows(table(f"endless://{format_name}", format=format_name, limit=100_000))
-    assert [row.index for row in islice(rows, 3)] == [0, 1, 2]
-    assert [row.index for row in rows][-1] == 99_999
-
-
-@pytest.mark.parametrize("name", ["x.jsonl", "x.csv", "x.json"])
-def test_memory_does_not_grow_with_the_input(tmp_path: Path, name: str) -> None:
-    path = write_rows(tmp_path, name, [{"id": i, "text": "x" * 2000} for i in range(20_000)])
-    assert path.stat().st_size > 40_000_000
-    next(read_rows(table(path)))  # imports
-    tracemalloc.start()
-    try:
-        assert sum(1 for _ in read_rows(table(path))) == 20_000
-        assert count_rows(table(path)) == 20_000
-        peak_bytes = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak_bytes < 12 * 2**20
-
-
-def test_parquet_is_held_a_batch_at_a_time(tmp_path: Path) -> None:
-    images = pa.table({"image": [os.urandom(100_000) for _ in range(1500)]})
-    pq.write_table(images, tmp_path / "x.parquet", use_dictionary=False, write_batch_size=10)
-    del images
-    before, most = pa.total_allocated_bytes(), 0
-    for _ in read_rows(table(tmp_path / "x.parquet")):
-        most = max(most, pa.total_allocated_bytes() - before)
-    assert most < 48 * 2**20  # of 143 MiB in one row group
-
-
-def test_parquet_row_groups_that_are_skipped_whole_are_not_read(tmp_path: Path) -> None:
-    path = write_rows(tmp_path, "x.parquet")
-    offset = pq.ParquetFile(path).metadata.row_group(0).column(0).data_page_offset
-    with path.open("r+b") as file:
-        file.seek(offset)
-        file.write(b"\xff" * 16)
-    assert [row.index for row in read_rows(table(path), skip={0, 1}.__contains__)] == [2, 3]
-    with pytest.raises(InputError):
-        rows_of(path)
-
-
-def test_threads_share_one_iterator_under_a_lock(tmp_path: Path) -> None:
-    path = write_rows(tmp_path, "x.jsonl", [{"n": n} for n in range(2000)])
-    rows, lock = read_rows(table(path)), threading.Lock()
-    taken: list[int] = []
-
-    def take() -> None:
-        while True:
-            with lock:
-                row = next(rows, None)
-            if row is None:
-                return
-            taken.append(row.fields["n"])
-
-    threads = [threading.Thread(target=take) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(taken) == list(range(2000))
-
-
-# Fingerprints
-
-
-def test_fingerprint_is_the_content_of_each_file(tmp_path: Path) -> None:
-    path = write_rows(tmp_path, "x.jsonl")
-    [old] = fingerprint(table(path))
-    assert (old.path, old.size) == (str(path), path.stat().st_size)
-    assert old.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    path.write_text('{"a": 1}\n')
-    [new] = fingerprint(table(path), [old])
-    assert new.sha256 == hashlib.sha256(path.read_bytes()).hexdigest() != old.sha256
-
-
-def test_an_unchanged_file_keeps_its_fingerprint_unread(tmp_path: Path) -> None:
-    path = write(tmp_path, "x.jsonl", b"one\n")
-    [old] = fingerprint(table(path))
-    noted = replace(old, sha256="as it was noted")
-    assert fingerprint(table(path), [noted]) == [noted]
-    assert fingerprint(table(path), [replace(noted, ctime_ns=0)]) == [old]
-
-
-def test_a_file_rewritten_with_its_old_size_and_time_has_another_fingerprint(
-    tmp_path: Path,
-) -> None:
-    path = write(tmp_path, "x.jsonl", b"one\n")
-    [old] = fingerprint(table(path))
-    time.sleep(0.02)  # a kernel's clock for files may tick a hundred times a second only
-    path.write_bytes(b"two\n")
-    os.utime(path, ns=(old.mtime_ns, old.mtime_ns))
-    [new] = fingerprint(table(path), [old])
-    assert (new.size, new.mtime_ns) == (old.size, old.mtime_ns)
-    assert new.sha256 == hashlib.sha256(b"two\n").hexdigest()
-
-
-def test_a_changed_remote_file_has_another_fingerprint() -> None:
-    url = "memory://sources/print.jsonl"
-    fsspec.filesystem("memory").pipe(url, b"{}\n")
-    old = fingerprint(table(url))
-    assert fingerprint(table(url), old) == old
-    fsspec.filesystem("memory").pipe(url, b'{"a": 1}\n')
-    assert fingerprint(table(url), old) != old
-    fsspec.filesystem("memory").rm(url)
 
 
 def test_never_skips_nothing() -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import shutil
-import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,14 +13,13 @@ from typing import Any
 import orjson
 import pytest
 
-from batchkit.execution.processor import ProductionBatchProcessor
-from batchkit.sources.rowhash import input_hash
-from batchkit.storage.ledger import REQUEUE
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import (
     LOG,
+    READERS,
     RUN,
     manifest,
+    n_records,
     prepare,
     process,
     records,
@@ -35,19 +30,11 @@ from tests.support.dry_runs import (
     write_job,
     write_rows,
 )
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 CHECKPOINT = RUN / "checkpoint.json"
-READERS = [
-    ["export", "--parquet"],
-    ["export", "--jsonl"],
-    ["retry-failed"],
-    ["report"],
-    ["report", "output/a", "output/a"],
-    ["merge", "output/a", "--into", "output/b"],
-    ["run", "job.toml"],
-]
 
 
 def lines() -> list[bytes]:
@@ -231,11 +218,11 @@ def test_checkpoint_of_an_older_version_is_sound_and_not_relied_on() -> None:
 
 
 @pytest.mark.parametrize("how", ["removed", "cut", "replaced"])
-def test_log_that_is_lost_while_the_run_works_stops_it(how: str) -> None:
+def test_log_that_is_lost_while_the_run_works_stops_it(start: Any, how: str) -> None:
     options = {"kind": "dry-run", "options": {"latency_s": 0.02}}
     prepare(500, engine=options, run={"max_in_flight": 4, "checkpoint_interval_s": 0.1})
-    first = start()
-    wait_for_records(20)
+    first = start("run", "job.toml")
+    until(lambda: n_records() >= 20)
     if how == "removed":
         LOG.unlink()
     elif how == "cut":
@@ -243,8 +230,8 @@ def test_log_that_is_lost_while_the_run_works_stops_it(how: str) -> None:
     else:
         LOG.with_name("x").write_bytes(LOG.read_bytes())
         LOG.with_name("x").replace(LOG)
-    said = first.communicate(timeout=60)[1]
-    assert first.returncode == 1
+    assert first.wait(timeout=60) == 1
+    said = Path("stderr-0").read_text()
     assert "was removed, replaced or cut while this run worked" in said
     assert "Traceback" not in said
 
@@ -437,326 +424,3 @@ def test_damaged_suspects_are_one_message(suspects: Any) -> None:
     found = run()
     assert found.exit_code == 1
     assert "manifest.json: damaged at suspects" in found.stderr
-
-
-# Requeue
-
-
-def requeue_script(stop_at: str, number: int) -> str:
-    """``run --on-change requeue``, killed at the n-th call of a function of ``os`` or ``pathlib``."""
-    return f"""
-import os, pathlib, shutil, signal, sys
-owner, name = {stop_at!r}.split(".")
-owner = {{"os": os, "Path": pathlib.Path, "shutil": shutil}}[owner]
-real, calls = getattr(owner, name), 0
-def killed(*args, **kwargs):
-    global calls
-    if any(".requeue" in str(arg) or "results.jsonl" in str(arg) or "manifest" in str(arg) for arg in args):
-        calls += 1
-        if calls == {number}:
-            os.kill(os.getpid(), signal.SIGKILL)
-    return real(*args, **kwargs)
-setattr(owner, name, killed)
-from batchkit.cli import cli
-cli(["run", "job.toml", "--on-change", "requeue"], prog_name="batchkit")
-"""
-
-
-@pytest.mark.parametrize("undone", [False, True], ids=["carried on", "change undone"])
-@pytest.mark.parametrize(
-    ("stop_at", "number"),
-    [
-        ("Path.mkdir", 1),
-        ("Path.rename", 1),
-        ("Path.rename", 2),
-        ("Path.replace", 4),
-        ("Path.replace", 5),
-        ("Path.replace", 6),
-        ("shutil.rmtree", 3),
-    ],
-    ids=str,
-)
-def test_requeue_killed_at_any_instant_mixes_no_rows(
-    stop_at: str, number: int, undone: bool
-) -> None:
-    rows = [{"key": f"k{n}", "q": f"question {n}"} for n in range(30)]
-    write_rows(rows)
-    write_job(input={"id": "key"})
-    run()
-    write_rows([{"key": "new", "q": "first"}, *rows[:20]])
-    killed = subprocess.run(
-        [sys.executable, "-c", requeue_script(stop_at, number)], capture_output=True, text=True
-    )
-    assert killed.returncode == -9, killed.stderr
-    if undone:
-        write_rows(rows)
-    found = run()
-    while found.exit_code != 0:
-        assert found.exit_code == 2, found.stderr  # refused: the change is to be named again
-        found = run("--on-change", "requeue")
-    now = [json.loads(line) for line in Path("in.jsonl").read_text().splitlines()]
-    newest = {record["index"]: record for record in records()}
-    assert {index: record["id"] for index, record in newest.items()} == {
-        index: row["key"] for index, row in enumerate(now)
-    }
-    assert all(newest[index]["input_hash"] == input_hash(row) for index, row in enumerate(now))
-    assert len(newest) == len(records())
-    audit = verify()
-    assert (audit["mixed"], audit["unknown"], audit["duplicates"], audit["ok"]) == (
-        0,
-        0,
-        0,
-        len(now),
-    )
-    assert not list(RUN.glob(".requeue*"))
-
-
-def test_requeue_needs_no_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    """exFAT, and many FUSE and network filesystems, have none."""
-
-    def link(*args: Any, **kwargs: Any) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    prepare(5)
-    run()
-    before = LOG.read_bytes()
-    write_rows(6)
-    monkeypatch.setattr(os, "link", link)
-    assert run("--on-change", "requeue").exit_code == 0
-    assert settled() == dict.fromkeys(range(6), "ok")
-    assert (RUN / "results.jsonl.before-1").read_bytes() == before
-
-
-def test_nobody_reads_a_run_whose_requeue_was_interrupted() -> None:
-    prepare(5)
-    run()
-    (RUN / REQUEUE).mkdir()
-    for command in (*READERS[:-1], ["status"], ["verify"]):
-        found = batchkit(*command)
-        assert found.exit_code == 1
-        assert "run the job again to finish it" in found.stderr
-
-
-def test_planted_requeue_takes_nothing_from_another_run() -> None:
-    prepare(5)
-    run()
-    run("--set", "name=b")
-    (RUN / REQUEUE).symlink_to("../b")
-    found = run()
-    assert (found.exit_code, "is not the folder that a requeue makes" in found.stderr) == (1, True)
-    assert len(records(Path("output/b/results.jsonl"))) == 5
-
-
-def test_requeue_reads_the_new_log_only_to_check_it() -> None:
-    """Its checkpoint is made with it."""
-    prepare(50)
-    run()
-    write_rows(40)
-    assert run("--on-change", "requeue", "--set", "run.checkpoint_interval_s=1000").exit_code == 0
-    assert len(records()) == 40
-    assert orjson.loads(CHECKPOINT.read_bytes())["offset"] == LOG.stat().st_size
-
-
-def test_requeue_on_a_full_disk_leaves_the_run_as_it_was() -> None:
-    prepare(300, input={"id": "key"})
-    run()
-    before = LOG.read_bytes()
-    write_rows(299)
-    script = (
-        "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000));"
-        "from batchkit.cli import cli; cli(['run', 'job.toml', '--on-change', 'requeue'])"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
-    assert "can't requeue, and the run is as it was" in done.stderr
-    assert LOG.read_bytes() == before
-    assert not list(RUN.glob(".requeue*"))
-    assert run("--on-change", "requeue").exit_code == 0
-    assert verify()["mixed"] == 0
-
-
-# The lock
-
-
-def start(*args: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "batchkit", "run", "job.toml", *args]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-
-
-def wait_for_records(n: int) -> None:
-    deadline = time.monotonic() + 60
-    while not LOG.exists() or len(lines()) < n:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_run_that_lost_its_lock_stops_and_writes_nothing_more() -> None:
-    options = {"kind": "dry-run", "options": {"latency_s": 0.02}}
-    prepare(1000, engine=options, run={"max_in_flight": 4, "checkpoint_interval_s": 0.1})
-    first = start()
-    wait_for_records(20)
-    (RUN / ".lock").unlink()
-    second = start()
-    said = first.communicate(timeout=60)[1]
-    assert first.returncode == 1
-    assert "Traceback" not in said
-    assert "another process may be working" in said
-    assert second.wait(timeout=120) == 0
-    second.communicate()
-    assert settled() == dict.fromkeys(range(1000), "ok")
-    assert manifest()["starts"][-1]["exit"] == 0
-    assert verify()["checkpoint_matches"]
-
-
-def test_run_that_lost_its_lock_leaves_the_other_ones_manifest() -> None:
-    options = {"kind": "dry-run", "options": {"latency_s": 60}}
-    prepare(5, engine=options, run={"checkpoint_interval_s": 2})
-    first = start()
-    deadline = time.monotonic() + 60
-    while "generating" not in ((RUN / "run.log").read_text() if (RUN / "run.log").exists() else ""):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    (RUN / ".lock").unlink()
-    write_job(prompt={"user": "another {{ q }}"})
-    assert run("--fresh").exit_code == 0
-    ours = manifest()
-    said = first.communicate(timeout=60)[1]
-    assert first.returncode == 1
-    assert "another process may be working" in said
-    assert manifest() == ours
-
-
-def test_two_retries_at_once_answer_no_row_twice() -> None:
-    write_rows([{"q": "x"}, *[{"other": "x"}] * 30])
-    write_job()
-    assert run().json["failed"] == 30
-    command = [sys.executable, "-m", "batchkit", "retry-failed", "output/a"]
-    changes = ["--set", "prompt.user=fine", "--set", "engine.options.latency_s=0.05"]
-    both = [
-        subprocess.Popen([*command, *changes], stderr=subprocess.PIPE, text=True) for _ in range(3)
-    ]
-    for one in both:
-        one.communicate(timeout=60)
-    assert 0 in [one.returncode for one in both]
-    assert verify()["duplicates"] == 0
-
-
-def test_retry_that_waited_for_a_requeue_answers_no_row_twice() -> None:
-    """Its rows were found by the indexes that they had before."""
-    rows = [{"key": "a", "q": "x"}, {"key": "b"}, {"key": "c", "q": "x"}]
-    write_rows(rows)
-    write_job(input={"id": "key"})
-    run()
-    before = ProductionBatchProcessor("job.toml", quiet=True)
-    write_rows([{"key": "new", "q": "x"}, *rows])
-    assert run("--on-change", "requeue").exit_code == 3
-    before.retry({1: 1})
-    assert (verify()["duplicates"], len(records())) == (0, 4)
-
-
-# Links and mounts
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["results.jsonl", "run.log", "checkpoint.json.tmp", "manifest.json.tmp", ".holder.json"],
-)
-def test_nothing_is_written_through_a_planted_link(name: str) -> None:
-    prepare(3)
-    RUN.mkdir(parents=True)
-    target = Path("precious.txt")
-    target.touch()
-    (RUN / name).symlink_to(target.resolve())
-    found = run()
-    assert target.read_text() == ""
-    assert found.exit_code in (0, 1)
-    if found.exit_code == 1:
-        assert f"{name}: " in found.stderr
-        assert "symbolic link" in found.stderr
-
-
-def test_no_engine_prints_through_a_planted_link(tmp_path: Path) -> None:
-    write_rows(1)
-    write_job(engine={"kind": "vllm", "model": "nowhere"})
-    RUN.mkdir(parents=True)
-    (RUN / "engine.log").symlink_to(tmp_path / "precious.txt")
-    found = run()
-    assert found.exit_code == 1
-    assert "engine.log: can't write: is a symbolic link" in found.stderr
-    assert not (tmp_path / "precious.txt").exists()
-
-
-def test_status_works_where_nothing_can_be_written() -> None:
-    prepare(3)
-    run()
-    mount = ["mount", "--bind", "-o", "ro", str(RUN), str(RUN)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting is not allowed here")
-    try:
-        assert status()["ok"] == 3
-        assert batchkit("verify").exit_code == 0
-    finally:
-        subprocess.run(["umount", "-l", str(RUN)], check=True)
-
-
-def test_run_folder_that_is_a_mount_is_not_moved_aside_and_told_so() -> None:
-    prepare(3)
-    run()
-    mount = ["mount", "--bind", str(RUN), str(RUN)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting is not allowed here")
-    try:
-        found = run("--fresh")
-        assert (found.exit_code, "can't be moved aside" in found.stderr) == (1, True)
-        assert len(settled()) == 3
-    finally:
-        subprocess.run(["umount", "-l", str(RUN)], check=True)
-
-
-def test_folder_that_can_not_be_synced_can_be_a_run_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.fsync
-
-    def fsync(opened: int) -> None:
-        if stat.S_ISDIR(os.fstat(opened).st_mode):
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        real(opened)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    prepare(3)
-    assert run().exit_code == 0
-    assert len(settled()) == 3
-
-
-# A full disk
-
-
-def test_full_disk_is_told_with_its_remedy() -> None:
-    disk = Path("output")
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs is not allowed here")
-    try:
-        prepare(600, run={"max_in_flight": 10, "checkpoint_interval_s": 0.02})
-        (disk / "ballast").write_bytes(bytes(150_000))
-        command = [sys.executable, "-m", "batchkit", "run", "job.toml"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 1
-        assert "Make room, then run the same command again" in done.stderr
-        assert "Traceback" not in done.stderr
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
-def test_run_folder_can_be_a_link_itself() -> None:
-    """Only what is planted inside is not followed: people put run folders on larger disks."""
-    prepare(3)
-    large = Path("large-disk")
-    large.mkdir()
-    Path("output").symlink_to(large.resolve())
-    assert run().exit_code == 0
-    assert len(settled()) == 3
-    shutil.rmtree(large)

@@ -15,6 +15,15 @@ from tests.support.command_line import Ended, batchkit
 
 RUN = Path("output/a")
 LOG = RUN / "results.jsonl"
+READERS = [  # the commands that read records
+    ["export", "--parquet"],
+    ["export", "--jsonl"],
+    ["retry-failed"],
+    ["report"],
+    ["report", "output/a", "output/a"],
+    ["merge", "output/a", "--into", "output/b"],
+    ["run", "job.toml"],
+]
 
 
 def run(*args: str) -> Ended:

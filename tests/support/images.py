@@ -13,6 +13,8 @@ from batchkit.config.tables import MediaTable
 from batchkit.errors import MediaError
 from batchkit.rendering.media import load_image
 
+RED, WHITE, BLUE = (255, 0, 0), (255, 255, 255), (0, 0, 255)
+
 
 def media_table(root: Path | None = None, **keys: Any) -> MediaTable:
     return MediaTable(root=str(root or "."), **keys)
@@ -32,6 +34,10 @@ def refused(source: Any, media: MediaTable) -> str:
     with pytest.raises(MediaError) as caught:
         load_image(source, media)
     return str(caught.value)
+
+
+def png(color: tuple[int, int, int] = RED, size: tuple[int, int] = (4, 2)) -> bytes:
+    return encoded(Image.new("RGB", size, color), "PNG")
 
 
 PNG = encoded(gradient(), "PNG")

@@ -1,9 +1,14 @@
-"""Records, as a run would have made them."""
+"""Records, as a run would have made them, and stores that hold them."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from batchkit.storage.checkpoint import Totals
+from batchkit.storage.ledger import RESULTS
+from batchkit.storage.newest import read_newest
+from batchkit.storage.store import Store
 from batchkit.types import ErrorInfo, Record, Usage
 
 
@@ -25,3 +30,36 @@ def record(
         fields=fields or {},
         input_hash="0123456789abcdef",
     )
+
+
+def write(folder: Path, *records: Record) -> bytes:
+    """A closed store that holds ``records``; the bytes of its log."""
+    folder.mkdir(exist_ok=True)
+    store = Store(folder)
+    for one in records:
+        store.append(one)
+    store.close()
+    return (folder / RESULTS).read_bytes()
+
+
+def indexes(folder: Path) -> list[int]:
+    return [found["index"] for found in read_newest(folder / RESULTS)]
+
+
+def reopened(folder: Path) -> dict[str, Any]:
+    """What a new start reads from ``folder``."""
+    store = Store(folder)
+    found = facts(store.totals)
+    store.close()
+    return found
+
+
+def facts(totals: Totals) -> dict[str, Any]:
+    return {
+        "completed": list(totals.completed),
+        "failed_by_kind": {k: list(rows) for k, rows in totals.failed_by_kind.items() if len(rows)},
+        "records": totals.records,
+        "tokens": (totals.prompt_tokens, totals.completion_tokens),
+        "ok": totals.ok,
+        "failed": totals.failed,
+    }

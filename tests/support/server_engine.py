@@ -61,3 +61,6 @@ def ask(engine: Engine, requests: Iterable[Request], within_s: float = 20) -> li
 
 def texts(done: Iterable[Completion]) -> list[str]:
     return [c.choices[0].text if c.error is None else type(c.error).__name__ for c in done]
+
+
+KEY = "sk-very-secret"

@@ -1,0 +1,166 @@
+"""``--on-change requeue``, interrupted at any instant: no row is lost, mixed or answered twice."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from batchkit.sources.rowhash import input_hash
+from batchkit.storage.ledger import REQUEUE
+from tests.support.command_line import batchkit
+from tests.support.dry_runs import (
+    LOG,
+    READERS,
+    RUN,
+    prepare,
+    records,
+    run,
+    settled,
+    verify,
+    write_job,
+    write_rows,
+)
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
+def requeue_script(stop_at: str, number: int) -> str:
+    """``run --on-change requeue``, killed at the n-th call of a function of ``os`` or ``pathlib``."""
+    return f"""
+import os, pathlib, shutil, signal, sys
+owner, name = {stop_at!r}.split(".")
+owner = {{"os": os, "Path": pathlib.Path, "shutil": shutil}}[owner]
+real, calls = getattr(owner, name), 0
+def killed(*args, **kwargs):
+    global calls
+    if any(".requeue" in str(arg) or "results.jsonl" in str(arg) or "manifest" in str(arg) for arg in args):
+        calls += 1
+        if calls == {number}:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return real(*args, **kwargs)
+setattr(owner, name, killed)
+from batchkit.cli import cli
+cli(["run", "job.toml", "--on-change", "requeue"], prog_name="batchkit")
+"""
+
+
+@pytest.mark.parametrize("undone", [False, True], ids=["carried on", "change undone"])
+@pytest.mark.parametrize(
+    ("stop_at", "number"),
+    [
+        ("Path.mkdir", 1),
+        ("Path.rename", 1),
+        ("Path.rename", 2),
+        ("Path.replace", 4),
+        ("Path.replace", 5),
+        ("Path.replace", 6),
+        ("shutil.rmtree", 3),
+    ],
+    ids=str,
+)
+def test_requeue_killed_at_any_instant_mixes_no_rows(
+    stop_at: str, number: int, undone: bool
+) -> None:
+    rows = [{"key": f"k{n}", "q": f"question {n}"} for n in range(30)]
+    write_rows(rows)
+    write_job(input={"id": "key"})
+    run()
+    write_rows([{"key": "new", "q": "first"}, *rows[:20]])
+    killed = subprocess.run(
+        [sys.executable, "-c", requeue_script(stop_at, number)], capture_output=True, text=True
+    )
+    assert killed.returncode == -9, killed.stderr
+    if undone:
+        write_rows(rows)
+    found = run()
+    while found.exit_code != 0:
+        assert found.exit_code == 2, found.stderr  # refused: the change is to be named again
+        found = run("--on-change", "requeue")
+    now = [json.loads(line) for line in Path("in.jsonl").read_text().splitlines()]
+    newest = {record["index"]: record for record in records()}
+    assert {index: record["id"] for index, record in newest.items()} == {
+        index: row["key"] for index, row in enumerate(now)
+    }
+    assert all(newest[index]["input_hash"] == input_hash(row) for index, row in enumerate(now))
+    assert len(newest) == len(records())
+    audit = verify()
+    assert (audit["mixed"], audit["unknown"], audit["duplicates"], audit["ok"]) == (
+        0,
+        0,
+        0,
+        len(now),
+    )
+    assert not list(RUN.glob(".requeue*"))
+
+
+def test_requeue_needs_no_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """exFAT, and many FUSE and network filesystems, have none."""
+
+    def link(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    prepare(5)
+    run()
+    before = LOG.read_bytes()
+    write_rows(6)
+    monkeypatch.setattr(os, "link", link)
+    assert run("--on-change", "requeue").exit_code == 0
+    assert settled() == dict.fromkeys(range(6), "ok")
+    assert (RUN / "results.jsonl.before-1").read_bytes() == before
+
+
+def test_nobody_reads_a_run_whose_requeue_was_interrupted() -> None:
+    prepare(5)
+    run()
+    (RUN / REQUEUE).mkdir()
+    for command in (*READERS[:-1], ["status"], ["verify"]):
+        found = batchkit(*command)
+        assert found.exit_code == 1
+        assert "run the job again to finish it" in found.stderr
+
+
+def test_planted_requeue_takes_nothing_from_another_run() -> None:
+    prepare(5)
+    run()
+    run("--set", "name=b")
+    (RUN / REQUEUE).symlink_to("../b")
+    found = run()
+    assert (found.exit_code, "is not the folder that a requeue makes" in found.stderr) == (1, True)
+    assert len(records(Path("output/b/results.jsonl"))) == 5
+
+
+def test_requeue_reads_the_new_log_only_to_check_it() -> None:
+    """Its checkpoint is made with it."""
+    prepare(50)
+    run()
+    write_rows(40)
+    assert run("--on-change", "requeue", "--set", "run.checkpoint_interval_s=1000").exit_code == 0
+    assert len(records()) == 40
+    assert orjson.loads((RUN / "checkpoint.json").read_bytes())["offset"] == LOG.stat().st_size
+
+
+def test_requeue_on_a_full_disk_leaves_the_run_as_it_was() -> None:
+    prepare(300, input={"id": "key"})
+    run()
+    before = LOG.read_bytes()
+    write_rows(299)
+    script = (
+        "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000));"
+        "from batchkit.cli import cli; cli(['run', 'job.toml', '--on-change', 'requeue'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    assert "can't requeue, and the run is as it was" in done.stderr
+    assert LOG.read_bytes() == before
+    assert not list(RUN.glob(".requeue*"))
+    assert run("--on-change", "requeue").exit_code == 0
+    assert verify()["mixed"] == 0

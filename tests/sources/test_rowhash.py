@@ -1,0 +1,113 @@
+"""The hash of a row's fields."""
+
+from __future__ import annotations
+
+import datetime
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from batchkit.sources.rowhash import input_hash
+from tests.support.images import BLUE, RED, png
+
+ODD = [
+    2**70,
+    -(2**70),
+    "lone \ud800 surrogate",
+    float("inf"),
+    b"bytes",
+    bytearray(b"bytes"),
+    memoryview(b"bytes"),
+    datetime.datetime(2020, 1, 2, 3, 4, tzinfo=datetime.UTC),
+    datetime.date(2020, 1, 2),
+    datetime.timedelta(1),
+    {"nested": [{"deeper": (1, None, True)}]},
+    {1: "int key", 2: "other"},
+    {(1, 2): "tuple key"},
+    {None: 1},
+    np.arange(5),
+    Image.new("RGB", (2, 2), RED),
+]
+ODD_IDS = [str(n) for n in range(len(ODD))]
+
+
+@pytest.mark.parametrize("value", ODD, ids=ODD_IDS)
+def test_any_row_has_a_fingerprint(value: Any) -> None:
+    found = input_hash({"x": value})
+    assert len(found) == 16
+    assert found == input_hash({"x": value})
+    assert found != input_hash({"x": "something else"})
+
+
+def test_deeply_nested_row_has_a_fingerprint() -> None:
+    deep: Any = 1
+    for _ in range(600):
+        deep = [deep]
+    assert input_hash({"x": deep}) == input_hash({"x": deep})
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=4) | st.binary(max_size=4),
+    lambda part: (
+        st.lists(part, max_size=3) | st.dictionaries(st.text(max_size=3), part, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.text(max_size=3), VALUES, max_size=4))
+def test_equal_fields_have_equal_fingerprints_whatever_their_order(fields: dict[str, Any]) -> None:
+    assert input_hash(fields) == input_hash(dict(reversed(fields.items())))
+
+
+@given(VALUES, VALUES)
+def test_other_fields_have_another_fingerprint(one: Any, other: Any) -> None:
+    if repr(one) != repr(other) and one != other:
+        assert input_hash({"x": one}) != input_hash({"x": other})
+
+
+def test_fingerprint_sees_all_of_a_value() -> None:
+    one, other = np.arange(5000), np.arange(5000)
+    other[2500] = 0
+    assert input_hash({"x": one}) != input_hash({"x": other})
+    assert input_hash({"x": png(RED)}) != input_hash({"x": png(BLUE)})
+
+
+def test_same_picture_has_the_same_fingerprint() -> None:
+    """Else a list of rows with PIL images could never be resumed."""
+    one, other = Image.new("RGB", (2, 2), RED), Image.new("RGB", (2, 2), RED)
+    assert input_hash({"x": one}) == input_hash({"x": other})
+    assert input_hash({"x": one}) != input_hash({"x": Image.new("RGB", (2, 2), BLUE)})
+
+
+def looks(orientation: int = 1, mode: str = "P", palette: int = 0) -> Image.Image:
+    """4 × 2 pixels of 0, which the rest shows in one way or another."""
+    image = Image.new(mode, (4, 2))
+    if mode == "P":
+        image.putpalette([palette] * 768)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = io.BytesIO()
+    image.save(file, "TIFF" if mode == "CMYK" else "PNG", exif=exif)
+    return Image.open(file)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (looks(palette=0), looks(palette=255)),
+        (looks(mode="CMYK"), looks(mode="RGBA")),
+        (looks(mode="RGB"), looks(mode="RGB", orientation=6)),
+    ],
+    ids=["palette", "mode", "orientation"],
+)
+def test_pictures_of_equal_bytes_that_look_different_have_different_fingerprints(
+    one: Image.Image, other: Image.Image
+) -> None:
+    assert one.tobytes() == other.tobytes()
+    assert input_hash({"x": one}) != input_hash({"x": other})

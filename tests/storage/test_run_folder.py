@@ -1,0 +1,202 @@
+"""A run folder with two processes, planted links, mounts and a full disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchkit.execution.processor import ProductionBatchProcessor
+from tests.support.command_line import batchkit
+from tests.support.dry_runs import (
+    RUN,
+    manifest,
+    n_records,
+    prepare,
+    records,
+    run,
+    settled,
+    status,
+    verify,
+    write_job,
+    write_rows,
+)
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
+# The lock
+
+
+def test_run_that_lost_its_lock_stops_and_writes_nothing_more(start: Any) -> None:
+    options = {"kind": "dry-run", "options": {"latency_s": 0.02}}
+    prepare(1000, engine=options, run={"max_in_flight": 4, "checkpoint_interval_s": 0.1})
+    first = start("run", "job.toml")
+    until(lambda: n_records() >= 20)
+    (RUN / ".lock").unlink()
+    second = start("run", "job.toml")
+    assert first.wait(timeout=60) == 1
+    said = Path("stderr-0").read_text()
+    assert "Traceback" not in said
+    assert "another process may be working" in said
+    assert second.wait(timeout=120) == 0
+    assert settled() == dict.fromkeys(range(1000), "ok")
+    assert manifest()["starts"][-1]["exit"] == 0
+    assert verify()["checkpoint_matches"]
+
+
+def test_run_that_lost_its_lock_leaves_the_other_ones_manifest(start: Any) -> None:
+    options = {"kind": "dry-run", "options": {"latency_s": 60}}
+    prepare(5, engine=options, run={"checkpoint_interval_s": 2})
+    first = start("run", "job.toml")
+    log = RUN / "run.log"
+    until(lambda: log.exists() and "generating" in log.read_text())
+    (RUN / ".lock").unlink()
+    write_job(prompt={"user": "another {{ q }}"})
+    assert run("--fresh").exit_code == 0
+    ours = manifest()
+    assert first.wait(timeout=60) == 1
+    said = Path("stderr-0").read_text()
+    assert "another process may be working" in said
+    assert manifest() == ours
+
+
+def test_two_retries_at_once_answer_no_row_twice() -> None:
+    write_rows([{"q": "x"}, *[{"other": "x"}] * 30])
+    write_job()
+    assert run().json["failed"] == 30
+    command = [sys.executable, "-m", "batchkit", "retry-failed", "output/a"]
+    changes = ["--set", "prompt.user=fine", "--set", "engine.options.latency_s=0.05"]
+    both = [
+        subprocess.Popen([*command, *changes], stderr=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    for one in both:
+        one.communicate(timeout=60)
+    assert 0 in [one.returncode for one in both]
+    assert verify()["duplicates"] == 0
+
+
+def test_retry_that_waited_for_a_requeue_answers_no_row_twice() -> None:
+    """Its rows were found by the indexes that they had before."""
+    rows = [{"key": "a", "q": "x"}, {"key": "b"}, {"key": "c", "q": "x"}]
+    write_rows(rows)
+    write_job(input={"id": "key"})
+    run()
+    before = ProductionBatchProcessor("job.toml", quiet=True)
+    write_rows([{"key": "new", "q": "x"}, *rows])
+    assert run("--on-change", "requeue").exit_code == 3
+    before.retry({1: 1})
+    assert (verify()["duplicates"], len(records())) == (0, 4)
+
+
+# Links and mounts
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["results.jsonl", "run.log", "checkpoint.json.tmp", "manifest.json.tmp", ".holder.json"],
+)
+def test_nothing_is_written_through_a_planted_link(name: str) -> None:
+    prepare(3)
+    RUN.mkdir(parents=True)
+    target = Path("precious.txt")
+    target.touch()
+    (RUN / name).symlink_to(target.resolve())
+    found = run()
+    assert target.read_text() == ""
+    assert found.exit_code in (0, 1)
+    if found.exit_code == 1:
+        assert f"{name}: " in found.stderr
+        assert "symbolic link" in found.stderr
+
+
+def test_no_engine_prints_through_a_planted_link(tmp_path: Path) -> None:
+    write_rows(1)
+    write_job(engine={"kind": "vllm", "model": "nowhere"})
+    RUN.mkdir(parents=True)
+    (RUN / "engine.log").symlink_to(tmp_path / "precious.txt")
+    found = run()
+    assert found.exit_code == 1
+    assert "engine.log: can't write: is a symbolic link" in found.stderr
+    assert not (tmp_path / "precious.txt").exists()
+
+
+def test_status_works_where_nothing_can_be_written() -> None:
+    prepare(3)
+    run()
+    mount = ["mount", "--bind", "-o", "ro", str(RUN), str(RUN)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        assert status()["ok"] == 3
+        assert batchkit("verify").exit_code == 0
+    finally:
+        subprocess.run(["umount", "-l", str(RUN)], check=True)
+
+
+def test_run_folder_that_is_a_mount_is_not_moved_aside_and_told_so() -> None:
+    prepare(3)
+    run()
+    mount = ["mount", "--bind", str(RUN), str(RUN)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        found = run("--fresh")
+        assert (found.exit_code, "can't be moved aside" in found.stderr) == (1, True)
+        assert len(settled()) == 3
+    finally:
+        subprocess.run(["umount", "-l", str(RUN)], check=True)
+
+
+def test_folder_that_can_not_be_synced_can_be_a_run_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.fsync
+
+    def fsync(opened: int) -> None:
+        if stat.S_ISDIR(os.fstat(opened).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        real(opened)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    prepare(3)
+    assert run().exit_code == 0
+    assert len(settled()) == 3
+
+
+# A full disk
+
+
+def test_full_disk_is_told_with_its_remedy() -> None:
+    disk = Path("output")
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not allowed here")
+    try:
+        prepare(600, run={"max_in_flight": 10, "checkpoint_interval_s": 0.02})
+        (disk / "ballast").write_bytes(bytes(150_000))
+        command = [sys.executable, "-m", "batchkit", "run", "job.toml"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 1
+        assert "Make room, then run the same command again" in done.stderr
+        assert "Traceback" not in done.stderr
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_run_folder_can_be_a_link_itself() -> None:
+    """Only what is planted inside is not followed: people put run folders on larger disks."""
+    prepare(3)
+    large = Path("large-disk")
+    large.mkdir()
+    Path("output").symlink_to(large.resolve())
+    assert run().exit_code == 0
+    assert len(settled()) == 3
+    shutil.rmtree(large)
