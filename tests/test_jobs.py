@@ -28,6 +28,7 @@ from batchkit.sources import read_rows
 from batchkit.types import Completion, Request, Row
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit
+from tests.support.rows import read_jsonl
 
 JOBS = Path(__file__).parent.parent / "jobs"
 REWARD = JOBS / "data" / "reward"
@@ -441,7 +442,7 @@ def test_each_category_has_its_own_system_prompt(name: str, pair: str) -> None:
 
 
 def test_the_shipped_edits_are_ten_pairs_of_five_categories_one_without_its_edit() -> None:
-    rows = [json.loads(line) for line in (REWARD / "edits.jsonl").read_text().splitlines()]
+    rows = read_jsonl(REWARD / "edits.jsonl")
     categories = Counter(row["category"] for row in rows)
     assert categories == dict.fromkeys(
         ["physical", "environmental", "social", "causal", "referential"], 2

@@ -15,17 +15,17 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tomlkit
 
 from batchkit.storage.store import Store
 from batchkit.types import Choice, ErrorInfo, Record, Usage
 from tests.support.command_line import Ended, batchkit
+from tests.support.dry_runs import LOG, RUN, run, write_job, write_rows
+from tests.support.records import record
+from tests.support.rows import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
-RUN = Path("output/a")
-LOG = RUN / "results.jsonl"
 COLUMNS = [
     "index",
     "id",
@@ -44,20 +44,7 @@ COLUMNS = [
     "prompt",
     "truncated_tokens",
 ]
-OK = Record(
-    index=0,
-    id="q0",
-    status="ok",
-    attempt=1,
-    text="yes",
-    finish_reason="stop",
-    usage=Usage(3, 2),
-    latency_s=0.25,
-    finished_at="2026-11-21T01:02:03.456Z",
-    error=None,
-    fields={},
-    input_hash="0123456789abcdef",
-)
+OK = record(0)
 FAILED = replace(
     OK,
     status="failed",
@@ -76,16 +63,9 @@ def export(*args: str) -> Ended:
 
 def run_rows(rows: list[dict[str, Any]], **output: Any) -> None:
     """A run of the dry-run engine over ``rows``."""
-    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    job = {
-        "name": "a",
-        "input": {"path": "in.jsonl"},
-        "prompt": {"user": "{{ q }}"},
-        "engine": {"kind": "dry-run", "model": "tiny"},
-        "output": output,
-    }
-    Path("job.toml").write_text(tomlkit.dumps(job))
-    assert batchkit("run", "job.toml", "--fresh").exit_code in (0, 3)
+    write_rows(rows)
+    write_job(engine={"model": "tiny"}, output=output)
+    assert run("--fresh").exit_code in (0, 3)
 
 
 def run_of(*records: Record, keep: list[str] | None = None) -> None:
@@ -94,13 +74,9 @@ def run_of(*records: Record, keep: list[str] | None = None) -> None:
     for file in (LOG, RUN / "checkpoint.json"):
         file.unlink()
     store = Store(RUN)
-    for record in records:
-        store.append(record)
+    for one in records:
+        store.append(one)
     store.close()
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def parquet() -> list[dict[str, Any]]:
@@ -126,7 +102,7 @@ def test_newest_record_of_each_row_in_the_order_of_the_input() -> None:
     expected = [("a", "ok", "a, mended"), ("b", "failed", None), ("c", "ok", "c, again")]
     assert [(row["id"], row["status"], row["text"]) for row in parquet()] == expected
     export("job.toml", "--jsonl", "--csv")
-    newest = lines_of(RUN / "results.newest.jsonl")
+    newest = read_jsonl(RUN / "results.newest.jsonl")
     assert [(row["id"], row["status"], row["text"]) for row in newest] == expected
     with (RUN / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -136,8 +112,8 @@ def test_newest_record_of_each_row_in_the_order_of_the_input() -> None:
 def test_jsonl_holds_the_records_as_they_are() -> None:
     run_of(*NEWEST[:3])
     export("job.toml", "--jsonl", "out.jsonl")
-    in_log = {line["index"]: line for line in lines_of(LOG)}
-    assert lines_of(Path("out.jsonl")) == [in_log[0], in_log[1], in_log[2]]
+    in_log = {line["index"]: line for line in read_jsonl(LOG)}
+    assert read_jsonl(Path("out.jsonl")) == [in_log[0], in_log[1], in_log[2]]
 
 
 def test_run_that_was_interrupted_exports_what_it_has() -> None:
@@ -263,8 +239,8 @@ def test_openai_output_and_errors_match_the_batch_format() -> None:
         replace(FAILED, index=2, id="custom-c"),
     )
     export("job.toml", "--openai")
-    plain, several = lines_of(RUN / "results.openai.jsonl")
-    (failed,) = lines_of(RUN / "results.openai.errors.jsonl")
+    plain, several = read_jsonl(RUN / "results.openai.jsonl")
+    (failed,) = read_jsonl(RUN / "results.openai.errors.jsonl")
 
     assert (plain["custom_id"], plain["error"]) == ("custom-a", None)
     assert plain["response"]["status_code"] == 200
@@ -322,7 +298,7 @@ def test_openais_own_types_read_every_line(reason: Any, known: str, native: Any)
         replace(OK, index=2, finish_reason=reason, finished_at=""),
     )
     export("job.toml", "--openai")
-    lines = lines_of(RUN / "results.openai.jsonl")
+    lines = read_jsonl(RUN / "results.openai.jsonl")
     bodies = [chat.ChatCompletion.model_validate(line["response"]["body"]) for line in lines]
     assert [body.created for body in bodies] == [1795222923, 1795222923, 0]
     assert [body.usage and body.usage.total_tokens for body in bodies] == [5, None, 5]

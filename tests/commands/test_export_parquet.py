@@ -16,16 +16,14 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tomlkit
 
 from batchkit.commands.export.table import Layout, read_batches, schema_of
-from batchkit.storage.ledger import RESULTS, read_lines
+from batchkit.storage.ledger import read_lines
 from batchkit.storage.newest import NewestLog
 from batchkit.storage.score_store import SCORES, read_scored
 from tests.support.command_line import batchkit
+from tests.support.dry_runs import LOG, RUN, run, write_job
 
-RUN = Path("output/a")
-LOG = RUN / RESULTS
 KEPT = ["kind", "n", "id", "a.b"]
 SCORING = {"extract": "final-answer", "scorers": ["numeric"], "reference": "n"}
 FIRST = {"index", "id", "status", "attempt"}
@@ -62,15 +60,8 @@ def _in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def make_run(**tables: Any) -> None:
     """A finished run, whose log the tests replace."""
     Path("in.jsonl").write_text('{"q": "x", "kind": "tea", "n": "3", "id": "0", "a.b": "c"}\n')
-    job = {
-        "name": "a",
-        "input": {"path": "in.jsonl"},
-        "prompt": {"user": "{{ q }}"},
-        "engine": {"kind": "dry-run", "model": "tiny"},
-        "output": {"keep": KEPT},
-    }
-    Path("job.toml").write_text(tomlkit.dumps(job | tables))
-    assert batchkit("run", "job.toml", "--fresh").exit_code == 0
+    write_job(**{"engine": {"model": "tiny"}, "output": {"keep": KEPT}} | tables)
+    assert run("--fresh").exit_code == 0
     (RUN / "checkpoint.json").unlink()
 
 

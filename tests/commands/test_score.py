@@ -30,7 +30,7 @@ from batchkit.storage.runfolder import claim
 from batchkit.storage.score_store import SCORES, read_scored
 from tests.support.chat_server import Refused, error, serving
 from tests.support.own_process import batchkit
-from tests.support.rows import write_jsonl
+from tests.support.rows import read_jsonl, write_jsonl
 from tests.support.scored_runs import (
     NUMBER,
     ROWS,
@@ -398,7 +398,7 @@ def test_damaged_scores_are_named_and_written_anew(answered: Path, damage: bytes
 def test_scores_count_only_for_the_record_that_they_were_made_from(answered: Path) -> None:
     """As if a row had been run again after the scoring."""
     score_run(answered, say=quiet)
-    records = [json.loads(line) for line in (answered / RESULTS).read_text().splitlines()]
+    records = read_jsonl(answered / RESULTS)
     newer = next(r for r in records if r["id"] == "q2")
     newer |= {"finished_at": "2099-01-01T00:00:00.000Z", "scores": {"f1": 0.5}, "prediction": "new"}
     with (answered / RESULTS).open("a", encoding="utf-8") as file:

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomlkit
 
 from batchkit.config.terminal import plain
 from tests.support.chat_server import ChatServer, Refused, error, serving
+from tests.support.dry_runs import write_job
 from tests.support.paths import ROOT
 from tests.support.rows import write_jsonl
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+INPUT = {"path": "rows.jsonl", "id": "id"}
 
 
 # Sets the title, clears the screen, goes back over the line (C0); the same by C1; turns the text round.
@@ -52,17 +53,6 @@ def on_a_terminal(*args: str) -> str:
     return printed.decode()
 
 
-def write_job(**tables: Any) -> None:
-    made: dict[str, Any] = {
-        "name": "a",
-        "input": {"path": "rows.jsonl", "id": "id"},
-        "prompt": {"user": "{{ q }}"},
-        "engine": {"kind": "dry-run"},
-        **tables,
-    }
-    Path("job.toml").write_text(tomlkit.dumps(made), encoding="utf-8")
-
-
 def acting(printed: str) -> list[str]:
     """What of ``printed`` the terminal would obey; the progress bar's own returns are no harm."""
     return [character for character in ACTS if character in printed]
@@ -93,6 +83,7 @@ def test_a_row_can_not_act_on_the_terminal(command: tuple[str, ...]) -> None:
     hostile = {"id": f"id{HOSTILE}", "q": f"q{HOSTILE}", "g": f"g{HOSTILE}", f"f{HOSTILE}": 1}
     write_jsonl(Path("rows.jsonl"), [hostile, {**hostile, "id": f"2{HOSTILE}", "bad": HOSTILE}])
     write_job(
+        input=INPUT,
         prompt={"user": "{{ q }}{% if bad is defined %}{{ q[bad] }}{% endif %}"},
         scoring={"scorers": ["em"], "reference": "q", "group_by": "g"},
     )
@@ -129,7 +120,9 @@ def test_an_answer_can_not_act_on_the_terminal() -> None:
 
 def prepare_for(server: ChatServer) -> None:
     write_jsonl(Path("rows.jsonl"), [{"id": "1", "q": "hello"}])
-    write_job(engine={"kind": "openai-server", "model": "tiny", "base_url": server.url})
+    write_job(
+        input=INPUT, engine={"kind": "openai-server", "model": "tiny", "base_url": server.url}
+    )
 
 
 def test_a_name_that_is_no_text_is_printed_all_the_same() -> None:

@@ -17,6 +17,7 @@ from batchkit.rendering.renderer import PromptRenderer
 from batchkit.rendering.templates.prompt import names_in
 from batchkit.types import Request, Row
 from tests.support.chat_server import MODEL, serving
+from tests.support.jobs import with_tables
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 
@@ -40,9 +41,7 @@ def job(root: Path, rows: list[dict[str, Any]], **tables: Any) -> JobConfig:
         "engine": {"kind": "dry-run"},
         "output": {"dir": str(root.parent / "output"), "prompt": True},
     }
-    for name, value in tables.items():
-        made[name] = {**made.get(name, {}), **value}
-    return make_job(made, "test")
+    return make_job(with_tables(made, tables), "test")
 
 
 def rendered(job: JobConfig, fields: dict[str, Any]) -> Request:

@@ -16,9 +16,10 @@ import psutil
 import pytest
 import tomlkit
 
+from tests.support.jobs import with_tables
 from tests.support.llama_cpp import NONE_FOUND, llama_server, write_gguf
 from tests.support.own_process import batchkit
-from tests.support.rows import write_jsonl
+from tests.support.rows import read_jsonl, write_jsonl
 
 LLAMA_SERVER = llama_server()
 pytestmark = pytest.mark.skipif(LLAMA_SERVER is None, reason=NONE_FOUND)
@@ -54,10 +55,8 @@ def write(folder: Path, model: Path, prompts: list[str], **tables: Any) -> Path:
         },
         "sampling": {"temperature": 0.0, "max_tokens": 24},
     }
-    for name, value in tables.items():
-        made[name] = {**made.get(name, {}), **value}
-    (folder / "job.toml").write_text(tomlkit.dumps(made))
-    return folder / "output" / made["name"]
+    (folder / "job.toml").write_text(tomlkit.dumps(with_tables(made, tables)))
+    return folder / "output" / "a"
 
 
 def run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
@@ -66,8 +65,7 @@ def run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
 
 def records(folder: Path) -> list[dict[str, Any]]:
     """In the rows' order."""
-    lines = (folder / "results.jsonl").read_text().splitlines()
-    return sorted(map(json.loads, lines), key=lambda record: record["index"])
+    return sorted(read_jsonl(folder / "results.jsonl"), key=lambda record: record["index"])
 
 
 def prompts(n: int) -> list[str]:
@@ -180,7 +178,7 @@ def test_the_row_that_the_server_dies_of_is_found(tmp_path: Path, model: Path) -
         "$defs": {"a": {"$ref": "#/$defs/a"}},
     }
     folder = write(tmp_path, model, prompts(60), sampling={"sampling_column": "params"})
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    rows = read_jsonl(tmp_path / "rows.jsonl")
     rows[17]["params"] = {"structured_outputs": {"json": endless}}
     write_jsonl(tmp_path / "rows.jsonl", rows)
     ran = run(tmp_path)

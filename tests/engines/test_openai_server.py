@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 import tomlkit
-from click.testing import CliRunner
 from PIL import Image
 
-from batchkit.cli import cli
 from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
 from batchkit.engines.registry import open_preflight
@@ -22,8 +20,9 @@ from batchkit.errors import JobError, PromptTooLongError, RequestError, RowTimeo
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.types import Request, Row
 from tests.support.chat_server import MODEL, ChatServer, Refused, error, serving
+from tests.support.command_line import batchkit as in_this_process
 from tests.support.own_process import batchkit
-from tests.support.rows import write_jsonl
+from tests.support.rows import read_jsonl, write_jsonl
 from tests.support.server_engine import KEY, ask, job, opened, request, table, texts
 
 # --- what is sent, and what is made of the answer
@@ -240,7 +239,7 @@ def test_a_prompt_that_is_too_long_is_cut_where_the_server_counts_it(
             [{"text": "word " * 500}, {"text": "short"}]
         )
     assert (summary.ok, summary.failed) == (2, 0)
-    records = {r["index"]: r for r in _records(made)}
+    records = {r["index"]: r for r in read_jsonl(made.folder / "results.jsonl")}
     assert 300 < records[0]["truncated_tokens"] < 500
 
 
@@ -281,10 +280,6 @@ def test_a_row_that_the_server_fails_over_fails_and_no_other(others: int) -> Non
 # --- whole runs, from the command line
 
 
-def _records(made: JobConfig) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (made.folder / "results.jsonl").read_text().splitlines()]
-
-
 def _write(folder: Path, server: ChatServer, rows: int, **tables: Any) -> JobConfig:
     write_jsonl(folder / "rows.jsonl", ({"id": f"q{n}", "word": f"w{n}"} for n in range(rows)))
     made = table(server, folder, input={"path": "rows.jsonl", "id": "id"}, **tables)
@@ -304,20 +299,20 @@ def test_a_run_with_images_answers_every_row(tmp_path: Path) -> None:
             prompt={"images": ["{{ word }}.jpg"]},
             media={"root": str(tmp_path)},
         )
-        checked = CliRunner().invoke(cli, ["validate", str(tmp_path / "job.toml")])
-        assert checked.exit_code == 0, checked.output
-        assert "200 ok" in checked.output
-        assert "prompt tokens: not counted" in checked.output
-        shown = CliRunner().invoke(cli, ["run", str(tmp_path / "job.toml"), "--dry-run"])
-        assert shown.exit_code == 0, shown.output
-        assert "uncounted prompt tokens, images: 48x32" in shown.output
-        assert "say w0" in shown.output
+        checked = in_this_process("validate", tmp_path / "job.toml")
+        assert checked.exit_code == 0, checked.stderr
+        assert "200 ok" in checked.stdout
+        assert "prompt tokens: not counted" in checked.stdout
+        shown = in_this_process("run", tmp_path / "job.toml", "--dry-run")
+        assert shown.exit_code == 0, shown.stderr
+        assert "uncounted prompt tokens, images: 48x32" in shown.stdout
+        assert "say w0" in shown.stdout
         assert server.bodies == []
         ran = batchkit("run", "job.toml", cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     told = json.loads(ran.stdout)
     assert (told["total"], told["ok"], told["failed"]) == (200, 200, 0)
-    records = _records(made)
+    records = read_jsonl(made.folder / "results.jsonl")
     assert {r["text"] for r in records} == {f"1 images, asked: say w{n}" for n in range(200)}
     assert sum(r["usage"]["prompt_tokens"] for r in records) == 200 * (2 + 4)
     assert set(server.answered.values()) == {1}
@@ -341,15 +336,15 @@ def test_a_run_whose_server_goes_away_stops_and_is_carried_on_at_another_address
     assert stopped.returncode == 1
     assert server.url in stopped.stderr
     assert "no row answered for" in stopped.stderr
-    done = len(_records(made))
+    done = len(read_jsonl(made.folder / "results.jsonl"))
     assert 15 < done < 40
     with serving() as again:
         override = ("--set", f"engine.base_url={again.url}")
         resumed = batchkit("run", "job.toml", *override, cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     assert again.answered.total() == 40 - done
-    assert sorted(r["index"] for r in _records(made)) == list(range(40))
-    assert {r["status"] for r in _records(made)} == {"ok"}
+    assert sorted(r["index"] for r in read_jsonl(made.folder / "results.jsonl")) == list(range(40))
+    assert {r["status"] for r in read_jsonl(made.folder / "results.jsonl")} == {"ok"}
 
 
 def test_a_refused_key_in_the_middle_of_a_run_fails_no_row(
@@ -368,11 +363,11 @@ def test_a_refused_key_in_the_middle_of_a_run_fails_no_row(
         stopped = batchkit("run", "job.toml", cwd=tmp_path)
         assert stopped.returncode == 1
         assert "MY_KEY" in stopped.stderr
-        assert {r["status"] for r in _records(made)} == {"ok"}
+        assert {r["status"] for r in read_jsonl(made.folder / "results.jsonl")} == {"ok"}
         assert KEY not in "".join(p.read_text() for p in made.folder.iterdir() if p.is_file())
         server.before = lambda text, body: None
         assert batchkit("run", "job.toml", cwd=tmp_path).returncode == 0
-    assert len(_records(made)) == 40
+    assert len(read_jsonl(made.folder / "results.jsonl")) == 40
 
 
 def test_a_judge_answers_in_the_shape_that_it_was_asked_for(tmp_path: Path) -> None:
@@ -399,5 +394,8 @@ def test_a_judge_answers_in_the_shape_that_it_was_asked_for(tmp_path: Path) -> N
         rows = [{"answer": str(n), "reference": str(n % 7)} for n in range(20)]
         summary = ProductionBatchProcessor(made, quiet=True).process(rows)
     assert summary.ok == 20
-    scores = {r["index"]: json.loads(r["text"])["score"] for r in _records(made)}
+    scores = {
+        r["index"]: json.loads(r["text"])["score"]
+        for r in read_jsonl(made.folder / "results.jsonl")
+    }
     assert scores == {n: 100 if n < 7 else 0 for n in range(20)}

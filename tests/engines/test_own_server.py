@@ -26,9 +26,10 @@ from batchkit.engines.registry import open_engine, open_preflight
 from batchkit.errors import EngineError, JobError
 from batchkit.storage.identity import differences, identity
 from tests.support.chat_server import MODEL
+from tests.support.jobs import with_tables
 from tests.support.own_process import batchkit
 from tests.support.paths import ROOT
-from tests.support.rows import write_jsonl
+from tests.support.rows import read_jsonl, write_jsonl
 from tests.support.waiting import until
 
 SERVER = f"{shlex.quote(sys.executable)} -m tests.support.chat_server --port {{port}}"
@@ -48,9 +49,7 @@ def table(folder: Path, command: str | None = SERVER, **tables: Any) -> dict[str
         "engine": {"kind": "openai-server", "model": MODEL, "server": server},
         "output": {"dir": str(folder / "output")},
     }
-    for name, value in tables.items():
-        made[name] = {**made.get(name, {}), **value}
-    return made
+    return with_tables(made, tables)
 
 
 def write(folder: Path, rows: int, command: str = SERVER, **tables: Any) -> Path:
@@ -67,7 +66,7 @@ def problem(engine: dict[str, Any]) -> str:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    return read_jsonl(folder / "results.jsonl")
 
 
 def servers(folder: Path) -> list[psutil.Process]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from tests.support.dry_runs import (
     write_job,
     write_rows,
 )
+from tests.support.rows import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -84,7 +84,7 @@ def test_requeue_killed_at_any_instant_mixes_no_rows(
     while found.exit_code != 0:
         assert found.exit_code == 2, found.stderr  # refused: the change is to be named again
         found = run("--on-change", "requeue")
-    now = [json.loads(line) for line in Path("in.jsonl").read_text().splitlines()]
+    now = read_jsonl(Path("in.jsonl"))
     newest = {record["index"]: record for record in records()}
     assert {index: record["id"] for index, record in newest.items()} == {
         index: row["key"] for index, row in enumerate(now)

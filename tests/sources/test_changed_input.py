@@ -18,19 +18,20 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tomlkit
 
 from batchkit.config.loading import load_job, make_job
 from batchkit.errors import BatchkitError, BrokenInputError, ChangedInputError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.sources.input import Input, from_job, watched
 from batchkit.types import Row
+from tests.support import dry_runs
 from tests.support.command_line import Ended, batchkit
+from tests.support.dry_runs import LOG
+from tests.support.rows import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
-LOG = Path("output/a/results.jsonl")
 N = 1500
 REQUEUE = "--on-change=requeue"
 
@@ -54,15 +55,12 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def write_job(path: str = "in.jsonl", latency_s: float = 0.01, **keys: Any) -> None:
-    job = {
-        "name": "a",
-        "input": {"path": path, **keys},
-        "prompt": {"user": "{{ q }}"},
-        "output": {"keep": ["q"]},
-        "run": {"look_ahead": 1, "render_threads": 1, "max_in_flight": 64},
-        "engine": {"kind": "dry-run", "options": {"latency_s": latency_s}},
-    }
-    Path("job.toml").write_text(tomlkit.dumps(job))
+    dry_runs.write_job(
+        input={"path": path, **keys},
+        output={"keep": ["q"]},
+        run={"look_ahead": 1, "render_threads": 1, "max_in_flight": 64},
+        engine={"options": {"latency_s": latency_s}},
+    )
 
 
 def run(*args: str, meanwhile: Callable[[], None] | None = None) -> Ended:
@@ -89,7 +87,7 @@ def run(*args: str, meanwhile: Callable[[], None] | None = None) -> Ended:
 
 def answered() -> dict[str, str]:
     """What was asked, by id; fails where an id has two records."""
-    records = [json.loads(line) for line in LOG.read_text().splitlines()]
+    records = read_jsonl(LOG)
     assert len({record["index"] for record in records}) == len(records)
     return {record["id"]: record["fields"]["q"] for record in records}
 

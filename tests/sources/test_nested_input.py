@@ -21,6 +21,7 @@ from batchkit.sources import read_rows
 from batchkit.sources.depth import ShallowJson, is_too_deep
 from batchkit.types import Row
 from tests.support.own_process import batchkit
+from tests.support.rows import read_jsonl
 
 MAX_DEPTH = 200
 MEASURED = """
@@ -133,7 +134,7 @@ def test_run_over_a_deep_member_answers_its_neighbours(tmp_path: Path) -> None:
     ended = batchkit("run", "job.toml", cwd=tmp_path)
     assert ended.returncode == 3, ended.stderr
     log = tmp_path / "output/a/results.jsonl"
-    found = {r["index"]: r["status"] for r in map(json.loads, log.read_text().splitlines())}
+    found = {r["index"]: r["status"] for r in read_jsonl(log)}
     assert found == {0: "ok", 1: "failed", 2: "ok", 3: "ok"}
 
 

@@ -15,11 +15,11 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from batchkit.config.loading import make_job
 from batchkit.errors import ChangedError, JobError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.summary import RunSummary
+from tests.support.dry_runs import job
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -35,8 +35,7 @@ FIELDS = [
 
 
 def process(rows: Any, **tables: dict[str, Any]) -> RunSummary:
-    job = make_job({"name": "a", "engine": {"kind": "dry-run"}, **tables}, "the test")
-    return ProductionBatchProcessor(job, quiet=True).process(rows)
+    return ProductionBatchProcessor(job(**tables), quiet=True).process(rows)
 
 
 def kept(summary: RunSummary) -> list[dict[str, Any]]:

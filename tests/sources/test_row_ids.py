@@ -15,7 +15,7 @@ from batchkit.config.tables import InputTable
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.sources import read_rows
 from tests.support.own_process import batchkit
-from tests.support.rows import write_jsonl
+from tests.support.rows import read_jsonl, write_jsonl
 
 BROKEN = b'{"id": "1", "q": "cut o'
 JOB = """
@@ -40,8 +40,7 @@ def write_input(folder: Path, *lines: bytes) -> None:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    log = folder / "output/a/results.jsonl"
-    return sorted(map(json.loads, log.read_text().splitlines()), key=lambda found: found["index"])
+    return sorted(read_jsonl(folder / "output/a/results.jsonl"), key=lambda found: found["index"])
 
 
 def test_broken_line_never_takes_the_id_of_another_row(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
 from batchkit.execution.processor import ProductionBatchProcessor
 from tests.support.command_line import Ended, batchkit
+from tests.support.jobs import with_tables
+from tests.support.rows import read_jsonl, write_jsonl
 
 RUN = Path("output/a")
 LOG = RUN / "results.jsonl"
@@ -37,15 +39,13 @@ def write_job(**tables: dict[str, Any]) -> None:
         "prompt": {"user": "{{ q }}"},
         "engine": {"kind": "dry-run"},
     }
-    for name, table in tables.items():
-        job[name] = job.get(name, {}) | table
-    Path("job.toml").write_text(tomlkit.dumps(job))
+    Path("job.toml").write_text(tomlkit.dumps(with_tables(job, tables)))
 
 
 def write_rows(rows: list[dict[str, Any]] | int) -> list[dict[str, Any]]:
     if isinstance(rows, int):
         rows = [{"key": f"k{n}", "q": f"question {n}"} for n in range(rows)]
-    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(Path("in.jsonl"), rows)
     return rows
 
 
@@ -55,7 +55,7 @@ def prepare(n: int = 10, **tables: dict[str, Any]) -> None:
 
 
 def records(log: Path = LOG) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in log.read_text().splitlines()]
+    return read_jsonl(log)
 
 
 def settled(log: Path = LOG) -> dict[int, str]:

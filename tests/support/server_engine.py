@@ -14,6 +14,7 @@ from batchkit.engines.base import Engine
 from batchkit.engines.registry import open_engine
 from batchkit.types import Completion, Request, Row
 from tests.support.chat_server import MODEL, ChatServer
+from tests.support.jobs import with_tables
 
 
 def table(server: ChatServer, folder: Path, **tables: Any) -> dict[str, Any]:
@@ -22,9 +23,7 @@ def table(server: ChatServer, folder: Path, **tables: Any) -> dict[str, Any]:
         "engine": {"kind": "openai-server", "model": MODEL, "base_url": server.url},
         "output": {"dir": str(folder / "output")},
     }
-    for name, value in tables.items():
-        made[name] = {**made.get(name, {}), **value}
-    return made
+    return with_tables(made, tables)
 
 
 def job(server: ChatServer, options: dict[str, Any] | None = None, **tables: Any) -> JobConfig:

@@ -12,8 +12,9 @@ import tomlkit
 
 from tests.support.chat_server import MODEL, ChatServer, Refused
 from tests.support.command_line import batchkit
-from tests.support.dry_runs import RUN
-from tests.support.rows import write_jsonl
+from tests.support.dry_runs import LOG, RUN
+from tests.support.jobs import with_tables
+from tests.support.rows import read_jsonl, write_jsonl
 
 
 def said(text: Any = "fine", finish_reason: Any = "stop", **more: Any) -> dict[str, Any]:
@@ -45,14 +46,11 @@ def write_job(server: ChatServer, rows: int, **tables: Any) -> None:
         "prompt": {"user": "row {{ n }}"},
         "engine": {"kind": "openai-server", "model": MODEL, "base_url": server.url},
     }
-    for name, value in tables.items():
-        job[name] = {**job.get(name, {}), **value}
-    Path("job.toml").write_text(tomlkit.dumps(job))
+    Path("job.toml").write_text(tomlkit.dumps(with_tables(job, tables)))
 
 
 def records() -> list[dict[str, Any]]:
-    lines = (RUN / "results.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
-    return sorted(map(json.loads, lines), key=lambda record: int(record["index"]))
+    return sorted(read_jsonl(LOG), key=lambda record: int(record["index"]))
 
 
 def assert_settled(server: ChatServer) -> None:
