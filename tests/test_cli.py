@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from PIL import Image
 
 from batchkit import __version__
 from batchkit.cli import cli
+from tests.support import own_process
 from tests.support.command_line import Ended, batchkit
 from tests.support.rows import write_jsonl
 
@@ -443,15 +443,7 @@ def test_generate_answers_prompts_in_their_order(folder: Path) -> None:
 
 def test_module_runs_as_the_command(folder: Path) -> None:
     """Both doors: ``python -m batchkit`` and its exit code, in a real process."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "batchkit", "validate", "job.toml", "--json"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-        check=False,
-    )
+    ran = own_process.batchkit("validate", "job.toml", "--json", cwd=folder)
     assert ran.returncode == 0
     assert json.loads(ran.stdout)["ok"] == 5
     assert not ran.stderr

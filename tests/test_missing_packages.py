@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 
 ROOT = Path(__file__).parents[1]
@@ -56,15 +56,8 @@ def command(
     (folder / "site/sitecustomize.py").write_text(site)
     (folder / "job.toml").write_text(JOB)
     write_jsonl(folder / "rows.jsonl", [{"q": "tea?"}])
-    return subprocess.run(
-        [sys.executable, "-m", "batchkit", *args],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env={**os.environ, "PYTHONPATH": f"{folder / 'site'}{os.pathsep}{ROOT}"},
-        check=False,
-    )
+    path = f"{folder / 'site'}{os.pathsep}{ROOT}"
+    return batchkit(*args, cwd=folder, timeout_s=timeout_s, PYTHONPATH=path)
 
 
 def assert_one_line(ended: subprocess.CompletedProcess[str], *words: str) -> None:

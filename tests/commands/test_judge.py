@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,8 +17,7 @@ from batchkit.commands.score.predictions import score_predictions
 from batchkit.errors import BatchkitError
 from tests.support.chat_server import Refused, error, serving
 from tests.support.judge import Judge, judged_job
-from tests.support.own_process import batchkit
-from tests.support.paths import ROOT
+from tests.support.own_process import batchkit, begin
 from tests.support.rows import write_jsonl
 from tests.support.scored_runs import (
     NUMBER,
@@ -34,6 +30,7 @@ from tests.support.scored_runs import (
     scored,
     write_job,
 )
+from tests.support.waiting import until
 
 NO_MODEL = {"kind": "openai-server", "model": "typo"}
 
@@ -226,17 +223,8 @@ def test_judging_may_be_interrupted_and_goes_on(tmp_path: Path, command: str, si
             plain = made.scoring.model_copy(update={"scorers": ["em"]})
             run(made.model_copy(update={"scoring": plain}))
         write_job(tmp_path, made)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "batchkit", command, "job.toml"],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        deadline = time.monotonic() + 20
-        while judge.asked.total() < 10 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        process = begin(command, "job.toml", cwd=tmp_path)
+        until(lambda: judge.asked.total() >= 10)
         process.send_signal(signum)
         stdout, stderr = process.communicate(timeout=20)
         assert process.returncode == 128 + signum, stderr
@@ -264,18 +252,10 @@ def test_judging_that_was_killed_pays_again_only_for_what_was_in_flight(tmp_path
         made = judged_job(tmp_path, server, counted(40), judge={"engine": slow})
         write_job(tmp_path, made)
         for goal in (8, 16):
-            process = subprocess.Popen(
-                [sys.executable, "-m", "batchkit", "run", "job.toml"],
-                cwd=tmp_path,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-            deadline = time.monotonic() + 20
-            while judge.asked.total() < goal and time.monotonic() < deadline:
-                time.sleep(0.01)
+            process = begin("run", "job.toml", cwd=tmp_path)
+            until(lambda: judge.asked.total() >= goal)  # noqa: B023
             process.kill()
-            process.wait()
+            process.communicate()
         server.before = judge
         run(made)
     assert {scores["judge"] for _, scores in scored(made.folder).values()} == {0.5}

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,8 +24,7 @@ from batchkit.engines.registry import open_preflight
 from batchkit.errors import EngineError, InputError, JobError
 from tests.support.chat_server import MODEL, serving
 from tests.support.command_line import batchkit as in_this_process
-from tests.support.own_process import batchkit
-from tests.support.paths import ROOT
+from tests.support.own_process import batchkit, begin
 from tests.support.rows import write_jsonl
 from tests.support.small_vllm import SMALL
 
@@ -468,12 +464,8 @@ def test_a_signal_ends_it_and_leaves_nothing(
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     job = write(None, options={"latency_s": 60})
-    running = subprocess.Popen(
-        [sys.executable, "-m", "batchkit", "parity", job, "--engines", "dry-run,dry-run"],
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch)},
+    running = begin(
+        "parity", job, "--engines", "dry-run,dry-run", cwd=tmp_path, TMPDIR=str(scratch)
     )
     assert running.stderr is not None
     assert "starting the engine" in running.stderr.readline()

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ import tomlkit
 
 from tests.support.jobs import with_tables
 from tests.support.llama_cpp import NONE_FOUND, llama_server, write_gguf
-from tests.support.own_process import batchkit
+from tests.support.own_process import batchkit, begin
 from tests.support.rows import read_jsonl, write_jsonl
 
 LLAMA_SERVER = llama_server()
@@ -146,13 +145,7 @@ def test_a_server_killed_in_the_middle_is_replaced_and_no_row_lost_or_twice(
 ) -> None:
     folder = write(tmp_path, model, prompts(150), sampling={"max_tokens": 100})
     log = folder / "results.jsonl"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "batchkit", "run", "job.toml"],
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = begin("run", "job.toml", cwd=tmp_path)
     killed = 0
     deadline = time.monotonic() + 120
     while killed < 2 and process.poll() is None and time.monotonic() < deadline:

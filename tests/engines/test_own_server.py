@@ -25,6 +25,7 @@ from batchkit.engines.openai.own_server import claimed_port
 from batchkit.engines.registry import open_engine, open_preflight
 from batchkit.errors import EngineError, JobError
 from batchkit.storage.identity import differences, identity
+from tests.support import own_process
 from tests.support.chat_server import MODEL
 from tests.support.jobs import with_tables
 from tests.support.own_process import batchkit
@@ -92,16 +93,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], subpr
     """``batchkit run job.toml`` in the background, its processes marked."""
     monkeypatch.setenv("BATCHKIT_TEST_RUN", str(tmp_path))
 
-    def start() -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "batchkit", "run", "job.toml"],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    return start
+    return lambda: own_process.begin("run", "job.toml", cwd=tmp_path)
 
 
 def some_done(folder: Path, at_least: int) -> Callable[[], bool]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -22,6 +20,7 @@ from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.newest import read_newest
 from tests.support.chat_server import MODEL, ChatServer, Refused, error, serving
+from tests.support.own_process import begin
 from tests.support.paths import ROOT
 from tests.support.rows import write_jsonl
 from tests.support.waiting import until
@@ -415,14 +414,7 @@ def started(folder: Path, server: ChatServer, n_rows: int) -> subprocess.Popen[s
         f'[scoring]\nextract = "final-answer"\nreference = "a"\nscorers = ["em"]\n',
         encoding="utf-8",
     )
-    return subprocess.Popen(
-        [sys.executable, "-m", "batchkit", "run", "job.toml"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    return begin("run", "job.toml", cwd=folder)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])

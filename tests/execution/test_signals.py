@@ -14,7 +14,6 @@ import pytest
 
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import (
-    LOG,
     RUN,
     manifest,
     n_records,
@@ -192,9 +191,7 @@ def test_interrupt_from_python_writes_no_row_twice() -> None:
     )
     write_job(engine={"kind": "dry-run", "options": {"latency_s": 0.2}}, run={"max_in_flight": 10})
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
-    deadline = time.monotonic() + 60
-    while not (LOG.exists() and LOG.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(n_records)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130
     found = verify()

@@ -32,6 +32,7 @@ from batchkit.storage.ledger import RESULTS
 from batchkit.storage.newest import read_newest
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
+from tests.support.waiting import until
 
 FIELDS = {
     "text": "some text",
@@ -178,7 +179,7 @@ def test_the_process_of_a_thread_ends_with_it() -> None:
     before = psutil.Process().children()
     thread.start()
     thread.join()
-    _wait_until(lambda: psutil.Process().children() == before)
+    until(lambda: psutil.Process().children() == before)
 
 
 def test_a_killed_run_leaves_no_process_behind(tmp_path: Path) -> None:
@@ -196,7 +197,7 @@ def test_a_killed_run_leaves_no_process_behind(tmp_path: Path) -> None:
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
     run.stdout.close()
-    _wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
 
 
 def test_a_count_of_render_threads_has_a_limit() -> None:
@@ -369,10 +370,3 @@ def _in_a_thread(call: Callable[[], str]) -> str:
     """What ``call`` gives in a thread that has no process yet."""
     with ThreadPoolExecutor(1) as threads:
         return threads.submit(call).result()
-
-
-def _wait_until(holds: Any) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

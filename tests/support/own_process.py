@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE, CompletedProcess, Popen
 
 from tests.support.paths import ROOT
 
@@ -14,21 +14,28 @@ def batchkit(
     *args: str | Path,
     cwd: Path,
     timeout_s: float = 240,
-    start: type[subprocess.Popen[str]] = subprocess.Popen,
+    start: type[Popen[str]] = Popen,
     **environment: str,
-) -> subprocess.CompletedProcess[str]:
+) -> CompletedProcess[str]:
     """One that loads vLLM is better a ``Fork``."""
-    with start(
-        [sys.executable, "-m", "batchkit", *map(str, args)],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-    ) as process:
+    with begin(*args, cwd=cwd, start=start, **environment) as process:
         try:
             stdout, stderr = process.communicate(timeout=timeout_s)
         except BaseException:
             process.kill()
             raise
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+    return CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def begin(
+    *args: str | Path, cwd: Path, start: type[Popen[str]] = Popen, **environment: str
+) -> Popen[str]:
+    """The process in the background; what it prints is in pipes."""
+    return start(
+        [sys.executable, "-m", "batchkit", *map(str, args)],
+        cwd=cwd,
+        stdout=PIPE,
+        stderr=PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )
