@@ -7,14 +7,16 @@ if TYPE_CHECKING:
     from typing import Any
 
     from batchkit.config.tables import JobConfig as JobConfig
+    from batchkit.execution.loop import Outcome as Outcome
     from batchkit.execution.processor import ProductionBatchProcessor as ProductionBatchProcessor
     from batchkit.storage.summary import RunSummary as RunSummary
 
 __version__ = "0.1.0"
-__all__ = ["JobConfig", "ProductionBatchProcessor", "RunSummary"]
+__all__ = ["JobConfig", "Outcome", "ProductionBatchProcessor", "RunSummary"]
 
 _HOMES = {
     "JobConfig": "batchkit.config.tables",
+    "Outcome": "batchkit.execution.loop",
     "ProductionBatchProcessor": "batchkit.execution.processor",
     "RunSummary": "batchkit.storage.summary",
 }

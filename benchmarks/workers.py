@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-from accelerator import COSTS
 from figures import Figure
+from sides import COSTS
 from uneven import FIRST
 
 from batchkit.commands.demo_model import build_demo_model

@@ -65,10 +65,13 @@ class SupervisedEngine:
         among_accidents: bool = False,
         suspicions: Iterable[Suspicion] = (),
         open_engine: Callable[[JobConfig], Engine] = open_engine,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._job = job
         self._hear = hear
         self._open_engine = open_engine
+        self._clock, self._sleep = clock, sleep
         self.ladder = ladder or Ladder()
         self._suspects = Suspects[Request](among_accidents=among_accidents)
         self._expected = Expected(suspicions)
@@ -189,7 +192,7 @@ class SupervisedEngine:
         if self._suspects:
             return
         self.ladder.keep()
-        may_grow = (time.monotonic() - self._opened_at) * GROWTH_SHARE >= self._open_s
+        may_grow = (self._clock() - self._opened_at) * GROWTH_SHARE >= self._open_s
         if self.ladder.succeeded(len(answered)) and may_grow and not self._restart_due:
             self._restart_due = _GROWTH
 
@@ -298,13 +301,13 @@ class SupervisedEngine:
                 self._count_death(error)
                 if isinstance(error, JobError):  # the engine does not allow the smaller settings
                     self.ladder.back()
-                time.sleep(min(self._deaths, LONGEST_PAUSE_S))
+                self._sleep(min(self._deaths, LONGEST_PAUSE_S))
 
     def _open(self) -> Engine:
         """An engine with the ladder's settings; smaller still if memory runs out at load."""
         n_steps = 0
         while True:
-            started = time.monotonic()
+            started = self._clock()
             options = {**self._job.engine.options, **self.ladder.overrides}
             try:
                 engine = self._open_engine(
@@ -329,7 +332,7 @@ class SupervisedEngine:
                 self._say(f"out of memory at load ({fault}): next try with {_shown(step)}")
                 self._remember()
             else:
-                self._opened_at = time.monotonic()
+                self._opened_at = self._clock()
                 self._open_s = self._opened_at - started
                 self._host_gb_at_start = None
                 return engine

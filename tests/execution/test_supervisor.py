@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -37,31 +37,9 @@ AT_LOAD = Fault("oom", "MemoryError", "planted")
 GIB = 2**30
 
 
-class Clock:
-    """Stands where it is put: a poll takes a second, opening an engine what ``World`` says."""
-
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-CLOCK = Clock()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _supervisor_reads_this_clock() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("batchkit.execution.supervisor.time", CLOCK)
-        yield
-
-
 @dataclass
 class World:
-    """What befalls the engines, and what is counted over all of them.
+    """What happens to the engines, and what is counted over all of them.
 
     ``over``: with more running than this, memory runs out; ``load_over``: so it does at load with
     a larger ``max_num_seqs``. ``dies_at`` are polls, counted over all engines. ``first_look`` is
@@ -88,6 +66,8 @@ class World:
     batched_tokens: int | None = None
     refuses_probes: bool = False
 
+    now: float = 0.0
+    """The supervisor's clock: a poll takes a second, opening an engine ``open_s``."""
     polls: int = 0
     opened: list[int] = field(default_factory=list)
     """``max_num_seqs`` of each engine."""
@@ -114,7 +94,7 @@ class World:
             self.failed_loads.append(size)
             raise self.load_error
         assert size is not None
-        CLOCK.now += self.open_s
+        self.now += self.open_s
         limits = {"max_num_seqs": size, "kv_cache_memory_bytes": 1}  # too little to be halved
         if self.batched_tokens is not None:
             limits["max_num_batched_tokens"] = self.batched_tokens
@@ -153,7 +133,12 @@ class World:
             quarantined=quarantined,
             suspicions=suspicions,
             open_engine=self.open,
+            clock=lambda: self.now,
+            sleep=self.sleep,
         )
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 class CountingEngine:
@@ -179,7 +164,7 @@ class CountingEngine:
         assert not self._dead
         world = self._world
         world.polls += 1
-        CLOCK.now += 1
+        world.now += 1
         self._host_bytes += world.grows_bytes
         world.groups.append({request.row.index for request in self._queue})
         running = self._queue[: self.max_num_seqs]
