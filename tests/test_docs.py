@@ -164,13 +164,18 @@ def texts_in(path: Path) -> list[str]:
     ]
 
 
-def test_paths_in_the_architecture_exist() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    folders = [ROOT, *(ROOT / "batchkit" / name for name in ("", "commands", "execution"))]
-    paths = re.findall(r"`((?:\w+/)+(?:\w+\.py)?|\w+\.py)`", page)
-    assert len(paths) > 30
-    missing = [path for path in paths if not any((folder / path).exists() for folder in folders)]
-    assert not missing, f"docs/architecture.md names {missing}"
+@pytest.mark.parametrize("name", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_paths_in_the_pages_for_contributors_exist(name: str) -> None:
+    page = (ROOT / name).read_text(encoding="utf-8")
+    folders = [ROOT, *(ROOT / "batchkit" / sub for sub in ("", "commands", "execution"))]
+    paths = re.findall(r"`((?:\w+/)+(?:\w+\.(?:py|md))?|\w+\.py)`", page)
+    assert len(paths) > 25
+    missing = [
+        path
+        for path in paths
+        if "NAME" not in path and not any((folder / path).exists() for folder in folders)
+    ]
+    assert not missing, f"{name} names {missing}"
 
 
 def test_paths_of_tests_and_benchmarks_in_the_docs_exist() -> None:

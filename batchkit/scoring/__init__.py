@@ -26,6 +26,10 @@ T = TypeVar("T")
 
 DEFERRED = ("chart", "judge")
 _NO_ANSWER = "[ERROR]"  # how RealHiTBench's harness marks a failure
+COMPARISONS: dict[str, Callable[[str, str, ScoringTable], float | None]] = {
+    "numeric": lambda prediction, reference, table: numeric(prediction, reference, table.tolerance),
+    "choice": lambda prediction, reference, table: choice(prediction, reference, table.choices),
+}
 SCORES_OF = {"chart": ("ecr", "pass")}  # all others: one, with the scorer's own name
 
 
@@ -193,9 +197,7 @@ class _Comparison:
         if name in OVERLAPS:
             self._pair = self._pair or pair(prediction, reference, table.mode)
             return overlap(name, self._pair, table.mode)
-        if name == "numeric":
-            return numeric(prediction, reference, table.tolerance)
-        return choice(prediction, reference, table.choices)
+        return COMPARISONS[name](prediction, reference, table)
 
 
 def _as_text(value: Any) -> str:

@@ -1,7 +1,6 @@
 """Extractors: one function each, from the answer's text to the prediction.
 
-Each returns None if the text has nothing of its kind. To add one: a function here, a line in
-``EXTRACTORS``, and its name in ``config.Extract``.
+Each returns None if the text has nothing of its kind. CONTRIBUTING.md says how to add one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The rows of the input: numbered, filtered, and cut at the limit.
 
 A format is one module with one generator (``reader.Reader``); it does not handle ids, ``where``
-and ``limit``, which are handled here for all formats. To add one: a module, a line in
-``formats.READERS``, and a suffix in ``formats.SUFFIXES``.
+and ``limit``, which are handled here for all formats. CONTRIBUTING.md says how to add one.
 """
 
 from __future__ import annotations

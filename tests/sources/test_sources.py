@@ -20,6 +20,7 @@ from batchkit.sources import count_rows, fingerprint, input_files, never, read_r
 from tests.support.sources import ROWS, rows_of, table, write, write_rows
 
 FORMATS = ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet"]
+ALL_TEXT = ["rows.csv"]  # those whose values have no types
 
 
 # Every format
@@ -35,7 +36,7 @@ def test_format_is_known_by_suffix(tmp_path: Path, name: str) -> None:
         (3, "d", None),
     ]
     years: list[Any] = (
-        ["2020", "2021", "2021", "2020"] if "csv" in name else [2020, 2021, 2021, 2020]
+        ["2020", "2021", "2021", "2020"] if name in ALL_TEXT else [2020, 2021, 2021, 2020]
     )
     assert [row.fields["year"] for row in rows] == years
 
