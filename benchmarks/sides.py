@@ -22,7 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-COSTS = "SIMULATED_ACCELERATOR"
+COSTS = "SIMULATED_ACCELERATOR"  # accelerator.py
+FIRST = "UNEVEN"  # uneven.py
 GENERATE_ALL = "generate(all)"
 IN_ORDER = "batchkit, in order"  # … of its input: run.look_ahead = 0
 BATCHES = {GENERATE_ALL: None, "batches of 32": 32, "batches of 64": 64}

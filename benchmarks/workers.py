@@ -29,8 +29,7 @@ from typing import Any, NamedTuple
 
 import psutil
 from figures import Figure
-from sides import COSTS
-from uneven import FIRST
+from sides import COSTS, FIRST
 
 from batchkit.commands.demo_model import build_demo_model
 
