@@ -1,11 +1,11 @@
-"""A worker of vLLM that takes its time and computes nothing, as if an accelerator did the work.
+"""A vLLM worker that waits and computes nothing, as if an accelerator did the work.
 
     worker_cls = "accelerator.SimulatedWorker"
 
 A step takes ``step_ms``, ``token_us`` for each token in it and ``image_ms`` for each image that it
-encodes (``SIMULATED_ACCELERATOR``, JSON), and leaves the host's cores alone meanwhile. Scheduler, KV
-cache, tokenizer and image processor are vLLM's own. An answer is drawn from its row's tokens and
-processed pixels alone, so that it tells whether these reached the engine, in whatever batch.
+encodes (``SIMULATED_ACCELERATOR``, JSON), and leaves the host's cores alone meanwhile. Scheduler,
+KV cache, tokenizer and image processor are vLLM's own. An answer depends only on its row's tokens
+and processed pixels, so that it shows whether these reached the engine, in any batch.
 """
 
 from __future__ import annotations

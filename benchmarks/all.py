@@ -1,10 +1,10 @@
-"""Every benchmark in its quick form, one after the other, and what came of them in one table.
+"""Every benchmark in its quick form, one after the other, and their results in one table.
 
     python benchmarks/all.py [--only text,counting,…]        (make bench)
 
-Each is a fresh process; its table is printed as it comes. Quick forms have few rows and one round:
-a figure that misses here by little asks for the script itself on a quiet machine, not for a verdict.
-Not among them: soak.py (half an hour of faults), gold_charts.py (needs its data) and gpu.py.
+Each is a fresh process; its table is printed line by line. Quick forms have few rows and one round:
+if a figure misses by little, run the script itself on a quiet machine before you conclude anything.
+Left out: soak.py (half an hour of faults), gold_charts.py (needs its data) and gpu.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NEEDS = {"ray_data": "ray", "workers": "ray"}
 
 
 class Ran(NamedTuple):
-    """A script that was run, or was not: ``problem`` says why there are no figures."""
+    """One script; ``problem`` says why there are no figures, if it failed or was skipped."""
 
     script: str
     seconds: float
@@ -89,11 +89,11 @@ def run(script: str) -> Ran:
         cwd=HERE.parent,
         limit_s=LIMIT_S,
         environment={**os.environ, "PYTHONUNBUFFERED": "1"},
-        tell=lambda line: None if line.startswith('{"benchmark"') else print(line, flush=True),
+        on_line=lambda line: None if line.startswith('{"benchmark"') else print(line, flush=True),
     )
     seconds = round(time.monotonic() - began, 1)
     if done.code or done.is_late:
-        print(f"{script} FAILED: {done.told}", flush=True)
+        print(f"{script} FAILED: {done.message}", flush=True)
         how = "took too long" if done.is_late else f"exit code {done.code}"
         return Ran(script, seconds, [], f"failed: {how}")
     return Ran(script, seconds, list(figures_of(json.loads(done.stdout[-1]))))
@@ -111,7 +111,7 @@ def table(runs: list[Ran]) -> None:
                 wanted = f"{'≤' if figure.at_most else '≥'} {number(figure.wanted)}"
             print(
                 f"{ran.script:>12} {ran.seconds:>5.0f}  {figure.what:<52} {found:>12} {wanted:>10}"
-                f"  {figure.verdict}".rstrip()
+                f"  {figure.outcome}".rstrip()
             )
 
 

@@ -1,4 +1,4 @@
-"""A command that ends in time, and with it all that it started."""
+"""Runs a command with a time limit, and ends all processes that it started."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import psutil
 
-INTERRUPTED_S = 60  # what an interrupted command has to come to its end
+INTERRUPTED_S = 60  # for an interrupted command to end
 
 
 class Done(NamedTuple):
-    """``code`` is negative where a signal ended it; ``stderr`` is its end."""
+    """``code`` is negative if a signal ended it; ``stderr`` is its last 4,000 characters."""
 
     code: int
     stdout: list[str]
@@ -26,7 +26,7 @@ class Done(NamedTuple):
     is_late: bool
 
     @property
-    def told(self) -> str:
+    def message(self) -> str:
         how = "it took too long" if self.is_late else f"exit code {self.code}"
         return f"{how}: {self.stderr.strip()}"
 
@@ -38,25 +38,25 @@ def run(
     limit_s: float,
     environment: Mapping[str, str] = os.environ,
     stdin: str = "",
-    tell: Callable[[str], object] = len,
+    on_line: Callable[[str], object] = len,
     interrupt: bool = False,
 ) -> Done:
-    """Each line of stdout goes to ``tell`` as it comes.
+    """Call ``on_line`` with each line of stdout.
 
     When time is up the command is killed; with ``interrupt`` it gets SIGINT first, and a minute.
 
-    Threads: this one reads, one waits for the command's end, one for the end of its time. The command
-    is not reaped before they are done, so that its number stays its own.
+    Threads: this one reads, one waits for the command's end, one for the time limit. The command is
+    not reaped before they are done, so that no other process can get its pid.
     """
     gone, late = threading.Event(), threading.Event()
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen(
             words,
             cwd=cwd,
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=said,
+            stderr=errors,
             text=True,
             start_new_session=True,
         )
@@ -73,7 +73,7 @@ def run(
             with process.stdout:
                 for line in process.stdout:
                     lines.append(line.rstrip("\n"))
-                    tell(lines[-1])
+                    on_line(lines[-1])
             gone.wait()
         except BaseException:
             _kill(process.pid)
@@ -82,12 +82,12 @@ def run(
         finally:
             watch.cancel()
             code = process.wait()
-        said.seek(0)
-        return Done(code, lines, said.read()[-4000:], late.is_set())
+        errors.seek(0)
+        return Done(code, lines, errors.read()[-4000:], late.is_set())
 
 
 def _clear_up(pid: int, gone: threading.Event) -> None:
-    """What the command left behind would hold its stdout, and a card's memory."""
+    """Processes that the command left would keep its stdout open, and hold GPU memory."""
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What a checkpoint costs as completions grow, in order and scattered: write, size, read.
+"""What a checkpoint costs as completions grow, in order and scattered: write time, size, read time.
 
     python benchmarks/checkpoint.py [--max 10000000] [--quick]
 
@@ -55,8 +55,8 @@ def main() -> None:
         )
         for found in results[-2:]
     ]
-    told = {"results": results, "figures": [figure.to_json() for figure in figures]}
-    print(json.dumps({"benchmark": "checkpoint", **told}))
+    report = {"results": results, "figures": [figure.to_json() for figure in figures]}
+    print(json.dumps({"benchmark": "checkpoint", **report}))
 
 
 def measure(completed: IndexSet) -> dict[str, float]:

@@ -1,20 +1,20 @@
-"""batchkit's command beside another tool's: same rows, same vLLM, whole processes.
+"""batchkit's command against another tool's: same rows, same vLLM, whole processes.
 
 The rows are those of text.py: answers from 4 to 256 tokens, heavy-tailed, the same lengths for all
 tools. Once computed on the CPU, once with a simulated accelerator whose steps take 15 ms. A tool
 loads the model in its command, so there are three clocks, the same for all; the last two begin with
-a time that the worker leaves (stamped.py), and end with the last write to the results (the file's):
+a time that the worker writes (stamped.py), and end with the last change of the results file:
 
 - **whole command**: from its start to its exit.
-- **after load**, which the wanted ratios are about: from the loaded model. What a tool does before it,
-  it has for free: batchkit and Ray Data read rows and fill in templates, Ray Data also tokenises;
-  run-batch begins after it. batchkit's fsyncs are in it, but for the last.
+- **after load**, to which the wanted ratios apply: from the loaded model. What a tool does earlier
+  is not counted: batchkit and Ray Data read rows and fill in templates, Ray Data also tokenises;
+  run-batch begins after the load. batchkit's fsyncs are counted, except for the last.
 - **from the first step** of the engine: leaves out how long a tool takes from a loaded model to the
-  first request, which weighs nothing in a run of hours.
+  first request, which is negligible in a run of hours.
 
-Everywhere the engine has one process, with its executor in it (``uni``, as with one GPU): on a CPU
-vLLM would give the worker one more, which ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` prevents.
-OMP_NUM_THREADS is unset, as most users have it. A command that leaves a process behind, or exits
+In each tool the engine and its executor share one process (``uni``, as with one GPU): on a CPU vLLM
+would start another for the worker, which ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` prevents.
+OMP_NUM_THREADS is unset, as for most users. A command that leaves a process behind, or exits
 with an error, ends the benchmark.
 """
 
@@ -78,7 +78,7 @@ class Line(NamedTuple):
         return statistics.median(ratio.after_load_s for ratio in self.ratios)
 
     @property
-    def verdict(self) -> str:
+    def outcome(self) -> str:
         if self.wanted is None:
             return ""
         return f"{self.wanted:.2f} {'holds' if self.ratio >= self.wanted else 'MISSED'}"
@@ -110,7 +110,7 @@ def compare(
     *,
     rounds: int,
 ) -> None:
-    """Run all, interleaved; print a table and one JSON line. Exits with 1 where answers differ."""
+    """Run all, interleaved; print a table and one JSON line. Exits with 1 if answers differ."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     lines: list[Line] = []
     for setting in settings:
@@ -124,9 +124,11 @@ def compare(
                 took.setdefault(tool.name, []).append(times)
                 expected = expected or answers
                 check(f"{setting.name}, {tool.name}, round {number + 1}", answers, expected)
-                told = f"{times.after_load_s:.2f} s after load, {times.whole_s:.1f} s in all"
+                times_text = f"{times.after_load_s:.2f} s after load, {times.whole_s:.1f} s in all"
                 print(
-                    f"{setting.name} {number + 1} {tool.name}: {told}", file=sys.stderr, flush=True
+                    f"{setting.name} {number + 1} {tool.name}: {times_text}",
+                    file=sys.stderr,
+                    flush=True,
                 )
         lines += _lines(setting, took, len(expected))
     _print(lines)
@@ -139,8 +141,8 @@ def compare(
         }
         for line in lines
     ]
-    told = {"benchmark": benchmark, "rounds": rounds, "answers_equal": True, "results": results}
-    print(json.dumps(told))
+    report = {"benchmark": benchmark, "rounds": rounds, "answers_equal": True, "results": results}
+    print(json.dumps(report))
 
 
 def batchkit(job: Mapping[str, Any]) -> Tool:
@@ -170,7 +172,7 @@ def _lines(setting: Setting, took: Mapping[str, Sequence[Took]], rows: int) -> I
 
 
 def _print(lines: Sequence[Line]) -> None:
-    """Seconds, their ratio to batchkit's, and the least and the greatest ratio of the rounds."""
+    """Seconds, their ratio to batchkit's, and the smallest and largest ratio of the rounds."""
     clocks = {"after load": "after_load_s", "first step": "from_first_step_s", "whole": "whole_s"}
     print(
         f"{'setting':>10} {'tool':>14} {'rows':>5}", *(f"{name:>24}" for name in clocks), " wanted"
@@ -182,7 +184,7 @@ def _print(lines: Sequence[Line]) -> None:
             spread = f"({min(ratios):.2f}–{max(ratios):.2f})"
             print(f" {getattr(line.times, clock):>6.2f} {statistics.median(ratios):>4.2f}", end="")
             print(f" {spread:>12}", end="")
-        print(f"  {line.verdict}".rstrip())
+        print(f"  {line.outcome}".rstrip())
 
 
 def _run(
@@ -215,8 +217,8 @@ def _run(
             left = _end_what_is_left()
     where = f"{setting.name}, {tool.name}"
     if done.returncode:
-        told = (folder / "output.log").read_text(errors="replace")[-4000:]
-        raise SystemExit(f"{where}: exit code {done.returncode}: {told}")
+        log = (folder / "output.log").read_text(errors="replace")[-4000:]
+        raise SystemExit(f"{where}: exit code {done.returncode}: {log}")
     if left:
         raise SystemExit(f"{where}: left these running: {left}")
     files = sorted(folder.glob(tool.results))

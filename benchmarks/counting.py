@@ -1,12 +1,12 @@
-"""What a row costs when the model costs nothing: rate, memory, resume and checkpoint.
+"""What a row costs if the model costs nothing: rate, memory, resume and checkpoint.
 
     python benchmarks/counting.py [--rounds 3] [--rows 1000000] [--quick]
 
-The dry-run engine only counts; everything else is as in any run: rows from a file, a template, a
-record a row on disk, fsync and checkpoint every five seconds. Each start is a fresh command. A
-resume is timed from the start of its process to the first new record on disk, after as many rows
-were done as ``--rows`` says: with the checkpoint that the run left, with one that is a tenth of
-the rows old (as after kill -9), and without one.
+The dry-run engine only counts; everything else is as in any run: rows from a file, a template, one
+record on disk for each row, fsync and checkpoint every five seconds. Each start is a fresh command.
+A resume is timed from the start of its process to the first new record on disk, with ``--rows``
+rows done before: with the run's last checkpoint, with one that lacks a tenth of the rows (as after
+kill -9), and without one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Store(Path(sys.argv[1])).close()
 
 
 class Start(NamedTuple):
-    """One command: its summary, its peak of resident memory, and when its first record was there."""
+    """One command: its summary, its peak resident memory, and when its first record was written."""
 
     summary: dict[str, Any]
     peak_mib: float
@@ -79,8 +79,10 @@ def main() -> None:
             shutil.rmtree(folder / "output")
     found = {"rows": n_rows, **rates(few, many), **resume_times(resumes, n_rows)}
     found |= {"checkpoints": checkpoints(1_000_000 if args.quick else 10_000_000)}
-    told = [figure.to_json() for figure in figures(found)]
-    print(json.dumps({"benchmark": "counting", "rounds": n_rounds, **found, "figures": told}))
+    figures_json = [figure.to_json() for figure in figures(found)]
+    print(
+        json.dumps({"benchmark": "counting", "rounds": n_rounds, **found, "figures": figures_json})
+    )
 
 
 def rates(few: Sequence[Start], many: Sequence[Start]) -> dict[str, Any]:
@@ -132,7 +134,7 @@ def resume_times(resumes: dict[str, list[float]], n_rows: int) -> dict[str, Any]
 
 
 def checkpoints(most: int) -> list[dict[str, Any]]:
-    """The figures of ``checkpoint.py``, and how they grow from the least rows to the most."""
+    """The figures of ``checkpoint.py``, and how they grow from the fewest rows to the most."""
     script = Path(__file__).with_name("checkpoint.py")
     done = subprocess.run(
         [sys.executable, script, "--max", str(most)], stdout=subprocess.PIPE, text=True, check=True
@@ -152,8 +154,8 @@ def checkpoints(most: int) -> list[dict[str, Any]]:
 def start(folder: Path, limit: int | None) -> Start:
     """Run or resume the job, watching its log.
 
-    The peak is the child's own as long as it is above ours: Linux counts in what the memory held
-    that it shared with us before its exec. So this process imports nothing large.
+    The peak is the child's own as long as it is above ours: Linux counts the memory that the child
+    shared with us before its exec. So this process imports nothing large.
     """
     log = folder / "output" / "counting" / "results.jsonl"
     before = log.stat().st_size if log.exists() else 0

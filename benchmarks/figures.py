@@ -1,4 +1,4 @@
-"""What a benchmark found beside what it shall hold (DESIGN 7): a part of its JSON line."""
+"""What a benchmark measured and its target: the ``figures`` of its JSON line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Figure(NamedTuple):
-    """``wanted`` is the least that ``found`` shall be, or the most; None where nothing is asked for."""
+    """``wanted``: the least that ``found`` must be, with ``at_most`` the most; None: no target."""
 
     what: str
     found: float
@@ -16,20 +16,20 @@ class Figure(NamedTuple):
     at_most: bool = False
 
     @property
-    def verdict(self) -> str:
+    def outcome(self) -> str:
         if self.wanted is None:
             return ""
         holds = self.found <= self.wanted if self.at_most else self.found >= self.wanted
         return "holds" if holds else "MISSED"
 
     def to_json(self) -> dict[str, Any]:
-        return self._asdict() | {"verdict": self.verdict or None}
+        return self._asdict() | {"verdict": self.outcome or None}
 
 
 def figures_of(line: Mapping[str, Any]) -> Iterator[Figure]:
-    """Of a JSON line: its ``figures``, or else the ratios of the other sides among its ``results``."""
-    for told in line.get("figures", ()):
-        yield Figure(**{name: told[name] for name in Figure._fields})
+    """The ``figures`` of a JSON line; without them, the ratios of the other sides in ``results``."""
+    for figure in line.get("figures", ()):
+        yield Figure(**{name: figure[name] for name in Figure._fields})
     if "figures" in line:
         return
     for found in line.get("results", ()):

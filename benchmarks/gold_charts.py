@@ -1,10 +1,10 @@
-"""Run the gold code of RealHiTBench's charts, in both modes: what fails is the harness's, or the data's.
+"""Run the gold code of RealHiTBench's charts, in both modes: do the harness or the data fail?
 
     python benchmarks/gold_charts.py --qa QA_final.json --tables tables/
 
 Prints a table, a line for each gold chart that did not pass, and one JSON line. The authors' own
-runner has ECR 128 and PASS 115 of 154. Charts whose table is not in the folder are counted apart:
-they are run as well, as some hold their values in the code, if the code does not read the table.
+runner has ECR 128 and PASS 115 of 154. Charts whose table is not in the folder are counted
+separately: they are run too, because the code of some holds the values and reads no table.
 """
 
 from __future__ import annotations

@@ -1,29 +1,29 @@
-"""batchkit on an NVIDIA GPU: beside plain scripts, and when the card's memory runs out.
+"""batchkit on an NVIDIA GPU: against plain scripts, and when GPU memory runs out.
 
     python benchmarks/gpu.py [--only text,images,ledger,find-bs,ladder] [--models 0.5B,7B] [--tiny]
 
-Where there is a GPU and no network: unpack vLLM for CUDA (0.26 to 0.33) and batchkit's own
-dependencies, set in the environment what they need, then ``python benchmarks/gpu.py`` in a checkout.
-Nothing is downloaded: the models have the shapes of Qwen2-0.5B, Qwen2.5-7B and Qwen3-VL-2B, and
-weights that vLLM draws at load (shapes.py). With torch.compile and CUDA graphs a load takes a minute
-or so, the first longer: there are five for each model in text, four in images, four in ledger. Where
-time is short choose with ``--only`` and ``--models``, or leave compiling out with ``--eager``, which
-costs rate on all sides. find-bs and ladder are always eager, with some ten loads each.
-``--tiny`` runs the same on a CPU with the demo model's shape and few rows, for a test.
+On a machine with a GPU and no network: unpack vLLM for CUDA (0.26 to 0.33) and batchkit's own
+dependencies, set the environment variables that they need, then run ``python benchmarks/gpu.py`` in
+a checkout. Nothing is downloaded: the models have the shapes of Qwen2-0.5B, Qwen2.5-7B and
+Qwen3-VL-2B, and random weights that vLLM generates at load (shapes.py). With torch.compile and CUDA
+graphs a load takes about a minute, the first longer: there are five for each model in text, four in
+images, four in ledger. To save time use ``--only`` and ``--models``, or switch compilation off with
+``--eager``, which makes all sides slower. find-bs and ladder are always eager, with about ten loads
+each. ``--tiny`` runs the same on a CPU with the demo model's shape and few rows, for a test.
 
-- **text**: rows as text.py's, vLLM's own defaults. In ``generate(all)`` vLLM runs in the script's
+- **text**: rows as in text.py, vLLM's own defaults. In ``generate(all)`` vLLM runs in the script's
   process, as it does in batchkit's engine process; ``own`` is vLLM's default, a process of its own.
-  Each row says how long its answer will be, so batchkit begins the longest; ``in order`` is without
-  that. Batches of 64 get the first rows only, for they take much longer. Ratios are of rows/s.
-- **images**: as images.py; then find-bs with one batch size, for what bottleneck.
-- **ledger**: as ledger.py, with the 0.5B shape in place of the engine that only counts.
+  The length of each row's answer is known, so batchkit begins with the longest; ``in order`` is
+  without that. Batches of 64 get only the first rows: they take much longer. Ratios are of rows/s.
+- **images**: as in images.py; then find-bs with one batch size, to find the bottleneck.
+- **ledger**: as in ledger.py, with the 0.5B shape instead of the dry-run engine.
 - **find-bs**, **ladder**: too many requests at once end in the device's own error: CUDA's out of
-  memory, on a CPU the kernel's refusal (gpu_memory.py). On a GPU, ladder also claims more than is
-  free at load, and has a neighbour take the card's memory while a run goes on.
+  memory, on a CPU an allocation that the kernel refuses (gpu_memory.py). On a GPU, ladder also
+  claims more memory at load than is free, and another process takes GPU memory during a run.
 
-All is in bfloat16, where the composition of a batch changes rounding: every row must have as many
-tokens on all sides, and the share of equal texts is told. A section that fails says why in the last
-line (JSON) and leaves the others alone; the exit code is 1 then.
+All runs are in bfloat16, where the composition of a batch changes rounding: each row must have the
+same number of tokens on all sides, and the share of equal texts is reported. If a section fails,
+the last line (JSON) says why, the other sections still run, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class Way(NamedTuple):
 
     name: str
     side: str
-    rows: int | None = None  # the first so many; None is all
+    rows: int | None = None  # only the first ones; None: all
     own_process: bool = False
-    wanted: float | None = None  # batchkit's rate over this one's, at least
+    wanted: float | None = None  # minimum of batchkit's rate divided by this one's
 
 
 def main() -> None:
@@ -98,7 +98,7 @@ def main() -> None:
     if args.tiny:
         small = {"enforce_eager": True, "max_num_seqs": 16, "kv_cache_memory_bytes": 2**27}
         options |= {**small, "max_model_len": 512}
-    else:  # less than vLLM's own 0.92: what ran before may still be leaving the card
+    else:  # below vLLM's default of 0.92: an earlier process may still hold GPU memory
         options |= {"gpu_memory_utilization": 0.85, "enforce_eager": args.eager}
     with tempfile.TemporaryDirectory() as name:
         machine = look(Path(name))
@@ -116,10 +116,10 @@ def main() -> None:
                 if not args.tiny and machine["card"] is None:
                     raise SectionError("torch finds no GPU; --tiny runs on a CPU")
                 SECTIONS[section](place, found)
-            except Exception as error:  # a section's failure is a result, and the others go on
-                told = "" if isinstance(error, SectionError) else traceback.format_exc()
+            except Exception as error:  # a section's failure is a result, and the others run
+                trace = "" if isinstance(error, SectionError) else traceback.format_exc()
                 found["error"] = f"{type(error).__name__}: {error}"
-                print(f"{section} FAILED: {found['error']}\n{told}", flush=True)
+                print(f"{section} FAILED: {found['error']}\n{trace}", flush=True)
             found["seconds"] = round(time.monotonic() - began, 1)
     about = {"benchmark": "gpu", "tiny": args.tiny, "eager": args.eager, "machine": machine}
     print(json.dumps({**about, "sections": sections}))
@@ -127,12 +127,12 @@ def main() -> None:
 
 
 def look(folder: Path) -> dict[str, Any]:
-    """In another process: this one shall not hold a part of the card."""
+    """In another process, so that this one holds no GPU memory."""
     done = bounded.run(
         [sys.executable, "-c", MACHINE], cwd=folder, limit_s=300, environment=environment()
     )
     if done.code:
-        raise SystemExit(f"torch and vLLM can't be imported: {done.told}")
+        raise SystemExit(f"torch and vLLM can't be imported: {done.message}")
     machine: dict[str, Any] = json.loads(done.stdout[-1])
     version = Path("/proc/driver/nvidia/version")
     machine["driver"] = version.read_text().splitlines()[0] if version.is_file() else None
@@ -172,21 +172,21 @@ def images_section(place: Place, found: Found) -> None:
         ways.append(Way(f"{GENERATE_ALL}, own", GENERATE_ALL, own_process=True, wanted=1.3))
     try:
         beside(place, "tiny" if place.tiny else "VL-2B", rows, ways, job, found)
-    finally:  # what bottleneck is worth knowing even where the sides could not all be run
+    finally:  # the bottleneck is useful even if not all sides could be run
         size, seconds = (4, 2) if place.tiny else (128, 15)
         with_input = {**job, "input": {"path": str(rows)}}
         tried = find_bs(place, with_input, size, size, seconds=seconds)
         (line,) = tried["batch_sizes"]
         found["waits"], found["bottleneck"] = line["waits"], tried["bottleneck"]
         shares = line["waits"] or {}
-        told = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-        print(f"engine had free places for want of: {told or 'unknown, too few rows'}")
+        reasons = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+        print(f"why the engine had free places: {reasons or 'unknown, too few rows'}")
         if tried["bottleneck"]:
             print("bottleneck: {resource}: {reason}".format(**tried["bottleneck"]))
 
 
 def ledger_section(place: Place, found: Found) -> None:
-    """Each start has an engine of its own; only ``timed`` tells shares free of their noise."""
+    """Each start has an engine of its own; only the shares of ``timed`` are free of their noise."""
     rows = text.write(place.folder / "rows.jsonl", place.rows)
     model = shapes.build_shape(place.folder / "model", place.half_b, text_only=True)
     job = {"name": "ledger", "input": {"path": str(rows)}, "prompt": {"user": "{{ q }}"}}
@@ -203,8 +203,8 @@ def ledger_section(place: Place, found: Found) -> None:
         ratio = per_s / results[0]["rows_per_s"] if results else 1.0
         shares = {part: s / summary["seconds"] for part, s in summary["wall"].items() if s}
         results.append({"mode": mode, "rows_per_s": per_s, "ratio": ratio, "shares": shares})
-        told = ", ".join(f"{part} {share:.2%}" for part, share in shares.items())
-        print(f"{mode:>16} {per_s:>9,.1f} {ratio:>7.3f}  {told}".rstrip(), flush=True)
+        shares_text = ", ".join(f"{part} {share:.2%}" for part, share in shares.items())
+        print(f"{mode:>16} {per_s:>9,.1f} {ratio:>7.3f}  {shares_text}".rstrip(), flush=True)
         if summary["ok"] != place.rows:
             raise SectionError(f"{mode}: {summary['ok']} rows of {place.rows} answered")
 
@@ -227,10 +227,10 @@ def beside(
     job: Mapping[str, Any],
     found: Found,
 ) -> None:
-    """Run all ways, batchkit's first; each line is told, and in ``found``, when it is there.
+    """Run all ways, batchkit's first; print each result and add it to ``found`` at once.
 
     Raises:
-        SectionError: a side failed, or its answers' lengths are not batchkit's.
+        SectionError: a side failed, or its answers' lengths differ from batchkit's.
     """
     results = found.setdefault("results", [])
     head = f"{'shape':>6} {'side':>20} {'rows':>6} {'load s':>7} {'s':>7} {'rows/s':>8}"
@@ -242,7 +242,9 @@ def beside(
         ours = ours or got
         theirs, expected = got["answers"], ours["answers"][: len(got["answers"])]
         if [tokens for _, tokens in theirs] != [tokens for _, tokens in expected]:
-            raise SectionError(f"{shape}, {way.name}: not as many tokens as batchkit's answers")
+            raise SectionError(
+                f"{shape}, {way.name}: its answers have not as many tokens as batchkit's"
+            )
         per_s = len(theirs) / got["seconds"]
         equal = sum(a[0] == b[0] for a, b in zip(theirs, expected, strict=True)) / len(theirs)
         line = {
@@ -258,13 +260,13 @@ def beside(
             "wanted": way.wanted,
         }
         results.append(line)
-        verdict = ""
+        outcome = ""
         if way.wanted is not None:
-            verdict = f"{way.wanted} {'holds' if line['ratio'] >= way.wanted else 'MISSED'}"
+            outcome = f"{way.wanted} {'holds' if line['ratio'] >= way.wanted else 'MISSED'}"
         print(
             f"{shape:>6} {way.name:>20} {len(theirs):>6} {got['load_s']:>7.1f}"
             f" {got['seconds']:>7.2f} {per_s:>8.1f} {line['ratio']:>6.2f} {equal:>6.0%}"
-            f"  {verdict}".rstrip(),
+            f"  {outcome}".rstrip(),
             flush=True,
         )
 
@@ -282,7 +284,7 @@ def side(place: Place, shape: str, rows: Path, way: Way, job: Mapping[str, Any])
         "job": table,
         "rows": str(rows),
         "overrides": [],
-        "hold_back": "images" in job["prompt"],  # as images.py
+        "hold_back": "images" in job["prompt"],  # as in images.py
     }
     words = [str(HERE / "sides.py")]
     return answer(place, words, stdin=json.dumps(task), own_process=way.own_process)

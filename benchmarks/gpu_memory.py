@@ -1,7 +1,7 @@
 """The sections of gpu.py in which memory runs out: find-bs, and the ladder of a run.
 
-Each request of a step wants memory that vLLM's profile did not foresee (hungry.py), so that too many
-at once end in the device's own error, and how many that is, is known beforehand, roughly.
+Each request in a step takes memory that vLLM's profiling did not see (hungry.py), so that too many
+at once end in the device's own error. Their number is roughly known beforehand.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import text
 import tomlkit
 from gpu_place import Found, Place, SectionError, answer, environment, find_bs, wait_for_card
 
-# Holds all of the card but so many bytes, at once or when a file says a word, until it is killed.
+# Holds all GPU memory except some bytes, at once or when a word is in a file, until it is killed.
 NEIGHBOUR = """
 import sys, time, torch
 from pathlib import Path
@@ -56,7 +56,7 @@ def ladder_section(place: Place, found: Found) -> None:
     too_many = with_options(job, max_num_seqs=16 if place.tiny else 128)
     results.append(survived(place, "too many at once", too_many, each))
     if place.tiny:
-        # The first claim that fits would be half of what is free, and vLLM fills it with zeros.
+        # The first claim that fits would be half of what is free, and vLLM fills that with zeros.
         print("claim too large: skipped, it would take half of this machine's memory")
         print("memory taken while it runs: skipped, no card whose memory another could take")
         return
@@ -85,7 +85,7 @@ def fits_in(place: Place) -> int:
 
 
 def bytes_each(place: Place) -> int:
-    """Of the half that vLLM leaves; on a CPU of all, since the kernel refuses no less."""
+    """A share of the half that vLLM leaves; on a CPU of all memory: only that is refused."""
     return place.memory_bytes // (1 if place.tiny else 2) // fits_in(place)
 
 
@@ -95,7 +95,7 @@ def with_options(job: Mapping[str, Any], **options: Any) -> dict[str, Any]:
 
 
 def survived(place: Place, name: str, job: Mapping[str, Any], each: int) -> dict[str, Any]:
-    """A run that can't stay as it began, and what it did about it.
+    """A run that must run out of memory, recover and answer all rows.
 
     Raises:
         SectionError: a row has no answer, the ledger is not sound, or memory did not run out.
@@ -128,7 +128,7 @@ def log_of(place: Place, name: str) -> Path:
 
 @contextmanager
 def neighbour(*, leave: int, log: Path | None = None, word: str = "") -> Iterator[None]:
-    """Another process that leaves ``leave`` bytes of the card; with a ``word``, once ``log`` has it."""
+    """A process that takes GPU memory except ``leave`` bytes; with ``word``: once ``log`` has it."""
     wait_for_card()
     held = subprocess.Popen(
         [sys.executable, "-c", NEIGHBOUR, str(leave), str(log), word],

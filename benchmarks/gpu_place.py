@@ -1,4 +1,4 @@
-"""Where a section of gpu.py runs: its folder, its time, the machine, and commands there."""
+"""Where a section of gpu.py runs: its folder, time limit, machine and commands."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Found = dict[str, Any]  # what a section found, as it goes into the JSON line
 
 
 class SectionError(Exception):
-    """The section can't go on; what it found so far stands."""
+    """The section can't continue; what it found so far is kept."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """``options`` are vLLM's, for all models; ``until`` is the section's end, by time.monotonic()."""
+    """``options`` are vLLM's, for all models; ``until``: its end, by time.monotonic()."""
 
     folder: Path
     tiny: bool
@@ -50,7 +50,7 @@ class Place:
 
     @property
     def memory_bytes(self) -> int:
-        """All that the card has, or the machine where the engine is on its CPU."""
+        """The memory of the GPU, or of the machine if the engine runs on its CPU."""
         return int(self.machine["card_bytes"] or psutil.virtual_memory().total)
 
     @property
@@ -58,7 +58,7 @@ class Place:
         return shapes.TINY if self.tiny else shapes.QWEN2_HALF_B
 
     def job(self, model: Path, **options: Any) -> dict[str, Any]:
-        """What all jobs have in common; ``options`` go over the place's own."""
+        """What all jobs have in common; ``options`` override the place's own."""
         return {
             "engine": {"model": str(model), "options": {**self.options, **options}},
             "sampling": {"temperature": 0, "sampling_column": "params"},
@@ -74,10 +74,10 @@ def answer(
     own_process: bool = False,
     hungry_bytes: int = 0,
 ) -> dict[str, Any]:
-    """The JSON line that Python ends with, given ``words``.
+    """Run Python with ``words``; its last line of stdout, parsed as JSON.
 
     Raises:
-        SectionError: it failed, or the section's time was up.
+        SectionError: it failed, or the section's time limit was reached.
     """
     done = bounded.run(
         [sys.executable, *words],
@@ -87,7 +87,7 @@ def answer(
         stdin=stdin,
     )
     if done.code or not done.stdout:
-        raise SectionError(f"{Path(words[0]).name} {' '.join(words[1:3])}: {done.told}")
+        raise SectionError(f"{Path(words[0]).name} {' '.join(words[1:3])}: {done.message}")
     found: dict[str, Any] = json.loads(done.stdout[-1])
     return found
 
@@ -101,10 +101,10 @@ def find_bs(
     seconds: float,
     hungry_bytes: int = 0,
 ) -> dict[str, Any]:
-    """Its JSON, and its table printed; where time is short it tells what it knows by then.
+    """Run `batchkit find-bs`, print its table, return its JSON; at the time limit, what it has by then.
 
     Raises:
-        SectionError: it told nothing.
+        SectionError: it printed nothing.
     """
     wait_for_card()
     path = place.folder / "find-bs.toml"
@@ -119,7 +119,7 @@ def find_bs(
         interrupt=True,
     )
     if not done.stdout:
-        raise SectionError(f"find-bs: {done.told}")
+        raise SectionError(f"find-bs: {done.message}")
     tried: dict[str, Any] = json.loads(done.stdout[-1])
     print(f"{'batch size':>10} {'status':>6} {'s':>6} {'rows/s':>8} {'memory':>15}  reason")
     for line in tried["batch_sizes"]:
@@ -127,17 +127,17 @@ def find_bs(
         memory = ""
         if line["memory_gb"] is not None:
             memory = f"{line['memory_gb']:.1f} GiB {line['memory_of']}"
-        told = (line["reason"] or line["status"].partition(":")[2])[:100]
+        reason = (line["reason"] or line["status"].partition(":")[2])[:100]
         print(
             f"{line['batch_size']:>10} {line['status'][:5]:>6} {line['seconds']:>6.1f} {per_s:>8}"
-            f" {memory:>15}  {told}".rstrip()
+            f" {memory:>15}  {reason}".rstrip()
         )
     print(f"best {tried['best']}, largest that fits {tried['largest']}", flush=True)
     return tried
 
 
 def wait_for_card() -> None:
-    """Until its memory in use stays the same: a process that ended may hold its own a little longer."""
+    """Wait until the GPU memory in use is constant: an ended process may still hold some."""
     used, until = gpu_bytes(), time.monotonic() + 30
     while used and time.monotonic() < until:
         time.sleep(1)
@@ -147,7 +147,7 @@ def wait_for_card() -> None:
 
 
 def environment(hungry_bytes: int = 0, *, own_process: bool = False) -> dict[str, str]:
-    """Of a command: batchkit and these scripts can be imported, and vLLM is as quiet as it can be."""
+    """For a command: batchkit and these scripts can be imported, and vLLM logs only errors."""
     paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         HUNGRY_BYTES: str(hungry_bytes),

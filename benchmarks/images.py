@@ -2,10 +2,10 @@
 
     python benchmarks/images.py [--rounds 3] [--rows 120] [--quick]
 
-Real vLLM on the demo model: once computed on the CPU, once with a simulated accelerator (8 ms a step,
-20 µs a token, 10 ms an image; accelerator.py). Each row has an image of its own, 1.6 megapixels, PNG
-and JPEG by turns, which both sides scale to 608 × 416. The script loads all images, then calls
-``LLM.generate``; loading is counted. What else is: sides.py.
+Real vLLM on the demo model: once computed on the CPU, once with a simulated accelerator (8 ms a
+step, 20 µs a token, 10 ms an image; accelerator.py). Each row has an image of its own, 1.6
+megapixels, PNG and JPEG alternately, which both sides scale to 608 × 416. The script loads all
+images, then calls ``LLM.generate``; loading is counted. See sides.py for what else is.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OPTIONS = {
     "max_model_len": 1024,
     "max_num_seqs": 32,
     "kv_cache_memory_bytes": 2**30,
-    "mm_processor_cache_gb": 0,  # no image comes twice
+    "mm_processor_cache_gb": 0,  # no image occurs twice
     "limit_mm_per_prompt": {"image": 1, "video": 0},
 }
 
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def write(folder: Path, n: int) -> Path:
-    """Each image is the same clouds elsewhere, with a box of its own."""
+    """Each image shows the same clouds at another offset, with a box of its own."""
     draw = random.Random(0)
     noise = Image.effect_noise(FILE_SIZE, 90).filter(ImageFilter.GaussianBlur(1))
     clouds = Image.merge("RGB", [ImageChops.offset(noise, 211 * c, 83 * c) for c in range(3)])

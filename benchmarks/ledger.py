@@ -1,12 +1,12 @@
-"""What the ledger costs at the highest rate there is: fsync, checkpoint, writing, on and off.
+"""What the ledger costs at the highest possible rate: fsync, checkpoint, writing, on and off.
 
     python benchmarks/ledger.py [--rounds 3] [--rows 200000] [--interval-s 5] [--quick]
 
-The dry-run engine answers at once, so nothing hides behind a model: on any real one the shares are
-smaller by as much as it is slower. Each start is a fresh command, interleaved; rates are rows/s
-with the engine up, relative to the run as it is in the same round. A last kind of start leaves the
-ledger as it is and takes the time of its parts, and of checking the log as every command that reads
-it does first.
+The dry-run engine answers at once, so no model hides the cost: with a real one the shares are
+smaller in proportion to its speed. Each start is a fresh command, interleaved; rates are rows/s
+with the engine up, relative to an unchanged run in the same round. A last kind of start leaves the
+ledger unchanged and times its parts, and the check of the log that every command makes before it
+reads it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OFF = {
     "no fsync": "os.fsync does nothing",
     "no checkpoint": "neither fsync nor checkpoint",
     "no writing": "records are made and counted, nothing is written",
-    "no ledger": "records are dropped as they come",
+    "no ledger": "records are dropped",
 }
 PARTS = {
     "encode": "record to JSON",
@@ -77,12 +77,12 @@ def main() -> None:
                 shutil.rmtree(folder / "output")
     shares = {**off_shares(found), **part_shares(found[TIMED]), **check_cost(found[TIMED])}
     settings = {"rows": n_rows, "rounds": n_rounds, "interval_s": interval_s}
-    told = [figure.to_json() for figure in figures(n_rows, shares)]
-    print(json.dumps({"benchmark": "ledger", **settings, **shares, "figures": told}))
+    figures_json = [figure.to_json() for figure in figures(n_rows, shares)]
+    print(json.dumps({"benchmark": "ledger", **settings, **shares, "figures": figures_json}))
 
 
 def off_shares(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """How much faster a run is without a part, and the share of the time that this part took."""
+    """How much faster a run is without each part, and that part's share of the time."""
     print(f"{'':>16} {'rows/s':>9} {'ratio':>7} {'spread':>13} {'share':>7}")
     speeds = {mode: [one["rows_per_s"] for one in found[mode]] for mode in (AS_IT_IS, *OFF)}
     ratios = {}
@@ -102,7 +102,7 @@ def off_shares(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def part_shares(timed: list[dict[str, Any]]) -> dict[str, Any]:
-    """By the clock, and the processor's own: a write lets other threads render meanwhile."""
+    """Wall-clock and CPU time: during a write other threads can render."""
     print(f"{'':>16} {'share':>7} {'spread':>13} {'CPU µs/row':>11}")
     shares = {}
     for part, meaning in PARTS.items():
@@ -117,7 +117,7 @@ def part_shares(timed: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check_cost(timed: list[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds to hold a finished log against its checkpoint, for a million of these records."""
+    """Seconds to compare a finished log with its checkpoint, for a million of these records."""
     per_million = statistics.median(one["check_s"] / one["ok"] for one in timed) * 1e6
     rate = statistics.median(one["log_bytes"] / one["check_s"] for one in timed) / 2**30
     print(f"\nchecking the log: {per_million:.2f} s for 1,000,000 records, {rate:.1f} GiB/s")
@@ -149,8 +149,8 @@ def start(folder: Path, mode: str, interval_s: float) -> dict[str, Any]:
 def child(mode: str, interval_s: float) -> None:
     """Run the job in the working directory with the ledger changed as ``mode`` says.
 
-    There is no such switch in batchkit, and there shall be none: a run without a ledger can't be
-    resumed. So this script lays its own functions over the store's.
+    batchkit has no such switch on purpose: a run without a ledger can't be resumed. So this script
+    replaces the store's functions.
     """
     from batchkit.config.loading import load_job
     from batchkit.execution.processor import ProductionBatchProcessor
@@ -203,7 +203,7 @@ def nothing(*args: Any) -> None:
 
 
 class Clock:
-    """Adds up the seconds of each part; what runs inside another part counts to the outer alone."""
+    """Adds up the seconds of each part; a part inside another counts only for the outer one."""
 
     def __init__(self) -> None:
         self.wall = dict.fromkeys(PARTS, 0.0)

@@ -2,10 +2,10 @@
 
     python benchmarks/llama_slots.py [--rounds 3] [--rows 100] [--slots 1,8] [--quick]
 
-The run starts the server itself (``[engine.server]``), on a model of 23 million random parameters, and
-sends as many requests at a time as it has slots. Interleaved; a ratio is the time with the fewest
-slots by that of the same round. The clock runs from the loaded model to the last record. Needs
-``llama-server``, on PATH or as LLAMA_SERVER says.
+The run starts the server itself (``[engine.server]``), on a model of 23 million random parameters,
+and sends as many requests at a time as it has slots. Interleaved; a ratio is the time with the
+fewest slots divided by this one's in the same round. The clock runs from the loaded model to the
+last record. Needs ``llama-server``, on PATH or named by LLAMA_SERVER.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def main() -> None:
         for round_number in range(args.rounds):
             for number in slots:
                 runs[number].append(run(model, number, args.rows, f"{number}-{round_number}"))
-                told = f"{runs[number][-1].seconds:.2f} s"
-                print(f"round {round_number + 1}, {number} slots: {told}", file=sys.stderr)
+                seconds = f"{runs[number][-1].seconds:.2f} s"
+                print(f"round {round_number + 1}, {number} slots: {seconds}", file=sys.stderr)
     table(runs, args.rows)
 
 

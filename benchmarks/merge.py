@@ -1,9 +1,9 @@
-"""Shards into one run: time, memory, and that nothing is missing.
+"""Merging shards into one run: time, memory, and a check that nothing is missing.
 
     python benchmarks/merge.py [--rounds 3] [--rows 1000000] [--quick]
 
-The dry-run engine fills four shards, then `batchkit merge` joins them into a new folder, each round
-anew. The ledger's bytes a row are those of these short answers.
+The dry-run engine fills four shards, then `batchkit merge` joins them into a new folder in each
+round. The ledger's bytes per row are those of these short answers.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def run(folder: Path, *arguments: str) -> tuple[float, float]:
-    """Seconds and peak MiB of a command that must end well."""
+    """Seconds and peak MiB of a command that must succeed."""
     began = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "batchkit", *arguments],

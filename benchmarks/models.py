@@ -1,4 +1,4 @@
-"""Models of random weights for the benchmarks where the demo model is too small to mean anything."""
+"""Models with random weights, for benchmarks for which the demo model is too small."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from batchkit.commands.demo_model import build_demo_model
 
 FIRST_WORD, WORDS = 440, 180  # the demo model's whole words, roughly
-# 23 million parameters: on two cores a step of 64 costs its matrix products, not its overhead.
+# 23 million parameters: on two cores, matrix products dominate a step of 64 requests.
 MEDIUM = {
     "hidden_size": 512,
     "intermediate_size": 2048,
@@ -21,9 +21,9 @@ MEDIUM = {
 
 
 def build_text_model(path: Path, shape: Mapping[str, Any], dtype: str = "float32") -> Path:
-    """A Qwen2 of that shape, drawn at random, with the demo model's tokenizer.
+    """A Qwen2 of that shape with random weights and the demo model's tokenizer.
 
-    It answers in words alone: an answer of white space or special tokens would be none.
+    It answers only in words: an answer of white space or special tokens would count as empty.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

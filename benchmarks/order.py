@@ -1,12 +1,13 @@
-"""What the order of the rows is worth: batchkit with its look-ahead and without it.
+"""What ordering the rows gains: batchkit with its look-ahead and without it.
 
     python benchmarks/order.py [--rounds 3] [--quick]
 
-Real vLLM with a simulated accelerator (accelerator.py). Three inputs, in an order drawn at random:
-- lengths: as text.py's, where max_tokens tells how long an answer will be. A step takes 15 ms.
-- images: six questions to each image (RealHiTBench has 5.7). 8 ms a step, 20 µs a token, 10 ms an image.
-- documents: six questions to each of 100 texts of some 300 tokens; 16 requests at once, and a KV cache
-  that holds about a tenth of the texts beside them. 8 ms a step, 20 µs a token.
+Real vLLM with a simulated accelerator (accelerator.py). Three inputs, shuffled:
+- lengths: as in text.py, where max_tokens is the length of an answer. A step takes 15 ms.
+- images: six questions to each image (RealHiTBench has 5.7). 8 ms a step, 20 µs a token, 10 ms an
+  image.
+- documents: six questions to each of 100 texts of about 300 tokens; 16 requests at once, and a KV
+  cache that holds about a tenth of the texts beside them. 8 ms a step, 20 µs a token.
 The rows come from files on both sides, and are rendered while the model loads on both.
 """
 

@@ -2,7 +2,8 @@
 
     python benchmarks/own_process.py [--rounds 3] [--rows 800] [--images 240] [--quick]
 
-Real vLLM on the demo model, each run a fresh command; rows/s with the engine up, loading apart.
+Real vLLM on the demo model, each run a fresh command; rows/s with the engine up, loading not
+counted.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ def main() -> None:
     figures = [
         Figure(f"{found['rows']}, of the rate in process", found["ratio"]) for found in results
     ]
-    told = {"results": results, "figures": [figure.to_json() for figure in figures]}
-    print(json.dumps({"benchmark": "own_process", **told}))
+    report = {"results": results, "figures": [figure.to_json() for figure in figures]}
+    print(json.dumps({"benchmark": "own_process", **report}))
 
 
 def _run(folder: Path, kind: str, *, in_process: bool) -> dict[str, Any]:

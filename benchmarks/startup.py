@@ -2,10 +2,10 @@
 
     python benchmarks/startup.py [--rounds 3] [--calls 5] [--quick]
 
-Each call is a fresh command, the kinds interleaved; a round's figure is the median of its calls. The
-first record is timed from the start of `batchkit run` until it is on disk: with the dry-run engine,
-which has nothing to load, and with real vLLM on the demo model (one token a row, so that it is the
-first token), beside a script of a few lines that does the same with vLLM alone.
+Each call is a fresh command, the kinds interleaved; a round's figure is the median of its calls.
+The first record is timed from the start of `batchkit run` until it is on disk: with the dry-run
+engine, which has nothing to load, and with real vLLM on the demo model (one token per row, so that
+it is the first token), against a script of a few lines that does the same with vLLM alone.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def main() -> None:
         for kind, seconds in medians.items()
         if kind != "python -c pass"
     ]
-    told = {**result, "figures": [figure.to_json() for figure in figures]}
-    print(json.dumps({"benchmark": "startup", **told}))
+    report = {**result, "figures": [figure.to_json() for figure in figures]}
+    print(json.dumps({"benchmark": "startup", **report}))
 
 
 def table(found: dict[str, list[float]]) -> dict[str, float]:
@@ -144,7 +144,7 @@ def whole(folder: Path, command: Sequence[str]) -> float:
 
 
 def first(folder: Path, command: Sequence[str], run: str) -> float:
-    """Seconds until the log of ``run`` holds something; the command is let finish."""
+    """Seconds until the log of ``run`` holds something; the command then runs to its end."""
     shutil.rmtree(folder / "output", ignore_errors=True)
     log = folder / "output" / run / "results.jsonl"
     began = time.perf_counter()
@@ -156,9 +156,9 @@ def first(folder: Path, command: Sequence[str], run: str) -> float:
             if log.exists() and log.stat().st_size:
                 seconds = time.perf_counter() - began
             time.sleep(0.002)
-        said = process.communicate()[1]
+        errors = process.communicate()[1]
     if process.returncode or seconds is None:
-        raise SystemExit(f"{command}: exit code {process.returncode}\n{said.decode()[-2000:]}")
+        raise SystemExit(f"{command}: exit code {process.returncode}\n{errors.decode()[-2000:]}")
     return seconds
 
 

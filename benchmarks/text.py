@@ -4,11 +4,12 @@
 
 Real vLLM: once computed on the CPU (a model of 23 million parameters, models.py), once with a
 simulated accelerator whose steps take 15 ms whatever is in them (accelerator.py). Against one
-``LLM.generate`` of all rows, and one for each 32 or 64. Lengths are Pareto (shape 0.9) from 4 to 256
-tokens, the same on all sides, since min_tokens is max_tokens.
+``LLM.generate`` of all rows, and one for each 32 or 64. Lengths are Pareto (shape 0.9) from 4 to
+256 tokens, the same on all sides, since min_tokens is max_tokens.
 
-So each row's max_tokens tells how long its answer will be, and batchkit begins the longest first.
-Where nobody knows that, the side "in order" is what counts. What is counted: sides.py.
+So each row's max_tokens is the length of its answer, and batchkit begins with the longest. If
+lengths are not known beforehand, the side "in order" is the relevant one. See sides.py for what is
+counted.
 """
 
 from __future__ import annotations
@@ -71,10 +72,10 @@ def write(path: Path, n: int) -> Path:
     words = SAMPLE_TEXT.replace(".", "").replace(",", "").split()
     rows: list[dict[str, Any]] = []
     for i in range(n):
-        told = " ".join(draw.choices(words, k=draw.randint(5, 60)))
+        topic = " ".join(draw.choices(words, k=draw.randint(5, 60)))
         tokens = min(256, int(4 * draw.paretovariate(0.9)))
         params = {"min_tokens": tokens, "max_tokens": tokens}
-        rows.append({"q": f"{i}: what of {told}?", "params": params})
+        rows.append({"q": f"{i}: what of {topic}?", "params": params})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

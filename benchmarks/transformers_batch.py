@@ -1,11 +1,12 @@
-"""What batching gives the transformers engine: the same rows at several batch sizes, interleaved.
+"""What batching gains with the transformers engine: the same rows at several batch sizes.
 
     python benchmarks/transformers_batch.py [--rounds 3] [--rows 24] [--sizes 1,2,4,8,16] [--quick]
 
 A text model of 23 million parameters with random weights, on the CPU, float32; prompts of 20 to 200
 tokens. ``even``: every answer has 32 tokens; ``heavy-tailed``: 4 to 128, most of them short. All
 sizes are one process with one engine each, its model loaded before the clock; a ratio is batch size
-1's time by this size's in the same round. Every size's answers are held against batch size 1's.
+1's time divided by this size's in the same round. Every size's answers are compared with batch size
+1's.
 """
 
 from __future__ import annotations
@@ -81,12 +82,12 @@ def main() -> None:
         for line in lines
         if line.batch_size > 1
     ]
-    told = {
+    report = {
         "rounds": args.rounds,
         "results": [{**line._asdict(), "ratio": line.ratio} for line in lines],
         "figures": [figure.to_json() for figure in figures],
     }
-    print(json.dumps({"benchmark": "transformers_batch", **told}))
+    print(json.dumps({"benchmark": "transformers_batch", **report}))
 
 
 def _lines(
@@ -96,8 +97,8 @@ def _lines(
     for number in range(rounds):
         for size, engine in engines.items():
             runs[size].append(_run(engine, requests))
-            told = f"{kind} {number + 1}, batch {size}: {runs[size][-1].seconds:.2f} s"
-            print(told, file=sys.stderr, flush=True)
+            result = f"{kind} {number + 1}, batch {size}: {runs[size][-1].seconds:.2f} s"
+            print(result, file=sys.stderr, flush=True)
     for size, found in runs.items():
         ratios = [one.seconds / run.seconds for one, run in zip(runs[1], found, strict=True)]
         rate = statistics.median(run.tokens / run.seconds for run in found)

@@ -1,8 +1,9 @@
-"""The simulated accelerator, of which the first engine to come is ten times slower than all others.
+"""The simulated accelerator; the first engine that starts is ten times slower than all others.
 
     worker_cls = "uneven.UnevenWorker"
 
-``UNEVEN`` is the path of a file that is not there yet: whoever makes it is the slow one.
+``UNEVEN`` is the path of a file that does not exist yet: the engine that creates it is the slow
+one.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What the window is worth: the same rows with fixed windows and with the adaptive one, interleaved.
+"""What the adaptive window gains: the same rows with fixed windows and with the adaptive one.
 
     python benchmarks/window.py [--rounds 3] [--rows 600] [--quick]
 
-Real vLLM on the demo model, max_num_seqs 16, answers heavy-tailed; once with room for all of them in
-the KV cache, once with room for about half, so that requests are preempted. Rates are rows/s with the
-engine up, relative to the adaptive window in the same round.
+Real vLLM on the demo model, max_num_seqs 16, answers heavy-tailed; once with room for all of them
+in the KV cache, once with room for about half, so that requests are preempted. Rates are rows/s
+with the engine up, relative to the adaptive window in the same round.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def main() -> None:
         for kv, found in results.items()
         for rest in [{window: rate for window, rate in found.items() if window != "auto"}]
     ]
-    told = {**results, "figures": [figure.to_json() for figure in figures]}
-    print(json.dumps({"benchmark": "window", "max_num_seqs": MAX_NUM_SEQS, **told}))
+    report = {**results, "figures": [figure.to_json() for figure in figures]}
+    print(json.dumps({"benchmark": "window", "max_num_seqs": MAX_NUM_SEQS, **report}))
 
 
 def ratio(found: float, auto: float) -> float:

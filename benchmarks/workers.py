@@ -1,15 +1,15 @@
-"""Several workers on Ray: what a slow one costs, and what the driver can take.
+"""Several workers on Ray: what a slow one costs, and how many rows the driver can handle.
 
     python benchmarks/workers.py [--rounds 3] [--quick]
 
-**Uneven workers.** Two of them with a simulated accelerator, one ten times slower than the other. Side
-by side: `run --workers 2`, from the first worker that is up to the last record, and static halves,
-`--shard 0/2` and `1/2` at once, each from its own loaded model, of which the later counts. The ideal
-split is what both would take together at the rates that they had alone, in those halves.
+**Uneven workers.** Two of them with a simulated accelerator, one ten times slower than the other.
+Compared: `run --workers 2`, from the first worker that is up to the last record, and static halves,
+`--shard 0/2` and `1/2` at once, each from its own loaded model; the later end counts. The ideal
+split is the time that both would need together at the rates that each had alone, in those halves.
 
-**The driver.** The dry-run engine only counts, so that leases, records and the ledger are all that is
-left: rows per second over no, one, two and four workers (on two cores they and the driver share them),
-and the driver's own processor time a row, which bounds how many rows per second one driver can take.
+**The driver.** The dry-run engine only counts, so that only leases, records and the ledger are
+measured: rows per second over no, one, two and four workers (they and the driver share two cores),
+and the driver's own CPU time per row, which limits how many rows per second one driver can handle.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Counted(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """A run of many rows beside one of a twentieth: what each row more costs the driver."""
+    """A run of many rows and one of a twentieth: what each additional row costs the driver."""
 
     few: Counted
     many: Counted
@@ -106,19 +106,19 @@ def main() -> None:
         folder = Path(name)
         build_demo_model(folder / "model", text_only=True)
         uneven = [uneven_round(folder, n_uneven) for _ in range(n_rounds)]
-        told = tell_uneven(uneven, n_uneven)
+        measured = report_uneven(uneven, n_uneven)
         counted: dict[int, list[Beside]] = {n: [] for n in (0, 1, 2, 4)}
         for _ in range(n_rounds):
             for n_workers, runs in counted.items():
                 few, many = (counted_run(folder, n_counted // n, n_workers) for n in (20, 1))
                 runs.append(Beside(few, many))
-    told += tell_counted(counted, n_counted)
+    measured += report_counted(counted, n_counted)
     line = {
         "benchmark": "workers",
         "rounds": n_rounds,
         "uneven": [one._asdict() for one in uneven],
         "counted": {n: [one._asdict() for one in runs] for n, runs in counted.items()},
-        "figures": [figure.to_json() for figure in told],
+        "figures": [figure.to_json() for figure in measured],
     }
     print(json.dumps(line))
 
@@ -135,7 +135,7 @@ def uneven_round(folder: Path, n_rows: int) -> Uneven:
     return Uneven(leased, max(half["seconds"] for half in halves), n_rows / rate)
 
 
-def tell_uneven(rounds: Sequence[Uneven], n_rows: int) -> list[Figure]:
+def report_uneven(rounds: Sequence[Uneven], n_rows: int) -> list[Figure]:
     against_ideal = [one.leased / one.ideal for one in rounds]
     against_halves = [one.halves / one.leased for one in rounds]
     print(f"{n_rows} rows over two workers, one ten times slower, seconds:")
@@ -177,7 +177,7 @@ def counted_run(folder: Path, n_rows: int, n_workers: int) -> Counted:
     return Counted(n_rows, summary["rows_per_s"], cpu_s, peak / MIB)
 
 
-def tell_counted(runs: dict[int, list[Beside]], n_rows: int) -> list[Figure]:
+def report_counted(runs: dict[int, list[Beside]], n_rows: int) -> list[Figure]:
     print(f"{n_rows:,} rows that cost nothing:")
     print(f"{'workers':>8} {'rows/s':>8} {'spread':>15} {'driver µs/row':>14} {'extra MiB':>10}")
     for n_workers, rounds in runs.items():
