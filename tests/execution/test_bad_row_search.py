@@ -1,0 +1,296 @@
+"""A row that kills the engine is found, alone fails, and is never searched for twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchkit.config.tables import JobConfig
+from batchkit.engines.faults import EngineDied, Fault, FaultKind
+from batchkit.errors import EngineError
+from batchkit.execution.bisection import PROOF, Suspicion
+from batchkit.execution.events import EngineHistory
+from batchkit.execution.supervisor import SupervisedEngine
+from batchkit.types import Completion, Request
+from tests.support.counted_engines import (
+    KINDS,
+    SIZES,
+    WINDOWS,
+    WORLDS,
+    CountingEngine,
+    World,
+    answer_all,
+    kinds_of,
+    known_kinds,
+    requests,
+)
+
+
+class Killed(BaseException):
+    """The run is killed, while it opens an engine."""
+
+
+@dataclass
+class MortalWorld(World):
+    dies_after: int = 10**9
+
+    def open(self, job: JobConfig) -> CountingEngine:
+        if len(self.opened) == self.dies_after:
+            raise Killed
+        return super().open(job)
+
+
+def deaths_over_kills(
+    poison: dict[int, FaultKind], n: int, *, every: int
+) -> tuple[dict[int, str], int]:
+    """``n`` rows by a run that is killed after every ``every``-th engine's death, and started again.
+
+    What failed, and how many deaths it took.
+    """
+    failed: dict[int, str] = {}
+    left, learned, deaths = requests(0, n), EngineHistory(), 0
+    for _ in range(50):
+        world, history = MortalWorld(poison=poison, dies_after=every), [learned]
+        engine = world.supervise(suspicions=learned.suspicions, remember=history.append)
+        with closing(engine):
+            for request in left:
+                engine.submit(request)
+            try:
+                while left:
+                    for completion in engine.poll(0.01):
+                        left = [request for request in left if request is not completion.request]
+                        failed |= kinds_of([completion])
+            except Killed:
+                pass
+        learned = history[-1]
+        deaths += engine.restarts
+        if not left:
+            return failed, deaths
+    raise AssertionError(f"50 starts, and {len(left)} rows left")
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("poison", [{13: "engine_crash"}, {0: "oom", 63: "oom", 40: "stall"}])
+def test_a_search_that_is_killed_again_and_again_goes_on_where_it_was(
+    poison: dict[int, FaultKind], every: int
+) -> None:
+    at_once = deaths_over_kills(poison, 64, every=10**9)
+    failed, deaths = deaths_over_kills(poison, 64, every=every)
+    assert failed == at_once[0] == known_kinds(World(poison=poison))
+    assert deaths <= at_once[1] + len(poison)
+
+
+def test_rows_that_have_changed_since_are_not_suspected() -> None:
+    known = [Suspicion({0: "old", 1: ""}), Suspicion({2: ""}, ("engine_crash RuntimeError",))]
+    world = World()
+    with closing(world.supervise(suspicions=known)) as engine:
+        answer_all(engine, requests(0, 6))
+    assert world.groups[:3] == [{0}, {1}, {2}], "row 0 came first; the others wait for its end"
+    assert world.groups[3] == {3, 4, 5}
+
+
+def test_a_search_that_has_ended_leaves_nothing_to_remember() -> None:
+    history: list[EngineHistory] = []
+    world = World(poison={5: "engine_crash"})
+    with closing(world.supervise(remember=history.append)) as engine:
+        answer_all(engine, requests(0, 8))
+        assert {len(told.suspicions) for told in history[:-1]} > {0} or history[0].suspicions
+        assert history[-1].suspicions == ()
+
+
+def test_a_row_that_was_quarantined_before_a_kill_is_not_searched_for_again() -> None:
+    world = World(poison={2: "oom"})
+    with closing(
+        world.supervise(suspicions=[Suspicion({2: ""}, (), is_quarantined=True)])
+    ) as engine:
+        assert kinds_of(answer_all(engine, requests(0, 8))) == {2: "oom"}
+        assert engine.restarts == 1
+
+
+def test_an_engine_that_dies_of_every_row_proves_nothing_for_the_next_start() -> None:
+    history: list[EngineHistory] = []
+    world = World(poison=dict.fromkeys(range(20), "engine_crash"))
+    with (
+        closing(world.supervise(remember=history.append, max_engine_restarts=5)) as engine,
+        pytest.raises(EngineError, match="without one answer"),
+    ):
+        answer_all(engine, requests(0, 20), window=1)
+    assert history[-1].suspicions
+    assert not any(suspicion.deaths for suspicion in history[-1].suspicions)
+
+
+@given(st.dictionaries(st.integers(0, 39), KINDS, max_size=4), st.integers(1, 5))
+def test_poison_rows_alone_fail_however_often_the_run_is_killed(
+    poison: dict[int, FaultKind], every: int
+) -> None:
+    assert deaths_over_kills(poison, 40, every=every)[0] == known_kinds(World(poison=poison))
+
+
+@given(WORLDS, SIZES, WINDOWS)
+def test_poison_rows_alone_fail(world: World, size: int, window: int) -> None:
+    with closing(world.supervise(max_num_seqs=size, max_engine_restarts=1000)) as engine:
+        done = answer_all(engine, requests(0, 40), window=window)
+        assert engine.restarts == len(world.opened) - 1
+    assert kinds_of(done) == known_kinds(world)
+
+
+@given(st.dictionaries(st.integers(1, 60), KINDS, max_size=PROOF), SIZES, WINDOWS)
+def test_deaths_that_do_not_repeat_cost_no_row(
+    deaths: dict[int, FaultKind], size: int, window: int
+) -> None:
+    world = World(dies_at=deaths, a_poll=2)
+    with closing(world.supervise(max_num_seqs=size)) as engine:
+        assert kinds_of(answer_all(engine, requests(0, 40), window=window)) == {}
+
+
+@given(WORLDS, SIZES, WINDOWS, st.integers(2, 3))
+def test_a_quarantined_row_that_comes_again_runs_alone_and_costs_one_death(
+    world: World, size: int, window: int, attempts: int
+) -> None:
+    world.refuses.clear()
+    with closing(world.supervise(max_num_seqs=size, max_engine_restarts=1000)) as engine:
+        done = answer_all(engine, requests(0, 40), window=window, attempts=attempts)
+    assert kinds_of(done) == known_kinds(world)
+    assert Counter(c.request.row.index for c in done) == Counter(range(40)) + Counter(
+        dict.fromkeys(world.poison, attempts - 1)
+    )
+    for index in world.poison:
+        last = [group for group in world.groups if index in group][-attempts:]
+        assert last == [{index}] * attempts, "each further try alone, and one death for each"
+
+
+def quarantined(world: World, engine: SupervisedEngine) -> Request:
+    """Rows 0 to 7 are through; the one that was found to be poison, to be submitted again."""
+    (failed,) = [c.request for c in answer_all(engine, requests(0, 8)) if c.error is not None]
+    assert failed.row.index in world.poison
+    return replace(failed, attempt=2)
+
+
+def test_a_quarantined_row_may_be_answered_when_it_comes_again() -> None:
+    world = World(poison={2: "oom"})
+    with closing(world.supervise()) as engine:
+        again = quarantined(world, engine)
+        deaths = engine.restarts
+        world.poison.clear()  # its images are smaller now
+        assert kinds_of(answer_all(engine, [again, *requests(8, 12)])) == {}
+        assert engine.restarts == deaths
+    assert [group for group in world.groups if group][-2:] == [{2}, {8, 9, 10, 11}]
+
+
+def test_a_quarantined_row_that_comes_while_others_run_waits_until_they_are_through() -> None:
+    world = World(poison={2: "engine_crash"})
+    with closing(world.supervise()) as engine:
+        again = quarantined(world, engine)
+        tried, deaths = len(world.groups), engine.restarts
+        world.a_poll = 1
+        for request in requests(8, 11):
+            engine.submit(request)
+        done = list(engine.poll(0.01))
+        for request in [again, *requests(11, 13)]:
+            engine.submit(request)
+        while len(done) < 6:
+            done += engine.poll(0.01)
+        assert kinds_of(done) == {2: "engine_crash"}
+        assert engine.restarts == deaths + 1
+    assert world.groups[tried:] == [
+        {8, 9, 10}, {9, 10}, {10},
+        {2},
+        {11, 12}, {12},
+    ]  # fmt: skip
+
+
+def test_new_requests_wait_for_the_end_of_a_search_and_keep_their_order() -> None:
+    world = World(poison={2: "engine_crash"})
+    with closing(world.supervise()) as engine:
+        for request in requests(0, 8):
+            engine.submit(request)
+        assert engine.poll(0.01) == []
+        late = requests(8, 14)
+        for request in late[:3]:
+            engine.submit(request)
+        done: list[Completion] = []
+        while len(done) < 8:
+            done += engine.poll(0.01)
+        assert kinds_of(done) == {2: "engine_crash"}
+        assert max(world.submitted) < 8, "none of the late ones ran beside a suspect"
+        for request in late[3:]:
+            engine.submit(request)
+        assert [c.request for c in engine.poll(0.01)] == late
+    assert world.submitted[-6:] == list(range(8, 14))
+
+
+@pytest.mark.parametrize("kind", ["engine_crash", "oom"])
+@pytest.mark.parametrize("where", [0.0, 0.3, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("n_poison", [12, 16, 40])
+def test_many_poison_rows_side_by_side_do_not_end_a_run_that_has_sound_rows(
+    n_poison: int, where: float, kind: FaultKind
+) -> None:
+    first = int(where * (384 - n_poison))
+    world = World(poison=dict.fromkeys(range(first, first + n_poison), kind))
+    with closing(world.supervise(max_num_seqs=256)) as engine:
+        done = answer_all(engine, requests(0, 768), window=384)
+    assert kinds_of(done) == known_kinds(world)
+
+
+@pytest.mark.parametrize("kind", ["engine_crash", "oom"])
+@pytest.mark.parametrize("first", [0, 172, 376])
+def test_some_poison_rows_side_by_side_do_not_end_a_run_without_rows_behind_them(
+    first: int, kind: FaultKind
+) -> None:
+    world = World(poison=dict.fromkeys(range(first, first + 8), kind))
+    with closing(world.supervise(max_num_seqs=256)) as engine:
+        assert kinds_of(answer_all(engine, requests(0, 384))) == known_kinds(world)
+
+
+@pytest.mark.parametrize(("rows", "poison"), [(384, 16), (384, 96), (60, 20)])
+@pytest.mark.parametrize("kind", ["engine_crash", "oom"])
+def test_poison_rows_that_are_spread_do_not_end_a_run_without_rows_behind_them(
+    rows: int, poison: int, kind: FaultKind
+) -> None:
+    step = rows // poison
+    world = World(poison=dict.fromkeys(range(step // 2, rows, step), kind))
+    with closing(world.supervise(max_num_seqs=256)) as engine:
+        assert kinds_of(answer_all(engine, requests(0, rows))) == known_kinds(world)
+
+
+def test_a_probe_that_is_refused_proves_nothing_and_is_not_tried_for_ever() -> None:
+    world = World(poison=dict.fromkeys(range(20, 36), "engine_crash"), refuses_probes=True)
+    with closing(world.supervise()) as engine:
+        done = answer_all(engine, requests(0, 20))
+        done += answer_all(engine, [*requests(20, 36), *requests(36, 40)])
+    assert kinds_of(done) == dict.fromkeys(range(20, 36), "engine_crash")
+
+
+def test_a_row_that_is_proven_by_the_last_death_allowed_is_not_lost() -> None:
+    world = World(poison={0: "engine_crash"})
+    with closing(world.supervise(max_engine_restarts=2)) as engine:
+        assert kinds_of(answer_all(engine, requests(0, 1))) == {0: "engine_crash"}
+
+
+def test_rows_that_were_quarantined_before_are_run_alone_and_once_however_many() -> None:
+    world = World(poison=dict.fromkeys(range(40), "engine_crash"))
+    with closing(world.supervise(quarantined=range(40))) as engine:
+        assert kinds_of(answer_all(engine, requests(0, 40))) == known_kinds(world)
+        assert engine.restarts == 40
+
+
+def test_the_row_that_the_engine_names_itself_fails_and_the_others_go_on_in_order() -> None:
+    world = World()
+    rows = requests(0, 6)
+    with closing(world.supervise()) as engine:
+        for request in rows:
+            engine.submit(request)
+        fault = Fault("timeout", "preparing its prompt", "no end for 9 s")
+        death = EngineDied(fault, request=rows[2])
+        world.dies_with = death
+        [failed] = engine.poll(0.01)
+        world.dies_with = None
+        assert failed.request is rows[2]
+        assert failed.error is not None
+        assert failed.error.kind == "timeout"
+        assert [c.request for c in engine.poll(0.01)] == [*rows[:2], *rows[3:]]
