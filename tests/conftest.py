@@ -19,11 +19,16 @@ from tests.support.small_vllm import SMALL
 
 # Two engines beside each other on two cores: their OpenMP threads would spin against one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Ray would leave a token in the home folder, and listen on every address.
+os.environ.setdefault("RAY_AUTH_TOKEN", "0" * 32)
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 # These start first: pytest-xdist gives whole files to its processes, and a long one at the end
 # would keep one of them busy while the other has nothing left.
 LONGEST = (
     "test_cluster",
+    "test_cluster_in_process",
     "test_vllm_faults",
     "test_vllm_engine",
     "test_vllm_storm",

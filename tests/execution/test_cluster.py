@@ -6,7 +6,6 @@ Where only the counting matters, the dry-run engine stands in for a model.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import signal
@@ -16,30 +15,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from PIL import Image
 
 from batchkit.commands.status import status
 from batchkit.commands.verify import verify
-from batchkit.config.tables import JobConfig
-from batchkit.errors import BrokenInputError, EngineError, JobError, TooManyFailuresError
-from batchkit.execution.cluster.actor import Actor
 from batchkit.execution.cluster.local import private_folder
-from batchkit.execution.cluster.session import needs
-from batchkit.execution.cluster.worker_pool import RayWorkerPool
-from batchkit.execution.events import EngineHistory, EngineLine, Event
-from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.storage.ledger import RESULTS
-from batchkit.storage.newest import read_newest
-from batchkit.storage.summary import RunSummary
-from batchkit.types import Row, Task
 from tests.support.chat_server import MODEL, ChatServer, serving
 from tests.support.faulty_runs import (
     IN,
@@ -50,14 +37,10 @@ from tests.support.faulty_runs import (
     running,
     start,
 )
-from tests.support.own_process import batchkit
+from tests.support.own_process import batchkit, begin
 from tests.support.paths import ROOT
 from tests.support.rows import write_jsonl
-
-# Ray would leave a token in the home folder, and listen on every address.
-os.environ.setdefault("RAY_AUTH_TOKEN", "0" * 32)
-os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+from tests.support.waiting import until
 
 TWO = ["run.workers=2"]
 
@@ -254,11 +237,7 @@ def test_a_signal_while_ray_starts_ends_the_run_at_once(
         '[engine]\nkind = "dry-run"\n[run]\nworkers = 2\n'
     )
     write_jsonl(tmp_path / "rows.jsonl", [{"q": "a"}])
-    command = [sys.executable, "-m", "batchkit", "run", "job.toml"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
+    with begin("run", "job.toml", cwd=tmp_path) as process:
         family = psutil.Process(process.pid)
         while not any(one.name() == "gcs_server" for one in family.children()):
             assert process.poll() is None
@@ -454,275 +433,9 @@ def counted(folder: Path, n_rows: int) -> float:
     return float(usage.ru_maxrss / 1024)
 
 
-# In this process from here on, on one Ray of its own.
-
-
-@pytest.fixture(scope="module")
-def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    import ray
-
-    ray.init(
-        address="local",
-        num_cpus=4,
-        num_gpus=4,  # Ray counts them and does not look: nothing here touches one
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-    )
-    yield ray
-    ray.shutdown()
-
-
-@pytest.fixture
-def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_here: Any) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def job(**tables: Any) -> JobConfig:
-    tables["run"] = {"workers": 2, **tables.get("run", {})}
-    return JobConfig.model_validate({"engine": {"kind": "dry-run"}, **tables})
-
-
-def process(made: JobConfig, rows: Any = None) -> RunSummary:
-    return ProductionBatchProcessor(made, quiet=True).process(rows)
-
-
-def newest(folder: Path) -> list[dict[str, Any]]:
-    return list(read_newest(folder / "output/batch" / RESULTS))
-
-
-def test_rows_from_python_are_answered_in_a_ray_that_is_there(
-    in_a_folder: Path, ray_here: Any
-) -> None:
-    assert process(job(), ["tea", "milk"]).ok == 2
-    assert process(job(), (f"cup {n}" for n in range(300))).ok == 300
-    assert ray_here.is_initialized()
-
-
-@pytest.mark.parametrize(("share", "gpus"), [(2, [[0, 1], [2, 3]]), (0.5, [[0], [0]])])
-def test_each_worker_has_gpus_of_its_own(
-    share: float, gpus: list[list[int]], ray_here: Any
-) -> None:
-    made = job(run={"worker_gpus": share})
-    hire = ray_here.remote(Actor).options(**needs(made))
-    actors = [hire.remote(number, made, None, ()) for number in range(2)]
-    places = ray_here.get([actor.begin.remote(EngineHistory()) for actor in actors])
-    assert sorted(list(place.gpus) for place in places) == gpus
-    for actor in actors:
-        ray_here.kill(actor)
-
-
-@pytest.mark.parametrize(
-    ("options", "gpus"),
-    [
-        ({}, 1),
-        ({"tensor_parallel_size": 2}, 2),
-        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, 6),
-    ],
-)
-def test_a_worker_gets_the_gpus_that_its_engine_asks_for(
-    options: dict[str, int], gpus: int, ray_here: Any
-) -> None:
-    assert needs(job(engine={"model": "m", "options": options}))["num_gpus"] == gpus
-    assert needs(job(engine={"kind": "dry-run"}))["num_gpus"] == 0
-
-
-def test_images_are_opened_by_the_workers(in_a_folder: Path) -> None:
-    Image.new("RGB", (40, 40)).save(in_a_folder / "there.png")
-    rows = [{"q": "a", "image": "there.png"}, {"q": "b", "image": "missing.png"}]
-    prompt = {"user": "{{ q }}", "images": ["{{ image }}"]}
-    made = job(prompt=prompt, media={"root": str(in_a_folder)})
-    assert process(made, rows).exit == 3
-    found, missing = newest(in_a_folder)
-    assert found["status"] == "ok"
-    assert missing["error"]["kind"] == "media"
-    assert "missing.png" in missing["error"]["message"]
-
-
-def test_answers_are_scored_by_the_workers(in_a_folder: Path) -> None:
-    scoring = {"scorers": ["f1"], "reference": "answer"}
-    rows = [{"prompt": "x", "answer": "no model answered"}, {"prompt": "y", "answer": "tea"}]
-    process(job(scoring=scoring, output={"keep": ["answer"]}), rows)
-    alone = [(r["prediction"], r["scores"], r["fields"]) for r in newest(in_a_folder)]
-    ProductionBatchProcessor(
-        job(scoring=scoring, output={"keep": ["answer"]}, run={"workers": None}),
-        quiet=True,
-        fresh=True,
-    ).process(rows)
-    assert alone == [(r["prediction"], r["scores"], r["fields"]) for r in newest(in_a_folder)]
-
-
-def test_an_input_that_breaks_off_stops_the_run_with_all_before_it_done(in_a_folder: Path) -> None:
-    def rows() -> Iterator[str]:
-        yield from ("tea" for _ in range(50))
-        raise BrokenInputError("rows.parquet: broken from here on")
-
-    with pytest.raises(BrokenInputError, match="broken from here on"):
-        process(job(), rows())
-    assert [record["status"] for record in newest(in_a_folder)] == ["ok"] * 50
-
-
-def test_too_many_failures_stop_the_run(in_a_folder: Path) -> None:
-    made = job(prompt={"user": "{{ missing }}"}, run={"fail_on_error": 3})
-    with pytest.raises(TooManyFailuresError):
-        process(made, [{"q": n} for n in range(500)])
-
-
-def test_failed_rows_are_retried_by_the_workers(in_a_folder: Path) -> None:
-    write_jsonl(in_a_folder / "rows.jsonl", [{"q": "a"}, {"other": "b"}, {"q": "c"}])
-    made = job(input={"path": "rows.jsonl"}, prompt={"user": "{{ q }}"})
-    assert process(made).failed == 1
-    recovered = job(input={"path": "rows.jsonl"}, prompt={"user": "{{ q | default('x') }}"})
-    summary = ProductionBatchProcessor(recovered, begun_with=made, quiet=True).retry({1: 1})
-    assert (summary.ok, summary.failed) == (3, 0)
-    assert [record["attempt"] for record in newest(in_a_folder)] == [1, 2, 1]
-
-
-def test_an_unknown_option_is_refused_before_a_row_is_answered(in_a_folder: Path) -> None:
-    with pytest.raises(JobError, match="latency_ms"):
-        process(job(engine={"kind": "dry-run", "options": {"latency_ms": 1}}), ["a"])
-    assert newest(in_a_folder) == []
-
-
-def test_an_engine_that_can_not_start_stops_the_run_when_all_have_failed(in_a_folder: Path) -> None:
-    engine = {"kind": "openai-server", "model": "m", "base_url": "http://127.0.0.1:9/v1"}
-    with pytest.raises(EngineError, match=r"all 2 workers failed.*127\.0\.0\.1:9"):
-        process(job(engine=engine), ["a"])
-
-
-def test_a_worker_that_is_given_up_leaves_its_place_to_the_next(
-    in_a_folder: Path,
-) -> None:
-    engine = {"kind": "openai-server", "model": "m", "base_url": "http://127.0.0.1:9/v1"}
-    with pytest.raises(EngineError, match="all 2 workers failed"):
-        process(job(engine=engine, run={"worker_cpus": 3}), ["a"])  # of 4
-
-
-def test_what_a_worker_answered_before_it_failed_is_handed_on(ray_here: Any) -> None:
-    def before(text: str, body: dict[str, Any]) -> None:
-        if text == "hang":
-            dead.wait()
-        elif text == "late":
-            time.sleep(2)
-
-    dead, server = threading.Event(), ChatServer(before)
-    options = {"give_up_s": 0.5, "max_num_seqs": 4}
-    engine = {"kind": "openai-server", "model": MODEL, "base_url": server.url, "options": options}
-    made = job(engine=engine, prompt={"user": "{{ q }}"}, run={"workers": 1})
-    tasks = [Task(Row(n, str(n), {"q": q}), 1) for n, q in enumerate(["now", "late", "hang"])]
-    pool = RayWorkerPool(made, iter(tasks), lambda event: None, EngineHistory(), left=lambda: None)
-    answered: list[int] = []
-
-    def answer(enough: Callable[[], object]) -> None:
-        while not enough():
-            answered.extend(line.record["index"] for line in pool.fill(taking=True) + pool.poll())
-
-    with closing(pool):
-        answer(lambda: answered)
-        pool.fill(taking=True)
-        while "late" not in server.answered:
-            time.sleep(0.1)
-        server.kill()
-        dead.set()
-        time.sleep(5)  # the worker fails while the run is elsewhere
-        with pytest.raises(EngineError):
-            answer(lambda: False)
-    assert sorted(answered) == [0, 1]
-
-
-class Deadly:
-    """Ends the process that reads it."""
-
-    def __reduce__(self) -> tuple[Callable[[int], Any], tuple[int]]:
-        return os._exit, (3,)
-
-
-def test_a_worker_that_dies_before_its_first_answer_is_given_up(ray_here: Any) -> None:
-    heard: list[str] = []
-
-    def hear(event: Event) -> None:
-        if isinstance(event, EngineLine):
-            heard.append(event.text)
-
-    made = job(run={"workers": 1, "max_engine_restarts": 1})
-    references: Any = Deadly()
-    with pytest.raises(EngineError, match="it died 2 times without one answer"):
-        RayWorkerPool(
-            made, iter(()), hear, EngineHistory(), left=lambda: None, references=references
-        )
-    assert [line for line in heard if "worker 0 died with 0 rows: its process ended" in line]
-
-
-def test_rows_that_come_one_by_one_are_answered_as_they_come(in_a_folder: Path) -> None:
-    def rows() -> Iterator[str]:
-        for n in range(20):
-            yield f"cup {n}"
-            deadline = time.monotonic() + 30
-            while len(newest(in_a_folder)) <= n:
-                assert time.monotonic() < deadline, "no answer while the next row is waited for"
-                time.sleep(0.01)
-
-    assert process(job(), rows()).ok == 20
-
-
-def exchanged_once_it_is_up(ray_here: Any, actor: Any) -> Any:
-    while True:
-        try:
-            return ray_here.get(actor.exchange.remote([], True))
-        except ray_here.exceptions.ActorUnavailableError:
-            time.sleep(0.2)
-
-
-def test_a_process_that_was_restarted_unseen_refuses_rows(ray_here: Any) -> None:
-    actor = ray_here.remote(Actor).options(max_restarts=-1).remote(0, job(), None, ())
-    ray_here.get(actor.begin.remote(EngineHistory()))
-    ray_here.kill(actor, no_restart=False)
-    with pytest.raises(RuntimeError, match="a new one"):
-        exchanged_once_it_is_up(ray_here, actor)
-
-
-def test_a_worker_that_the_run_takes_for_dead_ends(ray_here: Any) -> None:
-    actor = ray_here.remote(Actor).options(max_restarts=0).remote(0, job(), None, ())
-    ray_here.get(actor.begin.remote(EngineHistory()))
-    with pytest.raises(ray_here.exceptions.RayActorError):
-        ray_here.get(actor.begin.remote(EngineHistory()))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--ray-address", "127.0.0.1:9"], "can't join Ray at 127.0.0.1:9"),
-        (["--set", "run.worker_gpus=1"], "need 2 GPUs, 1 each; this machine has 0"),
-        (["--workers", "0"], "--workers"),
-    ],
-)
-def test_workers_that_can_not_be_had_are_told_at_once(
-    arguments: list[str], words: str, tmp_path: Path
-) -> None:
-    (tmp_path / "job.toml").write_text(
-        '[input]\npath = "rows.jsonl"\n[prompt]\nuser = "{{ q }}"\n[engine]\nkind = "dry-run"\n'
-    )
-    write_jsonl(tmp_path / "rows.jsonl", [{"q": "a"}])
-    done = batchkit("run", "job.toml", "--workers", "2", *arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert words in done.stderr
-
-
-def test_without_ray_it_is_said_how_to_get_it(
-    in_a_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(JobError, match=r"batchkit\[ray\]"):
-        process(job(), ["a"])
-
-
 def wait_for_records(folder: Path, n: int, within_s: float = 120) -> None:
     log = folder / "output/faulty" / RESULTS
-    deadline = time.monotonic() + within_s
-    while not log.exists() or log.read_bytes().count(b"\n") < n:
-        assert time.monotonic() < deadline, "no records came"
-        time.sleep(0.05)
+    until(lambda: log.exists() and log.read_bytes().count(b"\n") >= n, within_s)
 
 
 def at(server: ChatServer, **options: Any) -> list[str]:
