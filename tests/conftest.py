@@ -64,6 +64,8 @@ SLOW = {
     "test_media_pixels",
     "test_media_urls",
     "test_merge",
+    "test_merge_refusals",
+    "test_merge_scores",
     "test_missing_packages",
     "test_openai_server",
     "test_own_server",

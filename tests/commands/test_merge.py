@@ -11,23 +11,14 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
-from batchkit.commands.merge import merge as join
-from batchkit.commands.run import run_job
-from batchkit.commands.score import is_mixed, score_run, table_of
-from batchkit.config.shard import Shard
 from batchkit.errors import BrokenInputError
-from batchkit.execution.processor import ProductionBatchProcessor
-from batchkit.storage.runfolder import claim
-from tests.support.chat_server import serving
-from tests.support.command_line import Ended, batchkit
+from tests.support.command_line import batchkit
 from tests.support.dry_runs import (
     manifest,
     prepare,
@@ -35,60 +26,26 @@ from tests.support.dry_runs import (
     records,
     run,
     settled,
+    shard,
     status,
     verify,
     write_job,
     write_rows,
 )
 from tests.support.forks import Fork
-from tests.support.judge import Judge, judged_job
+from tests.support.merges import MERGED, SCORING, files, merge, reported, rewrite, run_shards
 from tests.support.own_process import batchkit as in_a_process
+from tests.support.own_process import begin
 from tests.support.paths import ROOT
-from tests.support.scored_runs import counted
-from tests.support.scored_runs import run as run_scored
 from tests.support.small_vllm import SMALL
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
-
-MERGED = Path("output/merged")
-SCORING = {"extract": "text", "reference": "a", "scorers": ["em", "f1"], "group_by": "kind"}
-
-
-def shard(number: int, count: int) -> Path:
-    return Path(f"output/a.shard-{number}-of-{count}")
-
-
-def run_shards(count: int, *args: str) -> list[Path]:
-    for number in range(count):
-        run("--shard", f"{number}/{count}", *args)
-    return [shard(number, count) for number in range(count)]
-
-
-def merge(*runs: str | Path, into: str | Path = MERGED, partial: bool = False) -> Ended:
-    flags = ["--partial"] if partial else []
-    return batchkit("merge", *map(str, runs), "--into", str(into), *flags, "--json")
-
-
-def told(ended: Ended, *names: str) -> tuple[Any, ...]:
-    return tuple(ended.json[name] for name in names)
-
-
-def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change the records of a run, as if it had gone otherwise. Its checkpoint goes."""
-    lines = records(folder / "results.jsonl")
-    for record in lines:
-        change(record)
-    (folder / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "checkpoint.json").unlink(missing_ok=True)
 
 
 def failure(record: dict[str, Any]) -> None:
     error = {"kind": "timeout", "type": "RowTimeoutError", "message": "late", "retryable": True}
     record.update(status="failed", text=None, usage=None, error=error)
-
-
-def files() -> set[str]:
-    return {str(path) for path in Path().rglob("*") if path.name != ".lock"}
 
 
 # Shards
@@ -159,7 +116,7 @@ def test_shards_are_merged_in_steps() -> None:
     a, b, c, d = run_shards(4)
     assert merge(a, b, into="output/ab", partial=True).exit_code == 3
     assert merge(c, d, into="output/cd", partial=True).exit_code == 3
-    assert told(merge("output/ab", "output/cd"), "exit", "ok", "double") == (0, 80, 0)
+    assert reported(merge("output/ab", "output/cd"), "exit", "ok", "double") == (0, 80, 0)
     assert settled(MERGED / "results.jsonl") == dict.fromkeys(range(80), "ok")
 
 
@@ -171,14 +128,14 @@ def test_records_stand_in_the_order_of_the_input() -> None:
 
 def test_more_shards_than_rows_are_merged() -> None:
     prepare(2)
-    assert told(merge(*run_shards(5)), "exit", "ok") == (0, 2)
+    assert reported(merge(*run_shards(5)), "exit", "ok") == (0, 2)
 
 
 def test_shards_of_a_limited_input_are_whole() -> None:
     prepare(100)
     shards = run_shards(3, "--limit", "30")
     found = merge(*shards)
-    assert told(found, "exit", "total", "ok", "missing") == (0, 30, 30, 0)
+    assert reported(found, "exit", "total", "ok", "missing") == (0, 30, 30, 0)
     assert status(MERGED)["total"] == 30
     run("--shard", "0/3")
     found = merge(*shards, into="output/more")
@@ -191,7 +148,7 @@ def test_shards_of_a_filtered_input_are_whole() -> None:
     write_rows([{"q": "x", "kind": "odd" if n % 2 else "even"} for n in range(60)])
     write_job(input={"where": {"kind": "odd"}})
     found = merge(*run_shards(2))
-    assert told(found, "exit", "total", "ok") == (0, 30, 30)
+    assert reported(found, "exit", "total", "ok") == (0, 30, 30)
     assert sorted(settled(MERGED / "results.jsonl")) == list(range(1, 60, 2))
 
 
@@ -202,7 +159,7 @@ def test_rows_from_python_are_merged() -> None:
     rewrite(Path("output/b"), lambda record: failure(record) if record["index"] < 3 else None)
     process(prompts)
     found = merge("output/a", "output/b")
-    assert told(found, "exit", "total", "ok", "failed", "double") == (0, 10, 10, 0, 7)
+    assert reported(found, "exit", "total", "ok", "failed", "double") == (0, 10, 10, 0, 7)
 
 
 def test_runs_whose_rows_changed_meanwhile_are_refused() -> None:
@@ -236,22 +193,18 @@ def test_shard_that_was_killed_is_finished_and_merged() -> None:
     prepare(3000, run={"max_in_flight": 20, "checkpoint_interval_s": 0.05})
     slow = ["--set", "engine.options.latency_s=0.02"]
     run("--shard", "0/2", *slow)
-    command = [sys.executable, "-m", "batchkit", "run", "job.toml", "--shard", "1/2", *slow]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    victim = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE)
+    victim = begin("run", "job.toml", "--shard", "1/2", *slow, cwd=Path())
     log = shard(1, 2) / "results.jsonl"
-    deadline = time.monotonic() + 60
-    while not (log.exists() and log.stat().st_size > 10_000) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    os.kill(victim.pid, signal.SIGKILL)
+    until(lambda: log.exists() and log.stat().st_size > 10_000)
+    victim.kill()
     _, said = victim.communicate()
     assert victim.returncode == -signal.SIGKILL, said
     n_there = sum(verify(shard(number, 2))["ok"] for number in (0, 1))
     assert 0 < n_there < 3000
     early = merge(shard(0, 2), shard(1, 2))
-    assert told(early, "exit", "ok", "missing", "folder") == (3, n_there, 3000 - n_there, None)
+    assert reported(early, "exit", "ok", "missing", "folder") == (3, n_there, 3000 - n_there, None)
     assert run("--shard", "1/2", *slow).exit_code == 0
-    assert told(merge(shard(0, 2), shard(1, 2)), "exit", "ok", "double") == (0, 3000, 0)
+    assert reported(merge(shard(0, 2), shard(1, 2)), "exit", "ok", "double") == (0, 3000, 0)
     assert verify(MERGED)["duplicates"] == 0
 
 
@@ -273,7 +226,7 @@ def test_missing_rows_are_named_and_nothing_is_written() -> None:
     before = files()
     found = merge(a, c)
     n_rows = len(records(a / "results.jsonl")) + len(records(c / "results.jsonl"))
-    assert told(found, "exit", "ok", "missing", "folder") == (3, n_rows, 40 - n_rows, None)
+    assert reported(found, "exit", "ok", "missing", "folder") == (3, n_rows, 40 - n_rows, None)
     there = {record["id"] for part in (a, c) for record in records(part / "results.jsonl")}
     missing = [f"k{n}" for n in range(40) if f"k{n}" not in there]
     assert found.json["missing_ids"] == missing[:5]
@@ -305,7 +258,7 @@ def test_failed_rows_alone_do_not_stop_the_writing() -> None:
     write_rows([{"q": "x"}, {"other": "x"}, {"q": "y"}])
     write_job()
     found = merge(*run_shards(2))
-    assert told(found, "exit", "ok", "failed", "folder") == (3, 2, 1, str(MERGED))
+    assert reported(found, "exit", "ok", "failed", "folder") == (3, 2, 1, str(MERGED))
 
 
 # A row in several runs
@@ -341,7 +294,7 @@ def test_same_text_is_double_and_differing_text_conflicts(
 
     rewrite(later, change)
     found = merge(base, later)
-    assert told(found, "exit", "double", "conflicting", "ok") == (0, 8, 2, 10)
+    assert reported(found, "exit", "double", "conflicting", "ok") == (0, 8, 2, 10)
     assert found.json["conflicting_ids"] == ["k8", "k9"]
     assert text_of_merged(9) == "another", "the newest counts"
 
@@ -358,7 +311,7 @@ def test_answer_counts_over_a_later_failure(base_and_later: tuple[Path, Path]) -
     base, later = base_and_later
     rewrite(later, lambda record: failure(record) if record["index"] < 4 else None)
     found = merge(base, later)
-    assert told(found, "exit", "ok", "failed", "double", "conflicting") == (0, 10, 0, 6, 0)
+    assert reported(found, "exit", "ok", "failed", "double", "conflicting") == (0, 10, 0, 6, 0)
 
 
 def test_newest_failure_counts_where_there_is_no_answer(base_and_later: tuple[Path, Path]) -> None:
@@ -366,7 +319,7 @@ def test_newest_failure_counts_where_there_is_no_answer(base_and_later: tuple[Pa
         rewrite(folder, failure)
     rewrite(base_and_later[1], lambda record: record["error"].update(message="later"))
     found = merge(*base_and_later)
-    assert told(found, "exit", "failed", "double", "conflicting") == (3, 10, 0, 0)
+    assert reported(found, "exit", "failed", "double", "conflicting") == (3, 10, 0, 0)
     assert {r["error"]["message"] for r in records(MERGED / "results.jsonl")} == {"later"}
     assert status(MERGED)["failed_by_kind"] == {"timeout": 10}
 
@@ -377,14 +330,14 @@ def test_within_a_run_its_newest_record_counts(base_and_later: tuple[Path, Path]
     failure(line)
     with (base / "results.jsonl").open("a") as log:
         log.write(json.dumps(line) + "\n")
-    assert told(merge(base), "exit", "ok", "failed") == (3, 9, 1)
+    assert reported(merge(base), "exit", "ok", "failed") == (3, 9, 1)
 
 
 def test_blank_answer_is_none(base_and_later: tuple[Path, Path]) -> None:
     base, later = base_and_later
     rewrite(later, lambda record: record.update(text=" \n"))
     found = merge(base, later)
-    assert told(found, "exit", "double", "conflicting") == (0, 0, 0)
+    assert reported(found, "exit", "double", "conflicting") == (0, 0, 0)
     assert "dry-run" in text_of_merged(0)
 
 
@@ -396,240 +349,6 @@ def test_any_of_several_choices_may_conflict(base_and_later: tuple[Path, Path]) 
         ]
         rewrite(folder, lambda record, choices=choices: record.update(choices=choices))  # type: ignore[misc]
     assert merge(base, later).json["conflicting"] == 10
-
-
-# Scores
-
-
-def prepare_scored() -> None:
-    write_rows(
-        [
-            {"key": f"k{n}", "q": "x", "a": f"model answered row {n % 4}", "kind": f"g{n % 2}"}
-            for n in range(60)
-        ]
-    )
-    write_job(input={"id": "key"}, scoring=SCORING)
-
-
-def score(folder: str | Path, *args: str) -> dict[str, Any]:
-    return batchkit("score", str(folder), "--json", *args).json
-
-
-def report(folder: str | Path) -> Ended:
-    return batchkit("report", str(folder), "--json")
-
-
-def test_scores_that_were_found_later_come_along() -> None:
-    prepare_scored()
-    other = ["--set", 'scoring.scorers=["rouge-l"]']
-    run()
-    expected = score("output/a", *other)
-    shards = run_shards(3)
-    for folder in shards:
-        score(folder, *other)
-    merge(*shards)
-    assert (MERGED / "scores.jsonl").read_bytes().count(b"\n") == 60
-    found = report(MERGED)
-    assert found.json | expected == found.json
-    assert "more than one way" not in found.stderr
-    lines = (MERGED / "scores.jsonl").read_text()
-    assert batchkit("score", str(MERGED)).exit_code == 0
-    assert (MERGED / "scores.jsonl").read_text() == lines
-
-
-def test_scores_follow_the_record_that_counts() -> None:
-    prepare_scored()
-    run("--set", "name=base")
-    run("--set", "name=later")
-    rewrite(Path("output/later"), lambda record: record.update(text="model answered row 1"))
-    batchkit("score", "output/later")
-    merge("output/base", "output/later")
-    assert report(MERGED).json["overall"] == report("output/later").json["overall"]
-    assert report(MERGED).json["overall"] != report("output/base").json["overall"]
-
-
-def test_runs_scored_in_several_ways_are_mixed_until_scored_again() -> None:
-    prepare_scored()
-    shards = run_shards(2)
-    score(shards[0], "--set", 'scoring.scorers=["rouge-l"]')
-    merge(*shards)
-    assert manifest(MERGED)["scoring"] is None
-    assert "more than one way" in report(MERGED).stderr
-    score(MERGED)
-    assert manifest(MERGED)["scoring"] is not None
-
-
-def test_judgements_come_along_and_are_paid_for_once(tmp_path: Path) -> None:
-    judge = Judge({"q3": ["[Score]: 70/100"], "q5": ["no idea"]})
-    with serving(judge) as server:
-        job = judged_job(tmp_path, server, counted(12))
-        shards = [run_scored(job.of_shard(Shard(number, 3))) for number in range(3)]
-        asked = judge.asked.total()
-        join(shards, MERGED)
-        found = table_of(MERGED)
-        assert not is_mixed(MERGED)
-        assert found.to_json()["overall"]["judge"] == pytest.approx((10 * 50 + 70) / 11)
-        assert score_run(MERGED, say=lambda text: None) == found
-        assert judge.asked.total() == asked
-        more = [{"id": f"q{n}", "say": "?", "a": str(n), "kind": "k"} for n in range(14)]
-        wider = judged_job(tmp_path, server, more, name="merged", output={"dir": "output"})
-        run_job(wider, on_change="requeue", say=lambda text: None).checked()
-        assert judge.asked.total() == asked + 2, "of the new rows alone"
-    (folder,) = (MERGED / "judge").glob("*/")
-    assert verify(folder)["duplicates"] == 0
-
-
-def test_shard_without_its_judgements_is_judged_after_the_merge(tmp_path: Path) -> None:
-    judge = Judge({})
-    with serving(judge) as server:
-        job = judged_job(tmp_path, server, counted(8))
-        first = run_scored(job.of_shard(Shard(0, 2)))
-        asked = judge.asked.total()
-        second = ProductionBatchProcessor(job.of_shard(Shard(1, 2)), quiet=True).process()
-        join([first, Path(second.folder)], MERGED)
-        assert is_mixed(MERGED)
-        assert score_run(MERGED, say=lambda text: None).to_json()["overall"]["judge"] == 50
-        assert judge.asked.total() == 8 > asked > 0
-        assert not is_mixed(MERGED)
-
-
-# What is refused
-
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("prompt.user=Say {{ q }}", 'prompt.user: "{{ q }}" → "Say {{ q }}"'),
-        ("sampling.temperature=0.5", "sampling.temperature: 0.0 → 0.5"),
-        ("engine.model=other", 'engine.model: "" → "other"'),
-        ("input.where.key=k1", "input.where: "),
-        ("input.id=key", "input.id: "),
-        ("run.seed=7", "run.seed: 0 → 7"),
-    ],
-)
-def test_runs_of_different_jobs_are_refused_with_a_diff(override: str, words: str) -> None:
-    prepare(10)
-    run()
-    run("--set", "name=b", "--set", override)
-    before = files()
-    found = merge("output/a", "output/b", partial=True)
-    assert (found.exit_code, found.stdout) == (2, "")
-    assert words in found.stderr
-    assert "output/b" in found.stderr
-    assert files() == before
-
-
-def test_runs_over_different_inputs_are_refused() -> None:
-    rows = write_rows(20)
-    write_job(input={"id": "key"})
-    run("--shard", "0/2")
-    write_rows(rows[::-1])
-    run("--shard", "1/2")
-    found = merge(shard(0, 2), shard(1, 2))
-    assert (found.exit_code, MERGED.exists()) == (2, False)
-    assert "in.jsonl: " in found.stderr
-
-
-def test_input_that_changed_since_is_refused() -> None:
-    prepare(20)
-    shards = run_shards(2)
-    write_rows(21)
-    found = merge(*shards)
-    assert (found.exit_code, MERGED.exists()) == (2, False)
-    assert "input changed since" in found.stderr
-
-
-def test_speed_alone_makes_no_other_job() -> None:
-    prepare(20)
-    run("--shard", "0/2", "--set", "run.max_in_flight=3")
-    run("--shard", "1/2")
-    assert merge(shard(0, 2), shard(1, 2)).exit_code == 0
-
-
-def test_run_at_work_is_refused() -> None:
-    prepare(20)
-    shards = run_shards(2)
-    with claim(shards[1]):
-        found = merge(*shards)
-    assert (found.exit_code, MERGED.exists()) == (1, False)
-    assert f"{shards[1]}: process {os.getpid()}" in found.stderr
-    assert merge(*shards).exit_code == 0
-
-
-def test_runs_are_held_only_while_they_are_merged() -> None:
-    prepare(20)
-    merge(*run_shards(2))
-    assert run("--shard", "0/2").exit_code == 0
-
-
-def test_target_among_the_runs_is_refused() -> None:
-    prepare(20)
-    a, b = run_shards(2)
-    found = merge(a, b, into=f"output/../{b}/")
-    assert found.exit_code == 2
-    assert "is one of the runs" in found.stderr
-    assert merge(a, a).exit_code == 2
-
-
-@pytest.mark.parametrize("kind", ["a run", "an empty folder", "a file"])
-def test_target_that_is_there_stays_as_it_is(kind: str) -> None:
-    prepare(20)
-    shards = run_shards(2)
-    target = Path("output/there")
-    if kind == "a run":
-        run("--set", "name=there")
-    elif kind == "an empty folder":
-        target.mkdir()
-    else:
-        target.symlink_to("nowhere")
-    before = files()
-    found = merge(*shards, into=target)
-    assert found.exit_code == 2
-    assert "is there already and stays as it is; move it aside" in found.stderr
-    assert files() == before
-
-
-@pytest.mark.parametrize("name", ["my run", "-x", "ä"])
-def test_target_that_no_run_could_have_is_refused(name: str) -> None:
-    prepare(20)
-    shards = run_shards(2)
-    before = files()
-    found = merge(*shards, into=Path("output") / name)
-    assert (found.exit_code, files()) == (2, before)
-    assert "name: " in found.stderr
-
-
-def test_damaged_record_stops_the_merge_and_leaves_nothing() -> None:
-    prepare(40)
-    shards = run_shards(2)
-    log = shards[0] / "results.jsonl"
-    lines = log.read_bytes().splitlines(keepends=True)
-    lines[7] = lines[7].replace(b'"status"', b'"status')
-    log.write_bytes(b"".join(lines))
-    before = files()
-    found = merge(*shards)
-    assert (found.exit_code, files()) == (1, before)
-    assert f"{log}: the record at byte" in found.stderr
-
-
-def test_what_is_no_run_is_refused() -> None:
-    prepare(5)
-    run()
-    assert "neither a run folder" in merge("output/a", "nowhere").stderr
-    (Path("output/a") / "results.jsonl").unlink()
-    found = merge("output/a")
-    assert (found.exit_code, MERGED.exists()) == (1, False)
-    assert "results.jsonl: is missing" in found.stderr
-
-
-def test_job_file_stands_for_no_run_while_there_are_only_shards() -> None:
-    prepare(20)
-    run_shards(2)
-    found = batchkit("status", "job.toml")
-    assert found.exit_code == 2
-    folder = Path("output/a").resolve()
-    assert "no run there, but 2 shards of it" in found.stderr
-    assert f"batchkit merge {folder}.shard-* --into job.toml" in found.stderr
 
 
 def test_more_runs_than_a_process_may_open_files_at_first() -> None:
@@ -685,6 +404,6 @@ def test_shards_answer_what_one_run_answers(demo_model: Path, tmp_path: Path) ->
     for flags in ([], ["--shard", "0/2"], ["--shard", "1/2"]):
         done = in_a_process("run", "job.toml", *flags, cwd=tmp_path, start=Fork)
         assert done.returncode == 0, done.stderr
-    assert told(merge(shard(0, 2), shard(1, 2)), "exit", "ok") == (0, 24)
+    assert reported(merge(shard(0, 2), shard(1, 2)), "exit", "ok") == (0, 24)
     assert exported("output/a", "jsonl") == exported(MERGED, "jsonl")
     assert len({record["text"] for record in records(MERGED / "results.jsonl")}) > 12

@@ -25,6 +25,7 @@ from tests.support.dry_runs import (
     prepare,
     run,
     settled,
+    shard,
     status,
     verify,
     write_job,
@@ -34,12 +35,8 @@ from tests.support.dry_runs import (
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
-def folder(number: int, count: int) -> Path:
-    return Path(f"output/a.shard-{number}-of-{count}")
-
-
 def rows_of(number: int, count: int) -> set[int]:
-    return set(settled(folder(number, count) / "results.jsonl"))
+    return set(settled(shard(number, count) / "results.jsonl"))
 
 
 def run_shards(count: int, *args: str) -> list[set[int]]:
@@ -121,7 +118,7 @@ def test_row_that_cannot_be_read_is_in_one_shard() -> None:
 def test_more_shards_than_rows() -> None:
     prepare(2)
     assert sum(map(len, run_shards(5))) == 2
-    assert all(verify(folder(number, 5))["pending"] == 0 for number in range(5))
+    assert all(verify(shard(number, 5))["pending"] == 0 for number in range(5))
 
 
 # Each is a run like any other
@@ -132,30 +129,30 @@ def test_counts_are_those_of_the_shard() -> None:
     mine = {row.index for row in read_rows(InputTable(path="in.jsonl", shard="0/3"))}
     found = run("--shard", "0/3").json
     assert found | {"name": "a.shard-0-of-3", "total": len(mine), "ok": len(mine)} == found
-    for told in (status(folder(0, 3)), verify(folder(0, 3))):
+    for told in (status(shard(0, 3)), verify(shard(0, 3))):
         assert (told["ok"], told["pending"]) == (len(mine), 0)
-    assert status(folder(0, 3))["total"] == verify(folder(0, 3))["rows"] == len(mine)
+    assert status(shard(0, 3))["total"] == verify(shard(0, 3))["rows"] == len(mine)
     assert not Path("output/a").exists()
 
 
 def test_total_is_counted_anew_where_the_manifest_has_none() -> None:
     prepare(100)
     run("--shard", "0/3")
-    path = folder(0, 3) / "manifest.json"
-    n_rows = manifest(folder(0, 3))["total"]
-    path.write_text(json.dumps(manifest(folder(0, 3)) | {"total": None}))
-    assert status(folder(0, 3))["total"] == n_rows
+    path = shard(0, 3) / "manifest.json"
+    n_rows = manifest(shard(0, 3))["total"]
+    path.write_text(json.dumps(manifest(shard(0, 3)) | {"total": None}))
+    assert status(shard(0, 3))["total"] == n_rows
 
 
 @pytest.mark.parametrize("with_ids", [False, True])
 def test_shard_carries_on_where_it_stopped(with_ids: bool) -> None:
     prepare(100, input={"id": "key"} if with_ids else {})
     run("--shard", "1/2")
-    log = folder(1, 2) / "results.jsonl"
+    log = shard(1, 2) / "results.jsonl"
     whole = settled(log)
     lines = log.read_bytes().splitlines(keepends=True)
     log.write_bytes(b"".join(lines[:5]) + lines[5][:40])
-    (folder(1, 2) / "checkpoint.json").unlink()  # a killed run has none that is ahead of its log
+    (shard(1, 2) / "checkpoint.json").unlink()  # a killed run has none that is ahead of its log
     found = run("--shard", "1/2")
     assert (found.exit_code, found.json["skipped"], found.json["total"]) == (0, 5, len(whole))
     assert settled(log) == whole
@@ -167,9 +164,9 @@ def test_retry_failed_stays_within_the_shard() -> None:
     first = run("--shard", "0/2")
     bad = {row for row in rows_of(0, 2) if row % 4 == 0}
     assert (first.exit_code, first.json["failed"]) == (3, len(bad))
-    again = batchkit("retry-failed", str(folder(0, 2)), "--set", "prompt.user=fine", "--json")
+    again = batchkit("retry-failed", str(shard(0, 2)), "--set", "prompt.user=fine", "--json")
     assert again.json | {"rows": len(bad), "recovered": len(bad), "exit": 0} == again.json
-    assert verify(folder(0, 2)) | {"failed": 0, "pending": 0} == verify(folder(0, 2))
+    assert verify(shard(0, 2)) | {"failed": 0, "pending": 0} == verify(shard(0, 2))
 
 
 def test_score_reads_the_rows_of_the_shard_alone() -> None:
@@ -179,20 +176,20 @@ def test_score_reads_the_rows_of_the_shard_alone() -> None:
     write_job(input={"id": "key"}, scoring={"extract": "text", "reference": "a", "scorers": ["em"]})
     run("--shard", "0/2")
     n_rows = len(rows_of(0, 2))
-    found = batchkit("score", str(folder(0, 2)), "--json")
+    found = batchkit("score", str(shard(0, 2)), "--json")
     assert (found.exit_code, found.json["total"], found.json["scored"]) == (0, n_rows, n_rows)
 
 
 def test_folder_of_a_shard_cannot_become_that_of_another() -> None:
     prepare(50)
     run("--shard", "0/2")
-    manifest_file = folder(0, 2) / "manifest.json"
-    assert manifest(folder(0, 2))["identity"]["input.shard"] == "0/2"
-    folder(0, 2).rename(folder(1, 2))
+    manifest_file = shard(0, 2) / "manifest.json"
+    assert manifest(shard(0, 2))["identity"]["input.shard"] == "0/2"
+    shard(0, 2).rename(shard(1, 2))
     found = run("--shard", "1/2")
     assert found.exit_code == 2
     assert 'input.shard: "0/2" → "1/2"' in found.stderr
-    folder(1, 2).rename("output/a")
+    shard(1, 2).rename("output/a")
     found = run()
     assert found.exit_code == 2
     assert 'input.shard: "0/2" → null' in found.stderr
@@ -210,7 +207,7 @@ def test_folder_of_a_shard_grows_into_the_whole_run_on_demand() -> None:
     prepare(50)
     run("--shard", "0/2")
     n_rows = len(rows_of(0, 2))
-    folder(0, 2).rename("output/a")
+    shard(0, 2).rename("output/a")
     found = run("--on-change", "requeue")
     assert (found.exit_code, found.json["skipped"], found.json["ok"]) == (0, n_rows, 50)
 
@@ -333,7 +330,7 @@ def test_auto_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
     assert run("--shard", "auto").exit_code == 0
-    assert folder(2, 4).is_dir()
+    assert shard(2, 4).is_dir()
 
 
 def test_help_tells_of_shards() -> None:

@@ -32,6 +32,11 @@ def run(*args: str) -> Ended:
     return batchkit("run", "job.toml", *args)
 
 
+def shard(number: int, count: int) -> Path:
+    """Its run folder."""
+    return Path(f"output/a.shard-{number}-of-{count}")
+
+
 def write_job(**tables: dict[str, Any]) -> None:
     job: dict[str, Any] = {
         "name": "a",

@@ -1,0 +1,151 @@
+"""Runs that are not merged: other jobs, other inputs, a target that is there, damage."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from batchkit.storage.runfolder import claim
+from tests.support.command_line import batchkit
+from tests.support.dry_runs import prepare, run, shard, write_job, write_rows
+from tests.support.merges import MERGED, files, merge, run_shards
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("prompt.user=Say {{ q }}", 'prompt.user: "{{ q }}" → "Say {{ q }}"'),
+        ("sampling.temperature=0.5", "sampling.temperature: 0.0 → 0.5"),
+        ("engine.model=other", 'engine.model: "" → "other"'),
+        ("input.where.key=k1", "input.where: "),
+        ("input.id=key", "input.id: "),
+        ("run.seed=7", "run.seed: 0 → 7"),
+    ],
+)
+def test_runs_of_different_jobs_are_refused_with_a_diff(override: str, words: str) -> None:
+    prepare(10)
+    run()
+    run("--set", "name=b", "--set", override)
+    before = files()
+    found = merge("output/a", "output/b", partial=True)
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert words in found.stderr
+    assert "output/b" in found.stderr
+    assert files() == before
+
+
+def test_runs_over_different_inputs_are_refused() -> None:
+    rows = write_rows(20)
+    write_job(input={"id": "key"})
+    run("--shard", "0/2")
+    write_rows(rows[::-1])
+    run("--shard", "1/2")
+    found = merge(shard(0, 2), shard(1, 2))
+    assert (found.exit_code, MERGED.exists()) == (2, False)
+    assert "in.jsonl: " in found.stderr
+
+
+def test_input_that_changed_since_is_refused() -> None:
+    prepare(20)
+    shards = run_shards(2)
+    write_rows(21)
+    found = merge(*shards)
+    assert (found.exit_code, MERGED.exists()) == (2, False)
+    assert "input changed since" in found.stderr
+
+
+def test_speed_alone_makes_no_other_job() -> None:
+    prepare(20)
+    run("--shard", "0/2", "--set", "run.max_in_flight=3")
+    run("--shard", "1/2")
+    assert merge(shard(0, 2), shard(1, 2)).exit_code == 0
+
+
+def test_run_at_work_is_refused() -> None:
+    prepare(20)
+    shards = run_shards(2)
+    with claim(shards[1]):
+        found = merge(*shards)
+    assert (found.exit_code, MERGED.exists()) == (1, False)
+    assert f"{shards[1]}: process {os.getpid()}" in found.stderr
+    assert merge(*shards).exit_code == 0
+
+
+def test_runs_are_held_only_while_they_are_merged() -> None:
+    prepare(20)
+    merge(*run_shards(2))
+    assert run("--shard", "0/2").exit_code == 0
+
+
+def test_target_among_the_runs_is_refused() -> None:
+    prepare(20)
+    a, b = run_shards(2)
+    found = merge(a, b, into=f"output/../{b}/")
+    assert found.exit_code == 2
+    assert "is one of the runs" in found.stderr
+    assert merge(a, a).exit_code == 2
+
+
+@pytest.mark.parametrize("kind", ["a run", "an empty folder", "a file"])
+def test_target_that_is_there_stays_as_it_is(kind: str) -> None:
+    prepare(20)
+    shards = run_shards(2)
+    target = Path("output/there")
+    if kind == "a run":
+        run("--set", "name=there")
+    elif kind == "an empty folder":
+        target.mkdir()
+    else:
+        target.symlink_to("nowhere")
+    before = files()
+    found = merge(*shards, into=target)
+    assert found.exit_code == 2
+    assert "is there already and stays as it is; move it aside" in found.stderr
+    assert files() == before
+
+
+@pytest.mark.parametrize("name", ["my run", "-x", "ä"])
+def test_target_that_no_run_could_have_is_refused(name: str) -> None:
+    prepare(20)
+    shards = run_shards(2)
+    before = files()
+    found = merge(*shards, into=Path("output") / name)
+    assert (found.exit_code, files()) == (2, before)
+    assert "name: " in found.stderr
+
+
+def test_damaged_record_stops_the_merge_and_leaves_nothing() -> None:
+    prepare(40)
+    shards = run_shards(2)
+    log = shards[0] / "results.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    lines[7] = lines[7].replace(b'"status"', b'"status')
+    log.write_bytes(b"".join(lines))
+    before = files()
+    found = merge(*shards)
+    assert (found.exit_code, files()) == (1, before)
+    assert f"{log}: the record at byte" in found.stderr
+
+
+def test_what_is_no_run_is_refused() -> None:
+    prepare(5)
+    run()
+    assert "neither a run folder" in merge("output/a", "nowhere").stderr
+    (Path("output/a") / "results.jsonl").unlink()
+    found = merge("output/a")
+    assert (found.exit_code, MERGED.exists()) == (1, False)
+    assert "results.jsonl: is missing" in found.stderr
+
+
+def test_job_file_stands_for_no_run_while_there_are_only_shards() -> None:
+    prepare(20)
+    run_shards(2)
+    found = batchkit("status", "job.toml")
+    assert found.exit_code == 2
+    folder = Path("output/a").resolve()
+    assert "no run there, but 2 shards of it" in found.stderr
+    assert f"batchkit merge {folder}.shard-* --into job.toml" in found.stderr

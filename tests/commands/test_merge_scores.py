@@ -1,0 +1,115 @@
+"""The scores of merged runs: those that were found later come along, and judgements are paid for once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchkit.commands.merge import merge as join
+from batchkit.commands.run import run_job
+from batchkit.commands.score import is_mixed, score_run, table_of
+from batchkit.config.shard import Shard
+from batchkit.execution.processor import ProductionBatchProcessor
+from tests.support.chat_server import serving
+from tests.support.command_line import Ended, batchkit
+from tests.support.dry_runs import manifest, run, verify, write_job, write_rows
+from tests.support.judge import Judge, judged_job
+from tests.support.merges import MERGED, SCORING, merge, rewrite, run_shards
+from tests.support.scored_runs import counted
+from tests.support.scored_runs import run as run_scored
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
+def prepare_scored() -> None:
+    write_rows(
+        [
+            {"key": f"k{n}", "q": "x", "a": f"model answered row {n % 4}", "kind": f"g{n % 2}"}
+            for n in range(60)
+        ]
+    )
+    write_job(input={"id": "key"}, scoring=SCORING)
+
+
+def score(folder: str | Path, *args: str) -> dict[str, Any]:
+    return batchkit("score", str(folder), "--json", *args).json
+
+
+def report(folder: str | Path) -> Ended:
+    return batchkit("report", str(folder), "--json")
+
+
+def test_scores_that_were_found_later_come_along() -> None:
+    prepare_scored()
+    other = ["--set", 'scoring.scorers=["rouge-l"]']
+    run()
+    expected = score("output/a", *other)
+    shards = run_shards(3)
+    for folder in shards:
+        score(folder, *other)
+    merge(*shards)
+    assert (MERGED / "scores.jsonl").read_bytes().count(b"\n") == 60
+    found = report(MERGED)
+    assert found.json | expected == found.json
+    assert "more than one way" not in found.stderr
+    lines = (MERGED / "scores.jsonl").read_text()
+    assert batchkit("score", str(MERGED)).exit_code == 0
+    assert (MERGED / "scores.jsonl").read_text() == lines
+
+
+def test_scores_follow_the_record_that_counts() -> None:
+    prepare_scored()
+    run("--set", "name=base")
+    run("--set", "name=later")
+    rewrite(Path("output/later"), lambda record: record.update(text="model answered row 1"))
+    batchkit("score", "output/later")
+    merge("output/base", "output/later")
+    assert report(MERGED).json["overall"] == report("output/later").json["overall"]
+    assert report(MERGED).json["overall"] != report("output/base").json["overall"]
+
+
+def test_runs_scored_in_several_ways_are_mixed_until_scored_again() -> None:
+    prepare_scored()
+    shards = run_shards(2)
+    score(shards[0], "--set", 'scoring.scorers=["rouge-l"]')
+    merge(*shards)
+    assert manifest(MERGED)["scoring"] is None
+    assert "more than one way" in report(MERGED).stderr
+    score(MERGED)
+    assert manifest(MERGED)["scoring"] is not None
+
+
+def test_judgements_come_along_and_are_paid_for_once(tmp_path: Path) -> None:
+    judge = Judge({"q3": ["[Score]: 70/100"], "q5": ["no idea"]})
+    with serving(judge) as server:
+        job = judged_job(tmp_path, server, counted(12))
+        shards = [run_scored(job.of_shard(Shard(number, 3))) for number in range(3)]
+        asked = judge.asked.total()
+        join(shards, MERGED)
+        found = table_of(MERGED)
+        assert not is_mixed(MERGED)
+        assert found.to_json()["overall"]["judge"] == pytest.approx((10 * 50 + 70) / 11)
+        assert score_run(MERGED, say=lambda text: None) == found
+        assert judge.asked.total() == asked
+        more = [{"id": f"q{n}", "say": "?", "a": str(n), "kind": "k"} for n in range(14)]
+        wider = judged_job(tmp_path, server, more, name="merged", output={"dir": "output"})
+        run_job(wider, on_change="requeue", say=lambda text: None).checked()
+        assert judge.asked.total() == asked + 2, "of the new rows alone"
+    (folder,) = (MERGED / "judge").glob("*/")
+    assert verify(folder)["duplicates"] == 0
+
+
+def test_shard_without_its_judgements_is_judged_after_the_merge(tmp_path: Path) -> None:
+    judge = Judge({})
+    with serving(judge) as server:
+        job = judged_job(tmp_path, server, counted(8))
+        first = run_scored(job.of_shard(Shard(0, 2)))
+        asked = judge.asked.total()
+        second = ProductionBatchProcessor(job.of_shard(Shard(1, 2)), quiet=True).process()
+        join([first, Path(second.folder)], MERGED)
+        assert is_mixed(MERGED)
+        assert score_run(MERGED, say=lambda text: None).to_json()["overall"]["judge"] == 50
+        assert judge.asked.total() == 8 > asked > 0
+        assert not is_mixed(MERGED)
