@@ -35,6 +35,7 @@ LONGEST = (
     "test_process_engine",
     "test_engine_contract",
     "test_transformers_engine",
+    "test_transformers_faults",
     "test_vllm_equality",
     "test_tuning_vllm",
     "test_vllm_server",

@@ -10,14 +10,10 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 import tomllib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +33,14 @@ from batchkit.commands.tuning.bottleneck import Rendered, bottleneck_of
 from batchkit.commands.tuning.idle import Idle, IdleMeter
 from batchkit.commands.tuning.memory import MemoryMeter
 from batchkit.commands.tuning.rounds import Budget, Round, Rounds, TimedAnswer
-from batchkit.commands.tuning.search import Rate, search
 from batchkit.commands.tuning.table import SizeTable
 from batchkit.commands.tuning.trial import OOM, Trial
 from batchkit.config.loading import make_job
 from batchkit.engines.base import EngineLoad
 from batchkit.engines.memory import family_bytes
 from batchkit.errors import JobError
-from tests.support.chat_server import ChatServer
-from tests.support.own_process import batchkit
-from tests.support.paths import ROOT
+from tests.support.chat_server import serving
+from tests.support.own_process import batchkit, begin
 from tests.support.rows import write_jsonl
 
 SEQS = BatchSizeOption("engine.options.max_num_seqs", "")
@@ -80,62 +74,6 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "job.toml").write_text(JOB)
     write_jsonl(tmp_path / "rows.jsonl", ({"q": f"tell me of {n}"} for n in range(400)))
     return tmp_path
-
-
-class CountingTrials:
-    """No engine: sizes up to ``threshold`` fit, and ``rate`` tells their throughput."""
-
-    def __init__(
-        self, threshold: int, rate: Callable[[int], float] = float, *, is_sure: bool = True
-    ) -> None:
-        self.threshold, self.rate, self.is_sure = threshold, rate, is_sure
-        self.tried: list[int] = []
-
-    def __call__(self, size: int) -> Rate | None:
-        self.tried.append(size)
-        return Rate(self.rate(size), self.is_sure) if size <= self.threshold else None
-
-    @property
-    def largest(self) -> int:
-        return max((size for size in self.tried if size <= self.threshold), default=0)
-
-
-@given(low=st.integers(1, 64), span=st.integers(0, 4000), threshold=st.integers(0, 5000))
-def test_search_finds_the_largest_that_fits(low: int, span: int, threshold: int) -> None:
-    trials = CountingTrials(threshold)
-    assert not search(low, low + span, trials)
-    expected = min(threshold, low + span)
-    assert trials.largest == (expected if expected >= low else 0)
-    assert len(set(trials.tried)) == len(trials.tried), "no size is tried twice"
-    assert all(low <= size <= low + span for size in trials.tried)
-    assert len(trials.tried) <= 2 * (low + span).bit_length() + 1
-
-
-@given(low=st.integers(1, 16), flat_from=st.integers(1, 500))
-def test_search_stops_where_throughput_has_flattened(low: int, flat_from: int) -> None:
-    trials = CountingTrials(10**6, lambda size: float(min(size, flat_from)))
-    assert search(low, 10**5, trials)
-    *_, before, last = trials.tried
-    assert last == 2 * before
-    assert flat_from < 2.07 * before, "the last doubling was one too many at most"
-
-
-def test_slower_larger_sizes_end_the_search_too() -> None:
-    trials = CountingTrials(10**6, lambda size: float(min(size, 64 - size)))
-    assert search(1, 1024, trials)
-    assert trials.tried == [1, 2, 4, 8, 16, 32, 64]
-
-
-def test_few_rows_are_no_reason_to_stop() -> None:
-    trials = CountingTrials(40, lambda size: 1.0, is_sure=False)
-    assert not search(1, 1024, trials)
-    assert trials.largest == 40
-
-
-def test_flat_at_the_largest_allowed_is_no_early_stop() -> None:
-    trials = CountingTrials(10**6, lambda size: 1.0)
-    assert not search(8, 16, trials)
-    assert trials.tried == [8, 16]
 
 
 def steady(rate: float, n: int, *, since: float = 0.0) -> list[TimedAnswer]:
@@ -461,7 +399,7 @@ def test_find_bs_stops_early_where_the_server_is_slow(folder: Path) -> None:
         with turns:
             time.sleep(0.02)
 
-    with chat_server(before) as server:
+    with serving(before) as server:
         table = JOB.replace(
             '"dry-run"', f'"openai-server"\nmodel = "tiny"\nbase_url = "{server.url}"'
         )
@@ -473,15 +411,6 @@ def test_find_bs_stops_early_where_the_server_is_slow(folder: Path) -> None:
     assert found["largest"] <= 16
     assert all(line["memory_gb"] is None for line in found["batch_sizes"])
     assert "keeps what it has cached" in ended.stderr
-
-
-@contextmanager
-def chat_server(before: Callable[[str, dict[str, Any]], None]) -> Iterator[ChatServer]:
-    server = ChatServer(before)
-    try:
-        yield server
-    finally:
-        server.kill()
 
 
 def test_rows_that_fail_are_counted_and_fail_no_trial(folder: Path) -> None:
@@ -573,14 +502,8 @@ def test_what_is_known_is_printed_when_it_is_stopped(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, signum: int, code: int
 ) -> None:
     scratch = tmp_path_factory.mktemp("tmp")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "batchkit", "find-bs", "job.toml", "--seconds", "1.5", "--write"],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch)},
-    )
+    args = ["find-bs", "job.toml", "--seconds", "1.5", "--write"]
+    process = begin(*args, cwd=folder, TMPDIR=str(scratch))
     assert process.stderr is not None
     assert process.stdout is not None
     for line in process.stderr:

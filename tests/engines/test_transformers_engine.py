@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
-from transformers import AutoTokenizer
 
 from batchkit.commands.tuning.batch_size_option import batch_size_option
 from batchkit.config.tables import JobConfig
-from batchkit.engines.base import Engine, EngineLoad
-from batchkit.engines.faults import EngineDied, StartFailed
+from batchkit.engines.base import Engine
+from batchkit.engines.faults import StartFailed
 from batchkit.engines.registry import open_engine, open_preflight
 from batchkit.engines.transformers.answer import Answer
 from batchkit.engines.transformers.batch import next_batch
@@ -27,21 +26,12 @@ from batchkit.storage.identity import identity
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.newest import read_newest
 from batchkit.types import Completion, Request, Row
-from tests.support.engine_requests import ask, collect, plain, request, with_image
-from tests.support.failing_model import FAULTS, faulty_model
+from tests.support.engine_requests import ask, plain, request, with_image
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 from tests.support.small_vllm import SMALL
+from tests.support.transformers_jobs import N_ROWS, make_job, write_job
 from tests.support.vllm_reference import reference
-
-OPTIONS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8}
-
-
-def make_job(model: Path, output: Path | str = "output", **options: Any) -> JobConfig:
-    engine = {"kind": "transformers", "model": str(model), "in_process": True}
-    return JobConfig(
-        engine={**engine, "options": {**OPTIONS, **options}}, output={"dir": str(output)}
-    )
 
 
 @pytest.fixture(scope="module")
@@ -437,43 +427,6 @@ def test_the_size_of_a_batch_is_known_without_loading_the_model() -> None:
     assert "the 8 at once" in option.reason
 
 
-JOB = """
-name = "run"
-[input]
-path = "rows.jsonl"
-[prompt]
-user = "{{ q }}"
-IMAGES
-[media]
-max_pixels = 65536
-[engine]
-kind = "transformers"
-model = "MODEL"
-[engine.options]
-dtype = "float32"
-max_model_len = 512
-[sampling]
-max_tokens = 24
-"""
-N_ROWS = 24
-
-
-def write_job(folder: Path, model: Path, *, images: bool = False) -> list[dict[str, Any]]:
-    """The rows are written, too."""
-    rows = [{"q": f"question {n} " + "about tea " * (n * 7 % 40)} for n in range(N_ROWS)]
-    for n, row in enumerate(rows):
-        if images:
-            image = Image.new("RGB", (128 + 32 * (n % 5), 96 + 32 * (n % 3)), (n * 9, 80, 140))
-            image.paste((255, 255, 255 - n), (10 + n, 10, 60 + n, 50))
-            row["file"] = f"{n}.png"
-            image.save(folder / row["file"])
-    write_jsonl(folder / "rows.jsonl", rows)
-    source = 'images = ["{{ file }}"]' if images else ""
-    text = JOB.replace("IMAGES", source).replace("MODEL", str(model))
-    (folder / "job.toml").write_text(text, encoding="utf-8")
-    return rows
-
-
 def conversation(row: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     content: Any = row["q"]
     if "file" in row:
@@ -536,159 +489,3 @@ def test_a_prompt_that_is_too_long_is_cut(text_model: Path, tmp_path: Path) -> N
     assert cut["truncated_tokens"] > 300
     assert cut["usage"]["prompt_tokens"] + 24 <= 512
     assert "truncated_tokens" not in whole
-
-
-# A tiny model whose own code fails where it is told to.
-
-
-OpenFaulty = Callable[..., closing[Any]]
-
-
-@pytest.fixture(scope="module")
-def faulty(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return faulty_model(text_model, tmp_path_factory.mktemp("models") / "faulty")
-
-
-@pytest.fixture
-def open_faulty(faulty: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., closing[Any]]:
-    def opened(faults: dict[str, Any], **options: Any) -> closing[Any]:
-        monkeypatch.setenv(FAULTS, json.dumps(faults))
-        return closing(open_engine(make_job(faulty, trust_remote_code=True, **options)))
-
-    return opened
-
-
-def token(model: Path, word: str) -> str:
-    (number,) = AutoTokenizer.from_pretrained(model).encode(word, add_special_tokens=False)
-    return str(number)
-
-
-def asked_of(n: int, poison: Sequence[int] = (), **sampling: Any) -> list[Request]:
-    """Prompts of about one length; those of ``poison`` have the word harbour."""
-    return [
-        request(i, "the harbour" if i in poison else "the garden", **sampling) for i in range(n)
-    ]
-
-
-def test_its_own_code_is_run_only_if_the_job_says_so(faulty: Path, open_faulty: OpenFaulty) -> None:
-    with open_faulty({"over": 0}, max_num_seqs=1) as opened:
-        assert ask(opened, request(1))[0].error is not None
-    with closing(open_engine(make_job(faulty))) as opened:
-        assert ask(opened, request(1))[0].error is None
-
-
-def test_a_batch_that_needs_too_much_memory_is_halved(
-    open_faulty: OpenFaulty, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = asked_of(20, temperature=0.9)  # sampled: run again they must give the same
-    with open_faulty({}) as opened:
-        expected = ask(opened, *rows)
-    with open_faulty({"over": 2}) as opened:
-        done = ask(opened, *rows)
-        assert opened.max_num_seqs == 8
-    assert [(c.error, c.choices, c.usage) for c in done] == [
-        (None, c.choices, c.usage) for c in expected
-    ]
-    said = [record.message for record in caplog.records if "out of memory" in record.message]
-    assert [line.rpartition(": ")[2] for line in said] == [
-        "batches of up to 4",
-        "batches of up to 2",
-    ]
-
-
-def test_after_a_stretch_of_success_it_grows_to_what_it_was(
-    open_faulty: OpenFaulty, caplog: pytest.LogCaptureFixture
-) -> None:
-    with open_faulty({"over": 1, "times": 2}) as opened:
-        done = ask(opened, *asked_of(500, max_tokens=2))
-    assert all(completion.error is None for completion in done)
-    sizes = re.findall(r"batches of up to (\d+)( again)?", caplog.text)
-    assert sizes == [("4", ""), ("2", ""), ("4", " again"), ("8", " again")]
-
-
-def test_a_row_that_needs_too_much_memory_alone_fails_alone(open_faulty: OpenFaulty) -> None:
-    rows = [*asked_of(10), request(10, "tea " * 200, temperature=1.0, n=3), *asked_of(6)]
-    with open_faulty({"prompt_over": 100}) as opened:
-        done = ask(opened, *rows)
-        again = ask(opened, *asked_of(20))
-    assert [n for n, completion in enumerate(done) if completion.error is not None] == [10]
-    assert done[10].error is not None
-    assert done[10].error.kind == "oom"
-    assert all(completion.error is None for completion in again)
-
-
-def test_it_dies_of_memory_where_that_is_wanted(open_faulty: OpenFaulty) -> None:
-    with open_faulty({"over": 2}, shrink_on_oom=False) as opened:
-        for one in asked_of(3):
-            opened.submit(one)
-        with pytest.raises(EngineDied) as death:
-            collect(opened, 3)
-    assert death.value.fault.kind == "oom"
-
-
-@pytest.mark.parametrize(
-    ("fault", "kind"), [("error", "engine_crash"), ("refusal", "invalid_request"), ("oom", "oom")]
-)
-def test_only_the_row_at_fault_fails(
-    faulty: Path,
-    open_faulty: OpenFaulty,
-    caplog: pytest.LogCaptureFixture,
-    fault: str,
-    kind: str,
-) -> None:
-    rows = asked_of(20, poison=(3, 11))
-    rows[11] = request(11, "the harbour", temperature=0.8, n=4)
-    with open_faulty({}) as opened:
-        expected = ask(opened, *rows)
-    with open_faulty({"tokens": {token(faulty, " harbour"): fault}}) as opened:
-        done = ask(opened, *rows)
-        assert opened.load() == EngineLoad(0, 0, 0.0, 0)
-    assert [c.error and c.error.kind for c in done] == [
-        kind if n in (3, 11) else None for n in range(20)
-    ]
-    assert "planted" in str(done[3].error)
-    assert [c.choices for c in done if not c.error] == [
-        e.choices for c, e in zip(done, expected, strict=True) if not c.error
-    ]
-    assert ("falling back to sequential" in caplog.text) == (fault != "oom")
-
-
-def test_a_job_is_finished_beside_all_kinds_of_faults(
-    faulty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From the command line, the engine in a process of its own, which one of the rows kills."""
-    rows = write_job(tmp_path, faulty)
-    words = {4: (" harbour", "error"), 9: (" bridge", "oom"), 17: (" winter", "kill")}
-    for n, (word, _) in words.items():
-        rows[n]["q"] += word
-    write_jsonl(tmp_path / "rows.jsonl", rows)
-    tokens = {token(faulty, word): kind for word, kind in words.values()}
-    monkeypatch.setenv(FAULTS, json.dumps({"over": 4, "tokens": tokens}))
-
-    trusted = ["--set", "engine.options.trust_remote_code=true"]
-    done = batchkit("run", "job.toml", *trusted, cwd=tmp_path)
-
-    assert done.returncode == 3, done.stderr
-    records = read_newest(tmp_path / "output/run" / RESULTS)
-    kinds = {r["index"]: r["error"]["kind"] for r in records if r["status"] == "failed"}
-    assert kinds == {4: "engine_crash", 9: "oom", 17: "oom"}  # a SIGKILL is the kernel's for memory
-    assert len(list(read_newest(tmp_path / "output/run" / RESULTS))) == N_ROWS
-    log = (tmp_path / "output/run/engine.log").read_text()
-    assert "falling back to sequential" in log
-    assert "batches of up to 4" in log
-    assert "engine died" in done.stderr
-    assert done.stderr.count("trust_remote_code") == 1, "however many engines it took"
-    assert "trust_remote_code" in (tmp_path / "output/run/run.log").read_text()
-    assert "trust_remote_code" not in log
-
-
-def test_bench_tells_which_size_does_not_fit(
-    faulty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_job(tmp_path, faulty)
-    monkeypatch.setenv(FAULTS, json.dumps({"over": 2}))
-    trusted = ["--set", "engine.options.trust_remote_code=true"]
-    sizes = ["--batch-sizes", "2,8", "--rounds", "1", "--seconds", "30", "--json"]
-    done = batchkit("bench", "job.toml", *sizes, *trusted, cwd=tmp_path)
-    found = {line["batch_size"]: line["status"] for line in json.loads(done.stdout)["batch_sizes"]}
-    assert found == {2: "ok", 8: "OOM"}, done.stderr

@@ -1,0 +1,59 @@
+"""Jobs of the transformers engine on a demo model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from batchkit.config.tables import JobConfig
+from tests.support.rows import write_jsonl
+
+OPTIONS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8}
+
+
+def make_job(model: Path, output: Path | str = "output", **options: Any) -> JobConfig:
+    engine = {"kind": "transformers", "model": str(model), "in_process": True}
+    return JobConfig(
+        engine={**engine, "options": {**OPTIONS, **options}}, output={"dir": str(output)}
+    )
+
+
+JOB = """
+name = "run"
+[input]
+path = "rows.jsonl"
+[prompt]
+user = "{{ q }}"
+IMAGES
+[media]
+max_pixels = 65536
+[engine]
+kind = "transformers"
+model = "MODEL"
+[engine.options]
+dtype = "float32"
+max_model_len = 512
+[sampling]
+max_tokens = 24
+"""
+
+
+N_ROWS = 24
+
+
+def write_job(folder: Path, model: Path, *, images: bool = False) -> list[dict[str, Any]]:
+    """The rows are written, too."""
+    rows = [{"q": f"question {n} " + "about tea " * (n * 7 % 40)} for n in range(N_ROWS)]
+    for n, row in enumerate(rows):
+        if images:
+            image = Image.new("RGB", (128 + 32 * (n % 5), 96 + 32 * (n % 3)), (n * 9, 80, 140))
+            image.paste((255, 255, 255 - n), (10 + n, 10, 60 + n, 50))
+            row["file"] = f"{n}.png"
+            image.save(folder / row["file"])
+    write_jsonl(folder / "rows.jsonl", rows)
+    source = 'images = ["{{ file }}"]' if images else ""
+    text = JOB.replace("IMAGES", source).replace("MODEL", str(model))
+    (folder / "job.toml").write_text(text, encoding="utf-8")
+    return rows
