@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "batchkit"
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "batchkit"
 
 # From the bottom. What stands in one line may not import each other either.
 LAYERS: list[set[str]] = [
@@ -179,3 +180,12 @@ def test_command_line_imports_its_commands_on_use() -> None:
     of_cli = (found for found in IMPORTS if found.module.split(".")[0] == "cli" and found.at_top)
     others = {found.target for found in of_cli if not found.target.startswith("batchkit.cli")}
     assert {target for target in others if target.startswith("batchkit")} <= allowed
+
+
+def test_tests_import_no_other_test_and_share_what_is_in_support() -> None:
+    for path in TESTS.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert text.count("\n") <= 600, f"{path} has more than 600 lines: split it by behaviour"
+        targets = {found.target for found in _imports("", ast.parse(text), at_top=True)}
+        of_tests = {name for name in targets if name.split(".")[0] in ("tests", "conftest")}
+        assert all(name.startswith("tests.support") for name in of_tests), f"{path}: {of_tests}"
