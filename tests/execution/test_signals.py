@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import own_process
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import (
     RUN,
@@ -25,6 +26,7 @@ from tests.support.dry_runs import (
     verify,
     write_job,
 )
+from tests.support.mounts import small_disk
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -140,18 +142,12 @@ def test_disk_that_fills_up_stops_the_run_in_good_order() -> None:
 @pytest.mark.parametrize("room", ["some", "none"])
 def test_run_on_a_full_disk_says_so_and_resumes(tmp_path: Path, room: str) -> None:
     """Everything in the run folder meets the full disk here: log, checkpoint, manifest, run.log."""
-    disk = tmp_path / "output"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs is not allowed here")
-    try:
+    with small_disk(Path("output")) as disk:
         prepare(600, run={"max_in_flight": 10, "checkpoint_interval_s": 0.02})
         ballast = disk / "ballast"
         ballast.write_bytes(bytes({"some": 150_000, "none": 256 * 1024}[room]))
         # Its own process: what is raised while closing must not reach this one.
-        command = [sys.executable, "-m", "batchkit", "run", "job.toml"]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = own_process.batchkit("run", "job.toml", cwd=Path())
         assert done.returncode == 1
         assert "No space left" in done.stderr
         assert "Traceback" not in done.stderr
@@ -161,8 +157,6 @@ def test_run_on_a_full_disk_says_so_and_resumes(tmp_path: Path, room: str) -> No
         ballast.unlink()
         assert run("--limit", "500").exit_code == 0
         assert settled() == dict.fromkeys(range(500), "ok")
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def test_run_log_that_can_not_be_written_costs_no_answer() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from batchkit.execution.processor import ProductionBatchProcessor
+from tests.support import own_process
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import (
     RUN,
@@ -28,6 +29,7 @@ from tests.support.dry_runs import (
     write_job,
     write_rows,
 )
+from tests.support.mounts import mounted, small_disk
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -132,28 +134,18 @@ def test_no_engine_prints_through_a_planted_link(tmp_path: Path) -> None:
 def test_status_works_where_nothing_can_be_written() -> None:
     prepare(3)
     run()
-    mount = ["mount", "--bind", "-o", "ro", str(RUN), str(RUN)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting is not allowed here")
-    try:
+    with mounted(RUN, "--bind", "-o", "ro", source=RUN):
         assert status()["ok"] == 3
         assert batchkit("verify").exit_code == 0
-    finally:
-        subprocess.run(["umount", "-l", str(RUN)], check=True)
 
 
 def test_run_folder_that_is_a_mount_is_not_moved_aside_and_told_so() -> None:
     prepare(3)
     run()
-    mount = ["mount", "--bind", str(RUN), str(RUN)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting is not allowed here")
-    try:
+    with mounted(RUN, "--bind", source=RUN):
         found = run("--fresh")
         assert (found.exit_code, "can't be moved aside" in found.stderr) == (1, True)
         assert len(settled()) == 3
-    finally:
-        subprocess.run(["umount", "-l", str(RUN)], check=True)
 
 
 def test_folder_that_can_not_be_synced_can_be_a_run_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,21 +166,13 @@ def test_folder_that_can_not_be_synced_can_be_a_run_folder(monkeypatch: pytest.M
 
 
 def test_full_disk_is_told_with_its_remedy() -> None:
-    disk = Path("output")
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs is not allowed here")
-    try:
+    with small_disk(Path("output")) as disk:
         prepare(600, run={"max_in_flight": 10, "checkpoint_interval_s": 0.02})
         (disk / "ballast").write_bytes(bytes(150_000))
-        command = [sys.executable, "-m", "batchkit", "run", "job.toml"]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = own_process.batchkit("run", "job.toml", cwd=Path())
         assert done.returncode == 1
         assert "Make room, then run the same command again" in done.stderr
         assert "Traceback" not in done.stderr
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def test_run_folder_can_be_a_link_itself() -> None:

@@ -7,8 +7,7 @@ import shutil
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from batchkit.storage.checkpoint import CHECKPOINT, Totals, check_log
 from batchkit.storage.ledger import RESULTS, read_lines
 from batchkit.storage.newest import NewestLog, read_newest
 from batchkit.storage.store import Store
+from tests.support.mounts import small_disk
 from tests.support.paths import ROOT
 from tests.support.records import facts, indexes, record, reopened, write
 
@@ -418,19 +418,6 @@ def test_full_disk_leaves_whole_records_and_says_so(tmp_path: Path, limit: int) 
         store.append(record(index))
     store.close()
     assert indexes(folder) == list(range(1000))
-
-
-@contextmanager
-def small_disk(path: Path, size: str) -> Iterator[Path]:
-    """A tmpfs of ``size``; skips the test where mounting is not allowed."""
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs is not allowed here")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 def test_store_outlives_a_disk_that_was_full(tmp_path: Path) -> None:
