@@ -15,7 +15,7 @@ import tomlkit
 from PIL import Image
 
 from tests.support.forks import Fork
-from tests.support.own_process import batchkit
+from tests.support.own_process import batchkit, begin
 from tests.support.rows import write_jsonl
 from tests.support.small_vllm import SMALL
 
@@ -82,13 +82,7 @@ def test_a_server_killed_in_the_middle_is_replaced_and_all_answer_as_the_engine_
     _write(tmp_path, demo_model)
     folder = tmp_path / "output" / "a"
     log = folder / "results.jsonl"
-    run = subprocess.Popen(
-        [sys.executable, "-m", "batchkit", "run", "job.toml"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    run = begin("run", "job.toml", cwd=tmp_path)
     while run.poll() is None and not (log.exists() and log.read_bytes().count(b"\n") >= 16):
         time.sleep(0.01)
     assert run.returncode is None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
+from tests.support import own_process
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import (
     LOG,
@@ -348,10 +347,8 @@ def test_checkpoint_that_is_a_pipe_hangs_nobody() -> None:
     CHECKPOINT.unlink()
     os.mkfifo(CHECKPOINT)
     for command in (["status", "--json"], ["verify"], ["run", "job.toml"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "batchkit", *command], capture_output=True, timeout=60
-        )
-        assert b"Traceback" not in done.stderr
+        done = own_process.batchkit(*command, cwd=Path(), timeout_s=60)
+        assert "Traceback" not in done.stderr
     assert len(settled()) == 5
     assert CHECKPOINT.is_file()
 
@@ -380,9 +377,7 @@ def test_manifest_that_is_a_pipe_hangs_nobody(command: list[str]) -> None:
     run()
     (RUN / "manifest.json").unlink()
     os.mkfifo(RUN / "manifest.json")
-    done = subprocess.run(
-        [sys.executable, "-m", "batchkit", *command], capture_output=True, text=True, timeout=60
-    )
+    done = own_process.batchkit(*command, cwd=Path(), timeout_s=60)
     assert done.returncode in (1, 2)
     assert "Traceback" not in done.stderr
 

@@ -6,8 +6,6 @@ import errno
 import os
 import shutil
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +73,8 @@ def test_two_retries_at_once_answer_no_row_twice() -> None:
     write_rows([{"q": "x"}, *[{"other": "x"}] * 30])
     write_job()
     assert run().json["failed"] == 30
-    command = [sys.executable, "-m", "batchkit", "retry-failed", "output/a"]
     changes = ["--set", "prompt.user=fine", "--set", "engine.options.latency_s=0.05"]
-    both = [
-        subprocess.Popen([*command, *changes], stderr=subprocess.PIPE, text=True) for _ in range(3)
-    ]
+    both = [own_process.begin("retry-failed", "output/a", *changes, cwd=Path()) for _ in range(3)]
     for one in both:
         one.communicate(timeout=60)
     assert 0 in [one.returncode for one in both]
