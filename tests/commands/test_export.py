@@ -332,7 +332,7 @@ def test_export_prints_rows_sizes_and_ratio() -> None:
     done = export("job.toml", "--parquet", "out.parquet")
     size, whole = Path("out.parquet").stat().st_size, LOG.stat().st_size
     assert done.stdout == (
-        f"out.parquet: 50 rows, {size:,} bytes, {size / whole:.2f} of results.jsonl's {whole:,}\n"
+        f"out.parquet: 50 rows, {size:,} bytes, {size / whole:.2f} × the {whole:,} of results.jsonl\n"
     )
     found = json.loads(export("job.toml", "--csv", "out.csv", "--json").stdout)
     expected = {"path": "out.csv", "format": "csv", "rows": 50, "source_bytes": whole}

@@ -48,7 +48,7 @@ class Exported(NamedTuple):
     def to_text(self) -> str:
         return (
             f"{self.path}: {self.rows:,} rows, {self.bytes:,} bytes,"
-            f" {self.ratio:.2f} of results.jsonl's {self.source_bytes:,}"
+            f" {self.ratio:.2f} × the {self.source_bytes:,} of results.jsonl"
         )
 
 
