@@ -69,13 +69,15 @@ def is_secret(name: str) -> bool:
     return _NAME.search(plain) is not None and _NOT.search(plain) is None
 
 
-def masked(value: Any, key: str = "", mask: Mask = lambda _: MASK) -> Any:
+def masked(
+    value: Any, key: str = "", mask: Mask = lambda _: MASK, mask_part: Mask = lambda _: MASK
+) -> Any:
     """``value``, found at the dotted ``key`` of a job, without the secrets in it.
 
     ``mask`` makes the replacement of a value whose name says that it is a secret. In a URL, a
-    header or ``NAME=value``, only the secret is replaced, by ``***``.
+    header or ``NAME=value``, only the secret is replaced, by what ``mask_part`` makes of it.
     """
-    return _masked(value, key, any(map(is_secret, key.split("."))), mask, lambda _: MASK)
+    return _masked(value, key, any(map(is_secret, key.split("."))), mask, mask_part)
 
 
 def secrets_in(value: Any, key: str = "") -> list[str]:

@@ -14,13 +14,14 @@ from typing import Any
 
 import orjson
 
-from batchkit.config.masking import MASK, masked
+from batchkit.config.masking import MASK, masked, secrets_in
 from batchkit.config.regular_file import read_text
 from batchkit.config.server_command import what_decides_answers
 from batchkit.config.tables import JobConfig, Table
 from batchkit.config.tables.base import Mark
 
 _FINGERPRINT = re.compile(re.escape(MASK) + "[0-9a-f]{0,6}")
+_CREDENTIAL = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=%.~-]{20,}", re.ASCII)
 # Options that change speed and memory, not answers.
 _SPEED_ONLY = frozenset(
     [
@@ -79,7 +80,7 @@ def identity(job: JobConfig) -> dict[str, Any]:
     if job.input.shard is None:
         del found["input.shard"]
     plain: dict[str, Any] = orjson.loads(orjson.dumps(found, default=str))
-    return {key: masked(value, key, _fingerprint_mask) for key, value in plain.items()}
+    return _without_secrets(plain)
 
 
 def _marked(table: Table, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -105,21 +106,27 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     A secret that was masked, its value unknown, differs from nothing. ``then`` may have been
     written by a version that masked less.
     """
-    then = {key: masked(value, key, _fingerprint_mask) for key, value in then.items()}
+    then = _without_secrets(then)
     return [
         f"{key}: {_short(then.get(key))} → {_short(now.get(key))}"
         for key in sorted({*then, *now})
-        if known_of(now.get(key), then.get(key)) != known_of(then.get(key), now.get(key))
+        if known_of(now.get(key), then.get(key), key) != known_of(then.get(key), now.get(key), key)
     ]
 
 
-def known_of(value: Any, other: Any) -> Any:
-    """``value``; each part that is masked and unknown is taken from the same place in ``other``."""
+def known_of(value: Any, other: Any, key: str = "") -> Any:
+    """``value``, found at the dotted ``key``; each part that is masked and unknown is taken from
+    the same place in ``other``. A ``***`` that stands for no secret is a text like any other."""
     if isinstance(value, dict) and isinstance(other, dict):
-        return {name: known_of(part, other.get(name, part)) for name, part in value.items()}
+        return {
+            name: known_of(part, other.get(name, part), f"{key}.{name}" if key else name)
+            for name, part in value.items()
+        }
     if isinstance(value, list) and isinstance(other, list) and len(value) == len(other):
-        return [known_of(part, its) for part, its in zip(value, other, strict=True)]
-    return other if value == MASK else value
+        return [known_of(part, its, key) for part, its in zip(value, other, strict=True)]
+    if isinstance(value, str) and MASK in secrets_in(value, key):
+        return other if value in (MASK, masked(other, key)) else value
+    return value
 
 
 def model_fingerprint(model: str) -> str | None:
@@ -152,6 +159,21 @@ def _reask(job: JobConfig, note: str) -> Any:
         for part in job.scoring.parts
     ]
     return [job.retry.reask, note, looked_for]
+
+
+def _without_secrets(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: masked(value, key, _fingerprint_mask, _fingerprint_part)
+        for key, value in found.items()
+    }
+
+
+def _fingerprint_part(secret: str) -> str:
+    """As ``_fingerprint_mask``, for a part of a text that the model may see ("Credentials: MD").
+
+    A URL that is signed again with another credential leads to the same file, so that is no change.
+    """
+    return MASK if _CREDENTIAL.fullmatch(secret) else _fingerprint_mask(secret)
 
 
 def _fingerprint_mask(secret: str) -> str:

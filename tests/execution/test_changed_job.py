@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -53,6 +54,46 @@ def test_changed_job_is_refused_with_a_diff(override: str, line: str) -> None:
     assert found.stdout == ""
     assert (LOG.read_bytes(), manifest()) == before
     assert run().exit_code == 0  # as it was, it goes on
+
+
+@pytest.mark.parametrize(
+    ("key", "then", "now"),
+    [
+        ("vars.persona", "Credentials: MD, cardiologist", "Credentials: first-year student"),
+        (
+            "vars.page",
+            "https://shop.example/item?code=front",
+            "https://shop.example/item?code=back",
+        ),
+        ("sampling.regex", "auth=(yes|no)", "auth=(yes|no|maybe)"),
+        ("sampling.stop", '["***"]', '["###"]'),
+    ],
+)
+def test_changed_text_that_looks_like_a_secret_is_refused(key: str, then: str, now: str) -> None:
+    prepare(3)
+    assert run("--set", f"{key}={then}").exit_code == 0
+    found = run("--set", f"{key}={now}")
+    assert found.exit_code == 2
+    assert f"{key}: " in found.stderr
+    assert run("--set", f"{key}={then}").exit_code == 0
+
+
+def test_another_credential_in_a_url_is_no_change() -> None:
+    prepare(3)
+    url = "vars.page=https://shop.example/item?size=2&key="
+    assert run("--set", f"{url}AIzaSyA-1234567890-abcdef").exit_code == 0
+    assert run("--set", f"{url}AIzaSyB-0987654321-fedcba").exit_code == 0
+
+
+def test_text_that_an_earlier_version_masked_is_the_same_job() -> None:
+    prepare(3, vars={"persona": "Credentials: MD", "page": "https://shop.example/?code=front"})
+    run()
+    earlier = manifest()
+    masked = {"vars.persona": "Credentials: ***", "vars.page": "https://shop.example/?code=***"}
+    earlier["identity"] |= masked
+    (RUN / "manifest.json").write_text(json.dumps(earlier))
+    assert run().exit_code == 0
+    assert manifest()["identity"]["vars.persona"] not in masked.values()
 
 
 def test_all_changes_are_told_at_once() -> None:
