@@ -32,6 +32,10 @@ _SPEED_ONLY = frozenset(
 _SPEED_FLAGS = frozenset(  # the same, without a value
     ["--mlock", "--no-mmap", "--no-webui", "--no-ui", "--enforce-eager", "--no-enforce-eager"]
 )
+# Options that name a file or folder that decides the answers; others name logs, caches and keys.
+_NAMES_FILE = re.compile(
+    r"-m|-mm|-jf|--[\w-]*(?:model|lora|mmproj|template|tokenizer|grammar|schema|config|vector)[\w-]*"
+)
 
 
 def check_command(command: str) -> None:
@@ -94,6 +98,34 @@ def llama_server(model: str, *, max_model_len: int, max_num_seqs: int) -> str:
 def what_decides_answers(command: str) -> list[str]:
     """The command's words, without the options that only change where and how fast it answers."""
     return list(_without_speed(shlex.split(command)))
+
+
+def files_named(command: str) -> Iterator[str]:
+    """The command's files and folders that decide the answers: models, adapters, chat templates.
+
+    A program is not among them: another version of a server may go on with a run.
+    """
+    option = ""
+    for word in what_decides_answers(command)[1:]:
+        value = word
+        if word.startswith("-"):
+            option, _, value = word.partition("=")
+        for name in dict.fromkeys([value, value.rpartition("=")[2]]):  # --lora-modules name=path
+            if _is_model(name) or (_NAMES_FILE.fullmatch(option) and _is_file(name)):
+                yield name
+
+
+def _is_model(name: str) -> bool:
+    if name.endswith(".gguf"):
+        return _is_file(name)
+    return _is_file(f"{name}/config.json") or _is_file(f"{name}/adapter_config.json")
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except OSError:  # a text that is too long for a name
+        return False
 
 
 def _without_speed(words: list[str]) -> Iterator[str]:

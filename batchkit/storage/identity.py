@@ -16,7 +16,7 @@ import orjson
 
 from batchkit.config.masking import MASK, masked, secrets_in
 from batchkit.config.regular_file import read_text
-from batchkit.config.server_command import what_decides_answers
+from batchkit.config.server_command import files_named, what_decides_answers
 from batchkit.config.tables import JobConfig, Table
 from batchkit.config.tables.base import Mark
 
@@ -47,13 +47,15 @@ _SPEED_ONLY = frozenset(
         "block_size",
         "async_scheduling",
         "max_parallel_loading_workers",
-        "load_format",
         "download_dir",
         "enable_chunked_prefill",
         "compilation_config",
         "hf_token",
     ]
 )
+# They make weights of their own; other formats only read the model's in another way.
+_LOAD_FORMATS = ("dummy", "bitsandbytes")
+_FILES = "engine.files"
 
 
 def identity(job: JobConfig) -> dict[str, Any]:
@@ -63,7 +65,7 @@ def identity(job: JobConfig) -> dict[str, Any]:
     found |= {
         f"engine.options.{name}": value
         for name, value in found.pop("engine.options").items()
-        if name not in _SPEED_ONLY
+        if name not in _SPEED_ONLY and (name != "load_format" or value in _LOAD_FORMATS)
     }
     found |= {
         "engine.model_files": model_fingerprint(job.engine.model),
@@ -74,13 +76,24 @@ def identity(job: JobConfig) -> dict[str, Any]:
         "prompt.texts": job.prompt.texts or None,
         "retry.reask": _reask(job, found.pop("retry.reask_note")),
     }
-    # These two are absent if not set: a judge folder's name is a hash of all keys.
+    # These three are absent if not set: a judge folder's name is a hash of all keys.
     if (command := found.pop("engine.server.command", None)) is not None:
         found["engine.server.command"] = what_decides_answers(command)
+    if files := {name: model_fingerprint(name) for name in _files(job)}:
+        found[_FILES] = files
     if job.input.shard is None:
         del found["input.shard"]
     plain: dict[str, Any] = orjson.loads(orjson.dumps(found, default=str))
     return _without_secrets(plain)
+
+
+def _files(job: JobConfig) -> Iterator[str]:
+    """The files and folders that decide the answers, besides the model, the adapter and templates."""
+    if job.engine.server is not None and job.engine.server.command is not None:
+        yield from files_named(job.engine.server.command)
+    tokenizer = job.engine.options.get("tokenizer")
+    if isinstance(tokenizer, str) and Path(tokenizer).is_dir():
+        yield tokenizer
 
 
 def _marked(table: Table, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -104,12 +117,14 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """One line for each key that differs: key, what it was, what it is.
 
     A secret that was masked, its value unknown, differs from nothing. ``then`` may have been
-    written by a version that masked less.
+    written by a version that masked less, or that did not look into files: a file that is named
+    anew shows in the key that names it.
     """
     then = _without_secrets(then)
+    is_older = (_FILES in then) != (_FILES in now)
     return [
         f"{key}: {_short(then.get(key))} → {_short(now.get(key))}"
-        for key in sorted({*then, *now})
+        for key in sorted({*then, *now} - ({_FILES} if is_older else set()))
         if known_of(now.get(key), then.get(key), key) != known_of(then.get(key), now.get(key), key)
     ]
 
@@ -196,7 +211,10 @@ def _text(inline: str | None, path: str | None) -> str | None:
 def _chat_template(template: Any) -> str | None:
     """The text of the file that ``template`` names, if it names one."""
     path = str(template or "")
-    return _text(None, path) if 0 < len(path) < 256 and Path(path).is_file() else None
+    try:
+        return _text(None, path) if path and Path(path).is_file() else None
+    except OSError:  # the template itself, which is too long for a name
+        return None
 
 
 def hash_of(value: Any) -> str:

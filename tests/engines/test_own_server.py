@@ -193,6 +193,35 @@ def test_a_run_is_known_by_what_its_server_answers_not_by_where_and_how_fast(
     assert what_decides_answers("vllm serve --enforce-eager m -tp 2") == ["vllm", "serve", "m"]
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("chat.jinja", "--chat-template {}"),
+        ("chat.jinja", "--chat-template-file={}"),
+        ("adapter/adapter_config.json", "--lora-modules mine=adapter"),
+        ("model/config.json", "serve model"),
+    ],
+)
+def test_a_run_is_known_by_what_is_in_the_files_of_its_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file, log = tmp_path / name, tmp_path / "server.log"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("one")
+    log.write_text("one")
+    command = f"{SERVER} --log-file {log} {options.format(name)}"
+    job = make_job(table(tmp_path, command, input={}), "test")
+    begun = identity(job)
+    log.write_text("two")
+    assert differences(begun, identity(job)) == []
+    file.write_text("two")
+    (told,) = differences(begun, identity(job))
+    assert told.startswith("engine.files: ")
+    begun.pop("engine.files")  # a run of an earlier version goes on
+    assert differences(begun, identity(job)) == []
+
+
 # --- a server that does not come up
 
 

@@ -17,7 +17,7 @@ from batchkit.config.tables.base import Mark
 from batchkit.errors import ChangedError
 from batchkit.execution.resume import open_run
 from batchkit.sources.input import from_job
-from batchkit.storage.identity import identity, scoring_of
+from batchkit.storage.identity import differences, identity, scoring_of
 from batchkit.storage.job_toml import write_job
 from tests.support.dry_runs import LOG, RUN
 
@@ -108,3 +108,35 @@ def test_change_of_an_earlier_run_is_noticed(earlier: dict[str, Any]) -> None:
     write_toml(job | {"sampling": job.get("sampling", {}) | {"top_k": 3}})
     with pytest.raises(ChangedError, match=r"sampling.top_k: null → 3"):
         go_on()
+
+
+@pytest.mark.parametrize(
+    ("load_format", "are_other"),
+    [("dummy", True), ("bitsandbytes", True), ("auto", False), ("runai_streamer", False)],
+)
+def test_random_weights_are_another_model(load_format: str, are_other: bool) -> None:
+    plain, other = (
+        identity(JobConfig.model_validate({"engine": {"model": "m", "options": options}}))
+        for options in ({}, {"load_format": load_format})
+    )
+    assert (plain != other) is are_other
+
+
+def test_chat_template_is_read_however_long_its_path_is(tmp_path: Path) -> None:
+    path = tmp_path / ("a" * 200) / ("b" * 200) / "chat.jinja"
+    path.parent.mkdir(parents=True)
+    path.write_text("{{ messages }}")
+    for template, text in ((str(path), "{{ messages }}"), ("{{ messages }}" * 50, None)):
+        options = {"chat_template": template}
+        job = JobConfig.model_validate({"engine": {"model": "m", "options": options}})
+        assert identity(job)["engine.chat_template_text"] == text
+
+
+def test_changed_tokenizer_is_another_model(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("one")
+    options = {"tokenizer": str(tmp_path)}
+    job = JobConfig.model_validate({"engine": {"model": "m", "options": options}})
+    begun = identity(job)
+    (tmp_path / "tokenizer.json").write_text("two")
+    (told,) = differences(begun, identity(job))
+    assert told.startswith("engine.files: ")
