@@ -144,7 +144,7 @@ def retry_failed(
     with StopRequest().installed() as stop:
         summary = ProductionBatchProcessor(
             _with_secrets(job_of_run(folder, overrides), job_file, say),
-            begun_with=job_of_run(folder),
+            begun_with=_filled(job_of_run(folder), job_file),
             overrides=overrides,
             stop=stop,
             command="retry-failed",
@@ -159,8 +159,7 @@ def retry_failed(
 
 def _with_secrets(job: JobConfig, job_file: Path | None, say: Say) -> JobConfig:
     """``job``, which was read from its ``job.toml``, with the secrets that are known."""
-    if job_file is not None:
-        job = with_secrets_of(job, load_job(job_file))
+    job = _filled(job, job_file)
     known = without_masked(job)
     gone = sorted({*masked_keys(job.model_dump())} - {*masked_keys(known.model_dump())})
     if gone:
@@ -169,6 +168,11 @@ def _with_secrets(job: JobConfig, job_file: Path | None, say: Say) -> JobConfig:
             " the job file instead of the run folder, or give it with --set"
         )
     return known
+
+
+def _filled(job: JobConfig, job_file: Path | None) -> JobConfig:
+    """``job`` with the secrets of ``job_file``, if there is one."""
+    return job if job_file is None else with_secrets_of(job, load_job(job_file))
 
 
 def folder_of(target: str, overrides: Sequence[str] = ()) -> Path:

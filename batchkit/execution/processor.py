@@ -36,7 +36,8 @@ class ProductionBatchProcessor:
     ``job`` is a JobConfig or the path of a job file. Calling ``process`` again continues where the
     last call stopped; one processor makes one run at a time. ``begun_with`` is the job that the run
     folder was made for, if ``overrides`` make ``job`` differ from it on purpose. ``adjust_sampling``
-    changes the sampling of each row, its own included; workers on Ray don't have it.
+    changes the sampling of each row, its own included; workers on Ray don't have it. A resume can't
+    compare functions: give a job with another one another name.
     """
 
     def __init__(

@@ -102,6 +102,21 @@ def test_rows_that_fail_reach_the_disk_while_the_run_goes_on() -> None:
 # retry-failed
 
 
+def test_retry_by_a_job_file_with_another_masked_text_is_refused() -> None:
+    """Rows of the run have been answered with the other one."""
+    rows_that_fail(4, every=2)
+    write_job(vars={"persona": "Credentials: MD"})
+    run()
+    before = LOG.read_bytes()
+    write_job(vars={"persona": "Credentials: first-year student"})
+    found = batchkit("retry-failed", "job.toml", "--set", "vars.q=now")
+    assert found.exit_code == 2
+    assert "vars.persona: " in found.stderr
+    assert LOG.read_bytes() == before
+    write_job(vars={"persona": "Credentials: MD"})
+    assert batchkit("retry-failed", "job.toml", "--set", "vars.q=now").exit_code == 0
+
+
 def test_retry_recovers_the_rows_that_failed_and_touches_no_other() -> None:
     rows_that_fail(10, every=2)
     write_job()
