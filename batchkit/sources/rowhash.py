@@ -10,6 +10,8 @@ import orjson
 
 from batchkit.sources.pictures import is_picture, look_of
 
+_LABELS = ("columns", "column_names", "index", "name", "dtype", "dtypes")  # of a table's content
+
 
 def input_hash(fields: Mapping[str, Any]) -> str:
     """16 hex digits that are the same for rows with equal fields."""
@@ -23,24 +25,47 @@ def input_hash(fields: Mapping[str, Any]) -> str:
     return hashlib.blake2b(line, digest_size=8).hexdigest()
 
 
-def _hashable(value: Any) -> str:
-    """A text for a value that JSON has no type for; a picture or an array by its content."""
+def _hashable(value: Any) -> Any:
+    """Plain values for one that JSON has no type for; a picture or an array by its content."""
     if isinstance(value, bytes | bytearray | memoryview):
         return hashlib.blake2b(value).hexdigest()
     if hasattr(value, "tobytes"):  # PIL, numpy: their repr is an address, or leaves out the middle
-        look = look_of(value) if is_picture(value) else ""
-        size = getattr(value, "size", None), getattr(value, "shape", None)
-        return f"{type(value).__name__} {size} {hashlib.blake2b(value.tobytes()).hexdigest()}{look}"
+        return _of_pixels_or_numbers(value)
+    if hasattr(value, "__array__"):  # a DataFrame, a tensor: their repr leaves out the middle, too
+        labels = [getattr(value, name, None) for name in _LABELS]
+        content = value.tolist() if hasattr(value, "tolist") else value.__array__()
+        return [type(value).__name__, [None if callable(it) else it for it in labels], content]
     return repr(value)
+
+
+def _of_pixels_or_numbers(value: Any) -> Any:
+    look = look_of(value) if is_picture(value) else ""
+    kind, dtype = type(value).__name__, getattr(value, "dtype", None)
+    if dtype is not None and dtype.hasobject:  # its bytes are addresses
+        return [kind, str(dtype), value.shape, value.tolist()]
+    if dtype is not None and str(dtype) != kind:  # equal bytes may be other numbers
+        look = f" {dtype}"
+    size = getattr(value, "size", None), getattr(value, "shape", None)
+    return f"{kind} {size} {hashlib.blake2b(value.tobytes()).hexdigest()}{look}"
 
 
 def _as_text(fields: Mapping[str, Any]) -> str:
     try:
+        if _has_arrays(fields):
+            return repr(_in_hex(fields))
         return repr(sorted(fields.items(), key=lambda field: str(field[0])))
     except RecursionError:
         return f"nested too deeply: {sorted(map(str, fields))}"
     except Exception:  # a number of more than 4,300 digits, or an object that can't be shown
         return repr(_in_hex(fields))
+
+
+def _has_arrays(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_arrays, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_arrays, value))
+    return hasattr(value, "tobytes") or hasattr(value, "__array__")
 
 
 def _in_hex(value: Any) -> Any:
@@ -51,6 +76,7 @@ def _in_hex(value: Any) -> Any:
     if isinstance(value, int):
         return hex(value)
     try:
-        return _hashable(value)
+        plain = _hashable(value)
     except Exception:  # its own code runs here
         return f"({type(value).__name__})"
+    return plain if isinstance(plain, str) else _in_hex(plain)

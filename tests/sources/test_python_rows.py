@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from PIL import Image
 
@@ -314,3 +315,68 @@ def test_value_whose_own_code_fails_fails_its_row_alone(
     summary = process(kind([good, bad, good]), **tables)
     assert (summary.ok, summary.failed, summary.exit) == (2, 1, 3)
     assert [record["index"] for record in summary.records() if record["status"] == "failed"] == [1]
+
+
+def table(middle: float) -> pd.DataFrame:
+    frame = pd.DataFrame({"a": np.zeros(500), "b": np.zeros(500)})
+    frame.loc[250, "b"] = middle
+    return frame
+
+
+class Tensor:
+    """As torch's: its repr leaves out the middle."""
+
+    def __init__(self, content: Any) -> None:
+        self._content = content
+
+    def __array__(self) -> Any:
+        return self._content
+
+    def __repr__(self) -> str:
+        return "tensor([0., 0., ..., 0., 0.])"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (np.array([1, 0], np.uint8), np.array([True, False])),
+        (np.datetime64(50, "Y"), np.datetime64(50, "D")),
+        (table(0.0), table(1e-9)),
+        (table(0.0)["b"], table(1.0)["b"]),
+        (table(0.0), table(0.0).rename(columns={"b": "c"})),
+        (table(0.0), table(0.0).rename(index={250: 999})),
+        (Tensor(np.zeros(5000)), Tensor(table(1.0)["b"].to_numpy())),
+        (np.array(["a", "b"], object), np.array(["a", "c"], object)),
+    ],
+    ids=["dtype", "unit", "table", "column", "column's name", "index", "tensor", "objects"],
+)
+@pytest.mark.parametrize("beside", [1, 2**70], ids=["", "no JSON"])
+def test_array_or_table_with_another_content_is_another_input(
+    before: Any, after: Any, beside: int
+) -> None:
+    process([{"prompt": "p", "v": before, "n": beside}])
+    with pytest.raises(ChangedError):
+        process([{"prompt": "p", "v": after, "n": beside}])
+
+
+@pytest.mark.parametrize("beside", [1, 2**70], ids=["", "no JSON"])
+def test_array_or_table_with_equal_content_is_the_same_input(beside: int) -> None:
+    def rows() -> list[Any]:
+        words = np.array([f"word {n}" for n in range(3)], object)
+        return [
+            {"prompt": "p", "n": beside, "v": value}
+            for value in (words, table(1.0), Tensor(np.ones(3)), Image.new("RGB", (2, 2)))
+        ]
+
+    kept_alive = rows()  # so that the second ones have other addresses
+    process(kept_alive)
+    assert process(rows()).skipped == 4
+
+
+def test_lists_of_a_parquet_file_in_a_dataframe_resume(tmp_path: Path) -> None:
+    pa.parquet.write_table(
+        pa.table({"prompt": ["p"], "tags": [["first tag", "second tag"]]}), tmp_path / "x.parquet"
+    )
+    before = pd.read_parquet(tmp_path / "x.parquet")
+    process(before)
+    assert process(pd.read_parquet(tmp_path / "x.parquet")).skipped == 1
