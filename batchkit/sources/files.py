@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import bz2
 import glob
 import io
+import lzma
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from importlib import import_module
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from batchkit.config.regular_file import open_regular
@@ -16,10 +18,12 @@ from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import InputTable
 from batchkit.config.urls import failure
 from batchkit.errors import InputError
+from batchkit.sources.packed_streams import PackedStreams
 
 BLOCK_BYTES = 2**20
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")  # decompressed on the fly, by name, as fsspec does
 
+_STREAMS = {".bz2": bz2.BZ2Decompressor, ".xz": lzma.LZMADecompressor}
 UTF8_BOM = b"\xef\xbb\xbf"
 NOT_TEXT = {  # first bytes of files that no text format can read; the longer ones first
     b"\xff\xfe\x00\x00": "is UTF-32 text; save it as UTF-8",
@@ -57,7 +61,7 @@ def open_input(path: str, *, text: bool = True) -> Iterator[io.BufferedReader[An
             read, empty, or, as text, in an encoding or format that is not UTF-8.
     """
     try:
-        with _open(path) as file:
+        with _open(path, text=text) as file:
             if text:
                 _begin_text(path, file)
             if not file.peek(1):
@@ -97,14 +101,14 @@ def _neighbour(path: str) -> str:
 
 
 @contextmanager
-def _open(path: str) -> Iterator[io.BufferedReader[Any]]:
+def _open(path: str, *, text: bool) -> Iterator[io.BufferedReader[Any]]:
     if "://" not in path and not path.endswith(COMPRESSIONS):
         with io.BufferedReader(open_regular(path), BLOCK_BYTES) as file:
             yield file
         return
     with ExitStack() as stack:
         try:
-            foreign = stack.enter_context(_through_fsspec(path, stack))
+            foreign = stack.enter_context(_through_fsspec(path, stack, text=text))
         except (OSError, InputError):  # open_input handles these
             raise
         except Exception as error:  # each filesystem raises its vendor's own types
@@ -112,14 +116,18 @@ def _open(path: str) -> Iterator[io.BufferedReader[Any]]:
         yield stack.enter_context(io.BufferedReader(_Foreign(foreign), BLOCK_BYTES))
 
 
-def _through_fsspec(path: str, stack: ExitStack) -> Any:
+def _through_fsspec(path: str, stack: ExitStack, *, text: bool) -> Any:
     """``path``, decompressed by its name; a local one is opened here: fsspec waits for a pipe."""
     import fsspec
     from fsspec.utils import infer_compression
 
-    if path.endswith(".zst"):
-        packed = fsspec.open(path, "rb") if "://" in path else open_regular(path)
-        return _unpacked_zstd(path, stack.enter_context(packed))
+    streams = _STREAMS.get(PurePath(path).suffix.lower()) if text else None  # Parquet seeks in its file
+    if path.endswith(".zst") or streams is not None:
+        opened = fsspec.open(path, "rb") if "://" in path else open_regular(path)
+        packed = stack.enter_context(opened)
+        if streams is None:
+            return _unpacked_zstd(path, packed)
+        return nullcontext(PackedStreams(packed, streams))
     if "://" in path:
         return fsspec.open(path, "rb", compression="infer")
     file, method = stack.enter_context(open_regular(path)), infer_compression(path)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -361,6 +364,37 @@ def test_zstd_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
     assert any(
         told in str(stop.value) for told in ("pip install backports.zstd", "ended before the end")
     )
+
+
+SUFFIX = {gzip.compress: "gz", bz2.compress: "bz2", lzma.compress: "xz"}
+
+
+@pytest.mark.parametrize("pack", SUFFIX)
+@pytest.mark.parametrize("between", [b"", b"\0" * 8])
+def test_packed_streams_are_one_file(
+    tmp_path: Path, pack: Callable[[bytes], bytes], between: bytes
+) -> None:
+    name = f"x.jsonl.{SUFFIX[pack]}"
+    streams = [pack(b'{"a": %d}\n' % n * 30_000) for n in range(3)]
+    path = write(tmp_path, name, between.join(streams) + between)
+    assert [row.fields["a"] for row in rows_of(path)] == [
+        n for n in range(3) for _ in range(30_000)
+    ]
+
+
+@pytest.mark.parametrize("pack", SUFFIX)
+@pytest.mark.parametrize("scheme", ["", "memory://"])
+def test_damaged_beginning_of_a_later_packed_stream_is_refused(
+    tmp_path: Path, pack: Callable[[bytes], bytes], scheme: str
+) -> None:
+    """Python's own readers of bz2 and xz take it for the end: all rows after it would be missing."""
+    first, second = pack(b'{"a": 1}\n'), pack(b'{"a": 2}\n')
+    content, name = first + b"X" + second[1:], f"x.jsonl.{SUFFIX[pack]}"
+    path = write(tmp_path, name, content)
+    if scheme:
+        fsspec.filesystem("memory").pipe_file(f"/{name}", content)
+    with pytest.raises(InputError, match="can't be read"):
+        list(read_rows(InputTable(path=f"{scheme}{name}" if scheme else f"{path}")))
 
 
 @pytest.mark.parametrize("url", ["{}", "file://{}"])
