@@ -121,7 +121,9 @@ def _through_fsspec(path: str, stack: ExitStack, *, text: bool) -> Any:
     import fsspec
     from fsspec.utils import infer_compression
 
-    streams = _STREAMS.get(PurePath(path).suffix.lower()) if text else None  # Parquet seeks in its file
+    streams = (
+        _STREAMS.get(PurePath(path).suffix.lower()) if text else None
+    )  # Parquet seeks in its file
     if path.endswith(".zst") or streams is not None:
         opened = fsspec.open(path, "rb") if "://" in path else open_regular(path)
         packed = stack.enter_context(opened)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_BLOCK_BYTES = 2**20
+_BLOCK_BYTES = 2**14  # small: what is left of one is copied for each stream that ends in it
 
 
 class PackedStreams:

@@ -123,6 +123,23 @@ def test_errors_are_the_same_from_a_process() -> None:
                 template(given_source).text({"text": "a", "n": 1})
 
 
+@pytest.mark.parametrize("before", ["", "{% macro m() %}{% endmacro %}"])
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ order.items }}", r"a method of dict; .* write \['items'\]"),
+        ("{{ text.title }}", r"a method of str; .* write \['title'\]"),
+        ("{{ day.ctime }}", "a method of date"),
+    ],
+)
+def test_a_method_is_no_text(source: str, words: str, before: str) -> None:
+    """Jinja finds it where a row has a field of that name, or lacks one; its text is an address."""
+    fields = {"order": {"items": [1]}, "text": "a", "day": datetime.date(2026, 11, 22)}
+    with pytest.raises(TemplateError, match=words):
+        template(before + source).text(fields)
+    assert template(before + "{{ order['items'] }}").text(fields) == "[1]"
+
+
 def test_an_image_expression_from_a_process_keeps_its_type() -> None:
     source = RowTemplate("prompt.images.0", "{{ [image] * n }}", timeout_s=60, keeps_type=True)
     assert source.value({"image": b"\x89PNG", "n": 2}) == [b"\x89PNG", b"\x89PNG"]

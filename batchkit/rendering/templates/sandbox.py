@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from functools import cache
+from types import BuiltinMethodType, MethodType
 from typing import Any
 
 from jinja2 import StrictUndefined, Undefined, nodes, pass_context
@@ -32,7 +33,7 @@ class Unbounded(Exception):
 
 class _Sandbox(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(finalize=_checked, **options)
         self.filters = {**self.filters, "indent": _indented}
 
 
@@ -66,6 +67,17 @@ def _never_called(context: Context, *args: Any, **kwargs: Any) -> Any:
 def _indented(value: Any, *args: Any, **kwargs: Any) -> str:
     """Jinja's own filter adds a line break to its input in place: a list of the row would grow."""
     return do_indent(value if isinstance(value, str) else str(value), *args, **kwargs)
+
+
+def _checked(value: Any) -> Any:
+    """Raises TypeError for a method: for ``data.items``, Jinja takes that of dict, not the field."""
+    if isinstance(value, MethodType | BuiltinMethodType):
+        name = value.__name__
+        raise TypeError(
+            f"{name} is a method of {type(value.__self__).__name__}; to read a field of that name,"
+            f" write [{name!r}] instead of .{name}"
+        )
+    return value
 
 
 @cache
