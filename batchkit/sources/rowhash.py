@@ -41,7 +41,7 @@ def _hashable(value: Any) -> Any:
 def _of_pixels_or_numbers(value: Any) -> Any:
     look = look_of(value) if is_picture(value) else ""
     kind, dtype = type(value).__name__, getattr(value, "dtype", None)
-    if dtype is not None and dtype.hasobject:  # its bytes are addresses
+    if getattr(dtype, "hasobject", False):  # its bytes are addresses
         return [kind, str(dtype), value.shape, value.tolist()]
     if dtype is not None and str(dtype) != kind:  # equal bytes may be other numbers
         look = f" {dtype}"
