@@ -30,11 +30,10 @@ from batchkit.commands.tuning.batch_size_option import (
 )
 from batchkit.commands.tuning.bench import sizes_in
 from batchkit.commands.tuning.bottleneck import Rendered, bottleneck_of
-from batchkit.commands.tuning.idle import Idle, IdleMeter
-from batchkit.commands.tuning.memory import MemoryMeter
+from batchkit.commands.tuning.feed import Idle, IdleMeter
 from batchkit.commands.tuning.rounds import Budget, Round, Rounds, TimedAnswer
-from batchkit.commands.tuning.table import SizeTable
-from batchkit.commands.tuning.trial import OOM, Trial
+from batchkit.commands.tuning.table import OOM, SizeResult, SizeTable
+from batchkit.commands.tuning.trial import MemoryMeter
 from batchkit.config.loading import make_job
 from batchkit.engines.base import EngineLoad
 from batchkit.engines.memory import family_bytes
@@ -203,13 +202,15 @@ def test_a_window_within_the_batch_never_waits_for_preparation() -> None:
     assert (idle.preparing, idle.rendering) == (0.0, 0.5)
 
 
-def trial(size: int, rate: float, *, prompt: int = 100, output: int = 100, **fields: Any) -> Trial:
+def trial(
+    size: int, rate: float, *, prompt: int = 100, output: int = 100, **fields: Any
+) -> SizeResult:
     rows = int(rate * 10)
     found = Round(10.0, rows, rows * prompt, rows * output, 100.0, 200.0, True)
-    return Trial(size, "ok", 12.0, 2.0, (found,), rows, **fields)
+    return SizeResult(size, "ok", 12.0, 2.0, (found,), rows, **fields)
 
 
-def bottleneck(*trials: Trial, rendered: float = 10_000, with_images: bool = False) -> str:
+def bottleneck(*trials: SizeResult, rendered: float = 10_000, with_images: bool = False) -> str:
     table = SizeTable.of(trials)
     assert table.best is not None
     return bottleneck_of(table.lines, table.best, Rendered(512, rendered, with_images)).resource
@@ -239,7 +240,7 @@ def test_rounds_of_one_size_become_one_line() -> None:
 
 
 def test_a_size_that_failed_once_has_no_rate() -> None:
-    table = SizeTable.of([trial(4, 10), trial(8, 20), Trial(8, OOM, 3.0)])
+    table = SizeTable.of([trial(4, 10), trial(8, 20), SizeResult(8, OOM, 3.0)])
     assert table.best is not None
     assert table.best.batch_size == 4
     shape = table.lines[1].to_json()

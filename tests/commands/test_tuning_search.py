@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchkit.commands.tuning.search import Rate, search
+from batchkit.commands.tuning.find import Rate, search
 
 
 class CountingTrials:

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchkit.commands.tuning.batch_size_option import BatchSizeOption, batch_size_option
+from batchkit.commands.tuning.batch_size_option import BatchSizeOption
 from batchkit.commands.tuning.rounds import Budget
 from batchkit.commands.tuning.table import SizeResult, SizeTable
-from batchkit.commands.tuning.trial import Say, Trial, Trials, trials_of
+from batchkit.commands.tuning.trial import Say, Trials, trials_of
 from batchkit.config.numbers import number
 from batchkit.config.tables import JobConfig
-from batchkit.errors import InputError, JobError
-from batchkit.execution.signals import Interrupted, StopRequest
-from batchkit.sources import count_rows
+from batchkit.errors import JobError
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,21 +72,12 @@ def bench(
     Raises:
         JobError: the job itself is invalid, or its input has no rows.
     """
-    stop, signum = StopRequest(), None
-    with stop.installed():
-        option, total = batch_size_option(job), count_rows(job.input)
-        if not total:
-            raise InputError(f"{job.input.path}: no rows to measure with")
-        if rows is not None and rows >= total:
-            rows = None
-        _warn(option, batch_sizes, rows or total, say)
-        with trials_of(job, option, rows=rows, say=say) as trials:
-            try:
-                _measure(trials, batch_sizes, rounds, seconds, say)
-            except Interrupted as interrupted:
-                signum = interrupted.signum
-        table = SizeTable.of(trials.done)
-    return Bench(job.name, job.engine.model or job.engine.kind, option, table, signum)
+    with trials_of(job, rows=rows, say=say) as trials:
+        _warn(trials, batch_sizes, say)
+        _measure(trials, batch_sizes, rounds, seconds, say)
+    table = SizeTable.of(trials.done)
+    model = job.engine.model or job.engine.kind
+    return Bench(job.name, model, trials.option, table, trials.signum)
 
 
 def _measure(
@@ -100,23 +89,23 @@ def _measure(
         for size in pending:
             wanted = min(at_a_time, left[size])
             trial = trials.run(size, Budget(seconds, wanted))
-            say(_told(trial))
-            left[size] = left[size] - len(trial.rounds) if trial.is_ok else 0
+            say(_summary(trial))
+            left[size] = left[size] - len(trial.rounds) if trial.rounds else 0
             at_a_time = rounds if trial.load_s > seconds else 1
 
 
-def _warn(option: BatchSizeOption, batch_sizes: Sequence[int], rows: int, say: Say) -> None:
+def _warn(trials: Trials, batch_sizes: Sequence[int], say: Say) -> None:
+    option = trials.option
     say(f"{option.key}: {option.reason}")
     for size in batch_sizes:
-        if size > rows:
-            say(f"batch size {size:,} is more than the {rows:,} rows: it is never full")
+        if size > trials.rows:
+            say(f"batch size {size:,} is more than the {trials.rows:,} rows: it is never full")
         elif option.most is not None and size > option.most:
             say(f"batch size {size:,} is never reached: {option.reason}")
 
 
-def _told(trial: Trial) -> str:
-    line = SizeResult.of([trial])
+def _summary(line: SizeResult) -> str:
     if not line.rounds:
-        return f"batch size {trial.batch_size:,}: {line.status_text}"
+        return f"batch size {line.batch_size:,}: {line.status_text}"
     latency = f"p50 {line.median('p50_ms'):,.0f} ms, p99 {line.median('p99_ms'):,.0f} ms"
-    return f"batch size {trial.batch_size:,}: {number(line.rows_per_s)} rows/s, {latency}"
+    return f"batch size {line.batch_size:,}: {number(line.rows_per_s)} rows/s, {latency}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,25 +28,22 @@ class Point(NamedTuple):
     label: str
 
 
-class Tick(NamedTuple):
-    y: float
-    label: str
-
-
 def write_curve(found: Bench, path: Path) -> None:
     """Raises:
     JobError: ``path`` can't be written.
     """
     lines = found.table.lines
-    top = _top(lines)
-    points = _points(lines, top)
+    top = nice(max((found.rows_per_s for line in lines for found in line.rounds), default=1.0))
+    step = (WIDTH - _LEFT - _RIGHT) / max(1, len(lines))
+    # Spaced evenly, because batch sizes mostly double from one to the next.
+    points = [_point(line, _LEFT + step * (n + 0.5), top) for n, line in enumerate(lines)]
     pieces = page(
         "tuning/curve.html.j2",
         bench=found,
         lines=lines,
         points=points,
         path=" ".join(f"{p.x:.1f},{p.y:.1f}" for p in points if p.y is not None),
-        ticks=[Tick(_y(top * part / 4, top), number(top * part / 4)) for part in range(5)],
+        ticks=[(_y(top * part / 4, top), number(top * part / 4)) for part in range(5)],
         width=WIDTH,
         height=HEIGHT,
         left=_LEFT,
@@ -59,16 +55,6 @@ def write_curve(found: Bench, path: Path) -> None:
             file.writelines(pieces)
     except OSError as error:
         raise JobError(f"--html {path}: can't be written: {error.strerror}") from error
-
-
-def _top(lines: Sequence[SizeResult]) -> float:
-    return nice(max((found.rows_per_s for line in lines for found in line.rounds), default=1.0))
-
-
-def _points(lines: Sequence[SizeResult], top: float) -> list[Point]:
-    """Spaced evenly, because batch sizes mostly double from one to the next."""
-    step = (WIDTH - _LEFT - _RIGHT) / max(1, len(lines))
-    return [_point(line, _LEFT + step * (n + 0.5), top) for n, line in enumerate(lines)]
 
 
 def _point(line: SizeResult, x: float, top: float) -> Point:

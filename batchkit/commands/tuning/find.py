@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from batchkit.commands.tuning.batch_size_option import (
     BatchSizeOption,
-    batch_size_option,
     check_patch,
     patch,
     write_patch,
@@ -21,14 +21,13 @@ from batchkit.commands.tuning.bottleneck import (
     render_alone,
 )
 from batchkit.commands.tuning.rounds import ENOUGH_ROWS, Budget
-from batchkit.commands.tuning.search import LEAST_GAIN, Rate, search
-from batchkit.commands.tuning.table import SizeResult, SizeTable, header
-from batchkit.commands.tuning.trial import OOM, Say, trials_of
+from batchkit.commands.tuning.table import OOM, SizeResult, SizeTable, header
+from batchkit.commands.tuning.trial import Say, Trials, trials_of
 from batchkit.config.numbers import duration, number
 from batchkit.config.tables import JobConfig
-from batchkit.errors import InputError, JobError
-from batchkit.execution.signals import Interrupted, StopRequest
-from batchkit.sources import count_rows
+from batchkit.errors import JobError
+
+LEAST_GAIN = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,48 +154,40 @@ def find_batch_size(
     """
     if low > high:
         raise JobError(f"--low {low} is over --high {high}")
-    stop = StopRequest()
-    with stop.installed():
-        option = batch_size_option(job)
+    rendered, flattened, written = None, False, None
+    with trials_of(job, rows=rows, say=say) as trials:
         if write_to is not None:
-            check_patch(write_to, option)
-        total = count_rows(job.input)
-        if not total:
-            raise InputError(f"{job.input.path}: no rows to try batch sizes on")
-        if rows is not None and rows >= total:
-            rows = None
-        high = _highest(option, low, high, rows or total, say)
-        say(f"{option.key}: {option.reason}")
+            check_patch(write_to, trials.option)
+        high = _highest(trials, low, high, say)
+        say(f"{trials.option.key}: {trials.option.reason}")
         if job.engine.kind == "openai-server":
             say("the server keeps what it has cached: later trials may look faster than they are")
-        rendered, flattened, signum = None, False, None
-        with trials_of(job, option, rows=rows, say=say) as trials:
 
-            def rate_of(size: int) -> Rate | None:
-                line = SizeResult.of([trials.run(size, Budget(seconds))])
-                if len(trials.done) == 1:
-                    tell(header(with_spread=False))
-                tell(line.to_text(with_spread=False))
-                if line.rows_per_s is None:
-                    return None
-                return Rate(line.rows_per_s, line.is_typical and line.rows >= ENOUGH_ROWS)
+        def rate_of(size: int) -> Rate | None:
+            line = trials.run(size, Budget(seconds))
+            if len(trials.done) == 1:
+                tell(header(with_spread=False))
+            tell(line.to_text(with_spread=False))
+            if line.rows_per_s is None:
+                return None
+            return Rate(line.rows_per_s, line.is_typical and line.rows >= ENOUGH_ROWS)
 
-            try:
-                rendered = render_alone(job, rows, min(RENDER_S, seconds))
-                flattened = search(low, high, rate_of)
-            except Interrupted as interrupted:
-                signum = interrupted.signum
-        table = SizeTable.of(trials.done)
-        written = None
-        if write_to is not None and table.best is not None and signum is None:
-            write_patch(write_to, option, table.best.batch_size)
-            written = write_to
-    return SearchResult(job.name, option, table, total, high, flattened, rendered, signum, written)
+        rendered = render_alone(job, rows, min(RENDER_S, seconds))
+        flattened = search(low, high, rate_of)
+    table, option = SizeTable.of(trials.done), trials.option
+    if write_to is not None and table.best is not None and trials.signum is None:
+        write_patch(write_to, option, table.best.batch_size)
+        written = write_to
+    return SearchResult(
+        job.name, option, table, trials.total, high, flattened, rendered, trials.signum, written
+    )
 
 
-def _highest(option: BatchSizeOption, low: int, high: int, rows: int, say: Say) -> int:
+def _highest(trials: Trials, low: int, high: int, say: Say) -> int:
     """``high``, or less if fewer can run at once: too few rows, or another option's limit."""
-    for most, why in ((rows, f"there are {rows:,} rows"), (option.most, option.reason)):
+    option = trials.option
+    limits = (trials.rows, f"there are {trials.rows:,} rows"), (option.most, option.reason)
+    for most, why in limits:
         if most is not None and most < high:
             high = most
             if high <= low:
@@ -204,3 +195,37 @@ def _highest(option: BatchSizeOption, low: int, high: int, rows: int, say: Say) 
             else:
                 say(f"batch sizes up to {high:,} are tried: {why}")
     return max(high, low)
+
+
+class Rate(NamedTuple):
+    """Throughput of a size that fits. ``is_sure``: on so many rows that 3 % more is not chance."""
+
+    per_s: float
+    is_sure: bool = True
+
+
+def search(low: int, high: int, rate_of: Callable[[int], Rate | None]) -> bool:
+    """Try sizes from ``low`` by doubling, then by halving the gap between what fits and what does not.
+
+    ``rate_of`` tries a size: its throughput, or None if it does not fit. No size is tried twice.
+    Returns True if it stopped because a doubling surely gained less than 3 %: then larger sizes may
+    fit, too. Else the largest size up to ``high`` that fits was tried, if any does and a size fits
+    whenever a larger one does.
+    """
+    fits, size = 0, low
+    best = Rate(0.0)
+    while (rate := rate_of(size)) is not None:
+        is_flat = rate.per_s < best.per_s * (1 + LEAST_GAIN)
+        has_flattened = is_flat and rate.is_sure and best.is_sure
+        fits, best = size, max(best, rate)
+        if size >= high or has_flattened:
+            return size < high
+        size = min(2 * size, high)
+    too_large = size
+    while fits and too_large - fits > 1:
+        size = (fits + too_large) // 2
+        if rate_of(size) is None:
+            too_large = size
+        else:
+            fits = size
+    return False

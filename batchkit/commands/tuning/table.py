@@ -5,71 +5,82 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
-from batchkit.commands.tuning.idle import Idle
-from batchkit.commands.tuning.memory import Memory
+from batchkit.commands.tuning.feed import Idle
 from batchkit.commands.tuning.rounds import Round
-from batchkit.commands.tuning.trial import OK, OOM, Trial
 from batchkit.config.numbers import number
 
+OK, OOM = "ok", "OOM"
+_WIDTHS = {
+    "batch size": 10,
+    "status": 6,
+    "time": 8,
+    "rows/s": 9,
+    "spread": 7,
+    "prompt tok/s": 12,
+    "output tok/s": 12,
+    "p50": 9,
+    "p99": 9,
+    "peak memory": 14,
+}
 
-class _Column(NamedTuple):
-    head: str
-    width: int
 
+class Memory(NamedTuple):
+    """In units of 2**30 bytes, as nvidia-smi and ``run.max_host_gb`` count them."""
 
-_SPREAD = _Column("spread", 7)
-_COLUMNS = (
-    _Column("batch size", 10),
-    _Column("status", 6),
-    _Column("time", 8),
-    _Column("rows/s", 9),
-    _SPREAD,
-    _Column("prompt tok/s", 12),
-    _Column("output tok/s", 12),
-    _Column("p50", 9),
-    _Column("p99", 9),
-    _Column("peak memory", 14),
-)
+    gb: float
+    of: Literal["gpu", "host"]
 
 
 @dataclass(frozen=True, slots=True)
 class SizeResult:
-    """One batch size, over all its trials. ``rounds`` is empty unless all of them succeeded."""
+    """One batch size: a trial, or all its trials. ``status``: ``ok``, ``OOM``, or ``error: …``.
+
+    ``rounds`` is empty unless it is ok. ``trial_s``: whole trials, including ``load_s`` for loading
+    the engine. ``failed``: rows by kind of error. ``reason``: why an engine died.
+    """
 
     batch_size: int
     status: str
-    seconds: float
-    rounds: tuple[Round, ...]
-    load_s: float
-    answered: int
-    failed: Counter[str]
-    memory: Memory | None
-    idle: Idle | None
-    is_typical: bool
-    reason: str
+    trial_s: float
+    load_s: float = 0.0
+    rounds: tuple[Round, ...] = ()
+    answered: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    memory: Memory | None = None
+    idle: Idle | None = None
+    reason: str = ""
 
     @classmethod
-    def of(cls, trials: Sequence[Trial]) -> SizeResult:
+    def of(cls, trials: Sequence[SizeResult]) -> SizeResult:
         """``trials`` are of one size."""
-        bad = next((trial.status for trial in trials if not trial.is_ok), OK)
-        rounds = tuple(found for trial in trials for found in trial.rounds) if bad == OK else ()
-        memories = [trial.memory for trial in trials if trial.memory is not None]
+        bad = next((trial.status for trial in trials if trial.status != OK), OK)
         return cls(
             batch_size=trials[0].batch_size,
             status=bad,
-            seconds=sum(r.seconds for r in rounds) or sum(trial.seconds for trial in trials),
-            rounds=rounds,
+            trial_s=sum(trial.trial_s for trial in trials),
             load_s=statistics.median(trial.load_s for trial in trials),
+            rounds=tuple(r for trial in trials for r in trial.rounds) if bad == OK else (),
             answered=sum(trial.answered for trial in trials),
-            failed=sum((trial.failed or Counter() for trial in trials), Counter()),
-            memory=max(memories, default=None),
+            failed=sum((trial.failed for trial in trials), Counter()),
+            memory=max(
+                (trial.memory for trial in trials if trial.memory is not None), default=None
+            ),
             idle=trials[-1].idle,
-            is_typical=all(trial.is_typical for trial in trials),
             reason=next((trial.reason for trial in trials if trial.reason), ""),
         )
+
+    @property
+    def seconds(self) -> float:
+        """Of the rounds, or of the trials that had none."""
+        return sum(found.seconds for found in self.rounds) or self.trial_s
+
+    @property
+    def is_typical(self) -> bool:
+        """The engine was as busy as in the whole job."""
+        return bool(self.rounds) and all(found.is_typical for found in self.rounds)
 
     @property
     def rows(self) -> int:
@@ -130,7 +141,9 @@ class SizeResult:
         }
 
     def to_text(self, *, with_spread: bool) -> str:
-        cells = [f"{self.batch_size:,}", _short(self.status), f"{self.seconds:.1f} s"]
+        # The status without its reason, which is shown below the table: the column is narrow.
+        status = self.status.partition(":")[0]
+        cells = [f"{self.batch_size:,}", status, f"{self.seconds:.1f} s"]
         if self.rounds:
             spread = "" if self.spread is None else f"±{self.spread:.0%}"
             cells += [number(self.rows_per_s), spread]
@@ -153,8 +166,8 @@ class SizeTable:
     lines: tuple[SizeResult, ...]
 
     @classmethod
-    def of(cls, trials: Iterable[Trial]) -> SizeTable:
-        by_size: dict[int, list[Trial]] = {}
+    def of(cls, trials: Iterable[SizeResult]) -> SizeTable:
+        by_size: dict[int, list[SizeResult]] = {}
         for trial in trials:
             by_size.setdefault(trial.batch_size, []).append(trial)
         return cls(tuple(SizeResult.of(by_size[size]) for size in sorted(by_size)))
@@ -168,12 +181,12 @@ class SizeTable:
     @property
     def largest(self) -> SizeResult | None:
         """The largest size that fitted."""
-        return max((ln for ln in self.lines if ln.rounds), key=_size, default=None)
+        return next((line for line in reversed(self.lines) if line.rounds), None)
 
     @property
     def smallest_too_large(self) -> SizeResult | None:
         """The smallest size that ran out of memory."""
-        return min((ln for ln in self.lines if ln.status == OOM), key=_size, default=None)
+        return next((line for line in self.lines if line.status == OOM), None)
 
     def exit_code(self, signum: int | None) -> int:
         """``signum``: of the signal that ended the command early, if any."""
@@ -207,25 +220,16 @@ class SizeTable:
 
 def header(*, with_spread: bool) -> str:
     """The first line; the spread is over several rounds."""
-    return _joined([column.head for column in _COLUMNS], with_spread=with_spread)
-
-
-def _size(line: SizeResult) -> int:
-    return line.batch_size
+    return _joined(list(_WIDTHS), with_spread=with_spread)
 
 
 def _joined(cells: Sequence[str], *, with_spread: bool) -> str:
     padded = (
-        cell.rjust(column.width)
-        for cell, column in zip(cells, _COLUMNS, strict=True)
-        if with_spread or column is not _SPREAD
+        cell.rjust(width)
+        for cell, (head, width) in zip(cells, _WIDTHS.items(), strict=True)
+        if with_spread or head != "spread"
     )
     return "  ".join(padded).rstrip()
-
-
-def _short(status: str) -> str:
-    """The status without its reason, which is shown below the table: the column is narrow."""
-    return status.partition(":")[0]
 
 
 def _time(ms: float | None) -> str:

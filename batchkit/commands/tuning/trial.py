@@ -2,148 +2,157 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 
 from batchkit.commands.scratch import scratch_folder
-from batchkit.commands.tuning.batch_size_option import BatchSizeOption, with_size
-from batchkit.commands.tuning.feed import Fed, feed
-from batchkit.commands.tuning.idle import Idle
-from batchkit.commands.tuning.memory import Memory, MemoryMeter
-from batchkit.commands.tuning.rounds import Budget, Round
+from batchkit.commands.tuning.batch_size_option import batch_size_option, with_size
+from batchkit.commands.tuning.feed import Feed
+from batchkit.commands.tuning.rounds import Budget
+from batchkit.commands.tuning.table import OK, OOM, Memory, SizeResult
 from batchkit.config.tables import JobConfig
 from batchkit.engines.faults import EngineDied, StartFailed
+from batchkit.engines.memory import family_bytes, gpu_bytes
 from batchkit.engines.process.engine import ProcessEngine
 from batchkit.engines.process.launcher import LOG, Launcher
 from batchkit.engines.registry import open_engine
-from batchkit.errors import BatchkitError, EngineError, JobError
+from batchkit.errors import BatchkitError, EngineError, InputError, JobError
+from batchkit.execution.signals import Interrupted, StopRequest
 from batchkit.rendering.renderer import PromptRenderer
+from batchkit.sources import count_rows
 
-OK, OOM = "ok", "OOM"
+INTERVAL_S = 0.5
+_LEAST_GPU_BYTES = 64 * 2**20  # less than a CUDA context: the engine runs on the host
 
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """The result for one batch size: ``status`` is ``ok``, ``OOM``, or ``error: …``.
-
-    ``rounds`` is empty unless it is ok. ``seconds``: the whole trial, including
-    ``load_s`` for loading the engine. ``failed``: rows by kind of error. ``reason``: why an engine
-    died.
-    """
-
-    batch_size: int
-    status: str
-    seconds: float
-    load_s: float = 0.0
-    rounds: tuple[Round, ...] = ()
-    answered: int = 0
-    failed: Counter[str] | None = None
-    memory: Memory | None = None
-    idle: Idle | None = None
-    reason: str = ""
-
-    @property
-    def is_ok(self) -> bool:
-        return self.status == OK
-
-    @property
-    def is_typical(self) -> bool:
-        """The engine was as busy as in the whole job."""
-        return bool(self.rounds) and all(found.is_typical for found in self.rounds)
-
-
 @contextmanager
-def trials_of(
-    job: JobConfig, option: BatchSizeOption, *, rows: int | None, say: Say
-) -> Iterator[Trials]:
-    """Trials whose engines print to a folder that is removed at the end."""
+def trials_of(job: JobConfig, *, rows: int | None, say: Say) -> Iterator[Trials]:
+    """Trials whose engines print to a folder that is removed at the end.
+
+    A signal ends the ``with`` block early; ``signum`` of the trials is that signal's.
+
+    Raises:
+        JobError: the job itself is invalid.
+        InputError: its input has no rows.
+    """
     with (
+        StopRequest().installed(),
         scratch_folder("batchkit-trial-") as folder,
         closing(Launcher(folder / LOG)) as launcher,
     ):
-        yield Trials(job, option, launcher, rows=rows, say=say)
+        trials = Trials(job, launcher, rows=rows, say=say)
+        try:
+            yield trials
+        except Interrupted as interrupted:
+            trials.signum = interrupted.signum
 
 
 class Trials:
-    """Trials of one job, one after the other.
+    """Trials of one job, one after the other; ``done`` holds all of them.
 
-    ``done`` holds all of them. They use the first ``rows`` rows of the job.
+    ``total``: rows of the job, of which the trials use the first ``rows``.
     """
 
-    def __init__(
-        self,
-        job: JobConfig,
-        option: BatchSizeOption,
-        launcher: Launcher,
-        *,
-        rows: int | None,
-        say: Say,
-    ) -> None:
-        self._is_sample = rows is not None
-        self._job = job if rows is None else with_rows(job, rows)
-        self._option = option
+    def __init__(self, job: JobConfig, launcher: Launcher, *, rows: int | None, say: Say) -> None:
+        self.option = batch_size_option(job)
+        self.total = count_rows(job.input)
+        if not self.total:
+            raise InputError(f"{job.input.path}: no rows to try batch sizes on")
+        self._is_sample = rows is not None and rows < self.total
+        self.rows = rows if rows is not None and self._is_sample else self.total
+        self._job = with_rows(job, self.rows) if self._is_sample else job
         self._launcher = launcher
         self._say = say
         self._renderer = PromptRenderer(job)
-        self.done: list[Trial] = []
+        self.done: list[SizeResult] = []
+        self.signum: int | None = None
 
-    def run(self, batch_size: int, budget: Budget) -> Trial:
+    def run(self, batch_size: int, budget: Budget) -> SizeResult:
         """Raises:
         JobError: the first trial finds the job invalid, or its rows can't be read.
         """
         self._say(f"batch size {batch_size:,}: starting an engine")
-        trial = self._tried(batch_size, budget)
-        self.done.append(trial)
-        return trial
+        self.done.append(self._tried(batch_size, budget))
+        return self.done[-1]
 
-    def _tried(self, batch_size: int, budget: Budget) -> Trial:
+    def _tried(self, batch_size: int, budget: Budget) -> SizeResult:
         started = time.monotonic()
-        job = with_size(self._job, self._option, batch_size)
+        job = with_size(self._job, self.option, batch_size)
         load_s = 0.0
         with closing(MemoryMeter()) as meter:
             try:
                 with closing(open_engine(job, self._launcher)) as engine:
                     load_s = time.monotonic() - started
                     meter.follow(engine.pid if isinstance(engine, ProcessEngine) else None)
-                    fed = feed(
-                        job,
-                        engine,
-                        self._renderer,
-                        batch_size,
-                        budget,
-                        is_sample=self._is_sample,
-                    )
+                    feed = Feed(job, engine, self._renderer, batch_size, budget, self._is_sample)
+                    feed.run()
                     memory = meter.close()
             except (EngineError, JobError) as error:
                 if not self.done and isinstance(error, JobError):
                     raise
-                took_s = time.monotonic() - started
-                return Trial(
+                return SizeResult(
                     batch_size,
                     _status(error),
-                    took_s,
+                    time.monotonic() - started,
                     load_s,
                     memory=meter.close(),
                     reason=_reason(error),
                 )
-        status = OK if fed.rounds else f"error: {_why_no_answer(fed, budget)}"
-        took_s = time.monotonic() - started
-        return Trial(
+        return SizeResult(
             batch_size,
-            status,
-            took_s,
+            OK if feed.rounds else f"error: {_why_no_answer(feed, budget)}",
+            time.monotonic() - started,
             load_s,
-            tuple(fed.rounds),
-            fed.answered,
-            fed.failed,
+            tuple(feed.rounds),
+            len(feed.answers),
+            feed.failed,
             memory,
-            fed.idle,
+            feed.idle.read(),
         )
+
+
+class MemoryMeter:
+    """Start it before the engine is opened: memory in use on the GPUs then is not the engine's.
+
+    Threads: one of ours samples twice a second, since asking a driver may take long; the trial's
+    thread calls the methods. They share ``_pid`` and the two peaks.
+    """
+
+    def __init__(self) -> None:
+        self._gpu_before = gpu_bytes()
+        self._gpu_peak = self._host_peak = 0
+        self._pid: int | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="memory-meter", daemon=True)
+        self._thread.start()
+
+    def follow(self, pid: int | None) -> None:
+        """Set the engine's process, if it has its own; samples once now, as it may end soon."""
+        if pid is not None:
+            self._host_peak = family_bytes(pid)
+        self._pid = pid
+
+    def close(self) -> Memory | None:
+        """Stop and return the peak; None if unknown. May be called twice."""
+        self._closing.set()
+        self._thread.join(timeout=10)
+        if self._gpu_peak >= _LEAST_GPU_BYTES:
+            return Memory(self._gpu_peak / 2**30, "gpu")
+        return Memory(self._host_peak / 2**30, "host") if self._host_peak else None
+
+    def _look(self) -> None:
+        while True:
+            is_last = self._closing.wait(INTERVAL_S)
+            if self._gpu_before is not None and (now := gpu_bytes()) is not None:
+                self._gpu_peak = max(self._gpu_peak, now - self._gpu_before)
+            if self._pid is not None:
+                self._host_peak = max(self._host_peak, family_bytes(self._pid))
+            if is_last:
+                return
 
 
 def with_rows(job: JobConfig, rows: int) -> JobConfig:
@@ -171,7 +180,7 @@ def _reason(error: BatchkitError) -> str:
     return " ".join(reason.split())
 
 
-def _why_no_answer(fed: Fed, budget: Budget) -> str:
-    if fed.failed:
-        return f"all {fed.failed.total():,} rows failed; {fed.error}"
+def _why_no_answer(feed: Feed, budget: Budget) -> str:
+    if feed.failed:
+        return f"all {feed.failed.total():,} rows failed; {feed.first_error}"
     return f"no row was answered within {budget.seconds:g} s (--seconds)"
