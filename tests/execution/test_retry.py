@@ -20,7 +20,7 @@ from batchkit.errors import (
     RowTimeoutError,
     TemplateError,
 )
-from batchkit.execution.retry import Waiting, next_attempt, wait_s, with_temperature
+from batchkit.execution.attempts import Waiting, next_attempt, wait_s, with_temperature
 from batchkit.types import Choice, Completion, Cut, Request, Row
 
 
