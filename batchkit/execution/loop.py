@@ -24,7 +24,7 @@ from batchkit.execution.hints import hints
 from batchkit.execution.progress import Progress, State
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.signals import DRAIN_S, Interrupted, StopRequest
-from batchkit.execution.worker import Worker, WorkerPool, render_ahead
+from batchkit.execution.worker import Worker, render_ahead
 from batchkit.rendering.ordering import well_ordered
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.sources.input import Input, Total, distrusted, watched
@@ -32,6 +32,7 @@ from batchkit.storage.store import RecordLine, Store
 from batchkit.storage.summary import RunSummary
 from batchkit.types import Row, Task, Usage
 
+WorkerPool = Worker | RayWorkerPool
 _SHARE_FROM = 20  # a share of failed rows says nothing before this many are settled
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -42,16 +42,8 @@ class State(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """What ``Rates`` are of."""
+        """Rows, prompt tokens, completion tokens."""
         return self.settled, self.prompt_tokens, self.completion_tokens
-
-
-class Rates(NamedTuple):
-    """Per second, over the last minute."""
-
-    rows: float
-    prompt_tokens: float
-    completion_tokens: float
 
 
 class Progress:
@@ -68,17 +60,14 @@ class Progress:
         *,
         interval_s: float,
         quiet: bool = False,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
         self._path = folder / LOG
         self._log = TextIOWrapper(open_log(self._path), encoding="utf-8", line_buffering=True)
-        self._stream = stream or sys.stderr
+        self._stream = sys.stderr
         self._quiet = quiet
         self._on_terminal = not quiet and self._stream.isatty()
         self._interval_s = interval_s
-        self._clock = clock
         self._meter: RateMeter | None = None
         self._bar: tqdm[Any] | None = None
         self._next_line = self._next_bar = 0.0
@@ -94,16 +83,16 @@ class Progress:
 
     def update(self, state: State, *, force: bool = False) -> None:
         """Show ``state`` if an update is due; very cheap otherwise."""
-        now = self._clock()
+        now = time.monotonic()
         if self._meter is None:
             self._meter = RateMeter(now, state.counts, span_s=_RATE_SPAN_S)
             self._next_line = now + self._interval_s
         if self._on_terminal and (force or now >= self._next_bar):
             self._next_bar = now + _BAR_INTERVAL_S
-            self._draw(state, _rates(self._meter, now, state))
+            self._draw(state, self._meter.per_s(now, state.counts))
         if force or now >= self._next_line:
             self._next_line = now + self._interval_s
-            line = describe(state, _rates(self._meter, now, state))
+            line = _line(state, self._meter.per_s(now, state.counts))
             self._write(line)
             if not self._on_terminal:
                 self._say(line)
@@ -116,10 +105,12 @@ class Progress:
             self._log.close()
 
     def _write(self, line: str) -> None:
-        with _log_errors(self._path):
+        try:
             self._log.write(f"{utc_now()} {plain(masked_text(line))}\n")
+        except OSError as error:
+            raise StoreError(f"{self._path}: can't write: {error.strerror}") from error
 
-    def _draw(self, state: State, rates: Rates) -> None:
+    def _draw(self, state: State, per_s: Sequence[float]) -> None:
         if self._bar is None:
             self._bar = tqdm(
                 total=state.total,
@@ -133,7 +124,7 @@ class Progress:
         bar.total = state.total
         bar.n = state.settled
         bar.set_postfix_str(
-            f"{rates.prompt_tokens:,.0f} prompt tok/s, {rates.completion_tokens:,.0f} output tok/s,"
+            f"{per_s[1]:,.0f} prompt tok/s, {per_s[2]:,.0f} output tok/s,"
             f" {state.in_flight} in flight, {state.failed} failed",
             refresh=False,
         )
@@ -159,29 +150,19 @@ class Progress:
         self._quiet, self._on_terminal = True, False
 
 
-@contextmanager
-def _log_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(f"{path}: can't write: {error.strerror}") from error
-
-
-def _rates(meter: RateMeter, now: float, state: State) -> Rates:
-    return Rates(*meter.per_s(now, state.counts))
-
-
-def describe(state: State, rates: Rates) -> str:
-    """One plain line, for example ``1,200 of 3,071 rows, 2 failed, 5.1 rows/s, …, 6 min left``."""
+def _line(state: State, per_s: Sequence[float]) -> str:
+    """For example ``1,200 of 3,071 rows, 2 failed, 5.1 rows/s, …, 6 min left``. ``per_s``: the rates
+    of ``state.counts`` over the last minute."""
     of = "" if state.total is None else f" of {state.total:,}"
+    rows_per_s, prompt_per_s, completion_per_s = per_s
     parts = [
         f"{state.settled:,}{of} rows",
         f"{state.failed:,} failed",
-        f"{rates.rows:.1f} rows/s",
-        f"{rates.prompt_tokens:,.0f} prompt tok/s",
-        f"{rates.completion_tokens:,.0f} output tok/s",
+        f"{rows_per_s:.1f} rows/s",
+        f"{prompt_per_s:,.0f} prompt tok/s",
+        f"{completion_per_s:,.0f} output tok/s",
         f"{state.in_flight} in flight",
     ]
-    if state.total is not None and rates.rows > 0:
-        parts.append(f"{duration((state.total - state.settled) / rates.rows)} left")
+    if state.total is not None and rows_per_s > 0:
+        parts.append(f"{duration((state.total - state.settled) / rows_per_s)} left")
     return ", ".join(parts)

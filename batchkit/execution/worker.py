@@ -1,7 +1,7 @@
 """A Worker: a supervised engine, and everything needed to make records of rows with it.
 
 A run on one machine is one Worker, called by the run's own thread; with ``run.workers`` there is
-one in each process that Ray starts (``cluster/``). The run's loop uses both as a WorkerPool.
+one in each process that Ray starts (``cluster/``). The run's loop uses both in the same way.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from batchkit.config.masking import learn, learn_secret
 from batchkit.config.tables import JobConfig
@@ -42,46 +42,6 @@ class EngineFacts(NamedTuple):
     versions: Mapping[str, str]
 
 
-class WorkerPool(Protocol):
-    """Makes records of a run's rows: one worker in this process, or several in others.
-
-    Ready once made. The run's thread calls ``fill`` and ``poll`` in turn until ``is_done``. Every
-    row comes back once, as the line for the log.
-    """
-
-    @property
-    def engine_facts(self) -> EngineFacts:
-        """Of the first engine that was up."""
-
-    @property
-    def in_flight(self) -> int:
-        """Rows that the engines are working on."""
-
-    @property
-    def retried(self) -> int:
-        """Further attempts of rows so far."""
-
-    def fill(self, *, taking: bool) -> list[RecordLine]:
-        """Hand out rows while there is room, none if not ``taking``; returns rows settled by it."""
-
-    def poll(self) -> list[RecordLine]:
-        """The rows settled since, after a short wait.
-
-        Raises:
-            EngineError: no worker is left.
-        """
-
-    @property
-    def is_done(self) -> bool:
-        """True once every row has come back."""
-
-    def workers(self) -> list[WorkerState]:
-        """The state of each worker, for ``status``; empty if there is only one."""
-
-    def close(self) -> None:
-        """Drop what is in flight and release all resources."""
-
-
 def render_ahead(
     job: JobConfig, renderer: PromptRenderer, tasks: Iterator[Task], *, may_wait: bool
 ) -> RenderedTasks:
@@ -97,8 +57,9 @@ def render_ahead(
 
 
 class Worker:
-    """A WorkerPool of one; its model is loaded in the constructor, with settings that an earlier
-    start found to be safe (``known``).
+    """Makes records of rows; every row comes back once, as the line for the log. One thread calls
+    ``fill`` and ``poll`` in turn until ``is_done``. Its model is loaded in the constructor, with
+    settings that an earlier start found to be safe (``known``).
 
     ``rows`` are its rows, from ``render_ahead`` with the same ``renderer``. ``references``: the
     right answers by id, if another run gives them. ``quarantined``: indices of rows that killed an
@@ -158,6 +119,7 @@ class Worker:
         self.engine_facts = EngineFacts(self._engine.max_num_seqs, self._engine.versions)
 
     def fill(self, *, taking: bool = True) -> list[RecordLine]:
+        """Submit rows while there is room, none if not ``taking``; returns rows settled by it."""
         return self._lines(self._feeder.fill()) if taking else []
 
     def poll(self) -> list[RecordLine]:
@@ -172,14 +134,17 @@ class Worker:
 
     @property
     def in_flight(self) -> int:
+        """Rows that the engine works on."""
         return len(self._feeder.in_flight)
 
     @property
     def is_done(self) -> bool:
+        """True once every row has come back."""
         return self._feeder.is_done
 
     @property
     def retried(self) -> int:
+        """Further attempts of rows so far."""
         return self._attempts.retried
 
     @property
@@ -188,9 +153,11 @@ class Worker:
         return 2 * self._feeder.window.size
 
     def workers(self) -> list[WorkerState]:
+        """The state of each of several workers, for ``status``."""
         return []
 
     def close(self) -> None:
+        """Drop what is in flight and release all resources."""
         self._held.close()
 
     def _lines(self, settled: Iterable[Completion]) -> list[RecordLine]:

@@ -45,8 +45,8 @@ _LOOK_S = 1.0  # between two checks of a worker that has no place yet
 
 
 class RayWorkerPool:
-    """The WorkerPool of a run with ``run.workers``. Made once the first worker is ready; the others
-    follow.
+    """The workers of a run with ``run.workers``, used like a Worker. Made once the first worker is
+    ready; the others follow.
 
     ``left`` returns how many rows of this start have no record yet. ``opening`` is entered while
     the first model loads; other arguments are as Worker's.
