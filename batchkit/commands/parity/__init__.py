@@ -80,7 +80,7 @@ def _findings(one: Answers, two: Answers, tie: float) -> ParityResult:
         else:
             equal += 1
     return ParityResult(
-        sides=(one.result(), two.result()),
+        sides=(one, two),
         rows=len(one.rows),
         equal=equal,
         differences=sorted(differences, key=lambda found: found.rank),

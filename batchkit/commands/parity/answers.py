@@ -33,18 +33,6 @@ class SideAnswer(NamedTuple):
     error: ErrorInfo | None = None
 
 
-class SideResult(NamedTuple):
-    """A side, for the output. ``failed`` counts its rows; ``left_out``: keys of the job."""
-
-    name: str
-    kind: str
-    model: str
-    versions: Mapping[str, str]
-    failed: int
-    rows_per_s: float
-    left_out: Sequence[str]
-
-
 class Answers(NamedTuple):
     """The answers of one side, by row index. ``seconds``: without loading the model."""
 
@@ -53,15 +41,19 @@ class Answers(NamedTuple):
     versions: Mapping[str, str]
     seconds: float
 
-    def result(self) -> SideResult:
-        failed = sum(answer.error is not None for answer in self.rows.values())
-        rate = len(self.rows) / self.seconds if self.seconds else 0.0
-        engine = self.side.job.engine
+    @property
+    def failed(self) -> int:
+        return sum(answer.error is not None for answer in self.rows.values())
+
+    @property
+    def rows_per_s(self) -> float:
+        return len(self.rows) / self.seconds if self.seconds else 0.0
+
+    @property
+    def left_out(self) -> list[str]:
+        """Keys of the job that this side does not use."""
         sampling = [f"sampling.{name}" for name in sorted(self.side.greedy.left_out)]
-        left_out = [*self.side.left_out, *sampling]
-        return SideResult(
-            self.side.name, engine.kind, engine.model, self.versions, failed, rate, left_out
-        )
+        return [*self.side.left_out, *sampling]
 
 
 def answers_of(side: Side, stop: StopRequest) -> Answers:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchkit.commands.parity.answers import SideResult
+from batchkit.commands.parity.answers import Answers
 from batchkit.commands.parity.differences import Difference, Part
 from batchkit.scoring.metrics import markdown
 from batchkit.types import ErrorInfo
@@ -31,7 +31,7 @@ class RowFailure:
 class ParityResult:
     """``differences``: the largest gap first. ``failures``: rows that failed on one side only."""
 
-    sides: tuple[SideResult, SideResult]
+    sides: tuple[Answers, Answers]
     rows: int
     equal: int
     differences: Sequence[Difference]
@@ -62,7 +62,7 @@ class ParityResult:
             "ties": self.ties,
             "tie_below": self.tie,
             "share_equal": self.equal / self.answered if self.answered else None,
-            "failed": {side.name: side.failed for side in self.sides},
+            "failed": {found.side.name: found.failed for found in self.sides},
             "failed_on_both": self.failed_on_both,
             "failed_on_one_side": [
                 {
@@ -75,14 +75,14 @@ class ParityResult:
                 for found in self.failures
             ],
             "sides": {
-                side.name: {
-                    "kind": side.kind,
-                    "model": side.model,
-                    "versions": dict(side.versions),
-                    "rows_per_s": round(side.rows_per_s, 3),
-                    "left_out": list(side.left_out),
+                found.side.name: {
+                    "kind": found.side.kind,
+                    "model": found.side.job.engine.model,
+                    "versions": dict(found.versions),
+                    "rows_per_s": round(found.rows_per_s, 3),
+                    "left_out": found.left_out,
                 }
-                for side in self.sides
+                for found in self.sides
             },
             "differences": [self._difference_json(found) for found in self.differences],
         }
@@ -100,7 +100,10 @@ class ParityResult:
         }
 
     def to_text(self) -> str:
-        parts = [markdown(["side", *_HEADS], [_cells(side, self.rows) for side in self.sides]), ""]
+        parts = [
+            markdown(["side", *_HEADS], [_cells(found, self.rows) for found in self.sides]),
+            "",
+        ]
         parts += self._sentences()
         for found in self.differences[:SHOWN]:
             parts += ["", *self._shown(found)]
@@ -128,9 +131,9 @@ class ParityResult:
             yield f"failed on {found.side} alone: {_row(found)}: {found.error.kind}: {message}"
         if len(self.failures) > SHOWN:
             yield f"… and {len(self.failures) - SHOWN:,} more failed on one side alone"
-        for side in self.sides:
-            if side.left_out:
-                yield f"left out for {side.name}: {', '.join(side.left_out)}"
+        for answers in self.sides:
+            if answers.left_out:
+                yield f"left out for {answers.side.name}: {', '.join(answers.left_out)}"
 
     def _differing(self) -> str:
         median = statistics.median(found.position for found in self.differences)
@@ -155,11 +158,11 @@ class ParityResult:
 _HEADS = ("engine", "model", "rows", "failed", "rows/s")
 
 
-def _cells(side: SideResult, rows: int) -> list[str]:
-    version = side.versions.get(side.kind, "")
-    engine = f"{side.kind} {version}".rstrip()
-    counts = f"{rows:,}", f"{side.failed:,}", f"{side.rows_per_s:,.1f}"
-    return [side.name, engine, side.model or "–", *counts]
+def _cells(found: Answers, rows: int) -> list[str]:
+    kind = found.side.kind
+    engine = f"{kind} {found.versions.get(kind, '')}".rstrip()
+    counts = f"{rows:,}", f"{found.failed:,}", f"{found.rows_per_s:,.1f}"
+    return [found.side.name, engine, found.side.job.engine.model or "–", *counts]
 
 
 def _row(found: Difference | RowFailure) -> str:
