@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
 
 from batchkit.commands.report.figures import RunStats, timeline
 from batchkit.commands.report.pictures import Picture
@@ -18,34 +17,28 @@ from batchkit.storage.manifest import Manifest
 from batchkit.storage.runfolder import held_by
 
 
-class Fact(NamedTuple):
-    """A number at the top of the page, and the text below it."""
-
-    name: str
-    value: str
-    note: str = ""
-
-
-def facts(manifest: Manifest, stats: RunStats, table: ScoreTable) -> list[Fact]:
+def facts(manifest: Manifest, stats: RunStats, table: ScoreTable) -> list[tuple[str, str, str]]:
+    """The numbers at the top of the page: name, value, and the text below it."""
     line = timeline(stats.finished_at, stats.latency_s)
     total = _total(manifest)
     of = f"of {total:,}" if total is not None and total > stats.rows else "all of the input"
-    found = [Fact("rows", f"{stats.rows:,}", of if total is not None else "")]
     failed = stats.rows - stats.ok
-    found.append(Fact("answered", f"{stats.ok:,}", percent(stats.ok, stats.rows)))
-    found.append(Fact("failed", f"{failed:,}", percent(failed, stats.rows) if failed else ""))
+    found = [
+        ("rows", f"{stats.rows:,}", of if total is not None else ""),
+        ("answered", f"{stats.ok:,}", percent(stats.ok, stats.rows)),
+        ("failed", f"{failed:,}", percent(failed, stats.rows) if failed else ""),
+    ]
     if table.names:
         unscored = table.overall.unscored
-        found.append(Fact("unscored", f"{unscored:,}", percent(unscored, stats.rows)))
+        found.append(("unscored", f"{unscored:,}", percent(unscored, stats.rows)))
     if line is not None:
-        work = f"in {duration(line.seconds)}"
-        found.append(Fact("rows/s", number(line.mean_rows_per_s), work))
-        tokens = sum(stats.completion_tokens)
-        rate = f"{number(tokens / line.seconds)} a second"
-        found.append(Fact("tokens written", short_count(tokens), rate))
-        read = sum(stats.prompt_tokens)
-        rate = f"{number(read / line.seconds)} a second"
-        found.append(Fact("tokens read", short_count(read), rate))
+        found.append(("rows/s", number(line.mean_rows_per_s), f"in {duration(line.seconds)}"))
+        for name, tokens in (
+            ("tokens written", sum(stats.completion_tokens)),
+            ("tokens read", sum(stats.prompt_tokens)),
+        ):
+            rate = f"{number(tokens / line.seconds)} a second"
+            found.append((name, short_count(tokens), rate))
     return found
 
 

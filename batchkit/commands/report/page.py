@@ -68,6 +68,7 @@ def render(
         *picture_notes(pictures),
         *_group_notes(table),
     ]
+    job_toml = (folder / JOB).read_text(encoding="utf-8", errors="replace")
     return page(
         "report/page.html.j2",
         title=manifest.name,
@@ -81,7 +82,7 @@ def render(
         charts=charts(stats),
         failures=shares(stats.failed_by_kind),
         about=about(manifest, job),
-        job_toml=clip(_read(folder / JOB), _MAX_JOB_CHARACTERS),
+        job_toml=clip(job_toml, _MAX_JOB_CHARACTERS),
         groups=_groups(table),
         kinds=sorted(stats.failed_by_kind),
         scorers=[(name, head(name)) for name in table.names],
@@ -213,10 +214,3 @@ def _spread(table: ScoreTable) -> list[tuple[str, Mapping[str, float]]]:
         for name, group in groups.items()
     }
     return [(name, spread) for name, spread in found.items() if spread]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        return f"# {path.name}: can't be read: {error.strerror}"

@@ -97,55 +97,43 @@ class Pictures:
         try:
             image = load_image(source, self._media)
             image.thumbnail((MAX_SIDE, MAX_SIDE))
-            data, width, height = _encode(image)
+            data, size = _encode(image)
         except (MediaError, OSError, ValueError) as error:  # ValueError: an odd size for WebP
             return Picture(name, None, problem=str(error))
         uri = "data:image/webp;base64," + base64.b64encode(data).decode()
-        return Picture(name, uri, width, height)
+        return Picture(name, uri, *size)
 
 
 _TOO_MANY = "left out: the page holds no more images"
 
 
-class _Encoded(NamedTuple):
-    data: bytes
-    width: int
-    height: int
-
-
-def _encode(image: Image.Image) -> _Encoded:
-    """WebP of at most ``MAX_PICTURE_BYTES``."""
+def _encode(image: Image.Image) -> tuple[bytes, tuple[int, int]]:
+    """WebP of at most ``MAX_PICTURE_BYTES``, and its size."""
     while True:
         for quality in _QUALITIES:
             file = io.BytesIO()
             image.save(file, "WEBP", quality=quality, method=2)
             if file.tell() <= MAX_PICTURE_BYTES or max(image.size) < 64:
-                return _Encoded(file.getvalue(), *image.size)
+                return file.getvalue(), image.size
         image = image.resize((max(1, image.width * 3 // 4), max(1, image.height * 3 // 4)))
 
 
-class _Named(NamedTuple):
-    name: str
-    key: str
-
-
-def _named(source: Any) -> _Named:
+def _named(source: Any) -> tuple[str, str]:
     """The name of a picture, and a key that is equal for equal sources."""
     match source:
         case bytes() | bytearray() | memoryview():
-            return _Named(f"{len(source):,} bytes", _digest(bytes(source)))
+            return f"{len(source):,} bytes", _digest(bytes(source))
         case {"bytes": bytes(data)}:
             path = source.get("path")
-            return _Named(path if isinstance(path, str) else f"{len(data):,} bytes", _digest(data))
+            return path if isinstance(path, str) else f"{len(data):,} bytes", _digest(data)
         case {"path": str(path)}:
-            return _Named(path, f"path {path}")
+            return path, f"path {path}"
         case str() if source[:5].lower() == "data:":
-            return _Named(f"data: URI, {len(source):,} characters", _digest(source.encode()))
+            return f"data: URI, {len(source):,} characters", _digest(source.encode())
         case str() | os.PathLike():
-            return _Named(os.fspath(source), f"path {os.fspath(source)}")
-        case Mapping():
-            return _Named("?", _digest(repr(source).encode()))
-    return _Named(type(source).__name__, _digest(repr(source).encode()))
+            return os.fspath(source), f"path {os.fspath(source)}"
+    name = "?" if isinstance(source, Mapping) else type(source).__name__
+    return name, _digest(repr(source).encode())
 
 
 def _digest(data: bytes) -> str:
