@@ -9,16 +9,19 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchkit.config.tables import RetryTable
 from batchkit.errors import EmptyTextError, PromptTooLongError, RowOutOfMemoryError
-from batchkit.rendering.messages import with_note
+from batchkit.rendering.messages import loaded, with_note
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.rendering.sampling import with_temperature
 from batchkit.types import Completion, Request
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 _MOST_DOUBLINGS = 60  # longer than any run; a float overflows past 1023
 
@@ -166,18 +169,9 @@ def wait_s(tries: int, retry: RetryTable) -> float:
 
 def with_smaller_images(request: Request) -> Request:
     """``request`` with every image at half its pixels, the aspect kept."""
-    messages = [
-        message
-        if isinstance(message["content"], str)
-        else {**message, "content": [_smaller(part) for part in message["content"]]}
-        for message in request.messages or ()
-    ]
-    return replace(request, messages=messages)
+    return replace(request, messages=loaded(list(request.messages or ()), _smaller))
 
 
-def _smaller(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    if part["type"] != "image_pil":
-        return part
-    image = part["image_pil"]
+def _smaller(image: Image) -> dict[str, Any]:
     size = max(1, round(image.width / 2**0.5)), max(1, round(image.height / 2**0.5))
-    return {**part, "image_pil": image.resize(size)}
+    return {"type": "image_pil", "image_pil": image.resize(size)}

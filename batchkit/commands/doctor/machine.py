@@ -105,9 +105,7 @@ def look() -> Facts:
         gpus=gpus(),
         arch=platform.machine(),
         cpu_flags=_cpu_flags(),
-        cores=len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1,
+        cores=len(os.sched_getaffinity(0)),
         memory_gib=min(memory.total, limit) / 2**30,
         available_gib=min(memory.available, limit) / 2**30,
         shm_gib=shutil.disk_usage(shm).total / 2**30 if shm.is_dir() else None,

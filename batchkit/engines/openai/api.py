@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from time import time
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +18,7 @@ import orjson
 
 from batchkit.config.suggest import did_you_mean
 from batchkit.errors import PromptTooLongError, RequestError
+from batchkit.rendering.messages import loaded
 from batchkit.storage.plain_json import encoded as as_json
 from batchkit.storage.plain_json import parsed, valid
 from batchkit.storage.schema import choice_of, is_count, usage_of
@@ -336,23 +337,14 @@ def _response_format(wanted: Any) -> dict[str, Any] | None:
     }
 
 
-def _with_images(body: Mapping[str, Any], make: Any) -> dict[str, Any]:
+def _with_images(body: Mapping[str, Any], make: Callable[[Image], Any]) -> dict[str, Any]:
     """``body`` with each image in its messages replaced by the result of ``make``."""
     if "messages" not in body:
         return dict(body)
-    messages = [
-        message
-        if isinstance(message["content"], str)
-        else {**message, "content": [_part(part, make) for part in message["content"]]}
-        for message in body["messages"]
-    ]
+    messages = loaded(
+        list(body["messages"]), lambda image: {"type": "image_url", "image_url": make(image)}
+    )
     return {**body, "messages": messages}
-
-
-def _part(part: Mapping[str, Any], make: Any) -> Mapping[str, Any]:
-    if part["type"] != "image_pil":
-        return part
-    return {"type": "image_url", "image_url": make(part["image_pil"])}
 
 
 def _data_uri(image: Image) -> str:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from batchkit.engines.openai.body import ACCEPT_ENCODING, CodingError, read_body
 from batchkit.errors import EngineError, RowTimeoutError
 
 if TYPE_CHECKING:
     import httpx
 
 CONNECT_S = 10.0
+_ACCEPT_ENCODING = "gzip"
+_GZIP = 16 + zlib.MAX_WBITS
+_GZIP_NAMES = (_ACCEPT_ENCODING, "x-gzip")  # RFC 9110, 8.4.1.3
 
 
 class TurnedAway(Exception):
@@ -98,7 +101,7 @@ class Connections:
             ):
                 coding = response.headers.get("content-encoding", "")
                 most = max_bytes(response.status_code)
-                received, is_whole = await read_body(response.aiter_raw(), coding, most)
+                received, is_whole = await _read(response.aiter_raw(), coding, most)
                 return Response(response.status_code, response.headers, received, is_whole)
         except TimeoutError:
             raise RowTimeoutError(
@@ -109,7 +112,7 @@ class Connections:
         except httpx.HTTPError as error:
             # Half: the server may just as well have gone away.
             raise ServerFault(f"the connection broke: {_text_of(error)}", weight=0.5) from error
-        except CodingError as error:
+        except _CodingError as error:
             raise ServerFault(f"{url}: the answer can't be unpacked: {error}") from error
         finally:
             self._idle.append(client)
@@ -120,7 +123,7 @@ class Connections:
         import httpx
 
         return httpx.AsyncClient(
-            headers={**self._headers, "Accept-Encoding": ACCEPT_ENCODING},
+            headers={**self._headers, "Accept-Encoding": _ACCEPT_ENCODING},
             verify=self._certificates,
             trust_env=self._trust_env,
             timeout=httpx.Timeout(None, connect=CONNECT_S),
@@ -130,3 +133,54 @@ class Connections:
 
 def _text_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+class _CodingError(Exception):
+    """The body is not in the coding that its header names, or that coding was not requested."""
+
+
+async def _read(chunks: AsyncIterator[bytes], coding: str, max_bytes: int) -> tuple[bytes, bool]:
+    """The body in ``chunks``, whose Content-Encoding is ``coding``, up to ``max_bytes``; and whether
+    that is all of it. httpx decompresses a whole chunk at once, and nested codings: 64 kB can become
+    gigabytes.
+
+    Raises:
+        _CodingError: it can't be decompressed.
+    """
+    received = bytearray()
+    unpack = _unpacker(coding.strip().lower())
+    async for chunk in chunks:
+        received += unpack(chunk, max_bytes + 1 - len(received))
+        if len(received) > max_bytes:
+            return bytes(received[:max_bytes]), False
+    unpack(b"", 0)
+    return bytes(received), True
+
+
+def _unpacker(coding: str) -> Callable[[bytes, int], bytes]:
+    """A function of a chunk and the most bytes to return (an uncompressed chunk may exceed this).
+
+    An empty chunk is the end. gzip data may have several members in a row (RFC 1952, 2.2).
+    """
+    if coding in ("", "identity"):
+        return lambda chunk, most: chunk
+    if coding not in _GZIP_NAMES:
+        raise _CodingError(f"Content-Encoding is {coding!r}, expected {_ACCEPT_ENCODING} or none")
+    stream, is_between = zlib.decompressobj(_GZIP), True
+
+    def unpack(chunk: bytes, most: int) -> bytes:
+        nonlocal stream, is_between
+        if not chunk and not is_between:
+            raise _CodingError("the gzip data end in the middle")
+        unpacked = b""
+        while chunk and len(unpacked) < most:
+            try:
+                unpacked += stream.decompress(chunk, most - len(unpacked))
+            except zlib.error as error:
+                raise _CodingError(str(error)) from error
+            chunk, is_between = stream.unused_data, stream.eof
+            if is_between:
+                stream = zlib.decompressobj(_GZIP)
+        return unpacked
+
+    return unpack

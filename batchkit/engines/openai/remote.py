@@ -152,7 +152,10 @@ class Remote:
         status = response.status
         if 200 <= status < 300:
             n = asked if is_count(asked := body.get("n") or 1) else 0
-            answer = _json_of(response, url)
+            try:
+                answer = parsed(response.content)
+            except ValueError as error:
+                raise ServerFault(f"{url}: the answer is no JSON: {error}") from None
             completion = api.completion_of(request, answer, loop.time() - began, n)
             if completion is not None:
                 self._check_answer(answer, completion, url, n)
@@ -350,13 +353,6 @@ class Remote:
             if length is not None and (model.get("id") == self._model or len(self.models) == 1):
                 return length
         return self._asked_max_model_len
-
-
-def _json_of(response: Response, url: str) -> Any:
-    try:
-        return parsed(response.content)
-    except ValueError as error:
-        raise ServerFault(f"{url}: the answer is no JSON: {error}") from None
 
 
 def _key(name: str) -> str:
