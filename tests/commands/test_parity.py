@@ -117,7 +117,7 @@ def test_two_engines_answer_alike(
     assert found.equal >= N_ROWS - 1, found.to_text()
     assert found.ties == len(found.differences), found.to_text()
     assert found.exit_code == 0
-    assert [side.kind for side in found.sides] == ["vllm", "transformers"]
+    assert [one.side.kind for one in found.sides] == ["vllm", "transformers"]
     assert found.sides[0].left_out == []
     assert "engine.options.kv_cache_memory_bytes" in found.sides[1].left_out
     assert "engine.options.max_model_len" not in found.sides[1].left_out
