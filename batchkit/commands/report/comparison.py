@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from markupsafe import Markup
 
@@ -11,32 +11,6 @@ from batchkit.commands.compare.comparison import Comparison, Delta
 from batchkit.commands.report.figures import nice
 from batchkit.commands.report.page import page, write_page
 from batchkit.scoring.metrics import head
-
-
-class DeltaLine(NamedTuple):
-    """A group of one score; ``before`` and ``after`` are the runs' means."""
-
-    delta: Delta
-    before: str
-    after: str
-    interval: Markup
-
-
-class ScorePart(NamedTuple):
-    """One score. ``reach``: the intervals' scale runs from minus this to plus this."""
-
-    head: str
-    reach: float
-    lines: list[DeltaLine]
-    flips: list[tuple[str, list[str]]]
-
-
-class RunPart(NamedTuple):
-    """One run against the baseline."""
-
-    run: str
-    counts: str
-    scores: list[ScorePart]
 
 
 def write_comparison(comparison: Comparison, path: Path) -> Path:
@@ -55,25 +29,27 @@ def write_comparison(comparison: Comparison, path: Path) -> Path:
     return write_page(path, pieces)
 
 
-def _part(comparison: Comparison, run: str) -> RunPart:
+def _part(comparison: Comparison, run: str) -> dict[str, Any]:
+    """One run against the baseline, for the template."""
     deltas = [delta for delta in comparison.deltas if delta.run == run]
     scorers = dict.fromkeys(delta.scorer for delta in deltas)
     scores = [
         _score(comparison, run, scorer, [delta for delta in deltas if delta.scorer == scorer])
         for scorer in scorers
     ]
-    return RunPart(run, comparison.counts(run), scores)
+    return {"run": run, "counts": comparison.counts(run), "scores": scores}
 
 
-def _score(comparison: Comparison, run: str, scorer: str, deltas: list[Delta]) -> ScorePart:
+def _score(comparison: Comparison, run: str, scorer: str, deltas: list[Delta]) -> dict[str, Any]:
+    """One score. The intervals' scale runs from minus ``reach`` to plus ``reach``."""
     reach = nice(max(abs(end) for delta in deltas for end in (delta.low, delta.high)))
     lines = [
-        DeltaLine(
-            delta,
-            comparison.mean(comparison.runs[0], delta.group, scorer),
-            comparison.mean(run, delta.group, scorer),
-            _interval(delta, reach),
-        )
+        {
+            "delta": delta,
+            "before": comparison.mean(comparison.runs[0], delta.group, scorer),
+            "after": comparison.mean(run, delta.group, scorer),
+            "interval": _interval(delta, reach),
+        }
         for delta in deltas
     ]
     flips = [flip for flip in comparison.flips if flip.run == run and flip.scorer == scorer]
@@ -81,7 +57,8 @@ def _score(comparison: Comparison, run: str, scorer: str, deltas: list[Delta]) -
         "better": [flip.id for flip in flips if flip.after > flip.before],
         "worse": [flip.id for flip in flips if flip.after < flip.before],
     }
-    return ScorePart(head(scorer), reach, lines, [(way, ids) for way, ids in ways.items() if ids])
+    shown = [(way, ids) for way, ids in ways.items() if ids]
+    return {"head": head(scorer), "reach": reach, "lines": lines, "flips": shown}
 
 
 def _interval(delta: Delta, reach: float) -> Markup:

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -30,26 +30,6 @@ from batchkit.types import utc_now
 
 _MAX_JOB_CHARACTERS = 60_000
 _MAX_GROUPS = 200
-
-
-class Cell(NamedTuple):
-    """A mean in the table. ``scorer``: sent to the list of rows when the cell is clicked."""
-
-    scorer: str
-    mean: float | None
-    bar: Markup | None
-    n: int
-
-
-class TableRow(NamedTuple):
-    """A group of the table; the last line, for all rows, has ``group`` None."""
-
-    label: str
-    group: str | None
-    scored: int
-    cells: list[Cell]
-    unscored: int
-    failed: int
 
 
 def render(
@@ -191,19 +171,22 @@ def _group_notes(table: ScoreTable) -> list[str]:
     return [f"The table leaves out {left_out:,} small groups."] if left_out else []
 
 
-def _lines(table: ScoreTable) -> list[TableRow]:
+def _lines(table: ScoreTable) -> list[dict[str, Any]]:
     lines = [_line(table, name, name, table.groups[name]) for name in _groups(table)]
     return [*lines, _line(table, ALL, None, table.overall)]
 
 
-def _line(table: ScoreTable, label: str, name: str | None, group: Group) -> TableRow:
+def _line(table: ScoreTable, label: str, name: str | None, group: Group) -> dict[str, Any]:
+    """A group of the table, for the template; ``name`` is None in the last line, for all rows."""
     cells = []
     for scorer in table.names:
         mean = group.mean(scorer)
         top = 10 if scorer in OUT_OF_TEN else 100
-        found = None if mean is None else bar(mean / top)
-        cells.append(Cell(scorer, mean, found, len(group.scores.get(scorer, ()))))
-    return TableRow(label, name, group.scored, cells, group.unscored, group.failed)
+        filled = None if mean is None else bar(mean / top)
+        n = len(group.scores.get(scorer, ()))
+        cells.append({"scorer": scorer, "mean": mean, "bar": filled, "n": n})
+    counts = {"scored": group.scored, "unscored": group.unscored, "failed": group.failed}
+    return {"label": label, "group": name, "cells": cells, **counts}
 
 
 def _spread(table: ScoreTable) -> list[tuple[str, Mapping[str, float]]]:
