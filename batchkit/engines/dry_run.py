@@ -73,10 +73,6 @@ class DryRunPreflight:
         return RenderedPrompt(text, len(text.split()))
 
 
-def preload() -> None:
-    """There is nothing to import."""
-
-
 def open_engine(job: JobConfig) -> DryRunEngine:
     given = job.engine.options
     if problems := problems_with("engine.options", Options, given, job.engine.kind):

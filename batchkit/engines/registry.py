@@ -67,7 +67,7 @@ def sampling_names(kind: str) -> Collection[str] | None:
 
 
 def preload_engine(kind: str) -> None:
-    """Import what an engine of ``kind`` needs, without touching a GPU."""
+    """Import what an engine of ``kind``, not a light one, needs, without touching a GPU."""
     import_module(ENGINES[kind]).preload()
 
 

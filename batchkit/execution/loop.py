@@ -17,8 +17,8 @@ from batchkit.errors import (
     InputError,
     TooManyFailuresError,
 )
-from batchkit.execution.cluster import RayWorkerPool
-from batchkit.execution.engine_notes import EngineNotes
+from batchkit.execution import engine_notes
+from batchkit.execution.cluster.worker_pool import RayWorkerPool
 from batchkit.execution.events import EngineHistory, EngineLine, Event, Line, Note
 from batchkit.execution.hints import hints
 from batchkit.execution.progress import Progress, State
@@ -65,7 +65,6 @@ class Loop:
         self._job = job
         self._store, self._manifest, self._folder = run.store, run.manifest, run.folder
         self._save_manifest = run.save
-        self._notes = EngineNotes(job, run)
         self._renderer = renderer
         self._progress = progress
         self._stop = stop
@@ -187,7 +186,7 @@ class Loop:
             rows = well_ordered(rows, self._renderer.hint, look_ahead)
         tasks = (Task(row, self._attempts.get(row.index, 0) + 1) for row in rows)
         self._announce()
-        known = self._notes.known(self._may_come, self._hear)
+        known = engine_notes.known(self._job, self._manifest, self._may_come, self._hear)
         with ExitStack() as held:
             pool: WorkerPool
             # Loading may take minutes, with nothing in flight: a signal stops it at once.
@@ -284,7 +283,8 @@ class Loop:
             case Note(text):
                 self._progress.note(text)
             case EngineHistory():
-                self._notes.remember(event)
+                engine_notes.remember(self._job, self._manifest, event)
+                self._save_manifest()  # at once: the next start needs it
 
     def _must_stop(self, pool: WorkerPool) -> bool:
         """A stop was requested: report it once; True when the loop must not wait any longer."""

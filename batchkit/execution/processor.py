@@ -132,7 +132,13 @@ class ProductionBatchProcessor:
                     )
                 )
                 renderer.check_files()  # the manifest must describe the same templates
-                progress = stack.enter_context(closing(self._progress()))
+                progress = Progress(
+                    self.job.folder,
+                    self.job.name,
+                    interval_s=self.job.run.checkpoint_interval_s,
+                    quiet=self._quiet,
+                )
+                stack.enter_context(closing(progress))
                 for text in run.messages:
                     progress.event(text)
                 loop = Loop(self.job, run, renderer, progress, self._stop, source, references)
@@ -148,14 +154,6 @@ class ProductionBatchProcessor:
             if outcome is None or error is not outcome.error:
                 raise
         return outcome
-
-    def _progress(self) -> Progress:
-        return Progress(
-            self.job.folder,
-            self.job.name,
-            interval_s=self.job.run.checkpoint_interval_s,
-            quiet=self._quiet,
-        )
 
 
 def _still_due(log: Path, attempts: Mapping[int, int]) -> dict[int, int]:

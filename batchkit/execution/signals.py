@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -28,24 +28,21 @@ class Interrupted(BaseException):
 class StopRequest:
     """The first SIGINT allows ``drain_s`` to finish what is in flight; a second, or SIGTERM, none."""
 
-    def __init__(
-        self, clock: Callable[[], float] = time.monotonic, *, drain_s: float = DRAIN_S
-    ) -> None:
+    def __init__(self, *, drain_s: float = DRAIN_S) -> None:
         self._drain_s = drain_s
         self.signum: int | None = None
         self._deadline = float("inf")
         self._deferred = False
-        self._clock = clock
 
     def ask(self, signum: int, *, drain_s: float) -> None:
         """Stop within ``drain_s`` seconds; of two requests, the earlier deadline counts."""
         self.signum = self.signum or signum
-        self._deadline = min(self._deadline, self._clock() + drain_s)
+        self._deadline = min(self._deadline, time.monotonic() + drain_s)
 
     @property
     def is_due(self) -> bool:
         """True once the deadline has passed."""
-        return self._clock() >= self._deadline
+        return time.monotonic() >= self._deadline
 
     @contextmanager
     def deferred(self) -> Iterator[None]:

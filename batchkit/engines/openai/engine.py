@@ -324,10 +324,6 @@ class OpenAIServerPreflight:
         return RenderedPrompt(api.shown(request), None)
 
 
-def preload() -> None:
-    """There is nothing to import."""
-
-
 def open_engine(job: JobConfig) -> OpenAIServerEngine:
     return OpenAIServerEngine(job)
 

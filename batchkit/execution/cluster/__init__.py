@@ -4,9 +4,3 @@ The run hands out rows in leases (``leases``) and is the only writer (``worker_p
 that Ray starts runs a Worker (``actor``). ``session`` joins or starts Ray, and knows which
 resources a worker needs.
 """
-
-from __future__ import annotations
-
-from batchkit.execution.cluster.worker_pool import RayWorkerPool
-
-__all__ = ["RayWorkerPool"]
