@@ -188,7 +188,7 @@ def test_a_row_that_fails_on_one_side_is_told(
     too_long = [each.index for each in found.failures]
     assert too_long
     assert {each.side for each in found.failures} == {"b"}
-    assert {each.error.kind for each in found.failures} == {"prompt_too_long"}
+    assert {each.kind for each in found.failures} == {"prompt_too_long"}
     assert found.exit_code == 3
     assert found.to_json()["failed"] == {"a": 0, "b": len(too_long)}
     assert f"failed on b alone: row {too_long[0]} (id q{too_long[0]}): prompt_too_long" in (

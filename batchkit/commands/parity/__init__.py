@@ -71,10 +71,9 @@ def _findings(one: Answers, two: Answers, tie: float) -> ParityResult:
         a, b = one.rows[index], two.rows[index]
         if a.error is not None and b.error is not None:
             failed_on_both += 1
-        elif a.error is not None:
-            failures.append(RowFailure(index, a.id, "a", a.error))
-        elif b.error is not None:
-            failures.append(RowFailure(index, a.id, "b", b.error))
+        elif error := a.error or b.error:
+            side = "b" if a.error is None else "a"
+            failures.append(RowFailure(index, a.id, side, error.kind, error.message))
         elif (found := difference(index, a, b)) is not None:
             differences.append(found)
         else:

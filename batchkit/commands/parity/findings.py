@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from batchkit.commands.parity.answers import Answers
 from batchkit.commands.parity.differences import Difference, Part
 from batchkit.scoring.metrics import markdown
-from batchkit.types import ErrorInfo
 
 SHOWN = 10
 _BEFORE, _SHOWN_CHARACTERS = 20, 72
@@ -24,7 +23,8 @@ class RowFailure:
     index: int
     id: str
     side: str
-    error: ErrorInfo
+    kind: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +64,7 @@ class ParityResult:
             "share_equal": self.equal / self.answered if self.answered else None,
             "failed": {found.side.name: found.failed for found in self.sides},
             "failed_on_both": self.failed_on_both,
-            "failed_on_one_side": [
-                {
-                    "index": found.index,
-                    "id": found.id,
-                    "side": found.side,
-                    "kind": found.error.kind,
-                    "message": found.error.message,
-                }
-                for found in self.failures
-            ],
+            "failed_on_one_side": [asdict(found) for found in self.failures],
             "sides": {
                 found.side.name: {
                     "kind": found.side.kind,
@@ -127,8 +118,8 @@ class ParityResult:
         if self.failed_on_both:
             yield f"failed on both sides: {self.failed_on_both:,}"
         for found in self.failures[:SHOWN]:
-            message = " ".join(found.error.message.split())
-            yield f"failed on {found.side} alone: {_row(found)}: {found.error.kind}: {message}"
+            message = " ".join(found.message.split())
+            yield f"failed on {found.side} alone: {_row(found)}: {found.kind}: {message}"
         if len(self.failures) > SHOWN:
             yield f"… and {len(self.failures) - SHOWN:,} more failed on one side alone"
         for answers in self.sides:
