@@ -109,8 +109,4 @@ def _tokens(logprobs: Sequence[Mapping[str, Any]] | None) -> Sequence[Token] | N
 
 def _by_text(top: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Of two tokens with one text, the likelier. Tokens that a grammar forbids have no logprob."""
-    found: dict[str, float] = {}
-    for token in top:
-        if token["logprob"] is not None:
-            found.setdefault(token["token"], token["logprob"])
-    return found
+    return {t["token"]: t["logprob"] for t in reversed(top) if t["logprob"] is not None}

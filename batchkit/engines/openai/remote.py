@@ -187,29 +187,22 @@ class Remote:
         """
         Raises:
             ServerFault: the answer is incomplete.
-            EngineError: another model gave it.
+            EngineError: another model gave it; a run never mixes two.
         """
         if failure := api.failure_in(answer):
             raise ServerFault(f"{url}: the answer is incomplete: {failure}")
-        self._see_that_it_is_the_same_model(answer.get("model"))
+        name = answer.get("model")
+        if isinstance(name, str) and name:
+            self._answered_as = self._answered_as or name
+            if name != self._answered_as:
+                raise EngineError(
+                    f"{self.base_url}: the server now answers as model {name!r}, before as"
+                    f" {self._answered_as!r}; a run's answers are all of one model. Serve that one"
+                    " again or name it as engine.model, then run the same command again"
+                )
         if len(completion.choices) < n and not self._ignores_n:
             self._ignores_n = True
             self._event(f"{self.base_url}: answers with 1 choice instead of {n}")
-
-    def _see_that_it_is_the_same_model(self, name: Any) -> None:
-        """
-        Raises:
-            EngineError: the server answers as a different model than before; a run never mixes two.
-        """
-        if not isinstance(name, str) or not name:
-            return
-        self._answered_as = self._answered_as or name
-        if name != self._answered_as:
-            raise EngineError(
-                f"{self.base_url}: the server now answers as model {name!r}, before as"
-                f" {self._answered_as!r}; a run's answers are all of one model. Serve that one again"
-                " or name it as engine.model, then run the same command again"
-            )
 
     async def _see_that_it_serves_the_same_model(self) -> None:
         """After the server was away: many servers answer under any name that a request has; only

@@ -13,13 +13,7 @@ from typing import Any
 
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, EngineCrashError, EngineError, JobError
-from batchkit.execution.cluster.actor import (
-    CLOSE_S,
-    Actor,
-    Place,
-    Report,
-    WorkerFailure,
-)
+from batchkit.execution.cluster.actor import CLOSE_S, Actor, Place, Report, WorkerFailure
 from batchkit.execution.cluster.leases import Leases
 from batchkit.execution.cluster.ray_worker import RayWorker
 from batchkit.execution.cluster.session import cause_of, needs, session
@@ -27,7 +21,7 @@ from batchkit.execution.events import EngineHistory, EngineLine, Hear, Line
 from batchkit.execution.feeder import POLL_S
 from batchkit.execution.records import to_record
 from batchkit.execution.signals import Interrupted
-from batchkit.execution.worker import EngineFacts
+from batchkit.execution.worker import READ_AT_ONCE, EngineFacts
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.rendering.row_size import size_of
 from batchkit.scoring import Scored, kept_fields
@@ -37,7 +31,6 @@ from batchkit.storage.store import RecordLine, line_of
 from batchkit.types import Completion, Request, Task
 
 READ_AHEAD = 1024
-READ_AT_ONCE = 16
 PLACE_S = 15.0  # how long a worker may wait for a place before that is reported
 HEAVY_ROW_BYTES = 16 * 1024
 _ASK_AGAIN_S = 1.0
