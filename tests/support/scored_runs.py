@@ -69,7 +69,7 @@ def engine(server: ChatServer) -> dict[str, Any]:
 
 
 def quiet(text: str) -> None:
-    """Nobody listens."""
+    """For ``say``: nothing is printed."""
 
 
 def run(made: JobConfig) -> Path:
