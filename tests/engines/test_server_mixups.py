@@ -13,7 +13,7 @@ from batchkit.engines.base import Engine
 from batchkit.errors import EngineError
 from batchkit.execution.records import failed_unless_whole
 from batchkit.types import Choice, Completion, Request, Row
-from tests.support.chat_server import MODEL, Raw, Refused, http, serving
+from tests.support.chat_server import MODEL, HangUp, Raw, Refused, error, http, serving
 from tests.support.command_line import batchkit
 from tests.support.server_engine import ask, opened, request, texts
 from tests.support.server_runs import answering, assert_settled, records, said, write_job
@@ -200,6 +200,51 @@ def test_a_server_that_answers_under_any_name_is_known_by_its_list_when_it_comes
                 assert again.answered.total() == 0
             else:
                 assert {c.error for c in answered(engine, 4)} == {None}
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_a_server_that_lists_less_while_it_loads_is_known_once_it_has_loaded(
+    is_refused: bool,
+) -> None:
+    """llama.cpp's lists its model at once, and the model's size when it has loaded it."""
+
+    def before(text: str, body: dict[str, Any]) -> None:
+        if not again.model["meta"]:
+            again.model = {"meta": {"n_params": 8}}
+            if is_refused:
+                raise Refused(503, error("Loading model", "unavailable_error", code=503))
+
+    first = {"meta": {"n_params": 7}}
+    with serving(model=first) as server, opened(server, {"max_num_seqs": 2}) as engine:
+        assert len(ask(engine, map(request, range(4)))) == 4
+        server.kill()
+        for n in range(4, 8):
+            engine.submit(request(n))
+        assert engine.poll(0.5) == []
+        with (
+            serving(before, model={"meta": None}, port=server.port) as again,
+            pytest.raises(EngineError, match="n_params was 7, is 8"),
+        ):
+            answered(engine, 4)
+
+
+@pytest.mark.parametrize("status", [500, 503, 504, 521, 530, "no answer"])
+def test_a_server_is_away_whatever_a_proxy_answers_for_it(status: int | str) -> None:
+    def before(text: str, body: dict[str, Any]) -> None:
+        if server.answered.total() == 5 and server.model["root"] != "/models/b":
+            server.model = {"root": "/models/b"}
+            if isinstance(status, int):
+                raise Refused(status, error("away"))
+            time.sleep(1.5)
+            raise HangUp
+
+    with serving(before, model={"root": "/models/a"}) as server:
+        engine = {"options": {"max_num_seqs": 1}}
+        write_job(server, 12, engine=engine, run={"row_timeout_s": 1})
+        done = batchkit("run", "job.toml")
+        assert done.exit_code == 1
+    assert "root was '/models/a', is '/models/b'" in done.stderr
+    assert [r["index"] for r in records() if r["status"] == "ok"] == [0, 1, 2, 3, 4]
 
 
 def answered(engine: Engine, n: int) -> list[Completion]:

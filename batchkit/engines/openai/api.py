@@ -243,23 +243,12 @@ def max_model_len(model: Mapping[str, Any]) -> int | None:
     return most if is_count(most) and most else None
 
 
-def difference(
-    before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], name: str | None
-) -> str | None:
-    """How the model that is requested as ``name`` differs between two lists of models.
+def known_of(models: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
+    """What a list of models says about the model that is requested as ``name``.
 
-    It is the one with that name, or else the only one. vLLM lists its folder, llama.cpp its size.
+    It is the one with that name, or else the only one. vLLM lists its folder, llama.cpp its size,
+    once it has loaded it.
     """
-    old, new = _known_of(before, name), _known_of(now, name)
-    changes = [
-        f"{key} was {old[key]!r}, is {new[key]!r}"
-        for key in old
-        if key in new and new[key] != old[key]
-    ]
-    return "; ".join(changes) or None
-
-
-def _known_of(models: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
     named = [model for model in models if model.get("id") == name] or models
     if len(named) != 1:
         return {}
@@ -272,6 +261,16 @@ def _known_of(models: Sequence[Mapping[str, Any]], name: str | None) -> dict[str
     }
     keys = ("id", "root", "n_params", "n_vocab", "size")
     return {key: known[key] for key in keys if known.get(key) is not None}
+
+
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """How a model differs between two lists, given what each says of it (``known_of``)."""
+    changes = [
+        f"{key} was {before[key]!r}, is {now[key]!r}"
+        for key in before
+        if key in now and now[key] != before[key]
+    ]
+    return "; ".join(changes) or None
 
 
 def retry_after_s(value: str | None) -> float | None:

@@ -79,6 +79,8 @@ class Remote:
         self._counts = job.retry.on_too_long != "fail"
         self._event = event
         self._answered_as: str | None = None
+        self._known: dict[str, Any] = {}
+        """What its lists of models have said about the model so far."""
         self._was_away = False
         self._ignores_n = False
         self._key = _key(engine.api_key_env)
@@ -102,7 +104,7 @@ class Remote:
         try:
             status = (await self._exchange("GET", url, None, CONNECT_S)).status
             if status < 500:
-                self.models = await self._list_models()
+                self._learn(await self._list_models())
         except (TurnedAway, ServerFault, RowError):
             return False
         return status < 500
@@ -117,7 +119,7 @@ class Remote:
         deadline = loop.time() + START_S
         while True:
             try:
-                self.models = await self._list_models()
+                self._learn(await self._list_models())
                 return
             except (TurnedAway, ServerFault) as problem:
                 if loop.time() + _START_PAUSE_S >= deadline:
@@ -144,13 +146,15 @@ class Remote:
         body = {**body, **self._extra_body}
         content = await _encoded(body)
         url = self.base_url + api.path_of(request)
-        if self._was_away:
-            await self._see_that_it_serves_the_same_model()
+        is_known = not self._was_away or await self._serves_the_same_model()
         loop = asyncio.get_running_loop()
         began = loop.time()
         response = await self._exchange("POST", url, content, self._timeout_s)
         status = response.status
         if 200 <= status < 300:
+            if not is_known:  # it has loaded its model now, so its list says all that it ever says
+                await self._serves_the_same_model()
+                self._was_away = False
             n = asked if is_count(asked := body.get("n") or 1) else 0
             try:
                 answer = parsed(response.content)
@@ -204,28 +208,36 @@ class Remote:
             self._ignores_n = True
             self._event(f"{self.base_url}: answers with 1 choice instead of {n}")
 
-    async def _see_that_it_serves_the_same_model(self) -> None:
+    async def _serves_the_same_model(self) -> bool:
         """After the server was away: many servers answer under any name that a request has; only
         their list shows which model it is. A server that no longer lists its models is not checked.
+
+        False if the list says less than it did: llama.cpp's names a model that it still loads, and
+        gives its size later.
 
         Raises:
             EngineError: it came back with another model.
             TurnedAway, ServerFault: it is not back yet.
         """
-        before = self.models
         try:
-            self.models = await self._list_models()
+            models = await self._list_models()
         except (EngineError, RowError):
             self._was_away = False
-            return
-        if difference := api.difference(before, self.models, self._model):
-            self.models = before
+            return True
+        found = api.known_of(models, self._model)
+        if difference := api.difference(self._known, found):
             raise EngineError(
                 f"{self.base_url}: the server was away, and came back with another model: {difference}. A"
                 " run's answers are all of one model. Serve the first one again, then run the same"
                 " command again"
             )
-        self._was_away = False
+        self._was_away = not self._known.keys() <= found.keys()
+        self._learn(models)
+        return not self._was_away
+
+    def _learn(self, models: list[Mapping[str, Any]]) -> None:
+        self.models = models
+        self._known |= api.known_of(models, self._model)
 
     async def _counted(self, refusal: api.Refusal, request: Request) -> api.Refusal:
         """``refusal`` with the prompt's token count, if a cut needs it.
@@ -280,7 +292,7 @@ class Remote:
             response = await self._connections.exchange(
                 method, url, content, timeout_s=timeout_s, max_bytes=self._most_bytes
             )
-        except (TurnedAway, ServerFault):
+        except (TurnedAway, ServerFault, RowTimeoutError):
             self._was_away = True
             raise
         status, received = response.status, response.content
@@ -302,6 +314,8 @@ class Remote:
         """Raise EngineError or TurnedAway if the response concerns all requests."""
         if status < 300:
             return
+        if status >= 500 or status in _AWAY:  # any may be a proxy's, whose server is away
+            self._was_away = True
         refusal = api.refusal_of(status, received)
         if status < 400:
             raise Barred(
@@ -320,7 +334,6 @@ class Remote:
             )
             raise EngineError(denied) if status == 401 else Barred(denied, str(refusal))
         if status in _BUSY or status in _AWAY:
-            self._was_away = self._was_away or status != 429
             raise TurnedAway(
                 f"the server answered {refusal}",
                 is_down=status in _AWAY,
