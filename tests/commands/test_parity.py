@@ -385,6 +385,19 @@ def test_no_rows_are_no_comparison(write: Write) -> None:
         compare(job, "dry-run,dry-run")
 
 
+@pytest.mark.parametrize("rows", [N_ROWS - 1, N_ROWS, N_ROWS + 1])
+def test_sides_that_got_different_rows_are_not_compared(write: Write, rows: int) -> None:
+    job = load_job(write(None, options={}))
+
+    def change(text: str) -> None:
+        if text.startswith("side a") and "rows in" in text:
+            others = ({"id": f"q{n}", "q": f"another {n}"} for n in range(rows))
+            write_jsonl(Path(job.input.path or ""), others)
+
+    with pytest.raises(InputError, match="changed after side a"):
+        parity(job, "dry-run,dry-run", rows=100, tie=TIE, say=change)
+
+
 # What is told
 
 
@@ -481,7 +494,7 @@ def test_a_signal_ends_it_and_leaves_nothing(
 
 def answer(*tokens: Token, text: str | None = None, finish_reason: str = "stop") -> SideAnswer:
     written = "".join(token.text for token in tokens) if text is None else text
-    return SideAnswer("q", written, finish_reason, tokens)
+    return SideAnswer("q", "", written, finish_reason, tokens)
 
 
 def token(text: str, logprob: float = -0.1, **others: float) -> Token:

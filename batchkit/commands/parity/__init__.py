@@ -34,7 +34,7 @@ def parity(
 
     Raises:
         JobError: the engines, their settings or the job are invalid; it names the side.
-        InputError: the rows can't be read, or there are none.
+        InputError: the rows can't be read, there are none, or the sides got different ones.
         EngineError: a side could not start, or died; it names the side and the engine's log.
     """
     limit = rows if job.input.limit is None else min(rows, job.input.limit)
@@ -47,6 +47,11 @@ def parity(
         if not one.rows:
             raise InputError(f"{job.input.path}: no rows to compare two engines on")
         two = _ask(second, stop, say)
+    if _inputs(one) != _inputs(two):
+        raise InputError(
+            f"{job.input.path}: changed after {first} had read it, so {second} answered other rows;"
+            " let it stay as it is, then run the same command again"
+        )
     return _findings(one, two, tie)
 
 
@@ -64,10 +69,15 @@ def _ask(side: Side, stop: StopRequest, say: Callable[[str], None]) -> Answers:
     return answers
 
 
+def _inputs(answers: Answers) -> dict[int, tuple[str, str]]:
+    """The id and the hash of each row, by its index."""
+    return {index: (answer.id, answer.input_hash) for index, answer in answers.rows.items()}
+
+
 def _findings(one: Answers, two: Answers, tie: float) -> ParityResult:
     differences, failures = [], []
     equal = failed_on_both = 0
-    for index in sorted(one.rows.keys() & two.rows.keys()):
+    for index in sorted(one.rows):
         a, b = one.rows[index], two.rows[index]
         if a.error is not None and b.error is not None:
             failed_on_both += 1

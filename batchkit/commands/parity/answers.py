@@ -23,9 +23,13 @@ class Token(NamedTuple):
 
 
 class SideAnswer(NamedTuple):
-    """A row's answer or its ``error``. ``tokens`` is None if the engine gives none."""
+    """A row's answer or its ``error``. ``tokens`` is None if the engine gives none.
+
+    ``input_hash`` is the row's, as in its record.
+    """
 
     id: str
+    input_hash: str
     text: str = ""
     finish_reason: str | None = None
     tokens: Sequence[Token] | None = None
@@ -91,9 +95,10 @@ def _answer(record: Mapping[str, Any]) -> SideAnswer:
     """An answer without text is compared like any other, although a run counts it as failed."""
     error, finish_reason = record["error"], record["finish_reason"]
     if error is not None and error["kind"] != EmptyTextError.kind:
-        return SideAnswer(record["id"], error=ErrorInfo(**error))
+        return SideAnswer(record["id"], record["input_hash"], error=ErrorInfo(**error))
     return SideAnswer(
         record["id"],
+        record["input_hash"],
         record["text"] or "",
         finish_reason,
         _tokens(record["choices"][0]["logprobs"]) if "choices" in record else None,
