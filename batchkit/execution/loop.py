@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
@@ -61,6 +61,7 @@ class Loop:
         stop: StopRequest,
         source: Input,
         references: Mapping[str, str | None] | None,
+        engine_identity: Mapping[str, Any],
     ) -> None:
         self._job = job
         self._store, self._manifest, self._folder = run.store, run.manifest, run.folder
@@ -73,6 +74,7 @@ class Loop:
         self._attempts: Mapping[int, int] = {}
         self._quarantined: Collection[int] = ()
         self._references = references
+        self._engine_identity = engine_identity
         self._total = Total(source)
         self._resumed = run.store.totals.ok + run.store.totals.failed
         self._elsewhere = 0
@@ -197,6 +199,7 @@ class Loop:
                     self._hear,
                     known,
                     left=self._left,
+                    engine_identity=self._engine_identity,
                     references=self._references,
                     quarantined=self._quarantined,
                     may_wait=may_wait,
@@ -211,6 +214,7 @@ class Loop:
                     self._hear,
                     known,
                     log=self._folder / LOG,
+                    engine_identity=self._engine_identity,
                     references=self._references,
                     quarantined=self._quarantined,
                     opening=self._stop.immediate,

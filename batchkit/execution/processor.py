@@ -20,6 +20,7 @@ from batchkit.sources import is_fallback
 from batchkit.sources.input import Input, from_job, from_python
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.checkpoint import check_log
+from batchkit.storage.identity import engine_identity
 from batchkit.storage.job_toml import check_secrets
 from batchkit.storage.ledger import RESULTS, failure_kind, record_of
 from batchkit.storage.manifest import read_manifest
@@ -116,6 +117,7 @@ class ProductionBatchProcessor:
         references = references_of(self.job) if self.job.scoring.is_on else None
         if self._fresh or self._on_change == "new":
             open_preflight(self.job)  # before the folder is moved: an option may be mistyped
+        engine = engine_identity(self.job)  # before the manifest's: a change between them shows
         outcome: Outcome | None = None
         try:
             with ExitStack() as stack:
@@ -141,7 +143,9 @@ class ProductionBatchProcessor:
                 stack.enter_context(closing(progress))
                 for text in run.messages:
                     progress.event(text)
-                loop = Loop(self.job, run, renderer, progress, self._stop, source, references)
+                loop = Loop(
+                    self.job, run, renderer, progress, self._stop, source, references, engine
+                )
                 if attempts is not None:
                     due = _still_due(run.folder / RESULTS, attempts)
                     outcome = loop.retry(due, quarantined)

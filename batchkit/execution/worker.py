@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from batchkit.config.masking import learn, learn_secret
 from batchkit.config.tables import JobConfig
@@ -18,6 +18,7 @@ from batchkit.engines.base import Engine
 from batchkit.engines.memory_ladder import Ladder
 from batchkit.engines.process.launcher import Launcher
 from batchkit.engines.registry import open_engine
+from batchkit.errors import EngineError
 from batchkit.execution.attempts import Attempts
 from batchkit.execution.events import EngineHistory, Hear, Line
 from batchkit.execution.feeder import AHEAD, Feeder
@@ -26,6 +27,7 @@ from batchkit.execution.supervisor import SupervisedEngine
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.scoring import Scored, Scoring, kept_fields
+from batchkit.storage import identity
 from batchkit.storage.manifest import WorkerState
 from batchkit.storage.store import RecordLine, line_of
 from batchkit.types import Completion, Request, Task
@@ -63,8 +65,8 @@ class Worker:
 
     ``rows`` are its rows, from ``render_ahead`` with the same ``renderer``. ``references``: the
     right answers by id, if another run gives them. ``quarantined``: indices of rows that killed an
-    engine before; each is run alone. ``opening`` is entered each time the model is loaded. The
-    engine prints to ``log``.
+    engine before; each is run alone. ``opening`` is entered each time the model is loaded; what it
+    was loaded from must be the same as ``engine_identity``. The engine prints to ``log``.
 
     Raises:
         JobError, EngineError: the model can't be loaded.
@@ -79,6 +81,7 @@ class Worker:
         known: EngineHistory,
         *,
         log: Path,
+        engine_identity: Mapping[str, Any],
         references: Mapping[str, str | None] | None = None,
         quarantined: Collection[int] = (),
         opening: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -100,8 +103,11 @@ class Worker:
             launcher = held.enter_context(closing(Launcher(log)))
 
             def open_one(job: JobConfig) -> Engine:
-                with opening():
-                    return open_engine(job, launcher)
+                with opening(), ExitStack() as opened:
+                    engine = opened.enter_context(closing(open_engine(job, launcher)))
+                    _check_unchanged(self._job, engine_identity)
+                    opened.pop_all()
+                    return engine
 
             self._engine = SupervisedEngine(
                 job,
@@ -186,3 +192,24 @@ class Worker:
             return False
         row = completion.request.row
         return self._scoring.finds_nothing(completion.choices[0].text, row.fields, row.id)
+
+
+def _check_unchanged(job: JobConfig, then: Mapping[str, Any]) -> None:
+    """Files that were replaced while the engine loaded them show here, too.
+
+    A worker on another machine may not see all files that the run saw: the others are compared.
+
+    Raises:
+        EngineError: the engine was loaded from other files than the run began with.
+    """
+    now = identity.engine_identity(job)
+    if changes := identity.differences(_only(then, now), _only(now, then)):
+        raise EngineError(
+            "the engine was loaded from other files than those that the run began with, and a run's"
+            f" answers are all of one model: {'; '.join(changes)}. Every finished row is on disk: bring"
+            " the old files back and run the same command again, or begin a new run (--fresh)"
+        )
+
+
+def _only(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in one.items() if key in other}

@@ -96,6 +96,12 @@ def _files(job: JobConfig) -> Iterator[str]:
         yield tokenizer
 
 
+def engine_identity(job: JobConfig) -> dict[str, Any]:
+    """The part of ``identity`` that is about the engine, and the files that it opens at each start."""
+    found = identity(job).items()
+    return {key: value for key, value in found if key.startswith("engine.") and value is not None}
+
+
 def _marked(table: Table, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The dotted key and the value of each field that is marked ``Identity``."""
     for name, field in type(table).model_fields.items():

@@ -380,6 +380,29 @@ def test_a_server_that_is_killed_is_replaced_and_no_row_lost_or_twice(
     assert servers(tmp_path) == []
 
 
+def test_a_server_that_is_replaced_loads_the_models_files_that_the_run_began_with(
+    tmp_path: Path, begin: Callable[[], subprocess.Popen[str]]
+) -> None:
+    weights = tmp_path / MODEL  # engine.model starts from the working directory
+    weights.write_text("of yesterday")
+    folder = write(tmp_path, 150, f"{SERVER} --latency-s 0.1")
+    run = begin()
+    until(some_done(folder, 20))
+    weights.write_text("of a training that goes on")
+    (server,) = servers(tmp_path)
+    server.kill()
+    _, err = run.communicate(timeout=120)
+    assert run.returncode == 1, err
+    assert "other files than those that the run began with" in err
+    assert "engine.model_files" in err
+    assert len(records(folder)) < 150
+    assert servers(tmp_path) == []
+
+    weights.write_text("of yesterday")
+    assert batchkit("run", "job.toml", cwd=tmp_path).returncode == 0
+    assert sorted(r["index"] for r in records(folder)) == list(range(150))
+
+
 def test_a_server_that_grows_too_large_is_replaced_between_rows(tmp_path: Path) -> None:
     engine = {"options": {"max_num_seqs": 4}}
     command = f"{SERVER} --latency-s 0.3 --leaks-mb 5"

@@ -185,7 +185,14 @@ def test_what_a_worker_answered_before_it_failed_is_handed_on(ray_here: Any) -> 
     engine = {"kind": "openai-server", "model": MODEL, "base_url": server.url, "options": options}
     made = job(engine=engine, prompt={"user": "{{ q }}"}, run={"workers": 1})
     tasks = [Task(Row(n, str(n), {"q": q}), 1) for n, q in enumerate(["now", "late", "hang"])]
-    pool = RayWorkerPool(made, iter(tasks), lambda event: None, EngineHistory(), left=lambda: None)
+    pool = RayWorkerPool(
+        made,
+        iter(tasks),
+        lambda event: None,
+        EngineHistory(),
+        left=lambda: None,
+        engine_identity={},
+    )
     answered: list[int] = []
 
     def answer(enough: Callable[[], object]) -> None:
@@ -223,7 +230,13 @@ def test_a_worker_that_dies_before_its_first_answer_is_given_up(ray_here: Any) -
     references: Any = Deadly()
     with pytest.raises(EngineError, match="it died 2 times without one answer"):
         RayWorkerPool(
-            made, iter(()), hear, EngineHistory(), left=lambda: None, references=references
+            made,
+            iter(()),
+            hear,
+            EngineHistory(),
+            left=lambda: None,
+            engine_identity={},
+            references=references,
         )
     assert [line for line in heard if "worker 0 died with 0 rows: its process ended" in line]
 

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
@@ -78,11 +78,13 @@ class Actor:
         self,
         number: int,
         job: JobConfig,
+        engine_identity: Mapping[str, Any],
         references: Mapping[str, str | None] | None,
         quarantined: Collection[int],
     ) -> None:
         self._number = number
         self._job = job
+        self._engine_identity = engine_identity
         self._references = references
         self._quarantined = quarantined
         self._inbox: SimpleQueue[Task | None] = SimpleQueue()
@@ -156,6 +158,7 @@ class Actor:
                         self._hear,
                         known,
                         log=_engine_log(self._job.folder, self._number),
+                        engine_identity=self._engine_identity,
                         references=self._references,
                         quarantined=self._quarantined,
                     )

@@ -56,6 +56,7 @@ class RayWorkerPool:
         known: EngineHistory,
         *,
         left: Callable[[], int | None],
+        engine_identity: Mapping[str, Any],
         references: Mapping[str, str | None] | None = None,
         quarantined: Collection[int] = (),
         may_wait: bool = False,
@@ -64,6 +65,7 @@ class RayWorkerPool:
         self._job = job
         self._hear = hear
         self._left = left
+        self._engine_identity = engine_identity
         self._references = references
         self._quarantined = quarantined
         self._kept = kept_fields(job)
@@ -170,7 +172,9 @@ class RayWorkerPool:
         )
         references = None if self._references is None else ray.put(self._references)
         for number in self._leases.holders:
-            actor = hire.remote(number, self._job, references, self._quarantined)
+            actor = hire.remote(
+                number, self._job, self._engine_identity, references, self._quarantined
+            )
             self._workers.append(RayWorker(number, actor))
 
     def _dismiss(self) -> None:
