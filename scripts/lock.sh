@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Resolves environments anew and writes their locks: requirements-cpu.lock, requirements-cuda.lock,
+# Resolves environments again and writes their locks: requirements-cpu.lock, requirements-cuda.lock,
 # requirements-docs.lock. Takes about a minute.
 #
 #   scripts/lock.sh [cpu|cuda|docs]...    only these; without any, all three

@@ -3,7 +3,7 @@
     python scripts/make_reward_data.py [FOLDER]
 
 Ten edits of simple pictures, two for each category. Some do what was asked and some don't, so that
-a model that sees has something to tell apart. The last one's edited picture is missing on purpose:
+a model that sees images can distinguish them. The last one's edited picture is missing on purpose:
 its row fails, and the others are scored.
 """
 

@@ -295,7 +295,7 @@ def find_bs(job: Path, write: bool, overrides: Texts, as_json: bool, **limits: A
         load(job, overrides),
         write_to=job if write else None,
         say=say,
-        tell=(lambda line: None) if as_json else echo,
+        show=(lambda line: None) if as_json else echo,
         **limits,
     )
     show(found, as_json)

@@ -37,7 +37,7 @@ class Cli(click.Group):
                 raise
             raise click.UsageError(shown, error.ctx) from None
         except Interrupted as stop:
-            echo(f"batchkit: stopped by {stop}; run the same command to go on", err=True)
+            echo(f"batchkit: stopped by {stop}; run the same command to continue", err=True)
             ctx.exit(128 + stop.signum)
         except KeyboardInterrupt:
             echo("batchkit: interrupted", err=True)

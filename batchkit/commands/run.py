@@ -120,7 +120,7 @@ def retry_failed(
             setting = masked_override(override)
             raise JobError(
                 f"--set {setting}: a run is scored in one way; `batchkit score {folder} --set"
-                f" {setting}` scores all of it anew"
+                f" {setting}` scores all of it again"
             )
         if key.startswith("input") and key != "input.path":
             raise JobError(

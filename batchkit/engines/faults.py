@@ -126,7 +126,7 @@ def fault_of(error: BaseException) -> Fault:
     is_oom = (
         any(name in _OOM_TYPES for name in names)
         or getattr(error, "errno", None) == errno.ENOMEM
-        or tells_of_memory(message)
+        or mentions_memory(message)
     )
     return Fault("oom" if is_oom else "engine_crash", names[0], message)
 
@@ -146,7 +146,7 @@ def fault_of_exit(code: int | None, last_words: str, memory: str = "") -> Fault:
     if code is not None and code < 0:
         known = {number.value: number.name for number in signal.Signals}
         how = known.get(-code, f"signal {-code}")
-    return Fault("oom" if tells_of_memory(last_words) else "engine_crash", how, last_words)
+    return Fault("oom" if mentions_memory(last_words) else "engine_crash", how, last_words)
 
 
 def with_log(fault: Fault, log: str) -> Fault:
@@ -158,7 +158,7 @@ def with_log(fault: Fault, log: str) -> Fault:
     if fault.kind == "oom" or (fault.kind != "stall" and not points_elsewhere(fault.message)):
         return fault
     for line in reversed(log.splitlines()):
-        if tells_of_memory(line):
+        if mentions_memory(line):
             return Fault("oom", fault.type, " ".join(line.split())[:_LONGEST_MESSAGE])
     return fault
 
@@ -168,5 +168,5 @@ def points_elsewhere(text: str) -> bool:
     return any(words in text for words in _ELSEWHERE_WORDS)
 
 
-def tells_of_memory(text: str) -> bool:
+def mentions_memory(text: str) -> bool:
     return any(words in text for words in (*_OOM_WORDS, *_OOM_TYPES))

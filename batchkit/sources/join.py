@@ -44,7 +44,7 @@ def with_fields(
             raise InputError(
                 f"{job.input.path}: row {record['index']} (id {record['id']}) {what}; its fields"
                 f" {sorted(names)} are needed, and the run did not keep them: bring the input back,"
-                " or begin anew with them in output.keep"
+                " or start a new run with them in output.keep"
             )
 
 
@@ -60,8 +60,8 @@ def with_group(records: Iterable[dict[str, Any]], job: JobConfig) -> Iterator[di
             row = walk.row(record["index"])
         except InputError:  # the input is missing; the records are still there
             row = None
-        is_told = row is not None and _answers(record, row)
-        value = row.fields.get(group_by) if row is not None and is_told else None
+        is_same = row is not None and _answers(record, row)
+        value = row.fields.get(group_by) if row is not None and is_same else None
         yield {**record, "fields": {**kept, group_by: value}}
 
 

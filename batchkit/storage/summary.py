@@ -45,7 +45,7 @@ class RunSummary:
         rates = f"{self.rows_per_s:.1f} rows/s, {self.completion_tokens_per_s:,.0f} output tok/s"
         lines = [f"{done}; {self.skipped:,} were done before; {self.seconds:.1f} s, {rates}"]
         if self.exit in (130, 143):
-            lines.append("interrupted; run the same command to go on")
+            lines.append("interrupted; run the same command to continue")
         elif self.exit == 1:
             lines.append("rows without a record remain; next: batchkit run")
         elif self.failed:

@@ -228,7 +228,7 @@ def test_judging_may_be_interrupted_and_goes_on(tmp_path: Path, command: str, si
         process.send_signal(signum)
         stdout, stderr = process.communicate(timeout=20)
         assert process.returncode == 128 + signum, stderr
-        assert "run the same command to go on" in stderr
+        assert "run the same command to continue" in stderr
         if command == "run":
             summary = json.loads(stdout.splitlines()[-1])
             assert (summary["ok"], summary["exit"]) == (60, 128 + signum)

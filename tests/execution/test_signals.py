@@ -82,7 +82,7 @@ def test_sigint_finishes_what_is_in_flight(start: Any) -> None:
     assert settled() == dict.fromkeys(range(12), "ok")
     summary = json.loads(stdout)
     assert (summary["exit"], summary["ok"], summary["total"]) == (130, 12, 40)
-    assert "run the same command to go on" in Path("stderr-0").read_text()
+    assert "run the same command to continue" in Path("stderr-0").read_text()
     assert manifest()["starts"][-1]["exit"] == 130
     assert verify() | {"ok": 12, "lost": 0, "pending": 28, "checkpoint_matches": True} == verify()
 

@@ -1,4 +1,4 @@
-"""Where two answers first differ, and how sure each engine was of its own token.
+"""Where two answers first differ, and how certain each engine was of its own token.
 
 Greedy decoding takes the likeliest token. If two are about equally likely, the order of a sum
 decides, and that differs between kernels, batches and machines: a tie, which says nothing about the
@@ -38,8 +38,8 @@ class Part(NamedTuple):
 class Difference:
     """A row whose answers differ from ``position`` on, counted from 0 in ``unit``.
 
-    ``gap``: by how much the surer side preferred its own token, as a difference of logprobs; None
-    if neither gives them. ``is_least``: a lower bound, as a token is not among the likeliest.
+    ``gap``: by how much the more certain side preferred its own token, as a difference of
+    logprobs; None if neither gives them. ``is_least``: a lower bound, as a token is not among the likeliest.
     """
 
     index: int

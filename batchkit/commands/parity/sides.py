@@ -86,7 +86,7 @@ class Side(NamedTuple):
         return self.job.engine.kind
 
     def __str__(self) -> str:
-        return _told(self.name, self.kind)
+        return _side_name(self.name, self.kind)
 
 
 def sides_of(
@@ -140,7 +140,7 @@ def _side(name: str, kind: str, job: JobConfig, settings: Sequence[str], greedy:
                 " and sampling are the same for both (--set)"
             )
     table, left_out = _table_for(kind, job.engine)
-    engine = make_job({"engine": table}, _told(name, kind), settings).engine
+    engine = make_job({"engine": table}, _side_name(name, kind), settings).engine
     return Side(name, job.model_copy(update={"engine": engine, "name": name}), left_out, greedy)
 
 
@@ -178,5 +178,5 @@ def _knows(kind: str, name: str) -> bool:
     return names is None or name in names
 
 
-def _told(name: str, kind: str) -> str:
+def _side_name(name: str, kind: str) -> str:
     return f"side {name} ({kind})"

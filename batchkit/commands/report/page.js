@@ -251,8 +251,8 @@
       if (!image && row.kind === "media") continue; // the error says it
       if (!image) {
         const { name, problem } = pictures[number] ?? { name: "?", problem: "missing" };
-        const told = problem.startsWith(name) ? problem : `${name}: ${problem}`;
-        box.append(make("p", "missing", told));
+        const message = problem.startsWith(name) ? problem : `${name}: ${problem}`;
+        box.append(make("p", "missing", message));
         continue;
       }
       const button = make("button");

@@ -73,7 +73,7 @@ def judge(
     with claim(folder):  # no other process may judge meanwhile
         _ask(judging, questions, stop)
         judged = {r["id"]: r for r in _records(judging) if r["id"] in questions}
-    _tell_failures([judged[key] for key in questions], say)
+    _report_failures([judged[key] for key in questions], say)
     return {index: _score(judged[key].get("prediction"), table) for index, key in key_of.items()}
 
 
@@ -193,7 +193,7 @@ def _records(judging: JobConfig) -> Iterator[dict[str, Any]]:
     return read_newest(judging.folder / RESULTS)
 
 
-def _tell_failures(judged: Sequence[Mapping[str, Any]], say: Say) -> None:
+def _report_failures(judged: Sequence[Mapping[str, Any]], say: Say) -> None:
     failed = [record for record in judged if failure_kind(record) is not None]
     if failed:
         error = failed[0].get("error") or {}

@@ -107,7 +107,7 @@ def _compute(lines: Sequence[SizeResult], best: SizeResult) -> Bottleneck:
             f"{shared:.0%} of a row's time is steps that the batch shares, and a larger batch would"
             f" still make it shorter ({tokens})",
         )
-    why = "too few sizes were tried to tell steps from tokens"
+    why = "too few sizes were tried to distinguish steps from tokens"
     if shared is not None:
         why = f"only {shared:.0%} of a row's time is steps that a larger batch would share"
     if prompt > output:

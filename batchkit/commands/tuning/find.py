@@ -141,11 +141,11 @@ def find_batch_size(
     seconds: float,
     write_to: Path | None = None,
     say: Say = lambda text: None,
-    tell: Say = lambda text: None,
+    show: Say = lambda text: None,
 ) -> SearchResult:
     """Search from ``low`` to ``high``. At most ``rows`` rows and ``seconds`` s of answers a trial.
 
-    ``say`` gets progress, ``tell`` the table as it grows, line by line. A signal ends the search
+    ``say`` gets progress, ``show`` the table as it grows, line by line. A signal ends the search
     with the results so far. The best size is written only to the job file ``write_to``, and only
     if the search was not ended early.
 
@@ -166,8 +166,8 @@ def find_batch_size(
         def rate_of(size: int) -> Rate | None:
             line = trials.run(size, Budget(seconds))
             if len(trials.done) == 1:
-                tell(header(with_spread=False))
-            tell(line.to_text(with_spread=False))
+                show(header(with_spread=False))
+            show(line.to_text(with_spread=False))
             if line.rows_per_s is None:
                 return None
             return Rate(line.rows_per_s, line.is_typical and line.rows >= ENOUGH_ROWS)

@@ -207,7 +207,7 @@ class SizeTable:
         hasty = [f"{ln.batch_size:,}" for ln in self.lines if ln.rounds and not ln.is_typical]
         if not hasty:
             return []
-        doubt = "not full for long enough to tell how fast it is in a long run"
+        doubt = "not full for long enough to show how fast it is in a long run"
         return [f"batch size {', '.join(hasty)}: {doubt}: give it more --seconds, or more rows"]
 
     def to_json(self) -> dict[str, Any]:

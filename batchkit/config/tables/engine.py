@@ -24,27 +24,27 @@ EngineKind = Literal["vllm", "transformers", "openai-server", "dry-run"]
 class ServerTable(Table):
     """With `openai-server`, instead of `engine.base_url`: a server that starts and ends with the run.
 
-    The table may be empty where `engine.model` is a `.gguf` file: then it is `llama-server` with room
+    The table may be empty if `engine.model` is a `.gguf` file: then it is `llama-server` with room
     for `engine.options.max_num_seqs` requests of `max_model_len` tokens each, and as many threads as
     `OMP_NUM_THREADS` says, or as there are cores.
     """
 
     command: Identity[str | None] = Field(
         None,
-        description="What starts it, for example `llama-server -m model.gguf -c 32768 -np 8 --port {port}` (8"
+        description="The command that starts it, for example `llama-server -m model.gguf -c 32768 -np 8 --port {port}` (8"
         " requests at a time share that context: 4096 tokens each); no shell reads it. `{port}` becomes"
-        " a port that is free, `{host}` 127.0.0.1. The server has the run's environment: keys belong"
+        " a free port, `{host}` 127.0.0.1. The server has the run's environment: keys belong"
         " there, and one in the command is refused.",
     )
     health: Free[str] = Field(
         "/health",
         pattern="^/",
-        description="The path that answers once it is ready; a server that has none is asked for its"
+        description="The path that answers once it is ready; without one, the server is asked for its"
         " models.",
     )
     start_timeout_s: Free[PositiveFloat] = Field(
         600.0,
-        description="Seconds until it must be ready; then the run stops, with its last words.",
+        description="Seconds until it must be ready; then the run stops and shows the server's last output.",
     )
 
     @field_validator("command")
@@ -56,7 +56,7 @@ class ServerTable(Table):
 
 
 class EngineTable(Table):
-    """The model, and what runs it."""
+    """The model, and the engine that runs it."""
 
     kind: Identity[EngineKind] = Field(
         "vllm",
@@ -71,23 +71,23 @@ class EngineTable(Table):
     )
     base_url: Free[str | None] = Field(
         None,
-        description="With `openai-server`: where the API of one that runs already begins, for example"
+        description="With `openai-server`: the URL of the API of a running server, for example"
         " `http://localhost:8000/v1`.",
     )
     server: ServerTable | None = Field(
-        None, description="… or the table `[engine.server]`: one that the run starts."
+        None, description="… or the table `[engine.server]`: a server that the run starts."
     )
     api_key_env: Free[str] = Field(
         "OPENAI_API_KEY",
         min_length=1,
         description="With `openai-server`: the name of the environment variable that holds its key,"
-        " if it wants one.",
+        " if it requires one.",
     )
     max_answer_bytes: Free[PositiveInt] = Field(
         32 * 2**20,
-        description="With `openai-server`: how many bytes of an answer are read, unpacked if it comes"
-        " compressed. A row whose answer has more fails with `server`, and is not asked again. Text"
-        " of 100,000 tokens has less than 1 MB, with 20 logprobs for each token some 100 MB.",
+        description="With `openai-server`: how many bytes of an answer are read, after decompression"
+        " if it is compressed. A row whose answer has more fails with `server`, and is not asked again. Text"
+        " of 100,000 tokens has less than 1 MB, with 20 logprobs for each token about 100 MB.",
     )
     options: Identity[dict[str, Any]] = Field(
         {},
@@ -98,11 +98,11 @@ class EngineTable(Table):
         " `mm_processor_kwargs`. With"
         " `openai-server`: `max_num_seqs`, requests in flight (32); `give_up_s`, how long the server"
         " may be away before the run stops (300); `max_model_len`, tokens that prompt and answer of a"
-        " request may have together, if the server does not report it; `extra_body`, fields laid over"
-        " each request's body; `drop`, names left out of it.",
+        " request may have together, if the server does not report it; `extra_body`, fields added to"
+        " each request's body, or replacing its own; `drop`, names left out of it.",
     )
     in_process: Free[bool] = Field(
-        False, description="For debugging: no process of its own; a crash takes the run with it."
+        False, description="For debugging: no process of its own; a crash ends the run, too."
     )
     lora: Identity[str | None] = Field(
         None,
@@ -168,7 +168,7 @@ class SamplingTable(Table):
         256, description="Per choice, the prompt not counted."
     )
     sampling_column: Identity[str | None] = Field(
-        None, description="A field that holds a row's own parameters, laid over these."
+        None, description="A field with a row's own parameters, which override these."
     )
 
     def params(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class InputTable(Table):
     )
     id: Identity[str | None] = Field(
         None,
-        description="The field that names a row; left out, its index in the input. A row that lacks it"
+        description="The field that names a row; by default, its index in the input. A row that lacks it"
         " fails, and is named `no-id:` and its index. Rows that need no id are named so too where they"
         " are read together with OpenAI batch files.",
     )
@@ -41,7 +41,7 @@ class InputTable(Table):
     shard: Identity[str | None] = Field(
         None,
         description="Only this share of those rows, `0/4` to `3/4`. It depends only on a hash of the row's"
-        " id (of its index, if `id` is left out). `run --shard` sets it, and the run folder's name"
+        " id (of its index, if there is no `id`). `run --shard` sets it, and the run folder's name"
         " with it.",
     )
 

@@ -26,7 +26,7 @@ class PromptTable(Table):
     )
     texts: Identity[dict[str, str]] = Field(
         {},
-        description="Text files, by the name that the templates know them by: one path template"
+        description="Text files, by their names in the templates: one path template"
         " each, under `media.root`. A file that is missing fails its row.",
     )
     order: Identity[Literal["images-first", "text-first"]] = Field(
@@ -61,7 +61,7 @@ class MediaTable(Table):
     root: Free[str] = Field(
         ".",
         description="Folder, or fsspec URL (`s3://bucket/images`, `gs://`, `hf://`), that images and"
-        " texts are looked up in; what lies outside is refused, a folder's symbolic links resolved."
+        " texts are looked up in; what is outside is refused; a folder's symbolic links are resolved."
         " A store's keys and passwords belong in the environment.",
     )
     allow_urls: Free[list[str]] = Field(

@@ -50,11 +50,12 @@ class RunTable(Table):
     )
     stall_timeout_s: Free[PositiveFloat] = Field(
         600.0,
-        description="An engine that ends no step for this long is restarted, its stacks logged; not"
+        description="An engine that completes no step for this long is restarted, and its stacks are logged; not"
         " with `engine.in_process`, where no other process can watch it.",
     )
     max_engine_restarts: Free[PositiveInt] = Field(
-        16, description="Stop when the engine died more often without one answer in between."
+        16,
+        description="Stop if the engine died more often than this without one answer in between.",
     )
     max_host_gb: Free[PositiveFloat | None] = Field(
         None,
@@ -63,21 +64,21 @@ class RunTable(Table):
     )
     workers: Free[PositiveInt | None] = Field(
         None,
-        description="So many engines on Ray, each with its own GPUs; left out, one engine and no Ray.",
+        description="The number of engines on Ray, each with its own GPUs; by default one engine and no Ray.",
     )
     ray_address: Free[str | None] = Field(
         None,
-        description="The cluster that they run on, as `ray.init` takes it; left out, `RAY_ADDRESS`, or"
+        description="The cluster that they run on, as `ray.init` takes it; by default `RAY_ADDRESS`, or"
         " else Ray is started on this machine for the run.",
     )
     worker_gpus: Free[NonNegativeFloat | None] = Field(
         None,
-        description="GPUs of one worker, a fraction to share one; left out, `tensor_parallel_size` ×"
-        " `pipeline_parallel_size`, or none where the cluster has none.",
+        description="GPUs of one worker, a fraction to share one; by default `tensor_parallel_size` ×"
+        " `pipeline_parallel_size`, or none if the cluster has none.",
     )
     worker_cpus: Free[PositiveFloat | None] = Field(
         None,
-        description="Cores of one worker, and its OpenMP threads; left out, 1 beside a GPU, else its"
+        description="Cores of one worker, and its OpenMP threads; by default 1 with a GPU, else its"
         " share of all cores.",
     )
     seed: Identity[int] = Field(0, description="The engine's seed.")
@@ -87,10 +88,10 @@ class RetryTable(Table):
     """What is tried again within a run."""
 
     attempts: Free[PositiveInt] = Field(
-        2, description="Tries of one row, the first counted, for errors worth repeating."
+        2, description="Tries of one row, including the first, for errors that may not recur."
     )
     temperatures: Identity[list[Annotated[float, Field(ge=0)]] | None] = Field(
-        None, description="Temperature by attempt; the last one serves for all further ones."
+        None, description="Temperature by attempt; the last one applies to all further ones."
     )
     backoff_s: Free[NonNegativeFloat] = Field(
         0.0, description="Seconds before the second try, twice as long before each further one."
@@ -103,8 +104,8 @@ class RetryTable(Table):
     )
     reask: Identity[NonNegativeInt] = Field(
         0,
-        description="How often a row is asked again whose answer holds nothing that"
-        " `scoring.extract` finds; the last answer counts, whatever it holds.",
+        description="How often a row is asked again if its answer has nothing that"
+        " `scoring.extract` finds; the last answer counts, whatever it is.",
     )
     reask_note: Identity[str] = Field(
         "",

@@ -34,10 +34,10 @@ class JudgeTable(Table):
 
 
 class ScoringRule(Table):
-    """Rows that are scored in another way: keys set here replace those of `[scoring]`."""
+    """Rows that are scored differently: keys set here replace those of `[scoring]`."""
 
     where: dict[str, Any] = Field(
-        {}, description="Which rows: as `input.where`. The first rule that fits a row is its rule."
+        {}, description="Which rows: as `input.where`. The first rule that matches a row applies."
     )
     extract: Extract | None = Field(None, description="As `scoring.extract`.")
     pattern: str | None = Field(None, description="As `scoring.pattern`.")
@@ -81,7 +81,7 @@ class ScoringTable(Table):
         0.01, description="For `numeric`: how far off, as a share of the reference."
     )
     default_reward: float | None = Field(
-        None, description="The score of an answer without a number; left out, it is unscored."
+        None, description="The score of an answer without a number; by default it is unscored."
     )
     allow_code: bool = Field(
         False, description="For `chart`: run the code that the model wrote, in a sandbox."
@@ -97,7 +97,7 @@ class ScoringTable(Table):
         " PieChart.",
     )
     judge: JudgeTable | None = Field(None, description="For `judge`: the model that judges.")
-    rules: list[ScoringRule] = Field([], description="Rows that are scored in another way.")
+    rules: list[ScoringRule] = Field([], description="Rows that are scored differently.")
 
     @property
     def parts(self) -> list[ScoringTable | ScoringRule]:

@@ -220,7 +220,7 @@ class OpenAIServerEngine:
                     away.answers = self._answers
                     await asyncio.sleep(pause_s(away.tries))
                     continue
-                away.nobody_answered()
+                away.count_alone()
             self._lose_patience(found)
             if isinstance(found, RowTimeoutError):
                 raise found

@@ -23,7 +23,7 @@ from batchkit.engines.faults import (
     StartFailed,
     fault_of_exit,
     points_elsewhere,
-    tells_of_memory,
+    mentions_memory,
 )
 from batchkit.engines.memory import LOOK_S, MemoryWatch, family_bytes
 from batchkit.engines.process import guard
@@ -240,4 +240,4 @@ def _cause(log: str) -> str:
         for line in lines
         if _ERROR.search(line) and _ACCESS not in line and not points_elsewhere(line)
     )
-    return next(filter(tells_of_memory, lines), next(errors, ""))[:_LONGEST_CAUSE]
+    return next(filter(mentions_memory, lines), next(errors, ""))[:_LONGEST_CAUSE]

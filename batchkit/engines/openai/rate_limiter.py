@@ -147,6 +147,6 @@ class Away:
         self._since = now if self._since is None else self._since
         return self.tries >= MOST_FAULTS and now - self._since >= self._give_up_s
 
-    def nobody_answered(self) -> None:
+    def count_alone(self) -> None:
         """Count that the row was turned away while no other row was answered."""
         self._alone += 1

@@ -213,15 +213,15 @@ def _conditional(pid: int) -> Iterator[tuple[_Call, list[_Condition]]]:
 
 
 def _rule(
-    number: int | None, conditions: Iterable[_Condition], verdict: int = _ALLOW
+    number: int | None, conditions: Iterable[_Condition], action: int = _ALLOW
 ) -> Iterator[bytes]:
-    """``verdict`` for a call that meets all ``conditions``; otherwise the next rule decides.
+    """``action`` for a call that meets all ``conditions``; otherwise the next rule decides.
 
     The call's number is in the accumulator when the rule starts, and when the next one starts.
     """
     if number is None:
         return
-    body = [_instruction(_RETURN, verdict)]
+    body = [_instruction(_RETURN, action)]
     for condition in list(conditions)[::-1]:
         load = _instruction(_LOAD, _AT_ARGUMENTS + 8 * condition.argument + 4 * condition.half)
         skip = len(body)
