@@ -49,7 +49,9 @@ class RunSummary:
         elif self.exit == 1:
             lines.append("rows without a record remain; next: batchkit run")
         elif self.failed:
-            lines.append(f"some rows failed, and error.message in their records says why; next: {if_failed}")
+            lines.append(
+                f"some rows failed, and error.message in their records says why; next: {if_failed}"
+            )
         return "\n".join([*lines, f"results in {self.folder}/{RESULTS}"])
 
     def records(self) -> Iterator[dict[str, Any]]:

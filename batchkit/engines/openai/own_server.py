@@ -22,8 +22,8 @@ from batchkit.engines.faults import (
     Fault,
     StartFailed,
     fault_of_exit,
-    points_elsewhere,
     mentions_memory,
+    points_elsewhere,
 )
 from batchkit.engines.memory import LOOK_S, MemoryWatch, family_bytes
 from batchkit.engines.process import guard
