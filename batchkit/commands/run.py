@@ -20,6 +20,7 @@ from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.resume import OnChange
 from batchkit.execution.signals import Interrupted, StopRequest
 from batchkit.storage.checkpoint import check_log
+from batchkit.storage.identity import differences, identity
 from batchkit.storage.job_toml import job_of_run, with_secrets_of, without_masked
 from batchkit.storage.ledger import RESULTS, failure_kind
 from batchkit.storage.manifest import latest_run, read_manifest
@@ -112,7 +113,8 @@ def retry_failed(
 
     ``kinds`` keeps only failures of these kinds; a blank ok record counts as ``empty``.
     ``overrides`` apply to this start only, and are noted in the manifest. Secrets, which the run's
-    ``job.toml`` does not have, come from ``job_file``, else from ``overrides`` or the environment.
+    ``job.toml`` does not have, come from ``job_file``, else from ``overrides`` or the environment;
+    nothing else is taken from ``job_file``, and if it differs, ``say`` gets that.
     """
     for override in overrides:
         key = override.partition("=")[0].strip()
@@ -127,7 +129,7 @@ def retry_failed(
                 f"--set {masked_override(override)}: a retry finds the rows of the run as the run did;"
                 " only input.path may differ, for an input that was moved"
             )
-    read_manifest(folder)
+    manifest = read_manifest(folder)
     check_log(folder)
     attempts: dict[int, int] = {}
     by_kind: Counter[str] = Counter()
@@ -141,6 +143,14 @@ def retry_failed(
                 quarantined.add(record["index"])
     if not attempts:
         return Retry(kinds)
+    if job_file is not None:
+        changes = differences(manifest.identity, identity(load_job(job_file)))
+        if changes:
+            say(
+                f"{job_file} has changed since the run began, and a retry keeps to the run's own job:"
+                f" {'; '.join(changes)}. To use the change, give it with --set, or `batchkit run"
+                f" {job_file} --on-change requeue`"
+            )
     with StopRequest().installed() as stop:
         summary = ProductionBatchProcessor(
             _with_secrets(job_of_run(folder, overrides), job_file, say),

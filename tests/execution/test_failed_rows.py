@@ -289,3 +289,17 @@ def test_retry_of_a_changed_input_is_refused() -> None:
     found = batchkit("retry-failed", "--set", "vars.q=now")
     assert found.exit_code == 2
     assert "in.jsonl" in found.stderr
+
+
+def test_a_retry_by_a_job_file_that_has_changed_says_that_it_keeps_to_the_runs_job() -> None:
+    rows_that_fail(8, every=4)
+    write_job()
+    assert run().exit_code == 3
+    same = batchkit("retry-failed", "job.toml")
+    assert "has changed" not in same.stderr
+    write_job(prompt={"user": "{{ q | default('?') }}"})
+    found = batchkit("retry-failed", "job.toml", "--json")
+    assert (found.exit_code, found.json["recovered"]) == (3, 0)
+    assert "job.toml has changed since the run began" in found.stderr
+    assert "prompt.user: '{{ q }}' → " in found.stderr
+    assert "--on-change requeue" in found.stderr
