@@ -286,7 +286,8 @@ class SupervisedEngine:
     def _restart(self) -> None:
         if self._restart_due == _GROWTH:
             self.ladder.step_up()
-            self._restart_due += f", one step up to {self._setting()}"
+            now = _shown(self.ladder.overrides) or "the job's own settings"
+            self._restart_due += f", one step up to {now}"
         if self._restart_due != _DEATH:
             self._say(f"engine restart: {self._restart_due}")
         self._engine.close()
@@ -361,9 +362,6 @@ class SupervisedEngine:
 
     def _say(self, text: str) -> None:
         self._hear(EngineLine(text))
-
-    def _setting(self) -> str:
-        return _shown(self.ladder.overrides) if self.ladder.steps else "the job's own settings"
 
 
 def _row_error(fault: Fault) -> RowError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from batchkit.commands.report.figures import nice
 from batchkit.commands.report.page import page
@@ -15,17 +15,6 @@ from batchkit.storage.files import replacing
 
 WIDTH, HEIGHT = 720.0, 300.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 16.0, 16.0, 34.0
-
-
-class Point(NamedTuple):
-    """A batch size on the page; ``y``, ``y_low`` and ``y_high`` are None if it did not run."""
-
-    x: float
-    y: float | None
-    y_low: float | None
-    y_high: float | None
-    size: int
-    label: str
 
 
 def write_curve(found: Bench, path: Path) -> None:
@@ -42,7 +31,7 @@ def write_curve(found: Bench, path: Path) -> None:
         bench=found,
         lines=lines,
         points=points,
-        path=" ".join(f"{p.x:.1f},{p.y:.1f}" for p in points if p.y is not None),
+        path=" ".join(f"{p['x']:.1f},{p['y']:.1f}" for p in points if p["y"] is not None),
         ticks=[(_y(top * part / 4, top), number(top * part / 4)) for part in range(5)],
         width=WIDTH,
         height=HEIGHT,
@@ -57,14 +46,17 @@ def write_curve(found: Bench, path: Path) -> None:
         raise JobError(f"--html {path}: can't be written: {error.strerror}") from error
 
 
-def _point(line: SizeResult, x: float, top: float) -> Point:
+def _point(line: SizeResult, x: float, top: float) -> dict[str, Any]:
+    """A batch size on the page, for the template; ``y`` is None if it did not run."""
     rates = [found.rows_per_s for found in line.rounds]
     if not rates or line.rows_per_s is None:
-        return Point(x, None, None, None, line.batch_size, line.status.partition(":")[0])
+        label = line.status.partition(":")[0]
+        return {"x": x, "y": None, "size": line.batch_size, "label": label}
     output = number(line.median("completion_tokens_per_s") or 0.0)
     label = f"{number(line.rows_per_s)} rows/s, {output} output tokens/s"
     y, y_low, y_high = (_y(rate, top) for rate in (line.rows_per_s, min(rates), max(rates)))
-    return Point(x, y, y_low, y_high, line.batch_size, label)
+    bounds = {"y_low": y_low, "y_high": y_high}
+    return {"x": x, "y": y, "size": line.batch_size, "label": label, **bounds}
 
 
 def _y(rate: float, top: float) -> float:

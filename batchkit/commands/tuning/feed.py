@@ -92,7 +92,12 @@ class Feed:
     def _steps(self) -> None:
         feeder = self._feeder
         self._began = last = time.monotonic()
-        while self._goes_on(last - self._began):
+        while not self._periods.is_over(
+            last - self._began,
+            len(self.answers),
+            has_begun=not self._to_come_first and not self._first_wave,
+            has_more=feeder.has_more,
+        ):
             if self._seconds() < self._budget.most_s:
                 self._count(feeder.fill())
             self._watch_first_wave()
@@ -126,12 +131,6 @@ class Feed:
             if self._engine.poll(POLL_S):
                 return True
         return False
-
-    def _goes_on(self, now: float) -> bool:
-        has_begun = not self._to_come_first and not self._first_wave
-        return not self._periods.is_over(
-            now, len(self.answers), has_begun=has_begun, has_more=self._feeder.has_more
-        )
 
     def _watch_first_wave(self) -> None:
         for index, request in self._feeder.in_flight.items():
