@@ -301,5 +301,5 @@ def test_a_retry_by_a_job_file_that_has_changed_says_that_it_keeps_to_the_runs_j
     found = batchkit("retry-failed", "job.toml", "--json")
     assert (found.exit_code, found.json["recovered"]) == (3, 0)
     assert "job.toml has changed since the run began" in found.stderr
-    assert "prompt.user: '{{ q }}' → " in found.stderr
+    assert 'prompt.user: "{{ q }}" → ' in found.stderr
     assert "--on-change requeue" in found.stderr
