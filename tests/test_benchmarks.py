@@ -55,7 +55,7 @@ def test_all_sides_of_the_gpu_benchmark_answer_every_row(tmp_path: Path) -> None
     assert lines[1]["wanted"] == 0.97
 
 
-def test_a_section_that_fails_is_told_and_leaves_the_others_alone(tmp_path: Path) -> None:
+def test_a_section_that_fails_is_reported_and_leaves_the_others_alone(tmp_path: Path) -> None:
     ended = run("gpu", "--tiny", "--only", "text,ledger", "--limit-s", "1", cwd=tmp_path)
     assert ended.returncode == 1, ended.stderr
     sections = json.loads(ended.stdout.splitlines()[-1])["sections"]
@@ -66,8 +66,8 @@ def test_a_section_that_fails_is_told_and_leaves_the_others_alone(tmp_path: Path
 def test_all_benchmarks_end_in_one_table(tmp_path: Path) -> None:
     ended = run("all", "--only", "checkpoint", cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    *told, last = ended.stdout.splitlines()
-    assert any(line.split()[:1] == ["checkpoint"] and line.endswith(" s") for line in told)
+    *table, last = ended.stdout.splitlines()
+    assert any(line.split()[:1] == ["checkpoint"] and line.endswith(" s") for line in table)
     (ran,) = json.loads(last)["results"]
     assert ran["script"] == "checkpoint"
     assert ran["problem"] == ""

@@ -390,7 +390,7 @@ def test_verify_says_sound_and_exits_by_it(finished: Path) -> None:
     assert result.stdout.endswith("NOT SOUND\n")
 
 
-def test_retry_failed_tells_what_it_recovered(finished: Path) -> None:
+def test_retry_failed_says_what_it_recovered(finished: Path) -> None:
     result = batchkit("retry-failed", "--json")
     assert result.exit_code == 3
     found = json.loads(result.stdout)

@@ -234,11 +234,11 @@ def test_a_table_that_was_cut_says_so(root: Path) -> None:
     job = realhit_job("realhit_text", root)
     renderer = PromptRenderer(job)
     row = next(iter(read_rows(job.input)))
-    told = "a part of it is left out where […] stands"
-    assert told not in prompt_of(renderer, row)
+    hint = "a part of it is left out where […] stands"
+    assert hint not in prompt_of(renderer, row)
     path = root / "latex" / "fruit-table01.txt"
     path.write_text("begin […] end", encoding="utf-8")
-    assert told in prompt_of(renderer, row)
+    assert hint in prompt_of(renderer, row)
 
 
 # RealHiTBench: asking again, scoring

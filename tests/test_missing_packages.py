@@ -61,10 +61,10 @@ def command(
 
 
 def assert_one_line(ended: subprocess.CompletedProcess[str], *words: str) -> None:
-    told = [line for line in ended.stderr.splitlines() if line.startswith("batchkit: error: ")]
+    errors = [line for line in ended.stderr.splitlines() if line.startswith("batchkit: error: ")]
     assert ended.returncode == 2, ended.stderr
-    assert len(told) == 1, ended.stderr
-    assert all(word in told[0] for word in words), told
+    assert len(errors) == 1, ended.stderr
+    assert all(word in errors[0] for word in words), errors
     assert "Traceback" not in ended.stderr
     assert "out of memory" not in ended.stderr
 

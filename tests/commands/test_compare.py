@@ -88,9 +88,9 @@ def test_what_decides_the_answers_is_warned_of(runs: list[Path]) -> None:
 
 def test_text_and_json_say_the_same(runs: list[Path]) -> None:
     found = compare(runs)
-    told = json.loads(json.dumps(found.to_json()))
-    assert told["runs"] == ["a", "b"]
-    assert told["tables"]["a"]["overall"]["em"] == 50
+    as_json = json.loads(json.dumps(found.to_json()))
+    assert as_json["runs"] == ["a", "b"]
+    assert as_json["tables"]["a"]["overall"]["em"] == 50
     text = found.to_text()
     (line,) = [line for line in text.splitlines() if line.startswith("| all ") and " EM " in line]
     assert [cell.strip() for cell in line.split("|")[3:9]] == [

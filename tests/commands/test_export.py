@@ -136,7 +136,7 @@ def test_columns_are_the_same_whatever_the_rows_hold() -> None:
     assert pq.read_schema(RUN / "results.parquet").equals(schema)
 
 
-def test_failed_rows_tell_why() -> None:
+def test_failed_rows_say_why() -> None:
     run_of(FAILED)
     (row,) = parquet()
     assert (row["error_kind"], row["error_type"]) == ("media", "MediaError")

@@ -237,7 +237,7 @@ def test_line_that_swallowed_a_torn_one_hides_no_record() -> None:
         (b'"n":"3"}', b'"n":"3"'),
     ],
 )
-def test_damaged_record_is_told_with_its_place(old: bytes, new: bytes) -> None:
+def test_damaged_record_is_reported_with_its_place(old: bytes, new: bytes) -> None:
     plain = [line(OK | {"index": n}) for n in range(600)]
     odd = line(OK | {"index": 600}).replace(old, new)
     LOG.write_bytes(b"".join([*plain, odd, line(OK | {"index": 601})]))

@@ -58,7 +58,7 @@ def realhit(tmp_path: Path) -> Path:
         return run(made)
 
 
-def test_the_harness_s_file_tells_what_the_table_tells(tmp_path: Path, realhit: Path) -> None:
+def test_the_harness_s_file_agrees_with_the_table(tmp_path: Path, realhit: Path) -> None:
     done = batchkit("export", realhit, "--realhit", "out", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (path,) = (tmp_path / "out").glob("results_*.json")

@@ -377,7 +377,7 @@ def test_runs_are_as_before() -> None:
     assert {f: f.read_bytes() for s in shards for f in s.iterdir() if f.name != ".lock"} == before
 
 
-def test_manifest_tells_where_the_rows_came_from() -> None:
+def test_manifest_says_where_the_rows_came_from() -> None:
     prepare(30)
     merge(*run_shards(2))
     found = manifest(MERGED)

@@ -1,4 +1,4 @@
-"""Two engines side by side: real ones on tiny models, alike and not, and every way to be told."""
+"""Two engines side by side: real ones on tiny models, alike and not, and every report."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_a_damaged_model_is_found(write: Write, text_model: Path, tmp_path: Path
             assert each["gap"] == pytest.approx(max(own_gaps))
 
 
-def test_a_row_that_fails_on_one_side_is_told(
+def test_a_row_that_fails_on_one_side_is_reported(
     write: Write, text_model: Path, scratch: Path
 ) -> None:
     job = load_job(
@@ -198,7 +198,7 @@ def test_a_row_that_fails_on_one_side_is_told(
     assert not list(scratch.iterdir())
 
 
-def test_prompts_that_are_not_the_same_are_told(write: Write, text_model: Path) -> None:
+def test_prompts_that_are_not_the_same_are_reported(write: Write, text_model: Path) -> None:
     overrides = ["engine.kind=transformers", "engine.in_process=true", "input.limit=12"]
     job = load_job(
         write(text_model, options={}),
@@ -339,7 +339,7 @@ def test_what_goes_over_is_known_to_both(kind: str, text_model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engines", "only_b", "told"),
+    ("engines", "only_b", "message"),
     [
         ("vllm", (), "--engines vllm: expected two, as vllm,transformers"),
         ("vllm,", (), "--engines vllm,: expected two"),
@@ -364,12 +364,12 @@ def test_what_goes_over_is_known_to_both(kind: str, text_model: Path) -> None:
     ],
 )
 def test_what_can_not_be_compared_is_refused_by_side_and_key(
-    write: Write, engines: str, only_b: tuple[str, ...], told: str
+    write: Write, engines: str, only_b: tuple[str, ...], message: str
 ) -> None:
     job = load_job(write(None, options={}))
     with pytest.raises(JobError) as raised:
         compare(job, engines, *only_b)
-    assert told in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_the_first_side_is_named_too(write: Write) -> None:
@@ -398,7 +398,7 @@ def test_sides_that_got_different_rows_are_not_compared(write: Write, rows: int)
         parity(job, "dry-run,dry-run", rows=100, tie=TIE, say=change)
 
 
-# What is told
+# What is reported
 
 
 def test_an_engine_equals_itself(write: Write, tmp_path: Path) -> None:
@@ -519,7 +519,7 @@ def test_a_gap_near_zero_is_a_tie() -> None:
     assert not close.is_tie(0.003)
 
 
-def test_the_surer_side_decides() -> None:
+def test_the_more_certain_side_decides() -> None:
     found = part(answer(token("b", -0.7, c=-0.701)), answer(token("c", -0.1, b=-3.1)))
     assert found.gap == pytest.approx(3.0)
     assert not found.is_tie(TIE)

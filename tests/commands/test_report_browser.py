@@ -116,12 +116,12 @@ def visit(browser: Browser) -> Iterator[Open]:
 def test_score_table_says_what_the_json_says(run: Path, report: Path, visit: Open) -> None:
     page = visit(report).page
     table = tabulate(read_scored(run), "QuestionType").to_json()
-    told = {}
+    cells_by_label = {}
     for line in page.locator("table.scores tbody tr").all():
         label, *cells = [cell.inner_text().strip() for cell in line.locator("th, td").all()]
-        told[label] = cells
+        cells_by_label[label] = cells
     wanted = {**table["metrics"], "all": table["overall"]}
-    assert told == {
+    assert cells_by_label == {
         name: [
             str(group["n"]),
             *(f"{group[scorer]:.2f}" for scorer in ("f1", "em")),

@@ -439,7 +439,7 @@ def test_a_misspelt_field_is_said_by_a_run_that_has_nothing_left_but_to_score(
     assert said[0] == "scoring: the first row has no field 'anwser'; did you mean 'answer'?"
 
 
-def test_scorers_without_anything_to_compare_with_are_told(tmp_path: Path) -> None:
+def test_scorers_without_anything_to_compare_with_are_reported(tmp_path: Path) -> None:
     rules = [{"where": {"kind": "x"}, "reference": "a"}, {"where": {"kind": "y"}}]
     scoring = {"extract": "number", "scorers": ["em", "reward", "judge"], "rules": rules}
     made = job(tmp_path, counted(2), scoring=scoring)
@@ -449,9 +449,9 @@ def test_scorers_without_anything_to_compare_with_are_told(tmp_path: Path) -> No
     said: list[str] = []
     score_run(folder, say=said.append)
     assert any(text.startswith(hint) for text in said)
-    told = {**scoring, "rules": [], "scorers": ["reward", "judge"]}
+    without_rules = {**scoring, "rules": [], "scorers": ["reward", "judge"]}
     said = []
-    score_run(folder, job(tmp_path, counted(2), scoring=told), say=said.append)
+    score_run(folder, job(tmp_path, counted(2), scoring=without_rules), say=said.append)
     assert said == ["2 answers are not judged: [scoring.judge] names no model"]
 
 

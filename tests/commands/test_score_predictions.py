@@ -57,10 +57,10 @@ def test_predictions_of_any_shape_are_scored_and_failures_are_not(
 ) -> None:
     (tmp_path / name).write_text(content, encoding="utf-8")
     found, missing = score_predictions(job(tmp_path, ROWS), tmp_path / name, quiet)
-    told = found.to_json()
-    assert (told["total"], told["scored"], told["failed"], missing) == (3, 2, 1, 2)
-    assert told["metrics"]["Facts"]["f1"] == 87.5
-    assert told["metrics"]["Facts"]["em"] == 50
+    as_json = found.to_json()
+    assert (as_json["total"], as_json["scored"], as_json["failed"], missing) == (3, 2, 1, 2)
+    assert as_json["metrics"]["Facts"]["f1"] == 87.5
+    assert as_json["metrics"]["Facts"]["em"] == 50
 
 
 def test_predictions_from_the_command_line(tmp_path: Path) -> None:

@@ -511,10 +511,10 @@ def test_what_is_known_is_printed_when_it_is_stopped(
         if "batch size 4" in line:
             break
     process.send_signal(signum)
-    told, _ = process.communicate(timeout=30)
+    stdout, _ = process.communicate(timeout=30)
     assert process.returncode == code
-    assert "largest that fits: 2 so far; the search was interrupted" in told
-    assert "max_num_seqs = 2" in told
+    assert "largest that fits: 2 so far; the search was interrupted" in stdout
+    assert "max_num_seqs = 2" in stdout
     assert (folder / "job.toml").read_text() == JOB, "a search that was cut short writes nothing"
     assert no_leftovers(folder)
     assert not list(scratch.iterdir())

@@ -42,7 +42,7 @@ VERIFY_KEYS = {
 }
 
 
-def test_status_tells_where_the_run_stands() -> None:
+def test_status_shows_the_state_of_the_run() -> None:
     rows_that_fail(10, every=5)
     write_job()
     run()
@@ -76,7 +76,7 @@ def test_status_of_what_is_no_run_is_refused() -> None:
 
 
 @pytest.mark.parametrize("command", ["status", "verify"])
-def test_run_whose_log_is_gone_is_told_so(command: str) -> None:
+def test_run_whose_log_is_missing_is_reported(command: str) -> None:
     prepare(3)
     run()
     LOG.unlink()

@@ -262,7 +262,7 @@ def test_any_value_makes_a_job_or_one_problem_in_plain_words(key: str, value: An
         assert len(keys) == len(set(keys))
 
 
-def test_key_that_breaks_lines_is_told_on_one() -> None:
+def test_key_that_breaks_lines_is_reported_on_one() -> None:
     message = complaint(lambda: job(input={"a\rb": 1, "c": 1}))
     assert [line.partition(":")[0].strip() for line in message.splitlines()[1:]] == [
         "input.a\\rb",
@@ -554,9 +554,9 @@ def test_what_breaks_a_reader_is_one_message_that_names_the_key(case: str, tmp_p
     path = tmp_path / "job.toml"
     engine = "[engine]\nkind" if text.startswith("[") else "engine.kind"
     path.write_text(f"{text}\n{engine} = 'dry-run'\n")
-    told = refusal(lambda: load_job(path))
-    assert expected in told
-    assert len(told) < 500
+    message = refusal(lambda: load_job(path))
+    assert expected in message
+    assert len(message) < 500
 
 
 @pytest.mark.parametrize(
@@ -572,9 +572,9 @@ def test_what_breaks_a_reader_is_one_message_that_names_the_key(case: str, tmp_p
     ids=range(6),
 )
 def test_override_that_breaks_a_reader_is_one_message(override: str, expected: str) -> None:
-    told = refusal(lambda: job(override))
-    assert expected in told
-    assert len(told) < 500
+    message = refusal(lambda: job(override))
+    assert expected in message
+    assert len(message) < 500
 
 
 def test_values_at_the_limit_are_a_job() -> None:

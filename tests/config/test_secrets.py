@@ -201,7 +201,7 @@ def test_long_white_space_is_masked_in_linear_time(name: str) -> None:
     assert masked(text) == masked_text(text) == text
 
 
-def test_url_of_a_row_is_told_without_its_secrets() -> None:
+def test_url_of_a_row_is_reported_without_its_secrets() -> None:
     write_jsonl(
         Path("in.jsonl"), [{"q": "a", "url": URL}, {"q": "b", "url": URL.replace("me:", "")}]
     )
@@ -237,9 +237,9 @@ def test_server_command_with_a_secret_is_refused(words: str) -> None:
     }
     write_job(engine=table)
     assert leaks(*EVERYTHING) == []
-    told = batchkit("run", "job.toml")
-    assert told.exit_code == 2
-    assert "engine.server.command" in told.stderr
+    ended = batchkit("run", "job.toml")
+    assert ended.exit_code == 2
+    assert "engine.server.command" in ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -129,8 +129,8 @@ def test_counts_are_those_of_the_shard() -> None:
     mine = {row.index for row in read_rows(InputTable(path="in.jsonl", shard="0/3"))}
     found = run("--shard", "0/3").json
     assert found | {"name": "a.shard-0-of-3", "total": len(mine), "ok": len(mine)} == found
-    for told in (status(shard(0, 3)), verify(shard(0, 3))):
-        assert (told["ok"], told["pending"]) == (len(mine), 0)
+    for counts in (status(shard(0, 3)), verify(shard(0, 3))):
+        assert (counts["ok"], counts["pending"]) == (len(mine), 0)
     assert status(shard(0, 3))["total"] == verify(shard(0, 3))["rows"] == len(mine)
     assert not Path("output/a").exists()
 
@@ -333,6 +333,6 @@ def test_auto_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shard(2, 4).is_dir()
 
 
-def test_help_tells_of_shards() -> None:
+def test_help_describes_shards() -> None:
     options: list[Any] = [p.opts[0] for p in cli.commands["run"].params]
     assert "--shard" in options

@@ -101,7 +101,7 @@ def test_an_idle_engine_returns_nothing_in_time(engine: Engine) -> None:
     assert engine.poll(0.01) == []
 
 
-def test_the_load_is_told(engine: Engine) -> None:
+def test_the_load_is_reported(engine: Engine) -> None:
     for index in range(40):  # of all lengths: where all end in one step, none is running after it
         engine.submit(request(index, max_tokens=4 + index))
     most = 0

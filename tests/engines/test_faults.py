@@ -1,4 +1,4 @@
-"""Why an engine died, told from real errors of the libraries that raise them."""
+"""Why an engine died, recognised from real errors of the libraries that raise them."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ NO_CACHE = "No available memory for the cache blocks. Try increasing `gpu_memory
         (OSError(errno.ENOENT, "No such file or directory"), "engine_crash"),
     ],
 )
-def test_errors_without_a_type_of_their_own_are_told_by_words(
+def test_errors_without_a_type_of_their_own_are_recognised_by_words(
     error: BaseException, kind: FaultKind
 ) -> None:
     fault = fault_of(raised(fail_with(error)))
@@ -131,7 +131,7 @@ def test_errors_without_a_type_of_their_own_are_told_by_words(
         ("CUDA out of memory. Tried to allocate 2.00 GiB.", False, False),
     ],
 )
-def test_where_memory_ran_out_is_told_by_vllms_words(
+def test_where_memory_ran_out_is_recognised_by_vllms_words(
     words: str, is_over_claim: bool, is_without_cache: bool
 ) -> None:
     fault = fault_of(raised(fail_with(ValueError(words))))
@@ -156,7 +156,7 @@ def test_the_words_of_an_outer_error_do_not_count() -> None:
         (None, "engine_crash", "exit code None"),
     ],
 )
-def test_a_process_that_says_nothing_is_told_by_its_exit_code(
+def test_a_process_that_says_nothing_is_judged_by_its_exit_code(
     code: int | None, kind: FaultKind, type_name: str
 ) -> None:
     fault = fault_of_exit(code, "last words")

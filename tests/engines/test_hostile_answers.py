@@ -65,8 +65,8 @@ def test_the_largest_counts_add_up_and_are_written() -> None:
         write_job(server, len(bodies))
         assert batchkit("run", "job.toml").exit_code == 0
         assert_settled(server)
-    told = json.loads(batchkit("status", "job.toml", "--json").stdout)
-    assert told["prompt_tokens"] == 5 * (2**32 - 1)
+    status = json.loads(batchkit("status", "job.toml", "--json").stdout)
+    assert status["prompt_tokens"] == 5 * (2**32 - 1)
 
 
 ODD_ANSWERS: dict[str, tuple[Any, str]] = {
@@ -190,7 +190,7 @@ def test_the_limit_is_on_what_a_compressed_answer_unpacks_to(times: int) -> None
     assert {record["status"] for record in others} == {"ok"}
 
 
-def test_of_an_error_without_end_the_beginning_is_told() -> None:
+def test_the_beginning_of_an_endless_error_is_reported() -> None:
     flood = Flood(b"no such image, " * 100_000, 300, status=400)
     with serving(answering([flood])) as server:
         limited(server, 3)
@@ -204,7 +204,7 @@ def test_of_an_error_without_end_the_beginning_is_told() -> None:
 
 
 @pytest.mark.parametrize("message", [nested(900), {"a": nested(400)}, [1, {"b": 2}], "\ud800"])
-def test_an_error_of_any_shape_is_told(message: Any) -> None:
+def test_an_error_of_any_shape_is_reported(message: Any) -> None:
     refused = Refused(422, {"error": {"message": message, "code": message}})
     with serving(answering([refused])) as server:
         limited(server, 2)
@@ -217,8 +217,8 @@ def test_an_error_of_any_shape_is_told(message: Any) -> None:
 
 @pytest.mark.parametrize("tokens", [0, -5, True, 2**70])
 def test_a_prompt_too_long_by_an_impossible_count_is_too_long(tokens: Any) -> None:
-    told = {"code": "context_length_exceeded", "n_prompt_tokens": tokens, "n_ctx": 100}
-    with serving(answering([Refused(400, {"error": {"message": "no", **told}})])) as server:
+    details = {"code": "context_length_exceeded", "n_prompt_tokens": tokens, "n_ctx": 100}
+    with serving(answering([Refused(400, {"error": {"message": "no", **details}})])) as server:
         prompt = {"user": "row {{ text }} {{ n }}"}
         write_job(server, 2, prompt=prompt, retry={"on_too_long": "truncate-middle"})
         write_jsonl(Path("rows.jsonl"), ({"n": n, "text": "word " * 90} for n in range(2)))
@@ -237,14 +237,14 @@ def test_a_list_of_models_without_end_stops_at_the_limit() -> None:
 
 
 def test_a_count_in_words_that_cannot_be_true_leaves_a_record_that_is_read() -> None:
-    told = (
+    reason = (
         f"maximum context length is {2 * 10**22} tokens. However, your prompt resulted in"
         f" {2 * 10**22 + 1} tokens"
     )
 
     def before(text: str, body: dict[str, Any]) -> None:
         if len(text.split()) == 92:  # a shorter one is answered
-            raise Refused(400, {"error": {"message": told}})
+            raise Refused(400, {"error": {"message": reason}})
 
     with serving(before) as server:
         write_job(

@@ -182,7 +182,7 @@ def test_the_row_that_the_server_dies_of_is_found(tmp_path: Path, model: Path) -
     assert "SIGSEGV" in failed["error"]["message"]
 
 
-def test_a_model_that_can_not_be_loaded_is_told_in_the_servers_words(tmp_path: Path) -> None:
+def test_a_model_that_can_not_be_loaded_is_reported_in_the_servers_words(tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + bytes(100))
     write(tmp_path, broken, prompts(3))

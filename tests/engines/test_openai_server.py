@@ -202,7 +202,7 @@ def test_what_the_server_refuses_is_the_rows_own_error() -> None:
         error("Input length (2072) exceeds model's maximum context length (2048).", code=400),
     ],
 )
-def test_a_prompt_that_is_too_long_is_told_by_its_code(refusal: dict[str, Any]) -> None:
+def test_a_prompt_that_is_too_long_is_recognised_by_its_code(refusal: dict[str, Any]) -> None:
     def before(text: str, body: dict[str, Any]) -> None:
         raise Refused(400, refusal)
 
@@ -310,8 +310,8 @@ def test_a_run_with_images_answers_every_row(tmp_path: Path) -> None:
         assert server.bodies == []
         ran = batchkit("run", "job.toml", cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
-    told = json.loads(ran.stdout)
-    assert (told["total"], told["ok"], told["failed"]) == (200, 200, 0)
+    status = json.loads(ran.stdout)
+    assert (status["total"], status["ok"], status["failed"]) == (200, 200, 0)
     records = read_jsonl(made.folder / "results.jsonl")
     assert {r["text"] for r in records} == {f"1 images, asked: say w{n}" for n in range(200)}
     assert sum(r["usage"]["prompt_tokens"] for r in records) == 200 * (2 + 4)

@@ -118,9 +118,9 @@ def some_done(folder: Path, at_least: int) -> Callable[[], bool]:
     ],
 )  # fmt: skip
 def test_a_command_that_can_not_be_right_is_refused(command: str, message: str) -> None:
-    told = problem({"server": {"command": command}})
-    assert message in told
-    assert "sk-secret" not in told
+    found = problem({"server": {"command": command}})
+    assert message in found
+    assert "sk-secret" not in found
 
 
 @pytest.mark.parametrize(
@@ -172,8 +172,8 @@ def test_a_models_file_is_known_by_what_is_in_it(tmp_path: Path) -> None:
     )
     begun = identity(job)
     model.write_bytes(b"GGUF two")
-    (told,) = differences(begun, identity(job))
-    assert told.startswith("engine.model_files: ")
+    (message,) = differences(begun, identity(job))
+    assert message.startswith("engine.model_files: ")
 
 
 def test_a_run_is_known_by_what_its_server_answers_not_by_where_and_how_fast(
@@ -185,8 +185,8 @@ def test_a_run_is_known_by_what_its_server_answers_not_by_where_and_how_fast(
     begun = of("llama-server -m a.gguf -c 8192 -np 8 --port {port}")
     same = of("/opt/llama-server -m a.gguf -c 8192 -np 4 -t 2 --port {port} --host={host}")
     assert differences(begun, same) == []
-    (told,) = differences(begun, of("llama-server -m b.gguf -c 8192 -np 8 --port {port}"))
-    assert told.startswith("engine.server.command: ")
+    (message,) = differences(begun, of("llama-server -m b.gguf -c 8192 -np 8 --port {port}"))
+    assert message.startswith("engine.server.command: ")
     assert what_decides_answers("vllm serve m --enforce-eager --dtype half") == [
         "vllm", "serve", "m", "--dtype", "half",
     ]  # fmt: skip
@@ -216,8 +216,8 @@ def test_a_run_is_known_by_what_is_in_the_files_of_its_server(
     log.write_text("two")
     assert differences(begun, identity(job)) == []
     file.write_text("two")
-    (told,) = differences(begun, identity(job))
-    assert told.startswith("engine.files: ")
+    (message,) = differences(begun, identity(job))
+    assert message.startswith("engine.files: ")
     begun.pop("engine.files")  # a run of an earlier version goes on
     assert differences(begun, identity(job)) == []
 
@@ -244,11 +244,11 @@ def test_a_port_is_given_to_one_server_at_a_time() -> None:
 
 
 def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
-    told = started_wrongly(tmp_path, "lama-server -m x.gguf --port {port}")
-    assert "engine.server.command: no program 'lama-server'" in told
+    message = started_wrongly(tmp_path, "lama-server -m x.gguf --port {port}")
+    assert "engine.server.command: no program 'lama-server'" in message
 
 
-def test_a_file_that_is_no_program_is_told_with_its_reason(tmp_path: Path) -> None:
+def test_a_file_that_is_no_program_is_reported_with_its_reason(tmp_path: Path) -> None:
     script = tmp_path / "serve"
     script.write_bytes(b"\x7fELF nonsense")
     script.chmod(0o755)
@@ -257,10 +257,12 @@ def test_a_file_that_is_no_program_is_told_with_its_reason(tmp_path: Path) -> No
     )
 
 
-def test_a_server_that_the_system_does_not_start_is_told_with_the_reason(tmp_path: Path) -> None:
+def test_a_server_that_the_system_does_not_start_is_reported_with_the_reason(
+    tmp_path: Path,
+) -> None:
     longest = 2**17  # bytes of an argument, on Linux
-    told = started_wrongly(tmp_path, f"{SERVER} {'x' * longest}")
-    assert told.endswith("can't be started: Argument list too long")
+    message = started_wrongly(tmp_path, f"{SERVER} {'x' * longest}")
+    assert message.endswith("can't be started: Argument list too long")
 
 
 def test_a_log_that_can_not_be_written_is_named(tmp_path: Path) -> None:
@@ -268,15 +270,15 @@ def test_a_log_that_can_not_be_written_is_named(tmp_path: Path) -> None:
     assert "engine.log: can't be written: " in started_wrongly(tmp_path, SERVER)
 
 
-def test_a_server_that_exits_at_once_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_a_server_that_exits_at_once_is_reported_with_its_last_output(tmp_path: Path) -> None:
     code = "import sys; print('one'); print('unknown model tiny', file=sys.stderr); sys.exit(5)"
-    told = started_wrongly(tmp_path, shlex.join([sys.executable, "-c", code, "{port}"]))
-    assert "it ended before it was ready (exit code 5" in told
-    assert "\n  unknown model tiny" in told
-    assert str(tmp_path / "output" / "a" / "engine.log") in told
+    message = started_wrongly(tmp_path, shlex.join([sys.executable, "-c", code, "{port}"]))
+    assert "it ended before it was ready (exit code 5" in message
+    assert "\n  unknown model tiny" in message
+    assert str(tmp_path / "output" / "a" / "engine.log") in message
 
 
-def test_the_cause_is_the_last_error_that_tells_one(tmp_path: Path) -> None:
+def test_the_cause_is_the_last_error_that_names_one(tmp_path: Path) -> None:
     lines = [
         "WARNING: failed to raise a limit",
         "RuntimeError: device-side assert",
@@ -290,14 +292,14 @@ def test_the_cause_is_the_last_error_that_tells_one(tmp_path: Path) -> None:
     assert str(failed.value.fault) == "exit code 0: RuntimeError: device-side assert"
 
 
-def test_a_port_that_is_never_opened_is_told_after_the_time_limit(tmp_path: Path) -> None:
+def test_a_port_that_is_never_opened_is_reported_after_the_time_limit(tmp_path: Path) -> None:
     code = "import time; print('thinking', flush=True); time.sleep(600)"
-    told = started_wrongly(
+    message = started_wrongly(
         tmp_path, shlex.join([sys.executable, "-c", code, "{port}"]), start_timeout_s=1.0
     )
-    assert "after 1 s (engine.server.start_timeout_s)" in told
-    assert "/health" in told
-    assert "\n  thinking" in told
+    assert "after 1 s (engine.server.start_timeout_s)" in message
+    assert "/health" in message
+    assert "\n  thinking" in message
 
 
 def test_a_command_of_the_jobs_own_that_runs_out_of_memory_is_not_tried_again(

@@ -262,8 +262,8 @@ def test_an_answer_that_names_no_model_says_nothing() -> None:
 
 
 def choices(*indexes: int | None) -> dict[str, Any]:
-    told = [{"index": i, "message": {"content": f"choice {i}"}} for i in indexes]
-    return {**said(), "choices": told}
+    choices = [{"index": i, "message": {"content": f"choice {i}"}} for i in indexes]
+    return {**said(), "choices": choices}
 
 
 NUMBERS = {

@@ -225,18 +225,18 @@ def test_an_unknown_model_stops_the_run_and_the_known_ones_are_listed() -> None:
             _poll_for(engine, 10)
 
 
-def test_a_server_that_refuses_the_key_is_told_at_the_start() -> None:
+def test_a_server_that_refuses_the_key_is_reported_at_the_start() -> None:
     with serving(key=KEY) as server, pytest.raises(EngineError) as refused:
         open_engine(job(server, engine={"api_key_env": "BATCHKIT_NO_SUCH_VARIABLE"}))
     assert "BATCHKIT_NO_SUCH_VARIABLE (engine.api_key_env): it is not set" in str(refused.value)
 
 
-def test_a_base_url_without_v1_is_told_at_the_start() -> None:
+def test_a_base_url_without_v1_is_reported_at_the_start() -> None:
     with serving() as server, pytest.raises(EngineError, match="ends in /v1"):
         open_engine(job(server, engine={"base_url": server.url.removesuffix("/v1")}))
 
 
-def test_a_server_that_is_not_there_is_told_at_the_start() -> None:
+def test_a_server_that_is_not_there_is_reported_at_the_start() -> None:
     with socket.socket() as silent:  # bound, so that no other test's server comes to stand there
         silent.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"

@@ -47,7 +47,9 @@ def test_an_unknown_architecture_is_named(copy: Path) -> None:
     assert "upgrade" in str(error)
 
 
-def test_a_folder_without_weights_is_told_apart_from_one_with_damaged_weights(copy: Path) -> None:
+def test_a_folder_without_weights_is_distinguished_from_one_with_damaged_weights(
+    copy: Path,
+) -> None:
     (weights,) = copy.glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:1000])
     assert "damaged" in str(refusal(copy))

@@ -165,7 +165,7 @@ def test_a_job_is_finished_beside_all_kinds_of_faults(
     assert "trust_remote_code" not in log
 
 
-def test_bench_tells_which_size_does_not_fit(
+def test_bench_shows_which_size_does_not_fit(
     faulty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_job(tmp_path, faulty)

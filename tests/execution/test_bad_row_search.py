@@ -99,7 +99,7 @@ def test_a_search_that_has_ended_leaves_nothing_to_remember() -> None:
     world = World(poison={5: "engine_crash"})
     with closing(world.supervise(remember=history.append)) as engine:
         answer_all(engine, requests(0, 8))
-        assert {len(told.suspicions) for told in history[:-1]} > {0} or history[0].suspicions
+        assert {len(entry.suspicions) for entry in history[:-1]} > {0} or history[0].suspicions
         assert history[-1].suspicions == ()
 
 

@@ -96,7 +96,7 @@ def test_text_that_an_earlier_version_masked_is_the_same_job() -> None:
     assert manifest()["identity"]["vars.persona"] not in masked.values()
 
 
-def test_all_changes_are_told_at_once() -> None:
+def test_all_changes_are_reported_at_once() -> None:
     prepare(3)
     run()
     write_rows(4)

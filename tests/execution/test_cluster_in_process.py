@@ -284,7 +284,7 @@ def test_a_worker_that_the_run_takes_for_dead_ends(ray_here: Any) -> None:
         (["--workers", "0"], "--workers"),
     ],
 )
-def test_workers_that_can_not_be_had_are_told_at_once(
+def test_workers_that_can_not_start_are_reported_at_once(
     arguments: list[str], words: str, tmp_path: Path
 ) -> None:
     (tmp_path / "job.toml").write_text(

@@ -218,7 +218,7 @@ def test_retry_takes_only_the_kinds_it_was_given() -> None:
     assert batchkit("retry-failed", "--kind", "weather").exit_code == 2
 
 
-def test_retry_as_json_tells_rows_kinds_and_what_it_recovered() -> None:
+def test_retry_as_json_has_rows_kinds_and_what_it_recovered() -> None:
     rows_that_fail(4, every=2)
     write_job()
     run()

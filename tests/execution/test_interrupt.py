@@ -33,10 +33,10 @@ def interrupted(command: list[str], cwd: Path, after_s: float) -> tuple[int, str
     time.sleep(after_s)
     process.send_signal(signal.SIGINT)
     try:
-        _, told = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=60)
     finally:
         process.kill()
-    return process.returncode, told
+    return process.returncode, stderr
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -48,13 +48,13 @@ def test_ctrl_c_during_the_first_imports_is_one_line(door: str, tmp_path: Path) 
     codes = []
     for step in range(25):
         command = [*DOORS[door], "validate", "job.toml"]
-        code, told = interrupted(command, tmp_path, after_s=0.02 * (step + 1))
-        if str(PACKAGE / "batchkit") not in told and "Traceback" in told:
+        code, stderr = interrupted(command, tmp_path, after_s=0.02 * (step + 1))
+        if str(PACKAGE / "batchkit") not in stderr and "Traceback" in stderr:
             continue  # Python itself was still starting, and had not come to us
         codes.append(code)
-        assert code in (130, -signal.SIGINT), told
-        assert "Traceback" not in told
-        assert len(told.splitlines()) <= 1, told
+        assert code in (130, -signal.SIGINT), stderr
+        assert "Traceback" not in stderr
+        assert len(stderr.splitlines()) <= 1, stderr
     assert 130 in codes
 
 

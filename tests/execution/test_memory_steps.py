@@ -52,10 +52,10 @@ def test_a_kill_without_a_sign_of_memory_does_not_make_the_batch_smaller() -> No
         assert kinds_of(answer_all(engine, requests(0, 40))) == {}
         assert engine.ladder.steps == []
     assert world.opened == [8, 8]
-    told = (
+    message = (
         "engine died (engine_crash) with 40 rows in flight: SIGKILL: killed from outside, no sign"
     )
-    assert world.said == [f"{told} of memory running out"]
+    assert world.said == [f"{message} of memory running out"]
 
 
 def test_a_second_kill_in_a_row_is_taken_for_memory() -> None:
@@ -194,7 +194,7 @@ def test_no_restart_helps_where_a_new_engine_is_too_large_and_that_is_said_once(
 
 
 def test_an_engine_whose_size_is_not_known_at_the_first_look_is_not_restarted_for_ever() -> None:
-    """A ProcessEngine's load is 0 bytes until its process has told of a first turn."""
+    """A ProcessEngine's load is 0 bytes until its process has reported a first turn."""
     world = World(host_bytes=2 * GIB, first_look=0, a_poll=1)
     with closing(world.supervise(max_host_gb=1.5)) as engine:
         answer_all(engine, requests(0, 12), window=4)
@@ -243,7 +243,7 @@ def test_memory_that_runs_out_at_every_load_ends_with_the_engines_own_error() ->
 
 
 @pytest.mark.parametrize(("asked", "tried"), [(None, [None, 128, 64]), (24, [24, 12, 6])])
-def test_an_engine_that_dies_at_load_before_it_told_its_limits_is_halved_all_the_same(
+def test_an_engine_that_dies_at_load_before_it_reported_its_limits_is_halved_too(
     asked: int | None, tried: list[int | None]
 ) -> None:
     """As when the kernel kills its process: 256 is what vLLM takes where the job says nothing."""

@@ -99,8 +99,8 @@ def test_only_a_row_without_an_answer_is_asked_again_and_its_note_stands_once(
         records = run(job(server, tmp_path, [row("one"), row("two"), row("three")]))
     assert script.calls == {"one": 1, "two": 2, "three": 3}
     assert script.asked["three"] == ["three ?", f"three ?\n{NOTE}", f"three ?\n{NOTE}"]
-    told = {name: (r["prediction"], r["scores"], r["attempt"]) for name, r in records.items()}
-    assert told == {
+    outcomes = {name: (r["prediction"], r["scores"], r["attempt"]) for name, r in records.items()}
+    assert outcomes == {
         "one": ("7", {"em": 1.0}, 1),
         "two": ("7", {"em": 1.0}, 2),
         "three": ("z", {"em": 0.0}, 3),
@@ -421,7 +421,7 @@ def started(folder: Path, server: ChatServer, n_rows: int) -> subprocess.Popen[s
 def test_a_run_that_ends_between_two_asks_loses_nothing_finished(
     tmp_path: Path, signum: int
 ) -> None:
-    """Rows that were between two asks begin anew; the others are not asked again."""
+    """Rows that were between two asks start again; the others are not asked again."""
     log = tmp_path / "output/reask" / RESULTS
 
     def before(text: str, body: dict[str, Any]) -> str:

@@ -82,7 +82,7 @@ def test_run_folder_holds_its_files_and_nothing_else() -> None:
     assert names == {"job.toml", "manifest.json", "results.jsonl", "checkpoint.json", "run.log"}
 
 
-def test_manifest_tells_what_the_run_was_made_from() -> None:
+def test_manifest_says_what_the_run_was_made_from() -> None:
     prepare(3)
     run("--limit", "2")
     run()

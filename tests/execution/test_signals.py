@@ -32,7 +32,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
-def test_second_process_is_refused_and_told_who_holds_the_run(start: Any) -> None:
+def test_second_process_is_refused_and_the_holder_of_the_run_is_named(start: Any) -> None:
     prepare(40, engine={"options": {"latency_s": 600.0}})
     first = start("run", "job.toml")
     until(lambda: RUN.exists() and (RUN / "manifest.json").exists())

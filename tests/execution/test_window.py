@@ -42,7 +42,7 @@ class Host:
         running: int | None = None,
         kv_cache_usage: float = 0.5,
     ) -> Change | None:
-        """One look at an engine, one that runs all it can unless told otherwise."""
+        """One look at an engine, by default one that runs all it can."""
         in_flight = self.window.size if in_flight is None else in_flight
         running = self.max_num_seqs if running is None else running
         return self.window.adapt(EngineLoad(running, waiting, kv_cache_usage, preempted), in_flight)
@@ -197,7 +197,7 @@ LOOKS = st.tuples(
 
 
 @given(st.integers(1, 600), st.lists(LOOKS, max_size=60))
-def test_whatever_happens_the_size_stays_in_bounds_and_tells_what_it_did(
+def test_whatever_happens_the_size_stays_in_bounds_and_says_what_it_did(
     max_num_seqs: int, looks: list[tuple[float, int, int, bool, float]]
 ) -> None:
     host = Host(max_num_seqs=max_num_seqs)

@@ -285,7 +285,7 @@ def test_no_more_is_kept_than_max_bytes_whatever_the_store_says(serve: Any) -> N
     assert "media.max_bytes is 1000" in message
 
 
-def test_a_store_s_error_is_told_without_its_secrets(serve: Any) -> None:
+def test_a_store_s_error_is_reported_without_its_secrets(serve: Any) -> None:
     root = serve(Faulty)
     message = refused(f"{root}/500.png?token=secret", media(root))
     assert message.startswith(f"{root}/500.png?…: can't be read from media.root {root}: ")

@@ -526,7 +526,7 @@ def test_a_template_cannot_change_the_row_nor_its_hash_nor_vars() -> None:
     assert seen[0] == seen[2]
 
 
-def test_names_in_tells_fields_from_functions_that_are_called() -> None:
+def test_names_in_distinguishes_fields_from_functions_that_are_called() -> None:
     job = make_job(
         {
             "engine": {"kind": "dry-run"},

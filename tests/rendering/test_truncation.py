@@ -247,7 +247,7 @@ def test_a_prompt_that_is_refused_with_a_count_that_fits_is_made_shorter() -> No
 
 
 def test_a_count_of_cut_tokens_below_zero_is_none(tmp_path: Path) -> None:
-    """The refusal told 30 tokens, the answer 40."""
+    """The refusal said 30 tokens, the answer 40."""
     seen: list[str] = []
 
     def refused_once(text: str, body: dict[str, Any]) -> None:

@@ -200,7 +200,7 @@ def test_choices() -> None:
     assert choice("b", "B", list("ABCD")) == 1
 
 
-def test_what_cannot_be_told_is_unscored_and_no_zero() -> None:
+def test_what_cannot_be_judged_is_unscored_and_no_zero() -> None:
     scoring = Scoring(ScoringTable(extract="number", reference="a", scorers=["em", "numeric"]))
     assert scoring.score("5", {"a": ""}, "1").scores == {"em": None, "numeric": None}
     assert scoring.score("5", {}, "1").scores == {"em": None, "numeric": None}

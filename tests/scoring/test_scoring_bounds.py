@@ -1,4 +1,4 @@
-"""An answer that would take too long to score is unscored, and the reason is told."""
+"""An answer that would take too long to score is unscored, and the reason is reported."""
 
 from __future__ import annotations
 

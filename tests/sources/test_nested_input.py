@@ -139,7 +139,7 @@ def test_run_over_a_deep_member_answers_its_neighbours(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "records", "told"),
+    ("text", "records", "message"),
     [
         ("[" * 100_000 + "]" * 100_000, "", "0 error"),
         ("[" * 200_000, "", "stopped"),
@@ -151,7 +151,7 @@ def test_run_over_a_deep_member_answers_its_neighbours(tmp_path: Path) -> None:
     ],
     ids=["closed", "open", "member", "open member", "beside", "no records", "wrong records"],
 )
-def test_deep_file_takes_no_memory(tmp_path: Path, text: str, records: str, told: str) -> None:
+def test_deep_file_takes_no_memory(tmp_path: Path, text: str, records: str, message: str) -> None:
     """Once 23.9 GB for 200 KB."""
     path = tmp_path / "x.json"
     path.write_text(text)
@@ -161,7 +161,7 @@ def test_deep_file_takes_no_memory(tmp_path: Path, text: str, records: str, told
     )
     assert ended.returncode == 0, ended.stderr[-500:]
     *lines, peak_mb = ended.stdout.splitlines()
-    assert " ".join(lines).startswith(told)
+    assert " ".join(lines).startswith(message)
     assert int(peak_mb) < 300
 
 

@@ -269,7 +269,7 @@ def test_what_has_a_length_and_items_is_a_sequence() -> None:
     assert process(Indexed(), output=keep).skipped == 3
 
 
-def test_a_number_with_too_many_digits_to_print_tells_its_row() -> None:
+def test_an_error_about_a_number_with_too_many_digits_names_its_row() -> None:
     """Python prints no number of more than 4,300 digits."""
     rows = [{"prompt": "p", "v": v} for v in (10**5000, 10**5000 + 1, {"deep": [10**5000]}, 1)]
     summary = process(rows)

@@ -362,7 +362,7 @@ def test_zstd_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError) as stop:
         rows_of(path)
     assert any(
-        told in str(stop.value) for told in ("pip install backports.zstd", "ended before the end")
+        words in str(stop.value) for words in ("pip install backports.zstd", "ended before the end")
     )
 
 

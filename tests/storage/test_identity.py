@@ -138,5 +138,5 @@ def test_changed_tokenizer_is_another_model(tmp_path: Path) -> None:
     job = JobConfig.model_validate({"engine": {"model": "m", "options": options}})
     begun = identity(job)
     (tmp_path / "tokenizer.json").write_text("two")
-    (told,) = differences(begun, identity(job))
-    assert told.startswith("engine.files: ")
+    (message,) = differences(begun, identity(job))
+    assert message.startswith("engine.files: ")

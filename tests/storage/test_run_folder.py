@@ -134,7 +134,7 @@ def test_status_works_where_nothing_can_be_written() -> None:
         assert batchkit("verify").exit_code == 0
 
 
-def test_run_folder_that_is_a_mount_is_not_moved_aside_and_told_so() -> None:
+def test_run_folder_that_is_a_mount_is_not_moved_aside_and_this_is_reported() -> None:
     prepare(3)
     run()
     with mounted(RUN, "--bind", source=RUN):
@@ -160,7 +160,7 @@ def test_folder_that_can_not_be_synced_can_be_a_run_folder(monkeypatch: pytest.M
 # A full disk
 
 
-def test_full_disk_is_told_with_its_remedy() -> None:
+def test_full_disk_is_reported_with_its_remedy() -> None:
     with small_disk(Path("output")) as disk:
         prepare(600, run={"max_in_flight": 10, "checkpoint_interval_s": 0.02})
         (disk / "ballast").write_bytes(bytes(150_000))

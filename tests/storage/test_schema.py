@@ -195,7 +195,7 @@ def test_a_line_with_a_wrong_value_is_no_record_and_is_named(name: str) -> None:
     assert record_of(raw) is None
     with pytest.raises(
         Exception, match=r"results\.jsonl: the record at byte 70 is damaged"
-    ) as told:
+    ) as stop:
         whole_record(raw, Path("run", RESULTS), 70)
-    assert f"damaged: {name}" in str(told.value)
-    assert "`batchkit verify --repair run`" in str(told.value)
+    assert f"damaged: {name}" in str(stop.value)
+    assert "`batchkit verify --repair run`" in str(stop.value)

@@ -126,7 +126,7 @@ class ChatServer:
         text, images = _read(body["messages"]) if is_chat else (body["prompt"], 0)
         with self.lock:
             self.bodies.append(body)
-        told = self.before(text, body)
+        answer = self.before(text, body)
         words = text.split()
         if len(words) >= self.context and not self.counts:
             raise Refused(400, error("at least so many", param="input_tokens", code=400))
@@ -142,7 +142,7 @@ class ChatServer:
                 ),
             )
         time.sleep(self.latency_s)
-        said = (told or f"{images} images, asked: {text}").split()
+        said = (answer or f"{images} images, asked: {text}").split()
         most = body.get("max_tokens", 16)
         reason = "length" if len(said) > most else "stop"
         said = said[:most]
