@@ -10,7 +10,7 @@ BatchkitError                  exit code
 │   └── LostLockError          1   … because its lock was lost: another process may have it
 ├── EngineError                1   the engine is dead, or never started
 ├── TooManyFailuresError       1   run.fail_on_error was reached
-└── RowError                   –   one row failed; the run goes on
+└── RowError                   –   one row failed; the run continues
     ├── TemplateError          template
     ├── MediaError             media
     ├── PromptTooLongError     prompt_too_long

@@ -419,7 +419,7 @@ def merge(runs: Texts, into: str, partial: bool) -> Result:
     "--repair",
     is_flag=True,
     help="First set damaged lines aside and rebuild the checkpoint from the log; the next start runs"
-    " the rows again whose record is gone.",
+    " the rows again whose record is missing.",
 )
 @printed
 def verify(run: str | None, repair: bool) -> Result:

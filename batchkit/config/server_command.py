@@ -103,7 +103,7 @@ def what_decides_answers(command: str) -> list[str]:
 def files_named(command: str) -> Iterator[str]:
     """The command's files and folders that decide the answers: models, adapters, chat templates.
 
-    A program is not among them: another version of a server may go on with a run.
+    A program is not among them: another version of a server may continue a run.
     """
     option = ""
     for word in what_decides_answers(command)[1:]:

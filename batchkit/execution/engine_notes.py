@@ -27,7 +27,7 @@ def known(
     suspicions = [found for found in suspicions if found.rows]
     if suspicions:
         n = sum(len(suspicion.rows) for suspicion in suspicions)
-        hear(Line(f"the search for a row that kills the engine goes on: {n} rows are suspected"))
+        hear(Line(f"the search for a row that kills the engine continues: {n} rows are suspected"))
     return EngineHistory(0, list(manifest.engine_steps), manifest.engine_accidents, suspicions)
 
 

@@ -121,6 +121,6 @@ def _remote(path: str) -> FileFingerprint:
 
 
 def _content(filesystem: Any, name: str) -> str:
-    """Read once more: nothing else distinguishes a page that was generated again from the last one."""
+    """Read it again: nothing else distinguishes a page that was generated again from the last one."""
     with filesystem.open(name, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -46,7 +46,7 @@ def notes(folder: Path, manifest: Manifest, stats: RunStats) -> list[str]:
     """Notes that a reader of the scores needs."""
     found, total = [], _total(manifest)
     if held_by(folder):
-        found.append("The run was still going on when this page was made.")
+        found.append("The run had not ended when this page was made.")
     if total is not None and total > stats.rows:
         found.append(
             f"{total - stats.rows:,} rows have not been run yet: the scores are not final."
