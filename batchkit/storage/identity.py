@@ -124,7 +124,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
     A secret that was masked, its value unknown, differs from nothing. ``then`` may have been
     written by a version that masked less, or that did not look into files: a file that is named
-    anew shows in the key that names it.
+    again shows in the key that names it.
     """
     then = _without_secrets(then)
     is_older = (_FILES in then) != (_FILES in now)

@@ -533,7 +533,7 @@ def test_a_token_that_is_not_among_the_likeliest_is_no_tie() -> None:
 
 
 def test_pieces_of_a_character_are_not_taken_for_a_difference() -> None:
-    """vLLM tells nothing for the first pieces and the whole for the last, transformers U+FFFD."""
+    """vLLM gives nothing for the first pieces and the whole for the last, transformers U+FFFD."""
     ours = answer(token("a"), token(""), token("é"), token("b"), text="aéb")
     theirs = answer(token("a"), token("\ufffd"), token("\ufffd"), token("c"), text="aéc")
     assert part(ours, theirs).position == 3

@@ -139,7 +139,7 @@ def test_model_output_stays_text(report: Path, visit: Open) -> None:
     opened.find("window.hacked")
     assert opened.ids() == ["q1"]
     detail = opened.page.locator("#detail")
-    # A paragraph separator apart, which inner_text tells as a newline.
+    # A paragraph separator apart, which inner_text gives as a newline.
     assert "<script>window.hacked=1</script><img src=x" in detail.inner_text()
     assert detail.locator("script").count() == 0
     assert opened.page.locator("img[src='x']").count() == 0

@@ -261,7 +261,7 @@ def test_a_row_that_is_run_again_has_its_new_scores(tmp_path: Path) -> None:
 
 
 def test_rows_that_changed_places_keep_their_own_scores(tmp_path: Path) -> None:
-    """All finish within a millisecond or two: the time alone tells no record from another."""
+    """All finish within a millisecond or two: the time alone distinguishes no records."""
     rows = counted(20)
     folder = run(job(tmp_path, rows, scoring=NUMBER))
     score_run(folder, say=quiet)

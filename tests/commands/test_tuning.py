@@ -193,7 +193,7 @@ def test_what_the_engine_waits_for(load: EngineLoad, in_flight: int, field: str 
 
 
 def test_a_window_within_the_batch_never_waits_for_preparation() -> None:
-    """The engine tells its load too seldom: one that has just finished a row seems to lack one."""
+    """The engine reports its load too seldom: one that has just finished a row seems to lack one."""
     meter = IdleMeter()
     meter.add(1.0, EngineLoad(3, 0, 0.1, 0), 4, 4, 8)
     meter.add(1.0, EngineLoad(3, 0, 0.1, 0), 3, 4, 8)

@@ -11,7 +11,7 @@ from batchkit.commands.tuning.find import Rate, search
 
 
 class CountingTrials:
-    """No engine: sizes up to ``threshold`` fit, and ``rate`` tells their throughput."""
+    """No engine: sizes up to ``threshold`` fit, and ``rate`` gives their throughput."""
 
     def __init__(
         self, threshold: int, rate: Callable[[int], float] = float, *, is_sure: bool = True

@@ -91,7 +91,7 @@ def test_a_row_can_not_act_on_the_terminal(command: tuple[str, ...]) -> None:
         on_a_terminal("run", "job.toml")
     printed = on_a_terminal(*command)
     assert acting(printed) == []
-    is_run = command == ("run", "job.toml")  # which tells nothing of a row
+    is_run = command == ("run", "job.toml")  # which prints nothing of a row
     assert is_run or "\\u001b]0;owned" in printed
 
 

@@ -212,7 +212,7 @@ def test_a_prompt_that_is_too_long_is_recognised_by_its_code(refusal: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("server_tells", "options"),
+    ("server_says", "options"),
     [
         ({"counts": True}, {}),
         ({"counts": False}, {}),
@@ -221,9 +221,9 @@ def test_a_prompt_that_is_too_long_is_recognised_by_its_code(refusal: dict[str, 
     ],
 )
 def test_a_prompt_that_is_too_long_is_cut_where_the_server_counts_it(
-    server_tells: dict[str, Any], options: dict[str, Any], tmp_path: Path
+    server_says: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    with serving(context=100, **server_tells) as server:
+    with serving(context=100, **server_says) as server:
         made = make_job(
             table(
                 server,

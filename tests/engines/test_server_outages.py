@@ -194,7 +194,7 @@ def test_a_server_that_fails_over_everything_is_given_up_and_no_row_is_blamed() 
         (Refused(307, b"", Location="http://elsewhere/v1"), "http://elsewhere/v1"),
     ],
 )
-def test_what_no_waiting_mends_stops_the_run_at_once(
+def test_what_waiting_does_not_fix_stops_the_run_at_once(
     refusal: Refused, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def before(text: str, body: dict[str, Any]) -> None:

@@ -44,8 +44,8 @@ def test_every_request_comes_back_exactly_once_whenever_engines_die(
         done = answer_all(engine, requests(0, 40), window=window)
     failed = kinds_of(done)
     assert failed.keys() >= known_kinds(world).keys()
-    innocent = failed.keys() - known_kinds(world).keys()
-    assert all(world.deaths_of[index] > PROOF for index in innocent)
+    healthy = failed.keys() - known_kinds(world).keys()
+    assert all(world.deaths_of[index] > PROOF for index in healthy)
     assert len(world.opened) == len(world.closed_with)
 
 
@@ -54,7 +54,7 @@ def test_that_accidents_happen_is_remembered_for_the_next_start() -> None:
     world = World(dies_at={2: "engine_crash", 9: "engine_crash"})
     with closing(world.supervise(remember=history.append)) as engine:
         answer_all(engine, requests(0, 40), window=4)
-    assert [lesson.among_accidents for lesson in history] == [False, True, True, True], (
+    assert [entry.among_accidents for entry in history] == [False, True, True, True], (
         "before each engine, and at the end of each search"
     )
 

@@ -123,7 +123,7 @@ class Tokens:
         self.max_model_len, self.overhead, self.per_token = max_model_len, overhead, per_token
 
     def count(self, length: int, cut: Cut | None) -> int:
-        """``per_token`` tells it for a character of a text of ``length``."""
+        """``per_token`` gives it for a character of a text of ``length``."""
         kept = length if cut is None else cut.kept
         tail = kept // 2
         text = [*range(kept - tail), *range(length - tail, length)]

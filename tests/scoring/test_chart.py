@@ -322,7 +322,7 @@ def test_fixed_mode_finds_code_in_an_answer() -> None:
     ],
     ids=["stray space", "curly quotes", "hard spaces", "indented tail"],
 )
-def test_fixed_mode_mends_what_was_lost_on_the_way(score: Score, code: str) -> None:
+def test_fixed_mode_corrects_what_was_lost_on_the_way(score: Score, code: str) -> None:
     found = score(code)
     assert (found.passed, found.problem) == (True, None)
 

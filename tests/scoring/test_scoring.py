@@ -106,7 +106,7 @@ def test_normalisation(text: str, official: str, fixed: str) -> None:
         ("em", "", "", 0, 0),
     ],
 )
-def test_what_fixed_mends(
+def test_what_fixed_corrects(
     name: str, prediction: str, reference: str, official: float, fixed: float
 ) -> None:
     assert percent(name, prediction, reference) == pytest.approx(official)

@@ -93,7 +93,7 @@ def answered() -> dict[str, str]:
 
 
 def overwrite(path: Path, content: bytes, offset: int = 0) -> None:
-    """In place: whoever has the file open sees it."""
+    """In place: a process that has the file open sees it."""
     with path.open("r+b") as file:
         file.seek(offset)
         file.write(content)

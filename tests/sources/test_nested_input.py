@@ -107,7 +107,7 @@ def test_only_what_is_too_deep_is_left_out(value: Any, depth: int, size: int) ->
 
 @pytest.mark.parametrize("text", ["x" * 10, r"\"[\n\\"])
 def test_long_text_comes_in_few_blocks(text: str) -> None:
-    """The parser begins with a text anew at each block of it; once 4.5 s for 8 MB."""
+    """The parser starts again with a text at each block of it; once 4.5 s for 8 MB."""
     size, long = 1000, f'[{{"q": "{text * 100_000}"}}, {{"q": "short"}}, {"[1], " * 300_000} 2]'
     shallow = ShallowJson(io.BytesIO(long.encode()))
     blocks = list(iter(lambda: shallow.read(size), b""))

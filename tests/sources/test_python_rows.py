@@ -44,7 +44,7 @@ def kept(summary: RunSummary) -> list[dict[str, Any]]:
 
 
 class Polars:
-    """As much of a polars.DataFrame as tells what it is."""
+    """As much of a polars.DataFrame as is needed to recognise it."""
 
     columns = ("key", "q", "n")
     height = 3

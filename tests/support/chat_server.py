@@ -70,7 +70,7 @@ class ChatServer:
     """``before`` sees each prompt's text and body first; it may raise, or return what to say.
 
     A prompt that is too long is refused in llama.cpp's way, its tokens counted; without ``counts`` in
-    vLLM's, which has ``/tokenize`` for that. ``model`` is what its list of models tells besides the
+    vLLM's, which has ``/tokenize`` for that. ``model`` is what its list of models has besides the
     name. ``answered`` counts the prompts that got an answer; ``most`` is how many were in here at once;
     ``flooded`` counts the bytes that a ``Flood`` got rid of. ``here.client`` is the address that the
     thread's request came from.

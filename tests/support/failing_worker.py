@@ -2,7 +2,7 @@
 
 ``BATCHKIT_TEST_FAULTS`` is JSON. Kinds of faults: oom, error, kill, hang.
 
-- ``once``: {kind: step} fails at that step, the first time only; a marker in ``folder`` tells
+- ``once``: {kind: step} fails at that step, the first time only; a marker in ``folder`` shows
 - ``over``: more running requests than this run out of memory
 - ``load_over``: so does loading with a larger ``max_num_seqs``
 - ``load_s``: each load takes this much longer; ``reload_s``: so does every one but the first
