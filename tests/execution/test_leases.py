@@ -177,6 +177,23 @@ def test_a_row_that_is_known_to_kill_goes_out_alone() -> None:
     assert leases.holders[0].die("worker died") == task(1), "one death proves it"
 
 
+def test_a_row_that_is_known_to_kill_is_not_lost_beside_rows_that_wait_for_replay() -> None:
+    leases = Leases(2, quarantined=[4])
+    for holder in leases.holders.values():
+        holder.capacity = 4
+    new = map(task, range(5))
+    assert len(leases.lease(0, 5, lambda: next(new, None))) == 2
+    assert len(leases.lease(1, 3, lambda: next(new, None))) == 2
+    leases.give_up(0)
+    leases.holders[1].settle([2, 3])
+    replayed: list[int] = []
+    while not replayed or not leases.are_settled:
+        group = [one.row.index for one in leases.lease(1, 0, lambda: next(new, None))]
+        leases.holders[1].settle(group)
+        replayed += group
+    assert sorted(replayed) == [0, 1, 4]
+
+
 def test_what_a_worker_held_that_is_given_up_goes_to_the_others() -> None:
     leases = Leases(2)
     for holder in leases.holders.values():

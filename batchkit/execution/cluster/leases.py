@@ -142,7 +142,9 @@ class Leases:
                 if task.row.index in self._quarantined:
                     holder.suspects.suspect(task)
             tasks = [task for task in tasks if task.row.index not in self._quarantined]
-        if holder.capacity and not tasks and not holder.held and self._adopt(holder):
+        if holder.capacity and not tasks and not holder.held:
+            if not holder.suspects:
+                self._adopt(holder)
             tasks = self._suspects(holder) or []
         holder.take(tasks)
         return tasks
@@ -153,16 +155,15 @@ class Leases:
             return None
         return [] if holder.held else (holder.suspects.next_group() or None)
 
-    def _adopt(self, idle: LeaseHolder) -> bool:
-        """Give ``idle`` the suspects of a dead or given-up worker. True if there were any."""
+    def _adopt(self, idle: LeaseHolder) -> None:
+        """Give ``idle``, which has none, the suspects of a dead or given-up worker."""
         if self._orphans:
             idle.suspects = self._orphans.popleft()
-            return True
+            return
         for other in self.holders.values():
             if other.suspects and not other.held and not other.capacity:  # dead, not back yet
-                idle.suspects, other.suspects = other.suspects, Suspects()
-                return True
-        return False
+                idle.suspects, other.suspects = other.suspects, idle.suspects
+                return
 
     def _room(self, holder: LeaseHolder, left: int | None) -> int:
         """How many more rows it may hold."""
