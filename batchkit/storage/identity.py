@@ -123,8 +123,8 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """One line for each key that differs: key, what it was, what it is.
 
     A secret that was masked, its value unknown, differs from nothing. ``then`` may have been
-    written by a version that masked less, or that did not look into files: a file that is named
-    again shows in the key that names it.
+    written by a version that masked less, or that did not look into files: a newly named
+    file shows in the key that names it.
     """
     then = _without_secrets(then)
     is_older = (_FILES in then) != (_FILES in now)
@@ -137,7 +137,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def known_of(value: Any, other: Any, key: str = "") -> Any:
     """``value``, found at the dotted ``key``; each part that is masked and unknown is taken from
-    the same place in ``other``. A ``***`` that stands for no secret is a text like any other."""
+    the same place in ``other``. A ``***`` that replaces no secret is a text like any other."""
     if isinstance(value, dict) and isinstance(other, dict):
         return {
             name: known_of(part, other.get(name, part), f"{key}.{name}" if key else name)
