@@ -80,7 +80,7 @@ def test_each_worker_has_gpus_of_its_own(
 ) -> None:
     made = job(run={"worker_gpus": share})
     hire = ray_here.remote(Actor).options(**needs(made))
-    actors = [hire.remote(number, made, None, ()) for number in range(2)]
+    actors = [hire.remote(number, made, {}, None, ()) for number in range(2)]
     places = ray_here.get([actor.begin.remote(EngineHistory()) for actor in actors])
     assert sorted(list(place.gpus) for place in places) == gpus
     for actor in actors:
@@ -262,7 +262,7 @@ def exchanged_once_it_is_up(ray_here: Any, actor: Any) -> Any:
 
 
 def test_a_process_that_was_restarted_unseen_refuses_rows(ray_here: Any) -> None:
-    actor = ray_here.remote(Actor).options(max_restarts=-1).remote(0, job(), None, ())
+    actor = ray_here.remote(Actor).options(max_restarts=-1).remote(0, job(), {}, None, ())
     ray_here.get(actor.begin.remote(EngineHistory()))
     ray_here.kill(actor, no_restart=False)
     with pytest.raises(RuntimeError, match="a new one"):
@@ -270,7 +270,7 @@ def test_a_process_that_was_restarted_unseen_refuses_rows(ray_here: Any) -> None
 
 
 def test_a_worker_that_the_run_takes_for_dead_ends(ray_here: Any) -> None:
-    actor = ray_here.remote(Actor).options(max_restarts=0).remote(0, job(), None, ())
+    actor = ray_here.remote(Actor).options(max_restarts=0).remote(0, job(), {}, None, ())
     ray_here.get(actor.begin.remote(EngineHistory()))
     with pytest.raises(ray_here.exceptions.RayActorError):
         ray_here.get(actor.begin.remote(EngineHistory()))

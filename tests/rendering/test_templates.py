@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -101,7 +101,6 @@ def test_what_is_bounded_by_the_row_needs_no_process(source: str) -> None:
     assert apart.text(FIELDS) == here
 
 
-@settings(deadline=None)  # a filter takes longer on a busy machine
 @given(filters=st.lists(SOME_FILTERS, max_size=8), of=st.sampled_from(["text", "xs", "row"]))
 def test_filters_that_need_no_process_do_not_multiply(filters: list[str], of: str) -> None:
     written = template("{{ " + " | ".join([of, *filters]) + " }}")

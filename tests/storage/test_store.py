@@ -473,7 +473,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(steps=STEPS)
 def test_store_agrees_with_a_dict_whatever_happens(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[Any, ...]]
