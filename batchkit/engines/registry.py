@@ -67,8 +67,9 @@ def sampling_names(kind: str) -> Collection[str] | None:
 
 
 def preload_engine(kind: str) -> None:
-    """Import what an engine of ``kind``, not a light one, needs, without touching a GPU."""
-    import_module(ENGINES[kind]).preload()
+    """Import what an engine of ``kind`` needs, without touching a GPU; a light one needs nothing."""
+    if kind not in LIGHT:
+        import_module(ENGINES[kind]).preload()
 
 
 def require(packages: Sequence[str], *, user: str, extra: str) -> None:

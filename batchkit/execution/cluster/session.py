@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from batchkit.config.tables import JobConfig
@@ -59,15 +59,13 @@ def _join(job: JobConfig, address: str | None, folder: Path | None) -> None:
     """Join Ray at ``address``, or start one whose files are in ``folder``."""
     import ray
 
-    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        if folder is None:
-            _knock(address or "")
-            ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
-        else:
-            begin(job, folder)
-    except SystemExit as error:  # raised by Ray's own SIGTERM handler
-        raise Interrupted(signal.SIGTERM) from error
+        with _own_sigterm():
+            if folder is None:
+                _knock(address or "")
+                ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+            else:
+                begin(job, folder)
     except Exception as error:  # no narrower type if Ray's processes start too slowly
         if folder is None:
             raise JobError(
@@ -78,11 +76,37 @@ def _join(job: JobConfig, address: str | None, folder: Path | None) -> None:
             f"run.workers: Ray did not start on this machine ({cause_of(error)}); if others keep it"
             " busy, run the same command again later"
         ) from error
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, on_sigterm)
     if folder is not None:
         _check_gpus(job)
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Inside, Ray sets a SIGTERM handler of its own, which raises SystemExit. Where Python ignores
+    that, for example in a destructor, the signal would be lost, so it is also received by a socket.
+
+    Raises:
+        Interrupted: SIGTERM came.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # neither Ray nor this may set a handler
+        return
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    inbox, outbox = socket.socketpair()
+    with inbox, outbox:
+        inbox.setblocking(False)
+        outbox.setblocking(False)
+        before = signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        except SystemExit as error:
+            raise Interrupted(signal.SIGTERM) from error
+        finally:
+            signal.set_wakeup_fd(before)
+            signal.signal(signal.SIGTERM, on_sigterm)
+        with suppress(BlockingIOError):
+            if signal.SIGTERM in inbox.recv(1024):
+                raise Interrupted(signal.SIGTERM)
 
 
 def _knock(address: str) -> None:
