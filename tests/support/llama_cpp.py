@@ -52,8 +52,9 @@ def llama_server() -> str | None:
 def write_gguf(folder: Path, path: Path) -> Path:
     """``path``, with what ``folder`` holds; the same folder gives the same bytes."""
     from safetensors.numpy import load_file
+    from transformers import AutoConfig
 
-    config = json.loads((folder / "config.json").read_text())
+    config = AutoConfig.from_pretrained(folder).to_dict()  # the file has no defaults
     tensors = {
         _name(name): array for name, array in load_file(folder / "model.safetensors").items()
     }
