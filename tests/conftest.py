@@ -35,6 +35,7 @@ LONGEST = (
     "test_cluster",
     "test_cluster_in_process",
     "test_vllm_faults",
+    "test_benchmarks",
     "test_vllm_engine",
     "test_vllm_storm",
     "test_process_engine",
@@ -49,7 +50,6 @@ LONGEST = (
 SLOW = {
     *LONGEST,
     "test_bad_rows",
-    "test_benchmarks",
     "test_changed_input",
     "test_changed_job",
     "test_chart_sandbox",
