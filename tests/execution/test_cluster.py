@@ -85,11 +85,12 @@ def test_answers_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
 def test_a_worker_that_is_killed_costs_nothing_but_a_second_run_of_its_rows(
     tmp_path: Path,
 ) -> None:
-    with running(tmp_path, tmp_path, question_rows({}), {}, TWO, job=DRY_RUN) as process:
+    rows = [row for _ in range(10) for row in question_rows({})]  # many are left when it dies
+    with running(tmp_path, tmp_path, rows, {}, TWO, job=DRY_RUN) as process:
         wait_for_records(tmp_path, 4)
         os.kill(workers_of(process.pid)[0].pid, signal.SIGKILL)
         ended = ended_in(tmp_path, process)
-    assert_only_failed(ended, answers(N_ROWS), {})
+    assert_only_failed(ended, answers(10 * N_ROWS), {})
     assert len(ended.stdout.splitlines()) == 1, "Ray's own words go elsewhere"
     assert sum(worker["restarts"] for worker in status(tmp_path / "output/faulty").workers) == 1
     assert verify(tmp_path / "output/faulty").is_sound
