@@ -143,18 +143,17 @@ def retry_failed(
                 quarantined.add(record["index"])
     if not attempts:
         return Retry(kinds)
-    if job_file is not None:
-        changes = differences(manifest.identity, identity(load_job(job_file)))
-        if changes:
-            say(
-                f"{job_file} has changed since the run began, and a retry keeps to the run's own job:"
-                f" {'; '.join(changes)}. To use the change, give it with --set, or `batchkit run"
-                f" {job_file} --on-change requeue`"
-            )
+    given = None if job_file is None else load_job(job_file)
+    if given is not None and (changes := differences(manifest.identity, identity(given))):
+        say(
+            f"{job_file} has changed since the run began, and a retry keeps to the run's own job:"
+            f" {'; '.join(changes)}. To use the change, give it with --set, or `batchkit run"
+            f" {job_file} --on-change requeue`"
+        )
     with StopRequest().installed() as stop:
         summary = ProductionBatchProcessor(
-            _with_secrets(job_of_run(folder, overrides), job_file, say),
-            begun_with=_filled(job_of_run(folder), job_file),
+            _with_secrets(job_of_run(folder, overrides), given, say),
+            begun_with=_filled(job_of_run(folder), given),
             overrides=overrides,
             stop=stop,
             command="retry-failed",
@@ -167,9 +166,9 @@ def retry_failed(
     return Retry(kinds, len(attempts), by_kind, recovered, summary)
 
 
-def _with_secrets(job: JobConfig, job_file: Path | None, say: Say) -> JobConfig:
+def _with_secrets(job: JobConfig, given: JobConfig | None, say: Say) -> JobConfig:
     """``job``, which was read from its ``job.toml``, with the secrets that are known."""
-    job = _filled(job, job_file)
+    job = _filled(job, given)
     known = without_masked(job)
     gone = sorted({*masked_keys(job.model_dump())} - {*masked_keys(known.model_dump())})
     if gone:
@@ -180,9 +179,9 @@ def _with_secrets(job: JobConfig, job_file: Path | None, say: Say) -> JobConfig:
     return known
 
 
-def _filled(job: JobConfig, job_file: Path | None) -> JobConfig:
-    """``job`` with the secrets of ``job_file``, if there is one."""
-    return job if job_file is None else with_secrets_of(job, load_job(job_file))
+def _filled(job: JobConfig, given: JobConfig | None) -> JobConfig:
+    """``job`` with the secrets of the ``given`` one, if there is one."""
+    return job if given is None else with_secrets_of(job, given)
 
 
 def folder_of(target: str, overrides: Sequence[str] = ()) -> Path:

@@ -85,8 +85,7 @@ class ProductionBatchProcessor:
     def start(self, rows: Iterable[Any] | None = None) -> Outcome:
         """As ``process``, but an error that stops the run after it has begun is returned, with the
         summary of what is done."""
-        source = from_job(self.job) if rows is None else from_python(rows, self.job.input)
-        return self._run(source, attempts=None)
+        return self._run(self._source(rows), attempts=None)
 
     def retry(
         self,
@@ -101,11 +100,11 @@ class ProductionBatchProcessor:
         yet; the ``quarantined`` ones killed the engine, and are run alone. ``rows`` (or their
         source) and errors as with ``process``.
         """
-        if rows is None:
-            source = from_job(self.job)
-        else:
-            source = rows if isinstance(rows, Input) else from_python(rows, self.job.input)
+        source = rows if isinstance(rows, Input) else self._source(rows)
         return self._run(source, attempts, quarantined).checked()
+
+    def _source(self, rows: Iterable[Any] | None) -> Input:
+        return from_job(self.job) if rows is None else from_python(rows, self.job.input)
 
     def _run(
         self,

@@ -237,7 +237,7 @@ def test_a_base_url_without_v1_is_reported_at_the_start() -> None:
 
 
 def test_a_server_that_is_not_there_is_reported_at_the_start() -> None:
-    with socket.socket() as silent:  # bound, so that no other test's server comes to stand there
+    with socket.socket() as silent:  # bound, so that no other test's server gets its port
         silent.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
         began = time.monotonic()
