@@ -239,7 +239,7 @@ BAD_SOURCES: dict[str, tuple[Any, list[str]]] = {
     "user name": ("https://me:secret@listed.test/a.png", ["user name", "//listed.test/a.png"]),
     "no host": ("http:///a.png", ["no host"]),
     "no port": ("http://listed.test:99999/a.png", ["ort out of range"]),
-    "bad address": ("http://[::1/a.png", ["Invalid IPv6"]),
+    "bad address": ("http://[::1/a.png", ["Invalid port"]),
     "unlisted address": ("http://169.254.169.254/latest/meta-data", ["not on media.allow_urls"]),
     "name of this machine": ("http://localhost/a.png", ["localhost resolves to", "not a public"]),
     "unpixeled": (Image.new("RGB", (0, 5)), ["0×5", "has no pixels"]),

@@ -17,7 +17,6 @@ from PIL import Image
 from batchkit.config.tables import MediaTable
 from batchkit.config.urls import is_remote
 from batchkit.errors import MediaError
-from batchkit.rendering.media.download import fetch
 from batchkit.rendering.media.pixels import decode, fit
 from batchkit.rendering.media.remote import check_root, read_remote
 from batchkit.rendering.media.shared import SharedImages
@@ -88,6 +87,8 @@ def _load(source: Source, media: MediaTable) -> Image.Image:
         case str() if source[:5].lower() == "data:":
             return decode(read_data_uri(source, name, media), name, media)
         case str() if is_for_fetch(source, media):
+            from batchkit.rendering.media.download import fetch
+
             return decode(fetch(source, name, media), name, media)
         case str():
             return decode(_read(source, name, media), name, media)

@@ -8,16 +8,16 @@ is the user's explicit choice and is allowed without this check.
 
 from __future__ import annotations
 
-import http.client
+import functools
 import ipaddress
 import socket
 import ssl
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
-from urllib.parse import quote, urljoin, urlsplit
+from urllib.parse import urljoin
+
+import anyio
+import httpx
+from anyio.from_thread import start_blocking_portal
 
 from batchkit.config.tables import MediaTable
 from batchkit.errors import MediaError
@@ -26,7 +26,7 @@ from batchkit.rendering.media.source import check_bytes, shown
 TIMEOUT_S = 30.0
 MAX_REDIRECTS = 3
 
-_CHUNK_BYTES = 2**16
+_HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "batchkit"}
 _IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")  # RFC 6052: the last 32 bits are an IPv4 address
 # IANA has assigned public addresses only from this range. Outside of it are, among others,
@@ -35,21 +35,11 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")  # RFC 6052: the last 32 bits are 
 _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
 
 
-class _Address(NamedTuple):
-    """An allowed URL, split up, with the addresses that may be connected to."""
+class _Hop(NamedTuple):
+    """An allowed URL, with the addresses of its host that may be connected to."""
 
-    secure: bool
-    host: str
-    port: int
-    target: str
+    url: httpx.URL
     addresses: list[str]
-
-
-class _Response(NamedTuple):
-    """Either the body or, for a redirect, the new location."""
-
-    body: bytes
-    location: str | None
 
 
 def fetch(url: str, name: str, media: MediaTable, *, timeout_s: float = TIMEOUT_S) -> bytes:
@@ -62,47 +52,57 @@ def fetch(url: str, name: str, media: MediaTable, *, timeout_s: float = TIMEOUT_
     Raises:
         MediaError: refused, unreachable, too slow, over ``media.max_bytes``, or not status 200.
     """
-    deadline = time.monotonic() + timeout_s
-    hop = url
-    for _ in range(MAX_REDIRECTS + 1):
-        try:
-            response = _get(_allowed(hop, name, media), name, media, deadline)
-            if response.location is not None:
-                hop = urljoin(hop, response.location)
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            if time.monotonic() >= deadline:
-                raise _too_slow(name, timeout_s) from error
-            raise MediaError(
-                f"{name}: the download failed ({type(error).__name__}: {error});"
-                " check the URL, or download the image beforehand"
-            ) from error
-        if time.monotonic() >= deadline:
-            raise _too_slow(name, timeout_s)
-        if response.location is None:
-            return response.body
+    try:
+        # httpx's own timeouts begin anew with every byte; a loop can end the whole download. It
+        # runs in a thread of its own, as the caller's may have a loop already (a notebook).
+        with start_blocking_portal() as portal:
+            return portal.call(_follow, url, name, media, timeout_s)
+    except TimeoutError as error:
+        raise MediaError(
+            f"{name}: not complete after {timeout_s:g} s; download the image beforehand"
+        ) from error
+    except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise MediaError(
+            f"{name}: the download failed ({type(error).__name__}: {error});"
+            " check the URL, or download the image beforehand"
+        ) from error
+
+
+async def _follow(url: str, name: str, media: MediaTable, timeout_s: float) -> bytes:
+    client = httpx.AsyncClient(verify=_tls(), trust_env=False, timeout=None, headers=_HEADERS)
+    with anyio.fail_after(timeout_s):
+        async with client:
+            for _ in range(MAX_REDIRECTS + 1):
+                found = await _get(client, _allowed(url, name, media), name, media)
+                if isinstance(found, bytes):
+                    return found
+                url = urljoin(url, found)
     raise MediaError(
-        f"{name}: redirected more than {MAX_REDIRECTS} times, last to {shown(hop)};"
+        f"{name}: redirected more than {MAX_REDIRECTS} times, last to {shown(url)};"
         " give the URL of the image itself"
     )
 
 
-def _too_slow(name: str, timeout_s: float) -> MediaError:
-    return MediaError(f"{name}: not complete after {timeout_s:g} s; download the image beforehand")
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()
 
 
-def _allowed(url: str, name: str, media: MediaTable) -> _Address:
-    """``url`` split up, if ``media.allow_urls`` and the addresses of its host allow it."""
+def _allowed(url: str, name: str, media: MediaTable) -> _Hop:
+    """``url``, if ``media.allow_urls`` and the addresses of its host allow it."""
     at = name if shown(url) == name else f"{name}: redirected to {shown(url)}"
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https"):
+    parsed = httpx.URL(url)
+    if parsed.scheme not in ("http", "https"):
         raise MediaError(
-            f"{at}: images can't be read from {parts.scheme}://;"
+            f"{at}: images can't be read from {parsed.scheme}://;"
             " use http(s), set media.root to a URL that they lie below, or download them under it"
         )
-    if parts.username is not None or not parts.hostname:
-        raise MediaError(f"{at}: has a user name, or no host; write https://host/path")
-    host = parts.hostname.rstrip(".")
-    port = parts.port or (443 if parts.scheme == "https" else 80)
+    host = parsed.host.rstrip(".")
+    port = parsed.port or (443 if parsed.scheme == "https" else 80)
+    if parsed.userinfo or not host or port >= 2**16:
+        raise MediaError(
+            f"{at}: has a user name, no host, or a port out of range; write https://host/path"
+        )
     bare = f"[{host}]" if ":" in host else host
     listed = {entry.lower() for entry in media.allow_urls}
     if f"{bare}:{port}" not in listed and (port not in (80, 443) or not listed & {bare, host}):
@@ -111,11 +111,7 @@ def _allowed(url: str, name: str, media: MediaTable) -> _Address:
             f"{at}: {entry} is not on media.allow_urls {sorted(listed)};"
             f' add "{entry}" if images may be fetched from there'
         )
-    target = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~")
-    if parts.query:
-        target += "?" + quote(parts.query, safe="/%:@!$&'()*+,;=~?[]")
-    addresses = _public_addresses(host, port, at)
-    return _Address(parts.scheme == "https", host, port, target, addresses)
+    return _Hop(parsed.copy_with(host=host), _public_addresses(host, port, at))
 
 
 def _public_addresses(host: str, port: int, at: str) -> list[str]:
@@ -148,76 +144,41 @@ def _is_public(address: _IPAddress) -> bool:
     return address.is_global and not address.is_multicast
 
 
-def _get(address: _Address, name: str, media: MediaTable, deadline: float) -> _Response:
-    sock = _connect(address, deadline)
-    if address.secure:
-        context = ssl.create_default_context()
-        sock = context.wrap_socket(
-            sock, server_hostname=address.host, do_handshake_on_connect=False
+async def _get(client: httpx.AsyncClient, hop: _Hop, name: str, media: MediaTable) -> bytes | str:
+    """The body or, for a redirect, the new location."""
+    response = await _connect(client, hop)
+    try:
+        if response.has_redirect_location:
+            return str(response.headers["Location"])
+        if response.status_code != 200:
+            raise MediaError(
+                f"{name}: {hop.url.host} answered {response.status_code} {response.reason_phrase};"
+                " check the URL"
+            )
+        stated = response.headers.get("Content-Length", "")
+        if stated.isdecimal():
+            check_bytes(int(stated), name, media)
+        body = bytearray()
+        async for chunk in response.aiter_raw():
+            body += chunk
+            check_bytes(len(body), name, media)
+        return bytes(body)
+    finally:
+        await response.aclose()
+
+
+async def _connect(client: httpx.AsyncClient, hop: _Hop) -> httpx.Response:
+    """The response, without its body, of the first of the checked addresses that answers."""
+    problem = httpx.ConnectError("its name resolves to nothing")
+    for address in hop.addresses:
+        request = client.build_request(
+            "GET",
+            hop.url.copy_with(host=address),
+            headers={"Host": hop.url.netloc.decode("ascii")},
+            extensions={"sni_hostname": hop.url.raw_host.decode("ascii")},  # of the certificate
         )
-    with sock, _cut_off(sock, deadline):
-        if isinstance(sock, ssl.SSLSocket):
-            sock.do_handshake()
-        kind = http.client.HTTPSConnection if address.secure else http.client.HTTPConnection
-        connection = kind(address.host, address.port)
-        connection.sock = sock
-        headers = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "batchkit"}
-        connection.request("GET", address.target, headers=headers)
-        with connection.getresponse() as response:
-            location = response.getheader("Location")
-            if response.status in (301, 302, 303, 307, 308) and location:
-                return _Response(b"", location)
-            if response.status != 200:
-                raise MediaError(
-                    f"{name}: {address.host} answered {response.status} {response.reason};"
-                    " check the URL"
-                )
-            return _Response(_body(response, name, media), None)
-
-
-def _connect(address: _Address, deadline: float) -> socket.socket:
-    """A connection to the first of the checked addresses that answers."""
-    problem: OSError = TimeoutError("timed out")
-    for one in address.addresses:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            break
         try:
-            return socket.create_connection((one, address.port), timeout=left_s)
-        except OSError as error:
+            return await client.send(request, stream=True)
+        except httpx.ConnectError as error:
             problem = error
     raise problem
-
-
-@contextmanager
-def _cut_off(sock: socket.socket, deadline: float) -> Iterator[None]:
-    """Ends every read of ``sock`` at the deadline, however slowly the server sends its bytes."""
-
-    def cut() -> None:
-        try:
-            # Not SSLSocket's own shutdown: it removes the SSL state while the reader uses it.
-            socket.socket.shutdown(sock, socket.SHUT_RDWR)
-        except OSError:
-            pass  # closed already
-
-    # The timer's thread runs beside the reader and uses nothing but the connection.
-    timer = threading.Timer(max(0.0, deadline - time.monotonic()), cut)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _body(response: http.client.HTTPResponse, name: str, media: MediaTable) -> bytes:
-    stated = response.getheader("Content-Length", "")
-    if stated.isdecimal():
-        check_bytes(int(stated), name, media)
-    body = bytearray()
-    while chunk := response.read(_CHUNK_BYTES):
-        body += chunk
-        check_bytes(len(body), name, media)
-    if stated.isdecimal() and len(body) < int(stated):
-        raise MediaError(f"{name}: ended after {len(body)} of {stated} bytes; try again")
-    return bytes(body)
