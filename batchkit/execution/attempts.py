@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from batchkit.config.tables import RetryTable
 from batchkit.errors import EmptyTextError, PromptTooLongError, RowOutOfMemoryError
 from batchkit.rendering.messages import loaded, with_note
-from batchkit.rendering.renderer import PromptRenderer
 from batchkit.rendering.sampling import with_temperature
 from batchkit.types import Completion, Request
 
@@ -36,6 +35,7 @@ class _Asked(NamedTuple):
 class Attempts:
     """Decides for each completion whether its row is settled, and holds the requests to retry.
 
+    ``shorter`` makes a request with a shorter prompt, or returns None if none helps.
     ``finds_nothing`` returns True if an answer lacks what the scoring looks for in it. Used by one
     thread only; ``retried`` counts all further attempts except those with shorter prompts.
     """
@@ -43,11 +43,11 @@ class Attempts:
     def __init__(
         self,
         retry: RetryTable,
-        renderer: PromptRenderer,
+        shorter: Callable[[Request, PromptTooLongError], Request | None],
         finds_nothing: Callable[[Completion], bool] | None,
     ) -> None:
         self._retry = retry
-        self._renderer = renderer
+        self._shorter = shorter
         self._finds_nothing = finds_nothing if retry.reask else None
         self._waiting = Waiting()
         self._tries: dict[int, int] = {}
@@ -80,7 +80,7 @@ class Attempts:
     def _is_shortened(self, completion: Completion) -> bool:
         if not isinstance(completion.error, PromptTooLongError):
             return False
-        shorter = self._renderer.shortened(completion.request, completion.error)
+        shorter = self._shorter(completion.request, completion.error)
         if shorter is None:
             return False
         if shorter.row.index in self._asked:  # rendered again, without the note

@@ -120,7 +120,7 @@ class Worker:
             )
             held.enter_context(closing(self._engine))
             self._held = held.pop_all()
-        self._attempts = Attempts(job.retry, renderer, self._finds_nothing)
+        self._attempts = Attempts(job.retry, renderer.shortened, self._finds_nothing)
         self._feeder = Feeder(job, self._engine, rows, self._attempts)
         self.engine_facts = EngineFacts(self._engine.max_num_seqs, self._engine.versions)
 

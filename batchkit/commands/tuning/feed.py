@@ -62,7 +62,9 @@ class Feed:
             ahead=max(2 * threads, batch_size),
             max_bytes=job.media.max_memory_bytes,
         )
-        self._feeder = Feeder(job, engine, self._prefetch, Attempts(job.retry, renderer, None))
+        self._feeder = Feeder(
+            job, engine, self._prefetch, Attempts(job.retry, renderer.shortened, None)
+        )
         self._is_sample = is_sample
         self._engine = engine
         self._periods = Rounds(batch_size, budget)
