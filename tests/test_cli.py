@@ -371,7 +371,7 @@ def test_run_is_named_by_its_job_its_folder_or_not_at_all(
 
 def test_status_for_people(finished: Path) -> None:
     text = batchkit("status").stdout
-    assert "trial: 5 ok, 1 failed, 0 of 6 to do" in text
+    assert "trial: 5 ok, 1 failed, 0 of 6 left" in text
     assert "failed by template: 1" in text
     assert "no process works on it" in text
 

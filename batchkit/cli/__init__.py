@@ -129,9 +129,9 @@ def run(
 @SET
 @printed
 def validate(job: Path, rows: int | None, overrides: Texts) -> Result:
-    """Check every row of JOB without loading the model: template, media, exact length, ids.
+    """Check every row of JOB without loading the model.
 
-    Writes nothing. Exits with 3 if a row would fail.
+    Checks template, media, exact length and id; writes nothing. Exits with 3 if a row would fail.
     """
     from batchkit.commands.validate import validate as check
 
@@ -142,7 +142,7 @@ def validate(job: Path, rows: int | None, overrides: Texts) -> Result:
 @RUN
 @printed
 def status(run: str | None) -> Result:
-    """Counts, failures by kind, rate and ETA of RUN, and which process works on it."""
+    """Show what of RUN is done, failed and left, its rate and ETA."""
     from batchkit.commands.status import status as look
 
     return look(find(run))
@@ -159,11 +159,10 @@ def status(run: str | None) -> Result:
 @SET
 @printed
 def retry_failed(run: str | None, kinds: Texts, overrides: Texts) -> Result:
-    """Run the rows of RUN again that failed or came back empty, and append the results.
+    """Run the rows of RUN again that failed or came back empty.
 
-    Rows that are ok are not touched. --set applies to this start only. Secrets are not kept in a run
-    folder: if RUN is the job file, they are read from there. Exits with 1 if rows of RUN have no
-    record yet.
+    New results are appended; rows that are ok are not touched. --set applies to this start only.
+    Secrets are read from RUN if it is a job file. Exits with 1 if rows of RUN have no record yet.
     """
     from batchkit.commands.run import retry_failed as again
     from batchkit.types import ERROR_KINDS
@@ -194,9 +193,9 @@ def retry_failed(run: str | None, kinds: Texts, overrides: Texts) -> Result:
 )
 @JSON
 def export(run: str | None, safe_csv: bool, as_json: bool, **formats: str | None) -> None:
-    """Write the newest record of each row of RUN, with its newest scores, in the order of the input.
+    """Write the newest record of each row of RUN, in input order.
 
-    Without PATH: a file (--realhit: a folder) in the run folder.
+    Without PATH: a file (--realhit: a folder) in the run folder. Scores are the newest, too.
     """
     from batchkit.commands.export import export as write
 
@@ -224,10 +223,10 @@ def export(run: str | None, safe_csv: bool, as_json: bool, **formats: str | None
 @SET
 @printed
 def score(run: str | None, predictions: Path | None, job: Path | None, overrides: Texts) -> Result:
-    """Score the answers of RUN again, without the model, and print the table.
+    """Score the answers of RUN again, without the model.
 
-    If RUN is a job file, or --job names one, its [scoring] is used, otherwise the run's. Scores are
-    percentages, rewards go from 0 to 10. Failed rows are not scored; an unscored row is not a 0.
+    Uses the [scoring] of RUN if it is a job file, or of --job, else the run's own. Scores are
+    percentages, rewards 0 to 10. Failed rows are not scored; an unscored row is not a 0.
     """
     from batchkit.commands.score import score_run
     from batchkit.commands.score.job import check_overrides, job_of_rows, job_to_score
@@ -248,7 +247,7 @@ def score(run: str | None, predictions: Path | None, job: Path | None, overrides
 @click.option("--no-images", is_flag=True, help="Leave the thumbnails out of the page.")
 @printed
 def report(runs: Texts, output: Path | None, no_images: bool) -> Result:
-    """Print the table of scores of RUN, and write report.html beside its results.
+    """Write report.html beside RUN's results; print its scores.
 
     The page needs no network: it has the table, rates, lengths, failures, and every row to browse.
     With several runs, each is compared with the first: differences with a 95 % interval, and the
@@ -279,12 +278,12 @@ def report(runs: Texts, output: Path | None, no_images: bool) -> Result:
 @SET
 @JSON
 def find_bs(job: Path, write: bool, overrides: Texts, as_json: bool, **limits: Any) -> None:
-    """Find the batch size that suits JOB on this machine, with its own rows and images.
+    """Find the best batch size for JOB, tried with its own rows.
 
     The engine batches continuously: the batch size is how many requests it runs at once,
-    engine.options.max_num_seqs, which costs GPU memory. If run.max_in_flight, the window of requests
-    handed to the engine, is a smaller number, the batch size is that window, which costs host
-    memory; the first lines say so.
+    engine.options.max_num_seqs, which costs GPU memory. If run.max_in_flight, the window of
+    requests handed to the engine, is a smaller number, the batch size is that window, which costs
+    host memory; the first lines say so.
 
     Each size is tried with its own engine: doubled from --low on, then narrowed down to the largest
     that fits. Stops when twice the size gains less than 3 %. Exits with 1 if no size fits.
@@ -320,7 +319,7 @@ def find_bs(job: Path, write: bool, overrides: Texts, as_json: bool, **limits: A
 def bench(
     job: Path, batch_sizes: str, html: Path | None, overrides: Texts, as_json: bool, **limits: Any
 ) -> None:
-    """Measure JOB at several batch sizes: throughput, latency, memory.
+    """Measure JOB's throughput, latency and memory by batch size.
 
     The batch size is how many requests run at once, as for find-bs. Each figure is the median of the
     rounds, which start when the engine is warm and full. p50 and p99 are latencies of a request,
@@ -368,12 +367,12 @@ def bench(
 def parity(
     job: Path, engines: str, overrides: Texts, only_a: Texts, only_b: Texts, **limits: Any
 ) -> Result:
-    """Run the same rows of JOB, greedy, on two engines, and show where their answers differ.
+    """Show where the answers of two engines to JOB differ.
 
-    First A answers, then B; only one model is loaded at a time. The gap of a difference is how much
-    (in logprob) the side that was more certain preferred its own token to the other's: near 0 it is
-    a tie that was broken differently, a large one is a real difference. If an engine gives no
-    logprobs, answers are compared by words and the gap is unknown.
+    Both run the same rows, greedy, first A, then B. The gap of a difference is how much (in
+    logprob) the side that was more certain preferred its own token to the other's: near 0 it is a
+    tie that was broken differently, a large one is a real difference. Without logprobs, answers are
+    compared by words and the gap is unknown.
 
     What only one kind of engine supports is left out, and listed: options of JOB for the other side,
     parameters of its sampling for both. Nothing is written to the run folder.
@@ -398,7 +397,7 @@ def parity(
 @click.option("--partial", is_flag=True, help="Also merge if rows are missing.")
 @printed
 def merge(runs: Texts, into: str, partial: bool) -> Result:
-    """Join several runs of one job, for example its shards, into one ordinary run.
+    """Join the shards or parts of a job into one ordinary run.
 
     The newest answer of a row counts, and a failure only if no RUN has an answer. If rows are
     missing, nothing is written unless --partial is given. Runs of different jobs are refused. RUN is
@@ -423,9 +422,10 @@ def merge(runs: Texts, into: str, partial: bool) -> Result:
 )
 @printed
 def verify(run: str | None, repair: bool) -> Result:
-    """Check the log of RUN: every record is of its row, none is there twice, the checkpoint matches.
+    """Check the log of RUN against its checkpoint and its input.
 
-    Reads the log and the input. Exits with 1 if it is not sound.
+    Every record must be of its row, and none there twice. Reads the log and the input. Exits with 1
+    if it is not sound.
     """
     from batchkit.commands.repair import repair as repair_run
     from batchkit.commands.verify import verify as audit
@@ -455,7 +455,7 @@ def verify(run: str | None, repair: bool) -> Result:
 def generate(
     model: str, prompts_file: Path | None, texts: Texts, overrides: Texts, as_json: bool
 ) -> None:
-    """Answer prompts from the command line: --model M --prompts "a" "b" …
+    """Answer prompts given on the command line.
 
     The run is kept in output/generate, and an earlier one beside it. --json prints one record a line.
     """
@@ -484,7 +484,7 @@ def demo_model(path: Path, text_only: bool) -> None:
 @cli.command()
 @printed
 def doctor() -> Result:
-    """Check what a run needs on this machine. If something is wrong, exits with 1 and says what helps."""
+    """Check that this machine has all a run needs; exit 1 if not."""
     from batchkit.commands.doctor import diagnose
 
     return diagnose()

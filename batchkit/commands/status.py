@@ -58,7 +58,7 @@ class Status:
     def _lines(self) -> Iterator[str]:
         total = "?" if self.total is None else f"{self.total:,}"
         pending = "?" if self.pending is None else f"{self.pending:,}"
-        yield f"{self.name}: {self.ok:,} ok, {self.failed:,} failed, {pending} of {total} to do"
+        yield f"{self.name}: {self.ok:,} ok, {self.failed:,} failed, {pending} of {total} left"
         for kind, count in self.failed_by_kind.items():
             yield f"  failed by {kind}: {count:,}"
         yield f"tokens: {self.prompt_tokens:,} prompt, {self.completion_tokens:,} completion"

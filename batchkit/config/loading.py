@@ -32,7 +32,9 @@ def load_job(path: Path, overrides: Iterable[str] = ()) -> JobConfig:
     except FileNotFoundError:
         raise JobError(f"{path}: no such job file") from None
     except IsADirectoryError:
-        raise JobError(f"{path}: is a folder; give the job file in it") from None
+        raise JobError(
+            f"{path}: is a folder; give a job file (of a run folder: its job.toml)"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"{path}: can't be read: {error}") from error
     try:

@@ -149,6 +149,4 @@ def _threads() -> int:
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     if wanted.isdecimal() and int(wanted):
         return int(wanted)
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))

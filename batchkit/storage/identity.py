@@ -19,6 +19,7 @@ from batchkit.config.regular_file import read_text
 from batchkit.config.server_command import files_named, what_decides_answers
 from batchkit.config.tables import JobConfig, Table
 from batchkit.config.tables.base import Mark
+from batchkit.config.terminal import shortened
 
 _FINGERPRINT = re.compile(re.escape(MASK) + "[0-9a-f]{0,6}")
 _CREDENTIAL = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=%.~-]{20,}", re.ASCII)
@@ -229,5 +230,4 @@ def hash_of(value: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    text = orjson.dumps(value).decode()
-    return text if len(text) <= 100 else f"{text[:97]}… ({len(text)} characters)"
+    return shortened(orjson.dumps(value).decode(), 100)

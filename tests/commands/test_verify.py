@@ -61,7 +61,7 @@ def test_status_shows_the_state_of_the_run() -> None:
         "held_by": None,
     }
     assert found | expected == found
-    assert "a: 8 ok, 2 failed, 0 of 10 to do" in batchkit("status", "job.toml").stdout
+    assert "a: 8 ok, 2 failed, 0 of 10 left" in batchkit("status", "job.toml").stdout
 
 
 def test_status_of_what_is_no_run_is_refused() -> None:

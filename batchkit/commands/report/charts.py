@@ -14,7 +14,6 @@ from batchkit.commands.report.figures import (
     Timeline,
     histogram,
     nice,
-    timeline,
 )
 from batchkit.config.numbers import clock, duration, number
 
@@ -33,10 +32,10 @@ class Chart(NamedTuple):
     x_labels: list[str]
 
 
-def charts(stats: RunStats) -> list[Chart]:
+def charts(stats: RunStats, line: Timeline | None) -> list[Chart]:
     """All charts that this run's records allow."""
     found = []
-    if (line := timeline(stats.finished_at, stats.latency_s)) is not None:
+    if line is not None:
         rate = f"{number(line.mean_rows_per_s)} rows/s over {duration(line.seconds)} of work"
         mean = sum(line.in_flight) / len(line.in_flight)
         at_once = f"{number(mean)} on average, {line.most_in_flight:,} at most"

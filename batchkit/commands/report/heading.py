@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from batchkit.commands.report.figures import RunStats, timeline
+from batchkit.commands.report.figures import RunStats, Timeline
 from batchkit.commands.report.pictures import Picture
 from batchkit.commands.report.rows import clip
 from batchkit.config.numbers import duration, number, percent, short_count
@@ -17,9 +17,10 @@ from batchkit.storage.manifest import Manifest
 from batchkit.storage.runfolder import held_by
 
 
-def facts(manifest: Manifest, stats: RunStats, table: ScoreTable) -> list[tuple[str, str, str]]:
+def facts(
+    manifest: Manifest, stats: RunStats, line: Timeline | None, table: ScoreTable
+) -> list[tuple[str, str, str]]:
     """The numbers at the top of the page: name, value, and the text below it."""
-    line = timeline(stats.finished_at, stats.latency_s)
     total = _total(manifest)
     of = f"of {total:,}" if total is not None and total > stats.rows else "all of the input"
     failed = stats.rows - stats.ok

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 import batchkit
 from batchkit.commands.report.charts import bar, charts, shares
-from batchkit.commands.report.figures import RunStats
+from batchkit.commands.report.figures import RunStats, timeline
 from batchkit.commands.report.heading import about, facts, notes, picture_notes, subtitle, when
 from batchkit.commands.report.pictures import Picture
 from batchkit.commands.report.rows import Shown, clip
@@ -42,6 +42,7 @@ def render(
     pictures: Sequence[Picture],
 ) -> Iterator[str]:
     """The page in pieces."""
+    line = timeline(stats.finished_at, stats.latency_s)
     all_notes = [
         *notes(folder, manifest, stats),
         *shown.notes,
@@ -53,13 +54,13 @@ def render(
         "report/page.html.j2",
         title=manifest.name,
         subtitle=subtitle(manifest),
-        facts=facts(manifest, stats, table),
+        facts=facts(manifest, stats, line, table),
         notes=all_notes,
         group_by=job.scoring.group_by,
         heads=[head(name) for name in table.names],
         lines=_lines(table),
         spread=_spread(table),
-        charts=charts(stats),
+        charts=charts(stats, line),
         failures=shares(stats.failed_by_kind),
         about=about(manifest, job),
         job_toml=clip(job_toml, _MAX_JOB_CHARACTERS),
