@@ -18,6 +18,9 @@ from batchkit.engines.process.launcher import Launcher
 from tests.support.forks import Fork
 from tests.support.small_vllm import SMALL
 
+# Without bytecode each process would compile vLLM, torch and Ray again: half the time of an import.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Two engines beside each other on two cores: their OpenMP threads would spin against one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray would leave a token in the home folder, and listen on every address.

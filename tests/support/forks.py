@@ -264,6 +264,7 @@ def main() -> None:
     preload_engine("vllm")
     for name in ALSO:
         importlib.import_module(name)
+    _configure_vllm()
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork would lack the other threads"
     gc.collect()
     gc.freeze()
@@ -271,6 +272,17 @@ def main() -> None:
         None
     )  # vLLM calls it, and then collects eight times, when an engine is closed
     _end_as_python_does(lambda: _serve(control)())
+
+
+def _configure_vllm() -> None:
+    """What each engine would do again, half of its start: go through all loggers, and all modules."""
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging
+    from vllm.platforms import current_platform
+
+    configure_logging(LoggingConfig())  # an engine whose environment says otherwise does it again
+    current_platform.register_triton_kernel_overrides()
+    current_platform.register_triton_kernel_overrides = lambda: None
 
 
 if __name__ == "__main__":
