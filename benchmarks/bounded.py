@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import tempfile
@@ -15,6 +16,8 @@ from typing import NamedTuple
 import psutil
 
 INTERRUPTED_S = 60  # for an interrupted command to end
+
+start: type[subprocess.Popen[str]] = subprocess.Popen  # the tests fork instead
 
 
 class Done(NamedTuple):
@@ -50,7 +53,7 @@ def run(
     """
     gone, late = threading.Event(), threading.Event()
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        process = subprocess.Popen(
+        process = start(
             words,
             cwd=cwd,
             env=environment,
@@ -88,8 +91,10 @@ def run(
 
 def _clear_up(pid: int, gone: threading.Event) -> None:
     """Processes that the command left would keep its stdout open, and hold GPU memory."""
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     with suppress(ProcessLookupError, PermissionError):
+        ended = os.pidfd_open(pid)
+        select.select([ended], [], [])
+        os.close(ended)
         os.killpg(pid, signal.SIGKILL)
     gone.set()
 

@@ -31,7 +31,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 import tempfile
 import time
 import traceback
@@ -52,21 +51,11 @@ from gpu_place import (
     answer,
     environment,
     find_bs,
+    python,
     wait_for_card,
 )
 from ledger import AS_IT_IS, TIMED
 from sides import GENERATE_ALL, IN_ORDER
-
-HERE = Path(__file__).parent
-MACHINE = """
-import json, torch, vllm
-card = torch.cuda.is_available()
-print(json.dumps({
-    "vllm": vllm.__version__, "torch": torch.__version__,
-    "card": torch.cuda.get_device_name() if card else None,
-    "card_bytes": torch.cuda.mem_get_info()[1] if card else None,
-}))
-"""
 
 
 class Way(NamedTuple):
@@ -87,7 +76,11 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=540, help="for each section")
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
     parser.add_argument("--tiny", action="store_true", help="on a CPU: tiny shapes, few rows")
+    parser.add_argument("--look", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.look:
+        print(json.dumps(machine_here()))
+        return
     chosen = args.only.split(",")
     if unknown := [name for name in chosen if name not in SECTIONS]:
         parser.error(f"--only: no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
@@ -128,9 +121,7 @@ def main() -> None:
 
 def look(folder: Path) -> dict[str, Any]:
     """In another process, so that this one holds no GPU memory."""
-    done = bounded.run(
-        [sys.executable, "-c", MACHINE], cwd=folder, limit_s=300, environment=environment()
-    )
+    done = bounded.run(python("gpu", "--look"), cwd=folder, limit_s=300, environment=environment())
     if done.code:
         raise SystemExit(f"torch and vLLM can't be imported: {done.message}")
     machine: dict[str, Any] = json.loads(done.stdout[-1])
@@ -139,6 +130,19 @@ def look(folder: Path) -> dict[str, Any]:
     for name, value in machine.items():
         print(f"{name}: {value}")
     return machine
+
+
+def machine_here() -> dict[str, Any]:
+    import torch
+    import vllm
+
+    card = torch.cuda.is_available()
+    return {
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "card": torch.cuda.get_device_name() if card else None,
+        "card_bytes": torch.cuda.mem_get_info()[1] if card else None,
+    }
 
 
 def text_section(place: Place, found: Found) -> None:
@@ -197,8 +201,8 @@ def ledger_section(place: Place, found: Found) -> None:
     for mode in modes:
         wait_for_card()
         shutil.rmtree(place.folder / "output", ignore_errors=True)
-        words = [str(HERE / "ledger.py"), "--child", mode, "--interval-s"]
-        summary = answer(place, [*words, "0.5" if place.tiny else "5"])
+        interval_s = "0.5" if place.tiny else "5"
+        summary = answer(place, "ledger", "--child", mode, "--interval-s", interval_s)
         per_s = summary["rows_per_s"]
         ratio = per_s / results[0]["rows_per_s"] if results else 1.0
         shares = {part: s / summary["seconds"] for part, s in summary["wall"].items() if s}
@@ -286,8 +290,7 @@ def side(place: Place, shape: str, rows: Path, way: Way, job: Mapping[str, Any])
         "overrides": [],
         "hold_back": "images" in job["prompt"],  # as in images.py
     }
-    words = [str(HERE / "sides.py")]
-    return answer(place, words, stdin=json.dumps(task), own_process=way.own_process)
+    return answer(place, "sides", stdin=json.dumps(task), own_process=way.own_process)
 
 
 if __name__ == "__main__":

@@ -107,8 +107,8 @@ def survived(place: Place, name: str, job: Mapping[str, Any], each: int) -> dict
     table = {**job, "name": log.parent.name, "output": {"dir": str(log.parents[1])}}
     (work / "job.toml").write_text(tomlkit.dumps(table))
     here = replace(place, folder=work)
-    summary = answer(here, ["-m", "batchkit", "run", "job.toml"], hungry_bytes=each)
-    audit = answer(here, ["-m", "batchkit", "verify", "job.toml", "--json"])
+    summary = answer(here, "batchkit", "run", "job.toml", hungry_bytes=each)
+    audit = answer(here, "batchkit", "verify", "job.toml", "--json")
     lines = log.read_text().splitlines()
     events = [line for line in lines if any(words in line for words in EVENTS)]
     print(f"{name}: {summary['ok']} of {summary['total']} rows, {summary['seconds']:.1f} s")

@@ -68,28 +68,32 @@ class Place:
 
 def answer(
     place: Place,
-    words: Sequence[str],
-    *,
+    script: str,
+    *args: str,
     stdin: str = "",
     own_process: bool = False,
     hungry_bytes: int = 0,
 ) -> dict[str, Any]:
-    """Run Python with ``words``; its last line of stdout, parsed as JSON.
+    """Run the script; its last line of stdout, parsed as JSON.
 
     Raises:
         SectionError: it failed, or the section's time limit was reached.
     """
     done = bounded.run(
-        [sys.executable, *words],
+        python(script, *args),
         cwd=place.folder,
         limit_s=place.left_s,
         environment=environment(hungry_bytes, own_process=own_process),
         stdin=stdin,
     )
     if done.code or not done.stdout:
-        raise SectionError(f"{Path(words[0]).name} {' '.join(words[1:3])}: {done.message}")
+        raise SectionError(f"{' '.join([script, *args[:2]])}: {done.message}")
     found: dict[str, Any] = json.loads(done.stdout[-1])
     return found
+
+
+def python(module: str, *args: str) -> list[str]:
+    return [sys.executable, "-P", "-m", module, *args]
 
 
 def find_bs(
@@ -109,7 +113,7 @@ def find_bs(
     wait_for_card()
     path = place.folder / "find-bs.toml"
     path.write_text(tomlkit.dumps({**job, "name": "tried"}))
-    words = [sys.executable, "-m", "batchkit", "find-bs", str(path), "--json"]
+    words = python("batchkit", "find-bs", str(path), "--json")
     words += ["--low", str(low), "--high", str(high), "--seconds", str(seconds)]
     done = bounded.run(
         words,

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.forks import Fork
+
 ROOT = Path(__file__).parents[1]
 CALLED = ("sides", "ray_script")  # by other scripts, not by hand
 SCRIPTS = sorted(
@@ -32,6 +34,22 @@ def run(script: str, *args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def gpu(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The script and its commands as forks of a process that has imported vLLM."""
+    command = [sys.executable, "-P", "-m", "tests.support.forked_benchmark", "gpu", *args]
+    paths = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT)])
+    with Fork(
+        command,
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    ) as process:
+        stdout, stderr = process.communicate(timeout=280)
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_script_says_what_it_takes(script: str, tmp_path: Path) -> None:
     ended = run(script, "--help", cwd=tmp_path)
@@ -40,7 +58,7 @@ def test_every_script_says_what_it_takes(script: str, tmp_path: Path) -> None:
 
 
 def test_all_sides_of_the_gpu_benchmark_answer_every_row(tmp_path: Path) -> None:
-    ended = run("gpu", "--tiny", "--only", "text", cwd=tmp_path)
+    ended = gpu("--tiny", "--only", "text", cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     assert found["benchmark"] == "gpu"
@@ -56,7 +74,7 @@ def test_all_sides_of_the_gpu_benchmark_answer_every_row(tmp_path: Path) -> None
 
 
 def test_a_section_that_fails_is_reported_and_leaves_the_others_alone(tmp_path: Path) -> None:
-    ended = run("gpu", "--tiny", "--only", "text,ledger", "--limit-s", "1", cwd=tmp_path)
+    ended = gpu("--tiny", "--only", "text,ledger", "--limit-s", "1", cwd=tmp_path)
     assert ended.returncode == 1, ended.stderr
     sections = json.loads(ended.stdout.splitlines()[-1])["sections"]
     assert list(sections) == ["text", "ledger"]

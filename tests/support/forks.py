@@ -206,6 +206,7 @@ def _take_over(request: _Request, fds: Sequence[int]) -> None:
 def _run(request: _Request) -> None:
     if request.module != LAUNCHER:
         _fork_a_server()
+    sys.path[:0] = filter(None, request.environment.get("PYTHONPATH", "").split(os.pathsep))
     if request.finds_in_cwd:
         sys.path.insert(0, request.cwd)
     sys.argv = [request.module, *request.arguments]
