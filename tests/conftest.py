@@ -15,7 +15,7 @@ import pytest
 from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import Launcher
-from tests.support.forks import Fork
+from tests.support.forks import Fork, LightFork
 from tests.support.small_vllm import SMALL
 
 # Without bytecode each process would compile vLLM, torch and Ray again: half the time of an import.
@@ -184,7 +184,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     def start_one(*args: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "batchkit", *args]
         stderr = Path(f"stderr-{len(started)}").open("w")  # noqa: SIM115
-        started.append(subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=stderr))
+        started.append(LightFork(command, text=True, stdout=subprocess.PIPE, stderr=stderr))
         return started[-1]
 
     yield start_one

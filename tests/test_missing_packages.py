@@ -57,7 +57,7 @@ def command(
     (folder / "job.toml").write_text(JOB)
     write_jsonl(folder / "rows.jsonl", [{"q": "tea?"}])
     path = f"{folder / 'site'}{os.pathsep}{ROOT}"
-    return batchkit(*args, cwd=folder, timeout_s=timeout_s, PYTHONPATH=path)
+    return batchkit(*args, cwd=folder, timeout_s=timeout_s, start=subprocess.Popen, PYTHONPATH=path)
 
 
 def assert_one_line(ended: subprocess.CompletedProcess[str], *words: str) -> None:

@@ -33,7 +33,8 @@ from tests.support.paths import ROOT
 from tests.support.rows import read_jsonl, write_jsonl
 from tests.support.waiting import until
 
-SERVER = f"{shlex.quote(sys.executable)} -m tests.support.chat_server --port {{port}}"
+# -S: it needs no package, and starts sooner.
+SERVER = f"{shlex.quote(sys.executable)} -S -m tests.support.chat_server --port {{port}}"
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +77,7 @@ def servers(folder: Path) -> list[psutil.Process]:
     for process in psutil.process_iter():
         try:
             is_ours = process.environ().get("BATCHKIT_TEST_RUN") == str(folder)
-            if is_ours and process.cmdline()[1:3] == ["-m", "tests.support.chat_server"]:
+            if is_ours and process.cmdline()[2:4] == ["-m", "tests.support.chat_server"]:
                 mine.append(process)
         except psutil.Error:
             continue
@@ -367,14 +368,14 @@ def test_what_failed_is_run_again_on_a_server_of_its_own(tmp_path: Path) -> None
 def test_a_server_that_is_killed_is_replaced_and_no_row_lost_or_twice(
     tmp_path: Path, begin: Callable[[], subprocess.Popen[str]]
 ) -> None:
-    folder = write(tmp_path, 150, f"{SERVER} --latency-s 0.1")
+    folder = write(tmp_path, 80, f"{SERVER} --latency-s 0.1")
     run = begin()
     until(some_done(folder, 20))
     (server,) = servers(tmp_path)
     server.kill()
     _, err = run.communicate(timeout=120)
     assert run.returncode == 0, err
-    assert sorted(r["index"] for r in records(folder)) == list(range(150))
+    assert sorted(r["index"] for r in records(folder)) == list(range(80))
     assert {r["status"] for r in records(folder)} == {"ok"}
     assert "SIGKILL" in err
     status = batchkit("status", "--json", folder, cwd=tmp_path)
@@ -387,7 +388,7 @@ def test_a_server_that_is_replaced_loads_the_models_files_that_the_run_began_wit
 ) -> None:
     weights = tmp_path / MODEL  # engine.model starts from the working directory
     weights.write_text("of yesterday")
-    folder = write(tmp_path, 150, f"{SERVER} --latency-s 0.1")
+    folder = write(tmp_path, 80, f"{SERVER} --latency-s 0.1")
     run = begin()
     until(some_done(folder, 20))
     weights.write_text("of a training that goes on")
@@ -397,12 +398,12 @@ def test_a_server_that_is_replaced_loads_the_models_files_that_the_run_began_wit
     assert run.returncode == 1, err
     assert "other files than those that the run began with" in err
     assert "engine.model_files" in err
-    assert len(records(folder)) < 150
+    assert len(records(folder)) < 80
     assert servers(tmp_path) == []
 
     weights.write_text("of yesterday")
     assert batchkit("run", "job.toml", cwd=tmp_path).returncode == 0
-    assert sorted(r["index"] for r in records(folder)) == list(range(150))
+    assert sorted(r["index"] for r in records(folder)) == list(range(80))
 
 
 def test_a_server_that_grows_too_large_is_replaced_between_rows(tmp_path: Path) -> None:
@@ -417,7 +418,7 @@ def test_a_server_that_grows_too_large_is_replaced_between_rows(tmp_path: Path) 
 
 
 def test_a_server_that_prints_much_does_not_fill_the_disk(tmp_path: Path) -> None:
-    command = f"{SERVER} --latency-s 0.3 --prints-mb 40 --dies-of w9"
+    command = f"{SERVER} --latency-s 0.3 --prints-mb 34 --dies-of w9"
     folder = write(tmp_path, 10, command)
     ran = batchkit("run", "job.toml", cwd=tmp_path)
     assert ran.returncode == 3, ran.stderr
@@ -457,7 +458,7 @@ def test_a_server_that_answers_nobody_any_more_is_replaced(tmp_path: Path) -> No
 def test_a_server_ends_with_a_run_that_is_interrupted(
     signums: list[int], tmp_path: Path, begin: Callable[[], subprocess.Popen[str]]
 ) -> None:
-    folder = write(tmp_path, 400, f"{SERVER} --latency-s 0.2")
+    folder = write(tmp_path, 100, f"{SERVER} --latency-s 0.2")
     run = begin()
     until(some_done(folder, 10))
     (server,) = servers(tmp_path)
@@ -486,7 +487,7 @@ def test_a_server_ends_with_a_run_that_is_interrupted_while_it_loads(
 def test_a_server_ends_with_a_run_that_is_killed(
     tmp_path: Path, begin: Callable[[], subprocess.Popen[str]]
 ) -> None:
-    folder = write(tmp_path, 400, f"{SERVER} --latency-s 0.2")
+    folder = write(tmp_path, 100, f"{SERVER} --latency-s 0.2")
     run = begin()
     until(some_done(folder, 10))
     (server,) = servers(tmp_path)

@@ -250,7 +250,7 @@ def test_a_server_is_away_whatever_a_proxy_answers_for_it(status: int | str) -> 
 def answered(engine: Engine, n: int) -> list[Completion]:
     done: list[Completion] = []
     while len(done) < n:
-        done += engine.poll(5)
+        done += engine.poll(0.05)
     return done
 
 

@@ -27,6 +27,7 @@ from batchkit.storage.ledger import RESULTS
 from batchkit.storage.newest import read_newest
 from batchkit.types import Completion, Request, Row
 from tests.support.engine_requests import ask, plain, request, with_image
+from tests.support.forks import Fork, LightFork
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 from tests.support.small_vllm import SMALL
@@ -187,10 +188,22 @@ PARAMETERS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def answers(engine: Engine, vllm: Engine) -> list[tuple[Completion, Completion]]:
+    """For each of PARAMETERS, of a text and of an image: ours and vLLM's."""
+    asked = [
+        one
+        for parameters in PARAMETERS
+        for one in (about(7, 12, **parameters), about(3, 4, (256, 256), **parameters))
+    ]
+    return list(zip(ask(engine, *asked), ask(vllm, *asked), strict=True))
+
+
 @pytest.mark.parametrize("n", range(len(PARAMETERS)), ids=[json.dumps(p) for p in PARAMETERS])
-def test_a_parameter_means_what_it_means_to_vllm(engine: Engine, vllm: Engine, n: int) -> None:
-    asked = [about(7, 12, **PARAMETERS[n]), about(3, 4, (256, 256), **PARAMETERS[n])]
-    for ours, theirs in zip(ask(engine, *asked), ask(vllm, *asked), strict=True):
+def test_a_parameter_means_what_it_means_to_vllm(
+    answers: list[tuple[Completion, Completion]], n: int
+) -> None:
+    for ours, theirs in answers[2 * n : 2 * n + 2]:
         assert ours.error is theirs.error is None
         assert ours.usage == theirs.usage
         for our, their in zip(ours.choices, theirs.choices, strict=True):
@@ -288,18 +301,17 @@ REFUSED: list[tuple[Request, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("bad", "kind", "word"), REFUSED, ids=[f"{n}-{kind}" for n, (_, kind, _) in enumerate(REFUSED)]
-)
-def test_a_refused_request_leaves_its_neighbours_alone(
-    engine: Engine, bad: Request, kind: str, word: str
-) -> None:
-    before, refused, after = ask(engine, request(1000), bad, request(1000))
-    assert refused.error is not None, refused.choices
-    assert refused.error.kind == kind, refused.error
-    assert word in str(refused.error)
-    assert before.error is after.error is None
-    assert texts(before) == texts(after)
+def test_a_refused_request_leaves_its_neighbours_alone(engine: Engine) -> None:
+    asked = [one for bad, _, _ in REFUSED for one in (request(1000), bad)]
+    done = ask(engine, *asked, request(1000))
+    for refused, (_, kind, word) in zip(done[1::2], REFUSED, strict=True):
+        assert refused.error is not None, (word, refused.choices)
+        assert refused.error.kind == kind, refused.error
+        assert word in str(refused.error)
+    first, *others = done[::2]
+    assert first.error is None
+    for other in others:
+        assert (other.error, texts(other)) == (None, texts(first))
 
 
 def test_the_longest_prompt_that_fits_is_answered(engine: Engine) -> None:
@@ -442,7 +454,8 @@ def test_a_job_answers_as_llm_chat_does(
     model = demo_model if images else text_model
     rows = write_job(tmp_path, model, images=images)
 
-    done = batchkit("run", "job.toml", cwd=tmp_path)
+    # One of the two in a process that nobody has imported vLLM in.
+    done = batchkit("run", "job.toml", cwd=tmp_path, start=Fork if images else LightFork)
 
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ok"] == N_ROWS
@@ -472,10 +485,10 @@ def test_validate_and_dry_run_need_no_weights(text_model: Path, tmp_path: Path) 
         if path.suffix != ".safetensors":
             (model / path.name).write_bytes(path.read_bytes())
     write_job(tmp_path, model)
-    checked = batchkit("validate", "job.toml", "--json", cwd=tmp_path)
+    checked = batchkit("validate", "job.toml", "--json", cwd=tmp_path, start=Fork)
     assert checked.returncode == 0, checked.stderr
     assert json.loads(checked.stdout)["ok"] == N_ROWS
-    shown = batchkit("run", "job.toml", "--dry-run", cwd=tmp_path)
+    shown = batchkit("run", "job.toml", "--dry-run", cwd=tmp_path, start=Fork)
     assert shown.returncode == 0, shown.stderr
     assert "<|im_start|>user" in shown.stdout
 
@@ -483,9 +496,10 @@ def test_validate_and_dry_run_need_no_weights(text_model: Path, tmp_path: Path) 
 def test_a_prompt_that_is_too_long_is_cut(text_model: Path, tmp_path: Path) -> None:
     write_job(tmp_path, text_model)
     write_jsonl(tmp_path / "rows.jsonl", [{"q": "FIRST" + " tea" * 900 + " LAST"}, {"q": "tea"}])
-    done = batchkit("run", "job.toml", "--set", "retry.on_too_long=truncate-middle", cwd=tmp_path)
+    cut = ("--set", "retry.on_too_long=truncate-middle")
+    done = batchkit("run", "job.toml", *cut, cwd=tmp_path, start=Fork)
     assert done.returncode == 0, done.stderr
-    cut, whole = read_newest(tmp_path / "output/run" / RESULTS)
-    assert cut["truncated_tokens"] > 300
-    assert cut["usage"]["prompt_tokens"] + 24 <= 512
+    short, whole = read_newest(tmp_path / "output/run" / RESULTS)
+    assert short["truncated_tokens"] > 300
+    assert short["usage"]["prompt_tokens"] + 24 <= 512
     assert "truncated_tokens" not in whole

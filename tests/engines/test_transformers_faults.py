@@ -20,6 +20,7 @@ from batchkit.storage.newest import read_newest
 from batchkit.types import Request
 from tests.support.engine_requests import ask, collect, request
 from tests.support.failing_model import FAULTS, faulty_model
+from tests.support.forks import Fork
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 from tests.support.transformers_jobs import N_ROWS, make_job, write_job
@@ -149,7 +150,7 @@ def test_a_job_is_finished_beside_all_kinds_of_faults(
     monkeypatch.setenv(FAULTS, json.dumps({"over": 4, "tokens": tokens}))
 
     trusted = ["--set", "engine.options.trust_remote_code=true"]
-    done = batchkit("run", "job.toml", *trusted, cwd=tmp_path)
+    done = batchkit("run", "job.toml", *trusted, cwd=tmp_path, start=Fork)
 
     assert done.returncode == 3, done.stderr
     records = read_newest(tmp_path / "output/run" / RESULTS)
@@ -172,6 +173,6 @@ def test_bench_shows_which_size_does_not_fit(
     monkeypatch.setenv(FAULTS, json.dumps({"over": 2}))
     trusted = ["--set", "engine.options.trust_remote_code=true"]
     sizes = ["--batch-sizes", "2,8", "--rounds", "1", "--seconds", "30", "--json"]
-    done = batchkit("bench", "job.toml", *sizes, *trusted, cwd=tmp_path)
+    done = batchkit("bench", "job.toml", *sizes, *trusted, cwd=tmp_path, start=Fork)
     found = {line["batch_size"]: line["status"] for line in json.loads(done.stdout)["batch_sizes"]}
     assert found == {2: "ok", 8: "OOM"}, done.stderr

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from random import Random
+from subprocess import DEVNULL
 
 import pytest
 
 from batchkit.storage.ledger import RESULTS, read_lines
+from tests.support.forks import LightFork
 from tests.support.own_process import batchkit
-from tests.support.storm import Blow, ForkServer, answers_by_row, kill_often
+from tests.support.storm import Blow, answers_by_row, kill_often
 
 N_ROWS = 40_000
 N_KILLS = 100
@@ -42,17 +45,18 @@ def test_hundred_kills_lose_no_row_and_answer_none_twice(tmp_path: Path) -> None
 
     random = Random(20261121)
     blows = [Blow(random.uniform(0.0, 0.15), awaits_record=n % 5 < 3) for n in range(N_KILLS)]
-    server = ForkServer(tmp_path, tmp_path / "stderr")
-    try:
-        storm = kill_often(lambda: server.start("run", "job.toml", "--set", SLOW), log, blows)
-        assert storm.ended_by_itself is None, (tmp_path / "stderr").read_text()[-2000:]
-        assert storm.kills == N_KILLS
-        assert storm.kills_after_progress >= N_KILLS // 2
-        assert storm.lines == sorted(storm.lines)  # what was finished stays finished
-        assert 0 < storm.lines[-1] < N_ROWS
-        assert server.start("run", "job.toml", "--set", FAST).wait() == 0
-    finally:
-        server.close()
+    with (tmp_path / "stderr").open("w") as stderr:
+        slow = [sys.executable, "-m", "batchkit", "run", "job.toml", "--set", SLOW]
+        storm = kill_often(
+            lambda: LightFork(slow, cwd=tmp_path, stdout=DEVNULL, stderr=stderr), log, blows
+        )
+    assert storm.ended_by_itself is None, (tmp_path / "stderr").read_text()[-2000:]
+    assert storm.kills == N_KILLS
+    assert storm.kills_after_progress >= N_KILLS // 2
+    assert storm.lines == sorted(storm.lines)  # what was finished stays finished
+    assert 0 < storm.lines[-1] < N_ROWS
+    ended = batchkit("run", "job.toml", "--set", FAST, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
 
     found = batchkit("verify", run, "--json", cwd=tmp_path)
     assert found.returncode == 0, found.stdout

@@ -22,8 +22,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 MODEL = "tiny"
 
 
@@ -290,6 +288,8 @@ def _read(messages: list[dict[str, Any]]) -> tuple[str, int]:
             head, _, data = part["image_url"]["url"].partition(",")
             if head != "data:image/png;base64":
                 raise Refused(400, error(f"image_url: {head}"))
+            from PIL import Image  # a server that sees none starts sooner
+
             Image.open(io.BytesIO(base64.b64decode(data, validate=True))).load()
             images += 1
     return " ".join(texts), images

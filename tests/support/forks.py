@@ -1,14 +1,14 @@
-"""Python programs that start as forks of one process, which has imported vLLM once.
+"""Python programs that start as forks of one process, which has imported what they need once.
 
 ``Fork`` is ``subprocess.Popen`` for commands of the form ``python -m MODULE …``, whose module has a
 function ``main``: a new process with its own descriptors, environment, working directory and process
 group, a real process id and a real exit code. What it saves is the import of vLLM, about ten CPU
-seconds each time.
+seconds each time. ``LightFork`` is for what needs no model, and saves about one.
 
 ``python -m tests.support.forks FD`` is the fork server. It imports, starts no thread, opens no device,
-and forks for each request received over FD. It ends with the process that holds the other end. A fork
-that runs a command has such a server of its own, forked from it at its beginning, from which its
-``Launcher`` gets the engines' launchers: so they are below the command in the tree of processes.
+and forks for each request received over FD. It ends with the process that holds the other end. A
+``Fork`` that runs a command has such a server of its own, forked from it at its beginning, from which
+its ``Launcher`` gets the engines' launchers: so they are below the command in the tree of processes.
 """
 
 from __future__ import annotations
@@ -34,14 +34,23 @@ from batchkit.rendering.child_process import die_with_parent
 from tests.support.paths import ROOT
 
 LAUNCHER = "batchkit.engines.process.child"
-# What an engine of the tests imports beyond ``preload_engine``.
-ALSO = (
+COMMANDS = (
     "batchkit.cli",
+    "batchkit.commands.export",
+    "batchkit.commands.repair",
     "batchkit.commands.run",
+    "batchkit.commands.status",
     "batchkit.engines.dry_run",
-    LAUNCHER,
+    "batchkit.engines.openai",
     "batchkit.execution.processor",
     "batchkit.sources.jsonl",
+    "batchkit.sources.openai_batch",
+    "numpy",
+    "psutil",
+)
+# What an engine of the tests imports beyond ``preload_engine``.
+MODELS = (
+    LAUNCHER,
     "tests.support.failing_worker",
     "vllm.entrypoints.launchers.cli_args",
     "vllm.lora.worker_manager",
@@ -67,33 +76,35 @@ class _Request(NamedTuple):
     numbers: Sequence[int]
     new_session: bool
     process_group: int
+    has_vllm: bool
 
 
-_server: socket.socket | None = None
+_servers: dict[bool, socket.socket] = {}  # whether they have imported vLLM
 _server_below: int | None = None  # its process id, where it is this process's child
 
 
-def _connected() -> socket.socket:
+def _connected(has_vllm: bool) -> socket.socket:
     """To the fork server, which is started on first use."""
-    global _server
-    if _server is None:
-        _server, theirs = socket.socketpair()
+    if has_vllm not in _servers:
+        ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
+                [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(int(has_vllm))],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
                 start_new_session=True,
             )
         atexit.register(process.wait)
-        atexit.register(_server.close)
-    return _server
+        atexit.register(ours.close)
+        _servers[has_vllm] = ours
+    return _servers[has_vllm]
 
 
 class Fork(subprocess.Popen[Any]):
     """The process is not this one's child: the fork server waits for it, and sends its exit code."""
 
+    _has_vllm = True
     _life: Connection | None = None
 
     def _execute_child(self, args: Any, *rest: Any) -> None:  # type: ignore[override]
@@ -109,7 +120,7 @@ class Fork(subprocess.Popen[Any]):
         ours, theirs = socket.socketpair()
         with theirs:
             fds = [theirs.fileno(), *standard, *pass_fds]
-            socket.send_fds(_connected(), [b"."], fds)
+            socket.send_fds(_connected(self._has_vllm), [b"."], fds)
         self._life = Connection(ours.detach())
         self._life.send(
             _Request(
@@ -121,6 +132,7 @@ class Fork(subprocess.Popen[Any]):
                 [0, 1, 2, *pass_fds],
                 new_session,
                 process_group,
+                self._has_vllm,
             )
         )
         self.pid = self._life.recv()
@@ -144,6 +156,12 @@ class Fork(subprocess.Popen[Any]):
                 self.returncode = -signal.SIGKILL
             self._life.close()
         return self.returncode
+
+
+class LightFork(Fork):
+    """For a command that loads no model."""
+
+    _has_vllm = False
 
 
 def _serve(control: socket.socket) -> Callable[[], None]:
@@ -189,8 +207,7 @@ def _group(request: _Request) -> None:
 
 def _take_over(request: _Request, fds: Sequence[int]) -> None:
     """Become the process that was asked for, with nothing of the server's."""
-    global _server
-    _server = None
+    _servers.clear()
     high = max([*request.numbers, *fds]) + 1  # above all of them, so that none is overwritten
     moved = [os.dup2(fd, high + n) for n, fd in enumerate(fds)]
     for fd, number in zip(moved, request.numbers, strict=True):
@@ -204,7 +221,7 @@ def _take_over(request: _Request, fds: Sequence[int]) -> None:
 
 
 def _run(request: _Request) -> None:
-    if request.module != LAUNCHER:
+    if request.has_vllm and request.module != LAUNCHER:
         _fork_a_server()
     sys.path[:0] = filter(None, request.environment.get("PYTHONPATH", "").split(os.pathsep))
     if request.finds_in_cwd:
@@ -215,7 +232,7 @@ def _run(request: _Request) -> None:
 
 def _fork_a_server() -> None:
     """For this process, while it has one thread and has opened nothing."""
-    global _server, _server_below
+    global _server_below
     ours, theirs = socket.socketpair()
     _server_below = os.fork()
     if _server_below == 0:
@@ -228,7 +245,7 @@ def _fork_a_server() -> None:
             os.dup2(nothing, number)
         _end_as_python_does(lambda: _serve(theirs)())
     theirs.close()
-    _server = ours
+    _servers[True] = ours
     Launcher.start = Fork
 
 
@@ -248,8 +265,8 @@ def _end_as_python_does(program: Callable[[], None]) -> None:
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        if _server is not None and _server_below is not None:
-            _server.close()  # so it ends
+        if _server_below is not None:
+            _servers[True].close()  # so it ends
             os.waitpid(_server_below, 0)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -261,9 +278,11 @@ def main() -> None:
     from batchkit.engines.registry import preload_engine
 
     control = socket.socket(fileno=int(sys.argv[1]))
+    has_vllm = bool(int(sys.argv[2]))
     die_with_parent()
-    preload_engine("vllm")
-    for name in ALSO:
+    if has_vllm:
+        preload_engine("vllm")
+    for name in (*COMMANDS, *(MODELS if has_vllm else ())):
         importlib.import_module(name)
     _configure_vllm()
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork would lack the other threads"

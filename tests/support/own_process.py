@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from subprocess import PIPE, CompletedProcess, Popen
 
+from tests.support.forks import LightFork
 from tests.support.paths import ROOT
 
 
@@ -14,10 +15,10 @@ def batchkit(
     *args: str | Path,
     cwd: Path,
     timeout_s: float = 240,
-    start: type[Popen[str]] = Popen,
+    start: type[Popen[str]] = LightFork,
     **environment: str,
 ) -> CompletedProcess[str]:
-    """One that loads vLLM is better a ``Fork``."""
+    """One that loads a model is better a ``Fork``; one with another ``PYTHONPATH`` is a ``Popen``."""
     with begin(*args, cwd=cwd, start=start, **environment) as process:
         try:
             stdout, stderr = process.communicate(timeout=timeout_s)
@@ -28,7 +29,7 @@ def batchkit(
 
 
 def begin(
-    *args: str | Path, cwd: Path, start: type[Popen[str]] = Popen, **environment: str
+    *args: str | Path, cwd: Path, start: type[Popen[str]] = LightFork, **environment: str
 ) -> Popen[str]:
     """The process in the background; what it prints is in pipes."""
     return start(
