@@ -19,6 +19,7 @@ from batchkit.execution.loop import Outcome
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.resume import OnChange
 from batchkit.execution.signals import Interrupted, StopRequest
+from batchkit.rendering.constant_files import constant_files
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import differences, identity
 from batchkit.storage.job_toml import job_of_run, with_secrets_of, without_masked
@@ -144,7 +145,9 @@ def retry_failed(
     if not attempts:
         return Retry(kinds)
     given = None if job_file is None else load_job(job_file)
-    if given is not None and (changes := differences(manifest.identity, identity(given))):
+    if given is not None and (
+        changes := differences(manifest.identity, identity(given, constant_files(given)))
+    ):
         say(
             f"{job_file} has changed since the run began, and a retry keeps to the run's own job:"
             f" {'; '.join(changes)}. To use the change, give it with --set, or `batchkit run"

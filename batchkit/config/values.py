@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from math import isfinite
 from typing import Any
 
 MAX_DEPTH = 100  # nested tables and lists; the writers fail at about 250
@@ -28,6 +29,8 @@ def check_values(table: Mapping[str, Any]) -> None:
                 f"{_dotted(path)}: found a number of {value.bit_length() + (value < 0)} bits; whole numbers have"
                 f" {_BITS} at most"
             )
+        if path[:1] == ("vars",) and isinstance(value, float) and not isfinite(value):
+            raise ValueError(f'{_dotted(path)}: found {value}; write it as a text: "{value}"')
         if isinstance(value, str) and not _is_unicode(value):
             raise ValueError(f"{_dotted(path)}: found text that is no valid UTF-8")
 

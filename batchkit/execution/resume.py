@@ -16,6 +16,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, ChangedError, JobError, StoreError
 from batchkit.execution.requeue import finish_requeue, requeue
 from batchkit.execution.signals import Interrupted
+from batchkit.rendering.constant_files import constant_files
 from batchkit.sources.input import CHANGING, Input
 from batchkit.storage.checkpoint import CHECKPOINT, check_log
 from batchkit.storage.identity import differences
@@ -67,7 +68,7 @@ def open_run(
         StoreError: another process holds the folder, or the disk refuses.
     """
     folder, messages = job.folder, list[str]()
-    new = Manifest.new(job, source.files or [])
+    new = Manifest.new(job, source.files or [], constant_files(job))
     with ExitStack() as held:
         lock = held.enter_context(claim(folder))
         if _must_move_aside(job, source, new, fresh=fresh, on_change=on_change, messages=messages):
@@ -79,7 +80,9 @@ def open_run(
                     f"{folder}: another process began a run here while the earlier one was moved"
                     " aside; wait for it, then run the same command again"
                 )
-        manifest = read_manifest(folder).renewed(new) if is_run(folder) else new
+        manifest = new
+        if is_run(folder):
+            manifest = read_manifest(folder).renewed(new, has_records=_has_records(folder))
         if (moved := _moved_media(folder, job)) is not None:
             messages.append(moved)
         start = Start.now(command, overrides)
@@ -175,9 +178,12 @@ def _must_move_aside(
 
 def _has_run(folder: Path) -> bool:
     """True if the folder holds more than a start creates before it writes the manifest."""
+    return is_run(folder) or _has_records(folder) or (folder / CHECKPOINT).exists()
+
+
+def _has_records(folder: Path) -> bool:
     log = folder / RESULTS
-    has_records = log.exists() and log.stat().st_size > 0
-    return is_run(folder) or has_records or (folder / CHECKPOINT).exists()
+    return log.exists() and log.stat().st_size > 0
 
 
 def _settle_changes(
@@ -192,7 +198,7 @@ def _settle_changes(
     manifest = read_manifest(folder)
     job_changes = differences(manifest.identity, new.identity)
     changes = job_changes + input_changes(manifest.input, new.input)
-    if not changes or not (folder / RESULTS).exists() or not (folder / RESULTS).stat().st_size:
+    if not changes or not _has_records(folder):
         return False  # nothing was answered yet, so nothing can be mixed
     if on_change == "fail":
         listed = "\n".join(f"  {change}" for change in changes)
@@ -208,7 +214,7 @@ def _settle_changes(
     holds = all(change.startswith(("input.where:", "input.shard:")) for change in job_changes)
     rows = source.everything(lambda index: False) if holds else iter(())
     check_log(folder)
-    renewed = manifest.renewed(new)
+    renewed = manifest.renewed(new, has_records=holds)
     renewed.skipped_elsewhere = 0  # those rows may have changed, too
     messages.append(requeue(folder, rows, renewed, by_id=source.has_ids))
     return False

@@ -56,11 +56,14 @@ _SPEED_ONLY = frozenset(
 )
 # They make weights of their own; other formats only read the model's in another way.
 _LOAD_FORMATS = ("dummy", "bitsandbytes")
-_FILES = "engine.files"
+# What was found behind names, by name. It is compared if both sides have found something: a newly
+# named file shows in the key that names it, and an older version looked at fewer of them.
+_FOUND = ("engine.files", "prompt.files")
 
 
-def identity(job: JobConfig) -> dict[str, Any]:
-    """Everything that decides the answers, flat, by dotted key."""
+def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Everything that decides the answers, flat, by dotted key. ``prompt_files``: hashes of the
+    files that the prompts of all rows include."""
     found = dict(_marked(job))
     found |= {f"vars.{name}": value for name, value in found.pop("vars").items()}
     found |= {
@@ -77,11 +80,13 @@ def identity(job: JobConfig) -> dict[str, Any]:
         "prompt.texts": job.prompt.texts or None,
         "retry.reask": _reask(job, found.pop("retry.reask_note")),
     }
-    # These three are absent if not set: a judge folder's name is a hash of all keys.
+    # These are absent if not set: manifests of older versions lack them.
     if (command := found.pop("engine.server.command", None)) is not None:
         found["engine.server.command"] = what_decides_answers(command)
     if files := {name: model_fingerprint(name) for name in _files(job)}:
-        found[_FILES] = files
+        found["engine.files"] = files
+    if prompt_files:
+        found["prompt.files"] = prompt_files
     if job.input.shard is None:
         del found["input.shard"]
     plain: dict[str, Any] = orjson.loads(orjson.dumps(found, default=str))
@@ -124,16 +129,28 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """One line for each key that differs: key, what it was, what it is.
 
     A secret that was masked, its value unknown, differs from nothing. ``then`` may have been
-    written by a version that masked less, or that did not look into files: a newly named
-    file shows in the key that names it.
+    written by a version that masked less, or that looked at fewer files.
     """
-    then = _without_secrets(then)
-    is_older = (_FILES in then) != (_FILES in now)
+    then, now = _without_secrets(then), dict(now)
+    for key in _FOUND:
+        old, new = then.pop(key, {}), now.pop(key, {})
+        changed = [name for name in old if name in new and old[name] != new[name]]
+        if changed:
+            then[key], now[key] = ({name: of[name] for name in changed} for of in (old, new))
     return [
         f"{key}: {_short(then.get(key))} → {_short(now.get(key))}"
-        for key in sorted({*then, *now} - ({_FILES} if is_older else set()))
-        if known_of(now.get(key), then.get(key), key) != known_of(then.get(key), now.get(key), key)
+        for key in sorted({*then, *now})
+        if _json(known_of(now.get(key), then.get(key), key))
+        != _json(known_of(then.get(key), now.get(key), key))
     ]
+
+
+def continued(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """The identity of a run that began as ``then`` and continues as ``now``: what only ``then``
+    knows, of masked secrets and of files that can't be read now, is kept."""
+    known: dict[str, Any] = known_of(dict(now), dict(then))
+    found = {key: {**then.get(key, {}), **now.get(key, {})} for key in _FOUND}
+    return known | {key: names for key, names in found.items() if names}
 
 
 def known_of(value: Any, other: Any, key: str = "") -> Any:
@@ -226,7 +243,12 @@ def _chat_template(template: Any) -> str | None:
 
 def hash_of(value: Any) -> str:
     """16 hex digits that are the same for equal JSON values."""
-    return hashlib.sha256(orjson.dumps(value, option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
+    return hashlib.sha256(_json(value)).hexdigest()[:16]
+
+
+def _json(value: Any) -> bytes:
+    """Python's ``==`` finds 1, 1.0 and True equal; a template writes each in another way."""
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
 
 
 def _short(value: Any) -> str:

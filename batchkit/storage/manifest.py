@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,7 +25,7 @@ from batchkit.config.regular_file import open_regular
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError, StoreError
 from batchkit.storage.files import write_atomically
-from batchkit.storage.identity import hash_of, identity, known_of, scoring_of
+from batchkit.storage.identity import continued, hash_of, identity, known_of, scoring_of
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.runfolder import MANIFEST
 from batchkit.types import utc_now
@@ -166,9 +166,15 @@ class Manifest(_Part):
     merged_from: list[str] | None = None
 
     @classmethod
-    def new(cls, job: JobConfig, files: Sequence[FileFingerprint]) -> Manifest:
-        """A manifest without a start; ``files`` are the input's fingerprints."""
-        answers = identity(job)
+    def new(
+        cls,
+        job: JobConfig,
+        files: Sequence[FileFingerprint],
+        prompt_files: Mapping[str, str] | None = None,
+    ) -> Manifest:
+        """A manifest without a start; ``files`` are the input's fingerprints, ``prompt_files``
+        those of the files that all prompts include."""
+        answers = identity(job, prompt_files)
         return cls(
             version=1,
             name=job.name,
@@ -193,12 +199,17 @@ class Manifest(_Part):
     def last_start(self) -> Start:
         return self.starts[-1]
 
-    def renewed(self, new: Manifest) -> Manifest:
-        """This run's manifest for a start with the job and the input of ``new``."""
+    def renewed(self, new: Manifest, *, has_records: bool = True) -> Manifest:
+        """This run's manifest for a start with the job and the input of ``new``. Without records,
+        it need not agree with what earlier starts have found."""
         keys = ("input", "fingerprints", "model", "seed", "total")
         update = {key: getattr(new, key) for key in keys}
         # A job that was read from its job.toml has masked secrets; keep their fingerprints.
-        update["identity"] = known_of(new.identity, self.identity)
+        update["identity"] = (
+            continued(self.identity, new.identity)
+            if has_records
+            else known_of(new.identity, self.identity)
+        )
         if self.scoring != new.scoring:
             update["scoring"] = None  # mixed, until all rows are scored again in one way
         return self.model_copy(update=update)

@@ -199,6 +199,26 @@ def test_answers_that_show_a_judge_the_same_are_judged_once(tmp_path: Path) -> N
     assert [scores["judge"] for _, scores in scored(folder).values()] == [0.5] * 5
 
 
+def test_a_judge_with_another_file_in_its_prompt_is_another_judge(tmp_path: Path) -> None:
+    judge, rules = Judge({}), tmp_path / "rules.txt"
+    prompt = {
+        "user": "JUDGE {{ id }} {{ rules }} {{ prediction }}",
+        "texts": {"rules": "rules.txt"},
+    }
+    with serving(judge) as server:
+        made = judged_job(tmp_path, server, judge={"prompt": prompt}, media={"root": str(tmp_path)})
+        rules.write_text("kind")
+        folder = run(made)
+        (manifest,) = folder.glob("judge/*/manifest.json")
+        manifest.parent.rename(manifest.parent.with_name("as-an-earlier-version-named-it"))
+        score_run(folder, say=quiet)
+        assert judge.asked.total() == 3
+        rules.write_text("strict")
+        score_run(folder, say=quiet)
+    assert judge.asked.total() == 6
+    assert {prompt.split()[2] for prompt in judge.prompts} == {"kind", "strict"}
+
+
 def test_a_secret_that_the_judge_does_not_read_is_no_part_of_it(tmp_path: Path) -> None:
     """It is masked in the run's job.toml, from which `score` goes on."""
     judge = Judge({})

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
+from fsspec import filesystem
+from fsspec.implementations.dirfs import DirFileSystem
 
 from tests.support.dry_runs import (
     LOG,
@@ -20,6 +22,7 @@ from tests.support.dry_runs import (
     write_job,
     write_rows,
 )
+from tests.support.images import BLUE, png
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -76,6 +79,70 @@ def test_changed_text_that_looks_like_a_secret_is_refused(key: str, then: str, n
     assert found.exit_code == 2
     assert f"{key}: " in found.stderr
     assert run("--set", f"{key}={then}").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("then", "now"), [("1", "1.0"), ("1", "true"), ("[0]", "[false]"), ("{a = 1}", "{a = 1.0}")]
+)
+def test_number_of_another_type_is_another_prompt(then: str, now: str) -> None:
+    prepare(3)
+    run("--set", f"vars.n={then}")
+    found = run("--set", f"vars.n={now}")
+    assert found.exit_code == 2
+    assert "vars.n: " in found.stderr
+    assert run("--set", f"vars.n={then}").exit_code == 0
+
+
+@pytest.mark.parametrize("number", ["inf", "-inf", "nan"])
+def test_number_that_json_lacks_is_refused_in_vars(number: str) -> None:
+    prepare(3, vars={"limits": {"most": float(number)}})
+    found = run()
+    assert found.exit_code == 2
+    assert f"vars.limits.most: found {number}; write it as a text" in found.stderr
+    write_job(vars={"limits": {"most": number}})
+    assert run().exit_code == 0
+
+
+@pytest.mark.parametrize("root", ["media", "memory://media"])
+def test_changed_file_of_all_prompts_is_refused(root: str) -> None:
+    prepare(
+        3,
+        prompt={
+            "user": "{{ rules }} {{ q }}",
+            "texts": {"rules": "{{ folder }}/rules.txt"},
+            "images": ["good.png"],
+        },
+        vars={"folder": "texts"},
+        media={"root": root},
+    )
+    store = DirFileSystem("media", filesystem("memory" if "://" in root else "file"))
+    store.makedirs("texts", exist_ok=True)
+    store.pipe({"texts/rules.txt": b"Be brief.", "good.png": png()})
+    assert run().exit_code == 0
+    for name, content, key in (
+        ("texts/rules.txt", b"Be long.", "prompt.texts.rules"),
+        ("good.png", png(BLUE), "prompt.images.0"),
+    ):
+        before = store.cat_file(name)
+        store.pipe_file(name, content)
+        found = run()
+        assert found.exit_code == 2
+        assert f'prompt.files: {{"{key}"' in found.stderr
+        store.pipe_file(name, before)
+        assert run().exit_code == 0
+    store.rm_file("texts/rules.txt")
+    assert run().exit_code == 0  # nothing can be mixed: every further row would fail
+    store.pipe_file("texts/rules.txt", b"Be long.")
+    assert run().exit_code == 2  # it is still known what the rows were answered with
+
+
+def test_file_that_a_row_names_is_not_compared() -> None:
+    prepare(3, prompt={"user": "{{ page }}", "texts": {"page": "{{ key }}.txt"}})
+    for n in range(3):
+        Path(f"k{n}.txt").write_text("one")
+    assert run().exit_code == 0
+    Path("k0.txt").write_text("two")
+    assert run().exit_code == 0
 
 
 def test_another_credential_in_a_url_is_no_change() -> None:

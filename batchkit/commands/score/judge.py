@@ -8,7 +8,6 @@ that decides its answers) has its own run folder, so trying another one does not
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,12 +22,13 @@ from batchkit.config.loading import resolve_paths
 from batchkit.config.tables import JobConfig, JudgeTable
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.signals import Interrupted, StopRequest
+from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.templates.prompt import names_in
 from batchkit.scoring import Scoring
 from batchkit.sources.input import Input
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.checkpoint import check_log
-from batchkit.storage.identity import identity
+from batchkit.storage.identity import differences, hash_of, identity
 from batchkit.storage.job_toml import without_masked
 from batchkit.storage.ledger import RESULTS, failure_kind
 from batchkit.storage.manifest import read_manifest
@@ -133,10 +133,17 @@ def _job(job: JobConfig, table: JudgeTable, folder: Path) -> JobConfig:
         }
     )
     made = resolve_paths(without_masked(made), Path.cwd())
-    decides = orjson.dumps(identity(made), option=orjson.OPT_SORT_KEYS)
+    decides = identity(made, constant_files(made))
     model = re.sub(r"[^A-Za-z0-9]+", "-", Path(table.engine.model).name)[:40].strip("-")
-    name = f"{model or FOLDER}-{hashlib.sha256(decides).hexdigest()[:8]}"
-    return made.model_copy(update={"name": name})
+    new = f"{model or FOLDER}-{hash_of(decides)[:8]}"
+    return made.model_copy(update={"name": _begun(folder, decides) or new})
+
+
+def _begun(folder: Path, decides: Mapping[str, Any]) -> str | None:
+    """The name of this judge's run, which an earlier version may have named in another way."""
+    begun = (path.parent for path in sorted(folder.glob(f"*/{MANIFEST}")))
+    same = (run.name for run in begun if not differences(read_manifest(run).identity, decides))
+    return next(same, None)
 
 
 def _shown(answer: Answered, reference: str | None, names: set[str]) -> dict[str, Any]:

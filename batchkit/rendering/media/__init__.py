@@ -28,6 +28,7 @@ __all__ = [
     "Size",
     "Source",
     "check_root",
+    "load_bytes",
     "load_image",
     "load_text",
     "target_size",
@@ -69,6 +70,18 @@ def load_text(path: str, media: MediaTable) -> str:
         MediaError: missing, outside the root, over ``media.max_bytes``. The only exception.
     """
     return _read(path, shown(path), media).decode("utf-8-sig", errors="replace")
+
+
+def load_bytes(source: object, media: MediaTable) -> bytes:
+    """The bytes of the file at the path ``source``, below ``media.root``.
+
+    Raises:
+        MediaError: as ``load_text``; or it is no path, but for example a web address.
+    """
+    name = shown(source)
+    if not isinstance(source, str) or is_for_fetch(source, media):
+        raise MediaError(f"{name}: is not the path of a file")
+    return _read(source, name, media)
 
 
 def _load(source: Source, media: MediaTable) -> Image.Image:

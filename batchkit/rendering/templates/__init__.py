@@ -43,7 +43,7 @@ class RowTemplate:
     def __init__(
         self, key: str, source: str, *, timeout_s: float, keeps_type: bool = False
     ) -> None:
-        self._key, self._source, self._timeout_s = key, source, timeout_s
+        self.key, self._source, self._timeout_s = key, source, timeout_s
         lone = _LONE_EXPRESSION.match(source) if keeps_type else None
         self._expression = None if lone is None else lone["expression"]
         try:
@@ -101,13 +101,13 @@ class RowTemplate:
             question = pickle.dumps((self._source, self._expression, read, leaves), protocol=5)
         except Exception as error:  # pickling runs the objects' own code
             raise TemplateError(
-                f"{self._key}: a field can't be given to the process that renders it: {_named(error)}"
+                f"{self.key}: a field can't be given to the process that renders it: {_named(error)}"
             ) from error
         try:
             found = rendered_apart(question, self._timeout_s)
         except TimeoutError as error:
             raise RenderTimeoutError(
-                f"{self._key}: not rendered within {self._timeout_s:g} s (run.row_timeout_s)"
+                f"{self.key}: not rendered within {self._timeout_s:g} s (run.row_timeout_s)"
             ) from error
         except Refused as refusal:
             if refusal.is_undefined:
@@ -117,7 +117,7 @@ class RowTemplate:
 
     @property
     def _is_undefined(self) -> str:
-        return f"{self._key}: {self._source!r} is undefined"
+        return f"{self.key}: {self._source!r} is undefined"
 
     def _check(self) -> None:
         """Raises an error if the template is wrong. Computes nothing in it."""

@@ -1,0 +1,43 @@
+"""The files that the prompt of every row includes, for example a picture of a good answer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+from batchkit.config.tables import JobConfig
+from batchkit.errors import RowError
+from batchkit.rendering.media import load_bytes
+from batchkit.rendering.templates import RowTemplate
+from batchkit.rendering.templates.prompt import sources_of
+from batchkit.rendering.templates.sandbox import fields_read
+
+
+def constant_files(job: JobConfig) -> dict[str, str]:
+    """A hash of the files of each template in ``prompt.texts`` and ``prompt.images`` that reads no
+    field of the row, by the template's key.
+
+    Web addresses are left out, and files that can't be read: they fail each row.
+
+    Raises:
+        JobError: a template is not valid.
+    """
+    found = {}
+    for template in _constant_templates(job):
+        digest = hashlib.sha256()
+        try:
+            for source in sources_of(template, job.vars):
+                digest.update(load_bytes(source, job.media) + b"\n")
+        except RowError:
+            continue
+        found[template.key] = digest.hexdigest()[:16]
+    return found
+
+
+def _constant_templates(job: JobConfig) -> Iterator[RowTemplate]:
+    texts = {f"prompt.texts.{name}": text for name, text in job.prompt.texts.items()}
+    images = {f"prompt.images.{n}": text for n, text in enumerate(job.prompt.images)}
+    for key, text in {**texts, **images}.items():
+        template = RowTemplate(key, text, timeout_s=job.run.row_timeout_s, keeps_type=key in images)
+        if fields_read(text) <= job.vars.keys():
+            yield template
