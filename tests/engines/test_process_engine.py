@@ -29,35 +29,26 @@ from batchkit.engines.process.launcher import LOG, Launcher
 from batchkit.engines.registry import open_engine
 from batchkit.errors import JobError
 from tests.support.engine_requests import collect, request
+from tests.support.forks import Fork
 from tests.support.paths import ROOT
 from tests.support.small_vllm import SMALL
 
 OPTIONS = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
 
-# Both parents run in a process of their own: one is killed, and the other's modules are counted.
-OPEN = """
-import json, os, sys
+# In a process of its own, whose modules are counted.
+CYCLES = """
+import json, os, signal, sys
+from contextlib import closing, suppress
 from pathlib import Path
+
+import psutil
 from batchkit.config.tables import JobConfig
+from batchkit.engines.faults import EngineDied
 from batchkit.engines.process.engine import ProcessEngine
+from batchkit.engines.process.launcher import Launcher
 from tests.support.engine_requests import collect, request
 
 job = JobConfig.model_validate_json(sys.argv[1])
-"""
-DOOMED_PARENT = """
-engine = ProcessEngine(job)
-engine.submit(request(0, max_tokens=400))
-print(engine.pid, flush=True)
-while True:
-    engine.poll(0.05)
-"""
-CYCLES = """
-import signal
-from contextlib import closing, suppress
-
-import psutil
-from batchkit.engines.process.launcher import Launcher
-from batchkit.engines.faults import EngineDied
 
 def open_files():
     return len(os.listdir("/proc/self/fd"))
@@ -108,15 +99,6 @@ def make_job(model: Path, folder: Path, **options: Any) -> JobConfig:
     return job
 
 
-def parent(script: str, job: JobConfig, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", OPEN + script, job.model_dump_json()],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-    )
-
-
 @pytest.fixture
 def dry_run(tmp_path: Path) -> Iterator[ProcessEngine]:
     job = JobConfig(
@@ -134,10 +116,14 @@ def cycles(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     """What a parent finds after each of several engines that answered one request."""
     job = make_job(text_model, tmp_path_factory.mktemp("cycles"))
     temporary = tmp_path_factory.mktemp("temporary")
-    with parent(CYCLES, job, TMPDIR=str(temporary)) as process:
-        out, _ = process.communicate(timeout=200)
-    assert process.returncode == 0
-    found: dict[str, Any] = json.loads(out)
+    ended = subprocess.run(
+        [sys.executable, "-c", CYCLES, job.model_dump_json()],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},
+        timeout=200,
+        check=True,
+    )
+    found: dict[str, Any] = json.loads(ended.stdout)
     return found
 
 
@@ -226,7 +212,12 @@ def test_a_request_that_the_engine_cannot_read_is_not_lost_in_silence(
 
 def test_the_engine_dies_with_its_parent(text_model: Path, tmp_path: Path) -> None:
     job = make_job(text_model, tmp_path)
-    with parent(DOOMED_PARENT, job, VLLM_LOGGING_LEVEL="INFO") as process:
+    with Fork(
+        [sys.executable, "-m", "tests.support.doomed_parent", job.model_dump_json()],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO"},
+    ) as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
         process.kill()
@@ -274,19 +265,18 @@ def test_workers_and_shared_memory_go_with_the_engine_that_started_them(
 ) -> None:
     job = make_job(text_model, tmp_path, distributed_executor_backend="mp")
     with closing(Launcher(job.folder / LOG)) as launcher:
-        for _ in range(2):
-            with closing(ProcessEngine(job, launcher)) as engine:
-                engine.submit(request(0))
-                assert len(collect(engine, 1)) == 1
-                family = psutil.Process(engine.pid).children(recursive=True)
-                held = shared_memory([engine.pid, *(worker.pid for worker in family)])
-                assert family
-                assert held
-                os.kill(engine.pid, signal.SIGKILL)
-                with pytest.raises(EngineDied, match="SIGKILL"):
-                    poll_until_it_fails(engine)
-            assert not [p for p in family if p.is_running() and p.status() != "zombie"]
-            assert not [path for path in held if path.exists()]
+        with closing(ProcessEngine(job, launcher)) as engine:
+            engine.submit(request(0))
+            assert len(collect(engine, 1)) == 1
+            family = psutil.Process(engine.pid).children(recursive=True)
+            held = shared_memory([engine.pid, *(worker.pid for worker in family)])
+            assert family
+            assert held
+            os.kill(engine.pid, signal.SIGKILL)
+            with pytest.raises(EngineDied, match="SIGKILL"):
+                poll_until_it_fails(engine)
+        assert not [p for p in family if p.is_running() and p.status() != "zombie"]
+        assert not [path for path in held if path.exists()]
 
 
 def test_the_cause_of_an_error_in_a_worker_is_read_from_the_log(
