@@ -19,7 +19,7 @@ from tests.support.own_process import batchkit, begin
 from tests.support.rows import write_jsonl
 from tests.support.small_vllm import SMALL
 
-ROWS = 120
+ROWS = 64
 CHOICES = ["yes", "no", "the picture has no colour"]
 
 
@@ -56,7 +56,7 @@ def _write(folder: Path, model: Path) -> None:
             "server": {"command": _command(model)},
             "options": {"max_num_seqs": 16},
         },
-        "sampling": {"max_tokens": 64, "sampling_column": "params"},
+        "sampling": {"max_tokens": 32, "sampling_column": "params"},
     }
     (folder / "job.toml").write_text(tomlkit.dumps(job))
 
@@ -82,8 +82,9 @@ def test_a_server_killed_in_the_middle_is_replaced_and_all_answer_as_the_engine_
     _write(tmp_path, demo_model)
     folder = tmp_path / "output" / "a"
     log = folder / "results.jsonl"
-    run = begin("run", "job.toml", cwd=tmp_path)
-    while run.poll() is None and not (log.exists() and log.read_bytes().count(b"\n") >= 16):
+    # For vLLM this is still true, but it leaves the worker in the engine's process: fewer imports.
+    run = begin("run", "job.toml", cwd=tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="01")
+    while run.poll() is None and not (log.exists() and b"\n" in log.read_bytes()):
         time.sleep(0.01)
     assert run.returncode is None
     left = _kill_server(run)

@@ -108,14 +108,14 @@ def test_a_row_whose_image_needs_too_much_memory_is_tried_smaller(
     """A prompt of more than 100 tokens runs out of memory: one with the large image, as it is."""
     for name, side in {"large": 350, "small": 170}.items():
         Image.new("RGB", (side, side), (200, 90, 20)).save(tmp_path / f"{name}.png")
-    names = ["small"] * 8 + ["large"] + ["small"] * 8
+    names = ["small"] * 3 + ["large"] + ["small"] * 3
     rows = [{"q": f"what is {n}?", "image": f"{name}.png"} for n, name in enumerate(names)]
     with_image = JOB.replace("[engine]", 'images = ["{{ image }}"]\n[engine]', 1)
     ended = start(tmp_path, demo_model, rows, {"prompt_over": 100}, [OWN], job=with_image)
     assert ended.failed == {}
-    assert [record["attempt"] for record in ended.records] == [1] * 8 + [2] + [1] * 8
+    assert [record["attempt"] for record in ended.records] == [1] * 3 + [2] + [1] * 3
     assert all(record["usage"]["prompt_tokens"] <= 100 for record in ended.records)
-    assert ended.log.count("row 8 (id 8) alone kills the engine") == 1
+    assert ended.log.count("row 3 (id 3) alone kills the engine") == 1
 
 
 @pytest.mark.parametrize(
@@ -132,12 +132,10 @@ def test_a_poison_row_is_found_and_fails_alone(
     assert ended.manifest["starts"][-1]["engine_restarts"] <= 6
 
 
-def test_three_poison_rows_in_one_window_are_found_and_not_tried_again(
-    run: Run, calm: list[str]
-) -> None:
-    poison = dict.fromkeys((2, 3, 9), "error")
-    ended = run(OWN, "input.limit=20", poison=poison)
-    assert ended.manifest["starts"][-1]["engine_restarts"] <= 3 * 5
+def test_poison_rows_in_one_window_are_found_and_not_tried_again(run: Run, calm: list[str]) -> None:
+    poison = dict.fromkeys((2, 5), "error")
+    ended = run(OWN, "input.limit=8", poison=poison)
+    assert ended.manifest["starts"][-1]["engine_restarts"] <= 2 * 5
     ended = run(OWN, poison=poison)
     assert_only_failed(ended, calm, dict.fromkeys(poison, "engine_crash"))
     assert ended.manifest["starts"][-1].get("engine_restarts", 0) == 0, "a resume leaves them alone"
@@ -195,8 +193,8 @@ def test_a_prompt_that_is_never_prepared_fails_alone(run: Run) -> None:
 
 
 def test_an_engine_that_fails_on_every_row_stops_the_run(run: Run) -> None:
-    ended = run(OWN, "run.max_engine_restarts=3", poison=dict.fromkeys(range(N_ROWS), "error"))
+    ended = run(OWN, "run.max_engine_restarts=1", poison=dict.fromkeys(range(N_ROWS), "error"))
     assert ended.exit == 1
-    assert "died 4 times without one answer" in ended.stderr
+    assert "died 2 times without one answer" in ended.stderr
     assert "planted: device-side assert" in ended.stderr
     assert "Traceback" not in ended.stderr
