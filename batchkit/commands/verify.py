@@ -31,11 +31,11 @@ class Verification:
     ``lost``: rows that the checkpoint counts but the log does not hold. ``duplicates``: rows with
     more than one answer; a blank ok record does not count. ``unknown``: records at an index that
     the input does not have. ``mixed``: records of another row than the one at their index, by
-    id or by ``input_hash``. ``pending``: rows without a record. ``checkpoint_matches``: the
-    checkpoint counts what the log holds; a missing one matches, since it is a cache. ``damage``:
-    where the log differs from what it was at the last checkpoint, or None. ``torn_bytes``: bytes of
-    the log that are not records. ``not_compared``: why the records were not compared with the
-    input, or None if they were.
+    id or by ``input_hash``. ``pending``: rows without a record; none is named if ``--skip-from`` left
+    some of them to another run. ``checkpoint_matches``: the checkpoint counts what the log holds; a
+    missing one matches, since it is a cache. ``damage``: where the log differs from what it was at
+    the last checkpoint, or None. ``torn_bytes``: bytes of the log that are not records.
+    ``not_compared``: why the records were not compared with the input, or None if they were.
     """
 
     rows: int | None
@@ -146,7 +146,7 @@ def verify(folder: Path) -> Verification:
         ok=log.totals.ok,
         failed=log.totals.failed,
         pending=_pending(rows, total, log.totals, manifest),
-        pending_rows=rows.pending,
+        pending_rows=[] if manifest.skipped_elsewhere else rows.pending,
         lost=len(lost),
         lost_rows=list(islice(lost, NAMED)),
         duplicates=len(log.last_answers),

@@ -88,6 +88,9 @@ class Loop:
 
     def run(self, is_done_elsewhere: Callable[[Row], bool]) -> Outcome:
         """Settle every row that has no record and is not done elsewhere."""
+        if self._manifest.skipped_elsewhere:  # this start may take rows that an earlier one left
+            self._manifest.skipped_elsewhere = 0
+            self._save_manifest()
         rows = self._source.read(self._store.totals.is_settled)
         return self._settle_all(self._without(is_done_elsewhere, self._readable(rows)))
 

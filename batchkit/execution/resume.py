@@ -24,6 +24,7 @@ from batchkit.storage.job_toml import job_of_run, write_job
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.manifest import FileFingerprint, Manifest, Start, read_manifest
 from batchkit.storage.runfolder import MANIFEST, Claim, claim, is_run, move_aside
+from batchkit.storage.score_store import SCORES
 from batchkit.storage.store import Store
 from batchkit.types import utc_now
 
@@ -216,6 +217,8 @@ def _settle_changes(
     check_log(folder)
     renewed = manifest.renewed(new, has_records=holds)
     renewed.skipped_elsewhere = 0  # those rows may have changed, too
+    if (folder / SCORES).exists():  # they belong to the old indexes: score all rows again
+        renewed.scoring = None
     messages.append(requeue(folder, rows, renewed, by_id=source.has_ids))
     return False
 

@@ -139,10 +139,10 @@ class Suspects(_Part):
 
 class Manifest(_Part):
     """``total``: the rows of the input, None until they are counted. ``skipped_elsewhere``: those
-    that ``--skip-from`` left to another run. ``engine_steps``: how far the memory ladder is down,
-    with the engine options whose hash is ``engine_steps_for``. ``scoring``: a hash of the scoring
-    that all rows have, None if they are scored in more than one way; ``scored_from``: the files that
-    the later scores were made from.
+    that ``--skip-from`` left to another run, as of the last end of a start. ``engine_steps``: how
+    far the memory ladder is down, with the engine options whose hash is ``engine_steps_for``.
+    ``scoring``: a hash of the scoring that all rows have, None if they may be scored in more than
+    one way; ``scored_from``: the files that the later scores were made from.
     """
 
     version: Literal[1]

@@ -271,6 +271,27 @@ def test_rows_that_changed_places_keep_their_own_scores(tmp_path: Path) -> None:
     assert scored(folder) == before
 
 
+def test_requeue_does_not_bring_scores_of_an_earlier_scoring_back(tmp_path: Path) -> None:
+    rows = [{**row, "b": "other"} for row in counted(4)]
+    folder = run(job(tmp_path, rows, scoring=NUMBER))
+    other = {**NUMBER, "reference": "b"}
+    score_run(folder, job(tmp_path, rows, scoring=other), say=quiet)
+    now = [{"id": "new", "say": "?", "a": "x", "b": "other"}, *rows]
+    run_job(job(tmp_path, now, scoring=other), on_change="requeue", say=quiet).checked()
+    assert {scores["em"] for _, scores in scored(folder).values()} == {0}
+    assert not is_mixed(folder)
+
+
+def test_requeue_of_a_scored_run_is_mixed_until_it_is_scored_again(tmp_path: Path) -> None:
+    folder = run(job(tmp_path, counted(4), scoring=NUMBER))
+    score_run(folder, say=quiet)
+    made = job(tmp_path, counted(4)[::-1], scoring=NUMBER)
+    ProductionBatchProcessor(made, on_change="requeue", quiet=True).process()
+    assert is_mixed(folder)
+    run(made)
+    assert not is_mixed(folder)
+
+
 # Where the rows come from
 
 

@@ -189,6 +189,22 @@ def test_retry_leaves_the_rows_of_another_run_to_it() -> None:
     assert (status()["pending"], verify()["pending"]) == (0, 0)
 
 
+def test_rows_left_to_another_run_are_pending_again_once_a_run_takes_them(start: Any) -> None:
+    write_rows([{"key": n, "q": "x"} for n in range(6)] + [{"key": 6}])
+    write_job(input={"id": "key"}, engine={"options": {"latency_s": 0.5}})
+    run("--limit", "5", "--set", "name=b")
+    run("--skip-from", "output/b")
+    assert (status()["pending"], verify()["pending"], verify()["pending_rows"]) == (0, 0, [])
+    killed = start("run", "job.toml", "--set", "run.max_in_flight=1")
+    until(lambda: len(settled()) == 3)
+    killed.kill()
+    killed.wait()
+    left = [n for n in range(5) if n not in settled()]
+    assert batchkit("retry-failed", str(RUN), "--set", "vars.q=now").exit_code == 1
+    assert (status()["pending"], verify()["pending"]) == (len(left), len(left))
+    assert verify()["pending_rows"] == left
+
+
 def test_rows_left_to_another_run_are_pending_again_once_they_changed(start: Any) -> None:
     write_rows([{"key": n, "q": "x"} for n in range(4)])
     write_job(input={"id": "key"}, engine={"options": {"latency_s": 1.0}})
