@@ -44,11 +44,7 @@ def engine(demo_model: Path) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def vllm(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     job = JobConfig(
-        engine={
-            "model": str(demo_model),
-            "options": {**SMALL, "max_logprobs": 5},
-            "in_process": True,
-        },
+        engine={"model": str(demo_model), "options": {**SMALL, "max_logprobs": 5}},
         output={"dir": str(tmp_path_factory.mktemp("output"))},
     )
     with closing(open_engine(job)) as opened:

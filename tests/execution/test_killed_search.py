@@ -16,7 +16,7 @@ from typing import Any
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.newest import read_newest
 from tests.support.fake_mortal_engine import OPENED
-from tests.support.paths import ROOT
+from tests.support.forks import LightFork
 from tests.support.rows import write_jsonl
 
 N_ROWS = 200
@@ -33,21 +33,19 @@ output.keep = ["q"]
 
 def start(folder: Path, *args: str, kill_at: int | None = None) -> int:
     """The exit code of ``batchkit run``, killed as it opens the engine of that number."""
-    ended = subprocess.run(
+    faults = {"poison": POISON, "kill_at": kill_at}
+    with LightFork(
         [sys.executable, "-m", "tests.support.fake_mortal_engine", "run", "job.toml", *args],
         cwd=folder,
-        capture_output=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "BATCHKIT_TEST_FAULTS": json.dumps({"poison": POISON, "kill_at": kill_at}),
-        },
-        check=False,
-    )
-    assert "Traceback" not in ended.stderr, ended.stderr
-    return ended.returncode
+        env={**os.environ, "BATCHKIT_TEST_FAULTS": json.dumps(faults)},
+    ) as process:
+        _, stderr = process.communicate(timeout=120)
+    assert "Traceback" not in stderr, stderr
+    code: int = process.returncode
+    return code
 
 
 def written(folder: Path, **changed: str) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,29 +28,10 @@ from tests.support.dry_runs import (
     write_job,
     write_rows,
 )
+from tests.support.forks import LightFork
 from tests.support.rows import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
-
-
-def requeue_script(stop_at: str, number: int) -> str:
-    """``run --on-change requeue``, killed at the n-th call of a function of ``os`` or ``pathlib``."""
-    return f"""
-import os, pathlib, shutil, signal, sys
-owner, name = {stop_at!r}.split(".")
-owner = {{"os": os, "Path": pathlib.Path, "shutil": shutil}}[owner]
-real, calls = getattr(owner, name), 0
-def killed(*args, **kwargs):
-    global calls
-    if any(".requeue" in str(arg) or "results.jsonl" in str(arg) or "manifest" in str(arg) for arg in args):
-        calls += 1
-        if calls == {number}:
-            os.kill(os.getpid(), signal.SIGKILL)
-    return real(*args, **kwargs)
-setattr(owner, name, killed)
-from batchkit.cli import cli
-cli(["run", "job.toml", "--on-change", "requeue"], prog_name="batchkit")
-"""
 
 
 @pytest.mark.parametrize("undone", [False, True], ids=["carried on", "change undone"])
@@ -74,10 +56,11 @@ def test_requeue_killed_at_any_instant_mixes_no_rows(
     write_job(input={"id": "key"})
     run()
     write_rows([{"key": "new", "q": "first"}, *rows[:20]])
-    killed = subprocess.run(
-        [sys.executable, "-c", requeue_script(stop_at, number)], capture_output=True, text=True
+    killed = LightFork(
+        [sys.executable, "-m", "tests.support.killed_requeue", stop_at, str(number)],
+        stdout=subprocess.DEVNULL,
     )
-    assert killed.returncode == -9, killed.stderr
+    assert killed.wait(timeout=60) == -signal.SIGKILL
     if undone:
         write_rows(rows)
     found = run()
