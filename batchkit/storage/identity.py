@@ -58,7 +58,9 @@ _SPEED_ONLY = frozenset(
 _LOAD_FORMATS = ("dummy", "bitsandbytes")
 # What was found behind names, by name. It is compared if both sides have found something: a newly
 # named file shows in the key that names it, and an older version looked at fewer of them.
-_FOUND = ("engine.files", "prompt.files")
+_FOUND = ("engine.files", "engine.blocks", "prompt.files")
+_WHOLE_BYTES = 8 * 2**20  # a larger file is read in blocks
+_BLOCKS, _BLOCK_BYTES = 64, 2**16
 
 
 def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -83,8 +85,12 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
     # These are absent if not set: manifests of older versions lack them.
     if (command := found.pop("engine.server.command", None)) is not None:
         found["engine.server.command"] = what_decides_answers(command)
-    if files := {name: model_fingerprint(name) for name in _files(job)}:
-        found["engine.files"] = files
+    files = [*_files(job)]
+    if files:
+        found["engine.files"] = {name: model_fingerprint(name) for name in files}
+    models = {job.engine.model, job.engine.lora or "", *files}
+    if blocks := {name: of for name in models if (of := blocks_fingerprint(name)) is not None}:
+        found["engine.blocks"] = blocks
     if prompt_files:
         found["prompt.files"] = prompt_files
     if job.input.shard is None:
@@ -171,14 +177,14 @@ def known_of(value: Any, other: Any, key: str = "") -> Any:
 def model_fingerprint(model: str) -> str | None:
     """Hash over a model's file or files: small files whole, large ones at both ends.
 
-    None if ``model`` is a name. Reading all of a large model would take minutes; weights that were
-    trained further differ in their first and last MiB.
+    None if ``model`` is a name. Reading all of a large model would take minutes; what was trained
+    further may differ only between the ends: see ``blocks_fingerprint``.
     """
-    place, end = Path(model), 2**20
-    if not model or not (place.is_dir() or place.is_file()):
+    files, end = _files_of(model), 2**20
+    if files is None:
         return None
     digest = hashlib.sha256()
-    for path in sorted(p for p in place.iterdir() if p.is_file()) if place.is_dir() else [place]:
+    for path in files:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
@@ -187,6 +193,31 @@ def model_fingerprint(model: str) -> str | None:
                 file.seek(max(end, size - end))
                 digest.update(file.read(end))
     return digest.hexdigest()[:16]
+
+
+def blocks_fingerprint(model: str) -> str | None:
+    """Hash over what ``model_fingerprint`` leaves out of large files: all of it, or blocks spread
+    evenly. None if there is no large file."""
+    large = [path for path in _files_of(model) or () if path.stat().st_size > 2 * 2**20]
+    digest = hashlib.sha256()
+    for path in large:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            if size <= _WHOLE_BYTES:
+                digest.update(file.read())
+                continue
+            for n in range(_BLOCKS):
+                file.seek(n * (size - _BLOCK_BYTES) // (_BLOCKS - 1))
+                digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()[:16] if large else None
+
+
+def _files_of(model: str) -> list[Path] | None:
+    """The file ``model``, or those in the folder ``model``; None if it is a name."""
+    place = Path(model)
+    if model and place.is_dir():
+        return sorted(path for path in place.iterdir() if path.is_file())
+    return [place] if model and place.is_file() else None
 
 
 def _reask(job: JobConfig, note: str) -> Any:

@@ -140,3 +140,27 @@ def test_changed_tokenizer_is_another_model(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("two")
     (message,) = differences(begun, identity(job))
     assert message.startswith("engine.files: ")
+
+
+@pytest.mark.parametrize("size", [3 * 2**20, 40 * 2**20])
+@pytest.mark.parametrize("key", ["model", "lora"])
+def test_weights_that_differ_only_in_the_middle_are_another_model(
+    tmp_path: Path, size: int, key: str
+) -> None:
+    """As after a training with frozen embeddings, head and vision tower."""
+    weights = tmp_path / "model.safetensors"
+    with weights.open("wb") as file:
+        file.truncate(size)
+    job = JobConfig.model_validate({"engine": {"model": "m", key: str(tmp_path)}})
+    begun = identity(job)
+    earlier = {name: value for name, value in begun.items() if name != "engine.blocks"}
+    with weights.open("r+b") as file:
+        file.seek(int(size * 0.45))
+        file.write(b"x" * (size // 10))
+    (message,) = differences(begun, identity(job))
+    assert message.startswith("engine.blocks: ")
+    assert differences(earlier, identity(job)) == []  # it noted the ends alone
+    with weights.open("r+b") as file:
+        file.write(b"x")
+    (message,) = differences(earlier, identity(job))
+    assert message.startswith(f"engine.{key}_files: ")
