@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 MASK = "***"
+FINGERPRINT = re.compile(re.escape(MASK) + "[0-9a-f]{0,6}")  # how a manifest has a secret
 # Keys of a job that hold text for the model, or values of the rows: they are never secrets.
 CONTENT = frozenset(
     [
@@ -75,7 +76,8 @@ def masked(
     """``value``, found at the dotted ``key`` of a job, without the secrets in it.
 
     ``mask`` makes the replacement of a value whose name says that it is a secret. In a URL, a
-    header or ``NAME=value``, only the secret is replaced, by what ``mask_part`` makes of it.
+    header or ``NAME=value``, only the secret is replaced, by what ``mask_part`` makes of it; by
+    ``mask`` if it only looks like one.
     """
     return _masked(value, key, any(map(is_secret, key.split("."))), mask, mask_part)
 
@@ -142,7 +144,7 @@ def masked_text(text: str) -> str:
     for secret in sorted(_known, key=len, reverse=True):
         text = text.replace(secret, MASK)
     text = _URL.sub(lambda url: _without_query(url[0]), text)
-    text = _in_text(text, lambda _: MASK)
+    text = _in_text(text, lambda _: MASK, lambda _: MASK)
     text = _COOKIE.sub(rf"\1{MASK}", text)
     return _SAID.sub(_say_without, text)
 
@@ -179,17 +181,17 @@ def _masked(value: Any, key: str, is_own: bool, mask: Mask, mask_part: Mask) -> 
         return [_masked(part, key, is_own, mask, mask_part) for part in value]
     if is_own and isinstance(value, str | int | float) and not isinstance(value, bool):
         return mask(str(value)) if value != "" else value
-    return _in_text(value, mask_part) if isinstance(value, str) else value
+    return _in_text(value, mask_part, mask) if isinstance(value, str) else value
 
 
-def _in_text(text: str, mask: Mask) -> str:
-    """``text`` without the secrets of its URLs, headers and pairs."""
+def _in_text(text: str, mask: Mask, mask_alike: Mask) -> str:
+    """``text`` without the secrets of its URLs, headers and pairs, and what looks like them."""
     if "\n" not in text and (header := _HEADER.fullmatch(text)) and is_secret(header[2]):
         return header[1] + mask(header[3])
     if "@" in text:
         text = _USER_INFO.sub(lambda found: _without_user_info(found, mask), text)
     if "=" in text:
-        text = _PAIR.sub(lambda found: _without_value(found, mask), text)
+        text = _PAIR.sub(lambda found: _without_value(found, mask, mask_alike), text)
     if '"' in text:
         text = _JSON_PAIR.sub(
             lambda found: found[1] + (mask(found[3]) if is_secret(found[2]) else found[3]), text
@@ -207,15 +209,16 @@ def _without_user_info(found: re.Match[str], mask: Mask) -> str:
     return found[0]
 
 
-def _without_value(found: re.Match[str], mask: Mask) -> str:
+def _without_value(found: re.Match[str], mask: Mask, mask_alike: Mask) -> str:
     head, name, value = found[1], found[2], found[3]
     if not value or value.startswith(("{", "$")):  # a placeholder of a template or of a shell
         return found[0]
     in_query = head[0] in "?&"
     plain = _CAMEL.sub("_", name).replace("-", "_").lower()
-    is_named = is_secret(name) or (in_query and _IN_QUERIES.search(plain) is not None)
-    if is_named or (in_query and (value == MASK or _RANDOM.fullmatch(value))):
+    if is_secret(name) or (in_query and _IN_QUERIES.search(plain) is not None):
         return head + mask(value)
+    if in_query and (FINGERPRINT.fullmatch(value) or _RANDOM.fullmatch(value)):
+        return head + mask_alike(value)
     return found[0]
 
 

@@ -14,14 +14,13 @@ from typing import Any
 
 import orjson
 
-from batchkit.config.masking import MASK, masked, secrets_in
+from batchkit.config.masking import FINGERPRINT, MASK, masked, secrets_in
 from batchkit.config.regular_file import read_text
 from batchkit.config.server_command import files_named, what_decides_answers
 from batchkit.config.tables import JobConfig, Table
 from batchkit.config.tables.base import Mark
 from batchkit.config.terminal import shortened
 
-_FINGERPRINT = re.compile(re.escape(MASK) + "[0-9a-f]{0,6}")
 _CREDENTIAL = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=%.~-]{20,}", re.ASCII)
 # Options that change speed and memory, not answers.
 _SPEED_ONLY = frozenset(
@@ -248,7 +247,7 @@ def _fingerprint_part(secret: str) -> str:
 
 def _fingerprint_mask(secret: str) -> str:
     """Makes two secrets distinguishable without showing them; one masked before stays unknown."""
-    if _FINGERPRINT.fullmatch(secret):
+    if FINGERPRINT.fullmatch(secret):
         return secret
     return MASK + hashlib.sha256(secret.encode()).hexdigest()[:6]
 

@@ -68,6 +68,11 @@ def test_changed_job_is_refused_with_a_diff(override: str, line: str) -> None:
             "https://shop.example/item?code=front",
             "https://shop.example/item?code=back",
         ),
+        (
+            "vars.page",
+            "https://charts.example/view?set=RealHiTBench-2024-Charts",
+            "https://charts.example/view?set=RealHiTBench-2025-Tables",
+        ),
         ("sampling.regex", "auth=(yes|no)", "auth=(yes|no|maybe)"),
         ("sampling.stop", '["***"]', '["###"]'),
     ],
@@ -153,14 +158,27 @@ def test_another_credential_in_a_url_is_no_change() -> None:
 
 
 def test_text_that_an_earlier_version_masked_is_the_same_job() -> None:
-    prepare(3, vars={"persona": "Credentials: MD", "page": "https://shop.example/?code=front"})
+    prepare(
+        3,
+        vars={
+            "persona": "Credentials: MD",
+            "page": "https://shop.example/?code=front",
+            "charts": "https://charts.example/?set=RealHiTBench-2024-Charts",
+        },
+    )
     run()
     earlier = manifest()
-    masked = {"vars.persona": "Credentials: ***", "vars.page": "https://shop.example/?code=***"}
+    masked = {
+        "vars.persona": "Credentials: ***",
+        "vars.page": "https://shop.example/?code=***",
+        "vars.charts": "https://charts.example/?set=***",
+    }
     earlier["identity"] |= masked
     (RUN / "manifest.json").write_text(json.dumps(earlier))
     assert run().exit_code == 0
-    assert manifest()["identity"]["vars.persona"] not in masked.values()
+    now = manifest()["identity"]
+    assert not {now[key] for key in masked} & {*masked.values()}
+    assert "RealHiTBench" not in now["vars.charts"]
 
 
 def test_all_changes_are_reported_at_once() -> None:
