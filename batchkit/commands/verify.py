@@ -14,7 +14,7 @@ from batchkit.errors import BatchkitError
 from batchkit.execution.resume import input_changes
 from batchkit.sources import is_fallback
 from batchkit.sources.input import Input, from_job
-from batchkit.sources.rowhash import input_hash
+from batchkit.sources.rowhash import known_hashes
 from batchkit.storage.checkpoint import CHECKPOINT, Totals, log_damage, read_checkpoint
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.job_toml import job_of_run
@@ -109,13 +109,13 @@ class _Rows:
     """The result of comparing the records with the input.
 
     ``n_pending``: rows without a record; None if the input could not be read. ``mixed``: for each
-    such row, the id and the ``input_hash`` that its record must have.
+    such row, the id and the ``known_hashes`` of which its record must have one.
     """
 
     n_pending: int | None = None
     pending: list[int] = field(default_factory=list)
     unknown: IndexSet = field(default_factory=IndexSet)
-    mixed: dict[int, tuple[str, str]] = field(default_factory=dict)
+    mixed: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     not_compared: str | None = None
 
     def fits(self, record: Mapping[str, Any]) -> bool:
@@ -221,9 +221,9 @@ def _compare_rows(source: Input, records: Iterator[dict[str, Any]], found: _Rows
             found.unknown.add(record["index"])
             record = next(records, None)
         if record is not None and record["index"] == row.index:
-            row_hash = input_hash(row.fields)
-            if not _is_of(record, row.id, row_hash):
-                found.mixed[row.index] = row.id, row_hash
+            hashes = known_hashes(row.fields)
+            if not _is_of(record, row.id, hashes):
+                found.mixed[row.index] = row.id, hashes
             record = next(records, None)
     while record is not None:
         found.unknown.add(record["index"])
@@ -256,12 +256,12 @@ def _pending(rows: _Rows, total: int | None, totals: Totals, manifest: Manifest)
     return max(0, rows.n_pending - manifest.skipped_elsewhere)
 
 
-def _is_of(record: Mapping[str, Any], row_id: str, row_hash: str) -> bool:
-    """True if the record belongs to the row with this id and ``input_hash``.
+def _is_of(record: Mapping[str, Any], row_id: str, hashes: tuple[str, ...]) -> bool:
+    """True if the record belongs to the row with this id and these ``known_hashes``.
 
     Older versions named a row without an id by its index, and allowed ids of any form.
     """
-    if record.get("input_hash") != row_hash:
+    if record.get("input_hash") not in hashes:
         return False
     record_id = record["id"]
     is_older = record_id == str(record["index"]) or is_fallback(record_id)

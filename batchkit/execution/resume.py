@@ -242,8 +242,8 @@ def input_changes(then: Sequence[FileFingerprint], now: Sequence[FileFingerprint
 def _same(then: FileFingerprint, now: FileFingerprint) -> bool:
     if then.sha256 == CHANGING:
         return False
-    formats = {then.read_as, now.read_as} - {""}  # older runs did not note it
-    return then.sha256 == now.sha256 and len(formats) < 2
+    later = (then.read_as, now.read_as), (then.hashes, now.hashes)  # older runs did not note them
+    return then.sha256 == now.sha256 and all(len({*pair} - {""}) < 2 for pair in later)
 
 
 def _described(file: FileFingerprint | None) -> str:

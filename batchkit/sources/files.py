@@ -117,23 +117,24 @@ def _open(path: str, *, text: bool) -> Iterator[io.BufferedReader[Any]]:
 
 
 def _through_fsspec(path: str, stack: ExitStack, *, text: bool) -> Any:
-    """``path``, decompressed by its name; a local one is opened here: fsspec waits for a pipe."""
+    """``path``, decompressed by its name; a local one is opened here: fsspec waits for a pipe.
+
+    Only what ``COMPRESSIONS`` names: of a zip archive, fsspec reads the first member alone.
+    """
     import fsspec
     from fsspec.utils import infer_compression
 
-    streams = (
-        _STREAMS.get(PurePath(path).suffix.lower()) if text else None
-    )  # Parquet seeks in its file
-    if path.endswith(".zst") or streams is not None:
-        opened = fsspec.open(path, "rb") if "://" in path else open_regular(path)
-        packed = stack.enter_context(opened)
-        if streams is None:
-            return _unpacked_zstd(path, packed)
-        return nullcontext(PackedStreams(packed, streams))
-    if "://" in path:
-        return fsspec.open(path, "rb", compression="infer")
-    file, method = stack.enter_context(open_regular(path)), infer_compression(path)
-    return file if method is None else fsspec.compression.compr[method](file, mode="rb")
+    opened = fsspec.open(path, "rb") if "://" in path else open_regular(path)
+    name = opened.path if "://" in path else path  # the member's, in zip://a.jsonl.gz::s3://b/c.zip
+    suffix = PurePath(name).suffix.lower()
+    packed = stack.enter_context(opened)
+    if suffix == ".zst":
+        return _unpacked_zstd(path, packed)
+    if text and suffix in _STREAMS:  # Parquet seeks in its file
+        return nullcontext(PackedStreams(packed, _STREAMS[suffix]))
+    if suffix in COMPRESSIONS:
+        return fsspec.compression.compr[infer_compression(name)](packed, mode="rb")
+    return nullcontext(packed)
 
 
 def _unpacked_zstd(path: str, packed: Any) -> Any:

@@ -27,7 +27,7 @@ from batchkit.sources import (
     python_rows,
     read_rows,
 )
-from batchkit.sources.rowhash import input_hash
+from batchkit.sources.rowhash import input_hash, known_hashes
 from batchkit.storage.manifest import FileFingerprint, read_manifest
 from batchkit.types import Row
 
@@ -84,12 +84,12 @@ def from_python(rows: Any, table: InputTable) -> Input:
     if found.size is None:
         return Input(None, lambda skip: found.read(), lambda skip: found.read(), _unknown, has_ids)
     n_rows = found.size
-    hashes, digest = bytearray(), hashlib.sha256()
+    hashes, earlier = bytearray(), hashlib.sha256()
     size = n_rows()
     for row in found.read():
-        row_hash = input_hash(row.fields)
-        hashes += bytes.fromhex(row_hash)
-        digest.update(row_hash.encode())
+        known = known_hashes(row.fields)
+        hashes += bytes.fromhex(known[0])
+        earlier.update(known[-1].encode())
     is_other = False
 
     def changes(thorough: bool) -> dict[str, str]:
@@ -108,7 +108,9 @@ def from_python(rows: Any, table: InputTable) -> Input:
                 yield row
         is_other |= end < len(hashes)
 
-    file = FileFingerprint(PLACE, size, 0, digest.hexdigest())
+    file = FileFingerprint(
+        PLACE, size, 0, earlier.hexdigest(), hashes=hashlib.sha256(hashes).hexdigest()
+    )
     return Input([file], read, read, lambda: size, has_ids, changes)
 
 

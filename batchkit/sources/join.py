@@ -8,7 +8,7 @@ from typing import Any
 from batchkit.config.tables import JobConfig
 from batchkit.errors import InputError
 from batchkit.sources import read_rows
-from batchkit.sources.rowhash import input_hash
+from batchkit.sources.rowhash import known_hashes
 from batchkit.types import Row
 
 
@@ -83,4 +83,4 @@ class _Walk:
 
 
 def _answers(record: Mapping[str, Any], row: Row) -> bool:
-    return record.get("input_hash") in (None, input_hash(row.fields))
+    return record.get("input_hash") in (None, *known_hashes(row.fields))

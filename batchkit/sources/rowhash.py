@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from itertools import chain
+from math import isfinite
 from typing import Any
 
 import orjson
@@ -15,14 +17,40 @@ _LABELS = ("columns", "column_names", "index", "name", "dtype", "dtypes")  # of 
 
 def input_hash(fields: Mapping[str, Any]) -> str:
     """16 hex digits that are the same for rows with equal fields."""
+    return known_hashes(fields)[0]
+
+
+def known_hashes(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """``input_hash``, and the one of earlier versions if that differs: NaN was null there."""
     try:
         line = orjson.dumps(
             fields, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS, default=_hashable
         )
     except TypeError:  # a key or number that JSON can't hold, hundreds of levels, or anything
         # that a value's own code raises
-        line = _as_text(fields).encode("utf-8", "backslashreplace")
+        return (_hash(_as_text(fields)),)
+    if b"null" in line and _has_non_finite(fields):
+        return _hash(_as_text(fields)), _hash(line)
+    return (_hash(line),)
+
+
+def _hash(line: bytes | str) -> str:
+    if isinstance(line, str):
+        line = line.encode("utf-8", "backslashreplace")
     return hashlib.blake2b(line, digest_size=8).hexdigest()
+
+
+def _has_non_finite(value: Any) -> bool:
+    """Whether ``value``, which orjson has taken, has a NaN or an infinity: orjson writes null."""
+    if value is None or isinstance(value, str | int):  # first, since most values are one of these
+        return False
+    if isinstance(value, float):
+        return not isfinite(value)
+    if isinstance(value, dict):
+        return any(map(_has_non_finite, chain(value, value.values())))
+    if isinstance(value, list | tuple):
+        return any(map(_has_non_finite, value))
+    return hasattr(value, "__array__") and _has_non_finite(_hashable(value))
 
 
 def _hashable(value: Any) -> Any:

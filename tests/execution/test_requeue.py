@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import signal
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from batchkit.sources.rowhash import input_hash
@@ -29,7 +32,7 @@ from tests.support.dry_runs import (
     write_rows,
 )
 from tests.support.forks import LightFork
-from tests.support.rows import read_jsonl
+from tests.support.rows import read_jsonl, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -82,6 +85,30 @@ def test_requeue_killed_at_any_instant_mixes_no_rows(
         len(now),
     )
     assert not list(RUN.glob(".requeue*"))
+
+
+def test_row_with_nan_is_another_row_once_it_has_null() -> None:
+    def write(values: list[float | None]) -> None:
+        pq.write_table(pa.table({"q": pa.array(values)}), "in.parquet")
+
+    write([math.nan, 1.5, None])
+    write_job(input={"path": "in.parquet"})
+    run()
+    write([None, 1.5, math.nan])
+    assert "2 rows to run again" in run("--on-change", "requeue").stderr
+    assert verify()["mixed"] == 0
+
+
+def test_record_of_an_earlier_version_is_still_of_its_row_with_nan() -> None:
+    pq.write_table(pa.table({"q": [math.nan, 1.5]}), "in.parquet")
+    write_job(input={"path": "in.parquet"})
+    run()
+    assert verify()["mixed"] == 0
+    null = input_hash({"q": None})
+    log = [{**record, "input_hash": null} for record in records()]
+    (RUN / "checkpoint.json").unlink()
+    write_jsonl(LOG, log)
+    assert verify()["mixed_rows"] == [1]
 
 
 def test_requeue_needs_no_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import io
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,8 +21,9 @@ from PIL import Image
 from batchkit.errors import ChangedError, JobError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.sources.rowhash import input_hash
+from batchkit.storage.manifest import read_manifest
 from batchkit.storage.summary import RunSummary
-from tests.support.dry_runs import job
+from tests.support.dry_runs import RUN, job
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -276,6 +279,18 @@ def test_an_error_about_a_number_with_too_many_digits_names_its_row() -> None:
     assert summary.ok == 4
     assert len({record["input_hash"] for record in summary.records()}) == 4
     assert input_hash(rows[0]) == input_hash({"prompt": "p", "v": 10**5000})
+
+
+def test_rows_with_nan_resume_also_from_an_earlier_version_and_null_is_a_change() -> None:
+    prompt = {"user": "{{ q }}"}
+    assert process([{"q": math.nan}], prompt=prompt).ok == 1
+    for hashes in ({}, {"hashes": ""}):  # earlier versions did not note them
+        manifest = read_manifest(RUN)
+        manifest.input = [replace(file, **hashes) for file in manifest.input]
+        manifest.write(RUN)
+        assert process([{"q": math.nan}], prompt=prompt).skipped == 1
+        with pytest.raises(ChangedError, match="rows from Python"):
+            process([{"q": None}], prompt=prompt)
 
 
 class Unprintable:

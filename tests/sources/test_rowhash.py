@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import datetime
 import io
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from batchkit.sources.rowhash import input_hash
+from batchkit.sources.rowhash import input_hash, known_hashes
 from tests.support.images import BLUE, RED, png
 
 ODD = [
@@ -52,7 +55,12 @@ def test_deeply_nested_row_has_a_fingerprint() -> None:
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=4) | st.binary(max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=4)
+    | st.binary(max_size=4),
     lambda part: (
         st.lists(part, max_size=3) | st.dictionaries(st.text(max_size=3), part, max_size=3)
     ),
@@ -69,6 +77,33 @@ def test_equal_fields_have_equal_fingerprints_whatever_their_order(fields: dict[
 def test_other_fields_have_another_fingerprint(one: Any, other: Any) -> None:
     if repr(one) != repr(other) and one != other:
         assert input_hash({"x": one}) != input_hash({"x": other})
+
+
+NOT_FINITE = [math.nan, math.inf, -math.inf, None]
+
+
+@pytest.mark.parametrize(
+    "within",
+    [
+        lambda number: number,
+        lambda number: {"deeper": [1.5, number]},
+        lambda number: {number: 1},
+        lambda number: pd.DataFrame({"a": [number, "x"]}, dtype=object),
+        lambda number: np.array([number, "x"], dtype=object),
+    ],
+    ids=["value", "nested", "key", "DataFrame", "array"],
+)
+def test_numbers_that_json_lacks_are_not_null(within: Callable[[Any], Any]) -> None:
+    assert len({input_hash({"x": within(number), "y": None}) for number in NOT_FINITE}) == 4
+
+
+def test_hash_of_an_earlier_version_is_known() -> None:
+    """Then NaN had the hash of null; rows without it keep their hash."""
+    for fields in ({"x": 1.5, "y": None}, {"x": [None, "null"]}, {"x": png(RED), "y": None}):
+        assert known_hashes(fields) == (input_hash(fields),)
+    assert input_hash({"x": 1.5, "y": None}) == "13727a2824945669"
+    nan = {"x": math.nan, "y": 1}
+    assert known_hashes(nan) == (input_hash(nan), input_hash({"x": None, "y": 1}))
 
 
 def test_fingerprint_sees_all_of_a_value() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import lzma
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -380,6 +382,22 @@ def test_packed_streams_are_one_file(
     assert [row.fields["a"] for row in rows_of(path)] == [
         n for n in range(3) for _ in range(30_000)
     ]
+
+
+@pytest.mark.parametrize("scheme", ["", "memory://"])
+def test_zip_archive_is_refused_wherever_it_is(tmp_path: Path, scheme: str) -> None:
+    """Of one in a store, fsspec reads the first member alone."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for name, line in (("a.jsonl", b'{"a": 1}'), ("b.jsonl.gz", gzip.compress(b'{"a": 2}'))):
+            archive.writestr(name, line)
+    local = write(tmp_path, "x.jsonl.zip", content.getvalue())
+    fsspec.filesystem("memory").pipe_file("/x.jsonl.zip", content.getvalue())
+    path = f"{scheme}x.jsonl.zip" if scheme else f"{local}"
+    with pytest.raises(InputError, match="is a zip archive or an Excel workbook; unpack it"):
+        rows_of(path, format="jsonl")
+    (row,) = rows_of(f"zip://b.jsonl.gz::{path}", format="jsonl")
+    assert row.fields == {"a": 2}
 
 
 @pytest.mark.parametrize("pack", SUFFIX)

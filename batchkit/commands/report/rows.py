@@ -23,7 +23,7 @@ from batchkit.scoring import Scoring, kept_fields
 from batchkit.scoring.metrics import group_name
 from batchkit.sources import read_rows
 from batchkit.sources.join import with_group
-from batchkit.sources.rowhash import input_hash
+from batchkit.sources.rowhash import known_hashes
 from batchkit.storage.job_toml import job_of_run, without_masked
 from batchkit.storage.ledger import failure_kind
 from batchkit.storage.score_store import read_scored, references_of
@@ -136,7 +136,7 @@ class _Inputs:
             found = f"row {record['index']} is now {self._next.id!r}, not {record['id']!r}"
             self.problem = self.problem or found
             return None
-        if record.get("input_hash") not in (None, input_hash(self._next.fields)):
+        if record.get("input_hash") not in (None, *known_hashes(self._next.fields)):
             self.problem = self.problem or f"row {record['index']} is not what was answered"
             return None
         return self._next
