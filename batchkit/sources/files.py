@@ -124,7 +124,7 @@ def _through_fsspec(path: str, stack: ExitStack, *, text: bool) -> Any:
     import fsspec
     from fsspec.utils import infer_compression
 
-    opened = fsspec.open(path, "rb") if "://" in path else open_regular(path)
+    opened: Any = fsspec.open(path, "rb") if "://" in path else open_regular(path)
     name = opened.path if "://" in path else path  # the member's, in zip://a.jsonl.gz::s3://b/c.zip
     suffix = PurePath(name).suffix.lower()
     packed = stack.enter_context(opened)

@@ -144,6 +144,15 @@ def test_failed_rows_say_why() -> None:
     assert row["text"] is row["finish_reason"] is row["prompt_tokens"] is None
 
 
+def test_kept_fields_whose_names_meet_have_a_column_each() -> None:
+    run_rows([{"q": "x", "text": "a", "fields.text": "b"}], keep=["text", "fields.text"])
+    for option, read in (("--csv", pd.read_csv), ("--parquet", pd.read_parquet)):
+        done = batchkit("export", "job.toml", option, "out")
+        assert done.exit_code == 0, done.stderr
+        (row,) = read("out").to_dict("records")
+        assert (row["fields.text"], row["fields.fields.text"]) == ("a", "b")
+
+
 def test_column_that_is_null_for_the_first_batches_keeps_its_type() -> None:
     rows: list[dict[str, Any]] = [{"q": "x"}] * 20_000 + [{"q": "x", "late": f"v{n}"} for n in "ab"]
     run_rows(rows, keep=["late"])
@@ -387,6 +396,22 @@ def test_export_never_writes_over_the_input() -> None:
     done = batchkit("export", "job.toml", "--jsonl", source["path"])
     assert (done.exit_code, "is the input of a run" in done.stderr) == (1, True)
     assert Path(source["path"]).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [("out.errors.jsonl", ["--openai", "out.jsonl"]), ("checkpoint.json", ["--realhit", "."])],
+)
+def test_no_second_file_of_an_export_is_written_over_the_input(name: str, args: list[str]) -> None:
+    write_job(input={"path": name, "format": "jsonl"})
+    write_rows([{"q": "x"}])
+    Path("in.jsonl").rename(name)
+    run()
+    before = Path(name).read_bytes()
+    done = batchkit("export", "job.toml", *args)
+    assert (done.exit_code, f"{name}: is the input of a run" in done.stderr) == (1, True)
+    assert Path(name).read_bytes() == before
+    assert sorted(path.name for path in Path().iterdir()) == sorted([name, "job.toml", "output"])
 
 
 @pytest.mark.parametrize("name", ["checkpoint.json", "manifest.json", "job.toml", ".lock"])

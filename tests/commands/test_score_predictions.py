@@ -63,6 +63,26 @@ def test_predictions_of_any_shape_are_scored_and_failures_are_not(
     assert as_json["metrics"]["Facts"]["em"] == 50
 
 
+@pytest.mark.parametrize(
+    ("entry", "failed"),
+    [
+        ({"text": ""}, True),
+        ({"response": " \n\t"}, True),
+        ({"text": " ", "prediction": ""}, True),
+        ({"text": "[Final Answer]: ", "prediction": ""}, False),
+        ({"Prediction": ""}, False),  # the benchmark's metrics score it 0
+    ],
+)
+def test_blank_text_is_a_failure_as_it_is_in_a_run(
+    tmp_path: Path, entry: dict[str, str], failed: bool
+) -> None:
+    write_jsonl(tmp_path / "made.jsonl", [{"id": "q1", **entry}])
+    table, _ = score_predictions(job(tmp_path, ROWS), tmp_path / "made.jsonl", quiet)
+    found = table.to_json()
+    assert (found["failed"], found["scored"]) == (failed, not failed)
+    assert found["overall"].get("em") == (None if failed else 0)
+
+
 def test_predictions_from_the_command_line(tmp_path: Path) -> None:
     made = tomlkit.dumps(table(tmp_path, ROWS))
     (tmp_path / "job.toml").write_text(made, encoding="utf-8")

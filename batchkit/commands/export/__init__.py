@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import orjson
 
 from batchkit.commands.export.openai_lines import answer_line, error_line
-from batchkit.commands.export.outputs import refuse_own_file
+from batchkit.commands.export.outputs import exporting
 from batchkit.commands.export.realhit import write_realhit
 from batchkit.commands.export.table import Layout, read_batches, schema_of
 from batchkit.errors import StoreError
 from batchkit.storage.checkpoint import check_log
-from batchkit.storage.files import replacing
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.score_store import read_scored
@@ -70,7 +69,6 @@ def export(folder: Path, format_name: str, path: Path | None = None) -> list[Exp
         raise StoreError(f"{folder}: nothing to export: no row has finished yet")
     check_log(folder)
     path = path or folder / _NAMES[format_name]
-    refuse_own_file(path, folder)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         written = _WRITERS[format_name](folder, path)
@@ -90,7 +88,7 @@ def _write_parquet(folder: Path, path: Path) -> dict[Path, int]:
     layout, rows = Layout.of(folder), 0
     batches = read_batches(folder, layout)
     with (
-        replacing(path) as temporary,
+        exporting(path, folder) as temporary,
         pq.ParquetWriter(temporary, schema_of(layout), compression="zstd") as writer,
         ThreadPoolExecutor(1) as pool,  # reads the next batch while this thread writes one
     ):
@@ -104,7 +102,7 @@ def _write_parquet(folder: Path, path: Path) -> dict[Path, int]:
 
 def _write_jsonl(folder: Path, path: Path) -> dict[Path, int]:
     rows = 0
-    with replacing(path) as temporary, temporary.open("wb") as file:
+    with exporting(path, folder) as temporary, temporary.open("wb") as file:
         for record in read_scored(folder):
             file.write(_line(record))
             rows += 1
@@ -117,7 +115,7 @@ def _write_csv(
     layout, rows = Layout.of(folder), 0
     values = layout.reader()
     with (
-        replacing(path) as temporary,
+        exporting(path, folder) as temporary,
         temporary.open("w", newline="", encoding="utf-8") as file,
     ):
         writer = csv.writer(file)
@@ -147,8 +145,8 @@ def _write_openai(folder: Path, path: Path) -> dict[Path, int]:
     errors = path.with_name(f"{path.stem}.errors{path.suffix}")
     n_answers = n_errors = 0
     with (
-        replacing(path) as answers_path,
-        replacing(errors) as errors_path,
+        exporting(path, folder) as answers_path,
+        exporting(errors, folder) as errors_path,
         answers_path.open("wb") as answers_file,
         errors_path.open("wb") as errors_file,
     ):

@@ -17,10 +17,10 @@ from typing import Any
 
 import orjson
 
+from batchkit.commands.export.outputs import exporting
 from batchkit.errors import StoreError
 from batchkit.scoring.metrics import OUT_OF_TEN, head
 from batchkit.sources.join import with_fields
-from batchkit.storage.files import replacing
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.manifest import Start, read_manifest
 from batchkit.storage.runfolder import is_run
@@ -57,9 +57,10 @@ def write_realhit(folder: Path, path: Path) -> dict[Path, int]:
         "results": results,
     }
     ids = [result["id"] for result in results]
-    for file, value in ((path, content), (checkpoint, {"processed_ids": ids, "results": results})):
-        with replacing(file) as temporary:
-            temporary.write_bytes(orjson.dumps(value, option=orjson.OPT_INDENT_2))
+    done = {"processed_ids": ids, "results": results}
+    with exporting(path, folder) as to_path, exporting(checkpoint, folder) as to_checkpoint:
+        to_path.write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2))
+        to_checkpoint.write_bytes(orjson.dumps(done, option=orjson.OPT_INDENT_2))
     return {path: len(results), checkpoint: len(ids)}
 
 

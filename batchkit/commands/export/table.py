@@ -34,7 +34,7 @@ class Layout(NamedTuple):
 
     ``scores``: one column ``scores.<name>`` each, and one for the prediction; None: not scored.
     ``keep``: the kept fields, as text; one with the name of another column gets the prefix
-    ``fields.``.
+    ``fields.`` until its name is free.
     """
 
     scores: Sequence[str] | None
@@ -53,9 +53,11 @@ class Layout(NamedTuple):
         if self.scores is not None:
             found |= {"prediction": "string"}
             found |= {f"scores.{name}": "double" for name in self.scores}
-        return found | {
-            name if name not in found else f"fields.{name}": "string" for name in self.keep
-        }
+        for name in self.keep:
+            while name in found:
+                name = f"fields.{name}"
+            found[name] = "string"
+        return found
 
     def keys(self) -> list[tuple[str, ...]]:
         """The keys of each column's value in a record, in the order of ``columns``."""

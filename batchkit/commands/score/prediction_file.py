@@ -29,8 +29,9 @@ def read_predictions(path: Path) -> dict[str, Prediction]:
     """Predictions by row id; if several have one id, the last counts.
 
     A line, or a member of ``results`` (or of a list) in a ``.json`` file, has an ``id`` and a
-    ``prediction`` or a ``text``. An entry that says it failed is a failure, and so are null and the
-    harness's ``[ERROR] …``: none of them is an answer.
+    ``prediction`` or a ``text``. An entry that says it failed is a failure, and so are null, a blank
+    text and the harness's ``[ERROR] …``: none of them is an answer. A blank prediction is one if the
+    text is not known: the harness's metrics score it 0.
 
     Raises:
         JobError: missing, not JSON, or a line without an id or without either of the two.
@@ -58,7 +59,8 @@ def _prediction(entry: Mapping[str, Any], where: str) -> Prediction:
         )
     prediction, text = _text(_first(entry, _PREDICTIONS)), _text(_first(entry, _TEXTS))
     answer = text if prediction is None else prediction
-    if answer is None or answer.lstrip().startswith(_NO_ANSWER):
+    is_blank = text is not None and not text.strip() and not (prediction or "").strip()
+    if answer is None or is_blank or answer.lstrip().startswith(_NO_ANSWER):
         return Prediction(None, None, failed=True)
     return Prediction(prediction, text)
 
