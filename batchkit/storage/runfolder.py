@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import orjson
 from filelock import FileLock, Timeout
@@ -26,9 +26,14 @@ _HOLDER = ".holder.json"
 class Claim:
     """A run folder that this process holds, as long as its lock file is the one that was locked."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, lock: FileLock) -> None:
         self._lock = folder / LOCK
-        self._file = self._lock_file()
+        locked = os.fstat(cast(int, lock._context.lock_file_fd))  # it has no public name
+        self._file = locked.st_dev, locked.st_ino
+
+    @property
+    def is_lost(self) -> bool:
+        return self._lock_file() != self._file
 
     def check(self) -> None:
         """Call it before each write: without its lock file, another process can take the folder.
@@ -36,7 +41,7 @@ class Claim:
         Raises:
             LostLockError: the lock file was removed or replaced.
         """
-        if self._lock_file() != self._file:
+        if self.is_lost:
             raise LostLockError(
                 f"{self._lock}: was removed while this run worked, so another process may be"
                 " working in the run folder now; this one stops and writes nothing more. If no"
@@ -60,10 +65,11 @@ def claim(folder: Path) -> Iterator[Claim]:
         StoreError: another process holds it, or the folder can't be created.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # `status` takes the lock for an instant: wait that long before reporting it as held.
         lock = FileLock(folder / LOCK)
-        lock.acquire(timeout=0.5)
+        held = _locked(folder, lock)
+        if held.is_lost:  # the folder was moved aside after the file was opened
+            lock.release()
+            held = _locked(folder, lock)
     except Timeout:
         holder = held_by(folder) or {}
         who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
@@ -73,8 +79,8 @@ def claim(folder: Path) -> Iterator[Claim]:
         ) from None
     except OSError as error:
         raise StoreError(f"{folder}: can't be used as a run folder: {error.strerror}") from error
-    held = Claim(folder)
     try:
+        held.check()
         _sign(folder)
         yield held
     finally:
@@ -82,6 +88,13 @@ def claim(folder: Path) -> Iterator[Claim]:
             held.check()  # raises if another process may have written its own holder file
             (folder / _HOLDER).unlink(missing_ok=True)
         lock.release()
+
+
+def _locked(folder: Path, lock: FileLock) -> Claim:
+    folder.mkdir(parents=True, exist_ok=True)
+    # `status` takes the lock for an instant: wait that long before reporting it as held.
+    lock.acquire(timeout=0.5)
+    return Claim(folder, lock)
 
 
 def _sign(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -11,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from batchkit.errors import StoreError
 from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.storage.runfolder import claim
 from tests.support import own_process
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import (
@@ -67,6 +70,25 @@ def test_run_that_lost_its_lock_leaves_the_other_ones_manifest(start: Any) -> No
     said = Path("stderr-0").read_text()
     assert "another process may be working" in said
     assert manifest() == ours
+
+
+def test_process_that_stalls_before_it_locks_gets_no_folder_that_another_began(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(3)
+    run()
+    write_job(engine={"options": {"latency_s": 60}})
+    real = fcntl.flock
+
+    def stalling(opened: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", real)
+        start("run", "job.toml", "--fresh")
+        until(lambda: Path("output/a.1").exists() and (RUN / "manifest.json").exists())
+        real(opened, how)
+
+    monkeypatch.setattr(fcntl, "flock", stalling)
+    with pytest.raises(StoreError, match="is working in this run folder"), claim(RUN):
+        pass
 
 
 def test_two_retries_at_once_answer_no_row_twice() -> None:
