@@ -24,6 +24,8 @@ class EngineLoad(NamedTuple):
     """Resident memory of the engine's process; 0 if it is unknown or not limited."""
     events: Sequence[str] = ()
     """Messages for the run to report, since the last call of ``load``."""
+    served: Mapping[str, Any] = {}
+    """What a server has said so far of the model that it serves."""
 
 
 class Engine(Protocol):

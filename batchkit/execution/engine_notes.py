@@ -8,6 +8,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.execution.bisection import Suspicion
 from batchkit.execution.events import EngineHistory, Hear, Line
 from batchkit.sources.rowhash import input_hash
+from batchkit.storage.identity import LEARNED
 from batchkit.storage.manifest import Manifest, Suspects
 
 
@@ -42,4 +43,5 @@ def remember(job: JobConfig, manifest: Manifest, history: EngineHistory) -> None
 
 def _suspects_of(job: JobConfig, manifest: Manifest) -> str:
     """A hash of the settings that suspicions hold for; with others, rows may do no harm."""
-    return input_hash({"identity": manifest.identity, "options": job.engine.options})
+    begun = {key: value for key, value in manifest.identity.items() if key not in LEARNED}
+    return input_hash({"identity": begun, "options": job.engine.options})

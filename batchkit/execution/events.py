@@ -39,5 +39,11 @@ class EngineHistory(NamedTuple):
     suspicions: Sequence[Suspicion] = ()
 
 
-Event = Line | EngineLine | Note | EngineHistory
+class Found(NamedTuple):
+    """What an engine was found to run: by a key of the run's identity, each by name."""
+
+    found: Mapping[str, Mapping[str, Any]]
+
+
+Event = Line | EngineLine | Note | EngineHistory | Found
 Hear = Callable[[Event], None]

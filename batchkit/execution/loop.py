@@ -19,7 +19,7 @@ from batchkit.errors import (
 )
 from batchkit.execution import engine_notes
 from batchkit.execution.cluster.worker_pool import RayWorkerPool
-from batchkit.execution.events import EngineHistory, EngineLine, Event, Line, Note
+from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Line, Note
 from batchkit.execution.hints import hints
 from batchkit.execution.progress import Progress, State
 from batchkit.execution.resume import OpenRun
@@ -28,6 +28,7 @@ from batchkit.execution.worker import Worker, render_ahead
 from batchkit.rendering.ordering import well_ordered
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.sources.input import Input, Total, distrusted, watched
+from batchkit.storage.identity import check_found, differences, of_engine
 from batchkit.storage.store import RecordLine, Store
 from batchkit.storage.summary import RunSummary
 from batchkit.types import Row, Task, Usage
@@ -75,8 +76,13 @@ class Loop:
         self._quarantined: Collection[int] = ()
         self._references = references
         self._engine_identity = engine_identity
-        self._total = Total(source)
+        begun = of_engine(self._manifest.identity)
+        self._is_runs_own = not differences(begun, engine_identity)
+        """False if ``--set`` gives a retry another model."""
         self._resumed = run.store.totals.ok + run.store.totals.failed
+        is_bound = self._is_runs_own and self._resumed > 0
+        self._found: Mapping[str, Any] = self._manifest.identity if is_bound else {}
+        self._total = Total(source)
         self._elsewhere = 0
         self._tokens_before = _tokens(run.store)
         self._pool: WorkerPool | None = None
@@ -289,6 +295,11 @@ class Loop:
                 self._manifest.last_start.note_event(text)
             case Note(text):
                 self._progress.note(text)
+            case Found(found):
+                self._found = check_found(self._found, found)
+                if self._is_runs_own:
+                    self._manifest.identity |= {key: self._found[key] for key in found}
+                    self._save_manifest()
             case EngineHistory():
                 engine_notes.remember(self._job, self._manifest, event)
                 self._save_manifest()  # at once: the next start needs it

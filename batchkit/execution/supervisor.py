@@ -30,7 +30,7 @@ from batchkit.errors import (
     RowTimeoutError,
 )
 from batchkit.execution.bisection import Expected, Group, Suspects, Suspicion
-from batchkit.execution.events import EngineHistory, EngineLine, Hear, Note
+from batchkit.execution.events import EngineHistory, EngineLine, Found, Hear, Note
 from batchkit.types import Completion, Request
 
 GROWTH_SHARE = 0.05
@@ -85,6 +85,7 @@ class SupervisedEngine:
         self._restart_due = ""
         self._host_gb_at_start: float | None = None
         self._since_too_large = self._since_kill = STRETCH
+        self._served: Mapping[str, Any] = {}
         self.restarts = 0
         self._engine = self._open()
         self.ladder.keep()
@@ -132,6 +133,9 @@ class SupervisedEngine:
         load = self._engine.load()
         for text in load.events:
             self._say(text)
+        if load.served != self._served:
+            self._served = load.served
+            self._hear(Found({"engine.served": load.served}))
         self._watch_memory(load.host_bytes / 2**30)
         return load._replace(waiting=load.waiting + len(self._held) + len(self._suspects))
 

@@ -20,7 +20,7 @@ from batchkit.engines.process.launcher import Launcher
 from batchkit.engines.registry import open_engine
 from batchkit.errors import EngineError
 from batchkit.execution.attempts import Attempts
-from batchkit.execution.events import EngineHistory, Hear, Line
+from batchkit.execution.events import EngineHistory, Found, Hear, Line
 from batchkit.execution.feeder import AHEAD, Feeder
 from batchkit.execution.records import to_record
 from batchkit.execution.supervisor import SupervisedEngine
@@ -106,6 +106,8 @@ class Worker:
                 with opening(), ExitStack() as opened:
                     engine = opened.enter_context(closing(open_engine(job, launcher)))
                     _check_unchanged(self._job, engine_identity)
+                    if commits := identity.hub_commits(self._job):
+                        hear(Found({"engine.commits": commits}))
                     opened.pop_all()
                     return engine
 
@@ -119,6 +121,7 @@ class Worker:
                 open_engine=open_one,
             )
             held.enter_context(closing(self._engine))
+            self._engine.load()  # it says which model a server serves, before it gets a row
             self._held = held.pop_all()
         self._attempts = Attempts(job.retry, renderer.shortened, self._finds_nothing)
         self._feeder = Feeder(job, self._engine, rows, self._attempts)

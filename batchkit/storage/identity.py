@@ -20,6 +20,7 @@ from batchkit.config.server_command import files_named, what_decides_answers
 from batchkit.config.tables import JobConfig, Table
 from batchkit.config.tables.base import Mark
 from batchkit.config.terminal import shortened
+from batchkit.errors import EngineError
 
 _CREDENTIAL = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=%.~-]{20,}", re.ASCII)
 # Options that change speed and memory, not answers.
@@ -57,7 +58,8 @@ _SPEED_ONLY = frozenset(
 _LOAD_FORMATS = ("dummy", "bitsandbytes")
 # What was found behind names, by name. It is compared if both sides have found something: a newly
 # named file shows in the key that names it, and an older version looked at fewer of them.
-_FOUND = ("engine.files", "engine.blocks", "prompt.files")
+LEARNED = ("engine.commits", "engine.served")  # once an engine is loaded, or has answered
+_FOUND = (*LEARNED, "engine.files", "engine.blocks", "prompt.files")
 _WHOLE_BYTES = 8 * 2**20  # a larger file is read in blocks
 _BLOCKS, _BLOCK_BYTES = 64, 2**16
 
@@ -90,6 +92,8 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
     models = {job.engine.model, job.engine.lora or "", *files}
     if blocks := {name: of for name in models if (of := blocks_fingerprint(name)) is not None}:
         found["engine.blocks"] = blocks
+    if commits := hub_commits(job):
+        found["engine.commits"] = commits
     if prompt_files:
         found["prompt.files"] = prompt_files
     if job.input.shard is None:
@@ -108,9 +112,51 @@ def _files(job: JobConfig) -> Iterator[str]:
 
 
 def engine_identity(job: JobConfig) -> dict[str, Any]:
-    """The part of ``identity`` that is about the engine, and the files that it opens at each start."""
-    found = identity(job).items()
-    return {key: value for key, value in found if key.startswith("engine.") and value is not None}
+    """The part of ``identity`` that is about the engine, and the files that it opens at each start.
+
+    Without ``hub_commits``: loading a model may fetch a newer one.
+    """
+    return {k: v for k, v in of_engine(identity(job)).items() if k not in LEARNED}
+
+
+def of_engine(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of an identity that is about the engine."""
+    return {k: v for k, v in found.items() if k.startswith("engine.") and v is not None}
+
+
+def hub_commits(job: JobConfig) -> dict[str, str]:
+    """The commit that each name on the Hugging Face hub stands for in the local cache, if it is there."""
+    engine = job.engine
+    if engine.kind not in ("vllm", "transformers"):
+        return {}
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    cache = engine.options.get("download_dir") or HF_HUB_CACHE
+    revisions = {engine.lora: "main", engine.model: engine.options.get("revision") or "main"}
+    found = {}
+    for name, revision in revisions.items():
+        if name and not Path(name).exists():
+            try:
+                ref = Path(cache, f"models--{name.replace('/', '--')}", "refs", revision)
+                found[name] = ref.read_text().strip()
+            except OSError:  # not loaded yet, or the revision is a commit
+                continue
+    return found
+
+
+def check_found(then: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """``then`` with what was ``found`` behind names once an engine was loaded.
+
+    Raises:
+        EngineError: it is not what ``then`` has.
+    """
+    if changes := differences({key: then.get(key, {}) for key in found}, found):
+        raise EngineError(
+            "the model is not the one that the run began with, and a run's answers are all of one"
+            f" model: {'; '.join(changes)}. Every finished row is on disk: bring that model back and run"
+            " the same command again, or begin a new run (--fresh)"
+        )
+    return continued(then, {**then, **found})
 
 
 def _marked(table: Table, prefix: str = "") -> Iterator[tuple[str, Any]]:

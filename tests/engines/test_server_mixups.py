@@ -202,6 +202,52 @@ def test_a_server_that_answers_under_any_name_is_known_by_its_list_when_it_comes
                 assert {c.error for c in answered(engine, 4)} == {None}
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "is_another"),
+    [
+        ({"root": "/models/a"}, {"root": "/models/b"}, True),
+        ({"id": "a.gguf", "created": 1}, {"id": "a.gguf", "created": 2}, False),
+        ({"meta": {"n_params": 7, "n_ctx": 64}}, {"meta": {"n_params": 7, "n_ctx": 99}}, False),
+        ({"meta": {"n_params": 7}}, {"meta": None}, False),
+    ],
+)
+def test_a_server_with_another_model_at_the_next_start_is_not_asked(
+    first: dict[str, Any], second: dict[str, Any], is_another: bool
+) -> None:
+    with serving(model=first) as server:
+        write_job(server, 6)
+        assert batchkit("run", "job.toml", "--limit", "3").exit_code == 0
+    for _ in range(2):  # what the first start knew is not forgotten in the second
+        with serving(model=second, port=server.port) as other:
+            found = batchkit("run", "job.toml")
+        assert found.exit_code == (1 if is_another else 0), found.stderr
+        assert ("engine.served: " in found.stderr) == is_another
+        if is_another:
+            assert other.answered.total() == 0
+    with serving(model=first, port=server.port):
+        assert batchkit("run", "job.toml").exit_code == 0
+    assert len(records()) == 6
+
+
+def test_a_server_that_answers_as_another_model_at_the_next_start_stops_the_run() -> None:
+    def answering_as(model: str) -> Any:
+        def before(text: str, body: dict[str, Any]) -> None:
+            raise Refused(200, {**own(text), "model": model})
+
+        return before
+
+    with serving(answering_as("tiny-2024-08-06")) as server:
+        write_job(server, 6)
+        assert batchkit("run", "job.toml", "--limit", "3").exit_code == 0
+    with serving(answering_as("OTHER-7B"), port=server.port):
+        found = batchkit("run", "job.toml")
+        assert found.exit_code == 1
+        assert '{"answers_as":"tiny-2024-08-06"} → {"answers_as":"OTHER-7B"}' in found.stderr
+        assert len(records()) == 3
+        assert batchkit("run", "job.toml", "--fresh").exit_code == 0
+    assert len(records()) == 6
+
+
 @pytest.mark.parametrize("is_refused", [True, False])
 def test_a_server_that_lists_less_while_it_loads_is_known_once_it_has_loaded(
     is_refused: bool,

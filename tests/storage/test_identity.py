@@ -14,10 +14,10 @@ from pydantic.fields import FieldInfo
 from batchkit.config.loading import load_job
 from batchkit.config.tables import JobConfig, Table
 from batchkit.config.tables.base import Mark
-from batchkit.errors import ChangedError
+from batchkit.errors import ChangedError, EngineError
 from batchkit.execution.resume import open_run
 from batchkit.sources.input import from_job
-from batchkit.storage.identity import differences, identity, scoring_of
+from batchkit.storage.identity import check_found, differences, hub_commits, identity, scoring_of
 from batchkit.storage.job_toml import write_job
 from tests.support.dry_runs import LOG, RUN
 
@@ -164,3 +164,26 @@ def test_weights_that_differ_only_in_the_middle_are_another_model(
         file.write(b"x")
     (message,) = differences(earlier, identity(job))
     assert message.startswith(f"engine.{key}_files: ")
+
+
+@pytest.mark.parametrize("kind", ["vllm", "transformers"])
+@pytest.mark.parametrize("revision", [None, "v1"])
+def test_name_on_the_hub_that_moved_to_another_commit_is_another_model(
+    tmp_path: Path, kind: str, revision: str | None
+) -> None:
+    options = {"download_dir": str(tmp_path), **({"revision": revision} if revision else {})}
+    engine = {"kind": kind, "model": "acme/tiny", "options": options}
+    job = JobConfig.model_validate({"engine": engine})
+    unknown = identity(job)  # the first start, which has yet to download it
+    ref = tmp_path / "models--acme--tiny" / "refs" / (revision or "main")
+    ref.parent.mkdir(parents=True)
+    ref.write_text("a" * 40)
+    begun = identity(job)
+    noted = check_found(unknown, {"engine.commits": hub_commits(job)})
+    assert noted == begun
+    ref.write_text("b" * 40)
+    (message,) = differences(begun, identity(job))
+    assert message.startswith('engine.commits: {"acme/tiny":"aaa')
+    with pytest.raises(EngineError, match=r"engine\.commits: "):
+        check_found(noted, {"engine.commits": hub_commits(job)})
+    assert differences(unknown, identity(job)) == []  # nor do runs of earlier versions know it

@@ -135,7 +135,7 @@ class OpenAIServerEngine:
         waiting, events = self._in_flight - running, []
         while self._events:
             events.append(self._events.popleft())
-        return EngineLoad(running, waiting, 0.0, 0, host_bytes, events)
+        return EngineLoad(running, waiting, 0.0, 0, host_bytes, events, self._remote.served)
 
     def close(self) -> None:
         if self._thread.is_alive():

@@ -90,6 +90,12 @@ class Remote:
         may_be_far = engine.server is None  # our own server has no proxy in front of it
         self._connections = Connections(headers, trust_env=may_be_far)
 
+    @property
+    def served(self) -> Mapping[str, Any]:
+        """What the server has said so far of the model: in its lists, and in its answers."""
+        answers_as = {} if self._answered_as is None else {"answers_as": self._answered_as}
+        return {**self._known, **answers_as}
+
     async def close(self) -> None:
         """Close the connections; no request may be in flight."""
         await self._connections.close()
@@ -237,7 +243,7 @@ class Remote:
 
     def _learn(self, models: list[Mapping[str, Any]]) -> None:
         self.models = models
-        self._known |= api.known_of(models, self._model)
+        self._known = {**self._known, **api.known_of(models, self._model)}
 
     async def _counted(self, refusal: api.Refusal, request: Request) -> api.Refusal:
         """``refusal`` with the prompt's token count, if a cut needs it.

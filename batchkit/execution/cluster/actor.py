@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, JobError
-from batchkit.execution.events import EngineHistory, EngineLine, Event, Line, Note
+from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Line, Note
 from batchkit.execution.feeder import POLL_S
 from batchkit.execution.worker import EngineFacts, Worker, render_ahead
 from batchkit.rendering.renderer import PromptRenderer
@@ -64,7 +64,7 @@ class Report(NamedTuple):
     """A worker's answer to a call; ``history`` is the newest one, ``events`` are the others."""
 
     lines: Sequence[RecordLine]
-    events: Sequence[Line | EngineLine | Note]
+    events: Sequence[Line | EngineLine | Note | Found]
     history: EngineHistory | None
     engine: EngineFacts | None
     failure: WorkerFailure | None
@@ -96,7 +96,7 @@ class Actor:
         self._closed = False
         self._unsettled = 0
         self._lines: list[RecordLine] = []
-        self._events: list[Line | EngineLine | Note] = []
+        self._events: list[Line | EngineLine | Note | Found] = []
         self._history: EngineHistory | None = None
         self._engine: EngineFacts | None = None
         self._failure: WorkerFailure | None = None

@@ -17,7 +17,7 @@ from batchkit.execution.cluster.actor import CLOSE_S, Actor, Place, Report, Work
 from batchkit.execution.cluster.leases import Leases
 from batchkit.execution.cluster.ray_worker import RayWorker
 from batchkit.execution.cluster.session import cause_of, needs, session
-from batchkit.execution.events import EngineHistory, EngineLine, Hear, Line
+from batchkit.execution.events import EngineHistory, EngineLine, Found, Hear, Line
 from batchkit.execution.feeder import POLL_S
 from batchkit.execution.records import to_record
 from batchkit.execution.signals import Interrupted
@@ -224,7 +224,10 @@ class RayWorkerPool:
     def _take_in(self, worker: RayWorker, report: Report) -> list[RecordLine]:
         holder = self._leases.holders[worker.number]
         for event in report.events:
-            self._hear(event._replace(text=f"worker {worker.number}: {event.text}"))
+            if isinstance(event, Found):
+                self._hear(event)
+            else:
+                self._hear(event._replace(text=f"worker {worker.number}: {event.text}"))
         if report.history is not None:
             self._learn(worker, report.history)
         life = worker.life
