@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -17,6 +17,9 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import Launcher
 from tests.support.forks import Fork, LightFork
 from tests.support.small_vllm import SMALL
+
+if TYPE_CHECKING:
+    from tests.support.ray_head import RayHead
 
 # Without bytecode each process would compile vLLM, torch and Ray again: half the time of an import.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -40,6 +43,7 @@ hypothesis.settings.load_profile("untimed")
 LONGEST = (
     "test_cluster",
     "test_cluster_in_process",
+    "test_own_ray",
     "test_vllm_faults",
     "test_benchmarks",
     "test_vllm_engine",
@@ -150,6 +154,15 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "qwen2"
     build_demo_model(path, text_only=True)
     return path
+
+
+@pytest.fixture(scope="session")
+def ray_head() -> Iterator[RayHead]:
+    """One Ray, for all tests that need none of their own."""
+    from tests.support.ray_head import start_head
+
+    with start_head() as head:
+        yield head
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
-"""A real vLLM worker that is made to fail, by what the environment and the requests say.
+"""A real vLLM worker that is made to fail, by what the environment, the job and the requests say.
 
-``BATCHKIT_TEST_FAULTS`` is JSON. Kinds of faults: oom, error, kill, hang.
+``BATCHKIT_TEST_FAULTS`` is JSON; so is the engine's ``additional_config``, which goes before it. Kinds of
+faults: oom, error, kill, hang.
 
 - ``once``: {kind: step} fails at that step, the first time only; a marker in ``folder`` shows
 - ``over``: more running requests than this run out of memory
@@ -42,7 +43,9 @@ class Chance(NamedTuple):
 class FailingWorker(CPUWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.faults: dict[str, Any] = json.loads(os.environ.get("BATCHKIT_TEST_FAULTS", "{}"))
+        self.faults: dict[str, Any] = self.vllm_config.additional_config or json.loads(
+            os.environ.get("BATCHKIT_TEST_FAULTS", "{}")
+        )
         self.steps = 0
         self.began = 0.0
         self.leaked: list[bytes] = []

@@ -1,0 +1,270 @@
+"""A Ray that the run starts for itself: its start, its end, what it opens, and what it costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from batchkit.commands.status import status
+from batchkit.commands.verify import verify
+from batchkit.execution.cluster.local import private_folder
+from batchkit.storage.ledger import RESULTS
+from tests.support.command_line import batchkit
+from tests.support.faulty_runs import (
+    N_ROWS,
+    assert_only_failed,
+    ended_in,
+    question_rows,
+    running,
+)
+from tests.support.own_process import begin
+from tests.support.paths import ROOT
+from tests.support.ray_head import RayHead, actors_below
+from tests.support.rows import write_jsonl
+from tests.support.waiting import until
+
+# Eight rows at once in each worker, a step of them in half a second.
+DRY_RUN = """
+name = "faulty"
+input.path = "rows.jsonl"
+prompt.user = "{{ q }}"
+
+[engine]
+kind = "dry-run"
+options = { latency_s = 0.5, max_num_seqs = 8 }
+"""
+
+
+@pytest.fixture
+def one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The arguments of a run of one row in the working directory, over two workers."""
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(
+        '[input]\npath = "rows.jsonl"\n[prompt]\nuser = "{{ q }}"\n[engine]\nkind = "dry-run"\n'
+    )
+    write_jsonl(Path("rows.jsonl"), [{"q": "a"}])
+    return ["run", "job.toml", "--workers", "2"]
+
+
+def test_a_run_that_is_killed_over_two_workers_goes_on_from_its_ledger_over_three(
+    tmp_path: Path, ray_head: RayHead
+) -> None:
+    rows = question_rows({})
+    with running(tmp_path, tmp_path, rows, {}, ["run.workers=2"], job=DRY_RUN) as process:
+        wait_for_records(tmp_path, 4)
+        workers = actors_below(psutil.Process(process.pid))
+        process.kill()
+    n_before = (tmp_path / "output/faulty" / RESULTS).read_bytes().count(b"\n")
+    settings = ["run.workers=3", f"run.ray_address={ray_head.address}"]
+    with running(tmp_path, tmp_path, rows, {}, settings, job=DRY_RUN) as process:
+        ended = ended_in(tmp_path, process)
+    texts = [f"dry-run: no model answered row {n}" for n in range(N_ROWS)]
+    assert_only_failed(ended, texts, {})
+    assert "resumed" in ended.stderr
+    assert verify(tmp_path / "output/faulty").is_sound
+    shares = [worker["rows"] for worker in status(tmp_path / "output/faulty").workers]
+    assert len(shares) == 3
+    assert sum(shares) == N_ROWS - n_before
+    assert len(workers) == 2
+    assert not psutil.wait_procs(workers, timeout=30)[1], "the dead driver's workers are gone"
+
+
+CLI_AFTER = "import sys; {first}; from batchkit.cli import cli; cli(sys.argv[1:])"
+
+
+def test_a_ray_of_the_run_listens_on_this_machine_alone_and_ends_with_it(
+    tmp_path: Path, one_row: list[str]
+) -> None:
+    write_jsonl(Path("rows.jsonl"), question_rows({}))
+    options = "engine.options={latency_s = 0.5, max_num_seqs = 2}"
+    program = CLI_AFTER.format(first="import ray")  # which reads the environment
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    del environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"], environment["RAY_AUTH_TOKEN"]
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *one_row, "--set", 'name="faulty"', "--set", options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+    ) as process:
+        try:
+            wait_for_records(tmp_path, 4)
+            family = psutil.Process(process.pid).children(recursive=True)
+            listening = [
+                (one.name(), ip_address(connection.laddr.ip))
+                for one in [psutil.Process(process.pid), *family]
+                for connection in one.net_connections("inet")
+                if connection.status == psutil.CONN_LISTEN
+            ]
+        finally:
+            process.terminate()
+            stdout, stderr = process.communicate(timeout=90)
+    assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
+    assert [found for found in listening if not is_loopback(found[1])] == []
+    summary = json.loads(stdout)
+    assert process.returncode == summary["exit"] == 143, stderr
+    assert 4 <= summary["ok"] < N_ROWS
+    assert not psutil.wait_procs(family, timeout=30)[1], "nothing is left behind"
+
+
+def is_loopback(address: IPv4Address | IPv6Address) -> bool:
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_ray_starts_ends_the_run_at_once(
+    signum: signal.Signals, tmp_path: Path, one_row: list[str]
+) -> None:
+    with begin(*one_row, cwd=tmp_path) as process:
+        family = psutil.Process(process.pid)
+        while not any(one.name() == "gcs_server" for one in family.children()):
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signum)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum, stderr
+    assert f"stopped by {signum.name}" in stderr
+
+
+def test_rays_folder_of_a_driver_that_was_killed_goes_at_the_next_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="b", dir="/tmp") as home:  # a short one, for Ray
+        monkeypatch.setattr(tempfile, "tempdir", home)
+        older = Path(home, "batchkit-ray-older")  # of a driver that locked nothing, and may live
+        older.mkdir()
+        (older / "session").touch()
+        killed = subprocess.run(
+            [
+                *(sys.executable, "-c"),
+                """if True:
+                import os
+                from batchkit.execution.cluster.local import private_folder
+                with private_folder() as made:
+                    print(made, flush=True)
+                    os.kill(os.getpid(), 9)
+                """,
+            ],
+            env={**os.environ, "TMPDIR": home, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        left = Path(killed.stdout.strip())
+        assert left.is_dir()
+        with private_folder() as first, private_folder() as second:
+            assert not left.exists()
+            assert set(Path(home).iterdir()) == {older, first, second}
+        assert set(Path(home).iterdir()) == {older}
+
+
+def test_ray_that_is_too_slow_to_start_is_one_message(
+    one_row: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    def init(**_: Any) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    done = batchkit(*one_row)
+    assert done.exit_code == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    errors = [line for line in done.stderr.splitlines() if "error:" in line]
+    assert len(errors) == 1
+    assert "Ray did not start on this machine (Exception: The current node timed out" in errors[0]
+    assert "run the same command again" in errors[0]
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", None])
+def test_an_address_that_listens_and_is_no_ray_is_refused_at_once(
+    answer: bytes | None, one_row: list[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        held: list[socket.socket] = []
+
+        def serve() -> None:
+            with suppress(OSError):  # closed
+                while True:
+                    connection, _ = server.accept()
+                    held.append(connection)
+                    if answer is not None:
+                        connection.sendall(answer)
+                        connection.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        done = batchkit(*one_row, "--ray-address", address)
+    assert done.exit_code == 2
+    assert f"can't join Ray at {address}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--ray-address", "127.0.0.1:9"], "can't join Ray at 127.0.0.1:9"),
+        (["--set", "run.worker_gpus=1"], "need 2 GPUs, 1 each; this machine has 0"),
+        (["--workers", "0"], "--workers"),
+    ],
+)
+def test_workers_that_can_not_start_are_reported_at_once(
+    arguments: list[str], words: str, one_row: list[str]
+) -> None:
+    done = batchkit(*one_row, *arguments)
+    assert done.exit_code == 2
+    assert words in done.stderr
+
+
+def test_many_rows_over_four_workers_take_no_more_of_the_drivers_memory_than_few(
+    tmp_path: Path,
+) -> None:
+    """Counting: the dry-run engine answers at once."""
+    n_rows = 100_000
+    (tmp_path / "job.toml").write_text(
+        'name = "faulty"\n[input]\npath = "rows.jsonl"\n[prompt]\nuser = "{{ q }}"\n'
+        '[engine]\nkind = "dry-run"\n[run]\nworkers = 4\n'
+    )
+    write_jsonl(tmp_path / "rows.jsonl", ({"q": f"what about {n}?"} for n in range(n_rows)))
+    command = [sys.executable, "-m", "batchkit", "run", "job.toml"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        wait_for_records(tmp_path, n_rows // 10)
+        few = peak_mib(process.pid)
+        _, code, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(code)
+        assert process.stderr is not None
+        assert process.returncode == 0, process.stderr.read()
+    assert usage.ru_maxrss / 1024 - few < 32, "MiB of the driver's memory"
+    found = verify(tmp_path / "output/faulty")
+    assert (found.is_sound, found.ok, found.records) == (True, n_rows, n_rows)
+
+
+def peak_mib(pid: int) -> float:
+    (line,) = (
+        line
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
+    return int(line.split()[1]) / 1024
+
+
+def wait_for_records(folder: Path, n: int, within_s: float = 120) -> None:
+    log = folder / "output/faulty" / RESULTS
+    until(lambda: log.exists() and log.read_bytes().count(b"\n") >= n, within_s)
