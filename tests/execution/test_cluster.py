@@ -163,18 +163,18 @@ def test_sigint_stops_all_workers_and_keeps_what_is_finished(
 ) -> None:
     ended = threading.Event()
 
-    def four(text: str, body: dict[str, Any]) -> None:
+    def a_few(text: str, body: dict[str, Any]) -> None:
         if len(server.answered) >= 4:
             ended.wait()
 
-    with serving(four) as server:
+    with serving(a_few) as server, ExitStack() as held:
+        held.callback(ended.set)
         settings = [*two, *at(server, max_num_seqs=4)]
         with running(tmp_path, tmp_path, question_rows({}), {}, settings, job=ASKS) as process:
             wait_for_records(tmp_path, 4)
             workers = ray_head.workers()
             process.send_signal(signal.SIGINT)
             stdout, stderr = process.communicate(timeout=90)
-        ended.set()
     summary = json.loads(stdout)
     assert process.returncode == summary["exit"] == 130, stderr
     assert 4 <= summary["ok"] < N_ROWS
@@ -182,7 +182,7 @@ def test_sigint_stops_all_workers_and_keeps_what_is_finished(
     assert not psutil.wait_procs(workers, timeout=30)[1], "nothing is left behind"
 
 
-# With vLLM: these.
+# These with vLLM.
 def test_an_engine_in_a_worker_is_kept_going_as_on_one_machine(
     calm: list[str], two: list[str], tmp_path: Path, text_model: Path
 ) -> None:

@@ -21,6 +21,7 @@ import pytest
 
 from batchkit.commands.status import status
 from batchkit.commands.verify import verify
+from batchkit.execution.cluster import session
 from batchkit.execution.cluster.local import private_folder
 from batchkit.storage.ledger import RESULTS
 from tests.support.command_line import batchkit
@@ -153,7 +154,8 @@ def test_rays_folder_of_a_driver_that_was_killed_goes_at_the_next_start(
                 *(sys.executable, "-c"),
                 """if True:
                 import os
-                from batchkit.execution.cluster.local import private_folder
+                from batchkit.execution.cluster import session
+from batchkit.execution.cluster.local import private_folder
                 with private_folder() as made:
                     print(made, flush=True)
                     os.kill(os.getpid(), 9)
@@ -192,8 +194,9 @@ def test_ray_that_is_too_slow_to_start_is_one_message(
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", None])
 def test_an_address_that_listens_and_is_no_ray_is_refused_at_once(
-    answer: bytes | None, one_row: list[str]
+    answer: bytes | None, one_row: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(session, "CONNECT_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         held: list[socket.socket] = []
