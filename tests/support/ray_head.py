@@ -18,6 +18,7 @@ from batchkit.engines.process.launcher import Launcher
 from tests.support import forks
 from tests.support.chat_server import ChatServer
 from tests.support.paths import ROOT
+from tests.support.waiting import until
 
 _FORKS = "BATCHKIT_TEST_FORKS"
 CPUS, GPUS = 8, 4  # Ray counts GPUs and does not look: nothing touches one
@@ -42,12 +43,17 @@ class RayHead:
 
     @contextmanager
     def another_node(self, num_cpus: int) -> Iterator[psutil.Process]:
-        """Its raylet, which starts its workers."""
+        """Its raylet, which starts its workers. Afterwards Ray knows that the node is gone: it would
+        place the next run's workers there."""
         node = self._cluster.add_node(num_cpus=num_cpus)
         try:
             yield psutil.Process(node.all_processes["raylet"][0].process.pid)
         finally:
             self._cluster.remove_node(node, allow_graceful=False)
+            until(lambda: self._n_alive() == 1)
+
+    def _n_alive(self) -> int:
+        return sum(node["Alive"] for node in self._cluster.global_state.node_table())
 
 
 def actors_below(process: psutil.Process) -> list[psutil.Process]:
@@ -71,6 +77,7 @@ def start_head() -> Iterator[RayHead]:
         environment.setenv("PYTHONPATH", str(ROOT))
         environment.setenv(_FORKS, path)
         environment.setenv("__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR", f"{__name__}.fork_engines")
+        environment.setenv("RAY_health_check_period_ms", "500")
         environment.setenv("RAY_prestart_worker_first_driver", "0")
         cluster = Cluster(
             initialize_head=True,
