@@ -97,8 +97,9 @@ def start_head() -> Iterator[RayHead]:
 
 def fork_engines() -> None:
     """In a worker's process: its engines are forks of the test's fork server, too."""
-    forks._server = socket.socket(socket.AF_UNIX)
-    forks._server.connect(os.environ[_FORKS])
+    server = socket.socket(socket.AF_UNIX)
+    server.connect(os.environ[_FORKS])
+    forks._servers[True] = server
     Launcher.start = forks.Fork
 
 
@@ -118,6 +119,6 @@ def _relay_from(connection: socket.socket) -> None:
             data, fds, _, _ = socket.recv_fds(connection, 1, 64)
             if not fds:
                 return
-            socket.send_fds(forks._connected(), [data], fds)
+            socket.send_fds(forks._connected(has_vllm=True), [data], fds)
             for fd in fds:
                 os.close(fd)
