@@ -25,6 +25,7 @@ from batchkit.engines.process.launcher import SCRATCH
 from batchkit.engines.process.startup import explain
 from batchkit.engines.request_checks import cause
 from batchkit.engines.vllm.options import limits_of, llm_options, lora_request
+from batchkit.engines.vllm.outputs import OutputsAtTheEnd
 from batchkit.engines.vllm.renderer import Prepared, VllmRenderer, refusal
 from batchkit.engines.vllm.stats import follow_stats
 from batchkit.errors import RequestError, RowError, RowTimeoutError
@@ -67,7 +68,8 @@ class VllmEngine:
         config = self._engine.vllm_config
         self._limits = limits_of(config)
         self._renderer = VllmRenderer(job, self._engine.renderer, config)
-        self._stats = follow_stats(self._engine)
+        self._outputs = OutputsAtTheEnd(self._engine)
+        self._stats = follow_stats(self._engine, self._outputs)
         self._inbox: queue.SimpleQueue[_Unprepared | None] = queue.SimpleQueue()
         self._prepared: queue.SimpleQueue[Prepared | Completion] = queue.SimpleQueue()
         self._preparing = 0
@@ -252,7 +254,9 @@ class VllmEngine:
             running.saw(tokens, now)
             if now - running.last_token_at > self._row_timeout_s:
                 stuck.append(number)
-        self._engine.abort_request(stuck)
+        if stuck:
+            self._engine.abort_request(stuck)
+            self._outputs.forget_aborted()
         return [self._timed_out(self._running.pop(number), now) for number in stuck]
 
     def _scheduled(self) -> Counter[str]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from batchkit.engines.base import EngineLoad
+from batchkit.engines.vllm.outputs import OutputsAtTheEnd
 
 
-def follow_stats(engine: Any) -> Stats:
+def follow_stats(engine: Any, outputs: OutputsAtTheEnd) -> Stats:
     """Replace vLLM's own stat loggers, whose Prometheus counters have no reader, by ours."""
-    stats = Stats()
+    stats = Stats(outputs)
     engine.logger_manager.stat_loggers = [stats]
     return stats
 
@@ -17,14 +18,14 @@ def follow_stats(engine: Any) -> Stats:
 class Stats:
     """A stat logger of vLLM's engine that keeps the last step's statistics."""
 
-    def __init__(self) -> None:
+    def __init__(self, outputs: OutputsAtTheEnd) -> None:
+        self._outputs = outputs
         self._last = EngineLoad(0, 0, 0.0, 0)
-        self._preempted = 0
+        self._preempted = 0  # at the last call of ``load``
 
     def load(self) -> EngineLoad:
-        load = self._last._replace(preempted=self._preempted)
-        self._preempted = 0
-        return load
+        before, self._preempted = self._preempted, self._outputs.preempted
+        return self._last._replace(preempted=self._preempted - before)
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
         if scheduler_stats is not None:
@@ -34,8 +35,6 @@ class Stats:
                 scheduler_stats.kv_cache_usage,
                 0,
             )
-        if iteration_stats is not None:
-            self._preempted += iteration_stats.num_preempted_reqs
 
     def log(self) -> None: ...
 
