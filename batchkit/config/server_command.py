@@ -38,6 +38,13 @@ _NAMES_FILE = re.compile(
 )
 
 
+# Unlike Path's methods, these raise nothing for a text that is too long for a name.
+_exists, _is_file = os.path.exists, os.path.isfile
+_CONFIGS = ("config.json", "adapter_config.json", "params.json")  # of a model's or adapter's folder
+_SCALE = re.compile(r":-?[\d.]+$")  # --lora-scaled adapter.gguf:0.5
+_SPACE = re.compile(r"\s")
+
+
 def check_command(command: str) -> None:
     """Refuse a command whose server batchkit could not reach, or that shows a secret.
 
@@ -107,25 +114,33 @@ def files_named(command: str) -> Iterator[str]:
     """
     option = ""
     for word in what_decides_answers(command)[1:]:
+        if _SPACE.search(word):  # a shell's own command is one word
+            yield from _files_in_shell(word)
         value = word
         if word.startswith("-"):
             option, _, value = word.partition("=")
-        for name in dict.fromkeys([value, value.rpartition("=")[2]]):  # --lora-modules name=path
-            if _is_model(name) or (_NAMES_FILE.fullmatch(option) and _is_file(name)):
+        for name in _names_in(value):
+            if _is_model(name) or (_NAMES_FILE.fullmatch(option) and _exists(name)):
                 yield name
+
+
+def _files_in_shell(command: str) -> Iterator[str]:
+    try:
+        yield from files_named(f"sh {command}")
+    except ValueError:  # no command, but for example JSON
+        return
+
+
+def _names_in(value: str) -> dict[str, None]:
+    """What may be a path in ``value``: all of it, ``NAME=path``, ``path:SCALE``, parts at commas."""
+    parts = [part.rpartition("=")[2] for part in value.split(",")]
+    return dict.fromkeys([value, *parts, *(_SCALE.sub("", part) for part in parts)])
 
 
 def _is_model(name: str) -> bool:
     if name.endswith(".gguf"):
         return _is_file(name)
-    return _is_file(f"{name}/config.json") or _is_file(f"{name}/adapter_config.json")
-
-
-def _is_file(name: str) -> bool:
-    try:
-        return Path(name).is_file()
-    except OSError:  # a text that is too long for a name
-        return False
+    return any(_is_file(f"{name}/{config}") for config in _CONFIGS)
 
 
 def _without_speed(words: list[str]) -> Iterator[str]:

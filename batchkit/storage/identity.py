@@ -7,6 +7,7 @@ change only the speed (batch sizes, intervals) are marked ``Free``.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -54,6 +55,8 @@ _SPEED_ONLY = frozenset(
         "hf_token",
     ]
 )
+# Options whose files are not read for ``engine.files``: the template's text is compared.
+_NOT_READ = _SPEED_ONLY | {"chat_template", "allowed_local_media_path"}
 # They make weights of their own; other formats only read the model's in another way.
 _LOAD_FORMATS = ("dummy", "bitsandbytes")
 # What was found behind names, by name. It is compared if both sides have found something: a newly
@@ -106,9 +109,17 @@ def _files(job: JobConfig) -> Iterator[str]:
     """The files and folders that decide the answers, besides the model, the adapter and templates."""
     if job.engine.server is not None and job.engine.server.command is not None:
         yield from files_named(job.engine.server.command)
-    tokenizer = job.engine.options.get("tokenizer")
-    if isinstance(tokenizer, str) and Path(tokenizer).is_dir():
-        yield tokenizer
+    for name, value in job.engine.options.items():
+        if job.engine.kind != "openai-server" and name not in _NOT_READ:
+            yield from filter(os.path.exists, _texts_in(value))
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping | list):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts_in(part)
+    elif isinstance(value, str):
+        yield value
 
 
 def engine_identity(job: JobConfig) -> dict[str, Any]:

@@ -201,6 +201,14 @@ def test_a_run_is_known_by_what_its_server_answers_not_by_where_and_how_fast(
         ("chat.jinja", "--chat-template-file={}"),
         ("adapter/adapter_config.json", "--lora-modules mine=adapter"),
         ("model/config.json", "serve model"),
+        ("model/params.json", "serve model"),
+        ("b.gguf", "--lora a.gguf,b.gguf"),
+        ("b.gguf", "--lora-scaled a.gguf:1,b.gguf:0.5"),
+        ("steer.bin", "--control-vector-scaled steer.bin:-0.5"),
+        ("words/tokenizer.json", "--tokenizer words"),
+        ("own/generation_config.json", "--generation-config own"),
+        ("model/config.json", "bash -c 'vllm serve model'"),
+        ("b.gguf", "bash -c 'exec llama-server --lora=a.gguf,b.gguf >/dev/null'"),
     ],
 )
 def test_a_run_is_known_by_what_is_in_the_files_of_its_server(

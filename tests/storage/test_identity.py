@@ -132,9 +132,14 @@ def test_chat_template_is_read_however_long_its_path_is(tmp_path: Path) -> None:
         assert identity(job)["engine.chat_template_text"] == text
 
 
-def test_changed_tokenizer_is_another_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_file", [True, False])
+@pytest.mark.parametrize("name", ["tokenizer", "generation_config", "hf_config_path", "nested"])
+def test_changed_file_of_an_option_is_another_model(
+    tmp_path: Path, name: str, is_file: bool
+) -> None:
     (tmp_path / "tokenizer.json").write_text("one")
-    options = {"tokenizer": str(tmp_path)}
+    place = str(tmp_path / "tokenizer.json" if is_file else tmp_path)
+    options = {name: {"model": place} if name == "nested" else place}
     job = JobConfig.model_validate({"engine": {"model": "m", "options": options}})
     begun = identity(job)
     (tmp_path / "tokenizer.json").write_text("two")
