@@ -187,8 +187,7 @@ def test_an_engine_in_a_worker_is_kept_going_as_on_one_machine(
     calm: list[str], two: list[str], tmp_path: Path, text_model: Path
 ) -> None:
     rows = question_rows({5: "error"})
-    faults = f'{{ folder = "{tmp_path}", once = {{ oom = 4 }} }}'
-    settings = [*two, f"engine.options.additional_config={faults}"]
+    settings = [*two, "engine.options.additional_config={ over = 4 }"]
     ended = start(tmp_path, text_model, rows, {}, settings)
     assert_only_failed(ended, calm, {5: "engine_crash"})
     assert "next engine with max_num_seqs = 4" in ended.stderr
