@@ -30,9 +30,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_AUTH_TOKEN", "0" * 32)
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-# uv installs without bytecode: every process would compile vLLM again, ten CPU seconds each.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
 
 # A busy machine is no counterexample.
 hypothesis.settings.register_profile("untimed", deadline=None)

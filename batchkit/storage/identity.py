@@ -55,8 +55,9 @@ _SPEED_ONLY = frozenset(
         "hf_token",
     ]
 )
-# Options whose files are not read for ``engine.files``: the template's text is compared.
-_NOT_READ = _SPEED_ONLY | {"chat_template", "allowed_local_media_path"}
+# Options that may name a file or folder which decides the answers. Others name folders that change
+# as an engine works (download_dir), or are compared as text (chat_template).
+_FILE_OPTIONS = ("tokenizer", "generation_config", "hf_config_path")
 # They make weights of their own; other formats only read the model's in another way.
 _LOAD_FORMATS = ("dummy", "bitsandbytes")
 # What was found behind names, by name. It is compared if both sides have found something: a newly
@@ -109,17 +110,10 @@ def _files(job: JobConfig) -> Iterator[str]:
     """The files and folders that decide the answers, besides the model, the adapter and templates."""
     if job.engine.server is not None and job.engine.server.command is not None:
         yield from files_named(job.engine.server.command)
-    for name, value in job.engine.options.items():
-        if job.engine.kind != "openai-server" and name not in _NOT_READ:
-            yield from filter(os.path.exists, _texts_in(value))
-
-
-def _texts_in(value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping | list):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts_in(part)
-    elif isinstance(value, str):
-        yield value
+    for name in _FILE_OPTIONS:
+        value = job.engine.options.get(name)
+        if isinstance(value, str) and os.path.exists(value):  # noqa: PTH110 - a long text is no error
+            yield value
 
 
 def engine_identity(job: JobConfig) -> dict[str, Any]:

@@ -57,6 +57,7 @@ EVERYTHING: dict[str, Any] = {
             "sha256": "ab",
             "ctime_ns": 5,
             "read_as": "jsonl",
+            "hashes": "cd",
         }
     ],
     "identity": {"prompt.user": "{{ q }}", "sampling.temperature": 0.1, "vars.x": {"y": [None]}},

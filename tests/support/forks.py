@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -218,6 +219,7 @@ def _take_over(request: _Request, fds: Sequence[int]) -> None:
     os.chdir(request.cwd)
     os.environ.clear()
     os.environ.update(request.environment)
+    tempfile.tempdir = None  # the server may have asked for its own
 
 
 def _run(request: _Request) -> None:
