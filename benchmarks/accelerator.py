@@ -3,9 +3,16 @@
     worker_cls = "accelerator.SimulatedWorker"
 
 A step takes ``step_ms``, ``token_us`` for each token in it and ``image_ms`` for each image that it
-encodes (``SIMULATED_ACCELERATOR``, JSON), and leaves the host's cores alone meanwhile. Scheduler,
-KV cache, tokenizer and image processor are vLLM's own. An answer depends only on its row's tokens
-and processed pixels, so that it shows whether these reached the engine, in any batch.
+encodes (``SIMULATED_ACCELERATOR``, JSON), and leaves the host's cores alone meanwhile. Its output is
+asynchronous, as a GPU's: vLLM waits for it when it needs it. Scheduler, KV cache, tokenizer and image
+processor are vLLM's own.
+
+An answer depends only on its row's tokens and processed pixels, so that it shows whether these
+reached the engine, in any batch. It ends by a stop token, after a number of tokens that is lognormal
+with the median ``median_tokens``; only the worker knows it. The tokens are drawn when a request
+arrives, so a step costs the host next to nothing here.
+
+Steps are counted in the file ``steps``, if it is given.
 """
 
 from __future__ import annotations
@@ -18,67 +25,91 @@ from zlib import crc32
 
 import numpy as np
 from models import FIRST_WORD, WORDS
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    AsyncModelRunnerOutput,
+    ModelRunnerOutput,
+)
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 COSTS = "SIMULATED_ACCELERATOR"
+SIGMA = 0.9  # of the lengths' logarithm: a twentieth is more than four times the median
 
 
-class Prompt(NamedTuple):
-    tokens: int
-    content: int  # a checksum
+class Answer(NamedTuple):
+    prompt_tokens: int
+    tokens: list[list[int]]  # one a step, as vLLM wants them
+
+
+class Later(AsyncModelRunnerOutput):
+    def __init__(self, output: ModelRunnerOutput, ready_at: float) -> None:
+        self.output, self.ready_at = output, ready_at
+
+    def get_output(self) -> ModelRunnerOutput:
+        time.sleep(max(0.0, self.ready_at - time.monotonic()))
+        return self.output
 
 
 class SimulatedWorker(CPUWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.costs: dict[str, float] = json.loads(os.environ[COSTS])
-        self.prompts: dict[str, Prompt] = {}
+        self.costs: dict[str, Any] = json.loads(os.environ[COSTS])
+        self.stop_token: int = self.model_config.hf_text_config.eos_token_id
+        self.answers: dict[str, Answer] = {}
+        self.steps = 0
+        if counted := self.costs.get("steps"):
+            self.counter = os.open(counted, os.O_WRONLY | os.O_CREAT)
 
     def execute_model(self, scheduled: Any, *_: Any, **__: Any) -> Any:
         began = time.monotonic()
         for number in scheduled.finished_req_ids:
-            self.prompts.pop(number, None)
+            self.answers.pop(number, None)
         if not scheduled.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        places = {}  # tokens computed before this step, tokens answered before it
+        answers, now = self.answers, scheduled.num_scheduled_tokens
+        sampled = []
         for new in scheduled.scheduled_new_reqs:
-            self.prompts[new.req_id] = Prompt(len(new.prompt_token_ids), _checksum(new))
-            places[new.req_id] = new.num_computed_tokens, 0
+            answer = answers[new.req_id] = self._answer(new)
+            whole = new.num_computed_tokens + now[new.req_id] >= answer.prompt_tokens
+            sampled.append(answer.tokens[0] if whole else [])
         cached = scheduled.scheduled_cached_reqs
-        places |= zip(
-            cached.req_ids,
-            zip(cached.num_computed_tokens, cached.num_output_tokens, strict=True),
-            strict=True,
-        )
-        numbers = list(scheduled.num_scheduled_tokens)
+        for number, computed, answered in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
+        ):
+            prompt_tokens, tokens = answers[number]
+            whole = computed + now[number] >= prompt_tokens + answered
+            sampled.append(tokens[answered] if whole else [])
+        numbers = [new.req_id for new in scheduled.scheduled_new_reqs] + cached.req_ids
         output = ModelRunnerOutput(
             req_ids=numbers,
-            req_id_to_index={number: place for place, number in enumerate(numbers)},
-            sampled_token_ids=[
-                self._sampled(number, *places[number], scheduled.num_scheduled_tokens[number])
-                for number in numbers
-            ],
+            req_id_to_index=dict(zip(numbers, range(len(numbers)), strict=True)),
+            sampled_token_ids=[list(tokens) for tokens in sampled],
         )
-        time.sleep(max(0.0, began + self._costs_s(scheduled) - time.monotonic()))
-        return output
+        self._count()
+        return Later(output, began + self._costs_s(scheduled))
 
-    def _sampled(self, number: str, computed: int, answered: int, now: int) -> list[int]:
-        """The next token, once all before it are computed."""
-        prompt = self.prompts[number]
-        if computed + now < prompt.tokens + answered:
-            return []
-        return [FIRST_WORD + crc32(b"%d %d" % (prompt.content, answered)) % WORDS]
+    def _answer(self, new: Any) -> Answer:
+        params = new.sampling_params
+        draw = np.random.default_rng(_checksum(new))
+        length = round(draw.lognormal(np.log(self.costs["median_tokens"]), SIGMA))
+        length = min(max(length, params.min_tokens, 1), params.max_tokens)
+        words = draw.integers(FIRST_WORD, FIRST_WORD + WORDS, length).tolist()
+        return Answer(len(new.prompt_token_ids), [[word] for word in [*words, self.stop_token]])
 
     def _costs_s(self, scheduled: Any) -> float:
         images = sum(map(len, scheduled.scheduled_encoder_inputs.values()))
         tokens = scheduled.total_num_scheduled_tokens
         costs = self.costs
-        return (
+        return float(
             costs["step_ms"] / 1e3
             + tokens * costs["token_us"] / 1e6
             + images * costs["image_ms"] / 1e3
         )
+
+    def _count(self) -> None:
+        self.steps += 1
+        if self.costs.get("steps"):
+            os.pwrite(self.counter, self.steps.to_bytes(8, "little"), 0)
 
 
 def _checksum(new: Any) -> int:

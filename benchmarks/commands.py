@@ -1,7 +1,6 @@
 """batchkit's command against another tool's: same rows, same vLLM, whole processes.
 
-The rows are those of text.py: answers from 4 to 256 tokens, heavy-tailed, the same lengths for all
-tools. Once computed on the CPU, once with a simulated accelerator whose steps take 15 ms. A tool
+The rows are those of text.py; answers end by a stop token, and max_tokens is the same for all. Once computed on the CPU, once with a simulated accelerator whose steps take 15 ms. A tool
 loads the model in its command, so there are three clocks, the same for all; the last two begin with
 a time that the worker writes (stamped.py), and end with the last change of the results file:
 
@@ -12,9 +11,8 @@ a time that the worker writes (stamped.py), and end with the last change of the 
 - **from the first step** of the engine: leaves out how long a tool takes from a loaded model to the
   first request, which is negligible in a run of hours.
 
-In each tool the engine and its executor share one process (``uni``, as with one GPU): on a CPU vLLM
-would start another for the worker, which ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` prevents.
-OMP_NUM_THREADS is unset, as for most users. A command that leaves a process behind, or exits
+Each tool runs with its own defaults and all its processes; OMP_NUM_THREADS is unset, as for most
+users. A command that leaves a process behind, or exits
 with an error, ends the benchmark.
 """
 
@@ -33,11 +31,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+import text
 import tomlkit
 from sides import COSTS, TIME_LIMIT_S, Setting, check
-from text import STEP
 
 HERE = Path(__file__).parent
+OPTIONS = {**text.OPTIONS, "max_num_seqs": 64}
 STAMPS = "STAMPS"  # as in stamped.py, which imports vLLM
 LEAVE_S = 20
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
@@ -97,7 +96,7 @@ def arguments(doc: str, *, quick_rows: int) -> argparse.Namespace:
 
 
 def settings(only: str | None, rows: Path, wanted: Mapping[str, float]) -> list[Setting]:
-    both = [Setting("CPU", rows, None, wanted), Setting("simulated", rows, STEP, wanted)]
+    both = [Setting("CPU", rows, None, wanted), Setting("simulated", rows, text.STEP, wanted)]
     return [setting for setting in both if only in (None, setting.name)]
 
 
@@ -195,7 +194,6 @@ def _run(
         STAMPS: str(folder / "stamps"),
         COSTS: json.dumps(setting.costs),
         "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
     }

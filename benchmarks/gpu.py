@@ -11,10 +11,9 @@ images, four in ledger. To save time use ``--only`` and ``--models``, or switch 
 ``--eager``, which makes all sides slower. find-bs and ladder are always eager, with about ten loads
 each. ``--tiny`` runs the same on a CPU with the demo model's shape and few rows, for a test.
 
-- **text**: rows as in text.py, vLLM's own defaults. In ``generate(all)`` vLLM runs in the script's
+- **text**: rows as in text.py, but with known lengths, vLLM's own defaults. In ``generate(all)`` vLLM runs in the script's
   process, as it does in batchkit's engine process; ``own`` is vLLM's default, a process of its own.
-  The length of each row's answer is known, so batchkit begins with the longest; ``in order`` is
-  without that. Batches of 64 get only the first rows: they take much longer. Ratios are of rows/s.
+  batchkit begins with the longest; ``in order`` is without that. Batches of 64 get only the first rows: they take much longer. Ratios are of rows/s.
 - **images**: as in images.py; then find-bs with one batch size, to find the bottleneck.
 - **ledger**: as in ledger.py, with the 0.5B shape instead of the dry-run engine.
 - **find-bs**, **ladder**: too many requests at once end in the device's own error: CUDA's out of
@@ -152,7 +151,7 @@ def text_section(place: Place, found: Found) -> None:
         ways.append(Way(f"{GENERATE_ALL}, own", GENERATE_ALL, own_process=True, wanted=0.97))
         ways.append(Way(IN_ORDER, IN_ORDER))
     ways.append(Way("batches of 64", "batches of 64", rows=min(place.rows, 1920)))
-    rows = text.write(place.folder / "rows.jsonl", place.rows)
+    rows = text.write(place.folder / "rows.jsonl", place.rows, lengths=True)
     for shape in place.models:
         path = place.folder / shape
         model = shapes.build_shape(path, TEXT_SHAPES[shape], text_only=True)
@@ -170,6 +169,7 @@ def images_section(place: Place, found: Found) -> None:
         # As images.py: by the rule of Qwen's own processor this is images.SEEN_SIZE.
         "media": {"root": str(place.folder), "max_pixels": 262144, "factor": 32},
         **place.job(model, max_model_len=1024, **options),
+        "sampling": {"temperature": 0, "max_tokens": 24},
     }
     ways = [Way("batchkit", "batchkit"), Way(GENERATE_ALL, GENERATE_ALL, wanted=1.3)]
     if not place.tiny:
@@ -191,7 +191,7 @@ def images_section(place: Place, found: Found) -> None:
 
 def ledger_section(place: Place, found: Found) -> None:
     """Each start has an engine of its own; only the shares of ``timed`` are free of their noise."""
-    rows = text.write(place.folder / "rows.jsonl", place.rows)
+    rows = text.write(place.folder / "rows.jsonl", place.rows, lengths=True)
     model = shapes.build_shape(place.folder / "model", place.half_b, text_only=True)
     job = {"name": "ledger", "input": {"path": str(rows)}, "prompt": {"user": "{{ q }}"}}
     (place.folder / "job.toml").write_text(tomlkit.dumps({**job, **place.job(model)}))

@@ -17,10 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from commands import Tool, arguments, compare, settings
-from text import OPTIONS, write
-
-from batchkit.commands.demo_model import build_demo_model
+from commands import OPTIONS, Tool, arguments, compare, settings
+from models import build_ending_model
+from text import MAX_TOKENS, write
 
 SCRIPT = Path(__file__).with_name("ray_script.py")
 STAGES: Mapping[str, Mapping[str, Any]] = {
@@ -34,13 +33,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = str(folder / "model")
-        build_demo_model(folder / "model", text_only=True)
+        build_ending_model(folder / "model", text_only=True)
         rows = write(folder / "rows.jsonl", args.rows)
         job = {
             "input": {"format": "jsonl"},
             "prompt": {"user": "{{ q }}"},
             "engine": {"model": model, "options": OPTIONS},
-            "sampling": {"temperature": 0, "sampling_column": "params"},
+            "sampling": {"temperature": 0, "max_tokens": MAX_TOKENS},
         }
         tools = [ray_data(tool, model) for tool in list(STAGES)[args.quick :]]
         chosen = settings(args.setting, rows, dict.fromkeys(STAGES, 1.1))
@@ -49,7 +48,8 @@ def main() -> None:
 
 def ray_data(name: str, model: str) -> Tool:
     def command(rows: Path, options: Mapping[str, Any], _: Path) -> list[str]:
-        table = {"model": model, "options": options, "stages": STAGES[name]}
+        sampling = {"temperature": 0, "max_tokens": MAX_TOKENS}
+        table = {"model": model, "options": options, "stages": STAGES[name], "sampling": sampling}
         return [sys.executable, str(SCRIPT), str(rows), "results", json.dumps(table)]
 
     return Tool(name, command, "results/*.json", answers)

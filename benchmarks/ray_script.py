@@ -1,6 +1,6 @@
 """Rows through Ray Data LLM, as in its documentation: the script that ray_data.py measures.
 
-    python ray_script.py ROWS RESULTS '{"model": …, "options": {…}, "stages": {…}}'
+    python ray_script.py ROWS RESULTS '{"model": …, "options": {…}, "stages": {…}, "sampling": {…}}'
 
 Ray is started for this script alone, on 127.0.0.1, without dashboard and usage statistics.
 ``num_cpus`` is more than the machine has: with its two cores there would be no room for the actors,
@@ -58,15 +58,14 @@ def generate(rows: str, results: str, table: dict[str, Any]) -> None:
         log_engine_metrics=False,
         **table["stages"],
     )
+    sampling = table["sampling"]
+
+    def asked(row: dict[str, Any]) -> dict[str, Any]:
+        messages = [{"role": "user", "content": row["q"]}]
+        return {"messages": messages, "sampling_params": sampling}
+
     processor = build_processor(config, preprocess=asked, postprocess=answered)
     processor(ray.data.read_json(rows, lines=True)).write_json(Path(results).absolute().as_uri())
-
-
-def asked(row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "messages": [{"role": "user", "content": row["q"]}],
-        "sampling_params": {"temperature": 0, **row["params"]},
-    }
 
 
 def answered(row: dict[str, Any]) -> dict[str, Any]:

@@ -19,10 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from commands import Tool, arguments, compare, settings
-from text import OPTIONS, write
-
-from batchkit.commands.demo_model import build_demo_model
+from commands import OPTIONS, Tool, arguments, compare, settings
+from models import build_ending_model
+from text import MAX_TOKENS, write
 
 RUN_BATCH = "vllm run-batch"
 
@@ -32,13 +31,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = str(folder / "model")
-        build_demo_model(folder / "model", text_only=True)
+        build_ending_model(folder / "model", text_only=True)
         rows = as_batch(write(folder / "rows.jsonl", args.rows), model)
         job = {
             "input": {"format": "openai-batch"},
             "engine": {"model": model, "options": OPTIONS},
         }
-        chosen = settings(args.setting, rows, {RUN_BATCH: 1.1})
+        chosen = settings(args.setting, rows, {RUN_BATCH: 1.05})
         compare("run_batch", folder, chosen, job, [run_batch(model)], rounds=args.rounds)
 
 
@@ -55,7 +54,7 @@ def as_batch(rows: Path, model: str) -> Path:
                     "model": model,
                     "messages": [{"role": "user", "content": row["q"]}],
                     "temperature": 0,
-                    **row["params"],
+                    "max_tokens": MAX_TOKENS,
                 },
             }
             requests.write(json.dumps(request) + "\n")

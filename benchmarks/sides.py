@@ -1,12 +1,16 @@
-"""batchkit against plain scripts: same rows, same vLLM, a fresh process for each run.
+"""batchkit against plain scripts: same rows, same vLLM, a fresh program for each run.
 
-Shared by text.py and images.py; as a program (task as JSON on stdin) it is one such process.
+Shared by text.py and images.py; as a program (task as JSON on stdin) it is one such run.
 The clock runs from the loaded model to the last record written: it includes reading rows, loading
 images, chat template, tokenizer and image processor. batchkit could decode images while the model
 loads; its rows are held back until then (all but the first, which it reads earlier). It writes its
 ledger with checkpoints and fsyncs, of which only the last is not counted; the scripts write plain
-lines and never fsync. OMP_NUM_THREADS is unset everywhere, as for most users. batchkit's engine has
-its own process (the default); the scripts' vLLM runs in their process, where nothing is serialised.
+lines and never fsync. No environment variable of vLLM's is set but those for its log, and
+OMP_NUM_THREADS is unset, as for most users: the scripts' vLLM has its engine core in a process of its
+own, and on a CPU its worker in another. Nobody is told how long an answer will be.
+
+Host CPU is that of all processes of a side, from the loaded model on (sampled, so right to about
+0.2 s), by tokens answered and, on the simulated accelerator, by its steps.
 """
 
 from __future__ import annotations
@@ -16,10 +20,14 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import psutil
 
 COSTS = "SIMULATED_ACCELERATOR"  # accelerator.py
 FIRST = "UNEVEN"  # uneven.py
@@ -44,12 +52,14 @@ class Setting(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A side in a setting; a ratio is its time by batchkit's in the same round."""
+    """A side in a setting, medians; a ratio is its time by batchkit's in the same round."""
 
     setting: str
     side: str
     seconds: float
     rows_per_s: float
+    cpu_us_per_token: float
+    cpu_ms_per_step: float | None
     ratios: Sequence[float]
     wanted: float | None
 
@@ -80,38 +90,48 @@ def compare(
     """
     lines: list[Line] = []
     for setting in settings:
-        seconds: dict[str, list[float]] = {side: [] for side in ["batchkit", *sides]}
+        runs: dict[str, list[dict[str, Any]]] = {side: [] for side in ["batchkit", *sides]}
         answers: list[Any] = []
         for number in range(rounds):
-            for side in seconds:
-                name = f"{setting.name}-{number}-{list(seconds).index(side)}"
+            for place, side in enumerate(runs):
+                name = f"{setting.name}-{number}-{place}".replace(" ", "_")
                 found = _run(setting, side, job, name, overrides, hold_back)
-                seconds[side].append(found["seconds"])
+                runs[side].append(found)
                 answers = answers or found["answers"]
                 check(f"{setting.name}, {side}, round {number + 1}", found["answers"], answers)
                 times = f"loaded in {found['load_s']:.1f} s, ran {found['seconds']:.2f} s"
                 print(f"{setting.name} {number + 1} {side}: {times}", file=sys.stderr, flush=True)
-        lines += _lines(setting, seconds, len(answers))
-    print(f"{'setting':>10} {'side':>18} {'rows':>5} {'s':>7} {'rows/s':>7}", end="")
-    print(f" {'ratio':>6} {'spread':>12}  wanted")
+        lines += _lines(setting, runs, len(answers))
+    print(f"{'setting':>12} {'side':>18} {'rows':>5} {'s':>7} {'rows/s':>7}", end="")
+    print(f" {'µs/token':>8} {'ms/step':>7} {'ratio':>6} {'spread':>12}  wanted")
     for line in lines:
         rows = round(line.seconds * line.rows_per_s)
         spread = f"{min(line.ratios):.2f}–{max(line.ratios):.2f}"
+        per_step = "" if line.cpu_ms_per_step is None else f"{line.cpu_ms_per_step:.2f}"
         print(
-            f"{line.setting:>10} {line.side:>18} {rows:>5} {line.seconds:>7.2f}"
-            f" {line.rows_per_s:>7.1f} {line.ratio:>6.2f} {spread:>12}  {line.outcome}".rstrip()
+            f"{line.setting:>12} {line.side:>18} {rows:>5} {line.seconds:>7.2f}"
+            f" {line.rows_per_s:>7.1f} {line.cpu_us_per_token:>8.1f} {per_step:>7}"
+            f" {line.ratio:>6.2f} {spread:>12}  {line.outcome}".rstrip()
         )
     results = [{**line._asdict(), "ratio": line.ratio} for line in lines]
     report = {"rounds": rounds, "overrides": list(overrides), "answers_equal": True}
     print(json.dumps({"benchmark": benchmark, **report, "results": results}))
 
 
-def _lines(setting: Setting, seconds: Mapping[str, Sequence[float]], rows: int) -> Iterator[Line]:
-    for side, took in seconds.items():
-        ratios = [other / ours for ours, other in zip(seconds["batchkit"], took, strict=True)]
-        median = statistics.median(took)
+def _lines(
+    setting: Setting, runs: Mapping[str, Sequence[Mapping[str, Any]]], rows: int
+) -> Iterator[Line]:
+    for side, found in runs.items():
+        pairs = zip(runs["batchkit"], found, strict=True)
+        ratios = [other["seconds"] / ours["seconds"] for ours, other in pairs]
+        seconds = statistics.median(run["seconds"] for run in found)
+        cpu_s = statistics.median(run["cpu_s"] for run in found)
+        tokens = sum(n_tokens for _, n_tokens in found[0]["answers"])
+        steps = statistics.median(run["steps"] for run in found)
+        per_step = 1e3 * cpu_s / steps if steps else None
         wanted = setting.wanted.get(side)
-        yield Line(setting.name, side, median, rows / median, ratios, wanted)
+        per_token = 1e6 * cpu_s / tokens
+        yield Line(setting.name, side, seconds, rows / seconds, per_token, per_step, ratios, wanted)
 
 
 def _run(
@@ -124,14 +144,14 @@ def _run(
 ) -> dict[str, Any]:
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     environment |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_NO_USAGE_STATS": "1",
     }
     job = {**job, **setting.job}
     if setting.costs is not None:
-        environment[COSTS] = json.dumps(setting.costs)
+        steps = setting.rows.parent / f"{name}.steps"
+        environment[COSTS] = json.dumps({**setting.costs, "steps": str(steps)})
         worker = {"worker_cls": "accelerator.SimulatedWorker"}
         job["engine"] = {**job["engine"], "options": {**job["engine"]["options"], **worker}}
     task = {
@@ -154,6 +174,8 @@ def _run(
     if done.returncode:
         raise SystemExit(f"{setting.name}, {side}: {done.stderr[-4000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    counted = setting.costs is not None
+    found["steps"] = int.from_bytes(steps.read_bytes(), "little") if counted else 0
     return found
 
 
@@ -172,15 +194,41 @@ def check(where: str, found: Sequence[Any], expected: Sequence[Any]) -> None:
 
 def main() -> None:
     task = json.load(sys.stdin)
-    rows = Path(task["rows"])
+    rows, cpu = Path(task["rows"]), HostCpu()
     if task["side"] in ("batchkit", IN_ORDER):
         in_order = ["run.look_ahead=0"] if task["side"] == IN_ORDER else []
         overrides = task["overrides"] + in_order
         found = run_batchkit(task["job"], rows, overrides, hold_back=task["hold_back"])
     else:
         found = run_script(task["job"], rows, BATCHES[task["side"]])
+    loaded_at = found.pop("loaded_at")
+    found["cpu_s"] = cpu.between(loaded_at, loaded_at + found["seconds"])
     print(json.dumps(found), flush=True)
     os._exit(0)  # vLLM is slow to exit
+
+
+class HostCpu:
+    """The CPU seconds of this process and all below it, looked at ten times a second."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[float, float]] = []
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def between(self, start: float, end: float) -> float:
+        """Of two times of the monotonic clock."""
+        inside = [cpu_s for at, cpu_s in self._seen if start <= at <= end]
+        return inside[-1] - inside[0]
+
+    def _look(self) -> None:
+        this = psutil.Process()
+        while True:
+            total = 0.0
+            for process in [this, *this.children(recursive=True)]:
+                with suppress(psutil.NoSuchProcess):
+                    times = process.cpu_times()
+                    total += times.user + times.system
+            self._seen.append((time.monotonic(), total))
+            time.sleep(0.1)
 
 
 def run_batchkit(
@@ -192,8 +240,8 @@ def run_batchkit(
 
     job = make_job(table, "benchmark", overrides)
     processor = ProductionBatchProcessor(job, quiet=True)
-    asked = read(rows)
-    summary = processor.process(held_back(asked, job.folder / "run.log") if hold_back else None)
+    asked, loaded = read(rows), Loaded(job.folder / "run.log")
+    summary = processor.process(held_back(asked, loaded) if hold_back else None)
     records = list(summary.records())
     indexes = [record["index"] for record in records if record["status"] == "ok"]
     if summary.exit or indexes != list(range(len(asked))):
@@ -201,16 +249,35 @@ def run_batchkit(
     return {
         "seconds": summary.seconds,
         "load_s": summary.load_seconds,
+        "loaded_at": loaded.wait(),
         "answers": [[record["text"], record["usage"]["completion_tokens"]] for record in records],
     }
 
 
-def held_back(rows: Sequence[dict[str, Any]], log: Path) -> Iterator[dict[str, Any]]:
-    """The first row at once, the others when ``log`` says that the model is loaded."""
+class Loaded:
+    """When batchkit's log said that the model is loaded, on the monotonic clock."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._at = 0.0
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def wait(self) -> float:
+        self._thread.join()
+        return self._at
+
+    def _watch(self) -> None:
+        while not self._log.exists() or "generating;" not in self._log.read_text():
+            time.sleep(0.005)
+        self._at = time.monotonic()
+
+
+def held_back(rows: Sequence[dict[str, Any]], loaded: Loaded) -> Iterator[dict[str, Any]]:
+    """The first row at once, the others when the model is loaded."""
     first, *others = rows
     yield first
-    while "generating;" not in log.read_text():
-        time.sleep(0.005)
+    loaded.wait()
     yield from others
 
 
@@ -221,6 +288,7 @@ def run_script(table: Mapping[str, Any], rows: Path, size: int | None) -> dict[s
     began = time.monotonic()
     llm = LLM(table["engine"]["model"], **table["engine"]["options"])
     tokenizer = llm.get_tokenizer()
+    sampling = {k: v for k, v in table["sampling"].items() if k != "sampling_column"}
     answers = []
     loaded = time.monotonic()
     asked = read(rows)
@@ -229,7 +297,7 @@ def run_script(table: Mapping[str, Any], rows: Path, size: int | None) -> dict[s
         for start in range(0, len(asked), size):
             batch = asked[start : start + size]
             prompts = [prompt(tokenizer, row) for row in batch]
-            params = [SamplingParams(temperature=0, **row["params"]) for row in batch]
+            params = [SamplingParams(**sampling, **row.get("params", {})) for row in batch]
             for row, output in zip(
                 batch, llm.generate(prompts, params, use_tqdm=False), strict=True
             ):
@@ -237,11 +305,14 @@ def run_script(table: Mapping[str, Any], rows: Path, size: int | None) -> dict[s
                 results.write(json.dumps({"q": row["q"], "text": answer.text}) + "\n")
                 answers.append([answer.text, len(answer.token_ids)])
             results.flush()
-    return {
+    found = {
         "seconds": time.monotonic() - loaded,
         "load_s": loaded - began,
+        "loaded_at": loaded,
         "answers": answers,
     }
+    llm.llm_engine.engine_core.shutdown()  # its processes would outlive os._exit
+    return found
 
 
 def prompt(tokenizer: Any, row: Mapping[str, Any]) -> Any:

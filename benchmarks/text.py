@@ -1,15 +1,13 @@
 """batchkit against plain scripts around vLLM: text, answers of heavy-tailed length.
 
-    python benchmarks/text.py [--rounds 3] [--rows 300] [--quick]
+    python benchmarks/text.py [--rounds 3] [--only NAME] [--quick]
 
-Real vLLM: once computed on the CPU (a model of 23 million parameters, models.py), once with a
-simulated accelerator whose steps take 15 ms whatever is in them (accelerator.py). Against one
-``LLM.generate`` of all rows, and one for each 32 or 64. Lengths are Pareto (shape 0.9) from 4 to
-256 tokens, the same on all sides, since min_tokens is max_tokens.
+Real vLLM with a simulated accelerator (accelerator.py) of four shapes: how many requests run at once
+(max_num_seqs), and how long a step takes. And once computed on the CPU (a model of 23 million
+parameters, models.py). Against one ``LLM.generate`` of all rows, and one for each 64.
 
-So each row's max_tokens is the length of its answer, and batchkit begins with the longest. If
-lengths are not known beforehand, the side "in order" is the relevant one. See sides.py for what is
-counted.
+Answers end by a stop token; max_tokens is the same for all. Lengths are lognormal with the median 60
+on the simulated accelerator, and what the model does on the CPU. See sides.py for what is counted.
 """
 
 from __future__ import annotations
@@ -18,64 +16,85 @@ import argparse
 import json
 import random
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from models import MEDIUM, build_text_model
-from sides import GENERATE_ALL, IN_ORDER, Setting, compare
+from sides import GENERATE_ALL, Setting, compare
 
 from batchkit.commands.demo_model import SAMPLE_TEXT, build_demo_model
 
-STEP = {"step_ms": 15, "token_us": 0, "image_ms": 0}
+MEDIAN_TOKENS, MAX_TOKENS = 60, 512
 OPTIONS = {
     "dtype": "float32",
     "enforce_eager": True,
-    "max_model_len": 512,
-    "max_num_seqs": 64,
+    "max_model_len": 1024,
     "kv_cache_memory_bytes": 2**30,
 }
+
+
+class Shape(NamedTuple):
+    max_num_seqs: int
+    step_ms: float
+    rows: int
+
+
+SHAPES = (Shape(256, 4, 2000), Shape(256, 12, 2000), Shape(1024, 15, 5000), Shape(64, 15, 600))
+STEP = {"step_ms": 15, "token_us": 0, "image_ms": 0, "median_tokens": MEDIAN_TOKENS}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=300)
+    parser.add_argument("--only", action="append", help="a setting's name, for example 256x4")
     parser.add_argument("--set", action="append", default=[], help="KEY=VALUE of batchkit's job")
-    parser.add_argument("--quick", action="store_true", help="one round, two sides less")
+    parser.add_argument("--quick", action="store_true", help="one round, a fifth of the rows")
     args = parser.parse_args()
     if args.quick:
         args.rounds = 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         build_demo_model(folder / "model", text_only=True)
-        medium = build_text_model(folder / "medium", MEDIUM)
-        own = {"engine": {"model": str(medium), "options": OPTIONS}}
-        rows = write(folder / "rows.jsonl", args.rows)
-        settings = [
-            Setting("CPU", rows, None, {GENERATE_ALL: 1.05, "batches of 64": 1.6}, own),
-            Setting("simulated", rows, STEP, {GENERATE_ALL: 0.98, "batches of 64": 3.5}),
-        ]
         job = {
             "prompt": {"user": "{{ q }}"},
             "engine": {"model": str(folder / "model"), "options": OPTIONS},
-            "sampling": {"temperature": 0, "sampling_column": "params"},
+            "sampling": {"temperature": 0, "max_tokens": MAX_TOKENS},
             "output": {"dir": str(folder / "output")},
         }
-        sides = [GENERATE_ALL, "batches of 64"]
-        if not args.quick:
-            sides += [IN_ORDER, "batches of 32"]
-        compare("text", settings, sides, job, rounds=args.rounds, overrides=args.set)
+        found = [
+            setting
+            for setting in settings(folder, share=0.2 if args.quick else 1)
+            if not args.only or setting.name in args.only
+        ]
+        compare("text", found, [GENERATE_ALL], job, rounds=args.rounds, overrides=args.set)
 
 
-def write(path: Path, n: int) -> Path:
+def settings(folder: Path, share: float) -> Iterator[Setting]:
+    for seqs, step_ms, n in SHAPES:
+        rows = write(folder / f"{n}.jsonl", round(share * n))
+        costs = {**STEP, "step_ms": step_ms, "token_us": 4}
+        options = {**OPTIONS, "max_num_seqs": seqs}
+        engine = {"engine": {"model": str(folder / "model"), "options": options}}
+        yield Setting(f"{seqs}x{step_ms}", rows, costs, {GENERATE_ALL: 1.0}, engine)
+    medium = build_text_model(folder / "medium", MEDIUM)
+    engine = {"engine": {"model": str(medium), "options": {**OPTIONS, "max_num_seqs": 64}}}
+    rows = write(folder / "cpu.jsonl", round(share * 300))
+    yield Setting("CPU", rows, None, {GENERATE_ALL: 1.05}, engine)
+
+
+def write(path: Path, n: int, *, lengths: bool = False) -> Path:
+    """Questions; with ``lengths``, each with that of its answer, Pareto (shape 0.9) from 4 to 256."""
     draw = random.Random(0)
     words = SAMPLE_TEXT.replace(".", "").replace(",", "").split()
     rows: list[dict[str, Any]] = []
     for i in range(n):
         topic = " ".join(draw.choices(words, k=draw.randint(5, 60)))
-        tokens = min(256, int(4 * draw.paretovariate(0.9)))
-        params = {"min_tokens": tokens, "max_tokens": tokens}
-        rows.append({"q": f"{i}: what of {topic}?", "params": params})
+        row: dict[str, Any] = {"q": f"{i}: what of {topic}?"}
+        if lengths:
+            tokens = min(256, int(4 * draw.paretovariate(0.9)))
+            row["params"] = {"min_tokens": tokens, "max_tokens": tokens}
+        rows.append(row)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

@@ -207,7 +207,7 @@ def report_counted(runs: dict[int, list[Beside]], n_rows: int) -> list[Figure]:
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    costs = {"step_ms": 15, "token_us": 0, "image_ms": 0}
+    costs = {"step_ms": 15, "token_us": 0, "image_ms": 0, "median_tokens": 16}
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]),
