@@ -104,6 +104,7 @@ SLOW = {
     "test_terminal",
     "test_tuning",
     "test_verify",
+    "test_vllm_outputs",
     "test_vllm_truncation",
 }
 QUICK = "not slow"

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from types import SimpleNamespace
-from typing import Any
-
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from typing import TYPE_CHECKING, Any
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.registry import open_engine
 from batchkit.engines.vllm.outputs import OutputsAtTheEnd
 from tests.support.engine_requests import ask, collect, request
 from tests.support.small_vllm import SMALL
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 
 class NumberedSteps:
@@ -23,6 +24,8 @@ class NumberedSteps:
         self.steps = iter(steps)
 
     def get_output(self) -> EngineCoreOutputs:
+        from vllm.v1.engine import EngineCoreOutputs
+
         return EngineCoreOutputs(outputs=next(self.steps))
 
 
@@ -39,9 +42,10 @@ def engine_of(core: NumberedSteps, **stop_strings: list[str]) -> Any:
 
 
 def tokens(number: str, *token_ids: int, ends: bool = False) -> EngineCoreOutput:
-    return EngineCoreOutput(
-        number, list(token_ids), finish_reason=FinishReason.STOP if ends else None
-    )
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+    reason = FinishReason.STOP if ends else None
+    return EngineCoreOutput(number, list(token_ids), finish_reason=reason)
 
 
 def left(engine: Any) -> list[tuple[str, list[int]]]:
