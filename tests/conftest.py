@@ -98,6 +98,7 @@ SLOW = {
     "test_server_mixups",
     "test_server_outages",
     "test_server_refusals",
+    "test_setup",
     "test_signals",
     "test_startup",
     "test_templates",
