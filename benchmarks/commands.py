@@ -1,8 +1,9 @@
 """batchkit's command against another tool's: same rows, same vLLM, whole processes.
 
-The rows are those of text.py; answers end by a stop token, and max_tokens is the same for all. Once computed on the CPU, once with a simulated accelerator whose steps take 15 ms. A tool
-loads the model in its command, so there are three clocks, the same for all; the last two begin with
-a time that the worker writes (stamped.py), and end with the last change of the results file:
+The rows are those of text.py; answers end by a stop token, and max_tokens is the same for all. Once
+computed on the CPU, once with a simulated accelerator whose steps take 15 ms. A tool loads the model
+in its command, so there are three clocks, the same for all; the last two begin with a time that the
+worker writes (stamped.py), and end with the last change of the results file:
 
 - **whole command**: from its start to its exit.
 - **after load**, to which the wanted ratios apply: from the loaded model. What a tool does earlier
@@ -12,8 +13,7 @@ a time that the worker writes (stamped.py), and end with the last change of the 
   first request, which is negligible in a run of hours.
 
 Each tool runs with its own defaults and all its processes; OMP_NUM_THREADS is unset, as for most
-users. A command that leaves a process behind, or exits
-with an error, ends the benchmark.
+users. A command that leaves a process behind, or exits with an error, ends the benchmark.
 """
 
 from __future__ import annotations

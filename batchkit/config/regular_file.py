@@ -14,6 +14,9 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 
+# For a text that may be a name: one that is too long for a name is False. Path's methods raise then.
+exists, is_file = os.path.exists, os.path.isfile
+
 
 class NotAFileError(OSError):
     """``strerror`` says what the path is."""

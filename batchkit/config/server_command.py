@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from batchkit.config.masking import MASK, is_secret, masked, masked_text
+from batchkit.config.regular_file import exists, is_file
 from batchkit.config.suggest import nearest
 
 PLACEHOLDERS = ("port", "host")
@@ -37,12 +38,8 @@ _NAMES_FILE = re.compile(
     r"-m|-mm|-jf|--[\w-]*(?:model|lora|mmproj|template|tokenizer|grammar|schema|config|vector)[\w-]*"
 )
 
-
-# Unlike Path's methods, these raise nothing for a text that is too long for a name.
-_exists, _is_file = os.path.exists, os.path.isfile
 _CONFIGS = ("config.json", "adapter_config.json", "params.json")  # of a model's or adapter's folder
 _SCALE = re.compile(r":-?[\d.]+$")  # --lora-scaled adapter.gguf:0.5
-_SPACE = re.compile(r"\s")
 
 
 def check_command(command: str) -> None:
@@ -114,13 +111,13 @@ def files_named(command: str) -> Iterator[str]:
     """
     option = ""
     for word in what_decides_answers(command)[1:]:
-        if _SPACE.search(word):  # a shell's own command is one word
+        if len(word.split()) > 1:  # a shell's own command is one word
             yield from _files_in_shell(word)
         value = word
         if word.startswith("-"):
             option, _, value = word.partition("=")
         for name in _names_in(value):
-            if _is_model(name) or (_NAMES_FILE.fullmatch(option) and _exists(name)):
+            if _is_model(name) or (_NAMES_FILE.fullmatch(option) and exists(name)):
                 yield name
 
 
@@ -131,7 +128,7 @@ def _files_in_shell(command: str) -> Iterator[str]:
         return
 
 
-def _names_in(value: str) -> dict[str, None]:
+def _names_in(value: str) -> Iterable[str]:
     """What may be a path in ``value``: all of it, ``NAME=path``, ``path:SCALE``, parts at commas."""
     parts = [part.rpartition("=")[2] for part in value.split(",")]
     return dict.fromkeys([value, *parts, *(_SCALE.sub("", part) for part in parts)])
@@ -139,8 +136,8 @@ def _names_in(value: str) -> dict[str, None]:
 
 def _is_model(name: str) -> bool:
     if name.endswith(".gguf"):
-        return _is_file(name)
-    return any(_is_file(f"{name}/{config}") for config in _CONFIGS)
+        return is_file(name)
+    return any(is_file(f"{name}/{config}") for config in _CONFIGS)
 
 
 def _without_speed(words: list[str]) -> Iterator[str]:

@@ -7,7 +7,6 @@ change only the speed (batch sizes, intervals) are marked ``Free``.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import orjson
 
 from batchkit.config.masking import FINGERPRINT, MASK, masked, secrets_in
-from batchkit.config.regular_file import read_text
+from batchkit.config.regular_file import exists, is_file, read_text
 from batchkit.config.server_command import files_named, what_decides_answers
 from batchkit.config.tables import JobConfig, Table
 from batchkit.config.tables.base import Mark
@@ -90,8 +89,7 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
     # These are absent if not set: manifests of older versions lack them.
     if (command := found.pop("engine.server.command", None)) is not None:
         found["engine.server.command"] = what_decides_answers(command)
-    files = [*_files(job)]
-    if files:
+    if files := [*_files(job)]:
         found["engine.files"] = {name: model_fingerprint(name) for name in files}
     models = {job.engine.model, job.engine.lora or "", *files}
     if blocks := {name: of for name in models if (of := blocks_fingerprint(name)) is not None}:
@@ -112,7 +110,7 @@ def _files(job: JobConfig) -> Iterator[str]:
         yield from files_named(job.engine.server.command)
     for name in _FILE_OPTIONS:
         value = job.engine.options.get(name)
-        if isinstance(value, str) and os.path.exists(value):  # noqa: PTH110 - a long text is no error
+        if isinstance(value, str) and exists(value):
             yield value
 
 
@@ -315,11 +313,8 @@ def _text(inline: str | None, path: str | None) -> str | None:
 
 def _chat_template(template: Any) -> str | None:
     """The text of the file that ``template`` names, if it names one."""
-    path = str(template or "")
-    try:
-        return _text(None, path) if path and Path(path).is_file() else None
-    except OSError:  # the template itself, which is too long for a name
-        return None
+    path = str(template or "")  # or the template itself
+    return _text(None, path) if is_file(path) else None
 
 
 def hash_of(value: Any) -> str:

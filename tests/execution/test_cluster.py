@@ -1,6 +1,6 @@
 """Several workers on a real Ray: what they answer, and what is left when one of them dies.
 
-Where only the counting matters, a small server or the dry-run engine stands in for a model.
+Tests that only count rows use a small server or the dry-run engine in place of a model.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from tests.support.faulty_runs import (
     running,
     start,
 )
+from tests.support.own_process import is_stopped_by
 from tests.support.ray_head import CPUS, RayHead
 from tests.support.waiting import until
 
@@ -215,13 +216,8 @@ def test_a_signal_while_models_load_ends_the_run_at_once(
 ) -> None:
     before = family()
     with running(tmp_path, text_model, question_rows({}), {}, two) as process:
-        while not list(tmp_path.glob("output/faulty/engine.worker-*.log")):
-            assert process.poll() is None
-            time.sleep(0.02)
-        process.send_signal(signum)
-        _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 128 + signum, stderr
-    assert f"stopped by {signum.name}" in stderr
+        logs = "output/faulty/engine.worker-*.log"
+        is_stopped_by(signum, process, lambda: list(tmp_path.glob(logs)))
     until(lambda: family() <= before, within_s=30)  # no worker, and nothing of its engine
 
 

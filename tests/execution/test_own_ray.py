@@ -32,7 +32,7 @@ from tests.support.faulty_runs import (
     question_rows,
     running,
 )
-from tests.support.own_process import begin
+from tests.support.own_process import begin, is_stopped_by
 from tests.support.paths import ROOT
 from tests.support.ray_head import RayHead, actors_below
 from tests.support.rows import write_jsonl
@@ -132,13 +132,11 @@ def test_a_signal_while_ray_starts_ends_the_run_at_once(
 ) -> None:
     with begin(*one_row, cwd=tmp_path) as process:
         family = psutil.Process(process.pid)
-        while not any(one.name() == "gcs_server" for one in family.children()):
-            assert process.poll() is None
-            time.sleep(0.02)
-        process.send_signal(signum)
-        _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 128 + signum, stderr
-    assert f"stopped by {signum.name}" in stderr
+
+        def ray_starts() -> bool:
+            return any(one.name() == "gcs_server" for one in family.children())
+
+        is_stopped_by(signum, process, ray_starts)
 
 
 def test_rays_folder_of_a_driver_that_was_killed_goes_at_the_next_start(

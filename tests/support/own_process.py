@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE, CompletedProcess, Popen
 
@@ -40,3 +43,16 @@ def begin(
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
     )
+
+
+def is_stopped_by(
+    signum: signal.Signals, process: Popen[str], reached: Callable[[], object]
+) -> None:
+    """Sends the signal once ``reached()``; the run must end by it and say so."""
+    while not reached():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signum)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum, stderr
+    assert f"stopped by {signum.name}" in stderr

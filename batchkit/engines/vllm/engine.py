@@ -69,7 +69,7 @@ class VllmEngine:
         self._limits = limits_of(config)
         self._renderer = VllmRenderer(job, self._engine.renderer, config)
         self._outputs = OutputsAtTheEnd(self._engine)
-        self._stats = follow_stats(self._engine, self._outputs)
+        self._stats = follow_stats(self._engine)
         self._inbox: queue.SimpleQueue[_Unprepared | None] = queue.SimpleQueue()
         self._prepared: queue.SimpleQueue[Prepared | Completion] = queue.SimpleQueue()
         self._preparing = 0
@@ -114,7 +114,9 @@ class VllmEngine:
         return done
 
     def load(self) -> EngineLoad:
-        return self._stats.load()._replace(host_bytes=self._host_bytes())
+        return self._stats.load._replace(
+            preempted=self._outputs.preempted(), host_bytes=self._host_bytes()
+        )
 
     def _host_bytes(self) -> int:
         """Memory of this process and its workers, read once a second, and only if it is limited."""

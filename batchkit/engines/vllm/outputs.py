@@ -15,20 +15,24 @@ class OutputsAtTheEnd:
     """Makes ``engine.step()`` return what it would, its work on a request done at the request's end.
 
     A request with stop strings is ended by the text of its answer, so its tokens pass as they come;
-    so do those with log probabilities. ``preempted`` counts preemptions so far.
+    so do those with log probabilities.
     """
 
     def __init__(self, engine: Any) -> None:
         from vllm.v1.engine import EngineCoreEventType
 
-        self.preempted = 0
+        self._preempted = 0
         self._preemption = EngineCoreEventType.PREEMPTED
         self._states = engine.output_processor.request_states
-        self._held: dict[
-            str, Any
-        ] = {}  # by vLLM's number of the request: its outputs so far, as one
+        # By vLLM's number of the request: its outputs so far, as one.
+        self._held: dict[str, Any] = {}
         self._get_output = engine.engine_core.get_output
         engine.engine_core.get_output = self._get
+
+    def preempted(self) -> int:
+        """Requests preempted since the last call."""
+        preempted, self._preempted = self._preempted, 0
+        return preempted
 
     def forget_aborted(self) -> None:
         """Drop what is held of requests that the engine no longer knows."""
@@ -44,7 +48,7 @@ class OutputsAtTheEnd:
         held = self._held
         for output in outputs:
             if output.events:
-                self.preempted += sum(event.type == self._preemption for event in output.events)
+                self._preempted += sum(event.type == self._preemption for event in output.events)
             first = held.get(output.request_id)
             if output.finish_reason is not None:
                 if first is not None:

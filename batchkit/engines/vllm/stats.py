@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from batchkit.engines.base import EngineLoad
-from batchkit.engines.vllm.outputs import OutputsAtTheEnd
 
 
-def follow_stats(engine: Any, outputs: OutputsAtTheEnd) -> Stats:
+def follow_stats(engine: Any) -> Stats:
     """Replace vLLM's own stat loggers, whose Prometheus counters have no reader, by ours."""
-    stats = Stats(outputs)
+    stats = Stats()
     engine.logger_manager.stat_loggers = [stats]
     return stats
 
@@ -18,18 +17,12 @@ def follow_stats(engine: Any, outputs: OutputsAtTheEnd) -> Stats:
 class Stats:
     """A stat logger of vLLM's engine that keeps the last step's statistics."""
 
-    def __init__(self, outputs: OutputsAtTheEnd) -> None:
-        self._outputs = outputs
-        self._last = EngineLoad(0, 0, 0.0, 0)
-        self._preempted = 0  # at the last call of ``load``
+    def __init__(self) -> None:
+        self.load = EngineLoad(0, 0, 0.0, 0)
 
-    def load(self) -> EngineLoad:
-        before, self._preempted = self._preempted, self._outputs.preempted
-        return self._last._replace(preempted=self._preempted - before)
-
-    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+    def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
         if scheduler_stats is not None:
-            self._last = EngineLoad(
+            self.load = EngineLoad(
                 scheduler_stats.num_running_reqs,
                 scheduler_stats.num_waiting_reqs,
                 scheduler_stats.kv_cache_usage,

@@ -53,8 +53,8 @@ def fetch(url: str, name: str, media: MediaTable, *, timeout_s: float = TIMEOUT_
         MediaError: refused, unreachable, too slow, over ``media.max_bytes``, or not status 200.
     """
     try:
-        # httpx's own timeouts begin anew with every byte; a loop can end the whole download. It
-        # runs in a thread of its own, as the caller's may have a loop already (a notebook).
+        # httpx's timeouts start again with each byte; an event loop can end the whole download. It
+        # runs in a thread of its own, because the caller's may already run one (in a notebook).
         with start_blocking_portal() as portal:
             return portal.call(_follow, url, name, media, timeout_s)
     except TimeoutError as error:
