@@ -105,7 +105,7 @@ SLOW = {
     "test_terminal",
     "test_tuning",
     "test_verify",
-    "test_vllm_outputs",
+    "test_vllm_stepper",
     "test_vllm_truncation",
 }
 QUICK = "not slow"

@@ -41,6 +41,7 @@ POLL_S = 0.02  # a request that arrives during a poll may wait this long
 BURST_S = 0.05  # the longest that an idle engine collects a burst before it starts
 
 Inbox = queue.SimpleQueue[tuple[int, Request] | None]
+Outbox = queue.SimpleQueue[Turn | Died | None]
 
 
 def main() -> None:
@@ -103,29 +104,35 @@ def _serve_one(connection: Connection) -> None:
         return
     connection.send(Ready(engine.limits, engine.versions, engine.load()))
     inbox: Inbox = queue.SimpleQueue()
+    outbox: Outbox = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
-    _serve(connection, engine, inbox)
+    sender = threading.Thread(target=_send, args=(connection, outbox), daemon=True)
+    sender.start()
+    if not _serve(inbox, engine, outbox):
+        sender.join()
+        os._exit(1)  # the engine's own clean-up may hang now
     engine.close()
 
 
-def _serve(connection: Connection, engine: Engine, inbox: Inbox) -> None:
-    """Submit, poll and send what finished, until None arrives. This thread also sends the sign of
-    life, so that it stops when the engine hangs."""
+def _serve(inbox: Inbox, engine: Engine, outbox: Outbox) -> bool:
+    """Submit, poll and send what finished, until None arrives; False if the engine died. The sign of
+    life comes from this thread, so that it stops when the engine hangs."""
     # By the request's id(), which is unique while the request is held here.
     in_flight: dict[int, tuple[int, Request]] = {}
     last_sent = 0.0
     while True:
         for message in _come_in(inbox) if in_flight else _burst(inbox):
             if message is None:
-                return
+                return True
             in_flight[id(message[1])] = message
             engine.submit(message[1])
         try:
             completions = engine.poll(POLL_S)
         except EngineDied as death:
             number, _ = in_flight.get(id(death.request), (None, None))
-            connection.send(Died(death.fault, number))
-            os._exit(1)  # the engine's own clean-up may hang now
+            outbox.put(Died(death.fault, number))
+            outbox.put(None)
+            return False
         done = [
             Done(
                 in_flight.pop(id(c.request))[0], c.choices, c.usage, c.latency_s, c.error, c.prompt
@@ -135,7 +142,7 @@ def _serve(connection: Connection, engine: Engine, inbox: Inbox) -> None:
         now = time.monotonic()
         if done or now - last_sent >= HEARTBEAT_S:
             last_sent = now
-            connection.send(Turn(done, engine.load()))
+            outbox.put(Turn(done, engine.load()))
 
 
 def _come_in(inbox: Inbox) -> Iterator[tuple[int, Request] | None]:
@@ -152,6 +159,16 @@ def _burst(inbox: Inbox) -> Iterator[tuple[int, Request] | None]:
         until = time.monotonic() + BURST_S
         while time.monotonic() < until:
             yield inbox.get(timeout=BURST_GAP_S)
+
+
+def _send(connection: Connection, outbox: Outbox) -> None:
+    """Runs on its own thread: what is sent is pickled while the device works."""
+    try:
+        while (message := outbox.get()) is not None:
+            connection.send(message)
+    except Exception:  # the parent has ended, or an answer can't be sent
+        traceback.print_exc()
+        os._exit(1)
 
 
 def _receive(connection: Connection, inbox: Inbox) -> None:

@@ -25,9 +25,9 @@ from batchkit.engines.process.launcher import SCRATCH
 from batchkit.engines.process.startup import explain
 from batchkit.engines.request_checks import cause
 from batchkit.engines.vllm.options import limits_of, llm_options, lora_request
-from batchkit.engines.vllm.outputs import OutputsAtTheEnd
 from batchkit.engines.vllm.renderer import Prepared, VllmRenderer, refusal
 from batchkit.engines.vllm.stats import follow_stats
+from batchkit.engines.vllm.stepper import Stepper
 from batchkit.errors import RequestError, RowError, RowTimeoutError
 from batchkit.types import Choice, Completion, Request, Usage
 
@@ -68,14 +68,15 @@ class VllmEngine:
         config = self._engine.vllm_config
         self._limits = limits_of(config)
         self._renderer = VllmRenderer(job, self._engine.renderer, config)
-        self._outputs = OutputsAtTheEnd(self._engine)
+        self._stepper = Stepper(self._engine, meanwhile=self._admit)
         self._stats = follow_stats(self._engine)
         self._inbox: queue.SimpleQueue[_Unprepared | None] = queue.SimpleQueue()
         self._prepared: queue.SimpleQueue[Prepared | Completion] = queue.SimpleQueue()
         self._preparing = 0
         self._rendering: tuple[Request, float] | None = None
         self._closing = False
-        self._failed = False
+        self._death: EngineDied | None = None
+        self._done: list[Completion] = []
         self._running: dict[str, _Running] = {}
         self._numbers = itertools.count()
         self._next_stuck_check = time.monotonic() + _STUCK_CHECK_S
@@ -105,17 +106,22 @@ class VllmEngine:
     def poll(self, timeout_s: float) -> Sequence[Completion]:
         self._check_rendering()
         deadline = time.monotonic() + timeout_s
-        done = self._admit(wait_s=0) if self._running else self._admit_burst(timeout_s)
-        while self._running and not done:
-            # What a step returned is paid for: it is handed on before anything else is tried.
-            done = self._step() or self._abort_stuck() or self._admit(wait_s=0)
+        if not self._running:
+            self._admit_burst(timeout_s)
+        while self._running and not self._done:
+            if self._death is not None:
+                raise self._death
+            if len(self._running) < self.max_num_seqs:
+                self._admit()  # the others can wait until the device works
+            self._step()
             if time.monotonic() >= deadline:
                 break
+        done, self._done = self._done, []
         return done
 
     def load(self) -> EngineLoad:
         return self._stats.load._replace(
-            preempted=self._outputs.preempted(), host_bytes=self._host_bytes()
+            preempted=self._stepper.preempted(), host_bytes=self._host_bytes()
         )
 
     def _host_bytes(self) -> int:
@@ -133,7 +139,7 @@ class VllmEngine:
             return
         self._closing = True
         self._inbox.put(None)
-        if not self._failed:
+        if self._death is None:
             self._engine.abort_request(list(self._running))
         self._running.clear()
         self._thread.join(timeout=10)
@@ -173,23 +179,21 @@ class VllmEngine:
             fault = Fault("timeout", "preparing its prompt", message)
             raise EngineDied(fault, request=request)
 
-    def _admit_burst(self, timeout_s: float) -> list[Completion]:
+    def _admit_burst(self, timeout_s: float) -> None:
         """Wait for the first request, and for those right behind it.
 
         A step with only the first would make the others wait until it ends, and the batch would not
         start full.
         """
-        refused = self._admit(timeout_s)
+        self._admit(timeout_s)
         while self._preparing and len(self._running) < self.max_num_seqs:
             running = len(self._running)
-            refused += self._admit(BURST_GAP_S)
+            self._admit(BURST_GAP_S)
             if len(self._running) == running:
                 break
-        return refused
 
-    def _admit(self, wait_s: float) -> list[Completion]:
-        """Add prepared requests to the engine; returns those that failed or were refused."""
-        refused: list[Completion] = []
+    def _admit(self, wait_s: float = 0) -> None:
+        """Add prepared requests to the engine; those that failed or are refused are done."""
         while self._preparing:
             try:
                 prepared = self._prepared.get(wait_s > 0, wait_s or None)
@@ -198,10 +202,9 @@ class VllmEngine:
             wait_s = 0
             self._preparing -= 1
             if isinstance(prepared, Completion):
-                refused.append(prepared)
+                self._done.append(prepared)
             elif (error := self._add(prepared)) is not None:
-                refused.append(Completion(prepared.request, error=error))
-        return refused
+                self._done.append(Completion(prepared.request, error=error))
 
     def _add(self, prepared: Prepared) -> RowError | None:
         from vllm.exceptions import VLLMValidationError
@@ -223,14 +226,17 @@ class VllmEngine:
         self._running[number] = _Running(prepared.request)
         return None
 
-    def _step(self) -> list[Completion]:
+    def _step(self) -> None:
         try:
-            outputs = self._engine.step()
+            outputs = self._stepper.step()
         except Exception as error:
             # After any error in the forward pass, the engine's state can't be trusted.
-            self._failed = True
-            raise EngineDied(fault_of(error)) from error
-        return [self._completion(output) for output in outputs if output.finished]
+            self._death = EngineDied(fault_of(error))
+            self._death.__cause__ = error
+            outputs = self._stepper.rest()
+        self._done += [self._completion(output) for output in outputs if output.finished]
+        if not self._done and self._death is None:
+            self._abort_stuck()
 
     def _completion(self, output: Any) -> Completion:
         running = self._running.pop(output.request_id)
@@ -244,11 +250,11 @@ class VllmEngine:
         latency_s = time.monotonic() - running.since
         return Completion(running.request, choices, usage, latency_s, prompt=output.prompt)
 
-    def _abort_stuck(self) -> list[Completion]:
+    def _abort_stuck(self) -> None:
         """Abort requests that were scheduled and then got no token for ``run.row_timeout_s``."""
         now = time.monotonic()
         if now < self._next_stuck_check:
-            return []
+            return
         self._next_stuck_check = now + _STUCK_CHECK_S
         stuck = []
         for number, tokens in self._scheduled().items():
@@ -258,8 +264,8 @@ class VllmEngine:
                 stuck.append(number)
         if stuck:
             self._engine.abort_request(stuck)
-            self._outputs.forget_aborted()
-        return [self._timed_out(self._running.pop(number), now) for number in stuck]
+            self._stepper.forget_aborted()
+        self._done += [self._timed_out(self._running.pop(number), now) for number in stuck]
 
     def _scheduled(self) -> Counter[str]:
         """Tokens so far of each request that is not waiting to be scheduled.

@@ -1,0 +1,113 @@
+"""Steps vLLM's engine so that the device waits as little as possible for the thread that steps it.
+
+Left to itself, that thread would touch each running request's detokenizer, log probabilities and
+statistics for each of its tokens between two steps. Nobody here reads an unfinished answer, so tokens
+reach vLLM's output processor when their request has ended, and while the device computes the next
+step; so do new requests reach the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+
+class Stepper:
+    """Steps ``engine``, a vLLM LLMEngine whose core is in this process.
+
+    ``meanwhile`` is called in each step, once the device has begun it; it may add requests.
+    A request with stop strings is ended by the text of its answer, so its tokens pass as they come;
+    so do those with log probabilities.
+    """
+
+    def __init__(self, engine: Any, meanwhile: Callable[[], None]) -> None:
+        from vllm.v1.engine import EngineCoreEventType
+
+        self._engine = engine
+        self._meanwhile = meanwhile
+        self._preempted = 0
+        self._preemption = EngineCoreEventType.PREEMPTED
+        self._processor = engine.output_processor
+        # By vLLM's number of the request: its outputs so far, as one.
+        self._held: dict[str, Any] = {}
+        self._ended: list[Any] = []  # not processed yet
+        self._processed: list[Any] = []
+        client = engine.engine_core
+        self._scheduler = client.engine_core.scheduler
+        self._get_output, client.get_output = client.get_output, self._get
+        executor = client.engine_core.model_executor
+        self._execute_model, executor.execute_model = executor.execute_model, self._execute
+
+    def step(self) -> list[Any]:
+        """One step; returns the RequestOutputs of which the engine is done.
+
+        A request that ends in this step is returned by the next, or now if there is none.
+        """
+        self._processed += self._engine.step()
+        if not self._scheduler.has_unfinished_requests():
+            self._process_ended()
+        return self._take()
+
+    def rest(self) -> list[Any]:
+        """What ended before a step that failed."""
+        with suppress(Exception):  # it may be what failed
+            self._process_ended()
+        return self._take()
+
+    def preempted(self) -> int:
+        """Requests preempted since the last call."""
+        preempted, self._preempted = self._preempted, 0
+        return preempted
+
+    def forget_aborted(self) -> None:
+        """Drop what is held of requests that the engine no longer knows."""
+        for number in self._held.keys() - self._processor.request_states.keys():
+            del self._held[number]
+
+    def _execute(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._execute_model(*args, **kwargs)  # of which vLLM waits for the result later
+        self._process_ended()
+        self._meanwhile()
+        return output
+
+    def _get(self) -> Any:
+        outputs = self._get_output()
+        outputs.outputs = list(self._to_process(outputs.outputs))
+        return outputs
+
+    def _to_process(self, outputs: Iterable[Any]) -> Iterator[Any]:
+        held = self._held
+        for output in outputs:
+            number = output.request_id
+            if output.events:
+                self._preempted += sum(event.type == self._preemption for event in output.events)
+            first = held.get(number)
+            if first is None and not self._is_read_at_the_end(number):
+                yield output
+            elif output.finish_reason is None:
+                if first is None:
+                    held[number] = output
+                else:
+                    first.new_token_ids.extend(output.new_token_ids)
+            else:
+                if first is not None:
+                    del held[number]
+                    output.new_token_ids = first.new_token_ids + output.new_token_ids
+                    output.prefill_stats = first.prefill_stats
+                self._ended.append(output)
+
+    def _is_read_at_the_end(self, number: str) -> bool:
+        state = self._processor.request_states.get(number)
+        if state is None or state.detokenizer is None or getattr(state.detokenizer, "stop", None):
+            return False
+        logprobs = state.logprobs_processor
+        return logprobs.num_logprobs is None and logprobs.num_prompt_logprobs is None
+
+    def _process_ended(self) -> None:
+        ended, self._ended = self._ended, []
+        self._processed += self._processor.process_outputs(ended).request_outputs
+
+    def _take(self) -> list[Any]:
+        processed, self._processed = self._processed, []
+        return processed
