@@ -34,8 +34,8 @@ FOREIGN_HOMES = {  # who alone may import it; never when the module itself is im
         "engines.vllm",
         "engines.vllm.engine",
         "engines.vllm.options",
-        "engines.vllm.outputs",
         "engines.vllm.renderer",
+        "engines.vllm.stepper",
     },
     "torch": {
         "commands.demo_model",
