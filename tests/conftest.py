@@ -64,6 +64,7 @@ SLOW = {
     "test_crash_storm",
     "test_damage",
     "test_demo_model",
+    "test_demo_training",
     "test_export_parquet",
     "test_export_realhit",
     "test_failed_rows",

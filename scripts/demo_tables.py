@@ -1,0 +1,164 @@
+"""Tables, pictures of them and questions about them, on which the demo model is trained and tested.
+
+    python scripts/demo_tables.py FOLDER     one picture of each size, to look at
+
+All words and numbers are made up here. A cell of a picture is two visual tokens of Qwen3-VL wide and
+one high. Tests are apart from training: their tables hold a row and a column that training never
+shows together, all their numbers are unknown to training, and some of them have a size that is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+from zlib import crc32
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+ROWS = {  # by the theme, which is the picture's first word
+    "City": "Paris Rome Berlin Madrid Lisbon Vienna Prague Oslo Athens Dublin Turin Geneva Milan Porto Lyon Ghent",
+    "Food": "Bread Milk Rice Cheese Apples Eggs Butter Sugar Salt Tea Coffee Honey Onions Beans Pasta Fish",
+    "Animal": "Horse Cow Sheep Goat Dog Cat Duck Goose Rabbit Fox Wolf Bear Deer Otter Eagle Owl",
+    "Person": "Anna Ben Clara David Emma Frank Grace Henry Iris Jack Karl Laura Maria Nora Oscar Paula",
+    "Plant": "Rose Tulip Oak Pine Maple Fern Lily Daisy Ivy Birch Willow Clover Cactus Moss Palm Elm",
+    "Tool": "Pliers Saw Drill Wrench Axe Spade Rake Ladder Brush Knife Nail Screw Rope Chisel File Lamp",
+}
+COLUMNS = (
+    "Price Stock Weight Sales Profit Cost Orders Visits Height Width Length Age Score Points",
+    "Speed Rating Total Count Area Depth Tax Rent Debt Loans Staff Hours Days Rooms Seats Trains",
+    "Buses Cars Ships Roads Rain Snow Wind Sun North South East West",
+)
+ASKED = "What is the value of for Which row has largest smallest Is larger than How many rows columns are there Yes No"
+THEMES, ROW_WORDS = list(ROWS), [word for line in ROWS.values() for word in line.split()]
+COLUMN_WORDS = [word for line in COLUMNS for word in line.split()]
+WORDS = [*ASKED.split(), *THEMES, *ROW_WORDS, *COLUMN_WORDS]
+
+SIZES = [(rows, columns) for columns in (1, 2, 3, 4) for rows in range(1, 9)]
+TEST_SIZES = [(4, 3), (6, 2), (7, 4)]  # rows and columns; training has all other sizes
+CELL_WIDTH, CELL_HEIGHT = 64, 32
+FONT_SIZES = (12, 14, 16)
+SHADES = (200, 220, 240)  # of the headers
+
+
+@dataclass(frozen=True)
+class Table:
+    theme: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    values: tuple[tuple[int, ...], ...]  # by row, then by column
+    font_size: int = 14
+    shade: int = 220
+
+
+class Question(NamedTuple):
+    kind: str
+    text: str
+    answer: str
+
+
+def is_test_pair(row: str, column: str) -> bool:
+    return crc32(f"{row} {column}".encode()) % 25 == 0
+
+
+def is_test_number(number: int) -> bool:
+    return number % 13 == 6
+
+
+def make_table(random: Random, size: tuple[int, int], *, test: bool = False) -> Table:
+    """Numbers have one to four digits, equally often; no column holds a number twice."""
+    n_rows, n_columns = size
+    while True:
+        theme = random.choice(THEMES)
+        rows = random.sample(ROWS[theme].split(), n_rows)
+        columns = random.sample(COLUMN_WORDS, n_columns)
+        if test == any(is_test_pair(row, column) for row in rows for column in columns):
+            break
+    by_column = [_numbers(random, n_rows, test) for _ in columns]
+    values = tuple(zip(*by_column, strict=True))
+    look = random.choice(FONT_SIZES), random.choice(SHADES)
+    return Table(theme, tuple(rows), tuple(columns), values, *look)
+
+
+def _numbers(random: Random, count: int, test: bool) -> list[int]:
+    numbers: dict[int, None] = {}
+    while len(numbers) < count:
+        digits = random.randint(1, 4)
+        number = random.randrange(10 ** (digits - 1), 10**digits)
+        if is_test_number(number) == test:
+            numbers[number] = None
+    return list(numbers)
+
+
+def questions(random: Random, table: Table, *, test: bool = False) -> Iterator[Question]:
+    """Look-ups in random order without end, now and then another kind.
+
+    In a test, the look-ups are of cells whose row and column training never shows together.
+    """
+    cells = [
+        (row, column, table.values[y][x])
+        for y, row in enumerate(table.rows)
+        for x, column in enumerate(table.columns)
+        if not test or is_test_pair(row, column)
+    ]
+    while True:
+        for row, column, value in random.sample(cells, len(cells)):
+            yield Question("value", f"What is the value of {column} for {row}?", str(value))
+            if random.random() < 0.5:
+                yield other_question(random, table)
+
+
+def other_question(random: Random, table: Table) -> Question:
+    x = random.randrange(len(table.columns))
+    column = table.columns[x]
+    by_row = {row: values[x] for row, values in zip(table.rows, table.values, strict=True)}
+    kind = random.choice(["largest", "smallest", "compare", "compare", "count"])
+    if kind == "count":
+        what = random.choice(["row", "column"])
+        count = len(table.rows if what == "row" else table.columns)
+        return Question("count", f"How many {what}s are there?", str(count))
+    if kind == "compare" and len(by_row) > 1:
+        a, b = random.sample(table.rows, 2)
+        text = f"Is {column} larger for {a} than for {b}?"
+        return Question("compare", text, "Yes" if by_row[a] > by_row[b] else "No")
+    kind = random.choice(["largest", "smallest"])
+    best = (max if kind == "largest" else min)(by_row, key=by_row.__getitem__)
+    return Question(kind, f"Which row has the {kind} {column}?", best)
+
+
+def draw(table: Table) -> Image.Image:
+    """Grey; theme and columns in the first line, and every other line begins with its row's name."""
+    grid = [[table.theme, *table.columns]]
+    grid += [[row, *map(str, values)] for row, values in zip(table.rows, table.values, strict=True)]
+    lines = [
+        [
+            np.minimum(_cell(text, table.font_size), 255 if x and y else table.shade)
+            for x, text in enumerate(line)
+        ]
+        for y, line in enumerate(grid)
+    ]
+    pixels = np.block(lines)
+    pixels[-1], pixels[:, -1] = 0, 0
+    return Image.fromarray(pixels)
+
+
+@cache
+def _cell(text: str, font_size: int) -> np.ndarray:
+    image = Image.new("L", (CELL_WIDTH, CELL_HEIGHT), 255)
+    pen, font = ImageDraw.Draw(image), ImageFont.load_default(font_size)
+    pen.line((0, CELL_HEIGHT, 0, 0, CELL_WIDTH, 0), fill=0)
+    x, anchor = (CELL_WIDTH - 5, "rm") if text.isdigit() else (5, "lm")
+    pen.text((x, CELL_HEIGHT // 2), text, fill=0, font=font, anchor=anchor)
+    return np.asarray(image)
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, size in enumerate(SIZES):
+        draw(make_table(Random(number), size)).save(folder / f"{size[0]}x{size[1]}.png")

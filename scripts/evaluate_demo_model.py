@@ -1,0 +1,105 @@
+"""Ask a model's folder about tables that its training never saw; print how many answers are exact.
+
+    python scripts/evaluate_demo_model.py MODEL [--tables 500] [--engine transformers | vllm]
+
+By kind of question, and for look-ups by size of the table (numbers down × across), too. The answers are
+decoded greedily in float32, each in a chat of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+from demo_tables import SIZES, TEST_SIZES, Question, draw, make_table, questions
+from PIL import Image
+
+MAX_TOKENS = 8
+
+
+class Case(NamedTuple):
+    image: Image.Image
+    question: Question
+    size: tuple[int, int]
+
+    def messages(self) -> list[dict[str, Any]]:
+        image = {"type": "image_pil", "image_pil": self.image}
+        text = {"type": "text", "text": self.question.text}
+        return [{"role": "user", "content": [image, text]}]
+
+
+def make_cases(tables: int, seed: int) -> list[Case]:
+    """Four questions about each table, most of them look-ups."""
+    random = Random(f"evaluation {seed}")
+    cases = []
+    for number in range(tables):
+        size = (SIZES + 2 * TEST_SIZES)[number % (len(SIZES) + 2 * len(TEST_SIZES))]
+        table = make_table(random, size, test=True)
+        image = draw(table).convert("RGB")
+        cases += [Case(image, q, size) for q in islice(questions(random, table, test=True), 4)]
+    return cases
+
+
+def answer_with_vllm(model: str, cases: Sequence[Case]) -> list[str]:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=model,
+        dtype="float32",
+        max_model_len=1024,
+        enforce_eager=True,
+        limit_mm_per_prompt={"image": 1, "video": 0},
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    outputs = llm.chat([case.messages() for case in cases], sampling)
+    return [output.outputs[0].text for output in outputs]
+
+
+def answer_with_transformers(model: str, cases: Sequence[Case]) -> list[str]:
+    import torch
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(model)
+    reader = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    answers = []
+    for case in cases:
+        prompt = processor.apply_chat_template(case.messages(), add_generation_prompt=True)
+        inputs = processor(text=[prompt], images=[case.image], return_tensors="pt")
+        tokens = reader.generate(**inputs, max_new_tokens=MAX_TOKENS, do_sample=False)
+        new = tokens[0, inputs["input_ids"].shape[1] :]
+        answers.append(processor.decode(new, skip_special_tokens=True))
+    return answers
+
+
+ENGINES = {"transformers": answer_with_transformers, "vllm": answer_with_vllm}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--tables", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engine", choices=ENGINES, default="transformers")
+    args = parser.parse_args()
+    cases = make_cases(args.tables, args.seed)
+    answers = ENGINES[args.engine](str(args.model), cases)
+    right: dict[str, list[bool]] = defaultdict(list)
+    for case, answer in zip(cases, answers, strict=True):
+        exact = answer.strip() == case.question.answer
+        right[case.question.kind].append(exact)
+        if case.question.kind == "value":
+            seen = ", size not in training" if case.size in TEST_SIZES else ""
+            right[f"value, {case.size[0]} × {case.size[1]}{seen}"].append(exact)
+    for name, exact in sorted(right.items()):
+        print(f"{name:40}{sum(exact) / len(exact):8.1%} of {len(exact)}")
+    print(json.dumps({name: sum(exact) / len(exact) for name, exact in right.items()}))
+
+
+if __name__ == "__main__":
+    main()
