@@ -44,10 +44,14 @@ class Row:
 
 
 class Task(NamedTuple):
-    """A row to answer, and the number of the attempt, from 1."""
+    """A row to answer, and the number of the attempt, from 1.
+
+    ``group`` is the same for rows that follow each other and begin alike; 0 if that is unknown.
+    """
 
     row: Row
     attempt: int
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ class UnevenWorker(SimulatedWorker):
         super().__init__(*args, **kwargs)
         try:
             Path(os.environ[FIRST]).touch(exist_ok=False)
-            self.costs = {name: TIMES * cost for name, cost in self.costs.items()}
+            for cost in ("step_ms", "token_us", "image_ms"):
+                self.costs[cost] *= TIMES
         except FileExistsError:
             pass

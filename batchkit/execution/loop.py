@@ -193,9 +193,10 @@ class Loop:
         """The workers, once the model is loaded; the first rows are rendered meanwhile."""
         started = time.monotonic()
         look_ahead, may_wait = self._job.run.look_ahead, self._source.files is None
+        ordered: Iterator[tuple[Row, int]] = ((row, 0) for row in rows)
         if look_ahead > 1 and not may_wait:  # an iterator may give its rows slowly
-            rows = well_ordered(rows, self._renderer.hint, look_ahead)
-        tasks = (Task(row, self._attempts.get(row.index, 0) + 1) for row in rows)
+            ordered = well_ordered(rows, self._renderer.hint, look_ahead)
+        tasks = (Task(row, self._attempts.get(row.index, 0) + 1, group) for row, group in ordered)
         self._announce()
         known = engine_notes.known(self._job, self._manifest, self._may_come, self._hear)
         with ExitStack() as held:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, groupby
+from itertools import groupby
 from os.path import commonprefix
 
 from batchkit.rendering.row_size import size_of
@@ -24,13 +24,13 @@ _Seen = tuple[RowHint, Row, int]  # the last one is the size of the row's own fi
 
 def well_ordered(
     rows: Iterator[Row], hint: Callable[[Row], RowHint], look_ahead: int
-) -> Iterator[Row]:
+) -> Iterator[tuple[Row, int]]:
     """All of ``rows``; ``look_ahead`` are held, and none is overtaken by more than twice as many.
 
-    An error from reading them is raised once everything read before has been handed out.
+    With each comes a number that rows which follow each other and begin alike share. An error from reading them is raised once everything read before has been handed out.
     """
     coming: list[_Seen] = []
-    going: deque[_Seen] = deque()
+    going: deque[tuple[int, _Seen]] = deque()
     held_bytes = 0
     broken: Exception | None = None
     try:
@@ -42,23 +42,25 @@ def well_ordered(
                 if not going:
                     going.extend(_alike_together(coming))
                     coming = []
-                _, first, n_bytes = going.popleft()
+                group, (_, first, n_bytes) = going.popleft()
                 held_bytes -= n_bytes
-                yield first
+                yield first, group
     except Exception as error:
         broken = error
-    last = sorted([*going, *coming], key=lambda seen: -seen[0].max_tokens)
+    held = [*(seen for _, seen in going), *coming]
+    last = sorted(held, key=lambda seen: -seen[0].max_tokens)
     for _, equally_long in groupby(last, key=lambda seen: seen[0].max_tokens):
-        yield from (row for _, row, _ in _alike_together(list(equally_long)))
+        for group, (_, row, _) in _alike_together(list(equally_long)):
+            yield row, group
     if broken is not None:
         raise broken
 
 
-def _alike_together(rows: Sequence[_Seen]) -> Iterator[_Seen]:
-    """Groups of rows that begin alike, in the order of their first rows."""
+def _alike_together(rows: Sequence[_Seen]) -> Iterator[tuple[int, _Seen]]:
+    """Groups of rows that begin alike, in the order of their first rows, and a number of each."""
     beginnings = [hint.beginning for hint, _, _ in rows]
     shared = len(commonprefix(beginnings))  # noqa: RUF071 - by characters is intended
     groups: dict[str, list[_Seen]] = {}
     for seen in rows:
         groups.setdefault(seen[0].beginning[shared : shared + _SAME], []).append(seen)
-    return chain.from_iterable(groups.values())
+    return ((hash(beginning), seen) for beginning, alike in groups.items() for seen in alike)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any
 
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, EngineCrashError, EngineError, JobError
 from batchkit.execution.cluster.actor import CLOSE_S, Actor, Place, Report, WorkerFailure
+from batchkit.execution.cluster.affinity import PrefixAffinity
 from batchkit.execution.cluster.leases import Leases
 from batchkit.execution.cluster.ray_worker import RayWorker
 from batchkit.execution.cluster.session import cause_of, needs, session
@@ -86,6 +88,7 @@ class RayWorkerPool:
                 weigh=_weight,
             )
             held.enter_context(closing(self._tasks))
+            self._waiting = PrefixAffinity(self._tasks)
             with opening():
                 held.enter_context(session(job))
                 held.callback(self._dismiss)
@@ -101,7 +104,7 @@ class RayWorkerPool:
         """
         if self._broken is not None:  # raised here, because poll() may have had lines to return
             raise self._broken
-        if self._tasks.broken and self._leases.are_settled:  # rows in flight are paid for
+        if self._tasks.broken and self._are_settled:  # rows in flight are paid for
             self._tasks.get(timeout_s=0)
         for worker in self._at_work():
             if worker.call is None:
@@ -113,7 +116,8 @@ class RayWorkerPool:
                 else:
                     tasks: Sequence[Task] = []
                     if taking:
-                        tasks = self._leases.lease(worker.number, self._unread(), self._next_task)
+                        next_task = partial(self._waiting.get, worker.number)
+                        tasks = self._leases.lease(worker.number, self._unread(), next_task)
                     worker.call = worker.actor.exchange.remote(tasks, taking)
                 worker.called_at = time.monotonic()
         return []
@@ -136,7 +140,12 @@ class RayWorkerPool:
 
     @property
     def is_done(self) -> bool:
-        return self._tasks.exhausted and self._leases.are_settled
+        return self._tasks.exhausted and self._are_settled
+
+    @property
+    def _are_settled(self) -> bool:
+        """True if every row that was read has its record."""
+        return self._leases.are_settled and not self._waiting.n_kept
 
     @property
     def in_flight(self) -> int:
@@ -193,13 +202,10 @@ class RayWorkerPool:
         """The workers that are not given up."""
         return [worker for worker in self._workers if worker.number in self._leases.holders]
 
-    def _next_task(self) -> Task | None:
-        return None if self._tasks.broken else self._tasks.get(timeout_s=0)
-
     def _unread(self) -> int | None:
         """Rows that have not been handed out yet; None if unknown."""
         if self._tasks.exhausted:
-            return 0
+            return self._waiting.n_kept
         left = self._left()
         return None if left is None else max(1, left - self._leases.n_held)
 
