@@ -405,7 +405,7 @@ def test_find_bs_stops_early_where_the_server_is_slow(folder: Path) -> None:
             '"dry-run"', f'"openai-server"\nmodel = "tiny"\nbase_url = "{server.url}"'
         )
         (folder / "job.toml").write_text(table.replace("latency_s = 0.02  # of each request", ""))
-        ended = batchkit("find-bs", "job.toml", "--seconds", "3", "--json", cwd=folder)
+        ended = batchkit("find-bs", "job.toml", "--low", "2", "--seconds", "2", "--json", cwd=folder)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     assert found["stopped_early"]
@@ -431,7 +431,7 @@ def test_rendering_that_can_not_keep_up_is_what_binds(folder: Path) -> None:
     write_jsonl(folder / "rows.jsonl", ({"q": f"{n}", "n": n % 4} for n in range(2000)))
     images = '"{{ q }}"\nimages = ["{{ n }}.jpg"]\n[media]\nmax_pixels = 65536'
     (folder / "job.toml").write_text(JOB.replace('"{{ q }}"', images))
-    ended = batchkit("find-bs", "job.toml", "--low", "32", "--high", "32", "--seconds", "3", "--json",
+    ended = batchkit("find-bs", "job.toml", "--low", "32", "--high", "32", "--seconds", "1", "--json",
                      cwd=folder)  # fmt: skip
     found = json.loads(ended.stdout)
     assert found["bottleneck"]["resource"] == "rendering", found
@@ -503,7 +503,7 @@ def test_what_is_known_is_printed_when_it_is_stopped(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, signum: int, code: int
 ) -> None:
     scratch = tmp_path_factory.mktemp("tmp")
-    args = ["find-bs", "job.toml", "--seconds", "1.5", "--write"]
+    args = ["find-bs", "job.toml", "--low", "2", "--seconds", "1", "--write"]
     process = begin(*args, cwd=folder, TMPDIR=str(scratch))
     assert process.stderr is not None
     assert process.stdout is not None

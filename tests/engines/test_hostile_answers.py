@@ -29,7 +29,7 @@ from tests.support.server_runs import (
     write_job,
 )
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder", "short_pauses")
 
 
 MiB = 1 << 20

@@ -18,7 +18,7 @@ from tests.support.command_line import batchkit
 from tests.support.server_engine import ask, opened, request, texts
 from tests.support.server_runs import answering, assert_settled, records, said, write_job
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder", "short_pauses")
 
 FAILURE = {"code": 502, "message": "the provider died"}
 

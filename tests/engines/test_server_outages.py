@@ -21,6 +21,8 @@ from batchkit.types import Completion
 from tests.support.chat_server import MODEL, ChatServer, HangUp, Refused, error, serving
 from tests.support.server_engine import KEY, ask, job, opened, request
 
+pytestmark = pytest.mark.usefixtures("short_pauses")
+
 
 def _poll_for(engine: Engine, within_s: float, done: list[Completion] | None = None) -> None:
     deadline = time.monotonic() + within_s

@@ -16,7 +16,7 @@ from tests.support.rows import write_jsonl
 from tests.support.server_engine import ask, opened, request, texts
 from tests.support.server_runs import records, write_job
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder", "short_pauses")
 
 REFUSALS = {
     "403": Refused(403, error("your input was flagged")),
@@ -83,7 +83,7 @@ def test_a_row_that_is_always_turned_away_fails_in_the_end_and_no_other(
         if text in ("row 0", "row 1"):
             raise Refused(status, error("Request too large: Limit 30000, Requested 50000"))
 
-    options = {"max_num_seqs": 4, "give_up_s": 1.0}
+    options = {"max_num_seqs": 4, "give_up_s": 0.5}
     with serving(before) as server, opened(server, options) as engine:
         done = ask(engine, map(request, range(2 + others)), within_s=40)
     assert texts(done[:2]) == ["ServerError"] * 2

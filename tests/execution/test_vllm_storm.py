@@ -79,7 +79,7 @@ def test_a_storm_of_kills_loses_nothing_and_changes_nothing(
     assert done_at_kill == sorted(done_at_kill), "a kill took finished rows away"
     assert 0 < done_at_kill[-1] < N_ROWS, f"the kills missed the run: {done_at_kill}"
 
-    finished = batchkit("run", "job.toml", cwd=tmp_path)
+    finished = batchkit("run", "job.toml", cwd=tmp_path, start=Fork)
     assert finished.returncode == 0, finished.stderr
     assert json.loads(finished.stdout)["skipped"] >= done_at_kill[-1]
     audit = json.loads(batchkit("verify", "job.toml", "--json", cwd=tmp_path).stdout)
