@@ -405,7 +405,9 @@ def test_find_bs_stops_early_where_the_server_is_slow(folder: Path) -> None:
             '"dry-run"', f'"openai-server"\nmodel = "tiny"\nbase_url = "{server.url}"'
         )
         (folder / "job.toml").write_text(table.replace("latency_s = 0.02  # of each request", ""))
-        ended = batchkit("find-bs", "job.toml", "--low", "2", "--seconds", "2", "--json", cwd=folder)
+        ended = batchkit(
+            "find-bs", "job.toml", "--low", "2", "--seconds", "2", "--json", cwd=folder
+        )
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     assert found["stopped_early"]

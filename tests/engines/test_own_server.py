@@ -416,13 +416,13 @@ def test_a_server_that_is_replaced_loads_the_models_files_that_the_run_began_wit
 
 def test_a_server_that_grows_too_large_is_replaced_between_rows(tmp_path: Path) -> None:
     engine = {"options": {"max_num_seqs": 4}}
-    command = f"{SERVER} --latency-s 0.3 --leaks-mb 10"
-    folder = write(tmp_path, 30, command, engine={**table(tmp_path, command)["engine"], **engine})
+    command = f"{SERVER} --latency-s 0.3 --leaks-mb 5"
+    folder = write(tmp_path, 45, command, engine={**table(tmp_path, command)["engine"], **engine})
     ran = batchkit("run", "job.toml", "--set", "run.max_host_gb=0.2", cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "engine restart: its process holds 0.2 GiB (run.max_host_gb = 0.2)" in ran.stderr
     assert "engine died" not in ran.stderr
-    assert sorted(r["index"] for r in records(folder)) == list(range(30))
+    assert sorted(r["index"] for r in records(folder)) == list(range(45))
 
 
 def test_a_server_that_prints_much_does_not_fill_the_disk(tmp_path: Path) -> None:

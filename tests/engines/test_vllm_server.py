@@ -24,14 +24,13 @@ CHOICES = ["yes", "no", "the picture has no colour"]
 
 
 def _command(model: Path) -> str:
-    """The CPU build has no ``vllm serve``; this is what that calls."""
     options = [
         word
         for name, value in SMALL.items()
         for word in (f"--{name.replace('_', '-')}", value if isinstance(value, str) else json.dumps(value))
         if name != "enforce_eager"
     ]  # fmt: skip
-    module = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    module = ["-m", "tests.support.vllm_server", "--model", str(model)]
     return shlex.join([sys.executable, *module, "--enforce-eager", *options, "--port", "{port}"])
 
 
@@ -69,7 +68,9 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 def _kill_server(run: subprocess.Popen[str]) -> list[psutil.Process]:
     """What the server had started; the server itself is gone at once."""
     for process in psutil.Process(run.pid).children(recursive=True):
-        if "api_server" in " ".join(process.cmdline()) and "guard.py" not in str(process.cmdline()):
+        if "vllm_server" in " ".join(process.cmdline()) and "guard.py" not in str(
+            process.cmdline()
+        ):
             children = process.children(recursive=True)
             process.kill()
             return children

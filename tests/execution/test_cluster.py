@@ -175,10 +175,12 @@ def test_sigint_stops_all_workers_and_keeps_what_is_finished(
             wait_for_records(tmp_path, 4)
             workers = ray_head.workers()
             process.send_signal(signal.SIGINT)
+            until(lambda: "stopping: up to" in (tmp_path / "output/faulty/run.log").read_text())
+            ended.set()
             stdout, stderr = process.communicate(timeout=90)
     summary = json.loads(stdout)
     assert process.returncode == summary["exit"] == 130, stderr
-    assert 4 <= summary["ok"] < N_ROWS
+    assert 4 < summary["ok"] == server.answered.total() < N_ROWS
     assert len(workers) == 2
     assert not psutil.wait_procs(workers, timeout=30)[1], "nothing is left behind"
 

@@ -58,7 +58,7 @@ def test_fresh_does_not_move_a_run_that_is_at_work(start: Any) -> None:
 
 def test_status_of_a_run_at_work_counts_the_whole_job(start: Any) -> None:
     """Its last start was limited, this one is not."""
-    prepare(24, engine={"options": {"latency_s": 1.0}}, run={"max_in_flight": 4})
+    prepare(24, engine={"options": {"latency_s": 0.5}}, run={"max_in_flight": 4})
     run("--limit", "4")
     start("run", "job.toml")
     until(lambda: n_records() >= 8)
@@ -68,7 +68,7 @@ def test_status_of_a_run_at_work_counts_the_whole_job(start: Any) -> None:
     assert found["pending"] == 24 - found["ok"]
 
 
-SLOW = {"engine": {"options": {"latency_s": 3.0}}, "run": {"max_in_flight": 12}}
+SLOW = {"engine": {"options": {"latency_s": 2.0}}, "run": {"max_in_flight": 12}}
 
 
 def test_sigint_finishes_what_is_in_flight(start: Any) -> None:
@@ -178,7 +178,7 @@ def test_run_outlives_a_reader_that_hangs_up() -> None:
 
 
 def test_interrupt_from_python_writes_no_row_twice() -> None:
-    prepare(200, run={"max_in_flight": 10})
+    prepare(60, run={"max_in_flight": 10})
     script = (
         "import sys; from batchkit import ProductionBatchProcessor as P;"
         "s = P('job.toml').process(); print(s.exit); sys.exit(s.exit)"
@@ -191,4 +191,4 @@ def test_interrupt_from_python_writes_no_row_twice() -> None:
     found = verify()
     assert found["duplicates"] == found["lost"] == 0
     assert run().exit_code == 0
-    assert verify()["ok"] == 200
+    assert verify()["ok"] == 60

@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import multiprocessing
 import os
 import select
 import signal
@@ -282,11 +283,13 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     has_vllm = bool(int(sys.argv[2]))
     die_with_parent()
+    for name in COMMANDS:
+        importlib.import_module(name)
     if has_vllm:
         preload_engine("vllm")
-    for name in (*COMMANDS, *(MODELS if has_vllm else ())):
-        importlib.import_module(name)
-    _configure_vllm()
+        for name in MODELS:
+            importlib.import_module(name)
+        _configure_vllm()
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork would lack the other threads"
     gc.collect()
     gc.freeze()
@@ -297,14 +300,19 @@ def main() -> None:
 
 
 def _configure_vllm() -> None:
-    """What each engine would do again, half of its start: go through all loggers, and all modules."""
+    """What each engine would do again, half of its start: go through all loggers, and all modules.
+
+    Its workers, if they are processes, are forks, as on a GPU; on a CPU they would import vLLM again.
+    """
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging
     from vllm.platforms import current_platform
+    from vllm.v1.executor import multiproc_executor
 
     configure_logging(LoggingConfig())  # an engine whose environment says otherwise does it again
     current_platform.register_triton_kernel_overrides()
     current_platform.register_triton_kernel_overrides = lambda: None
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 if __name__ == "__main__":
