@@ -107,13 +107,13 @@ def test_without_its_packages_demo_model_says_what_to_install(tmp_path: Path, na
 
 def test_a_package_that_can_not_be_imported_is_one_line_too(tmp_path: Path) -> None:
     words = "libcudart.so.12: cannot open shared object file"
-    broken = WITHOUT.format(names=["vllm.engine"]).replace(
+    broken = WITHOUT.format(names=["vllm.env_override"]).replace(
         'raise ModuleNotFoundError(f"No module named {name!r}", name=name)', "pass"
     )
     broken += f"""
 class Broken:
     def find_spec(self, name, path=None, target=None):
-        if name == "vllm.engine":
+        if name == "vllm.env_override":
             raise ImportError({words!r})
 
 sys.meta_path.insert(0, Broken())

@@ -20,6 +20,7 @@ from batchkit.errors import EngineError, RowTimeoutError
 from batchkit.types import Completion
 from tests.support.chat_server import MODEL, ChatServer, HangUp, Refused, error, serving
 from tests.support.server_engine import KEY, ask, job, opened, request
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
@@ -200,7 +201,9 @@ def test_what_waiting_does_not_fix_stops_the_run_at_once(
     refusal: Refused, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def before(text: str, body: dict[str, Any]) -> None:
-        if text == "row 7" or server.answered.total() >= 7:  # from there on all are
+        if text == "row 7":  # from there on all are refused
+            until(lambda: server.answered.total() >= 7)
+        if server.answered.total() >= 7:
             raise refusal
 
     monkeypatch.setenv("MY_KEY", KEY)

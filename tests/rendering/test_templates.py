@@ -79,11 +79,11 @@ def template(source: str, timeout_s: float = 60.0) -> RowTemplate:
 @pytest.mark.parametrize("source", ENDLESS)
 def test_a_template_without_an_end_is_ended(source: str) -> None:
     with pytest.raises(RowError) as refused:
-        template(source, timeout_s=0.4).text(FIELDS)
+        template(source, timeout_s=0.2).text(FIELDS)
     assert refused.value.kind in ("timeout", "template")
     assert not refused.value.retryable
     if isinstance(refused.value, RenderTimeoutError):
-        assert "prompt.user: not rendered within 0.4 s (run.row_timeout_s)" in str(refused.value)
+        assert "prompt.user: not rendered within 0.2 s (run.row_timeout_s)" in str(refused.value)
     else:
         assert "memory" in str(refused.value) or "bytes" in str(refused.value)
 
