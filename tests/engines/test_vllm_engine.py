@@ -203,12 +203,21 @@ def test_a_row_without_a_token_in_time_is_aborted(
     assert "no token for" in str(stuck.error)
 
 
+def test_the_engine_stays_in_its_process_whatever_the_users_environment_says(
+    vllm_job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    with closing(open_engine(vllm_job())) as engine:
+        assert ask(engine, plain("milk", max_tokens=1))[0].error is None
+
+
 WRONG_JOBS: list[tuple[dict[str, Any], str]] = [
     ({"engine": {"options": {"max_model_length": 5}}}, "did you mean 'max_model_len'"),
     ({"engine": {"options": {"model": "x"}}}, "set by batchkit"),
     ({"engine": {"options": {"max_model_len": "many"}}}, "max_model_len"),
     ({"engine": {"options": {"max_model_len": 10**9}}}, "max_model_len"),
     ({"engine": {"options": {"dtype": "float31"}}}, "dtype"),
+    ({"engine": {"options": {"data_parallel_size": 2}}}, "set run.workers = 2"),
     ({"engine": {"options": {"chat_template": "/no/such.jinja"}}}, "chat_template"),
     ({"engine": {"model": "./nowhere"}}, "no folder"),
     ({"sampling": {"temprature": 1}}, "did you mean 'temperature'"),

@@ -40,6 +40,11 @@ def check_config(job: JobConfig) -> Any:
         for name in ("model", "disable_log_stats")
         if name in options
     ]
+    if (copies := options.get("data_parallel_size", 1)) != 1:
+        problems.append(
+            f"engine.options.data_parallel_size: {copies} copies of the model are {copies} workers:"
+            f" leave it out and set run.workers = {copies}"
+        )
     for check in (lambda: sampling_params(job.sampling.params()), lambda: chat_template(options)):
         try:
             check()
@@ -127,9 +132,9 @@ def lora_request(job: JobConfig) -> Any:
 
 
 def set_environment(log_level: str = QUIET) -> None:
-    """Variables that must be set before vLLM is imported; those the user set are kept."""
+    """Variables that must be set before vLLM is imported; what only concerns logs may be the user's."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine is stepped in this process
     for name, value in {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # Errors reach us as exceptions; vLLM would also print its whole state.
         "VLLM_LOGGING_LEVEL": log_level,
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for results
