@@ -22,7 +22,7 @@ from batchkit.execution.signals import Interrupted, StopRequest
 from batchkit.rendering.constant_files import constant_files
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import differences, identity
-from batchkit.storage.job_toml import job_of_run, with_secrets_of, without_masked
+from batchkit.storage.job_toml import in_order_of, job_of_run, with_secrets_of, without_masked
 from batchkit.storage.ledger import RESULTS, failure_kind
 from batchkit.storage.manifest import latest_run, read_manifest
 from batchkit.storage.newest import read_newest
@@ -155,8 +155,10 @@ def retry_failed(
         )
     with StopRequest().installed() as stop:
         summary = ProductionBatchProcessor(
-            _with_secrets(job_of_run(folder, overrides), given, say),
-            begun_with=_filled(job_of_run(folder), given),
+            _with_secrets(
+                in_order_of(manifest.identity, job_of_run(folder, overrides)), given, say
+            ),
+            begun_with=_filled(in_order_of(manifest.identity, job_of_run(folder)), given),
             overrides=overrides,
             stop=stop,
             command="retry-failed",

@@ -63,6 +63,8 @@ _LOAD_FORMATS = ("dummy", "bitsandbytes")
 # named file shows in the key that names it, and an older version looked at fewer of them.
 LEARNED = ("engine.commits", "engine.served")  # once an engine is loaded, or has answered
 _FOUND = (*LEARNED, "engine.files", "engine.blocks", "prompt.files")
+# Here the order of keys is part of a prompt, or of what a schema enforces.
+_ORDERED = ("vars.", "sampling.", "engine.options.", "prompt.chat_template_kwargs")
 _WHOLE_BYTES = 8 * 2**20  # a larger file is read in blocks
 _BLOCKS, _BLOCK_BYTES = 64, 2**16
 
@@ -194,8 +196,8 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [
         f"{key}: {_short(then.get(key))} → {_short(now.get(key))}"
         for key in sorted({*then, *now})
-        if _json(known_of(now.get(key), then.get(key), key))
-        != _json(known_of(then.get(key), now.get(key), key))
+        if _json(known_of(now.get(key), then.get(key), key), sort=not key.startswith(_ORDERED))
+        != _json(known_of(then.get(key), now.get(key), key), sort=not key.startswith(_ORDERED))
     ]
 
 
@@ -322,9 +324,9 @@ def hash_of(value: Any) -> str:
     return hashlib.sha256(_json(value)).hexdigest()[:16]
 
 
-def _json(value: Any) -> bytes:
+def _json(value: Any, *, sort: bool = True) -> bytes:
     """Python's ``==`` finds 1, 1.0 and True equal; a template writes each in another way."""
-    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS if sort else None)
 
 
 def _short(value: Any) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import tomlkit
 from batchkit.config import masking
 from batchkit.config.loading import load_job
 from batchkit.config.masking import MASK, masked
-from batchkit.config.tables import JobConfig
+from batchkit.config.tables import JobConfig, Table
 from batchkit.errors import JobError, StoreError
 from batchkit.storage.files import write_atomically
 from batchkit.storage.runfolder import JOB
@@ -21,7 +23,7 @@ def write_job(folder: Path, job: JobConfig) -> None:
     """``job.toml``: the job as resolved, secrets masked."""
     table = masked(_without_none(job.model_dump()))
     try:
-        write_atomically(folder / JOB, tomlkit.dumps(table).encode())
+        write_atomically(folder / JOB, tomlkit.dumps(_sections(job, table)).encode())
     except OSError as error:
         raise StoreError(f"{folder / JOB}: can't write: {error.strerror}") from error
 
@@ -68,6 +70,37 @@ def check_secrets(job: JobConfig) -> None:
             f"{', '.join(keys)}: a secret, of which a run folder keeps only {MASK}; name the job file"
             " that has it, or give the whole value with --set"
         )
+
+
+def in_order_of(identity: Mapping[str, Any], job: JobConfig) -> JobConfig:
+    """``job`` with the keys of its tables in the order that they have in a manifest's identity:
+    older versions wrote a ``job.toml`` with plain values before tables."""
+    found = job.model_dump()
+    for name in ("vars", "sampling", "prompt", "engine.options"):
+        table = reduce(getitem, name.split("."), found)
+        for key, value in table.items():
+            table[key] = _in_order_of(identity.get(f"{name}.{key}"), value)
+    return JobConfig.model_validate(found)
+
+
+def _in_order_of(then: Any, value: Any) -> Any:
+    if isinstance(then, dict) and isinstance(value, dict):
+        names = [*(name for name in then if name in value), *value]
+        return {name: _in_order_of(then.get(name), value[name]) for name in names}
+    if isinstance(then, list) and isinstance(value, list) and len(then) == len(value):
+        return [*map(_in_order_of, then, value)]
+    return value
+
+
+def _sections(table: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` of ``table``, whose free tables, in which order may count, are in one line: in a
+    section, TOML has plain values before tables."""
+    return {
+        name: _sections(getattr(table, name), value)
+        if isinstance(getattr(table, name, None), Table)
+        else tomlkit.item(value, _parent=tomlkit.inline_table())
+        for name, value in values.items()
+    }
 
 
 def _without_none(value: Any) -> Any:

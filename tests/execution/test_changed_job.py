@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fsspec import filesystem
@@ -96,6 +97,51 @@ def test_number_of_another_type_is_another_prompt(then: str, now: str) -> None:
     assert found.exit_code == 2
     assert "vars.n: " in found.stderr
     assert run("--set", f"vars.n={then}").exit_code == 0
+
+
+LABELS = {"good": {"text": "praise"}, "other": "all else", "bad": {"text": "blame"}}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("vars", {"labels": LABELS}),
+        ("vars", {"labels": [{"a": 1}, LABELS]}),
+        ("sampling", {"structured_outputs": {"json": {"type": "object", "properties": LABELS}}}),
+        ("prompt", {"chat_template_kwargs": LABELS}),
+    ],
+    ids=["table", "table in a list", "enforced schema", "chat template"],
+)
+def test_other_order_of_keys_is_another_prompt(key: str, value: dict[str, Any]) -> None:
+    def reordered(part: Any) -> Any:
+        return json.loads(json.dumps(part, sort_keys=True))
+
+    assert reordered(value) == value
+    prepare(3, **{key: value})
+    assert run("--limit", "2").exit_code == 0
+    write_job(**{key: reordered(value)})
+    found = run()
+    assert found.exit_code == 2
+    assert f"  {key}." in found.stderr
+    write_job(**{key: value})
+    assert run().exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("vars", {"b": 1, "a": 2}),
+        ("sampling", {"top_p": 0.5, "temperature": 1}),
+        ("input", {"where": {"q": ["question 0", "question 1"], "key": ["k0", "k1"]}}),
+        ("prompt", {"texts": {"b": "t.txt", "a": "t.txt"}}),
+    ],
+)
+def test_order_of_keys_that_no_prompt_has_is_no_change(key: str, value: dict[str, Any]) -> None:
+    Path("t.txt").write_text("text")
+    prepare(3, **{key: value})
+    assert run("--limit", "1").exit_code == 0
+    write_job(**{key: json.loads(json.dumps(value, sort_keys=True))})
+    assert run().exit_code == 0
 
 
 @pytest.mark.parametrize("number", ["inf", "-inf", "nan"])
