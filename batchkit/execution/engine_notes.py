@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from batchkit.config.tables import JobConfig
 from batchkit.execution.bisection import Suspicion
 from batchkit.execution.events import EngineHistory, Hear, Line
-from batchkit.sources.rowhash import input_hash
+from batchkit.sources.rowhash import known_hashes
 from batchkit.storage.identity import LEARNED
 from batchkit.storage.manifest import Manifest, Suspects
 
@@ -19,7 +20,7 @@ def known(
 
     ``may_come`` returns whether this start reads the row of that index.
     """
-    if manifest.forget_other_steps(input_hash(job.engine.options)):
+    if manifest.forget_other_steps(_settings_hash(job.engine.options)):
         hear(Line("engine options have changed: smaller settings are forgotten"))
     # Where the search for a poison row was when an earlier start was killed.
     is_current = manifest.suspects.of == _suspects_of(job, manifest)
@@ -44,4 +45,9 @@ def remember(job: JobConfig, manifest: Manifest, history: EngineHistory) -> None
 def _suspects_of(job: JobConfig, manifest: Manifest) -> str:
     """A hash of the settings that suspicions hold for; with others, rows may do no harm."""
     begun = {key: value for key, value in manifest.identity.items() if key not in LEARNED}
-    return input_hash({"identity": begun, "options": job.engine.options})
+    return _settings_hash({"identity": begun, "options": job.engine.options})
+
+
+def _settings_hash(settings: Mapping[str, Any]) -> str:
+    """As earlier versions made it."""
+    return known_hashes(settings)[-1]

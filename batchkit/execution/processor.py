@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from batchkit.execution.signals import StopRequest
 from batchkit.rendering.renderer import AdjustSampling, PromptRenderer
 from batchkit.sources import is_fallback
 from batchkit.sources.input import Input, from_job, from_python
-from batchkit.sources.rowhash import input_hash
+from batchkit.sources.rowhash import known_hashes
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import engine_identity
 from batchkit.storage.job_toml import check_secrets
@@ -189,9 +189,13 @@ def _done_in(folder: Path, *, have_ids: bool) -> Callable[[Row], bool]:
     def name(row_id: str, row_hash: str | None) -> str:
         return row_id if by_id else f"{row_hash} {row_id}"
 
+    def names(row: Row) -> Iterator[str]:
+        known = (None,) if by_id else known_hashes(row.fields, nan_is_null=False)
+        return (name(row.id, row_hash) for row_hash in known)
+
     done = {
         name(r["id"], r.get("input_hash"))
         for r in read_newest(folder / RESULTS)
         if failure_kind(r) is None and not is_fallback(r["id"])
     }
-    return lambda row: name(row.id, None if by_id else input_hash(row.fields)) in done
+    return lambda row: any(each in done for each in names(row))

@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import orjson
 
 from batchkit.errors import StoreError
-from batchkit.sources.rowhash import input_hash
+from batchkit.sources.rowhash import known_hashes
 from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.files import free_name, sync_folder
 from batchkit.storage.ledger import REQUEUE, RESULTS
@@ -28,6 +28,7 @@ from batchkit.storage.store import RecordLine, Store
 from batchkit.types import Row
 
 _UNFINISHED = f"{REQUEUE}.tmp"
+_Present = dict[tuple[str, int], tuple[int, tuple[str, ...]]]
 
 
 def requeue(folder: Path, rows: Iterable[Row], manifest: Manifest, *, by_id: bool) -> str:
@@ -35,7 +36,7 @@ def requeue(folder: Path, rows: Iterable[Row], manifest: Manifest, *, by_id: boo
 
     ``manifest`` becomes the run's manifest. The old log is kept beside the new one. A row is the
     same if its fields are; it is looked up by id if the job names one (the n-th row of an id for
-    the n-th record of it), else by index. Holds an index and a hash per row.
+    the n-th record of it), else by index. Holds an index and a hash or two per row.
 
     Raises:
         StoreError: the disk refuses; the run is unchanged.
@@ -86,20 +87,18 @@ def finish_requeue(folder: Path) -> str | None:
     return None if aside is None else aside.name
 
 
-def _present(rows: Iterable[Row], *, by_id: bool) -> dict[tuple[str, int], tuple[int, str]]:
-    """Index and hash of each row, by the key that its record is looked up with."""
+def _present(rows: Iterable[Row], *, by_id: bool) -> _Present:
+    """Index and hashes of each row, by the key that its record is looked up with."""
     n_rows: Counter[str] = Counter()
     present = {}
     for row in rows:
         key = row.id if by_id else str(row.index)
-        present[key, n_rows[key]] = row.index, input_hash(row.fields)
+        present[key, n_rows[key]] = row.index, known_hashes(row.fields, nan_is_null=False)
         n_rows[key] += 1
     return present
 
 
-def _copy(
-    old: Path, folder: Path, present: Mapping[tuple[str, int], tuple[int, str]], by_id: bool
-) -> tuple[int, int]:
+def _copy(old: Path, folder: Path, present: _Present, by_id: bool) -> tuple[int, int]:
     """Write the records to keep, with their checkpoint. Returns the numbers kept and dropped."""
     n_records: Counter[str] = Counter()
 
@@ -108,7 +107,7 @@ def _copy(
             key = record["id"] if by_id else str(record["index"])
             row_now = present.get((key, n_records[key]))
             n_records[key] += 1
-            if row_now is not None and record.get("input_hash") == row_now[1]:
+            if row_now is not None and record.get("input_hash") in row_now[1]:
                 record["index"], record["id"] = row_now[0], key  # if rows have no ids: the index
                 yield RecordLine(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE), record)
 

@@ -109,7 +109,7 @@ def from_python(rows: Any, table: InputTable) -> Input:
         is_other |= end < len(hashes)
 
     file = FileFingerprint(
-        PLACE, size, 0, earlier.hexdigest(), hashes=hashlib.sha256(hashes).hexdigest()
+        PLACE, size, 0, earlier.hexdigest(), row_hashes=hashlib.sha256(hashes).hexdigest()
     )
     return Input([file], read, read, lambda: size, has_ids, changes)
 

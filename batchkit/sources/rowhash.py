@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from math import isfinite
 from typing import Any
@@ -16,28 +16,52 @@ _LABELS = ("columns", "column_names", "index", "name", "dtype", "dtypes")  # of 
 
 
 def input_hash(fields: Mapping[str, Any]) -> str:
-    """16 hex digits that are the same for rows with equal fields."""
-    return known_hashes(fields)[0]
+    """16 hex digits that are the same for rows with equal fields, whatever the order of the fields.
+
+    Within a field the order of keys counts: a prompt may show it.
+    """
+    return next(_hashes(fields))
 
 
-def known_hashes(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """``input_hash``, and the one of earlier versions if that differs: NaN was null there."""
+def known_hashes(fields: Mapping[str, Any], *, nan_is_null: bool = True) -> tuple[str, ...]:
+    """``input_hash``, and the one of earlier versions if that differs: no order of keys counted
+    there, and NaN was null. That one is left out unless ``nan_is_null``: it may be another row's."""
+    first, *earlier = _hashes(fields)
+    if earlier and not nan_is_null and _has_non_finite(fields):
+        return (first,)
+    return (first, *earlier)
+
+
+def _hashes(fields: Mapping[str, Any]) -> Iterator[str]:
     try:
-        line = orjson.dumps(
-            fields, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS, default=_hashable
-        )
+        line = _json(fields, orjson.OPT_SORT_KEYS)
     except TypeError:  # a key or number that JSON can't hold, hundreds of levels, or anything
         # that a value's own code raises
-        return (_hash(_as_text(fields)),)
+        yield _hash(_as_text(fields))
+        return
     if b"null" in line and _has_non_finite(fields):
-        return _hash(_as_text(fields)), _hash(line)
-    return (_hash(line),)
+        yield _hash(_as_text(fields))
+    elif line.find(b"{", 1) > 0 and any(map(_has_order, fields.values())):
+        in_order = sorted(fields.items(), key=lambda field: str(field[0]))
+        yield _hash(_json(dict(in_order)), b"in order")  # never equal to an earlier version's
+    yield _hash(line)
 
 
-def _hash(line: bytes | str) -> str:
+def _json(fields: Mapping[str, Any], option: int = 0) -> bytes:
+    return orjson.dumps(fields, option=option | orjson.OPT_NON_STR_KEYS, default=_hashable)
+
+
+def _hash(line: bytes | str, kind: bytes = b"") -> str:
     if isinstance(line, str):
         line = line.encode("utf-8", "backslashreplace")
-    return hashlib.blake2b(line, digest_size=8).hexdigest()
+    return hashlib.blake2b(line, digest_size=8, person=kind).hexdigest()
+
+
+def _has_order(value: Any) -> bool:
+    """Whether ``value`` has a table of several keys."""
+    if isinstance(value, dict):
+        return len(value) > 1 or any(map(_has_order, value.values()))
+    return isinstance(value, list | tuple) and any(map(_has_order, value))
 
 
 def _has_non_finite(value: Any) -> bool:

@@ -40,7 +40,7 @@ class FileFingerprint:
     (``fsspec``'s ``ukey``: size, ETag or time), or of its bytes if a web server reports neither ETag
     nor time; the times are then 0. ``ctime_ns`` changes with
     every write, and can't be set back as ``mtime_ns`` can. ``read_as`` is the format that its name
-    or the job gives it. ``hashes`` is of the ``input_hash`` of rows from Python."""
+    or the job gives it. ``row_hashes`` is of the ``input_hash`` of rows from Python."""
 
     path: str
     size: int
@@ -48,7 +48,8 @@ class FileFingerprint:
     sha256: str
     ctime_ns: int = 0  # older versions did not record it
     read_as: str = ""  # nor this
-    hashes: str = ""  # nor this; NaN and null have one ``sha256``
+    row_hashes: str = ""  # nor this; NaN and null, and any order of keys, have one ``sha256``
+    hashes: str = ""  # of rows, by an earlier version; not compared
 
 
 class _Part(BaseModel):

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchkit.sources.rowhash import input_hash
+from batchkit.sources.rowhash import input_hash, known_hashes
 from batchkit.storage.ledger import REQUEUE
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import (
@@ -109,6 +109,33 @@ def test_record_of_an_earlier_version_is_still_of_its_row_with_nan() -> None:
     (RUN / "checkpoint.json").unlink()
     write_jsonl(LOG, log)
     assert verify()["mixed_rows"] == [1]
+
+
+def test_requeue_runs_rows_with_another_order_of_keys_again() -> None:
+    def write(*order: str) -> None:
+        write_rows([{"key": key, "q": dict.fromkeys(order, key)} for key in ("k0", "k1")])
+
+    write("b", "a")
+    write_job(input={"id": "key"})
+    run()
+    write("a", "b")
+    found = run("--on-change", "requeue")
+    assert "0 records kept, 2 rows to run again" in found.stderr
+    assert verify()["mixed"] == 0
+
+
+@pytest.mark.parametrize("command", ["--on-change=requeue", "--skip-from=output/b"])
+def test_record_of_an_earlier_version_is_kept_whatever_the_order_of_keys(command: str) -> None:
+    write_rows(rows := [{"q": {"role": "user", "content": f"q{n}"}} for n in range(2)])
+    write_job()
+    run()
+    log = [{**record, "input_hash": known_hashes(rows[record["index"]])[1]} for record in records()]
+    (RUN / "checkpoint.json").unlink()
+    write_jsonl(LOG, log)
+    if "skip" in command:
+        RUN.rename("output/b")
+    write_rows([*rows, {"q": "new"}])
+    assert run(command).json["skipped"] == 2
 
 
 def test_requeue_needs_no_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import io
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -284,13 +285,31 @@ def test_an_error_about_a_number_with_too_many_digits_names_its_row() -> None:
 def test_rows_with_nan_resume_also_from_an_earlier_version_and_null_is_a_change() -> None:
     prompt = {"user": "{{ q }}"}
     assert process([{"q": math.nan}], prompt=prompt).ok == 1
-    for hashes in ({}, {"hashes": ""}):  # earlier versions did not note them
+    for hashes in ({}, {"row_hashes": ""}):  # earlier versions did not note them
         manifest = read_manifest(RUN)
         manifest.input = [replace(file, **hashes) for file in manifest.input]
         manifest.write(RUN)
         assert process([{"q": math.nan}], prompt=prompt).skipped == 1
         with pytest.raises(ChangedError, match="rows from Python"):
             process([{"q": None}], prompt=prompt)
+
+
+def test_chats_resume_also_from_an_earlier_version_and_an_order_of_keys_is_a_change() -> None:
+    """Their keys, ``role`` and ``content``, have another order than a sorted one."""
+
+    def chat(*keys: str) -> list[Any]:
+        return [[dict.fromkeys(keys, "user")]]
+
+    assert process(chat("role", "content")).ok == 1
+    path = RUN / "manifest.json"
+    earlier = json.loads(path.read_text())
+    del earlier["input"][0]["row_hashes"]
+    earlier["input"][0]["hashes"] = "ab"  # of another kind
+    for manifest in (json.loads(path.read_text()), earlier):
+        path.write_text(json.dumps(manifest))
+        assert process(chat("role", "content")).skipped == 1
+        with pytest.raises(ChangedError, match="rows from Python"):
+            process(chat("content", "role"))
 
 
 class Unprintable:

@@ -102,8 +102,27 @@ def test_hash_of_an_earlier_version_is_known() -> None:
     for fields in ({"x": 1.5, "y": None}, {"x": [None, "null"]}, {"x": png(RED), "y": None}):
         assert known_hashes(fields) == (input_hash(fields),)
     assert input_hash({"x": 1.5, "y": None}) == "13727a2824945669"
+    assert known_hashes({"x": {"b": 1, "a": 2}})[1:] == ("020a9df58d036573",)
     nan = {"x": math.nan, "y": 1}
     assert known_hashes(nan) == (input_hash(nan), input_hash({"x": None, "y": 1}))
+
+
+@pytest.mark.parametrize(
+    "within",
+    [
+        lambda table: table,
+        lambda table: [{"deeper": (1, table)}],
+        lambda table: {"a": b"bytes", "b": table},
+        lambda table: [math.nan, table],
+    ],
+    ids=["value", "nested", "bytes", "NaN"],
+)
+def test_order_of_keys_within_a_field_counts(within: Callable[[Any], Any]) -> None:
+    one, other = ({"x": within(table)} for table in ({"a": 1, "b": 2}, {"b": 2, "a": 1}))
+    assert input_hash(one) == input_hash(dict(one))
+    assert input_hash(one) != input_hash(other)
+    assert known_hashes(one)[-1] == known_hashes(other)[-1], "as in earlier versions"
+    assert input_hash(one) not in known_hashes(other)
 
 
 def test_fingerprint_sees_all_of_a_value() -> None:
