@@ -116,8 +116,8 @@ def test_bench_with_images_goes_on_past_a_size_that_does_not_fit(
     job = JOB.replace("MODEL", str(demo_model)) + IMAGES
     job = job.replace('"{{ q }}"', '"{{ q }}"\nimages = ["{{ i }}.png"]')
     (folder / "job.toml").write_text(job)
-    args = ("bench", "job.toml", "--batch-sizes", "8,2", "--rounds", "2", "--seconds", "1.5")
-    ended, found = tune(folder, *args, over=4, load_s=4)
+    args = ("bench", "job.toml", "--batch-sizes", "8,2", "--rounds", "2", "--seconds", "1")
+    ended, found = tune(folder, *args, over=4, load_s=2.5)
     assert ended.returncode == 0, ended.stderr
     assert statuses(found) == {2: "ok", 8: "OOM"}
     (line, _) = found["batch_sizes"]
