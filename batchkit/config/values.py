@@ -9,6 +9,10 @@ from typing import Any
 
 MAX_DEPTH = 100  # nested tables and lists; the writers fail at about 250
 _BITS = 64  # the limit of TOML's integers, and of the JSON writer
+# Tables that take any key, at least in a part of them. TOML lacks null: a key without a value is left
+# out, which is the same only for an option.
+_FREE_FORM = (("vars",), ("input", "where"), ("prompt", "chat_template_kwargs"))
+_OPTIONS = (("sampling",), ("engine", "options"))
 _BRACKET = re.compile(r"[\[\]{}]")
 _LONG_NUMBER = re.compile(r"\d[\d_]{4000,}")  # Python reads up to 4300 digits
 _KEY = re.compile(r"^[ \t]*([\w.\"' -]+?)[ \t]*=", re.MULTILINE)
@@ -29,8 +33,15 @@ def check_values(table: Mapping[str, Any]) -> None:
                 f"{_dotted(path)}: found a number of {value.bit_length() + (value < 0)} bits; whole numbers have"
                 f" {_BITS} at most"
             )
-        if path[:1] == ("vars",) and isinstance(value, float) and not isfinite(value):
-            raise ValueError(f'{_dotted(path)}: found {value}; write it as a text: "{value}"')
+        if isinstance(value, float) and not isfinite(value) and _below(path, _FREE_FORM + _OPTIONS):
+            is_text = _below(path, _FREE_FORM)
+            remedy = f'write it as a text: "{value}"' if is_text else "expected a finite number"
+            raise ValueError(f"{_dotted(path)}: found {value}; {remedy}")
+        if value is None and _must_be_kept(path):
+            raise ValueError(
+                f"{_dotted(path)}: found None, which a job file can't hold; leave it out, or write it"
+                ' as a text: "None"'
+            )
         if isinstance(value, str) and not _is_unicode(value):
             raise ValueError(f"{_dotted(path)}: found text that is no valid UTF-8")
 
@@ -62,6 +73,15 @@ def _walk(table: Mapping[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any]]:
             waiting += [((*path, key), part) for key, part in value.items()]
         elif isinstance(value, list | tuple):
             waiting += [((*path, number), part) for number, part in enumerate(value)]
+
+
+def _must_be_kept(path: tuple[Any, ...]) -> bool:
+    in_list = bool(path) and isinstance(path[-1], int)
+    return in_list or _below(path, _FREE_FORM) or _below(path[:-1], _OPTIONS)
+
+
+def _below(path: tuple[Any, ...], tables: tuple[tuple[str, ...], ...]) -> bool:
+    return any(len(path) > len(table) and path[: len(table)] == table for table in tables)
 
 
 def _dotted(path: tuple[Any, ...]) -> str:

@@ -154,6 +154,28 @@ def test_number_that_json_lacks_is_refused_in_vars(number: str) -> None:
     assert run().exit_code == 0
 
 
+@pytest.mark.parametrize("number", ["inf", "-inf", "nan"])
+@pytest.mark.parametrize(
+    ("table", "key"),
+    [
+        ("sampling", "sampling.logit_bias.5"),
+        ("engine", "engine.options.extra_body.logit_bias.5"),
+        ("prompt", "prompt.chat_template_kwargs.most"),
+        ("input", "input.where.n"),
+    ],
+)
+def test_numbers_that_json_makes_one_are_refused_where_they_decide_answers(
+    table: str, key: str, number: str
+) -> None:
+    made: Any = float(number)
+    for name in reversed(key.split(".")[1:]):
+        made = {name: made}
+    prepare(3, **{table: made})
+    found = run()
+    assert found.exit_code == 2
+    assert f"{key}: found {number}; " in found.stderr
+
+
 @pytest.mark.parametrize("root", ["media", "memory://media"])
 def test_changed_file_of_all_prompts_is_refused(root: str) -> None:
     prepare(
