@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomlkit
 
+from batchkit.commands.export import export
 from batchkit.commands.run import run_job
 from batchkit.commands.score.predictions import score_predictions
 from batchkit.config.loading import make_job
@@ -16,7 +18,7 @@ from batchkit.errors import JobError
 from batchkit.storage.job_toml import job_of_run
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
-from tests.support.scored_runs import ROWS, counted, job, quiet, run, scored, table
+from tests.support.scored_runs import ROWS, completion, counted, job, quiet, run, scored, table
 
 # Predictions that were made elsewhere
 
@@ -81,6 +83,52 @@ def test_blank_text_is_a_failure_as_it_is_in_a_run(
     found = table.to_json()
     assert (found["failed"], found["scored"]) == (failed, not failed)
     assert found["overall"].get("em") == (None if failed else 0)
+
+
+def test_a_run_s_own_openai_files_score_as_the_run_did(tmp_path: Path) -> None:
+    made = job(tmp_path, ROWS)
+    folder = run(made)
+    export(folder, "openai")
+    f1 = [scores["f1"] for _, scores in scored(folder).values() if scores.get("f1") is not None]
+    found, missing = score_predictions(made, folder / "results.openai.jsonl", quiet)
+    assert (found.to_json()["total"], found.to_json()["failed"], missing) == (4, 0, 1)
+    assert found.to_json()["overall"]["f1"] == pytest.approx(100 * sum(f1) / len(f1))
+    found, missing = score_predictions(made, folder / "results.openai.errors.jsonl", quiet)
+    assert (found.to_json()["total"], found.to_json()["failed"], missing) == (1, 1, 4)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"response": {"status_code": 500, "body": {"error": {"message": "No"}}}, "error": None},
+        {"response": {"status_code": 429, "body": completion("No")}},
+        {"response": {"status_code": 200, "body": completion("No")}, "error": {"code": "x"}},
+        {"response": {"status_code": 200, "body": {**completion("No"), "error": "died"}}},
+        {"response": {"status_code": 200, "body": completion("")}, "error": None},
+        {"response": {"status_code": 200, "body": {"data": [{"embedding": [0.5]}]}}},
+        {"response": {"status_code": 200, "body": None}},
+        {"response": None, "error": {"code": "batch_expired", "message": "No"}},
+    ],
+)
+def test_a_failed_line_of_a_batch_is_a_failure(tmp_path: Path, line: dict[str, Any]) -> None:
+    batch = [
+        {"id": "batch_req_0", "custom_id": "q2", **line},
+        {"id": "q4", "custom_id": "q3", "response": {"body": completion("35 to 44 years")}},
+    ]
+    write_jsonl(tmp_path / "made.jsonl", batch)
+    found, missing = score_predictions(job(tmp_path, ROWS), tmp_path / "made.jsonl", quiet)
+    as_json = found.to_json()
+    assert (as_json["total"], as_json["scored"], as_json["failed"], missing) == (2, 1, 1, 3)
+    assert as_json["overall"]["em"] == 100
+
+
+def test_a_line_of_a_batch_with_several_choices_counts_the_first(tmp_path: Path) -> None:
+    body = completion("Yes")
+    body["choices"] = [{"index": 1, "message": {"content": "No"}}, *body["choices"]]
+    line = {"custom_id": "q2", "response": {"status_code": 200, "body": body}}
+    write_jsonl(tmp_path / "made.jsonl", [line])
+    found, _ = score_predictions(job(tmp_path, ROWS), tmp_path / "made.jsonl", quiet)
+    assert found.to_json()["overall"]["em"] == 0
 
 
 def test_predictions_from_the_command_line(tmp_path: Path) -> None:

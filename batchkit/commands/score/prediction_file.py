@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from batchkit.errors import JobError
 from batchkit.storage.plain_json import parsed, valid
+from batchkit.types import BROKEN_OFF
 
 _IDS = ("id", "Id", "custom_id", "query_id")
 _PREDICTIONS = ("prediction", "Prediction", "Model_Answer", "answer")
@@ -29,7 +30,7 @@ def read_predictions(path: Path) -> dict[str, Prediction]:
     """Predictions by row id; if several have one id, the last counts.
 
     A line, or a member of ``results`` (or of a list) in a ``.json`` file, has an ``id`` and a
-    ``prediction`` or a ``text``. An entry that says it failed is a failure, and so are null, a blank
+    ``prediction`` or a ``text``, or is a line of OpenAI's batch output. An entry that says it failed is a failure, and so are null, a blank
     text and the harness's ``[ERROR] …``: none of them is an answer. A blank prediction is one if the
     text is not known: the harness's metrics score it 0.
 
@@ -37,7 +38,8 @@ def read_predictions(path: Path) -> dict[str, Prediction]:
         JobError: missing, not JSON, or a line without an id or without either of the two.
     """
     found: dict[str, Prediction] = {}
-    for where, entry in _entries(path):
+    for where, given in _entries(path):
+        entry = _of_batch(given) if _is_batch(given) else given
         row_id = _first(entry, _IDS)
         if row_id is None:
             raise JobError(f"{where}: no id; one of {', '.join(_IDS)} must name the row")
@@ -45,6 +47,30 @@ def read_predictions(path: Path) -> dict[str, Prediction]:
     if not found:
         raise JobError(f"{path}: holds no prediction")
     return found
+
+
+def _is_batch(entry: Mapping[str, Any]) -> bool:
+    """Whether it is a line of OpenAI's batch output or error file."""
+    response = entry.get("response")
+    return "custom_id" in entry and (
+        isinstance(response, Mapping) or (response is None and "error" in entry)
+    )
+
+
+def _of_batch(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The first choice is the answer, as in a record; the line's own ``id`` is no row's."""
+    failed = {"id": entry["custom_id"], "status": "failed"}
+    response = entry.get("response") or {}
+    if entry.get("error") or response.get("status_code", 200) != 200:
+        return failed
+    try:
+        body = response["body"]
+        first = min(body["choices"], key=lambda choice: choice.get("index") or 0)
+        text = first["message"]["content"] if "message" in first else first["text"]
+        is_whole = not body.get("error") and first.get("finish_reason") not in BROKEN_OFF
+    except (KeyError, TypeError, ValueError, AttributeError):  # no answer, or not to a chat
+        return failed
+    return {"id": entry["custom_id"], "text": text} if is_whole else failed
 
 
 def _prediction(entry: Mapping[str, Any], where: str) -> Prediction:
