@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 DEFERRED = ("chart", "judge")
 _NO_ANSWER = "[ERROR]"  # how RealHiTBench's harness marks a failure
+_BLANK = "the answer has no text"
 COMPARISONS: dict[str, Callable[[str, str, ScoringTable], float | None]] = {
     "numeric": lambda prediction, reference, table: numeric(prediction, reference, table.tolerance),
     "choice": lambda prediction, reference, table: choice(prediction, reference, table.choices),
@@ -81,7 +82,12 @@ class Scoring:
         return next(table for where, table in self._rules if _fits(where, fields))
 
     def score(self, text: str, fields: Mapping[str, Any], row_id: str) -> Scored:
-        """The prediction in ``text`` and its scores; never raises for what a model wrote."""
+        """The prediction in ``text`` and its scores; never raises for what a model wrote.
+
+        A blank text is unscored. The log has one only as the first of several choices.
+        """
+        if not text.strip():
+            return self._compared(None, fields, row_id, [_BLANK])
         table, reasons = self.table_for(fields), list[str]()
         prediction = self._extracted(text, table, row_id, reasons)
         if prediction is None and table.extract == "final-answer" and not reasons:

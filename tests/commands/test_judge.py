@@ -77,6 +77,21 @@ def test_a_judge_s_score_is_read_clamped_and_asked_for_again(tmp_path: Path) -> 
     assert found["unscored_by"] == {"judge": 1}
 
 
+def test_a_blank_answer_is_not_judged(tmp_path: Path) -> None:
+    judge = Judge({})
+
+    def before(text: str, body: dict[str, Any]) -> str:
+        if text.startswith("JUDGE "):
+            return judge(text, body)
+        choices = [{"index": n, "message": {"content": said}} for n, said in enumerate(["", "1"])]
+        raise Refused(200, {"choices": choices})
+
+    with serving(before) as server:
+        folder = run(judged_job(tmp_path, server, engine=engine(server), sampling={"n": 2}))
+    assert scored(folder) == {f"q{n}": (None, {"em": None, "judge": None}) for n in range(3)}
+    assert not judge.asked
+
+
 def test_a_judgement_is_paid_for_once(tmp_path: Path) -> None:
     judge = Judge({})
     keep = {"keep": ["id", "a"]}

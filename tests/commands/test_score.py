@@ -98,6 +98,32 @@ def test_a_job_that_scores_nothing_says_nothing_of_scores(tmp_path: Path) -> Non
     assert "scores" not in first
 
 
+def test_a_blank_first_one_of_several_answers_is_unscored_and_the_others_are_kept(
+    tmp_path: Path,
+) -> None:
+    texts = [[" ", "42"], ["42", "42"], ["42", ""], ["", "\n"]]
+
+    def before(text: str, body: dict[str, Any]) -> None:
+        said = enumerate(texts[int(text)])
+        choices = [{"index": n, "message": {"content": one}} for n, one in said]
+        raise Refused(200, {"choices": choices})
+
+    rows = [{"id": f"q{n}", "say": str(n), "a": "42", "kind": "k"} for n in range(4)]
+    for extract in ("text", "final-answer"):
+        scoring = {**SCORING, "extract": extract}
+        with serving(before) as server:
+            made = {"sampling": {"n": 2}, "retry": {"attempts": 1}, "scoring": scoring}
+            folder = run(job(tmp_path, rows, name=extract, engine=engine(server), **made))
+        for _ in range(2):  # by the run, and again by the command
+            records = {r["id"]: r for r in read_scored(folder)}
+            assert [records[f"q{n}"]["status"] for n in range(4)] == ["ok"] * 3 + ["failed"]
+            assert records["q0"]["scores"] == {"f1": None, "em": None}
+            assert records["q0"]["unscored"] == "the answer has no text"
+            assert [choice["text"] for choice in records["q0"]["choices"]] == [" ", "42"]
+            assert [records[f"q{n}"]["scores"]["em"] for n in (1, 2)] == [1, 1]
+            assert score_run(folder, say=quiet).to_json()["unscored"] == 1
+
+
 def test_a_scorer_that_breaks_costs_its_score_and_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

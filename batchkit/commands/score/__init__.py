@@ -119,7 +119,7 @@ def _score_run(folder: Path, job: JobConfig, stop: StopRequest, say: Say) -> Sco
         needs_later = [
             _answered(record, fields, scoring)
             for record, fields in _answers(folder, job, names)
-            if is_deferred(scoring.table_for(fields).scorers)
+            if record["text"].strip() and is_deferred(scoring.table_for(fields).scorers)
         ]
         later = deferred_scores(job, scoring, needs_later, folder / FOLDER, stop, say)
 
