@@ -15,7 +15,7 @@ from tests.support.forks import LightFork
 from tests.support.own_process import batchkit
 from tests.support.storm import Blow, answers_by_row, kill_often
 
-N_ROWS = 16_000
+N_ROWS = 40_000
 N_KILLS = 100
 JOB = """
 name = "storm"
@@ -30,7 +30,7 @@ options = { latency_s = 0.02 }
 [run]
 checkpoint_interval_s = 0.01
 """
-SLOW = "run.max_in_flight=20"  # 1,000 rows a second at best: the storm must end before the run
+SLOW = "run.max_in_flight=48"  # 2,400 rows a second at best: the storm must end before the run
 FAST = "run.max_in_flight=1000"
 
 
