@@ -28,7 +28,7 @@ from batchkit.execution.worker import Worker, render_ahead
 from batchkit.rendering.ordering import well_ordered
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.sources.input import Input, Total, distrusted, watched
-from batchkit.storage.identity import check_found, differences, of_engine
+from batchkit.storage.identity import check_found, names_same_model
 from batchkit.storage.store import RecordLine, Store
 from batchkit.storage.summary import RunSummary
 from batchkit.types import Row, Task, Usage
@@ -76,8 +76,7 @@ class Loop:
         self._quarantined: Collection[int] = ()
         self._references = references
         self._engine_identity = engine_identity
-        begun = of_engine(self._manifest.identity)
-        self._is_runs_own = not differences(begun, engine_identity)
+        self._is_runs_own = names_same_model(self._manifest.identity, engine_identity)
         """False if ``--set`` gives a retry another model."""
         self._resumed = run.store.totals.ok + run.store.totals.failed
         is_bound = self._is_runs_own and self._resumed > 0

@@ -65,6 +65,7 @@ LEARNED = ("engine.commits", "engine.served")  # once an engine is loaded, or ha
 _FOUND = (*LEARNED, "engine.files", "engine.blocks", "prompt.files")
 # Here the order of keys is part of a prompt, or of what a schema enforces.
 _ORDERED = ("vars.", "sampling.", "engine.options.", "prompt.chat_template_kwargs")
+_MODEL = ("kind", "model", "lora", "options.revision", "server.command")  # of [engine]: its names
 _WHOLE_BYTES = 8 * 2**20  # a larger file is read in blocks
 _BLOCKS, _BLOCK_BYTES = 64, 2**16
 
@@ -127,6 +128,12 @@ def engine_identity(job: JobConfig) -> dict[str, Any]:
 def of_engine(found: Mapping[str, Any]) -> dict[str, Any]:
     """The part of an identity that is about the engine."""
     return {k: v for k, v in found.items() if k.startswith("engine.") and v is not None}
+
+
+def names_same_model(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether both name one model, with whatever options."""
+    keys = [f"engine.{name}" for name in _MODEL]
+    return not differences(*({key: each.get(key) for key in keys} for each in (then, now)))
 
 
 def hub_commits(job: JobConfig) -> dict[str, str]:

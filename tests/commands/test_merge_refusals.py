@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from batchkit.config.shard import Shard
 from batchkit.storage.runfolder import claim
+from tests.support.chat_server import MODEL, serving
 from tests.support.command_line import batchkit
-from tests.support.dry_runs import prepare, run, shard, write_job, write_rows
+from tests.support.dry_runs import manifest, prepare, run, shard, write_job, write_rows
 from tests.support.merges import MERGED, files, merge, run_shards
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -56,6 +58,35 @@ def test_input_that_changed_since_is_refused() -> None:
     found = merge(*shards)
     assert (found.exit_code, MERGED.exists()) == (2, False)
     assert "input changed since" in found.stderr
+
+
+def served_shards(*models: str) -> list[Path]:
+    """A shard of each model, run in this order; the one of "" has no rows."""
+    prepare(2)
+    of = next(n for n in range(3, 99) if not any(map(Shard(0, n).holds, "01")))
+    full = [number for number in range(of) if any(map(Shard(number, of).holds, "01"))]
+    shards = []
+    for model in models:
+        number = full.pop() if model else 0
+        with serving(model={"root": f"/models/{model}"}) as server:
+            write_job(engine={"kind": "openai-server", "model": MODEL, "base_url": server.url})
+            assert run("--shard", f"{number}/{of}").exit_code == 0
+        shards.append(shard(number, of))
+    return shards
+
+
+def test_shards_of_two_models_are_refused_also_after_one_without_rows() -> None:
+    found = merge(*served_shards("", "a", "b"), partial=True)
+    assert (found.exit_code, MERGED.exists()) == (2, False)
+    assert "engine.served: " in found.stderr
+
+
+def test_merged_run_knows_what_its_parts_have_found() -> None:
+    shards = served_shards("a", "a", "")
+    assert merge(*shards).exit_code == 0
+    known = manifest(shards[0])["identity"]["engine.served"]
+    assert "engine.served" not in manifest(shards[2])["identity"]
+    assert manifest(MERGED)["identity"]["engine.served"] == known
 
 
 def test_speed_alone_makes_no_other_job() -> None:

@@ -15,6 +15,7 @@ from batchkit.execution.records import failed_unless_whole
 from batchkit.types import Choice, Completion, Request, Row
 from tests.support.chat_server import MODEL, HangUp, Raw, Refused, error, http, serving
 from tests.support.command_line import batchkit
+from tests.support.dry_runs import RUN
 from tests.support.server_engine import ask, opened, request, texts
 from tests.support.server_runs import answering, assert_settled, records, said, write_job
 
@@ -227,6 +228,24 @@ def test_a_server_with_another_model_at_the_next_start_is_not_asked(
     with serving(model=first, port=server.port):
         assert batchkit("run", "job.toml").exit_code == 0
     assert len(records()) == 6
+
+
+def test_a_retry_with_another_option_still_asks_only_the_model_of_the_run() -> None:
+    def before(text: str, body: dict[str, Any]) -> None:
+        if text == "row 1":
+            raise Refused(400, error("no"))
+
+    with serving(before, model={"root": "/models/a"}) as server:
+        write_job(server, 3)
+        assert batchkit("run", "job.toml").exit_code == 3
+    retry = ("retry-failed", str(RUN), "--set", "engine.options.max_model_len=400")
+    with serving(model={"root": "/models/b"}, port=server.port) as other:
+        found = batchkit(*retry)
+    assert found.exit_code == 1
+    assert "engine.served: " in found.stderr
+    assert other.answered.total() == 0
+    with serving(model={"root": "/models/a"}, port=server.port):
+        assert batchkit(*retry).exit_code == 0
 
 
 def test_a_server_that_answers_as_another_model_at_the_next_start_stops_the_run() -> None:

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from batchkit.execution.resume import input_changes
 from batchkit.sources.input import from_job
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.files import building
-from batchkit.storage.identity import differences, scoring_of
+from batchkit.storage.identity import continued, differences, scoring_of
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.job_toml import job_of_run, write_job
 from batchkit.storage.ledger import log_of
@@ -154,7 +155,7 @@ def _allow_open_files(count: int) -> None:
 
 def _check_same_job(parts: Sequence[_Part]) -> None:
     """Compared as in a resume, but shards and limits may differ between the parts of a job."""
-    first = parts[0]
+    first, known = parts[0], _answers(parts[0].manifest)
     if first.job.input.path is None and not first.manifest.input:
         raise JobError(
             f"{first.folder}: its rows came from an iterator, so they can't be compared with those of"
@@ -162,7 +163,9 @@ def _check_same_job(parts: Sequence[_Part]) -> None:
         )
     changed = []
     for part in parts[1:]:
-        changes = differences(_answers(first.manifest), _answers(part.manifest))
+        answers = _answers(part.manifest)
+        changes = differences(known, answers)
+        known = continued(known, answers)  # a part without rows has not found all
         changes += input_changes(first.manifest.input, part.manifest.input)
         if changes:
             changed.append("\n".join([f"{part.folder}:", *(f"  {change}" for change in changes)]))
@@ -260,10 +263,11 @@ def _manifest(
     starts.append(Start.now("merge").model_copy(update=last))
     ways = {part.manifest.scoring for part in parts}
     in_one_way = ways == {scoring_of(job)} and all(is_scored(part.folder, job) for part in parts)
+    oldest_first = (_answers(part.manifest) for part in sorted(parts, key=_last_start))
     update = {
         "name": job.name,
         "created_at": utc_now(),
-        "identity": _answers(newest.manifest),
+        "identity": reduce(continued, oldest_first),
         "total": merged.total,
         "skipped_elsewhere": 0,
         "scoring": scoring_of(job) if in_one_way or not job.scoring.is_on else None,
