@@ -25,9 +25,10 @@ from batchkit.execution.progress import Progress, State
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.signals import DRAIN_S, Interrupted, StopRequest
 from batchkit.execution.worker import Worker, render_ahead
+from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.ordering import well_ordered
 from batchkit.rendering.renderer import PromptRenderer
-from batchkit.sources.input import Input, Total, distrusted, watched
+from batchkit.sources.input import CHANGING, Input, Total, check_unchanged, distrusted, watched
 from batchkit.storage.identity import check_found, names_same_model
 from batchkit.storage.store import RecordLine, Store
 from batchkit.storage.summary import RunSummary
@@ -63,6 +64,7 @@ class Loop:
         source: Input,
         references: Mapping[str, str | None] | None,
         engine_identity: Mapping[str, Any],
+        prompt_files: Mapping[str, str],
     ) -> None:
         self._job = job
         self._store, self._manifest, self._folder = run.store, run.manifest, run.folder
@@ -70,7 +72,10 @@ class Loop:
         self._renderer = renderer
         self._progress = progress
         self._stop = stop
-        self._source = source
+        self._prompt_files = prompt_files
+        self._source = source._replace(
+            changes=lambda thorough: {**source.changes(thorough), **self._changed_prompts()}
+        )
         self._is_retry = False
         self._attempts: Mapping[int, int] = {}
         self._quarantined: Collection[int] = ()
@@ -136,8 +141,8 @@ class Loop:
         try:
             return self._settle(rows)
         finally:
-            if not self._all_read and (changed := self._source.changes(False)):
-                self._distrust(changed.keys())
+            changed = self._changed_prompts() if self._all_read else self._source.changes(False)
+            self._distrust(changed.keys())
 
     def _settle(self, rows: Iterator[Row]) -> Outcome:
         first = next(rows, None)
@@ -159,12 +164,26 @@ class Loop:
         except BatchkitError as error:
             return Outcome(self._summary(self._total.now(), error.exit_code), error)
 
+    def _changed_prompts(self) -> dict[str, str]:
+        """How files that all prompts include differ, by key. Some rows are rendered after the last
+        one was read, so these are compared at the end, too."""
+        now = constant_files(self._job)
+        then = self._prompt_files.items()
+        return {key: "its content" for key, was in then if now.get(key, was) != was}
+
     def _distrust(self, changed: Collection[str]) -> None:
-        """Make the next start compare the answered rows with those in the input."""
-        self._manifest.input = distrusted(self._manifest.input, changed)
+        """Make the next start compare the answered rows with those in the input, or refuse the
+        prompts, even if all was changed back."""
+        if prompts := {*changed} & {*self._prompt_files}:
+            files = self._manifest.identity.get("prompt.files", {})
+            self._manifest.identity["prompt.files"] = files | dict.fromkeys(prompts, CHANGING)
+        if paths := {*changed} - prompts:
+            self._manifest.input = distrusted(self._manifest.input, paths)
 
     def _check_complete(self) -> None:
-        """All rows were read. Raises BrokenInputError if one of them has no record."""
+        """All rows were read. Raises BrokenInputError if one of them has no record, or may have that
+        of another prompt."""
+        check_unchanged(self._changed_prompts())
         if self._is_retry:
             missing = len(self._attempts) - self._settled
         else:

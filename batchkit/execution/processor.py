@@ -15,6 +15,7 @@ from batchkit.execution.loop import Loop, Outcome
 from batchkit.execution.progress import Progress
 from batchkit.execution.resume import OnChange, open_run
 from batchkit.execution.signals import StopRequest
+from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.renderer import AdjustSampling, PromptRenderer
 from batchkit.sources import is_fallback
 from batchkit.sources.input import Input, from_job, from_python
@@ -117,6 +118,7 @@ class ProductionBatchProcessor:
         if self._fresh or self._on_change == "new":
             open_preflight(self.job)  # before the folder is moved: an option may be mistyped
         engine = engine_identity(self.job)  # before the manifest's: a change between them shows
+        prompt_files = constant_files(self.job)
         outcome: Outcome | None = None
         try:
             with ExitStack() as stack:
@@ -143,7 +145,15 @@ class ProductionBatchProcessor:
                 for text in run.messages:
                     progress.event(text)
                 loop = Loop(
-                    self.job, run, renderer, progress, self._stop, source, references, engine
+                    self.job,
+                    run,
+                    renderer,
+                    progress,
+                    self._stop,
+                    source,
+                    references,
+                    engine,
+                    prompt_files,
                 )
                 if attempts is not None:
                     due = _still_due(run.folder / RESULTS, attempts)

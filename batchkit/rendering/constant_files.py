@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import suppress
 
 from batchkit.config.tables import JobConfig
 from batchkit.errors import RowError
@@ -14,8 +15,8 @@ from batchkit.rendering.templates.sandbox import fields_read
 
 
 def constant_files(job: JobConfig) -> dict[str, str]:
-    """A hash of the files of each template in ``prompt.texts`` and ``prompt.images`` that reads no
-    field of the row, by the template's key.
+    """A hash of each file of a template in ``prompt.texts`` and ``prompt.images`` that reads no
+    field of the row, by the template's key, and the file's number if there are several.
 
     Web addresses are left out, and files that can't be read: they fail each row.
 
@@ -24,13 +25,13 @@ def constant_files(job: JobConfig) -> dict[str, str]:
     """
     found = {}
     for template in _constant_templates(job):
-        digest = hashlib.sha256()
-        try:
-            for source in sources_of(template, job.vars):
-                digest.update(load_bytes(source, job.media) + b"\n")
-        except RowError:
-            continue
-        found[template.key] = digest.hexdigest()[:16]
+        with suppress(RowError):
+            sources = sources_of(template, job.vars)
+            for n, source in enumerate(sources):
+                key = template.key if len(sources) == 1 else f"{template.key}.{n}"
+                with suppress(RowError):
+                    content = load_bytes(source, job.media) + b"\n"
+                    found[key] = hashlib.sha256(content).hexdigest()[:16]
     return found
 
 

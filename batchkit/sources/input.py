@@ -129,17 +129,18 @@ def watched(
         for row in rows:
             yield row
             if now() >= next_look:
-                _check(source.changes(False))
+                check_unchanged(source.changes(False))
                 next_look = now() + LOOK_S
     except ChangedInputError:
         raise
     except InputError as error:
-        _check(source.changes(True), error)
+        check_unchanged(source.changes(True), error)
         raise
-    _check(source.changes(True))
+    check_unchanged(source.changes(True))
 
 
-def _check(changes: Mapping[str, str], because: InputError | None = None) -> None:
+def check_unchanged(changes: Mapping[str, str], because: InputError | None = None) -> None:
+    """Raises ChangedInputError if there are ``changes``: how each file differs, by path."""
     if not changes:
         return
     path, how = next(iter(changes.items()))

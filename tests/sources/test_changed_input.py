@@ -285,6 +285,26 @@ def test_change_before_a_stop_for_another_reason_is_noticed_by_the_next_start() 
     assert answered() == {str(i): row["q"] for i, row in enumerate(rows("old"))}
 
 
+@pytest.mark.parametrize("n", [60, N])
+def test_changed_file_of_all_prompts_stops_the_run(n: int) -> None:
+    """Also if it changes when all rows have been read, and is changed back later."""
+    guide = Path("guide.txt")
+    guide.write_text("one")
+    Path("in.jsonl").write_bytes(encoded(rows("old", n)))
+    write_job(latency_s=0.05)
+    job = Path("job.toml").read_text().replace('"{{ q }}"', '"{{ guide }} {{ q }}"')
+    Path("job.toml").write_text(job.replace("[prompt]", '[prompt]\ntexts = {guide = "guide.txt"}'))
+    found = run(meanwhile=lambda: guide.write_text("two") and None)
+    assert found.exit_code == 1
+    assert "prompt.texts.guide: changed while the run read it" in found.stderr
+    guide.write_text("one")
+    found = run()
+    assert found.exit_code == 2
+    assert 'prompt.files: {"prompt.texts.guide":"changing"} → ' in found.stderr
+    assert run(REQUEUE).json["skipped"] == 0
+    assert run().json["skipped"] == n
+
+
 def test_retry_of_an_input_that_changes_stops() -> None:
     path = Path("in.jsonl")
     path.write_bytes(encoded(rows("old")))
