@@ -1,16 +1,13 @@
-"""What vLLM's output processor gets late, and while the device works, are the answers it makes otherwise."""
+"""Answers whose tokens vLLM's output processor gets at their end are those that it makes otherwise."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
-
-import pytest
+from typing import TYPE_CHECKING
 
 from batchkit.config.tables import JobConfig
-from batchkit.engines.faults import EngineDied
 from batchkit.engines.registry import open_engine
 from batchkit.engines.vllm.stepper import Stepper
 from tests.support.engine_requests import ask, collect, request
@@ -21,15 +18,13 @@ if TYPE_CHECKING:
 
 
 class NumberedSteps:
-    """Stands in for vLLM's engine, to count: each of its steps is a list of its core's outputs.
-
-    What its processor makes of an output is the request and its new tokens.
-    """
+    """Stands in for vLLM's engine, to count: each of its steps is a list of its core's outputs."""
 
     def __init__(self, *steps: list[EngineCoreOutput], **stop_strings: list[str]) -> None:
         self.steps = list(steps)
+        self.calls: list[str] = []
         self.executor = SimpleNamespace(execute_model=lambda: None)
-        core = SimpleNamespace(scheduler=self, model_executor=self.executor)
+        core = SimpleNamespace(model_executor=self.executor)
         self.engine_core = SimpleNamespace(engine_core=core, get_output=self.get_output)
         states = {
             number: SimpleNamespace(
@@ -38,23 +33,19 @@ class NumberedSteps:
             )
             for number, stop in stop_strings.items()
         }
-        self.output_processor = SimpleNamespace(request_states=states, process_outputs=self.process)
+        self.output_processor = SimpleNamespace(request_states=states)
 
-    def step(self) -> Any:
-        return self.process(self.engine_core.get_output().outputs).request_outputs
+    def step(self) -> list[tuple[str, list[int]]]:
+        """What reaches the output processor: each request and its new tokens."""
+        outputs = self.engine_core.get_output().outputs
+        return [(output.request_id, output.new_token_ids) for output in outputs]
 
     def get_output(self) -> EngineCoreOutputs:
         from vllm.v1.engine import EngineCoreOutputs
 
         self.executor.execute_model()
+        self.calls.append("output")
         return EngineCoreOutputs(outputs=self.steps.pop(0))
-
-    def process(self, outputs: list[EngineCoreOutput]) -> Any:
-        made = [(output.request_id, output.new_token_ids) for output in outputs]
-        return SimpleNamespace(request_outputs=made)
-
-    def has_unfinished_requests(self) -> bool:
-        return bool(self.steps)
 
 
 def stepper(engine: NumberedSteps) -> Stepper:
@@ -68,13 +59,10 @@ def tokens(number: str, *token_ids: int, ends: bool = False) -> EngineCoreOutput
     return EngineCoreOutput(number, list(token_ids), finish_reason=reason)
 
 
-def test_tokens_are_handed_on_once_their_request_has_ended() -> None:
+def test_tokens_are_handed_on_when_their_request_ends() -> None:
     steps = [tokens("a", 1), tokens("b", 7)], [tokens("a", 2, 3), tokens("b", 8, ends=True)]
-    stepping = stepper(
-        NumberedSteps(*steps, [tokens("a", 4)], [tokens("a", 5, ends=True)], a=[], b=[])
-    )
-    steps_taken = [stepping.step() for _ in range(4)]
-    assert steps_taken == [[], [], [("b", [7, 8])], [("a", [1, 2, 3, 4, 5])]]
+    stepping = stepper(NumberedSteps(*steps, [tokens("a", 4, ends=True)], a=[], b=[]))
+    assert [stepping.step() for _ in range(3)] == [[], [("b", [7, 8])], [("a", [1, 2, 3, 4])]]
 
 
 def test_tokens_that_a_stop_string_may_end_are_handed_on_as_they_come() -> None:
@@ -82,14 +70,11 @@ def test_tokens_that_a_stop_string_may_end_are_handed_on_as_they_come() -> None:
     assert [stepping.step() for _ in range(2)] == [[("a", [1])], [("a", [2])]]
 
 
-def test_what_ended_before_a_step_that_fails_is_kept() -> None:
-    engine = NumberedSteps([tokens("a", 1, ends=True)], [], a=[])
-    stepping = stepper(engine)
-    assert stepping.step() == []
-    engine.steps.clear()
-    with pytest.raises(IndexError):
-        stepping.step()
-    assert stepping.rest() == [("a", [1])]
+def test_requests_are_added_after_the_device_has_begun_and_before_its_output_is_awaited() -> None:
+    engine = NumberedSteps([tokens("a", 1)])
+    engine.executor.execute_model = lambda: engine.calls.append("begun")
+    Stepper(engine, meanwhile=lambda: engine.calls.append("added")).step()
+    assert engine.calls == ["begun", "added", "output"]
 
 
 def test_of_an_aborted_request_nothing_is_kept() -> None:
@@ -100,31 +85,6 @@ def test_of_an_aborted_request_nothing_is_kept() -> None:
     engine.output_processor.request_states.clear()
     stepping.forget_aborted()
     assert not stepping._held
-
-
-def test_a_row_that_ended_before_the_engine_died_is_answered(
-    vllm_job: Callable[..., JobConfig],
-) -> None:
-    with closing(open_engine(vllm_job(engine={"in_process": True}))) as engine:
-        executor = engine._engine.engine_core.engine_core.model_executor  # type: ignore[attr-defined]
-        execute_model = executor.execute_model
-        steps = 0
-
-        def fails_at_the_third_step(*args: Any, **kwargs: Any) -> Any:
-            nonlocal steps
-            steps += 1
-            if steps == 3:
-                raise ZeroDivisionError("planted")
-            return execute_model(*args, **kwargs)
-
-        executor.execute_model = fails_at_the_third_step
-        engine.submit(request(0, max_tokens=2))
-        engine.submit(request(1, max_tokens=50))
-        (answer,) = collect(engine, 1)
-        assert answer.request.row.index == 0
-        assert answer.error is None
-        with pytest.raises(EngineDied, match="planted"):
-            engine.poll(1)
 
 
 def test_answers_are_the_same_with_stop_strings_and_log_probabilities_beside_them(

@@ -75,7 +75,7 @@ class VllmEngine:
         self._preparing = 0
         self._rendering: tuple[Request, float] | None = None
         self._closing = False
-        self._death: EngineDied | None = None
+        self._failed = False
         self._done: list[Completion] = []
         self._running: dict[str, _Running] = {}
         self._numbers = itertools.count()
@@ -109,11 +109,11 @@ class VllmEngine:
         if not self._running:
             self._admit_burst(timeout_s)
         while self._running and not self._done:
-            if self._death is not None:
-                raise self._death
             if len(self._running) < self.max_num_seqs:
                 self._admit()  # the others can wait until the device works
             self._step()
+            if not self._done:  # what is done is paid for: it is handed on before anything else
+                self._abort_stuck()
             if time.monotonic() >= deadline:
                 break
         done, self._done = self._done, []
@@ -139,7 +139,7 @@ class VllmEngine:
             return
         self._closing = True
         self._inbox.put(None)
-        if self._death is None:
+        if not self._failed:
             self._engine.abort_request(list(self._running))
         self._running.clear()
         self._thread.join(timeout=10)
@@ -231,12 +231,9 @@ class VllmEngine:
             outputs = self._stepper.step()
         except Exception as error:
             # After any error in the forward pass, the engine's state can't be trusted.
-            self._death = EngineDied(fault_of(error))
-            self._death.__cause__ = error
-            outputs = self._stepper.rest()
+            self._failed = True
+            raise EngineDied(fault_of(error)) from error
         self._done += [self._completion(output) for output in outputs if output.finished]
-        if not self._done and self._death is None:
-            self._abort_stuck()
 
     def _completion(self, output: Any) -> Completion:
         running = self._running.pop(output.request_id)

@@ -2,14 +2,13 @@
 
 Left to itself, that thread would touch each running request's detokenizer, log probabilities and
 statistics for each of its tokens between two steps. Nobody here reads an unfinished answer, so tokens
-reach vLLM's output processor when their request has ended, and while the device computes the next
-step; so do new requests reach the scheduler.
+reach vLLM's output processor when their request has ended. And a request that has to wait for a place
+is added while the device works.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from typing import Any
 
 
@@ -28,32 +27,18 @@ class Stepper:
         self._meanwhile = meanwhile
         self._preempted = 0
         self._preemption = EngineCoreEventType.PREEMPTED
-        self._processor = engine.output_processor
+        self._states = engine.output_processor.request_states
         # By vLLM's number of the request: its outputs so far, as one.
         self._held: dict[str, Any] = {}
-        self._ended: list[Any] = []  # not processed yet
-        self._processed: list[Any] = []
         client = engine.engine_core
-        self._scheduler = client.engine_core.scheduler
         self._get_output, client.get_output = client.get_output, self._get
         executor = client.engine_core.model_executor
         self._execute_model, executor.execute_model = executor.execute_model, self._execute
 
     def step(self) -> list[Any]:
-        """One step; returns the RequestOutputs of which the engine is done.
-
-        A request that ends in this step is returned by the next, or now if there is none.
-        """
-        self._processed += self._engine.step()
-        if not self._scheduler.has_unfinished_requests():
-            self._process_ended()
-        return self._take()
-
-    def rest(self) -> list[Any]:
-        """What ended before a step that failed."""
-        with suppress(Exception):  # it may be what failed
-            self._process_ended()
-        return self._take()
+        """The RequestOutputs of one step."""
+        outputs: list[Any] = self._engine.step()
+        return outputs
 
     def preempted(self) -> int:
         """Requests preempted since the last call."""
@@ -62,12 +47,11 @@ class Stepper:
 
     def forget_aborted(self) -> None:
         """Drop what is held of requests that the engine no longer knows."""
-        for number in self._held.keys() - self._processor.request_states.keys():
+        for number in self._held.keys() - self._states.keys():
             del self._held[number]
 
     def _execute(self, *args: Any, **kwargs: Any) -> Any:
         output = self._execute_model(*args, **kwargs)  # of which vLLM waits for the result later
-        self._process_ended()
         self._meanwhile()
         return output
 
@@ -79,35 +63,25 @@ class Stepper:
     def _to_process(self, outputs: Iterable[Any]) -> Iterator[Any]:
         held = self._held
         for output in outputs:
-            number = output.request_id
             if output.events:
                 self._preempted += sum(event.type == self._preemption for event in output.events)
-            first = held.get(number)
-            if first is None and not self._is_read_at_the_end(number):
-                yield output
-            elif output.finish_reason is None:
-                if first is None:
-                    held[number] = output
-                else:
-                    first.new_token_ids.extend(output.new_token_ids)
-            else:
+            first = held.get(output.request_id)
+            if output.finish_reason is not None:
                 if first is not None:
-                    del held[number]
+                    del held[output.request_id]
                     output.new_token_ids = first.new_token_ids + output.new_token_ids
                     output.prefill_stats = first.prefill_stats
-                self._ended.append(output)
+                yield output
+            elif first is not None:
+                first.new_token_ids.extend(output.new_token_ids)
+            elif _is_read_at_the_end(self._states.get(output.request_id)):
+                held[output.request_id] = output
+            else:
+                yield output
 
-    def _is_read_at_the_end(self, number: str) -> bool:
-        state = self._processor.request_states.get(number)
-        if state is None or state.detokenizer is None or getattr(state.detokenizer, "stop", None):
-            return False
-        logprobs = state.logprobs_processor
-        return logprobs.num_logprobs is None and logprobs.num_prompt_logprobs is None
 
-    def _process_ended(self) -> None:
-        ended, self._ended = self._ended, []
-        self._processed += self._processor.process_outputs(ended).request_outputs
-
-    def _take(self) -> list[Any]:
-        processed, self._processed = self._processed, []
-        return processed
+def _is_read_at_the_end(state: Any) -> bool:
+    if state is None or state.detokenizer is None or getattr(state.detokenizer, "stop", None):
+        return False
+    logprobs = state.logprobs_processor
+    return logprobs.num_logprobs is None and logprobs.num_prompt_logprobs is None
