@@ -41,6 +41,7 @@ _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _IN_QUERIES = re.compile(
     r"(?:^|_)(?:sig|signature|key|code|hmac|policy|key_pair_id|google_?access_?id)$"
 )
+_PATH = re.compile(r"(?:/|%2F)|\.[a-z]\w{1,4}$", re.IGNORECASE)  # ?key=few-shot/example-0001.png
 _RANDOM = re.compile(r"(?=.*[a-z])(?=.*[A-Z])(?=.*\d)[\w+/=%.~-]{20,}", re.ASCII)
 
 _SCHEME = r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,30})://?"  # one slash: a URL made into a path
@@ -216,7 +217,8 @@ def _without_value(found: re.Match[str], mask: Mask, mask_alike: Mask) -> str:
     in_query = head[0] in "?&"
     plain = _CAMEL.sub("_", name).replace("-", "_").lower()
     if is_secret(name) or (in_query and _IN_QUERIES.search(plain) is not None):
-        return head + mask(value)
+        may_be_path = plain.endswith(("key", "code")) and not is_secret(name)
+        return head + (mask_alike if may_be_path and _PATH.search(value) else mask)(value)
     if in_query and (FINGERPRINT.fullmatch(value) or _RANDOM.fullmatch(value)):
         return head + mask_alike(value)
     return found[0]

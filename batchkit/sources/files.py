@@ -34,6 +34,11 @@ NOT_TEXT = {  # first bytes of files that no text format can read; the longer on
     b"PK\x03\x04": "is a zip archive or an Excel workbook; unpack it, or save it as CSV",
     b"\x1f\x8b": "is gzip-compressed; give its name the suffix .gz",
     b"\x28\xb5\x2f\xfd": "is zstd-compressed; give its name the suffix .zst",
+    b"\xfd7zXZ\0": "is xz-compressed; give its name the suffix .xz",
+    **{
+        b"BZh%d1AY&SY" % level: "is bzip2-compressed; give its name the suffix .bz2"
+        for level in range(1, 10)
+    },
 }
 
 
@@ -70,7 +75,7 @@ def open_input(path: str, *, text: bool = True) -> Iterator[io.BufferedReader[An
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file") from error
     except IsADirectoryError as error:
-        raise InputError(f"{path}: is a folder; name its files, as in {path}/*.jsonl") from error
+        raise is_folder(path) from error
     except OSError as error:
         raise InputError(f"{path}: can't be read: {error.strerror or error}") from error
 
@@ -78,7 +83,13 @@ def open_input(path: str, *, text: bool = True) -> Iterator[io.BufferedReader[An
 def _local_files(path: str) -> list[str]:
     if Path(path).exists():
         return [path]
-    return sorted(match for match in glob.glob(path, recursive=True) if not Path(match).is_dir())
+    files, has_suffix = [], bool(PurePath(path).suffix)
+    for match in sorted(glob.glob(path, recursive=True)):
+        if not Path(match).is_dir():
+            files.append(match)
+        elif has_suffix:  # as Spark writes: its rows would be missing
+            raise is_folder(match)
+    return files
 
 
 def _remote_files(path: str) -> list[str]:
@@ -88,9 +99,30 @@ def _remote_files(path: str) -> list[str]:
 
     try:
         filesystem, pattern = url_to_fs(path)
-        return sorted(filesystem.unstrip_protocol(match) for match in filesystem.glob(pattern))
+        url = behind_caches(filesystem).unstrip_protocol
+        found = sorted(filesystem.glob(pattern))
+        return [path.replace(name_of(path), url(match)) for match in found]
     except Exception as error:  # each filesystem raises its vendor's own types
         raise remote_error(path, error) from error
+
+
+def behind_caches(filesystem: Any) -> Any:
+    """The filesystem whose files ``simplecache::`` and the like keep copies of."""
+    from fsspec.implementations.cached import CachingFileSystem
+
+    while isinstance(filesystem, CachingFileSystem):
+        filesystem = filesystem.fs
+    return filesystem
+
+
+def name_of(path: str) -> str:
+    """``path``; of a URL, without its query; of a chained one, the part that names the file:
+    ``zip://a.jsonl`` in ``simplecache::zip://a.jsonl::s3://b/c.zip``."""
+    # Not urlsplit: to it "memory://a.jsonl" is a host, and "#" in a key ends the path.
+    if "://" not in path:
+        return path
+    parts = path.partition("?")[0].split("::")
+    return next((part for part in parts if "://" in part), parts[0])
 
 
 def _neighbour(path: str) -> str:
@@ -125,7 +157,7 @@ def _through_fsspec(path: str, stack: ExitStack, *, text: bool) -> Any:
     from fsspec.utils import infer_compression
 
     opened: Any = fsspec.open(path, "rb") if "://" in path else open_regular(path)
-    name = opened.path if "://" in path else path  # the member's, in zip://a.jsonl.gz::s3://b/c.zip
+    name = name_of(path)
     suffix = PurePath(name).suffix.lower()
     packed = stack.enter_context(opened)
     if suffix == ".zst":
@@ -176,12 +208,16 @@ class _Foreign(io.RawIOBase):
 
 
 def _begin_text(path: str, file: io.BufferedReader[Any]) -> None:
-    start = file.peek(4)[:4]
+    start = file.peek(10)[:10]
     for magic, problem in NOT_TEXT.items():
         if start.startswith(magic):
             raise InputError(f"{path}: {problem}")
     if start.startswith(UTF8_BOM):
         file.read(len(UTF8_BOM))
+
+
+def is_folder(path: str) -> InputError:
+    return InputError(f"{path}: is a folder; name its files, as in {path}/*.jsonl")
 
 
 def is_empty(path: str) -> InputError:

@@ -15,6 +15,7 @@ from batchkit.config.tables import InputTable
 from batchkit.errors import InputError
 from batchkit.sources.files import (
     COMPRESSIONS,
+    behind_caches,
     input_files,
     is_empty,
     open_input,
@@ -107,8 +108,9 @@ def _remote(path: str) -> FileFingerprint:
 
     try:
         filesystem, name = url_to_fs(path)
+        filesystem = behind_caches(filesystem)
         # http identifies a file by its URL: the same URL with a new signature is the same file.
-        known_by = masked(name) if path.startswith(("http://", "https://")) else name
+        known_by = masked(name) if "http" in filesystem.protocol else name
         filesystem.invalidate_cache()  # of listings, which may be out of date
         size, key = filesystem.size(name), str(filesystem.ukey(known_by))
         if "http" in filesystem.protocol:  # whose ukey is the URL alone

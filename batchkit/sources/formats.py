@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from batchkit.config.tables import InputTable
 from batchkit.errors import InputError
-from batchkit.sources.files import COMPRESSIONS
+from batchkit.sources.files import COMPRESSIONS, name_of
 from batchkit.sources.reader import Reader
 
 READERS = {
@@ -67,8 +67,7 @@ def read_as(path: str, table: InputTable) -> str:
 
 def suffix_of(path: str) -> str:
     """``.jsonl`` for ``a.jsonl``, ``A.JSONL.gz`` and ``https://host/a.jsonl?token=x``."""
-    # Not urlsplit: to it "memory://a.jsonl" is a host, and "#" in a key ends the path.
-    name = PurePosixPath(path.partition("?")[0] if "://" in path else path)
+    name = PurePosixPath(name_of(path))
     if name.suffix.lower() in COMPRESSIONS:
         name = name.with_suffix("")
     return name.suffix.lower()

@@ -74,6 +74,16 @@ def test_changed_job_is_refused_with_a_diff(override: str, line: str) -> None:
             "https://charts.example/view?set=RealHiTBench-2024-Charts",
             "https://charts.example/view?set=RealHiTBench-2025-Tables",
         ),
+        (
+            "vars.page",
+            "https://shop.example/get?key=few-shot/example-0001.png",
+            "https://shop.example/get?key=few-shot/example-0002.png",
+        ),
+        (
+            "vars.page",
+            "https://shop.example/get?v=1&imageCode=example-of-2024-0001.png",
+            "https://shop.example/get?v=1&imageCode=example-of-2024-0002.png",
+        ),
         ("sampling.regex", "auth=(yes|no)", "auth=(yes|no|maybe)"),
         ("sampling.stop", '["***"]', '["###"]'),
     ],

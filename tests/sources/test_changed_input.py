@@ -390,16 +390,19 @@ class Export:
         self._http.server_close()
 
 
+@pytest.mark.parametrize("cache", ["", "simplecache::", "filecache::"])
 @pytest.mark.parametrize("has_length", [True, False])
-def test_changed_page_of_which_the_server_says_nothing_is_another_input(has_length: bool) -> None:
+def test_changed_page_of_which_the_server_says_nothing_is_another_input(
+    has_length: bool, cache: str
+) -> None:
     with closing(Export(has_length=has_length)) as page:
         page.content = encoded(rows("old", 20))
-        write_job(page.url)
+        write_job(cache + page.url)
         assert run("--set", "input.limit=5").exit_code == 0
         page.content = encoded(rows("new", 20))
         ended = run()
         assert (ended.exit_code, len(answered())) == (2, 5)
-        assert f"input {page.url}: " in ended.stderr
+        assert f"input {cache}{page.url}: " in ended.stderr
         page.content = encoded(rows("old", 20))
         assert run().exit_code == 0
     assert [*answered().values()] == [row["q"] for row in rows("old", 20)]

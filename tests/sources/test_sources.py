@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import bz2
+import functools
 import gzip
 import io
 import json
 import lzma
 import zipfile
 from collections.abc import Callable
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import fsspec
@@ -99,6 +102,16 @@ def test_index_runs_on_over_the_sorted_files_of_a_glob(tmp_path: Path) -> None:
     assert [row.index for row in read_rows(source, skip={0, 2}.__contains__)] == [1, 3]
     assert count_rows(source) == 4
     assert count_rows(table(tmp_path / "part-*", limit=3)) == 3
+
+
+def test_folder_of_files_that_a_glob_finds_is_refused(tmp_path: Path) -> None:
+    """As Spark writes: else its rows would be missing."""
+    write_rows(tmp_path, "a.jsonl", ROWS[:2])
+    (tmp_path / "b.jsonl").mkdir()
+    write_rows(tmp_path / "b.jsonl", "part-0.jsonl", ROWS[2:])
+    with pytest.raises(InputError, match=r"b\.jsonl: is a folder; name its files"):
+        input_files(table(tmp_path / "*.jsonl"))
+    assert len(input_files(table(tmp_path / "*"))) == 1
 
 
 def test_a_path_that_exists_is_no_glob(tmp_path: Path) -> None:
@@ -400,6 +413,38 @@ def test_zip_archive_is_refused_wherever_it_is(tmp_path: Path, scheme: str) -> N
     assert row.fields == {"a": 2}
 
 
+@pytest.mark.parametrize("store", ["{}", "memory://c.zip", "simplecache::memory://c.zip"])
+def test_members_of_a_zip_archive_are_found_and_read_by_their_names(
+    tmp_path: Path, store: str
+) -> None:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for n, name in enumerate(["a.jsonl", "b.jsonl.gz", "c.csv"]):
+            line = b"n\n2\n" if name == "c.csv" else b'{"n": %d}' % n
+            archive.writestr(name, gzip.compress(line) if name.endswith("gz") else line)
+    local = write(tmp_path, "c.zip", content.getvalue())
+    fsspec.filesystem("memory").pipe_file("/c.zip", content.getvalue())
+    place = store.format(local)
+    for pattern, found in (("*", [0, 1, "2"]), ("*.jsonl", [0]), ("c.csv", ["2"])):
+        url = f"zip://{pattern}::{place}"
+        assert [row.fields["n"] for row in rows_of(url)] == found
+
+
+@pytest.mark.parametrize("pack", SUFFIX)
+def test_packed_file_is_read_by_its_name_in_a_signed_url(
+    tmp_path: Path, pack: Callable[[bytes], bytes]
+) -> None:
+    pytest.importorskip("aiohttp")
+    name = f"x.jsonl.{SUFFIX[pack]}"
+    write(tmp_path, name, pack(b'{"a": 1}'))
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        (row,) = rows_of(f"http://127.0.0.1:{server.server_port}/{name}?v=1&X-Sig=a.b")
+        server.shutdown()
+    assert row.fields == {"a": 1}
+
+
 @pytest.mark.parametrize("pack", SUFFIX)
 @pytest.mark.parametrize("scheme", ["", "memory://"])
 def test_damaged_beginning_of_a_later_packed_stream_is_refused(
@@ -437,6 +482,9 @@ def test_zstd_frames_are_one_file(tmp_path: Path, url: str) -> None:
         ("x.csv", b"PK\x03\x04", {}, "an Excel workbook; unpack it, or save it as CSV"),
         ("x.jsonl", gzip.compress(b"{}", mtime=0), {}, "give its name the suffix .gz"),
         ("x.jsonl", b"\x28\xb5\x2f\xfd..", {}, "give its name the suffix .zst"),
+        ("x.jsonl", bz2.compress(b"{}"), {}, "give its name the suffix .bz2"),
+        ("x.jsonl", bz2.compress(b"{}", 1), {}, "give its name the suffix .bz2"),
+        ("x.jsonl", lzma.compress(b"{}"), {}, "give its name the suffix .xz"),
         ("x.jsonl.gz", b"{}", {}, "can't be read: BadGzipFile"),
         ("x.jsonl.gz", gzip.compress(b"{}" * 999, mtime=0)[:-9], {}, "can't be read: "),
         ("x.jsonl", b'[\n{"a": 1}]', {}, 'set input.format = "json"'),

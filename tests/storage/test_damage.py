@@ -364,6 +364,16 @@ def test_checkpoint_that_is_left_alone_stands_in_no_way(fresh: bool) -> None:
     assert fresh or "--fresh" in found.stderr
 
 
+@pytest.mark.parametrize("command", READERS, ids=" ".join)
+def test_log_that_is_gone_is_missing_for_whoever_reads(command: list[str]) -> None:
+    prepare(3)
+    run()
+    LOG.unlink()
+    found = batchkit(*command)
+    assert found.exit_code == 1
+    assert "results.jsonl: is missing; its rows must be run again" in found.stderr
+
+
 def test_log_that_is_gone_is_no_case_for_repair() -> None:
     prepare(5)
     run()

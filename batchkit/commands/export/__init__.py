@@ -65,8 +65,6 @@ def export(folder: Path, format_name: str, path: Path | None = None) -> list[Exp
     """
     read_manifest(folder)
     log = folder / RESULTS
-    if not log.exists():
-        raise StoreError(f"{folder}: nothing to export: no row has finished yet")
     check_log(folder)
     path = path or folder / _NAMES[format_name]
     try:
