@@ -104,6 +104,7 @@ def _local(path: str, known: Mapping[tuple[str, int, int, int], str]) -> FileFin
 
 
 def _remote(path: str) -> FileFingerprint:
+    from fsspec.archive import AbstractArchiveFileSystem
     from fsspec.core import url_to_fs
 
     try:
@@ -113,6 +114,8 @@ def _remote(path: str) -> FileFingerprint:
         known_by = masked(name) if "http" in filesystem.protocol else name
         filesystem.invalidate_cache()  # of listings, which may be out of date
         size, key = filesystem.size(name), str(filesystem.ukey(known_by))
+        if isinstance(filesystem, AbstractArchiveFileSystem):  # whose ukey names an open file
+            key = _content(filesystem, name)
         if "http" in filesystem.protocol:  # whose ukey is the URL alone
             info = filesystem.info(name)
             version = info.get("ETag") or info.get("Last-Modified")

@@ -8,6 +8,7 @@ import os
 import re
 import threading
 import time
+import zipfile
 from collections.abc import Callable
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -406,6 +407,24 @@ def test_changed_page_of_which_the_server_says_nothing_is_another_input(
         page.content = encoded(rows("old", 20))
         assert run().exit_code == 0
     assert [*answered().values()] == [row["q"] for row in rows("old", 20)]
+
+
+def test_member_of_a_zip_archive_is_compared_by_its_content() -> None:
+    def write(word: str, also: str) -> None:
+        with zipfile.ZipFile("c.zip", "w") as archive:
+            archive.writestr("in.jsonl", encoded(rows(word, 20)))
+            archive.writestr("other.txt", also)
+
+    write("old", "one")
+    write_job(f"zip://*.jsonl::{Path('c.zip').absolute()}")
+    assert run("--set", "input.limit=5").exit_code == 0
+    write("new", "one")
+    ended = run()
+    assert (ended.exit_code, len(answered())) == (2, 5)
+    assert "input zip://in.jsonl::" in ended.stderr
+    write("old", "two")
+    assert run().exit_code == 0
+    assert len(answered()) == 20
 
 
 def test_list_that_changes_while_it_is_run_stops_the_run() -> None:
