@@ -40,6 +40,8 @@ _NAMES_FILE = re.compile(
 
 _CONFIGS = ("config.json", "adapter_config.json", "params.json")  # of a model's or adapter's folder
 _SCALE = re.compile(r":-?[\d.]+$")  # --lora-scaled adapter.gguf:0.5
+_TEXT_IN_JSON = re.compile(r'"([^"\\]+)"')  # --lora-modules '{"name":"mine","path":"adapter"}'
+_DECIDES = (".gguf", ".sh", ".py")
 
 
 def check_command(command: str) -> None:
@@ -105,19 +107,20 @@ def what_decides_answers(command: str) -> list[str]:
 
 
 def files_named(command: str) -> Iterator[str]:
-    """The command's files and folders that decide the answers: models, adapters, chat templates.
+    """The command's files and folders that decide the answers: models, adapters, chat templates,
+    scripts.
 
-    A program is not among them: another version of a server may continue a run.
+    Any other program is not among them: another version of a server may continue a run.
     """
-    option = ""
-    for word in what_decides_answers(command)[1:]:
+    option, program = "", shlex.split(command)[0]
+    for word in [program, *what_decides_answers(command)[1:]]:
         if len(word.split()) > 1:  # a shell's own command is one word
             yield from _files_in_shell(word)
         value = word
         if word.startswith("-"):
             option, _, value = word.partition("=")
         for name in _names_in(value):
-            if _is_model(name) or (_NAMES_FILE.fullmatch(option) and exists(name)):
+            if _is_model_or_script(name) or (_NAMES_FILE.fullmatch(option) and exists(name)):
                 yield name
 
 
@@ -129,13 +132,15 @@ def _files_in_shell(command: str) -> Iterator[str]:
 
 
 def _names_in(value: str) -> Iterable[str]:
-    """What may be a path in ``value``: all of it, ``NAME=path``, ``path:SCALE``, parts at commas."""
+    """What may be a path in ``value``: all of it, ``NAME=path``, ``path:SCALE``, parts at commas, texts
+    in JSON."""
     parts = [part.rpartition("=")[2] for part in value.split(",")]
+    parts += _TEXT_IN_JSON.findall(value)
     return dict.fromkeys([value, *parts, *(_SCALE.sub("", part) for part in parts)])
 
 
-def _is_model(name: str) -> bool:
-    if name.endswith(".gguf"):
+def _is_model_or_script(name: str) -> bool:
+    if name.endswith(_DECIDES):
         return is_file(name)
     return any(is_file(f"{name}/{config}") for config in _CONFIGS)
 

@@ -209,6 +209,17 @@ def test_a_run_is_known_by_what_its_server_answers_not_by_where_and_how_fast(
         ("own/generation_config.json", "--generation-config own"),
         ("model/config.json", "bash -c 'vllm serve model'"),
         ("b.gguf", "bash -c 'exec llama-server --lora=a.gguf,b.gguf >/dev/null'"),
+        ("ad/a.safetensors", """--lora-modules '{{"name":"mine","path":"ad"}}'"""),
+        ("ad/a.safetensors", """--lora-modules '{{"name": "mine", "path": "ad"}}'"""),
+        ("ad/a.safetensors", """--default-mm-loras='{{"audio":"ad"}}'"""),
+        (
+            "ad/a.safetensors",
+            """bash -c "vllm serve m --lora-modules '{{\\"path\\":\\"ad\\"}}'\"""",
+        ),
+        ("serve.sh", "bash serve.sh"),
+        ("serve.sh", "env A=1 bash -eu serve.sh"),
+        ("serve.py", "python -u serve.py"),
+        ("serve.sh", "bash -c './serve.sh --x'"),
     ],
 )
 def test_a_run_is_known_by_what_is_in_the_files_of_its_server(
@@ -229,6 +240,19 @@ def test_a_run_is_known_by_what_is_in_the_files_of_its_server(
     assert message.startswith("engine.files: ")
     begun.pop("engine.files")  # a run of an earlier version goes on
     assert differences(begun, identity(job)) == []
+
+
+def test_a_run_is_known_by_the_script_that_starts_its_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "serve.sh"
+    for command in ("./serve.sh {port}", f"{script} --port {{port}}"):
+        script.write_text("vllm serve a")
+        begun = identity(job := make_job(table(tmp_path, command, input={}), "test"))
+        script.write_text("vllm serve b")
+        (message,) = differences(begun, identity(job))
+        assert message.startswith("engine.files: ")
 
 
 # --- a server that does not come up
