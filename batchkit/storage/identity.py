@@ -16,7 +16,7 @@ import orjson
 
 from batchkit.config.masking import FINGERPRINT, MASK, masked, secrets_in
 from batchkit.config.regular_file import exists, is_file, read_text
-from batchkit.config.server_command import files_named, what_decides_answers
+from batchkit.config.server_command import files_named, slots, what_decides_answers
 from batchkit.config.tables import JobConfig, Table
 from batchkit.config.tables.base import Mark
 from batchkit.config.terminal import shortened
@@ -62,7 +62,7 @@ _LOAD_FORMATS = ("dummy", "bitsandbytes")
 # What was found behind names, by name. It is compared if both sides have found something: a newly
 # named file shows in the key that names it, and an older version looked at fewer of them.
 LEARNED = ("engine.commits", "engine.served")  # once an engine is loaded, or has answered
-_FOUND = (*LEARNED, "engine.files", "engine.blocks", "prompt.files")
+_FOUND = (*LEARNED, "engine.files", "engine.blocks", "engine.slots", "prompt.files")
 # Here the order of keys is part of a prompt, or of what a schema enforces.
 _ORDERED = ("vars.", "sampling.", "engine.options.", "prompt.chat_template_kwargs")
 _MODEL = ("kind", "model", "lora", "options.revision", "server.command")  # of [engine]: its names
@@ -92,6 +92,7 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
     # These are absent if not set: manifests of older versions lack them.
     if (command := found.pop("engine.server.command", None)) is not None:
         found["engine.server.command"] = what_decides_answers(command)
+        found["engine.slots"] = {"-np": slots(command)}
     if files := [*_files(job)]:
         found["engine.files"] = {name: model_fingerprint(name) for name in files}
     models = {job.engine.model, job.engine.lora or "", *files}
