@@ -62,7 +62,7 @@ _LOAD_FORMATS = ("dummy", "bitsandbytes")
 # What was found behind names, by name. It is compared if both sides have found something: a newly
 # named file shows in the key that names it, and an older version looked at fewer of them.
 LEARNED = ("engine.commits", "engine.served")  # once an engine is loaded, or has answered
-_FOUND = (*LEARNED, "engine.files", "engine.blocks", "engine.slots", "prompt.files")
+_FOUND = (*LEARNED, "engine.files", "engine.blocks", "server.slots", "prompt.files")
 # Here the order of keys is part of a prompt, or of what a schema enforces.
 _ORDERED = ("vars.", "sampling.", "engine.options.", "prompt.chat_template_kwargs")
 _MODEL = ("kind", "model", "lora", "options.revision", "server.command")  # of [engine]: its names
@@ -92,7 +92,7 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
     # These are absent if not set: manifests of older versions lack them.
     if (command := found.pop("engine.server.command", None)) is not None:
         found["engine.server.command"] = what_decides_answers(command)
-        found["engine.slots"] = {"-np": slots(command)}
+        found["server.slots"] = {"-np": slots(command)}
     if files := [*_files(job)]:
         found["engine.files"] = {name: model_fingerprint(name) for name in files}
     models = {job.engine.model, job.engine.lora or "", *files}
@@ -144,8 +144,13 @@ def hub_commits(job: JobConfig) -> dict[str, str]:
         return {}
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    cache = engine.options.get("download_dir") or HF_HUB_CACHE
-    revisions = {engine.lora: "main", engine.model: engine.options.get("revision") or "main"}
+    options = engine.options
+    cache = options.get("download_dir") or HF_HUB_CACHE
+    revisions = {
+        options.get("tokenizer"): options.get("tokenizer_revision") or "main",
+        engine.lora: "main",
+        engine.model: options.get("revision") or "main",
+    }
     found = {}
     for name, revision in revisions.items():
         if name and not Path(name).exists():

@@ -194,8 +194,8 @@ def test_a_run_is_known_by_what_its_server_answers_not_by_where_and_how_fast(
     ):  # a slot's context is its part of -c: with more, answers are cut sooner
         found = of(f"llama-server -m a.gguf -c 8192 {other}--port {{port}}")
         (message,) = differences(begun, found)
-        assert message.startswith('engine.slots: {"-np":"8"}')
-        assert differences({k: v for k, v in begun.items() if k != "engine.slots"}, found) == []
+        assert message.startswith('server.slots: {"-np":"8"}')
+        assert differences({k: v for k, v in begun.items() if k != "server.slots"}, found) == []
     assert what_decides_answers("vllm serve m --enforce-eager --dtype half") == [
         "vllm", "serve", "m", "--dtype", "half",
     ]  # fmt: skip
