@@ -12,12 +12,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -28,7 +29,7 @@ from batchkit.engines.process.engine import ProcessEngine
 from batchkit.engines.process.launcher import LOG, Launcher
 from batchkit.engines.registry import open_engine
 from batchkit.errors import JobError
-from tests.support.engine_requests import collect, request
+from tests.support.engine_requests import collect, request, with_image
 from tests.support.forks import Fork
 from tests.support.paths import ROOT
 from tests.support.small_vllm import SMALL
@@ -46,7 +47,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.faults import EngineDied
 from batchkit.engines.process.engine import ProcessEngine
 from batchkit.engines.process.launcher import Launcher
-from tests.support.engine_requests import collect, request
+from tests.support.engine_requests import collect, request, with_image
 
 job = JobConfig.model_validate_json(sys.argv[1])
 
@@ -60,8 +61,11 @@ def shared_memory(pid):
 
 def cycle(job, launcher, killed):
     engine = ProcessEngine(job, launcher)
-    engine.submit(request(0))
+    asked = with_image((64, 64)) if job is dry_run else request(0)
+    engine.submit(asked)
     found["answers"] += [c.choices[0].text for c in collect(engine, 1)]
+    if killed:
+        engine.submit(asked)
     shared = shared_memory(engine.pid)
     if killed:
         os.kill(engine.pid, signal.SIGKILL)
@@ -195,19 +199,37 @@ def test_a_hung_engine_is_ended_while_a_large_request_is_on_its_way(
         within(15, dry_run, submit_and_poll)
 
 
-class Unreadable:
-    """Stands for a request that the child can't take in, for want of memory, say."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return int, ("not a number",)
-
-
 def test_a_request_that_the_engine_cannot_read_is_not_lost_in_silence(
     dry_run: ProcessEngine,
 ) -> None:
-    dry_run.submit(request(0, stop=Unreadable()))
-    with pytest.raises(EngineDied, match="not a number"):
+    # Stands for one that the child can't take in, for want of memory, say.
+    dry_run.submit(request(0, stop=msgspec.Raw(b"\xc1")))
+    with pytest.raises(EngineDied, match="MessagePack data is malformed"):
         within(10, dry_run, lambda: poll_until_it_fails(dry_run))
+
+
+def test_images_that_a_killed_engine_did_not_read_are_gone_with_it(
+    dry_run: ProcessEngine,
+) -> None:
+    before = {*Path("/proc/self/fd").iterdir()}
+    os.kill(dry_run.pid, signal.SIGSTOP)
+    for _ in range(20):
+        dry_run.submit(with_image((512, 512)))
+    os.kill(dry_run.pid, signal.SIGKILL)
+    with pytest.raises(EngineDied, match="SIGKILL"):
+        within(10, dry_run, lambda: poll_until_it_fails(dry_run))
+    assert not {*Path("/proc/self/fd").iterdir()} - before
+    assert not held_pixels()
+
+
+def held_pixels() -> list[str]:
+    """Descriptors of memfds of ours, in this process and those that it started."""
+    family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    links = []
+    for process in family:
+        with suppress(OSError):  # it has ended
+            links += [str(link.readlink()) for link in Path(f"/proc/{process.pid}/fd").iterdir()]
+    return [link for link in links if "batchkit-pixels" in link]
 
 
 def test_the_engine_dies_with_its_parent(text_model: Path, tmp_path: Path) -> None:
@@ -312,18 +334,31 @@ def test_an_engine_whose_log_was_removed_dies_of_its_own_cause(dry_run: ProcessE
         within(10, dry_run, lambda: poll_until_it_fails(dry_run))
 
 
-class Unsendable:
-    def __reduce__(self) -> tuple[Any, ...]:
+class Locked(Mapping[str, Any]):
+    def __getitem__(self, key: str) -> Any:
         raise TypeError("planted: it holds a lock")
 
+    def __iter__(self) -> Iterator[str]:
+        return iter("a")
 
-def test_a_request_that_can_not_be_sent_fails_alone(dry_run: ProcessEngine) -> None:
-    dry_run.submit(request(0, stop=Unsendable()))
+    def __len__(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(Locked(), "it holds a lock"), (object(), "type object")],
+    ids=["its own code", "its type"],
+)
+def test_a_request_that_can_not_be_sent_fails_alone(
+    dry_run: ProcessEngine, value: Any, words: str
+) -> None:
+    dry_run.submit(request(0, stop=value))
     dry_run.submit(request(1))
     failed, answered = sorted(collect(dry_run, 2), key=lambda c: c.request.row.index)
     assert failed.error is not None
     assert failed.error.kind == "invalid_request"
-    assert "it holds a lock" in str(failed.error)
+    assert words in str(failed.error)
     assert answered.error is None
 
 

@@ -4,8 +4,8 @@ The launcher imports what an engine of KIND needs, and forks for each socket rec
 fork opens the job's engine, answers what arrives on its socket, and reports why it dies. Both end
 with the run, and ignore SIGINT and SIGTERM: the run handles them.
 
-Everything sent over these sockets is pickled (``engine.py`` says why that is safe): both ends
-belong to this package, and only the run and its own children ever hold one.
+Nobody else can write to these sockets: they have no name, and only the run and its own children ever
+hold one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,22 @@ import time
 import traceback
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
 from tempfile import TemporaryDirectory
 
-from batchkit.config.tables import JobConfig
 from batchkit.engines.base import BURST_GAP_S, Engine
 from batchkit.engines.faults import EngineDied, StartFailed
+from batchkit.engines.process.channel import Channel
 from batchkit.engines.process.launcher import SCRATCH, send_number
-from batchkit.engines.process.messages import Died, Done, NotStarted, Ready, Refused, Turn
+from batchkit.engines.process.messages import (
+    Close,
+    Died,
+    Done,
+    NotStarted,
+    OfRun,
+    Ready,
+    Refused,
+    Turn,
+)
 from batchkit.engines.registry import load_engine, preload_engine
 from batchkit.errors import JobError
 from batchkit.rendering.child_process import die_with_parent
@@ -84,29 +92,28 @@ def _wait_for_all(pid: int) -> int:
 def _serve_as_fork(fd: int) -> int:
     die_with_parent()
     try:
-        _serve_one(Connection(fd))
+        _serve_one(Channel(socket.socket(fileno=fd), OfRun))
     except BaseException:
         traceback.print_exc()
         return 1
     return 0
 
 
-def _serve_one(connection: Connection) -> None:
+def _serve_one(channel: Channel) -> None:
     """Receive the job, open its engine, and serve it until it is closed or dies."""
-    job: JobConfig = connection.recv()
     try:
-        engine = load_engine(job)
+        engine = load_engine(channel.recv().job)
     except JobError as error:
-        connection.send(Refused(str(error)))
+        channel.send(Refused(str(error)))
         return
     except StartFailed as error:
-        connection.send(NotStarted(str(error), error.fault, error.limits))
+        channel.send(NotStarted(str(error), error.fault, error.limits))
         return
-    connection.send(Ready(engine.limits, engine.versions, engine.load()))
+    channel.send(Ready(engine.limits, engine.versions, engine.load()))
     inbox: Inbox = queue.SimpleQueue()
     outbox: Outbox = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
-    sender = threading.Thread(target=_send, args=(connection, outbox), daemon=True)
+    threading.Thread(target=_receive, args=(channel, inbox), daemon=True).start()
+    sender = threading.Thread(target=_send, args=(channel, outbox), daemon=True)
     sender.start()
     if not _serve(inbox, engine, outbox):
         sender.join()
@@ -135,12 +142,7 @@ def _serve(inbox: Inbox, engine: Engine, outbox: Outbox) -> bool:
             outbox.put(Died(death.fault, number))
             outbox.put(None)
             return False
-        done = [
-            Done(
-                in_flight.pop(id(c.request))[0], c.choices, c.usage, c.latency_s, c.error, c.prompt
-            )
-            for c in completions
-        ]
+        done = [Done.of(in_flight.pop(id(c.request))[0], c) for c in completions]
         now = time.monotonic()
         if done or now - last_sent >= HEARTBEAT_S:
             last_sent = now
@@ -163,21 +165,23 @@ def _burst(inbox: Inbox) -> Iterator[tuple[int, Request] | None]:
             yield inbox.get(timeout=BURST_GAP_S)
 
 
-def _send(connection: Connection, outbox: Outbox) -> None:
-    """Runs on its own thread: what is sent is pickled while the device works."""
+def _send(channel: Channel, outbox: Outbox) -> None:
+    """Runs on its own thread: what is sent is encoded while the device works."""
     try:
         while (message := outbox.get()) is not None:
-            connection.send(message)
+            channel.send(message)
     except Exception:  # the parent has ended, or an answer can't be sent
         traceback.print_exc()
         os._exit(1)
 
 
-def _receive(connection: Connection, inbox: Inbox) -> None:
+def _receive(channel: Channel, inbox: Inbox) -> None:
     """Runs on its own thread, so that the parent never waits for a step to end."""
     try:
         while True:
-            inbox.put(connection.recv())
+            message = channel.recv()
+            is_end = isinstance(message, Close)
+            inbox.put(None if is_end else (message.number, message.request))
     except (EOFError, OSError):
         pass  # the parent has ended
     except Exception:  # a request that can't be read, for example for lack of memory

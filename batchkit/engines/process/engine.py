@@ -3,10 +3,9 @@
 The parent holds no GPU memory and never waits for a step: it sends requests over a socket and reads
 what finished. The child reports why it dies; if it can't (a signal), its exit code does.
 
-Both sides pickle what they send: jobs, requests with their images, answers, errors. The socket is one
-end of a ``socketpair``, made by the run and handed to its own child: it has no name and no address, so
-no other process can connect to it or write to it, and what is unpickled was pickled by batchkit's
-own code under the same user. Nothing is ever unpickled from a file, a server, or the run folder.
+The socket is one end of a ``socketpair``, made by the run and handed to its own child: it has no name
+and no address, so no other process can connect to it or write to it. ``channel.py`` checks what comes
+from the child against the types of ``messages.py``; the run unpickles nothing.
 """
 
 from __future__ import annotations
@@ -20,19 +19,28 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import EngineLoad
 from batchkit.engines.faults import EngineDied, Fault, StartFailed, fault_of_exit, with_log
 from batchkit.engines.memory import LOOK_S, MemoryWatch
+from batchkit.engines.process.channel import Channel, Unsendable
 from batchkit.engines.process.engine_log import EngineLog
 from batchkit.engines.process.launcher import LOG, Launched, Launcher, LaunchError
-from batchkit.engines.process.messages import Died, NotStarted, Ready, Refused, Turn
+from batchkit.engines.process.messages import (
+    Close,
+    Died,
+    NotStarted,
+    OfEngine,
+    Open,
+    Ready,
+    Refused,
+    Submit,
+    Turn,
+)
 from batchkit.errors import JobError, RequestError
-from batchkit.types import Completion, Request, Row
+from batchkit.types import Completion, Request
 
 CLOSE_S = 20.0
 _WAIT_S = 0.2
@@ -70,7 +78,7 @@ class ProcessEngine:
         # A child that hangs with the GIL held receives nothing: sending needs a timeout, too.
         limit = struct.pack("ll", max(1, round(job.run.stall_timeout_s)), 0)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        self._connection: Any = Connection(ours.detach())
+        self._channel = Channel(ours, OfEngine)
         self._process = self._launch(job, theirs)
         try:
             self._ready = self._start(job)
@@ -100,17 +108,12 @@ class ProcessEngine:
     def submit(self, request: Request) -> None:
         self._submitted += 1
         self._in_flight[self._submitted] = request
-        # The engine does not need the row's fields; they stay here.
-        bare = replace(request, row=Row(request.row.index, request.row.id, {}))
         try:
-            message = ForkingPickler.dumps((self._submitted, bare))
-        except Exception as error:  # pickling runs the objects' own code
+            self._channel.send(Submit.of(self._submitted, request))
+        except Unsendable as error:
             del self._in_flight[self._submitted]
             refusal = RequestError(f"can't be sent to the engine: {error}")
             self._refused.append(Completion(request, error=refusal))
-            return
-        try:
-            self._connection.send_bytes(message)
         except BlockingIOError:
             self._stall()  # half a message was sent: nothing can follow it
         except OSError:
@@ -124,8 +127,8 @@ class ProcessEngine:
         try:
             self._memory.look()
             self._printed.trim()
-            while self._connection.poll(0 if done else max(0.0, deadline - time.monotonic())):
-                message = self._connection.recv()
+            while self._channel.poll(0 if done else max(0.0, deadline - time.monotonic())):
+                message = self._channel.recv()
                 self._last_sign = time.monotonic()
                 if isinstance(message, Died):
                     self._death = self._reported_death(message)
@@ -151,7 +154,7 @@ class ProcessEngine:
             with theirs:
                 return self._launcher.launch(job.engine.kind, theirs)
         except LaunchError as error:
-            self._connection.close()
+            self._channel.close()
             # Whatever the cause: it has only imported packages, so no smaller setting would help.
             fault = self._fault_of_exit(error.returncode)
             fault = replace(fault, kind="engine_crash", is_unexplained_kill=False)
@@ -161,10 +164,10 @@ class ProcessEngine:
     def _start(self, job: JobConfig) -> Ready:
         message: Ready | Refused | NotStarted
         try:
-            self._connection.send(job)
-            while not self._connection.poll(LOOK_S):
+            self._channel.send(Open.of(job))
+            while not self._channel.poll(LOOK_S):
                 self._memory.look()
-            message = self._connection.recv()
+            message = self._channel.recv()
         except (EOFError, OSError):
             fault = self._exit_fault()
             died = f"{job.engine.model}: the engine's process died while it loaded ({fault})"
@@ -179,17 +182,7 @@ class ProcessEngine:
     def _completions(self, turn: Turn) -> list[Completion]:
         preempted = self._load.preempted + turn.load.preempted
         self._load = turn.load._replace(preempted=preempted)
-        return [
-            Completion(
-                self._in_flight.pop(done.number),
-                done.choices,
-                done.usage,
-                done.latency_s,
-                done.error,
-                done.prompt,
-            )
-            for done in turn.done
-        ]
+        return [done.completion(self._in_flight.pop(done.number)) for done in turn.done]
 
     def _check_sign_of_life(self) -> None:
         silent_s = time.monotonic() - self._last_sign
@@ -238,11 +231,11 @@ class ProcessEngine:
         try:
             if not kill:
                 with contextlib.suppress(OSError):
-                    self._connection.send(None)
+                    self._channel.send(Close())
                     self._process.wait(CLOSE_S)
             self._process.kill()
         finally:
-            self._connection.close()
+            self._channel.close()
             if self._ends_launcher:
                 self._launcher.close()
 
