@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +12,14 @@ from typing import Any
 import pytest
 
 from batchkit.engines.base import Engine
+from batchkit.engines.openai.remote import LIST_EVERY_S, Remote
 from batchkit.errors import EngineError
 from batchkit.execution.records import failed_unless_whole
 from batchkit.types import Choice, Completion, Request, Row
-from tests.support.chat_server import MODEL, HangUp, Raw, Refused, error, http, serving
+from tests.support.chat_server import MODEL, ChatServer, HangUp, Raw, Refused, error, http, serving
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import RUN
-from tests.support.server_engine import ask, opened, request, texts
+from tests.support.server_engine import ask, job, opened, request, texts
 from tests.support.server_runs import answering, assert_settled, records, said, write_job
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder", "short_pauses")
@@ -201,6 +204,71 @@ def test_a_server_that_answers_under_any_name_is_known_by_its_list_when_it_comes
                 assert again.answered.total() == 0
             else:
                 assert {c.error for c in answered(engine, 4)} == {None}
+
+
+A, B = {"root": "/models/a"}, {"root": "/models/b"}
+
+
+def test_a_server_that_was_replaced_while_nothing_was_in_flight_gets_no_row() -> None:
+    with serving(model=A) as server, opened(server) as engine:
+        assert len(ask(engine, map(request, range(4)))) == 4
+        server.kill()
+        with serving(model=B, port=server.port) as other:
+            time.sleep(1.1)
+            for n in range(4, 8):
+                engine.submit(request(n))
+            with pytest.raises(EngineError, match="root was '/models/a', is '/models/b'"):
+                answered(engine, 4)
+            assert other.answered.total() == 0
+
+
+def test_a_server_whose_model_changes_and_that_never_fails_stops_each_start() -> None:
+    def before(text: str, body: dict[str, Any]) -> None:
+        if server.answered.total() == 6:
+            server.model = B
+
+    with serving(before, model=A) as server:
+        write_job(server, 12, engine={"options": {"max_num_seqs": 2}})
+        for shown in ("root was '/models/a', is '/models/b'", "engine.served: "):
+            done = batchkit("run", "job.toml")
+            assert (done.exit_code, shown in done.stderr) == (1, True), done.stderr
+            assert len(records()) < 12
+        server.model = A
+        assert batchkit("run", "job.toml").exit_code == 0
+        assert len(records()) == 12
+
+
+def test_a_server_that_goes_away_after_its_last_answer_has_answered_it() -> None:
+    def before(text: str, body: dict[str, Any]) -> None:
+        if server.answered.total() == 3:
+            server.ready_at = math.inf
+
+    with serving(before, model=A) as server:
+        write_job(server, 4, engine={"options": {"max_num_seqs": 1}})
+        assert batchkit("run", "job.toml").exit_code == 0
+    assert [r["status"] for r in records()] == ["ok"] * 4
+
+
+def test_a_server_that_is_never_idle_is_asked_for_its_model_from_time_to_time() -> None:
+    times = [0.0]
+
+    async def run(server: ChatServer) -> None:
+        remote = Remote(
+            job(server), server.url, extra_body={}, drop=(), event=print, clock=lambda: times[-1]
+        )
+        await remote.reach()
+        server.model = B
+        for later in (1.0, LIST_EVERY_S - 1):
+            times.append(later)
+            assert (await remote.ask(request(0))).error is None
+        times.append(LIST_EVERY_S)
+        with pytest.raises(EngineError, match="those of the last 30 s may be of either"):
+            await remote.ask(request(0))
+        await remote.close()
+
+    with serving(model=A) as server:
+        asyncio.run(run(server))
+        assert server.answered.total() == 2
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,9 @@ A 500, a 424, a broken connection or an invalid answer may be the row's fault or
 row is retried a few times, and fails with ``server`` if others, or a request of one word, are
 answered meanwhile.
 
+Another model than before ends the run. Nothing need fail when a server is replaced, so its list of
+models is read again from time to time, after a gap, and before the last answer is returned.
+
 A server of our own that ends, or is given up, is an engine that died: EngineDied. The supervisor
 then starts another, and finds the row that kills it.
 """
@@ -50,6 +53,7 @@ from batchkit.types import Completion, Request, Row
 
 SAMPLING = api.SAMPLING
 _CLOSE_S = 10.0
+_GAP_S = 1.0  # of nothing in flight, in which a server may be replaced unseen
 
 
 class OpenAIServerEngine:
@@ -83,6 +87,7 @@ class OpenAIServerEngine:
         self._answers = 0
         self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
         self._ended: EngineError | None = None
+        self._unsettled = 0  # requests in flight, as the event loop knows them
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
         self._loop = asyncio.SelectorEventLoop()  # Ray sets uvloop, which lacks RFC 8305
@@ -170,6 +175,9 @@ class OpenAIServerEngine:
 
     def _begin(self, request: Request) -> None:
         if self._ended is None:
+            if not self._unsettled:
+                self._remote.doubt(_GAP_S)
+            self._unsettled += 1
             task = self._loop.create_task(self._settle(request))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -186,6 +194,16 @@ class OpenAIServerEngine:
         except Exception as error:  # without this, the request would never come back
             failed = ServerError(f"{type(error).__name__}: {error}")
             completion = Completion(request, error=failed)
+        self._unsettled -= 1
+        if not self._unsettled:  # this may be the run's last answer
+            self._remote.doubt()
+            try:
+                await self._remote.serves_the_same_model()
+            except (TurnedAway, ServerFault):
+                pass  # it is away now; the answer is paid for
+            except EngineError as error:
+                self._end(error)
+                return
         self._done.put(completion)
 
     def _end(self, error: EngineError) -> None:

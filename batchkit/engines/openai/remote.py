@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ from batchkit.storage.schema import is_count
 from batchkit.types import Completion, Request
 
 START_S = 3.0
+LIST_EVERY_S = 30.0
+"""How often the list of models is read again while requests are sent."""
 _START_PAUSE_S = 0.5
 _AWAY = (408, 425, 502, 504, 529)
 _BUSY = (429, 503)
@@ -66,6 +69,7 @@ class Remote:
         drop: Sequence[str],
         event: Callable[[str], None],
         max_model_len: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         engine = job.engine
         self.base_url = base_url.rstrip("/")
@@ -81,7 +85,9 @@ class Remote:
         self._answered_as: str | None = None
         self._known: dict[str, Any] = {}
         """What its lists of models have said about the model so far."""
-        self._was_away = False
+        self._may_differ = False
+        self._clock = clock
+        self._listed_at = clock()
         self._ignores_n = False
         self._key = _key(engine.api_key_env)
         headers = {"Content-Type": "application/json", "User-Agent": "batchkit"}
@@ -152,15 +158,16 @@ class Remote:
         body = {**body, **self._extra_body}
         content = await _encoded(body)
         url = self.base_url + api.path_of(request)
-        is_known = not self._was_away or await self._serves_the_same_model()
+        self.doubt(LIST_EVERY_S)
+        is_known = await self.serves_the_same_model()
         loop = asyncio.get_running_loop()
         began = loop.time()
         response = await self._exchange("POST", url, content, self._timeout_s)
         status = response.status
         if 200 <= status < 300:
             if not is_known:  # it has loaded its model now, so its list says all that it ever says
-                await self._serves_the_same_model()
-                self._was_away = False
+                await self.serves_the_same_model()
+                self._may_differ = False
             n = asked if is_count(asked := body.get("n") or 1) else 0
             try:
                 answer = parsed(response.content)
@@ -214,35 +221,45 @@ class Remote:
             self._ignores_n = True
             self._event(f"{self.base_url}: answers with 1 choice instead of {n}")
 
-    async def _serves_the_same_model(self) -> bool:
-        """After the server was away: many servers answer under any name that a request has; only
-        their list shows which model it is. A server that no longer lists its models is not checked.
+    def doubt(self, after_s: float = 0.0) -> None:
+        """The server may have another model now, if its list was read ``after_s`` ago or earlier."""
+        if self._clock() - self._listed_at >= after_s:
+            self._may_differ = True
+
+    async def serves_the_same_model(self) -> bool:
+        """Read the list of models again if the server was away, or is in doubt: many servers answer
+        under any name that a request has, and only their list shows which model it is. A server that
+        no longer lists its models is not checked.
 
         False if the list says less than it did: llama.cpp's names a model that it still loads, and
         gives its size later.
 
         Raises:
-            EngineError: it came back with another model.
+            EngineError: it serves another model now.
             TurnedAway, ServerFault: it is not back yet.
         """
+        if not self._may_differ:
+            return True
         try:
             models = await self._list_models()
         except (EngineError, RowError):
-            self._was_away = False
+            self._may_differ, self._listed_at = False, self._clock()
             return True
         found = api.known_of(models, self._model)
         if difference := api.difference(self._known, found):
+            since_s = self._clock() - self._listed_at
             raise EngineError(
-                f"{self.base_url}: the server was away, and came back with another model: {difference}. A"
-                " run's answers are all of one model. Serve the first one again, then run the same"
-                " command again"
+                f"{self.base_url}: the server came back with another model, or changed it:"
+                f" {difference}. A run's answers are all of one model, and those of the last"
+                f" {since_s:.0f} s may be of either. Serve the first one again, then run the"
+                " same command again, or begin a new run (--fresh)"
             )
-        self._was_away = not self._known.keys() <= found.keys()
+        self._may_differ = not self._known.keys() <= found.keys()
         self._learn(models)
-        return not self._was_away
+        return not self._may_differ
 
     def _learn(self, models: list[Mapping[str, Any]]) -> None:
-        self.models = models
+        self.models, self._listed_at = models, self._clock()
         self._known = {**self._known, **api.known_of(models, self._model)}
 
     async def _counted(self, refusal: api.Refusal, request: Request) -> api.Refusal:
@@ -299,7 +316,7 @@ class Remote:
                 method, url, content, timeout_s=timeout_s, max_bytes=self._most_bytes
             )
         except (TurnedAway, ServerFault, RowTimeoutError):
-            self._was_away = True
+            self.doubt()
             raise
         status, received = response.status, response.content
         if status < 300 and not response.is_whole:
@@ -321,7 +338,7 @@ class Remote:
         if status < 300:
             return
         if status >= 500 or status in _AWAY:  # any may be a proxy's, whose server is away
-            self._was_away = True
+            self.doubt()
         refusal = api.refusal_of(status, received)
         if status < 400:
             raise Barred(
