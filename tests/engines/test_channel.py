@@ -7,6 +7,7 @@ import resource
 import socket
 import string
 import struct
+import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -227,6 +228,11 @@ def test_an_image_that_a_request_has_twice_is_sent_once(pair: Pair) -> None:
     first, second, third = pair.content([one, other, one])
     assert first is third
     assert seen([first, second]) == seen([one, other])
+
+
+def test_an_image_is_held_by_its_request_alone(pair: Pair) -> None:
+    held = weakref.ref(pair.content([Image.new("RGB", (8, 8))])[0])
+    assert held() is None
 
 
 def test_a_message_larger_than_the_socket_arrives_whole(pair: Pair) -> None:

@@ -208,6 +208,18 @@ def test_a_request_that_the_engine_cannot_read_is_not_lost_in_silence(
         within(10, dry_run, lambda: poll_until_it_fails(dry_run))
 
 
+@pytest.mark.parametrize("room", [0, 1], ids=["to receive it", "to map it"])
+def test_an_engine_without_a_descriptor_left_for_an_image_says_so(
+    dry_run: ProcessEngine, room: int
+) -> None:
+    used = {int(link.name) for link in Path(f"/proc/{dry_run.pid}/fd").iterdir()}
+    lowest = next(n for n in range(len(used) + 1) if n not in used)
+    psutil.Process(dry_run.pid).rlimit(psutil.RLIMIT_NOFILE, (lowest + room, lowest + room))
+    dry_run.submit(with_image((64, 64)))
+    with pytest.raises(EngineDied, match=r"(?i)too many open files"):
+        within(10, dry_run, lambda: poll_until_it_fails(dry_run))
+
+
 def test_images_that_a_killed_engine_did_not_read_are_gone_with_it(
     dry_run: ProcessEngine,
 ) -> None:

@@ -7,13 +7,14 @@ nothing behind, and /dev/shm may be small. What arrives is checked against the t
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import select
 import socket
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from io import FileIO
 from typing import Any
 
@@ -55,7 +56,7 @@ class Channel:
         self._encoder = msgpack.Encoder(enc_hook=self._encoded)
         self._decoder = msgpack.Decoder(reads, dec_hook=_row_error, ext_hook=self._image)
         self._written = _WrittenPixels()
-        self._read = _ReadPixels(b"")
+        self._read = _ReadPixels([])
 
     def send(self, message: Struct) -> None:
         """
@@ -84,8 +85,8 @@ class Channel:
         """The next message.
 
         Raises:
-            EOFError: the other end is closed.
-            OSError: it was closed before all was read here.
+            EOFError, ConnectionError: the other end is closed.
+            OSError: memory or descriptors are short.
             msgspec.DecodeError: it is not a message of the expected types.
         """
         header, fds, flags, _ = socket.recv_fds(
@@ -93,11 +94,12 @@ class Channel:
         )
         if not header:
             raise EOFError
-        with _mapped(fds) as pixels:
+        with closing(_ReadPixels(fds)) as self._read:
             if flags & socket.MSG_CTRUNC:
-                raise RuntimeError("an image's descriptor did not arrive: too many open files")
+                raise OSError(
+                    errno.EMFILE, "no room for an image's descriptor: too many open files"
+                )
             header += self._recv_bytes(_SIZE.size - len(header))
-            self._read = _ReadPixels(pixels)
             return self._decoder.decode(self._recv_bytes(*_SIZE.unpack(header)))
 
     def close(self) -> None:
@@ -176,32 +178,27 @@ class _WrittenPixels:
 
 
 class _ReadPixels:
-    """``pixels`` of the images of a message."""
+    """The pixels of a message's images, in the memfd that came with it if it has any."""
 
-    def __init__(self, pixels: Any) -> None:
-        self._pixels = pixels
-        self._images: dict[int, Image.Image] = {}
+    def __init__(self, fds: Sequence[int]) -> None:
+        self._fds = fds
+        self._images: dict[int, Image.Image] = {}  # by their offset
 
     def image(self, place: _Place) -> Image.Image:
         """A copy, since a mapping would hold its memfd's descriptor as long as the image lives."""
         if place.offset not in self._images:
-            with memoryview(self._pixels)[place.offset : place.offset + place.size] as pixels:
-                size = place.width, place.height
-                self._images[place.offset] = Image.frombytes(place.mode, size, pixels)
+            end, size = place.offset + place.size, (place.width, place.height)
+            with (
+                mmap.mmap(self._fds[0], 0, prot=mmap.PROT_READ) as pixels,
+                memoryview(pixels)[place.offset : end] as own,
+            ):
+                self._images[place.offset] = Image.frombytes(place.mode, size, own)
         return self._images[place.offset]
 
-
-@contextmanager
-def _mapped(fds: Sequence[int]) -> Iterator[mmap.mmap | bytes]:
-    """The content of the memfd that came with a message, which is closed in the end."""
-    if not fds:
-        yield b""
-        return
-    with (
-        open(fds[0], "rb") as file,
-        mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pixels,
-    ):
-        yield pixels
+    def close(self) -> None:
+        self._images.clear()
+        for fd in self._fds:
+            os.close(fd)
 
 
 def _row_error(_: type, encoded: Any) -> RowError:

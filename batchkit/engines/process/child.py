@@ -182,7 +182,7 @@ def _receive(channel: Channel, inbox: Inbox) -> None:
             message = channel.recv()
             is_end = isinstance(message, Close)
             inbox.put(None if is_end else (message.number, message.request))
-    except (EOFError, OSError):
+    except (EOFError, ConnectionError):
         pass  # the parent has ended
     except Exception:  # a request that can't be read, for example for lack of memory
         traceback.print_exc()
