@@ -6,23 +6,27 @@ On a machine with a GPU and no network: unpack vLLM for CUDA (0.26 to 0.33) and 
 dependencies, set the environment variables that they need, then run ``python benchmarks/gpu.py`` in
 a checkout. Nothing is downloaded: the models have the shapes of Qwen2-0.5B, Qwen2.5-7B and
 Qwen3-VL-2B, and random weights that vLLM generates at load (shapes.py). With torch.compile and CUDA
-graphs a load takes about a minute, the first longer: there are five for each model in text, four in
+graphs a load takes about a minute, the first longer: there are four for each model in text, four in
 images, four in ledger. To save time use ``--only`` and ``--models``, or switch compilation off with
 ``--eager``, which makes all sides slower. find-bs and ladder are always eager, with about ten loads
 each. ``--tiny`` runs the same on a CPU with the demo model's shape and few rows, for a test.
 
-- **text**: rows as in text.py, but with known lengths, vLLM's own defaults. In ``generate(all)`` vLLM runs in the script's
-  process, as it does in batchkit's engine process; ``own`` is vLLM's default, a process of its own.
-  batchkit begins with the longest; ``in order`` is without that. Batches of 64 get only the first rows: they take much longer. Ratios are of rows/s.
+- **text**: rows as in text.py. The scripts run vLLM as its users do: by default its engine core has a
+  process of its own; ``in process`` is without that, only for information. Batches of 64 get only the
+  first rows: they take much longer. Ratios are of rows/s.
 - **images**: as in images.py; then find-bs with one batch size, to find the bottleneck.
 - **ledger**: as in ledger.py, with the 0.5B shape instead of the dry-run engine.
 - **find-bs**, **ladder**: too many requests at once end in the device's own error: CUDA's out of
   memory, on a CPU an allocation that the kernel refuses (gpu_memory.py). On a GPU, ladder also
   claims more memory at load than is free, and another process takes GPU memory during a run.
 
+In text, images and ledger answers end by a stop token, at lengths that only vLLM's worker knows
+(endings.py, which all sides get by the same engine options; it runs in both of vLLM's model runners,
+so VLLM_USE_V2_MODEL_RUNNER may stay unset). max_tokens is the same for all rows.
+
 All runs are in bfloat16, where the composition of a batch changes rounding: each row must have the
-same number of tokens on all sides, and the share of equal texts is reported. If a section fails,
-the last line (JSON) says why, the other sections still run, and the exit code is 1.
+same number of tokens on all sides, fewer than max_tokens, and the share of equal texts is reported.
+If a section fails, the last line (JSON) says why, the other sections still run, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -54,7 +58,7 @@ from gpu_place import (
     wait_for_card,
 )
 from ledger import AS_IT_IS, TIMED
-from sides import GENERATE_ALL, IN_ORDER
+from sides import GENERATE_ALL
 
 
 class Way(NamedTuple):
@@ -63,7 +67,7 @@ class Way(NamedTuple):
     name: str
     side: str
     rows: int | None = None  # only the first ones; None: all
-    own_process: bool = False
+    in_process: bool = False  # vLLM's engine core in the script's process
     wanted: float | None = None  # minimum of batchkit's rate divided by this one's
 
 
@@ -86,10 +90,16 @@ def main() -> None:
     models = ["tiny"] if args.tiny else args.models.split(",")
     if unknown := [name for name in models if name not in TEXT_SHAPES]:
         parser.error(f"--models: no shape {', '.join(unknown)}; there are {', '.join(TEXT_SHAPES)}")
-    options: dict[str, Any] = {"dtype": "bfloat16", "load_format": "dummy", "max_model_len": 2048}
+    options: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "load_format": "dummy",
+        "max_model_len": 2048,
+        "worker_cls": "endings.Worker",
+        "additional_config": {"median_tokens": text.MEDIAN_TOKENS},
+    }
     if args.tiny:
         small = {"enforce_eager": True, "max_num_seqs": 16, "kv_cache_memory_bytes": 2**27}
-        options |= {**small, "max_model_len": 512}
+        options |= {**small, "max_model_len": 1024, "additional_config": {"median_tokens": 6}}
     else:  # below vLLM's default of 0.92: an earlier process may still hold GPU memory
         options |= {"gpu_memory_utilization": 0.85, "enforce_eager": args.eager}
     with tempfile.TemporaryDirectory() as name:
@@ -145,17 +155,15 @@ def machine_here() -> dict[str, Any]:
 
 
 def text_section(place: Place, found: Found) -> None:
-    ways = [Way("batchkit", "batchkit")]
-    ways.append(Way(GENERATE_ALL, GENERATE_ALL, wanted=0.97))
-    if not place.tiny:
-        ways.append(Way(f"{GENERATE_ALL}, own", GENERATE_ALL, own_process=True, wanted=0.97))
-        ways.append(Way(IN_ORDER, IN_ORDER))
-    ways.append(Way("batches of 64", "batches of 64", rows=min(place.rows, 1920)))
-    rows = text.write(place.folder / "rows.jsonl", place.rows, lengths=True)
+    ways = against_all(place, wanted=0.98)  # then 1.05
+    few = min(place.rows, 1920)
+    # With --tiny in process: it starts faster.
+    ways.append(Way("batches of 64", "batches of 64", rows=few, in_process=place.tiny))
+    rows = text.write(place.folder / "rows.jsonl", place.rows)
     for shape in place.models:
         path = place.folder / shape
         model = shapes.build_shape(path, TEXT_SHAPES[shape], text_only=True)
-        job = {"prompt": {"user": "{{ q }}"}, **place.job(model)}
+        job = {"prompt": {"user": "{{ q }}"}, **place.job(model, text.MAX_TOKENS)}
         beside(place, shape, rows, ways, job, found)
 
 
@@ -163,17 +171,19 @@ def images_section(place: Place, found: Found) -> None:
     rows = images.write(place.folder, 8 if place.tiny else max(1, place.rows // 50))
     shape = shapes.TINY_VL if place.tiny else shapes.QWEN3_VL_2B
     model = shapes.build_shape(place.folder / "model", shape, text_only=False)
-    options = {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"image": 1, "video": 0}}
+    options = {
+        "max_model_len": 1024,
+        "mm_processor_cache_gb": 0,
+        "limit_mm_per_prompt": {"image": 1, "video": 0},
+        "additional_config": {"median_tokens": images.STEP["median_tokens"]},
+    }
     job = {
         "prompt": {"user": "{{ q }}", "images": ["{{ file }}"]},
         # As images.py: by the rule of Qwen's own processor this is images.SEEN_SIZE.
         "media": {"root": str(place.folder), "max_pixels": 262144, "factor": 32},
-        **place.job(model, max_model_len=1024, **options),
-        "sampling": {"temperature": 0, "max_tokens": 24},
+        **place.job(model, images.MAX_TOKENS, **options),
     }
-    ways = [Way("batchkit", "batchkit"), Way(GENERATE_ALL, GENERATE_ALL, wanted=1.3)]
-    if not place.tiny:
-        ways.append(Way(f"{GENERATE_ALL}, own", GENERATE_ALL, own_process=True, wanted=1.3))
+    ways = against_all(place, wanted=1.3)
     try:
         beside(place, "tiny" if place.tiny else "VL-2B", rows, ways, job, found)
     finally:  # the bottleneck is useful even if not all sides could be run
@@ -191,10 +201,12 @@ def images_section(place: Place, found: Found) -> None:
 
 def ledger_section(place: Place, found: Found) -> None:
     """Each start has an engine of its own; only the shares of ``timed`` are free of their noise."""
-    rows = text.write(place.folder / "rows.jsonl", place.rows, lengths=True)
+    rows = text.write(place.folder / "rows.jsonl", place.rows)
     model = shapes.build_shape(place.folder / "model", place.half_b, text_only=True)
     job = {"name": "ledger", "input": {"path": str(rows)}, "prompt": {"user": "{{ q }}"}}
-    (place.folder / "job.toml").write_text(tomlkit.dumps({**job, **place.job(model)}))
+    (place.folder / "job.toml").write_text(
+        tomlkit.dumps({**job, **place.job(model, text.MAX_TOKENS)})
+    )
     modes = [AS_IT_IS, TIMED] if place.tiny else [AS_IT_IS, "no fsync", "no checkpoint", TIMED]
     results = found["results"] = []
     print(f"{'':>16} {'rows/s':>9} {'ratio':>7}  share of the time")
@@ -223,6 +235,13 @@ SECTIONS: Mapping[str, Callable[[Place, Found], None]] = {
 TEXT_SHAPES = {"tiny": shapes.TINY, "0.5B": shapes.QWEN2_HALF_B, "7B": shapes.QWEN25_7B}
 
 
+def against_all(place: Place, wanted: float) -> list[Way]:
+    ways = [Way("batchkit", "batchkit"), Way(GENERATE_ALL, GENERATE_ALL, wanted=wanted)]
+    if not place.tiny:
+        ways.append(Way(f"{GENERATE_ALL}, in process", GENERATE_ALL, in_process=True))
+    return ways
+
+
 def beside(
     place: Place,
     shape: str,
@@ -234,10 +253,10 @@ def beside(
     """Run all ways, batchkit's first; print each result and add it to ``found`` at once.
 
     Raises:
-        SectionError: a side failed, or its answers' lengths differ from batchkit's.
+        SectionError: a side failed, its answers' lengths differ from batchkit's, or an answer was cut.
     """
     results = found.setdefault("results", [])
-    head = f"{'shape':>6} {'side':>20} {'rows':>6} {'load s':>7} {'s':>7} {'rows/s':>8}"
+    head = f"{'shape':>6} {'side':>25} {'rows':>6} {'load s':>7} {'s':>7} {'rows/s':>8}"
     print(f"{head} {'ratio':>6} {'equal':>6}  wanted", flush=True)
     ours: dict[str, Any] = {}
     for way in ways:
@@ -245,6 +264,8 @@ def beside(
         got = side(place, shape, rows, way, job)
         ours = ours or got
         theirs, expected = got["answers"], ours["answers"][: len(got["answers"])]
+        if max(tokens for _, tokens in theirs) == job["sampling"]["max_tokens"]:
+            raise SectionError(f"{shape}, {way.name}: an answer was not ended by a stop token")
         if [tokens for _, tokens in theirs] != [tokens for _, tokens in expected]:
             raise SectionError(
                 f"{shape}, {way.name}: its answers have not as many tokens as batchkit's"
@@ -268,7 +289,7 @@ def beside(
         if way.wanted is not None:
             outcome = f"{way.wanted} {'holds' if line['ratio'] >= way.wanted else 'MISSED'}"
         print(
-            f"{shape:>6} {way.name:>20} {len(theirs):>6} {got['load_s']:>7.1f}"
+            f"{shape:>6} {way.name:>25} {len(theirs):>6} {got['load_s']:>7.1f}"
             f" {got['seconds']:>7.2f} {per_s:>8.1f} {line['ratio']:>6.2f} {equal:>6.0%}"
             f"  {outcome}".rstrip(),
             flush=True,
@@ -290,7 +311,7 @@ def side(place: Place, shape: str, rows: Path, way: Way, job: Mapping[str, Any])
         "overrides": [],
         "hold_back": "images" in job["prompt"],  # as in images.py
     }
-    return answer(place, "sides", stdin=json.dumps(task), own_process=way.own_process)
+    return answer(place, "sides", stdin=json.dumps(task), in_process=way.in_process)
 
 
 if __name__ == "__main__":

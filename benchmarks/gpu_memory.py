@@ -37,6 +37,7 @@ time.sleep(3600)
 """
 EVENTS = ("engine died", "out of memory", "engine restart", "did not come up")
 FITS, FITS_TINY = 20, 6  # requests at once
+MAX_TOKENS = 256  # of each answer: random weights never end one
 
 
 def find_bs_section(place: Place, found: Found) -> None:
@@ -77,7 +78,7 @@ def hungry(place: Place, n: int) -> dict[str, Any]:
     if not place.tiny:
         options["gpu_memory_utilization"] = 0.5
     job = {"input": {"path": str(rows)}, "prompt": {"user": "{{ q }}"}}
-    return {**job, **place.job(model, **options)}
+    return {**job, **place.job(model, MAX_TOKENS, **options)}
 
 
 def fits_in(place: Place) -> int:

@@ -20,6 +20,7 @@ from batchkit.engines.memory import gpu_bytes
 
 HERE = Path(__file__).parent
 HUNGRY_BYTES = "HUNGRY_BYTES"  # as in hungry.py, which imports vLLM
+MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
 GIB = 2**30
 
 Found = dict[str, Any]  # what a section found, as it goes into the JSON line
@@ -57,11 +58,11 @@ class Place:
     def half_b(self) -> shapes.Shape:
         return shapes.TINY if self.tiny else shapes.QWEN2_HALF_B
 
-    def job(self, model: Path, **options: Any) -> dict[str, Any]:
+    def job(self, model: Path, max_tokens: int, **options: Any) -> dict[str, Any]:
         """What all jobs have in common; ``options`` override the place's own."""
         return {
             "engine": {"model": str(model), "options": {**self.options, **options}},
-            "sampling": {"temperature": 0, "sampling_column": "params"},
+            "sampling": {"temperature": 0, "max_tokens": max_tokens},
             "output": {"dir": str(self.folder / "output")},
         }
 
@@ -71,7 +72,7 @@ def answer(
     script: str,
     *args: str,
     stdin: str = "",
-    own_process: bool = False,
+    in_process: bool = False,
     hungry_bytes: int = 0,
 ) -> dict[str, Any]:
     """Run the script; its last line of stdout, parsed as JSON.
@@ -83,7 +84,7 @@ def answer(
         python(script, *args),
         cwd=place.folder,
         limit_s=place.left_s,
-        environment=environment(hungry_bytes, own_process=own_process),
+        environment=environment(hungry_bytes, in_process=in_process),
         stdin=stdin,
     )
     if done.code or not done.stdout:
@@ -150,15 +151,20 @@ def wait_for_card() -> None:
             return
 
 
-def environment(hungry_bytes: int = 0, *, own_process: bool = False) -> dict[str, str]:
-    """For a command: batchkit and these scripts can be imported, and vLLM logs only errors."""
+def environment(hungry_bytes: int = 0, *, in_process: bool = False) -> dict[str, str]:
+    """For a command: batchkit and these scripts can be imported, and vLLM logs only errors.
+
+    vLLM's engine core runs where it does by default, even if the variable is set, or in the command's
+    process.
+    """
     paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
+    found = os.environ | {
         HUNGRY_BYTES: str(hungry_bytes),
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(own_process)),
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_NO_USAGE_STATS": "1",
     }
+    found.pop(MULTIPROCESSING, None)
+    return found | {MULTIPROCESSING: "0"} if in_process else found

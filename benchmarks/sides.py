@@ -288,7 +288,7 @@ def run_script(table: Mapping[str, Any], rows: Path, size: int | None) -> dict[s
     began = time.monotonic()
     llm = LLM(table["engine"]["model"], **table["engine"]["options"])
     tokenizer = llm.get_tokenizer()
-    sampling = {k: v for k, v in table["sampling"].items() if k != "sampling_column"}
+    params = SamplingParams(**table["sampling"])
     answers = []
     loaded = time.monotonic()
     asked = read(rows)
@@ -297,7 +297,6 @@ def run_script(table: Mapping[str, Any], rows: Path, size: int | None) -> dict[s
         for start in range(0, len(asked), size):
             batch = asked[start : start + size]
             prompts = [prompt(tokenizer, row) for row in batch]
-            params = [SamplingParams(**sampling, **row.get("params", {})) for row in batch]
             for row, output in zip(
                 batch, llm.generate(prompts, params, use_tqdm=False), strict=True
             ):

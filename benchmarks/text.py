@@ -18,7 +18,7 @@ import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from models import MEDIUM, build_text_model
 from sides import GENERATE_ALL, Setting, compare
@@ -83,19 +83,13 @@ def settings(folder: Path, share: float) -> Iterator[Setting]:
     yield Setting("CPU", rows, None, {GENERATE_ALL: 1.05}, engine)
 
 
-def write(path: Path, n: int, *, lengths: bool = False) -> Path:
-    """Questions; with ``lengths``, each with that of its answer, Pareto (shape 0.9) from 4 to 256."""
+def write(path: Path, n: int) -> Path:
     draw = random.Random(0)
     words = SAMPLE_TEXT.replace(".", "").replace(",", "").split()
-    rows: list[dict[str, Any]] = []
-    for i in range(n):
-        topic = " ".join(draw.choices(words, k=draw.randint(5, 60)))
-        row: dict[str, Any] = {"q": f"{i}: what of {topic}?"}
-        if lengths:
-            tokens = min(256, int(4 * draw.paretovariate(0.9)))
-            row["params"] = {"min_tokens": tokens, "max_tokens": tokens}
-        rows.append(row)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with path.open("w") as rows:
+        for i in range(n):
+            topic = " ".join(draw.choices(words, k=draw.randint(5, 60)))
+            rows.write(json.dumps({"q": f"{i}: what of {topic}?"}) + "\n")
     return path
 
 
