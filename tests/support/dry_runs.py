@@ -65,8 +65,9 @@ def records(log: Path = LOG) -> list[dict[str, Any]]:
 
 def settled(log: Path = LOG) -> dict[int, str]:
     """Status of each row; fails where a row has two records."""
-    found = {record["index"]: record["status"] for record in records(log)}
-    assert len(found) == len(records(log))
+    read = records(log)
+    found = {record["index"]: record["status"] for record in read}
+    assert len(found) == len(read)
     return found
 
 
