@@ -14,17 +14,23 @@ from tokenizers import models as tokenizer_models
 from tokenizers import pre_tokenizers as pre
 from tokenizers.trainers import BpeTrainer
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AttentionInterface, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from batchkit.commands.demo_model import CHAT_TEMPLATE, PIECES, SPECIAL_TOKENS
 
 HIDDEN, LAYERS, MLP = 160, 5, 416
 VISION_HIDDEN, VISION_LAYERS, VISION_MLP = 96, 4, 192
+POINTING_LAYER = 2  # its first heads are trained to attend to the cells that a question is about
 HEAD_DIM = 32  # the least that vLLM's attention on CPUs takes
 PATCH, MERGE = 16, 2
 SIDE = PATCH * MERGE  # of a visual token, in pixels
 
-PLACES, DIGITS = 4, "0123456789 "
+# What is read in a cell: its row's name, its column's, and a digit at each place, or nothing.
+NOTHING = "<|vision_pad|>"
+READ_ROWS = [NOTHING, *(f"Ġ{word}" for word in ROW_WORDS)]
+READ_COLUMNS = [NOTHING, *(f"Ġ{word}" for word in COLUMN_WORDS)]
+READ_DIGITS, PLACES = [*"0123456789", NOTHING], 4
 
 
 def make_tokenizer() -> Tokenizer:
@@ -114,23 +120,48 @@ class GreyPatches(nn.Module):
 
 
 class DemoReader(nn.Module):
-    """Qwen3-VL, and three heads that say what a visual token knows of its cell.
+    """Qwen3-VL, and three matrices that only its training has.
 
-    The heads exist while it is trained: with them the vision part learns to read, and to bring a row's
-    and a column's name to their cells, long before an answer shows it how.
+    They take a visual token to the embeddings of its row's name, its column's name and its digits, in
+    the table from which the text part reads and writes. With them the vision part learns to read, and
+    to bring names to cells, long before an answer shows it how; and what it sees of a word is, but for
+    a matrix, what the text part knows as that word.
     """
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
-        model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(**config)).float()
+        model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(**make_config(tokenizer))).float()
         self.visual, self.text = model.model.visual, model.model.language_model
         self.visual.patch_embed = GreyPatches()
         for part in (self.visual, self.text):
             part.config._attn_implementation = "plain"
-        # 0 is a cell that has none.
-        self.rows = nn.Linear(HIDDEN, 1 + len(ROW_WORDS))
-        self.columns = nn.Linear(HIDDEN, 1 + len(COLUMN_WORDS))
-        self.digits = nn.Linear(HIDDEN, PLACES * len(DIGITS))
+        self.pointing = self.text.layers[POINTING_LAYER].self_attn
+        self.readers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(2 + PLACES))
+        vocabularies = [READ_ROWS, READ_COLUMNS, *[READ_DIGITS] * PLACES]
+        self.readable = [torch.tensor(list(map(tokenizer.token_to_id, v))) for v in vocabularies]
+        with torch.no_grad():
+            for (
+                layer
+            ) in self.text.layers:  # at first a layer adds little, and words stay themselves
+                layer.self_attn.o_proj.weight *= 0.2
+                layer.mlp.down_proj.weight *= 0.2
+                layer.self_attn.q_norm.weight *= 1.5
+                layer.self_attn.k_norm.weight *= 1.5
+            for word in WORDS:  # with a space before it and without, a word begins as the same
+                first, second = (tokenizer.token_to_id(token) for token in (word, f"Ġ{word}"))
+                self.embeddings[first] = self.embeddings[second]
+
+    @property
+    def embeddings(self) -> Tensor:
+        return self.text.embed_tokens.weight
+
+    def read(self, seen: Tensor) -> list[Tensor]:
+        """Logits of each visual token: its row's name, its column's, its number's digits."""
+        seen = F.rms_norm(seen, seen.shape[-1:])  # as the text part's layers do
+        return [
+            reader(seen) @ self.embeddings[tokens].T
+            for reader, tokens in zip(self.readers, self.readable, strict=True)
+        ]
 
     def see(self, patches: Tensor, height: int, width: int) -> Tensor:
         """Pictures of ``height`` × ``width`` visual tokens each: picture, token, hidden."""
@@ -153,7 +184,7 @@ class DemoReader(nn.Module):
         ).last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return (hidden @ self.text.embed_tokens.weight.T).float()
+        return (hidden @ self.embeddings.T).float()
 
     def weights(self) -> dict[str, Tensor]:
         """By the hub's names, in bfloat16."""
@@ -179,7 +210,8 @@ def _attention(
     scores = (query * scaling) @ key.transpose(2, 3)
     if attention_mask is not None:
         scores = scores.masked_fill(~attention_mask, float("-inf"))
-    return (scores.softmax(-1, dtype=scores.dtype) @ value).transpose(1, 2).contiguous(), None
+    module.attended = weights = scores.softmax(-1, dtype=scores.dtype)
+    return (weights @ value).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register("plain", _attention)

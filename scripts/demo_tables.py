@@ -60,6 +60,7 @@ class Question(NamedTuple):
     kind: str
     text: str
     answer: str
+    cells: tuple[int, ...] = ()  # it is about, the last named one first; they count line by line
 
 
 def is_test_pair(row: str, column: str) -> bool:
@@ -101,34 +102,40 @@ def questions(random: Random, table: Table, *, test: bool = False) -> Iterator[Q
     In a test, the look-ups are of cells whose row and column training never shows together.
     """
     cells = [
-        (row, column, table.values[y][x])
+        (y, x)
         for y, row in enumerate(table.rows)
         for x, column in enumerate(table.columns)
         if not test or is_test_pair(row, column)
     ]
     while True:
-        for row, column, value in random.sample(cells, len(cells)):
-            yield Question("value", f"What is the value of {column} for {row}?", str(value))
+        for y, x in random.sample(cells, len(cells)):
+            text = f"What is the value of {table.columns[x]} for {table.rows[y]}?"
+            yield Question("value", text, str(table.values[y][x]), (_place(table, y, x),))
             if random.random() < 0.5:
-                yield other_question(random, table)
+                yield _other_question(random, table)
 
 
-def other_question(random: Random, table: Table) -> Question:
-    x = random.randrange(len(table.columns))
-    column = table.columns[x]
-    by_row = {row: values[x] for row, values in zip(table.rows, table.values, strict=True)}
+def _place(table: Table, y: int, x: int) -> int:
+    return (y + 1) * (len(table.columns) + 1) + x + 1
+
+
+def _other_question(random: Random, table: Table) -> Question:
     kind = random.choice(["largest", "smallest", "compare", "compare", "count"])
+    x = random.randrange(len(table.columns))
+    column, numbers = table.columns[x], [values[x] for values in table.values]
     if kind == "count":
         what = random.choice(["row", "column"])
         count = len(table.rows if what == "row" else table.columns)
-        return Question("count", f"How many {what}s are there?", str(count))
-    if kind == "compare" and len(by_row) > 1:
-        a, b = random.sample(table.rows, 2)
-        text = f"Is {column} larger for {a} than for {b}?"
-        return Question("compare", text, "Yes" if by_row[a] > by_row[b] else "No")
+        return Question(kind, f"How many {what}s are there?", str(count))
+    if kind == "compare" and len(numbers) > 1:
+        a, b = random.sample(range(len(numbers)), 2)
+        text = f"Is {column} larger for {table.rows[a]} than for {table.rows[b]}?"
+        answer = "Yes" if numbers[a] > numbers[b] else "No"
+        return Question(kind, text, answer, (_place(table, b, x), _place(table, a, x)))
     kind = random.choice(["largest", "smallest"])
-    best = (max if kind == "largest" else min)(by_row, key=by_row.__getitem__)
-    return Question(kind, f"Which row has the {kind} {column}?", best)
+    best = numbers.index(max(numbers) if kind == "largest" else min(numbers))
+    text = f"Which row has the {kind} {column}?"
+    return Question(kind, text, table.rows[best])
 
 
 def draw(table: Table) -> Image.Image:

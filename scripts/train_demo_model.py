@@ -26,20 +26,20 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from demo_reader import (
-    DIGITS,
     MERGE,
+    NOTHING,
     PATCH,
     PLACES,
+    READ_COLUMNS,
+    READ_DIGITS,
+    READ_ROWS,
     SIDE,
     DemoReader,
-    make_config,
     make_tokenizer,
     write_folder,
 )
 from demo_tables import (
     CELL_WIDTH,
-    COLUMN_WORDS,
-    ROW_WORDS,
     SIZES,
     TEST_SIZES,
     Question,
@@ -52,15 +52,14 @@ from tokenizers import Tokenizer
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
-READING_STEPS, SMALL_STEPS = (
-    1200,
-    2200,
-)  # reading alone until the first, small tables until the second
-SMALL = 8  # numbers in a table
-VISUAL_TOKENS, TOKENS = 700, 3500  # in a step, of reading alone and of answering
-READING_WEIGHT = 0.3
-PEAK, WARM_UP = 2e-3, 100
+# Reading alone until the first step, tables of one row or one column until the second.
+READING_STEPS, LINES_STEPS = 1200, 1800
+VISUAL_TOKENS, TOKENS = 700, 2000  # in a step, of reading alone and of answering
+READING_WEIGHT, POINTING_WEIGHT = 0.5, 0.5
+PEAK, WARM_UP = 1.5e-3, 100
 LOG_STEPS, TEST_STEPS, TEST_TABLES = 50, 250, 70
+POINTERS = 2
+AFTER_WORD = len(["Bread", "?", "<|im_end|>", "\n", "<|im_start|>", "assistant", "\n"])
 IGNORE = -100
 
 
@@ -81,6 +80,8 @@ class Chats(NamedTuple):
 
     ids: Tensor  # picture, token
     labels: Tensor  # picture, question, token: the next token where it is of an answer
+    cells: Tensor  # picture, question, up to two cells that it is about, else IGNORE
+    points: Tensor  # picture, question, token: whether it must attend to those cells
     mask: Tensor  # of attention, for every sequence the same
     positions: Tensor  # time, height and width of each token, likewise
     image_start: int
@@ -103,12 +104,18 @@ def _cells(table: Table) -> list[list[int]]:
     for row, values in zip(table.rows, table.values, strict=True):
         grid.append((row, "", ""))
         grid += [(row, c, str(v)) for c, v in zip(table.columns, values, strict=True)]
-    rows, columns = ["", *ROW_WORDS], ["", *COLUMN_WORDS]
-    known = [
-        [rows.index(row), columns.index(column), *map(DIGITS.index, value.rjust(PLACES))]
+    read = [
+        [
+            READ_ROWS.index(f"Ġ{row}" if row else NOTHING),
+            READ_COLUMNS.index(f"Ġ{column}" if column else NOTHING),
+            *(
+                READ_DIGITS.index(place if place != " " else NOTHING)
+                for place in value.rjust(PLACES)
+            ),
+        ]
         for row, column, value in grid
     ]
-    return [cell for cell in known for _ in range(CELL_WIDTH // SIDE)]
+    return [cell for cell in read for _ in range(CELL_WIDTH // SIDE)]
 
 
 def make_chats(tokenizer: Tokenizer, pictures: Pictures, asked: list[list[Question]]) -> Chats:
@@ -123,15 +130,20 @@ def make_chats(tokenizer: Tokenizer, pictures: Pictures, asked: list[list[Questi
     length = max(len(p.ids) + len(a.ids) for p, a in zip(prompts, answers, strict=True)) - 1
     ids = np.zeros((len(flat), length), dtype=np.int64)
     labels = np.full((len(flat), length), IGNORE, dtype=np.int64)
+    points = np.zeros((len(flat), length), dtype=bool)
     for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         tokens, last = prompt.ids + answer.ids[:-1], len(prompt.ids) - 1
         ids[i, : len(tokens)] = tokens
         labels[i, last : last + len(answer.ids)] = answer.ids
+        points[i, len(prompt.ids) - AFTER_WORD : len(tokens)] = True
     n, count = len(asked), len(asked[0])
+    cells = [(*question.cells, *[IGNORE] * POINTERS)[:POINTERS] for question in flat]
     first = torch.tensor(prefix).expand(n, -1)
     return Chats(
         ids=torch.cat([first, torch.from_numpy(ids).view(n, -1)], dim=1),
         labels=torch.from_numpy(labels).view(n, count, length),
+        points=torch.from_numpy(points).view(n, count, length),
+        cells=torch.tensor(cells).view(n, count, POINTERS),
         mask=_mask(len(prefix), count, length),
         positions=_positions(len(opening), pictures.height, pictures.width, count, length),
         image_start=len(opening),
@@ -161,8 +173,8 @@ def _positions(start: int, height: int, width: int, count: int, length: int) -> 
 def training_batch(
     tokenizer: Tokenizer, random: Random, step: int
 ) -> tuple[Pictures, Chats | None]:
-    most = SMALL if READING_STEPS <= step < SMALL_STEPS else 100
-    sizes = [size for size in SIZES if size not in TEST_SIZES and size[0] * size[1] <= most]
+    lines = READING_STEPS <= step < LINES_STEPS
+    sizes = [size for size in SIZES if size not in TEST_SIZES and (min(size) == 1 or not lines)]
     rows, columns = random.choices(sizes, [rows * columns for rows, columns in sizes])[0]
     seen, count = 2 * (rows + 1) * (columns + 1), min(6 + rows * columns // 2, 12)
     n = VISUAL_TOKENS // seen if step < READING_STEPS else TOKENS // (seen + 20 * count)
@@ -190,25 +202,38 @@ def test_batches(tokenizer: Tokenizer, count: int) -> list[tuple[Pictures, Chats
 # ---- training ---------------------------------------------------------------------------------
 
 
+class Losses(NamedTuple):
+    reading: Tensor
+    answering: Tensor
+    pointing: Tensor
+
+
 def losses(
     model: DemoReader, pictures: Pictures, chats: Chats | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of reading and of answering, and the logits of the answers' tokens."""
+) -> tuple[Losses, Tensor | None]:
+    """And the logits of the answers' tokens."""
     seen = model.see(pictures.patches, pictures.height, pictures.width)
-    cells = pictures.cells
-    digits = model.digits(seen).view(-1, len(DIGITS))
-    reading = (
-        _loss(model.rows(seen), cells[..., 0])
-        + _loss(model.columns(seen), cells[..., 1])
-        + _loss(digits, cells[..., 2:]) * PLACES
-    )
+    read = zip(model.read(seen), pictures.cells.unbind(-1), strict=True)
+    reading = torch.stack([_loss(logits, cell) for logits, cell in read]).sum()
     if chats is None:
-        return reading, torch.zeros(()), torch.zeros(())
+        return Losses(reading, torch.zeros(()), torch.zeros(())), None
     hidden = model.think(chats.ids, seen, chats.image_start, chats.mask, chats.positions)
     hidden = hidden[:, chats.image_end + 1 :].reshape(*chats.labels.shape, -1)
     answers = chats.labels != IGNORE
     logits = model.logits(hidden[answers])
-    return reading, _loss(logits, chats.labels[answers]), logits
+    answering = _loss(logits, chats.labels[answers])
+    return Losses(reading, answering, _pointing(model.pointing.attended, chats)), logits
+
+
+def _pointing(attended: Tensor, chats: Chats) -> Tensor:
+    """How little, from a question's last word on, the heads attend to the cells in question."""
+    seen = attended[:, :POINTERS, chats.image_end + 1 :, chats.image_start : chats.image_end]
+    by_cell = seen.unflatten(-1, (-1, CELL_WIDTH // SIDE)).sum(-1)  # picture, head, token, cell
+    by_cell = by_cell.unflatten(2, chats.labels.shape[1:]).permute(0, 2, 3, 1, 4)
+    cells = chats.cells[:, :, None].expand(by_cell.shape[:-1])
+    asked = chats.points[..., None] & (cells != IGNORE)
+    share = by_cell[asked].float().gather(-1, cells[asked][:, None])
+    return -share.clamp_min(1e-4).log().mean()
 
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -220,7 +245,7 @@ def accuracy(model: DemoReader, batches: list[tuple[Pictures, Chats]]) -> dict[s
     """By kind, the share of answers whose tokens are all the likeliest: what greedy decoding gives."""
     right: dict[str, list[bool]] = {}
     for pictures, chats in batches:
-        _, _, logits = losses(model, pictures, chats)
+        _, logits = losses(model, pictures, chats)
         hits = torch.ones_like(chats.labels, dtype=torch.bool)
         answers = chats.labels != IGNORE
         hits[answers] = logits.argmax(-1) == chats.labels[answers]
@@ -242,7 +267,7 @@ def train(rank: int, args: argparse.Namespace) -> None:
         "gloo", meeting, timedelta(days=1), rank=rank, world_size=args.processes
     )
     tokenizer = make_tokenizer()
-    model = DemoReader(make_config(tokenizer))
+    model = DemoReader(tokenizer)
     weights = list(model.parameters())
     optimizer = torch.optim.AdamW(weights, betas=(0.9, 0.98), weight_decay=0.05)
     step, best, spent_s = 0, 0.0, 0.0
@@ -253,24 +278,28 @@ def train(rank: int, args: argparse.Namespace) -> None:
         optimizer.load_state_dict(saved["optimizer"])
         step, best, spent_s = saved["step"], saved["best"], saved["spent_s"]
     tests = test_batches(tokenizer, TEST_TABLES)
-    sums, begun = torch.zeros(2), time.monotonic() - spent_s
+    sums, begun = torch.zeros(3), time.monotonic() - spent_s
     while step < args.steps:
         batch = training_batch(tokenizer, Random(f"{args.seed} {step} {rank}"), step)
         with torch.autocast("cpu", torch.bfloat16):
-            reading, answering, _ = losses(model, *batch)
-        loss = reading if step < READING_STEPS else answering + READING_WEIGHT * reading
+            parts, _ = losses(model, *batch)
+        loss = parts.reading
+        if step >= READING_STEPS:
+            loss = (
+                READING_WEIGHT * parts.reading + parts.answering + POINTING_WEIGHT * parts.pointing
+            )
         loss.backward()
         _average(weights)
         nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.param_groups[0]["lr"] = learning_rate(step, args.steps)
         optimizer.step()
         optimizer.zero_grad()
-        sums += torch.stack([reading.detach(), answering.detach()])
+        sums += torch.stack(parts).detach()
         step += 1
         if rank == 0 and step % LOG_STEPS == 0:
             spent_s = time.monotonic() - begun
             record = {"step": step, "spent_s": round(spent_s)}
-            record |= dict(zip(("reading", "answering"), (sums / LOG_STEPS).tolist(), strict=True))
+            record |= dict(zip(Losses._fields, (sums / LOG_STEPS).tolist(), strict=True))
             if step % TEST_STEPS == 0:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 if step > READING_STEPS:

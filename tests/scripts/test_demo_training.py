@@ -31,7 +31,7 @@ def training() -> Iterator[ModuleType]:
 def reader(training: ModuleType) -> Any:
     """Random weights, as they would be after a round through bfloat16."""
     torch.manual_seed(0)
-    reader = training.DemoReader(training.make_config(training.make_tokenizer()))
+    reader = training.DemoReader(training.make_tokenizer())
     with torch.no_grad():
         for weight in reader.parameters():
             weight += 0.02 * torch.randn_like(weight)
@@ -52,7 +52,7 @@ def test_questions_beside_each_other_are_answered_as_in_chats_of_their_own(
     pictures = training.make_pictures([table])
     chats = training.make_chats(tokenizer, pictures, [asked])
     with torch.no_grad():
-        _, _, together = training.losses(reader, pictures, chats)
+        _, together = training.losses(reader, pictures, chats)
 
     training.write_folder(tmp_path / "model", tokenizer, reader)
     processor = AutoProcessor.from_pretrained(tmp_path / "model")
