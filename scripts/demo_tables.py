@@ -56,11 +56,19 @@ class Table:
     shade: int = 220
 
 
+class Cells(NamedTuple):
+    """Where to look, counted line by line from the picture's first cell."""
+
+    named: int | None = None  # by the question's last word, and a column
+    other: int | None = None  # named before
+    best: int | None = None
+
+
 class Question(NamedTuple):
     kind: str
     text: str
     answer: str
-    cells: tuple[int, ...] = ()  # it is about, the last named one first; they count line by line
+    cells: Cells = Cells()
 
 
 def is_test_pair(row: str, column: str) -> bool:
@@ -110,7 +118,7 @@ def questions(random: Random, table: Table, *, test: bool = False) -> Iterator[Q
     while True:
         for y, x in random.sample(cells, len(cells)):
             text = f"What is the value of {table.columns[x]} for {table.rows[y]}?"
-            yield Question("value", text, str(table.values[y][x]), (_place(table, y, x),))
+            yield Question("value", text, str(table.values[y][x]), Cells(_place(table, y, x)))
             if random.random() < 0.5:
                 yield _other_question(random, table)
 
@@ -131,11 +139,11 @@ def _other_question(random: Random, table: Table) -> Question:
         a, b = random.sample(range(len(numbers)), 2)
         text = f"Is {column} larger for {table.rows[a]} than for {table.rows[b]}?"
         answer = "Yes" if numbers[a] > numbers[b] else "No"
-        return Question(kind, text, answer, (_place(table, b, x), _place(table, a, x)))
+        return Question(kind, text, answer, Cells(_place(table, b, x), _place(table, a, x)))
     kind = random.choice(["largest", "smallest"])
     best = numbers.index(max(numbers) if kind == "largest" else min(numbers))
     text = f"Which row has the {kind} {column}?"
-    return Question(kind, text, table.rows[best])
+    return Question(kind, text, table.rows[best], Cells(best=_place(table, best, x)))
 
 
 def draw(table: Table) -> Image.Image:

@@ -42,6 +42,7 @@ from demo_tables import (
     CELL_WIDTH,
     SIZES,
     TEST_SIZES,
+    Cells,
     Question,
     Table,
     draw,
@@ -58,7 +59,7 @@ VISUAL_TOKENS, TOKENS = 700, 2000  # in a step, of reading alone and of answerin
 READING_WEIGHT, POINTING_WEIGHT = 0.5, 0.5
 PEAK, WARM_UP = 1.5e-3, 100
 LOG_STEPS, TEST_STEPS, TEST_TABLES = 50, 250, 70
-POINTERS = 2
+POINTERS = len(Cells._fields)
 AFTER_WORD = len(["Bread", "?", "<|im_end|>", "\n", "<|im_start|>", "assistant", "\n"])
 IGNORE = -100
 
@@ -80,7 +81,7 @@ class Chats(NamedTuple):
 
     ids: Tensor  # picture, token
     labels: Tensor  # picture, question, token: the next token where it is of an answer
-    cells: Tensor  # picture, question, up to two cells that it is about, else IGNORE
+    cells: Tensor  # picture, question: the cells that it is about, else IGNORE
     points: Tensor  # picture, question, token: whether it must attend to those cells
     mask: Tensor  # of attention, for every sequence the same
     positions: Tensor  # time, height and width of each token, likewise
@@ -137,7 +138,7 @@ def make_chats(tokenizer: Tokenizer, pictures: Pictures, asked: list[list[Questi
         labels[i, last : last + len(answer.ids)] = answer.ids
         points[i, len(prompt.ids) - AFTER_WORD : len(tokens)] = True
     n, count = len(asked), len(asked[0])
-    cells = [(*question.cells, *[IGNORE] * POINTERS)[:POINTERS] for question in flat]
+    cells = [[IGNORE if cell is None else cell for cell in question.cells] for question in flat]
     first = torch.tensor(prefix).expand(n, -1)
     return Chats(
         ids=torch.cat([first, torch.from_numpy(ids).view(n, -1)], dim=1),
