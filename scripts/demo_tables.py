@@ -105,9 +105,10 @@ def _numbers(random: Random, count: int, test: bool) -> list[int]:
 
 
 def questions(random: Random, table: Table, *, test: bool = False) -> Iterator[Question]:
-    """Look-ups in random order without end, now and then another kind.
+    """Look-ups in random order without end, and after every second one a question of another kind.
 
-    In a test, the look-ups are of cells whose row and column training never shows together.
+    In a test it is after each, and the look-ups are of cells whose row and column training never
+    shows together.
     """
     cells = [
         (y, x)
@@ -119,7 +120,7 @@ def questions(random: Random, table: Table, *, test: bool = False) -> Iterator[Q
         for y, x in random.sample(cells, len(cells)):
             text = f"What is the value of {table.columns[x]} for {table.rows[y]}?"
             yield Question("value", text, str(table.values[y][x]), Cells(_place(table, y, x)))
-            if random.random() < 0.5:
+            if test or random.random() < 0.5:
                 yield _other_question(random, table)
 
 

@@ -54,7 +54,7 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
 # Reading alone until the first step, tables of one row or one column until the second.
-READING_STEPS, LINES_STEPS = 1200, 1800
+READING_STEPS, LINES_STEPS = 1200, 2200
 VISUAL_TOKENS, TOKENS = 700, 2000  # in a step, of reading alone and of answering
 READING_WEIGHT, POINTING_WEIGHT = 0.5, 0.5
 PEAK, WARM_UP = 1.5e-3, 100
@@ -194,7 +194,7 @@ def test_batches(tokenizer: Tokenizer, count: int) -> list[tuple[Pictures, Chats
     batches = []
     for size in dict.fromkeys(sizes):
         tables = [make_table(random, size, test=True) for _ in range(sizes.count(size))]
-        asked = [list(islice(questions(random, table, test=True), 8)) for table in tables]
+        asked = [list(islice(questions(random, table, test=True), 4)) for table in tables]
         pictures = make_pictures(tables)
         batches.append((pictures, make_chats(tokenizer, pictures, asked)))
     return batches
@@ -297,24 +297,24 @@ def train(rank: int, args: argparse.Namespace) -> None:
         optimizer.zero_grad()
         sums += torch.stack(parts).detach()
         step += 1
-        if rank == 0 and step % LOG_STEPS == 0:
+        if step % LOG_STEPS:
+            continue
+        if rank == 0:
             spent_s = time.monotonic() - begun
-            record = {"step": step, "spent_s": round(spent_s)}
-            record |= dict(zip(Losses._fields, (sums / LOG_STEPS).tolist(), strict=True))
-            if step % TEST_STEPS == 0:
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                if step > READING_STEPS:
-                    record["exact"] = accuracy(model, tests)
-                    score = sum(record["exact"].values())
-                    if score >= best:
-                        best = score
-                        write_folder(args.folder / "model", tokenizer, model)
-                torch.save({**state, "step": step, "best": best, "spent_s": spent_s}, f"{last}.new")
-                Path(f"{last}.new").replace(last)
+            means = (sums / LOG_STEPS).tolist()
+            entry = {"step": step, "spent_s": round(spent_s)}
+            entry |= dict(zip(Losses._fields, means, strict=True))
+            if step % TEST_STEPS == 0 and step > READING_STEPS:
+                entry["exact"] = exact = accuracy(model, tests)
+                if sum(exact.values()) >= best:
+                    best = sum(exact.values())
+                    write_folder(args.folder / "model", tokenizer, model)
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save({**state, "step": step, "best": best, "spent_s": spent_s}, f"{last}.new")
+            Path(f"{last}.new").replace(last)
             with (args.folder / "log.jsonl").open("a") as log:
-                log.write(json.dumps(record) + "\n")
-        if step % LOG_STEPS == 0:
-            sums.zero_()
+                log.write(json.dumps(entry) + "\n")
+        sums.zero_()
 
 
 def _average(weights: list[nn.Parameter]) -> None:
