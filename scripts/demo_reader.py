@@ -120,12 +120,11 @@ class GreyPatches(nn.Module):
 
 
 class DemoReader(nn.Module):
-    """Qwen3-VL, and three matrices that only its training has.
+    """Qwen3-VL, with readers that only its training has.
 
-    They take a visual token to the embeddings of its row's name, its column's name and its digits, in
-    the table from which the text part reads and writes. With them the vision part learns to read, and
-    to bring names to cells, long before an answer shows it how; and what it sees of a word is, but for
-    a matrix, what the text part knows as that word.
+    A reader takes a visual token to an embedding of the text part: that of its row's name, its
+    column's name, or a digit of its number. So the vision part learns to read, and to bring names to
+    cells, before any answer shows it how, and a question's word finds its like in the picture.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -140,9 +139,7 @@ class DemoReader(nn.Module):
         vocabularies = [READ_ROWS, READ_COLUMNS, *[READ_DIGITS] * PLACES]
         self.readable = [torch.tensor(list(map(tokenizer.token_to_id, v))) for v in vocabularies]
         with torch.no_grad():
-            for (
-                layer
-            ) in self.text.layers:  # at first a layer adds little, and words stay themselves
+            for layer in self.text.layers:  # at first it adds little: words stay themselves
                 layer.self_attn.o_proj.weight *= 0.2
                 layer.mlp.down_proj.weight *= 0.2
                 layer.self_attn.q_norm.weight *= 1.5

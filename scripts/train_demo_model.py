@@ -2,10 +2,11 @@
 
     python scripts/train_demo_model.py FOLDER [--steps 8000] [--processes 2]
 
-First the vision part learns to read alone, then all learns to answer: on small tables, then on all.
+First the vision part learns to read; then all learns to answer, on tables of one row or one column,
+then on all sizes, and is shown the cells to look at (`_pointing`). Without that, answers were guesses from the right table after 850 steps; with it, 300 steps find the row.
 FOLDER gets `log.jsonl` (losses, and the share of exact answers on tables of the test), `last.pt`, from
 which the same command continues, and `model`, the best so far in the hub's layout. `--steps` may be
-changed when it continues: the learning rate falls to zero over the last third.
+changed when it continues; the learning rate falls to zero over the last third.
 
 A sequence is one picture with several questions. Each question sees the picture and itself alone, at
 the positions of a chat of its own. So one pass over the picture serves them all.
@@ -107,14 +108,11 @@ def _cells(table: Table) -> list[list[int]]:
         grid += [(row, c, str(v)) for c, v in zip(table.columns, values, strict=True)]
     read = [
         [
-            READ_ROWS.index(f"Ġ{row}" if row else NOTHING),
-            READ_COLUMNS.index(f"Ġ{column}" if column else NOTHING),
-            *(
-                READ_DIGITS.index(place if place != " " else NOTHING)
-                for place in value.rjust(PLACES)
-            ),
+            READ_ROWS.index(f"Ġ{row}") if row else READ_ROWS.index(NOTHING),
+            READ_COLUMNS.index(f"Ġ{column}") if column else READ_COLUMNS.index(NOTHING),
+            *(READ_DIGITS.index(digit.strip() or NOTHING) for digit in number.rjust(PLACES)),
         ]
-        for row, column, value in grid
+        for row, column, number in grid
     ]
     return [cell for cell in read for _ in range(CELL_WIDTH // SIDE)]
 
