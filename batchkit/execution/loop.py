@@ -28,8 +28,8 @@ from batchkit.execution.worker import Worker, render_ahead
 from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.ordering import well_ordered
 from batchkit.rendering.renderer import PromptRenderer
-from batchkit.sources.input import CHANGING, Input, Total, check_unchanged, distrusted, watched
-from batchkit.storage.identity import check_found, names_same_model
+from batchkit.sources.input import Input, Total, check_unchanged, distrusted, watched
+from batchkit.storage.identity import CHANGING, check_found, names_same_model
 from batchkit.storage.store import RecordLine, Store
 from batchkit.storage.summary import RunSummary
 from batchkit.types import Row, Task, Usage

@@ -161,7 +161,7 @@ class ProductionBatchProcessor:
                 elif self._skip_from is None:
                     outcome = loop.run(lambda row: False)
                 else:
-                    outcome = loop.run(_done_in(self._skip_from, have_ids=source.has_ids))
+                    outcome = loop.run(_done_in(self._skip_from, self.job.input.id))
                 outcome.checked()  # what closes the run must know of the error
         except BatchkitError as error:
             if outcome is None or error is not outcome.error:
@@ -185,16 +185,16 @@ def _still_due(log: Path, attempts: Mapping[int, int]) -> dict[int, int]:
     return due
 
 
-def _done_in(folder: Path, *, have_ids: bool) -> Callable[[Row], bool]:
+def _done_in(folder: Path, id_field: str | None) -> Callable[[Row], bool]:
     """Whether a row has an answer in the run in ``folder``.
 
-    Without ids of their own, rows are named by their index, which in another input is another row's:
-    they must have the same fields, too.
+    Without ids of one field, ``id_field``, rows are named by their index or by another field, and
+    the name may be another row's: they must have the same fields, too.
     """
     if not is_run(folder):
         raise JobError(f"--skip-from {folder}: not a run folder")
     check_log(folder)
-    by_id = have_ids and read_manifest(folder).identity.get("input.id") is not None
+    by_id = id_field is not None and read_manifest(folder).identity.get("input.id") == id_field
 
     def name(row_id: str, row_hash: str | None) -> str:
         return row_id if by_id else f"{row_hash} {row_id}"

@@ -17,9 +17,9 @@ from batchkit.errors import BatchkitError, ChangedError, JobError, StoreError
 from batchkit.execution.requeue import finish_requeue, requeue
 from batchkit.execution.signals import Interrupted
 from batchkit.rendering.constant_files import constant_files
-from batchkit.sources.input import CHANGING, Input
+from batchkit.sources.input import Input
 from batchkit.storage.checkpoint import CHECKPOINT, check_log
-from batchkit.storage.identity import differences
+from batchkit.storage.identity import CHANGING, differences
 from batchkit.storage.job_toml import job_of_run, write_job
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.manifest import FileFingerprint, Manifest, Start, read_manifest

@@ -23,6 +23,8 @@ from batchkit.sources.packed_streams import PackedStreams
 BLOCK_BYTES = 2**20
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")  # decompressed on the fly, by name, as fsspec does
 
+# fsspec's own, each of which may keep its copies in a folder that outlives a start.
+_CACHES = ("simplecache", "filecache", "blockcache", "cached")
 _STREAMS = {".bz2": bz2.BZ2Decompressor, ".xz": lzma.LZMADecompressor}
 UTF8_BOM = b"\xef\xbb\xbf"
 NOT_TEXT = {  # first bytes of files that no text format can read; the longer ones first
@@ -83,6 +85,7 @@ def open_input(path: str, *, text: bool = True) -> Iterator[io.BufferedReader[An
 def _local_files(path: str) -> list[str]:
     if Path(path).exists():
         return [path]
+    _check_listed(path)
     files, has_suffix = [], bool(PurePath(path).suffix)
     for match in sorted(glob.glob(path, recursive=True)):
         if not Path(match).is_dir():
@@ -90,6 +93,24 @@ def _local_files(path: str) -> list[str]:
         elif has_suffix:  # as Spark writes: its rows would be missing
             raise is_folder(match)
     return files
+
+
+def _check_listed(pattern: str) -> None:
+    """Raises InputError for a folder that ``glob`` would pass over: it can't be listed, or is a link
+    to a disk that is not there."""
+    folder = os.path.dirname(pattern)  # noqa: PTH120 - of a pattern, not of a path
+    if not glob.has_magic(folder):
+        return
+    _check_listed(folder)
+    for match in glob.glob(folder, recursive=True):
+        try:
+            os.scandir(match).close()
+        except NotADirectoryError:
+            continue
+        except OSError as error:
+            raise InputError(
+                f"{match}: can't be listed: {error.strerror}; it may hold files of {pattern}"
+            ) from error
 
 
 def _remote_files(path: str) -> list[str]:
@@ -100,10 +121,40 @@ def _remote_files(path: str) -> list[str]:
     try:
         filesystem, pattern = url_to_fs(path)
         url = behind_caches(filesystem).unstrip_protocol
-        found = sorted(filesystem.glob(pattern))
+        found = _matches(filesystem, pattern)
         return [path.replace(name_of(path), url(match)) for match in found]
     except Exception as error:  # each filesystem raises its vendor's own types
         raise remote_error(path, error) from error
+
+
+def _matches(filesystem: Any, pattern: str) -> list[str]:
+    """As ``filesystem.glob``, for which a folder that can't be listed now is an empty one."""
+    store = behind_caches(filesystem)
+    name = "_ls" if store.async_impl else "ls"
+    listing, failed = getattr(store, name), list[Exception]()
+
+    def listed(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return listing(*args, **kwargs)
+        except Exception as error:
+            failed.append(error)
+            raise
+
+    async def listed_later(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return await listing(*args, **kwargs)
+        except Exception as error:
+            failed.append(error)
+            raise
+
+    setattr(store, name, listed_later if store.async_impl else listed)
+    try:
+        found = sorted(filesystem.glob(pattern))
+    finally:
+        delattr(store, name)
+    if failed and (found or not isinstance(failed[0], FileNotFoundError)):
+        raise failed[0]
+    return found
 
 
 def behind_caches(filesystem: Any) -> Any:
@@ -113,6 +164,12 @@ def behind_caches(filesystem: Any) -> Any:
     while isinstance(filesystem, CachingFileSystem):
         filesystem = filesystem.fs
     return filesystem
+
+
+def _new_copies(path: str) -> dict[str, dict[str, Any]]:
+    """For the caches that ``path`` names: a copy that an earlier start left may be an old one."""
+    fresh = {"cache_storage": "TMP", "skip_instance_cache": True}
+    return {name: fresh for name in _CACHES if name in path.split("::")}
 
 
 def name_of(path: str) -> str:
@@ -156,7 +213,9 @@ def _through_fsspec(path: str, stack: ExitStack, *, text: bool) -> Any:
     import fsspec
     from fsspec.utils import infer_compression
 
-    opened: Any = fsspec.open(path, "rb") if "://" in path else open_regular(path)
+    opened: Any = (
+        fsspec.open(path, "rb", **_new_copies(path)) if "://" in path else open_regular(path)
+    )
     name = name_of(path)
     suffix = PurePath(name).suffix.lower()
     packed = stack.enter_context(opened)

@@ -28,11 +28,11 @@ from batchkit.sources import (
     read_rows,
 )
 from batchkit.sources.rowhash import input_hash, known_hashes
+from batchkit.storage.identity import CHANGING
 from batchkit.storage.manifest import FileFingerprint, read_manifest
 from batchkit.types import Row
 
 LOOK_S = 5.0
-CHANGING = "changing"  # the sha256 of an input that changed while it was read: of no file
 _HASH_BYTES = 8  # of input_hash
 
 

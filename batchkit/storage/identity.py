@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ _FOUND = (*LEARNED, "engine.files", "engine.blocks", "server.slots", "prompt.fil
 # Here the order of keys is part of a prompt, or of what a schema enforces.
 _ORDERED = ("vars.", "sampling.", "engine.options.", "prompt.chat_template_kwargs")
 _MODEL = ("kind", "model", "lora", "options.revision", "server.command")  # of [engine]: its names
+CHANGING = "changing"  # in place of the hash of a file that changed while a run read it
 _WHOLE_BYTES = 8 * 2**20  # a larger file is read in blocks
 _BLOCKS, _BLOCK_BYTES = 64, 2**16
 
@@ -140,26 +142,35 @@ def names_same_model(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 def hub_commits(job: JobConfig) -> dict[str, str]:
     """The commit that each name on the Hugging Face hub stands for in the local cache, if it is there."""
     engine = job.engine
-    if engine.kind not in ("vllm", "transformers"):
-        return {}
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    options = engine.options
-    cache = options.get("download_dir") or HF_HUB_CACHE
-    revisions = {
-        options.get("tokenizer"): options.get("tokenizer_revision") or "main",
-        engine.lora: "main",
-        engine.model: options.get("revision") or "main",
-    }
+    cache = engine.options.get("download_dir") or HF_HUB_CACHE
     found = {}
-    for name, revision in revisions.items():
-        if name and not Path(name).exists():
+    for name, revision in _hub_names(job).items():
+        if name and not exists(name):
             try:
                 ref = Path(cache, f"models--{name.replace('/', '--')}", "refs", revision)
                 found[name] = ref.read_text().strip()
             except OSError:  # not loaded yet, or the revision is a commit
                 continue
     return found
+
+
+def _hub_names(job: JobConfig) -> dict[str | None, str]:
+    """What may be a name on the hub, and its revision."""
+    engine, options = job.engine, job.engine.options
+    if engine.server is not None and engine.server.command is not None:
+        words = what_decides_answers(engine.server.command)
+        parts = [part for word in words for part in word.split("=", 1)]
+        given = dict(pairwise(parts))
+        return dict.fromkeys(parts, given.get("--revision", "main"))
+    if engine.kind not in ("vllm", "transformers"):
+        return {}
+    return {
+        options.get("tokenizer"): options.get("tokenizer_revision") or "main",
+        engine.lora: "main",
+        engine.model: options.get("revision") or "main",
+    }
 
 
 def check_found(then: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,11 +209,14 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """One line for each key that differs: key, what it was, what it is.
 
     A secret that was masked, its value unknown, differs from nothing. ``then`` may have been
-    written by a version that masked less, or that looked at fewer files.
+    written by a version that masked less, or that looked at fewer files. A file that changed while
+    a run used it differs from every file, as some rows had one and some the other.
     """
     then, now = _without_secrets(then), dict(now)
     for key in _FOUND:
         old, new = then.pop(key, {}), now.pop(key, {})
+        names = [name for name in old if name in new and CHANGING in (old[name], new[name])]
+        new = {**new, **dict.fromkeys(names, f"not one content ({CHANGING})")}
         changed = [name for name in old if name in new and old[name] != new[name]]
         if changed:
             then[key], now[key] = ({name: of[name] for name in changed} for of in (old, new))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from batchkit.config.shard import Shard
+from batchkit.storage.identity import CHANGING
 from batchkit.storage.runfolder import claim
 from tests.support.chat_server import MODEL, serving
 from tests.support.command_line import batchkit
@@ -87,6 +89,21 @@ def test_merged_run_knows_what_its_parts_have_found() -> None:
     known = manifest(shards[0])["identity"]["engine.served"]
     assert "engine.served" not in manifest(shards[2])["identity"]
     assert manifest(MERGED)["identity"]["engine.served"] == known
+
+
+@pytest.mark.parametrize("n_shards", [1, 2])
+def test_shards_in_which_a_prompts_file_changed_are_refused(n_shards: int) -> None:
+    """Also one alone: some of its rows were asked with one content, some with another."""
+    Path("guide.txt").write_text("one")
+    prepare(20, prompt={"texts": {"guide": "guide.txt"}})
+    shards = run_shards(n_shards)
+    for folder in shards:
+        note = manifest(folder)
+        note["identity"]["prompt.files"] = {"prompt.texts.guide": CHANGING}
+        (folder / "manifest.json").write_text(json.dumps(note))
+    found = merge(*shards, partial=True)
+    assert (found.exit_code, MERGED.exists()) == (2, False)
+    assert 'prompt.files: {"prompt.texts.guide":"changing"}' in found.stderr
 
 
 def test_speed_alone_makes_no_other_job() -> None:

@@ -137,6 +137,15 @@ def test_row_without_an_id_is_not_skipped_for_another_row_at_its_place(who_has_i
     assert sorted(settled()) == [0, 1, 2]
 
 
+def test_row_is_not_skipped_for_another_whose_id_is_of_another_field() -> None:
+    write_rows([{"key": n, "other": n + 3, "q": f"row {n}"} for n in range(5)])
+    write_job(input={"id": "key"})
+    run("--set", "name=other")
+    write_job(input={"id": "other"})
+    found = run("--skip-from", "output/other")
+    assert found.json | {"exit": 0, "ok": 5, "skipped": 0} == found.json
+
+
 def test_skipping_from_what_is_no_run_is_refused() -> None:
     prepare()
     found = run("--skip-from", "nowhere")

@@ -19,6 +19,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.config import conf
 
 from batchkit.config.loading import load_job, make_job
 from batchkit.errors import BatchkitError, BrokenInputError, ChangedInputError
@@ -407,6 +408,21 @@ def test_changed_page_of_which_the_server_says_nothing_is_another_input(
         page.content = encoded(rows("old", 20))
         assert run().exit_code == 0
     assert [*answered().values()] == [row["q"] for row in rows("old", 20)]
+
+
+@pytest.mark.parametrize("cache", ["simplecache", "filecache"])
+def test_copy_that_an_earlier_start_left_is_not_read(
+    cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows would be old ones, the fingerprint that of the new file."""
+    monkeypatch.setitem(conf, cache, {"cache_storage": str(Path("kept").absolute())})
+    with closing(Export(has_length=True)) as page:
+        page.content = encoded(rows("old", 20))
+        write_job(f"{cache}::{page.url}")
+        assert run("--set", "input.limit=5").exit_code == 0
+        page.content = encoded(rows("new", 20))
+        assert run(REQUEUE).exit_code == 0
+    assert [*answered().values()] == [row["q"] for row in rows("new", 20)]
 
 
 def test_member_of_a_zip_archive_is_compared_by_its_content() -> None:

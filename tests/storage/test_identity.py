@@ -17,7 +17,14 @@ from batchkit.config.tables.base import Mark
 from batchkit.errors import ChangedError, EngineError
 from batchkit.execution.resume import open_run
 from batchkit.sources.input import from_job
-from batchkit.storage.identity import check_found, differences, hub_commits, identity, scoring_of
+from batchkit.storage.identity import (
+    CHANGING,
+    check_found,
+    differences,
+    hub_commits,
+    identity,
+    scoring_of,
+)
 from batchkit.storage.job_toml import write_job
 from tests.support.dry_runs import LOG, RUN
 
@@ -213,3 +220,26 @@ def test_tokenizer_on_the_hub_that_moved_to_another_commit_is_another_one(
     ref.write_text("b" * 40)
     (message,) = differences(begun, identity(job))
     assert message.startswith('engine.commits: {"acme/words":"aaa')
+
+
+@pytest.mark.parametrize("revision", ["", " --revision v1", " --revision=v1"])
+def test_hub_name_in_a_servers_command_that_moved_is_another_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revision: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    server = {"command": f"vllm serve acme/tiny --port {{port}}{revision}"}
+    engine = {"kind": "openai-server", "model": "acme/tiny", "server": server}
+    job = JobConfig.model_validate({"engine": engine})
+    ref = tmp_path / "models--acme--tiny" / "refs" / ("v1" if revision else "main")
+    ref.parent.mkdir(parents=True)
+    ref.write_text("a" * 40)
+    begun = identity(job)
+    ref.write_text("b" * 40)
+    (message,) = differences(begun, identity(job))
+    assert message.startswith('engine.commits: {"acme/tiny":"aaa')
+
+
+def test_file_that_changed_while_a_run_used_it_differs_from_itself() -> None:
+    mixed = {"prompt.files": {"prompt.texts.guide": CHANGING}}
+    (message,) = differences(mixed, mixed)
+    assert message.startswith('prompt.files: {"prompt.texts.guide":"changing"} → ')

@@ -162,7 +162,7 @@ def _check_same_job(parts: Sequence[_Part]) -> None:
             " another run"
         )
     changed = []
-    for part in parts[1:]:
+    for part in parts:  # the first, too: what changed while it ran differs even from itself
         answers = _answers(part.manifest)
         changes = differences(known, answers)
         known = continued(known, answers)  # a part without rows has not found all
