@@ -277,7 +277,7 @@ class Locked(Mapping[str, Any]):
         (Image.new("P", (2, 2)), "palette: 2×2, mode P"),
         (Image.new("RGB", (0, 2)), "without pixels.*: 0×2"),
     ],
-    ids=repr,
+    ids=["object", "NumPy", "2**64", "surrogate", "locked", "palette", "empty"],
 )
 def test_what_can_not_be_sent_is_refused_and_the_next_message_arrives(
     pair: Pair, value: Any, words: str
