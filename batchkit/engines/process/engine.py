@@ -21,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import EngineLoad
 from batchkit.engines.faults import EngineDied, Fault, StartFailed, fault_of_exit, with_log
@@ -112,7 +114,7 @@ class ProcessEngine:
             self._channel.send(Submit.of(self._submitted, request))
         except Unsendable as error:
             del self._in_flight[self._submitted]
-            refusal = RequestError(f"can't be sent to the engine: {error}")
+            refusal = RequestError(f"can't be sent to the engine: {_unsendable(request)}{error}")
             self._refused.append(Completion(request, error=refusal))
         except BlockingIOError:
             self._stall()  # half a message was sent: nothing can follow it
@@ -238,6 +240,16 @@ class ProcessEngine:
             self._channel.close()
             if self._ends_launcher:
                 self._launcher.close()
+
+
+def _unsendable(request: Request) -> str:
+    """Names the sampling parameter that can't be sent, if it is one."""
+    for name, value in request.sampling.items():
+        try:
+            msgspec.msgpack.encode(value)
+        except Exception:  # the value's own code may run
+            return f"sampling.{name}: "
+    return ""
 
 
 def _last_words(log: str) -> str:
