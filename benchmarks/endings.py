@@ -5,8 +5,8 @@
 
 A length is lognormal, as in accelerator.py, and drawn from a hash of the prompt's tokens, so that it
 is the same on all sides however bfloat16 rounds. The worker forbids stop tokens until then and makes
-them certain from then on, by vLLM's own ``min_tokens`` and ``logit_bias``, in its own copy of the
-request's sampling parameters: neither the scheduler nor whoever sent the request knows the length.
+them certain from then on, by vLLM's own ``min_tokens`` and ``logit_bias``. It sets them in its own
+copy of the request's sampling parameters, so the scheduler does not know the length.
 
 A custom logits processor would change vLLM's default: earlier versions leave model runner V2 for V1
 then, and V2 in 0.32 refuses processors of V1's interface. Both runners have what is used here. In V1

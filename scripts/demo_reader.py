@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from batchkit.commands.demo_model import CHAT_TEMPLATE, PIECES, SPECIAL_TOKENS
+from batchkit.commands.demo_model import (
+    CHAT_TEMPLATE,
+    PIECES,
+    SPECIAL_TOKENS,
+    tokenizer_config,
+)
 
 HIDDEN, LAYERS, MLP = 160, 5, 416
 VISION_HIDDEN, VISION_LAYERS, VISION_MLP = 96, 4, 192
@@ -221,15 +226,7 @@ def write_folder(folder: Path, tokenizer: Tokenizer, model: DemoReader) -> None:
     files = {
         "config.json": config,
         "generation_config.json": {"eos_token_id": stop, "pad_token_id": stop[1]},
-        "tokenizer_config.json": {
-            "tokenizer_class": "Qwen2Tokenizer",
-            "eos_token": "<|im_end|>",
-            "pad_token": "<|endoftext|>",
-            "additional_special_tokens": SPECIAL_TOKENS[1:],
-            "add_prefix_space": False,
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": config["text_config"]["max_position_embeddings"],
-        },
+        "tokenizer_config.json": tokenizer_config(config["text_config"]),
         "preprocessor_config.json": _processor(image_processor_type="Qwen2VLImageProcessorFast"),
         "video_preprocessor_config.json": _processor(video_processor_type="Qwen3VLVideoProcessor"),
     }

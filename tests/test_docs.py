@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import shlex
 import sys
@@ -17,6 +16,7 @@ import pytest
 from batchkit.cli import cli
 from batchkit.config.loading import parse_job
 from batchkit.config.tables import JobConfig
+from tests.support.scripts import load_script
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "job-file.md"
@@ -24,14 +24,7 @@ PAGE = ROOT / "docs" / "job-file.md"
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    path = ROOT / "scripts" / "make_job_file_doc.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("make_job_file_doc")
 
 
 def test_job_file_page_is_what_the_script_makes_of_the_models(script: ModuleType) -> None:

@@ -11,6 +11,7 @@ import json
 import math
 import re
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -161,15 +162,7 @@ def _write_files(folder: Path, text_only: bool, seed: int, dtype: str) -> None:
     json_files: dict[str, Any] = {
         "config.json": config,
         "generation_config.json": {"eos_token_id": stops, "pad_token_id": stops[1]},
-        "tokenizer_config.json": {
-            "tokenizer_class": "Qwen2Tokenizer",
-            "eos_token": "<|im_end|>",
-            "pad_token": "<|endoftext|>",
-            "additional_special_tokens": SPECIAL_TOKENS[1:],
-            "add_prefix_space": False,
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": config.get("text_config", config)["max_position_embeddings"],
-        },
+        "tokenizer_config.json": tokenizer_config(config.get("text_config", config)),
         MARKER: {"architecture": architecture, "seed": seed, "dtype": dtype},
     }
     if not text_only:
@@ -188,6 +181,19 @@ def _write_files(folder: Path, text_only: bool, seed: int, dtype: str) -> None:
     weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
     # Not save_file or save_pretrained: a full disk must raise OSError, and anybody may read the file.
     (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
+
+
+def tokenizer_config(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Of Qwen's tokenizer with our special tokens; ``text`` is the config of the language model."""
+    return {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "additional_special_tokens": SPECIAL_TOKENS[1:],
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": text["max_position_embeddings"],
+    }
 
 
 def _tokenizer() -> Tokenizer:

@@ -242,10 +242,8 @@ def input_changes(then: Sequence[FileFingerprint], now: Sequence[FileFingerprint
 def _same(then: FileFingerprint, now: FileFingerprint) -> bool:
     if then.sha256 == CHANGING:
         return False
-    later = (
-        (then.read_as, now.read_as),
-        (then.row_hashes, now.row_hashes),
-    )  # older runs did not note them
+    # Older runs did not note these.
+    later = (then.read_as, now.read_as), (then.row_hashes, now.row_hashes)
     return then.sha256 == now.sha256 and all(len({*pair} - {""}) < 2 for pair in later)
 
 

@@ -27,7 +27,8 @@ def well_ordered(
 ) -> Iterator[tuple[Row, int]]:
     """All of ``rows``; ``look_ahead`` are held, and none is overtaken by more than twice as many.
 
-    With each comes a number that rows which follow each other and begin alike share. An error from reading them is raised once everything read before has been handed out.
+    With each comes a number, the same for rows that follow each other and begin alike. An error from
+    reading them is raised once everything read before has been handed out.
     """
     coming: list[_Seen] = []
     going: deque[tuple[int, _Seen]] = deque()

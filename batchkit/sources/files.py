@@ -128,24 +128,26 @@ def _remote_files(path: str) -> list[str]:
 
 
 def _matches(filesystem: Any, pattern: str) -> list[str]:
-    """As ``filesystem.glob``, for which a folder that can't be listed now is an empty one."""
+    """As ``filesystem.glob``, but raises why a folder can't be listed: to glob it would be empty."""
     store = behind_caches(filesystem)
     name = "_ls" if store.async_impl else "ls"
     listing, failed = getattr(store, name), list[Exception]()
 
-    def listed(*args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def noting() -> Iterator[None]:
         try:
-            return listing(*args, **kwargs)
+            yield
         except Exception as error:
             failed.append(error)
             raise
 
+    def listed(*args: Any, **kwargs: Any) -> Any:
+        with noting():
+            return listing(*args, **kwargs)
+
     async def listed_later(*args: Any, **kwargs: Any) -> Any:
-        try:
+        with noting():
             return await listing(*args, **kwargs)
-        except Exception as error:
-            failed.append(error)
-            raise
 
     setattr(store, name, listed_later if store.async_impl else listed)
     try:

@@ -141,22 +141,25 @@ def names_same_model(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 def hub_commits(job: JobConfig) -> dict[str, str]:
     """The commit that each name on the Hugging Face hub stands for in the local cache, if it is there."""
-    engine = job.engine
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    cache = engine.options.get("download_dir") or HF_HUB_CACHE
+    names = {name: of for name, of in _hub_names(job).items() if name and not exists(name)}
+    if not names:
+        return {}
+    try:
+        from huggingface_hub.constants import HF_HUB_CACHE
+    except ImportError:  # a server may be an environment of its own, with another cache
+        return {}
+    cache = job.engine.options.get("download_dir") or HF_HUB_CACHE
     found = {}
-    for name, revision in _hub_names(job).items():
-        if name and not exists(name):
-            try:
-                ref = Path(cache, f"models--{name.replace('/', '--')}", "refs", revision)
-                found[name] = ref.read_text().strip()
-            except OSError:  # not loaded yet, or the revision is a commit
-                continue
+    for name, revision in names.items():
+        try:
+            ref = Path(cache, f"models--{name.replace('/', '--')}", "refs", revision)
+            found[name] = ref.read_text().strip()
+        except OSError:  # not loaded yet, or the revision is a commit
+            continue
     return found
 
 
-def _hub_names(job: JobConfig) -> dict[str | None, str]:
+def _hub_names(job: JobConfig) -> Mapping[str | None, str]:
     """What may be a name on the hub, and its revision."""
     engine, options = job.engine, job.engine.options
     if engine.server is not None and engine.server.command is not None:

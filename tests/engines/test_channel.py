@@ -8,7 +8,7 @@ import socket
 import string
 import struct
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
@@ -42,6 +42,7 @@ from batchkit.engines.process.messages import (
 )
 from batchkit.errors import PromptTooLongError, RowError
 from batchkit.types import Choice, Completion, Cut, Request, Row, Usage
+from tests.support.engine_requests import Locked
 
 TEXT = st.text(max_size=20)
 COUNTS = st.integers(0, 2**63)
@@ -253,17 +254,6 @@ def test_values_of_other_classes_arrive_as_plain_ones(pair: Pair) -> None:
 
     sent = [Text("tea"), np.float64(0.5), MappingProxyType({"a": 1}), (1, 2)]
     assert pair.content(sent) == ["tea", 0.5, {"a": 1}, [1, 2]]
-
-
-class Locked(Mapping[str, Any]):
-    def __getitem__(self, key: str) -> Any:
-        raise TypeError("it holds a lock")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter("a")
-
-    def __len__(self) -> int:
-        return 1
 
 
 @pytest.mark.parametrize(

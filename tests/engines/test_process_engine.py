@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from pathlib import Path
@@ -29,7 +29,7 @@ from batchkit.engines.process.engine import ProcessEngine
 from batchkit.engines.process.launcher import LOG, Launcher
 from batchkit.engines.registry import open_engine
 from batchkit.errors import JobError
-from tests.support.engine_requests import collect, request, with_image
+from tests.support.engine_requests import Locked, collect, request, with_image
 from tests.support.forks import Fork
 from tests.support.paths import ROOT
 from tests.support.small_vllm import SMALL
@@ -56,7 +56,10 @@ def open_files():
 
 def shared_memory(pid):
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    links = [os.readlink(f"/proc/{pid}/fd/{n}") for n in os.listdir(f"/proc/{pid}/fd")]
+    links = []
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            links.append(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
     return {word for text in lines + links for word in text.split() if "/dev/shm/" in word}
 
 def cycle(job, launcher, killed):
@@ -344,17 +347,6 @@ def test_an_engine_whose_log_was_removed_dies_of_its_own_cause(dry_run: ProcessE
     os.kill(dry_run.pid, signal.SIGKILL)
     with pytest.raises(EngineDied, match="SIGKILL"):
         within(10, dry_run, lambda: poll_until_it_fails(dry_run))
-
-
-class Locked(Mapping[str, Any]):
-    def __getitem__(self, key: str) -> Any:
-        raise TypeError("planted: it holds a lock")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter("a")
-
-    def __len__(self) -> int:
-        return 1
 
 
 @pytest.mark.parametrize(

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from itertools import islice
-from pathlib import Path
 from random import Random
 from types import ModuleType
 
 import numpy as np
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "demo_tables.py"
+from tests.support.scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("demo_tables")
 
 
 def test_tables_of_training_and_test_share_no_pair_of_words_and_no_number(demo: ModuleType) -> None:

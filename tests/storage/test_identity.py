@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,15 @@ def test_name_on_the_hub_that_moved_to_another_commit_is_another_model(
     assert differences(unknown, identity(job)) == []  # nor do runs of earlier versions know it
 
 
+def check_that_a_new_commit_is_noticed(job: JobConfig, ref: Path, name: str) -> None:
+    ref.parent.mkdir(parents=True)
+    ref.write_text("a" * 40)
+    begun = identity(job)
+    ref.write_text("b" * 40)
+    (message,) = differences(begun, identity(job))
+    assert message.startswith(f'engine.commits: {{"{name}":"aaa')
+
+
 @pytest.mark.parametrize("revision", [None, "v1"])
 def test_tokenizer_on_the_hub_that_moved_to_another_commit_is_another_one(
     tmp_path: Path, revision: str | None
@@ -214,12 +224,7 @@ def test_tokenizer_on_the_hub_that_moved_to_another_commit_is_another_one(
     options |= {"tokenizer_revision": revision} if revision else {}
     job = JobConfig.model_validate({"engine": {"model": "acme/tiny", "options": options}})
     ref = tmp_path / "models--acme--words" / "refs" / (revision or "main")
-    ref.parent.mkdir(parents=True)
-    ref.write_text("a" * 40)
-    begun = identity(job)
-    ref.write_text("b" * 40)
-    (message,) = differences(begun, identity(job))
-    assert message.startswith('engine.commits: {"acme/words":"aaa')
+    check_that_a_new_commit_is_noticed(job, ref, "acme/words")
 
 
 @pytest.mark.parametrize("revision", ["", " --revision v1", " --revision=v1"])
@@ -231,15 +236,18 @@ def test_hub_name_in_a_servers_command_that_moved_is_another_model(
     engine = {"kind": "openai-server", "model": "acme/tiny", "server": server}
     job = JobConfig.model_validate({"engine": engine})
     ref = tmp_path / "models--acme--tiny" / "refs" / ("v1" if revision else "main")
-    ref.parent.mkdir(parents=True)
-    ref.write_text("a" * 40)
-    begun = identity(job)
-    ref.write_text("b" * 40)
-    (message,) = differences(begun, identity(job))
-    assert message.startswith('engine.commits: {"acme/tiny":"aaa')
+    check_that_a_new_commit_is_noticed(job, ref, "acme/tiny")
 
 
 def test_file_that_changed_while_a_run_used_it_differs_from_itself() -> None:
     mixed = {"prompt.files": {"prompt.texts.guide": CHANGING}}
     (message,) = differences(mixed, mixed)
     assert message.startswith('prompt.files: {"prompt.texts.guide":"changing"} → ')
+
+
+def test_without_the_hubs_library_no_commit_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no dependency: a server may have it in an environment of its own."""
+    monkeypatch.setitem(sys.modules, "huggingface_hub.constants", None)
+    server = {"command": "vllm serve acme/tiny --port {port}"}
+    for engine in ({"kind": "dry-run"}, {"kind": "openai-server", "model": "a", "server": server}):
+        assert hub_commits(JobConfig.model_validate({"engine": engine})) == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from PIL import Image
@@ -47,3 +48,16 @@ def with_image(size: tuple[int, int], n: int = 1) -> Request:
 def plain(prompt: str, **sampling: Any) -> Request:
     sampling = {"temperature": 0.0, "max_tokens": 8, **sampling}
     return Request(Row(1, "1", {}), None, prompt, sampling, "")
+
+
+class Locked(Mapping[str, Any]):
+    """A value that can't be sent to an engine, and whose own code says why."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise TypeError("planted: it holds a lock")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("a")
+
+    def __len__(self) -> int:
+        return 1

@@ -30,9 +30,9 @@ def read_predictions(path: Path) -> dict[str, Prediction]:
     """Predictions by row id; if several have one id, the last counts.
 
     A line, or a member of ``results`` (or of a list) in a ``.json`` file, has an ``id`` and a
-    ``prediction`` or a ``text``, or is a line of OpenAI's batch output. An entry that says it failed is a failure, and so are null, a blank
-    text and the harness's ``[ERROR] …``: none of them is an answer. A blank prediction is one if the
-    text is not known: the harness's metrics score it 0.
+    ``prediction`` or a ``text``, or is a line of OpenAI's batch output. An entry that says it failed
+    is a failure, and so are null, a blank text and the harness's ``[ERROR] …``: none of them is an
+    answer. A blank prediction is one if the text is not known: the harness's metrics score it 0.
 
     Raises:
         JobError: missing, not JSON, or a line without an id or without either of the two.
