@@ -104,7 +104,7 @@ not_installed() {
 
 if [ $build = cuda ] && [ "$(uname -m)" != x86_64 ]; then
     say "NVIDIA GPU: installing vLLM for CUDA, several GB: about ten minutes; $lock is for x86-64"
-    quiet_pip -e '.[vllm,charts,ray,dev]'
+    quiet_pip -e '.[vllm,charts,excel,pdf,ray,dev]'
 elif [ $build = cuda ]; then
     say "NVIDIA GPU: installing the $(count) packages of $lock, several GB"
     if ! quiet_pip uv 2>/dev/null || ! uv_install --require-hashes -r $lock; then

@@ -10,9 +10,9 @@ import marshal
 import signal
 import warnings
 
-from batchkit.rendering.child_process import Answer, limit_memory, serve
 from batchkit.scoring.bounds import PATTERN_MEMORY, PATTERN_TIMEOUT_S
 from batchkit.scoring.steps import last_in
+from batchkit.sources.child_process import Answer, limit_memory, serve
 
 
 def main() -> None:

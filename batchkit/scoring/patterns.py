@@ -10,9 +10,9 @@ from __future__ import annotations
 import marshal
 import signal
 
-from batchkit.rendering.processes import Gone, child_of_thread
 from batchkit.scoring.bounds import PATTERN_STEPS, PATTERN_TIMEOUT_S, PATTERN_WAIT_S, Unscorable
 from batchkit.scoring.steps import last_in, most_steps
+from batchkit.sources.processes import Gone, child_of_thread
 
 
 def last_match(pattern: str, text: str) -> str | None:

@@ -8,8 +8,7 @@ import io
 import lzma
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from importlib import import_module
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -33,7 +32,7 @@ NOT_TEXT = {  # first bytes of files that no text format can read; the longer on
     b"\xff\xfe": "is UTF-16 text; save it as UTF-8",
     b"\xfe\xff": "is UTF-16 text; save it as UTF-8",
     b"PAR1": 'is a Parquet file; set input.format = "parquet"',
-    b"PK\x03\x04": "is a zip archive or an Excel workbook; unpack it, or save it as CSV",
+    b"PK\x03\x04": "is a zip archive or an Excel workbook; unpack it, or name it .xlsx",
     b"\x1f\x8b": "is gzip-compressed; give its name the suffix .gz",
     b"\x28\xb5\x2f\xfd": "is zstd-compressed; give its name the suffix .zst",
     b"\xfd7zXZ\0": "is xz-compressed; give its name the suffix .xz",
@@ -213,6 +212,7 @@ def _through_fsspec(path: str, stack: ExitStack, *, text: bool) -> Any:
     Only what ``COMPRESSIONS`` names: of a zip archive, fsspec reads the first member alone.
     """
     import fsspec
+    import pyarrow as pa
     from fsspec.utils import infer_compression
 
     opened: Any = (
@@ -221,21 +221,15 @@ def _through_fsspec(path: str, stack: ExitStack, *, text: bool) -> Any:
     name = name_of(path)
     suffix = PurePath(name).suffix.lower()
     packed = stack.enter_context(opened)
-    if suffix == ".zst":
-        return _unpacked_zstd(path, packed)
+    if (
+        suffix == ".zst"
+    ):  # not through zstandard, as fsspec does: it accepts a truncated file as whole
+        return pa.CompressedInputStream(packed, "zstd")
     if text and suffix in _STREAMS:  # Parquet seeks in its file
         return nullcontext(PackedStreams(packed, _STREAMS[suffix]))
     if suffix in COMPRESSIONS:
         return fsspec.compression.compr[infer_compression(name)](packed, mode="rb")
     return nullcontext(packed)
-
-
-def _unpacked_zstd(path: str, packed: Any) -> Any:
-    """Not through the package zstandard, as fsspec may do: it accepts a truncated file as whole."""
-    for name in ("compression.zstd", "backports.zstd"):  # the first is Python's own, from 3.14 on
-        with suppress(ImportError):
-            return import_module(name).ZstdFile(packed, mode="rb")
-    raise InputError(f"{path}: is zstd-compressed; pip install backports.zstd")
 
 
 class _Foreign(io.RawIOBase):

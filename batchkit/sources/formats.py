@@ -17,6 +17,7 @@ READERS = {
     "json": "batchkit.sources.json_list:read",
     "csv": "batchkit.sources.csv_table:read",
     "parquet": "batchkit.sources.parquet:read",
+    "xlsx": "batchkit.sources.workbook:read",
     "openai-batch": "batchkit.sources.openai_batch:read",
     "prompts": "batchkit.sources.prompts:read",
 }
@@ -33,6 +34,8 @@ SUFFIXES = {
     ".csv": "csv",
     ".tsv": "csv",
     ".parquet": "parquet",
+    ".xlsx": "xlsx",
+    ".xlsm": "xlsx",
     ".txt": "prompts",
 }
 

@@ -27,7 +27,7 @@ from batchkit.errors import InputError, RequestError
 from batchkit.sources import count_rows, fingerprint, input_files, never, read_rows
 from tests.support.sources import ROWS, rows_of, table, write, write_rows
 
-FORMATS = ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet"]
+FORMATS = ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "rows.xlsx"]
 ALL_TEXT = ["rows.csv"]  # those whose values have no types
 
 
@@ -374,11 +374,8 @@ ZSTD = (
 def test_zstd_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
     """Whatever is installed: the package zstandard gives what is there, and no error."""
     path = write(tmp_path, "x.txt.zst", ZSTD)
-    with pytest.raises(InputError) as stop:
+    with pytest.raises(InputError, match=r"can't be read: .*[Tt]runcated"):
         rows_of(path)
-    assert any(
-        words in str(stop.value) for words in ("pip install backports.zstd", "ended before the end")
-    )
 
 
 SUFFIX = {gzip.compress: "gz", bz2.compress: "bz2", lzma.compress: "xz"}
@@ -462,8 +459,7 @@ def test_damaged_beginning_of_a_later_packed_stream_is_refused(
 
 @pytest.mark.parametrize("url", ["{}", "file://{}"])
 def test_zstd_frames_are_one_file(tmp_path: Path, url: str) -> None:
-    zstd = pytest.importorskip("backports.zstd")
-    frames = [zstd.compress(b'{"a": %d}\n' % n * 2) for n in range(3)]
+    frames = [pa.compress(b'{"a": %d}\n' % n * 2, "zstd", asbytes=True) for n in range(3)]
     path = write(tmp_path, "x.jsonl.zst", b"".join(frames))
     found = list(read_rows(InputTable(path=url.format(path))))
     assert [row.fields["a"] for row in found] == [0, 0, 1, 1, 2, 2]
@@ -479,7 +475,7 @@ def test_zstd_frames_are_one_file(tmp_path: Path, url: str) -> None:
         ("x.jsonl", '{"a": 1}'.encode("utf-16"), {}, "is UTF-16 text; save it as UTF-8"),
         ("x.csv", "a,b".encode("utf-32"), {}, "is UTF-32 text; save it as UTF-8"),
         ("x.jsonl", b"PAR1\x00", {}, 'set input.format = "parquet"'),
-        ("x.csv", b"PK\x03\x04", {}, "an Excel workbook; unpack it, or save it as CSV"),
+        ("x.csv", b"PK\x03\x04", {}, "an Excel workbook; unpack it, or name it .xlsx"),
         ("x.jsonl", gzip.compress(b"{}", mtime=0), {}, "give its name the suffix .gz"),
         ("x.jsonl", b"\x28\xb5\x2f\xfd..", {}, "give its name the suffix .zst"),
         ("x.jsonl", bz2.compress(b"{}"), {}, "give its name the suffix .bz2"),

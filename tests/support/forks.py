@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchkit.engines.process.launcher import Launcher
-from batchkit.rendering.child_process import die_with_parent
+from batchkit.sources.child_process import die_with_parent
 from tests.support.paths import ROOT
 
 LAUNCHER = "batchkit.engines.process.child"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from openpyxl import Workbook
 
 from batchkit.config.tables import InputTable
 from batchkit.sources import read_rows
@@ -40,6 +41,11 @@ def write_rows(folder: Path, name: str, rows: list[dict[str, Any]] = ROWS) -> Pa
     path = folder / name
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
+    elif path.suffix == ".xlsx":
+        workbook = Workbook()
+        for row in [[*rows[0]], *([*row.values()] for row in rows)]:
+            workbook.active.append(row)
+        workbook.save(path)
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows))
     elif path.suffix == ".csv":

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt, field_validator
 from batchkit.config.shard import parse_shard
 from batchkit.config.tables.base import Free, Identity, Table
 
-Format = Literal["auto", "jsonl", "json", "csv", "parquet", "openai-batch", "prompts"]
+Format = Literal["auto", "jsonl", "json", "csv", "parquet", "xlsx", "openai-batch", "prompts"]
 
 
 class InputTable(Table):
@@ -24,7 +24,9 @@ class InputTable(Table):
     )
     format: Identity[Format] = Field("auto", description="`auto` goes by the file's name.")
     records: Identity[str | None] = Field(
-        None, description="JSON only: the key (dotted) of the list of rows."
+        None,
+        description="JSON: the key (dotted) of the list of rows. Excel: the sheet's name, by default the"
+        " first one.",
     )
     id: Identity[str | None] = Field(
         None,

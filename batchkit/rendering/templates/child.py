@@ -13,9 +13,9 @@ from typing import Any
 
 from jinja2 import StrictUndefined, UndefinedError
 
-from batchkit.rendering.child_process import Answer, limit_memory, serve
 from batchkit.rendering.templates.leaves import numbers_of
 from batchkit.rendering.templates.sandbox import unbounded
+from batchkit.sources.child_process import Answer, limit_memory, serve
 
 MOST_MEMORY = 1 << 30  # bytes, plus eight times the size of the question
 MOST_BYTES = 16_000_000  # of text, plus four times the size of the question: 4 million tokens

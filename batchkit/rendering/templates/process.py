@@ -11,7 +11,7 @@ import os
 import threading
 from typing import Any
 
-from batchkit.rendering.processes import Gone, child_of_thread
+from batchkit.sources.processes import Gone, child_of_thread
 
 _CORES = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))  # more would only be slower
 

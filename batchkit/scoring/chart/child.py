@@ -21,7 +21,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from batchkit.rendering.child_process import die_with_parent
 from batchkit.scoring.chart.answer import TABLE_NAME, TABLE_PATH
 from batchkit.scoring.chart.confine import confine
 from batchkit.scoring.chart.fix import fixed
@@ -33,6 +32,7 @@ from batchkit.scoring.chart.messages import (
     SandboxLimits,
 )
 from batchkit.scoring.chart.readings import fixed_readings, official_reading
+from batchkit.sources.child_process import die_with_parent
 
 SCRATCH = "scratch"
 

@@ -19,7 +19,6 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from batchkit.errors import JobError
-from batchkit.rendering.processes import start
 from batchkit.scoring.chart.confine import what_is_missing
 from batchkit.scoring.chart.messages import (
     CONFINED,
@@ -31,6 +30,7 @@ from batchkit.scoring.chart.messages import (
     decode_ended,
     encode,
 )
+from batchkit.sources.processes import start
 
 _LIBRARIES = ("pandas", "numpy", "matplotlib", "openpyxl")
 _START_S = 120.0  # the first import after an installation compiles everything

@@ -20,7 +20,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from batchkit.rendering.child_process import die_with_parent
 from batchkit.scoring.chart.answer import TABLE_NAME
 from batchkit.scoring.chart.child import SCRATCH, preload, probe, run_chart
 from batchkit.scoring.chart.messages import (
@@ -33,6 +32,7 @@ from batchkit.scoring.chart.messages import (
     decode_run,
     encode,
 )
+from batchkit.sources.child_process import die_with_parent
 
 _TICK_S = 0.05
 _MAX_FILES = 500

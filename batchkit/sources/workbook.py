@@ -1,0 +1,112 @@
+"""Excel workbooks: one sheet, whose first row names the columns. Values keep their types."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from typing import IO, Any
+from zipfile import ZipFile
+
+from batchkit.config.tables import InputTable
+from batchkit.errors import InputError, RequestError
+from batchkit.sources.files import open_input
+from batchkit.sources.reader import Found, Skip, one_of, shown
+
+MAX_TEXT_BYTES = (
+    2**28
+)  # of all cells' different texts, which a workbook stores, and we hold, at once
+_TEXTS = "sharedstrings.xml"
+
+
+def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
+    """See ``Reader``; ``input.records`` names the sheet, by default the first one. Blank rows are
+    skipped. A formula has the value that Excel has saved with it."""
+    with open_input(path, text=False) as file, closing(_opened(path, file)) as workbook:
+        rows = _sheet(path, workbook, table.records).iter_rows(values_only=True)
+        number = 0
+        try:
+            header: list[str] | None = None
+            for number, cells in enumerate(rows, start=1):
+                if all(cell is None for cell in cells):
+                    continue
+                if header is None:
+                    header = _header(path, number, cells)
+                    continue
+                yield None if skip(index) else _fields(path, number, cells, header)
+                index += 1
+        except InputError:
+            raise
+        except Exception as error:  # openpyxl raises what its parsers do: KeyError, ParseError …
+            raise InputError(f"{path}: broken workbook after row {number}: {error}") from error
+    if header is None:
+        raise InputError(f"{path}: its sheet is empty; the first row must name the columns")
+
+
+def _opened(path: str, file: IO[bytes]) -> Any:
+    try:
+        from openpyxl import load_workbook
+    except ImportError as error:
+        raise InputError(
+            f"{path}: an Excel workbook needs openpyxl: pip install 'batchkit[excel]'"
+        ) from error
+    try:
+        with ZipFile(file) as archive:
+            for part in archive.infolist():
+                if part.filename.lower().endswith(_TEXTS):
+                    _check_size(path, part.file_size)
+        return load_workbook(file, read_only=True, data_only=True, keep_links=False)
+    except InputError:
+        raise
+    except Exception as error:  # openpyxl raises what its parsers do
+        raise InputError(
+            f"{path}: not an .xlsx workbook: {error}; save it anew as .xlsx, or check input.format"
+        ) from error
+
+
+def _check_size(path: str, n_bytes: int) -> None:
+    if n_bytes > MAX_TEXT_BYTES:
+        raise InputError(
+            f"{path}: its texts take {n_bytes:,} bytes, and a workbook's must be read at once; the"
+            f" most is {MAX_TEXT_BYTES:,}: save it as CSV"
+        )
+
+
+def _sheet(path: str, workbook: Any, name: str | None) -> Any:
+    sheets = {sheet.title: sheet for sheet in workbook.worksheets}
+    if not sheets:
+        raise InputError(f"{path}: has no sheet with cells")
+    if name is not None and name not in sheets:
+        raise InputError(f"{path}: input.records = {name!r} names no sheet; {one_of(name, sheets)}")
+    sheet = sheets[name or next(iter(sheets))]
+    sheet.reset_dimensions()  # what some programs write there is wrong, and would cut off columns
+    return sheet
+
+
+def _header(path: str, number: int, cells: Sequence[Any]) -> list[str]:
+    names = [str(cell).strip() if cell is not None else "" for cell in cells]
+    while not names[-1]:
+        names.pop()
+    if "" in names:
+        column = names.index("") + 1
+        raise InputError(
+            f"{path} row {number}: column {column} of {len(names)} has no name; the first row must"
+            " name the columns"
+        )
+    twice = [name for name, n_columns in Counter(names).items() if n_columns > 1]
+    if twice:
+        raise InputError(
+            f"{path} row {number}: two columns are named {shown(twice[0])}; rename one"
+        )
+    return names
+
+
+def _fields(path: str, number: int, cells: Sequence[Any], header: list[str]) -> Found:
+    extra = [cell for cell in cells[len(header) :] if cell is not None]
+    if extra:
+        return RequestError(
+            f"{path} row {number}: {shown(extra[0])} is in a column without a name; name it in the"
+            " first row"
+        )
+    values = [*cells[: len(header)], *[None] * (len(header) - len(cells))]
+    return dict(zip(header, values, strict=True))

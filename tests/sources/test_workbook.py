@@ -1,0 +1,108 @@
+"""A workbook's rows: one sheet, types kept; what is missing or broken is named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
+
+import pytest
+from openpyxl import Workbook
+
+from batchkit.errors import InputError, RequestError
+from batchkit.sources import count_rows
+from tests.support.sources import rows_of, table, write, write_rows
+
+
+def workbook(folder: Path, **sheets: list[list[Any]]) -> Path:
+    made = Workbook()
+    made.remove(made.active)
+    for title, rows in sheets.items():
+        sheet = made.create_sheet(title)
+        for row in rows:
+            sheet.append(row)
+    made.save(folder / "book.xlsx")
+    return folder / "book.xlsx"
+
+
+def test_values_keep_their_types_and_blank_rows_are_no_rows(tmp_path: Path) -> None:
+    day = datetime(2026, 1, 2)
+    path = workbook(
+        tmp_path,
+        data=[[], ["n", " x ", "t", "day", "flag"], [1, 0.5, "é", day, True], [], [None, 2]],
+    )
+    first, second = rows_of(path)
+    assert first.fields == {"n": 1, "x": 0.5, "t": "é", "day": day, "flag": True}
+    assert second.fields == {"n": None, "x": 2, "t": None, "day": None, "flag": None}
+    assert (second.index, count_rows(table(path))) == (1, 2)
+
+
+def test_records_names_the_sheet(tmp_path: Path) -> None:
+    path = workbook(tmp_path, first=[["a"], [1]], second=[["b"], [2]])
+    assert [row.fields for row in rows_of(path)] == [{"a": 1}]
+    assert [row.fields for row in rows_of(path, records="second")] == [{"b": 2}]
+    with pytest.raises(InputError, match="'secnd' names no sheet; did you mean 'second'"):
+        rows_of(path, records="secnd")
+
+
+def test_a_cell_without_a_column_fails_its_row_alone(tmp_path: Path) -> None:
+    path = workbook(tmp_path, data=[["a"], [1], [2, "lost"], [3]])
+    good, broken, last = rows_of(path)
+    assert (good.error, last.fields) == (None, {"a": 3})
+    assert isinstance(broken.error, RequestError)
+    assert "row 3: 'lost' is in a column without a name" in str(broken.error)
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ([], "its sheet is empty"),
+        ([["a", None, "b"], [1, 2, 3]], "row 1: column 2 of 3 has no name"),
+        ([["a", "a "], [1, 2]], "row 1: two columns are named 'a'"),
+    ],
+)
+def test_a_header_that_can_not_be_used_is_an_error(
+    tmp_path: Path, rows: list[list[Any]], problem: str
+) -> None:
+    with pytest.raises(InputError, match=problem):
+        rows_of(workbook(tmp_path, data=rows))
+
+
+def test_what_is_no_workbook_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"not an .xlsx workbook: .*save it anew as .xlsx"):
+        rows_of(write(tmp_path, "x.xlsx", b"\xd0\xcf\x11\xe0 an old .xls"))
+
+
+def test_a_workbook_cut_in_its_middle_is_an_error(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, "x.xlsx", [{"a": n} for n in range(5000)])
+    with ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    sheet = parts["xl/worksheets/sheet1.xml"]
+    with ZipFile(path, "w") as archive:
+        for name, content in parts.items():
+            archive.writestr(name, content if content is not sheet else sheet[: len(sheet) // 2])
+    with pytest.raises(InputError, match=r"broken workbook after row 2\d\d\d"):
+        rows_of(path)
+
+
+def test_a_workbook_of_too_much_text_is_refused_unread(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, "x.xlsx")
+    with ZipFile(path, "w", ZIP_DEFLATED) as archive:
+        archive.writestr("xl/sharedStrings.xml", bytes(2**28 + 1))
+    with pytest.raises(InputError, match="its texts take 268,435,457 bytes"):
+        rows_of(path)
+
+
+def test_without_openpyxl_the_error_says_what_to_install(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, "x.xlsx")
+    code = (
+        "import sys; sys.modules['openpyxl'] = None\n"
+        "from batchkit.config.tables import InputTable\n"
+        "from batchkit.sources import read_rows\n"
+        f"list(read_rows(InputTable(path={str(path)!r})))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "an Excel workbook needs openpyxl: pip install 'batchkit[excel]'" in ended.stderr
