@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from batchkit.config.tables import JobConfig as JobConfig
     from batchkit.execution.loop import Outcome as Outcome
     from batchkit.execution.processor import ProductionBatchProcessor as ProductionBatchProcessor
-    from batchkit.storage.summary import RunSummary as RunSummary
+    from batchkit.execution.summary import RunSummary as RunSummary
 
 __version__ = "0.1.0"
 __all__ = ["JobConfig", "Outcome", "ProductionBatchProcessor", "RunSummary"]
@@ -18,7 +18,7 @@ _HOMES = {
     "JobConfig": "batchkit.config.tables",
     "Outcome": "batchkit.execution.loop",
     "ProductionBatchProcessor": "batchkit.execution.processor",
-    "RunSummary": "batchkit.storage.summary",
+    "RunSummary": "batchkit.execution.summary",
 }
 
 

@@ -10,7 +10,7 @@ from batchkit.config.loading import make_job
 from batchkit.errors import JobError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.signals import StopRequest
-from batchkit.storage.summary import RunSummary
+from batchkit.execution.summary import RunSummary
 
 
 class Answer(NamedTuple):

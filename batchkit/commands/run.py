@@ -19,6 +19,7 @@ from batchkit.execution.loop import Outcome
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.resume import OnChange
 from batchkit.execution.signals import Interrupted, StopRequest
+from batchkit.execution.summary import RunSummary
 from batchkit.rendering.constant_files import constant_files
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import differences, identity
@@ -27,7 +28,6 @@ from batchkit.storage.ledger import RESULTS, failure_kind
 from batchkit.storage.manifest import latest_run, read_manifest
 from batchkit.storage.newest import read_newest
 from batchkit.storage.runfolder import MANIFEST, is_run
-from batchkit.storage.summary import RunSummary
 
 _LETHAL = (EngineCrashError.kind, RowOutOfMemoryError.kind)
 

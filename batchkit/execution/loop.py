@@ -24,6 +24,7 @@ from batchkit.execution.hints import hints
 from batchkit.execution.progress import Progress, State
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.signals import DRAIN_S, Interrupted, StopRequest
+from batchkit.execution.summary import RunSummary
 from batchkit.execution.worker import Worker, render_ahead
 from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.ordering import well_ordered
@@ -31,7 +32,6 @@ from batchkit.rendering.renderer import PromptRenderer
 from batchkit.sources.input import Input, Total, check_unchanged, distrusted, watched
 from batchkit.storage.identity import CHANGING, check_found, names_same_model
 from batchkit.storage.store import RecordLine, Store
-from batchkit.storage.summary import RunSummary
 from batchkit.types import Row, Task, Usage
 
 WorkerPool = Worker | RayWorkerPool
@@ -73,6 +73,7 @@ class Loop:
         self._progress = progress
         self._stop = stop
         self._prompt_files = prompt_files
+        self._input = source
         self._source = source._replace(
             changes=lambda thorough: {**source.changes(thorough), **self._changed_prompts()}
         )
@@ -420,6 +421,7 @@ class Loop:
             rows_per_s=round(self._settled * per_s, 3),
             completion_tokens_per_s=round(state.completion_tokens * per_s, 3),
             exit=code,
+            source=self._input,
         )
 
 

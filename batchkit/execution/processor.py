@@ -15,6 +15,7 @@ from batchkit.execution.loop import Loop, Outcome
 from batchkit.execution.progress import Progress
 from batchkit.execution.resume import OnChange, open_run
 from batchkit.execution.signals import StopRequest
+from batchkit.execution.summary import RunSummary
 from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.renderer import AdjustSampling, PromptRenderer
 from batchkit.sources import is_fallback
@@ -28,7 +29,6 @@ from batchkit.storage.manifest import read_manifest
 from batchkit.storage.newest import NewestLog, read_newest
 from batchkit.storage.runfolder import is_run
 from batchkit.storage.score_store import references_of
-from batchkit.storage.summary import RunSummary
 from batchkit.types import Row
 
 

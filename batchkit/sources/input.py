@@ -45,6 +45,7 @@ class Input(NamedTuple):
     rows to run in all, or None if it is not known. ``has_ids``: the rows have ids that do not
     depend on their position. ``changes`` says, by path, how the input now differs from ``files``;
     if its argument is true, by a thorough check that may take as long as making ``files``.
+    ``labels``: pandas' index of the rows, if they have one.
     """
 
     files: list[FileFingerprint] | None
@@ -53,6 +54,7 @@ class Input(NamedTuple):
     size: Callable[[], int | None]
     has_ids: bool
     changes: Callable[[bool], Mapping[str, str]] = lambda thorough: {}
+    labels: Any = None
 
 
 def from_job(job: JobConfig) -> Input:
@@ -111,7 +113,7 @@ def from_python(rows: Any, table: InputTable) -> Input:
     file = FileFingerprint(
         PLACE, size, 0, earlier.hexdigest(), row_hashes=hashlib.sha256(hashes).hexdigest()
     )
-    return Input([file], read, read, lambda: size, has_ids, changes)
+    return Input([file], read, read, lambda: size, has_ids, changes, found.labels)
 
 
 def watched(

@@ -23,32 +23,40 @@ class PythonRows(NamedTuple):
     """``read`` yields the rows from the first one; it works only once if ``size`` is None.
 
     The dicts and lists are copies: what the caller later does to the originals does not matter.
+    ``labels``: the index of a DataFrame or Series of pandas.
     """
 
     read: Callable[[], Iterator[Row]]
     size: Callable[[], int] | None
+    labels: Any = None
 
 
 class _Values(NamedTuple):
     read: Callable[[], Iterator[Any]]
     size: Callable[[], int] | None
+    labels: Any = None
 
 
 def python_rows(rows: Any, key: str | None) -> PythonRows:
     """``rows`` with their ids under ``key``; a single str or dict is one row.
 
-    Tables are DataFrames of pandas and polars, and pyarrow's tables; they are recognised by their
-    methods, since none of these packages need be installed. A value that is not a row fails alone.
+    Tables are DataFrames of pandas and polars, datasets of ``datasets``, pyarrow's tables, and all
+    that gives an Arrow stream; they are recognised by their methods, since none of these packages
+    need be installed. A value that is not a row fails alone.
 
     Raises:
         JobError: no value of ``rows`` can be a row; for an iterator, its first value decides.
     """
+    if isinstance(rows, Mapping) and any(hasattr(split, "column_names") for split in rows.values()):
+        raise JobError(
+            f"{PLACE}: found {type(rows).__name__} of {', '.join(map(str, rows))}; give one"
+        )
     values = _values([rows] if isinstance(rows, str | Mapping) else rows)
     looked_at: Iterable[Any] = values.read()
     if values.size is None:
         left = iter(looked_at)
         looked_at = begun = list(islice(left, 1))
-        values = _Values(lambda: chain(begun, left), None)
+        values = values._replace(read=lambda: chain(begun, left))
     kinds: list[str] = []
     for value in looked_at:
         if isinstance(value, RequestError) or isinstance(_fields(0, value), dict):
@@ -60,6 +68,7 @@ def python_rows(rows: Any, key: str | None) -> PythonRows:
     return PythonRows(
         lambda: (_row(index, value, key) for index, value in enumerate(values.read())),
         values.size,
+        values.labels,
     )
 
 
@@ -72,31 +81,61 @@ def _values(rows: Any) -> _Values:
         raise _refused(type(rows).__name__)
     if hasattr(rows, "to_pylist"):  # a column of pyarrow
         return _Values(lambda: _of_column(rows), lambda: len(rows))
-    if hasattr(rows, "tolist") and getattr(rows, "ndim", 1) == 1:  # of pandas or numpy
-        rows = rows.tolist()
-    if isinstance(rows, Iterable):
-        size = rows.__len__ if isinstance(rows, Sequence) else None
-        return _Values(lambda: iter(rows), size)
+    labels = rows.index if hasattr(rows, "iloc") else None
+    if (
+        hasattr(rows, "dtype") and getattr(rows, "ndim", 1) == 1
+    ):  # a column of pandas, numpy, polars
+        rows = rows.tolist() if hasattr(rows, "tolist") else rows.to_list()
+    if isinstance(rows, Sequence):
+        return _Values(lambda: iter(rows), rows.__len__, labels)
+    if hasattr(rows, "__arrow_c_stream__"):  # of duckdb, for example
+        return _of_stream(rows)
     if all(hasattr(type(rows), name) for name in ("__len__", "__getitem__")):  # torch's Dataset
         return _Values(lambda: (rows[n] for n in range(len(rows))), lambda: len(rows))
+    if isinstance(rows, Iterable):
+        return _Values(lambda: iter(rows), None)
     raise _refused(type(rows).__name__)
 
 
 def _of_table(rows: Any) -> _Values | None:
+    labels = None
     if hasattr(rows, "iloc") and hasattr(rows, "columns"):  # pandas
-        names, read = rows.columns, lambda: _of_pandas(rows)
-    elif hasattr(rows, "iter_rows") and hasattr(rows, "columns"):  # polars
+        rows = rows.copy(deep=False)  # columns that the caller adds later are not in it
+        names, read, labels = rows.columns, lambda: _of_pandas(rows), rows.index
+    elif hasattr(rows, "iter_rows") and hasattr(rows, "height"):  # polars
         names, read = rows.columns, lambda: rows.iter_rows(named=True)
     elif hasattr(rows, "to_pylist") and hasattr(rows, "schema"):  # pyarrow
         names, read = rows.schema.names, lambda: _of_pyarrow(rows)
+    elif hasattr(rows, "column_names") and hasattr(rows, "__len__"):  # Hugging Face
+        plain = rows.with_format(None)  # values of Python, not of torch or numpy
+        names, read = rows.column_names, lambda: iter(plain)
     else:
         return None
+    _check_names(names)
+    return _Values(read, lambda: len(rows), labels)
+
+
+def _of_stream(rows: Any) -> _Values:
+    """A stream of batches is read as it comes, and once; what can give several streams, whole."""
+    import pyarrow as pa
+
+    try:
+        stream = pa.RecordBatchReader.from_stream(rows)
+        _check_names(stream.schema.names)
+        if isinstance(rows, Iterator):
+            return _Values(lambda: chain.from_iterable(map(_of_pyarrow, stream)), None)
+        table = stream.read_all()
+    except pa.ArrowException as error:
+        raise JobError(f"{PLACE}: {type(rows).__name__}: {error}") from error
+    return _Values(lambda: _of_pyarrow(table), lambda: len(table))
+
+
+def _check_names(names: Iterable[Any]) -> None:
     for name, n_columns in Counter(names).items():
         if not isinstance(name, str):
             raise JobError(f"{PLACE}: column {shown(name)} has no text for a name; rename it")
         if n_columns > 1:
             raise JobError(f"{PLACE}: two columns are named {shown(name)}; rename one")
-    return _Values(read, lambda: len(rows))
 
 
 def _of_pandas(frame: Any) -> Iterator[Any]:

@@ -22,9 +22,9 @@ from batchkit.execution.cluster.session import needs
 from batchkit.execution.cluster.worker_pool import RayWorkerPool
 from batchkit.execution.events import EngineHistory, EngineLine, Event
 from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.execution.summary import RunSummary
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.newest import read_newest
-from batchkit.storage.summary import RunSummary
 from batchkit.types import Row, Task
 from tests.support.chat_server import MODEL, ChatServer, serving
 from tests.support.ray_head import CPUS, RayHead

@@ -21,9 +21,9 @@ from PIL import Image
 
 from batchkit.errors import ChangedError, JobError
 from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.execution.summary import RunSummary
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.manifest import read_manifest
-from batchkit.storage.summary import RunSummary
 from tests.support.dry_runs import RUN, job
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -61,12 +61,46 @@ class Polars:
         return iter(FIELDS)
 
 
+class Stream:
+    """A table of any package that gives an Arrow stream, as duckdb's relations do."""
+
+    def __init__(self, content: Any) -> None:
+        self._content = content
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        return self._content.__arrow_c_stream__(requested_schema)
+
+
+class Dataset:
+    """As much of a datasets.Dataset as is needed to recognise it."""
+
+    column_names = ("key", "q", "n")
+
+    def __init__(self, form: str | None = "torch") -> None:
+        self._form = form
+
+    def with_format(self, form: None) -> Dataset:
+        return Dataset(form)
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        assert self._form is None, "values of Python"
+        return FIELDS[index]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[index] for index in range(len(self)))
+
+
 TABLES = {
     "pandas": FRAME,
     "pandas, other index": FRAME.set_index(pd.Index([7, 7, 9])),
     "pyarrow table": pa.Table.from_pylist(FIELDS),
     "pyarrow batch": pa.RecordBatch.from_pylist(FIELDS),
     "polars": Polars(),
+    "an Arrow stream": Stream(pa.Table.from_pylist(FIELDS)),
+    "datasets": Dataset(),
 }
 
 
@@ -109,13 +143,30 @@ def test_long_table_is_read_whole() -> None:
     assert [fields["prompt"] for fields in kept(summary)] == list(frame["prompt"])
 
 
+class Column:
+    """As much of a polars.Series as is needed to recognise it."""
+
+    dtype = str
+
+    def to_list(self) -> list[str]:
+        return ["a", "b"]
+
+
 @pytest.mark.parametrize(
-    "rows", [pd.Series(["a", "b"]), np.array(["a", "b"]), pa.array(["a", "b"])]
+    "rows", [pd.Series(["a", "b"]), np.array(["a", "b"]), pa.array(["a", "b"]), Column()]
 )
 def test_a_column_of_prompts_is_a_list_of_prompts(rows: Any) -> None:
     keep = {"keep": ["prompt"]}
     assert kept(process(rows, output=keep)) == [{"prompt": "a"}, {"prompt": "b"}]
     assert process(rows, output=keep).skipped == 2
+
+
+def test_arrow_batches_are_read_as_they_come() -> None:
+    table = pa.table({"prompt": [f"prompt {n}" for n in range(2500)]})
+    for _ in range(2):
+        summary = process(table.to_reader(max_chunksize=100), output={"keep": ["prompt"]})
+        assert [f["prompt"] for f in kept(summary)] == table["prompt"].to_pylist()
+        assert summary.skipped == 0, "what can be read only once is a new run each time"
 
 
 def test_one_prompt_and_one_dict_are_one_row() -> None:
@@ -143,6 +194,9 @@ def test_one_prompt_and_one_dict_are_one_row() -> None:
         (iter([1, 2]), "list_iterator of int"),
         (io.StringIO("a\nb\n"), "StringIO"),
         (pd.DataFrame([[1, 2]], columns=["a", "a"]), "two columns are named 'a'"),
+        (Stream(pa.table([[1], [2]], names=["a", "a"])), "two columns are named 'a'"),
+        (Stream(pa.chunked_array([[1]])), "Stream: "),
+        ({"train": Dataset(), "test": Dataset()}, "dict of train, test; give one"),
         (pd.DataFrame({("a", "b"): [1]}), "column ('a', 'b')"),
         (object(), "object"),
     ],

@@ -17,8 +17,8 @@ import orjson
 from batchkit.commands.export.openai_lines import answer_line, error_line
 from batchkit.commands.export.outputs import exporting
 from batchkit.commands.export.realhit import write_realhit
-from batchkit.commands.export.table import Layout, read_batches, schema_of
 from batchkit.errors import StoreError
+from batchkit.execution.table import Layout, read_batches, schema_of
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.manifest import read_manifest

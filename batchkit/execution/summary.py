@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from batchkit.execution.joined_table import joined_table
+from batchkit.sources.input import Input
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.newest import read_newest
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +24,7 @@ class RunSummary:
     ``skipped`` rows were settled before it began; ``retried`` counts further attempts within it;
     ``seconds`` is the time with the engine up, without loading. ``exit`` is the exit code: 0 all
     rows ok, 3 some failed, 1 stopped by an error or rows without a record remain, 130 and 143
-    interrupted.
+    interrupted. ``source``: where its rows came from.
     """
 
     name: str
@@ -35,9 +41,11 @@ class RunSummary:
     rows_per_s: float
     completion_tokens_per_s: float
     exit: int
+    source: Input | None = field(default=None, repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        names = [field.name for field in fields(self) if field.name != "source"]
+        return {name: getattr(self, name) for name in names}
 
     def to_text(self, *, if_failed: str) -> str:
         """A few lines; ``if_failed`` is the next command if some rows failed."""
@@ -57,3 +65,25 @@ class RunSummary:
     def records(self) -> Iterator[dict[str, Any]]:
         """The newest record of each row, in the order of the input."""
         return read_newest(Path(self.folder) / RESULTS)
+
+    def to_arrow(self) -> pa.Table:
+        """The input's rows with their answers, in the order of the input, as a ``pyarrow.Table``.
+
+        The input's columns come first, then those of ``batchkit export --parquet``: ``text`` is the
+        answer. They are null where a row has no record yet. A column of the input with such a name
+        gets the prefix ``fields.``, except for ``id`` if ``input.id`` names it; one whose values have
+        no common Arrow type is text; one that holds images is left out. Rows that came from an
+        iterator are gone: of them, only the fields in ``output.keep`` are there.
+
+        Raises:
+            InputError: the input is no longer what the run has read.
+        """
+        assert self.source is not None, "a start of a run has a source"
+        return joined_table(Path(self.folder), self.source)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """``to_arrow`` as a DataFrame. It has the index of the DataFrame that was run, if one was."""
+        frame: pd.DataFrame = self.to_arrow().to_pandas()
+        if self.source is not None and self.source.labels is not None:
+            frame.index = self.source.labels
+        return frame
