@@ -7,8 +7,8 @@ import glob
 import io
 import lzma
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -84,32 +84,47 @@ def open_input(path: str, *, text: bool = True) -> Iterator[io.BufferedReader[An
 def _local_files(path: str) -> list[str]:
     if Path(path).exists():
         return [path]
-    _check_listed(path)
+    _check_listed(f"{path}/" if path.endswith("**") else path)
     files, has_suffix = [], bool(PurePath(path).suffix)
-    for match in sorted(glob.glob(path, recursive=True)):
+    for match in sorted({*glob.glob(path, recursive=True)}):  # **/a/** finds some files twice
         if not Path(match).is_dir():
             files.append(match)
         elif has_suffix:  # as Spark writes: its rows would be missing
             raise is_folder(match)
+    _check_different(files)
     return files
 
 
 def _check_listed(pattern: str) -> None:
-    """Raises InputError for a folder that ``glob`` would pass over: it can't be listed, or is a link
-    to a disk that is not there."""
-    folder = os.path.dirname(pattern)  # noqa: PTH120 - of a pattern, not of a path
+    """Raises InputError for a folder that ``glob`` would pass over: it can't be listed or searched, or
+    is a link to a disk that is not there."""
+    folder, name = os.path.split(pattern)
     if not glob.has_magic(folder):
         return
     _check_listed(folder)
     for match in glob.glob(folder, recursive=True):
         try:
             os.scandir(match).close()
+            with suppress(FileNotFoundError):
+                os.lstat(f"{match}/{name or '.'}")
         except NotADirectoryError:
             continue
         except OSError as error:
             raise InputError(
                 f"{match}: can't be listed: {error.strerror}; it may hold files of {pattern}"
             ) from error
+
+
+def _check_different(files: Iterable[str]) -> None:
+    """Raises InputError if links lead to one file twice, as a folder ``latest`` often does."""
+    known: dict[str, str] = {}
+    for path in files:
+        other = known.setdefault(os.path.realpath(path), path)
+        if other != path:
+            raise InputError(
+                f"{other} and {path}: are one file, and its rows would be answered twice; have"
+                " input.path find it under one name, or remove the link"
+            )
 
 
 def _remote_files(path: str) -> list[str]:

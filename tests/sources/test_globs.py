@@ -1,7 +1,10 @@
-"""What a glob can't list is an error, and never an empty folder."""
+"""What a glob can't list is an error, and never an empty folder; and it finds each file once."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,50 @@ def test_folder_that_a_glob_can_not_list_is_an_error(tmp_path: Path, pattern: st
     (tmp_path / "c").symlink_to("/mnt/nowhere")
     with pytest.raises(InputError, match=r"/c: can't be listed: No such file"):
         input_files(table(tmp_path / pattern))
+
+
+@contextmanager
+def no_root() -> Iterator[None]:
+    """Root may list and search any folder."""
+    mine = os.geteuid()
+    if mine == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(mine)
+
+
+@pytest.mark.parametrize("pattern", ["*/rows.jsonl", "*/*.jsonl", "**/rows.jsonl", "**"])
+@pytest.mark.parametrize("mode", [0o644, 0o711])
+def test_folder_that_may_not_be_searched_or_listed_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, mode: int
+) -> None:
+    """As after ``chmod -R 644``: its names can be listed, and to a glob no file in it exists."""
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        Path(name).mkdir()
+        write_rows(Path(name), "rows.jsonl")
+    tmp_path.chmod(0o755)
+    Path("b").chmod(mode)
+    with no_root(), pytest.raises(InputError, match=r"b: can't be listed: Permission denied"):
+        input_files(table(pattern))
+
+
+def test_file_that_a_glob_finds_in_several_ways_is_read_once(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b" / "a").mkdir(parents=True)
+    rows = write_rows(tmp_path / "a" / "b" / "a", "rows.jsonl")
+    assert input_files(table(tmp_path / "**" / "a" / "**" / "*.jsonl")) == [str(rows)]
+
+
+@pytest.mark.parametrize("link", ["latest", "3/again.jsonl"])
+def test_file_that_a_glob_finds_under_two_names_is_an_error(tmp_path: Path, link: str) -> None:
+    """Each of its rows would be answered twice."""
+    (tmp_path / "3").mkdir()
+    rows = write_rows(tmp_path / "3", "rows.jsonl")
+    (tmp_path / link).symlink_to(rows if link.endswith(".jsonl") else "3")
+    with pytest.raises(InputError, match=r"are one file, and its rows would be answered twice"):
+        input_files(table(tmp_path / "*" / "*.jsonl"))
 
 
 def test_folder_at_a_url_that_can_not_be_listed_is_an_error(
