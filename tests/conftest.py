@@ -77,6 +77,7 @@ SLOW = {
     "test_interrupt",
     "test_jobs",
     "test_judge",
+    "test_kept_engine",
     "test_llama_build",
     "test_llama_server",
     "test_media",

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 from batchkit.config.loading import make_job
 from batchkit.errors import JobError
-from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.signals import StopRequest
+from batchkit.execution.start import start_run
 from batchkit.execution.summary import RunSummary
+from batchkit.sources.input import from_python
 
 
 class Answer(NamedTuple):
@@ -46,9 +47,8 @@ def generate(model: str, prompts: Sequence[str], overrides: Sequence[str] = ()) 
     """Answer ``prompts`` with ``model`` in a new run named ``generate``. Raises as ``run_job``."""
     job = make_job({"name": "generate", "engine": {"model": model}}, "generate", overrides)
     with StopRequest().installed() as stop:
-        return ProductionBatchProcessor(job, fresh=True, stop=stop, command="generate").process(
-            list(prompts)
-        )
+        source = from_python(list(prompts), job.input)
+        return start_run(job, source, fresh=True, stop=stop, command="generate").checked()
 
 
 def answers_of(summary: RunSummary, prompts: Sequence[str]) -> Iterator[Answer]:

@@ -16,9 +16,9 @@ from batchkit.config.masking import masked_keys
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, EngineCrashError, JobError, RowOutOfMemoryError
 from batchkit.execution.loop import Outcome
-from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.resume import OnChange
 from batchkit.execution.signals import Interrupted, StopRequest
+from batchkit.execution.start import start_run
 from batchkit.execution.summary import RunSummary
 from batchkit.rendering.constant_files import constant_files
 from batchkit.storage.checkpoint import check_log
@@ -50,9 +50,9 @@ def run_job(
         Interrupted: stopped by a signal before or after rows were in flight.
     """
     with StopRequest().installed() as stop:
-        outcome = ProductionBatchProcessor(
+        outcome = start_run(
             job, fresh=fresh, on_change=on_change, skip_from=skip_from, stop=stop, command="run"
-        ).start()
+        )
         return _finished(outcome, job, stop, say)
 
 
@@ -154,16 +154,18 @@ def retry_failed(
             f" {job_file} --on-change requeue`"
         )
     with StopRequest().installed() as stop:
-        summary = ProductionBatchProcessor(
-            _with_secrets(
-                in_order_of(manifest.identity, job_of_run(folder, overrides)), given, say
-            ),
+        job = in_order_of(manifest.identity, job_of_run(folder, overrides))
+        outcome = start_run(
+            _with_secrets(job, given, say),
+            attempts=attempts,
+            quarantined=quarantined,
             begun_with=_filled(in_order_of(manifest.identity, job_of_run(folder)), given),
             overrides=overrides,
             stop=stop,
             command="retry-failed",
-        ).retry(attempts, quarantined=quarantined)
-        summary = _finished(Outcome(summary), job_of_run(folder), stop, say).checked()
+        )
+        outcome.checked()
+        summary = _finished(outcome, job_of_run(folder), stop, say).checked()
     recovered = sum(
         record["index"] in attempts and failure_kind(record) is None
         for record in read_newest(folder / RESULTS)

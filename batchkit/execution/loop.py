@@ -21,6 +21,7 @@ from batchkit.execution import engine_notes
 from batchkit.execution.cluster.worker_pool import RayWorkerPool
 from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Line, Note
 from batchkit.execution.hints import hints
+from batchkit.execution.kept_engine import KeptEngine
 from batchkit.execution.progress import Progress, State
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.signals import DRAIN_S, Interrupted, StopRequest
@@ -65,6 +66,7 @@ class Loop:
         references: Mapping[str, str | None] | None,
         engine_identity: Mapping[str, Any],
         prompt_files: Mapping[str, str],
+        kept: KeptEngine | None = None,
     ) -> None:
         self._job = job
         self._store, self._manifest, self._folder = run.store, run.manifest, run.folder
@@ -82,6 +84,7 @@ class Loop:
         self._quarantined: Collection[int] = ()
         self._references = references
         self._engine_identity = engine_identity
+        self._kept = kept
         self._is_runs_own = names_same_model(self._manifest.identity, engine_identity)
         """False if ``--set`` gives a retry another model."""
         self._resumed = run.store.totals.ok + run.store.totals.failed
@@ -247,6 +250,7 @@ class Loop:
                     references=self._references,
                     quarantined=self._quarantined,
                     opening=self._stop.immediate,
+                    kept=self._kept,
                 )
             held.enter_context(closing(pool))
             self._load_s = time.monotonic() - started
@@ -255,8 +259,10 @@ class Loop:
     def _announce(self) -> None:
         model = self._job.engine.model or self._job.engine.kind
         workers = self._job.run.workers
+        is_kept = self._kept is not None and self._kept.idle is not None
+        loading = f"model {model} is loaded already," if is_kept else f"loading model {model},"
         self._progress.event(
-            f"loading model {model}, rendering the first rows meanwhile"
+            f"{loading} rendering the first rows meanwhile"
             if workers is None
             else f"starting {workers} {'worker' if workers == 1 else 'workers'}, model {model}"
         )

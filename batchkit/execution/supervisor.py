@@ -143,6 +143,11 @@ class SupervisedEngine:
         self._engine.close()
 
     @property
+    def is_idle(self) -> bool:
+        """The engine lives, and nothing is in flight or waits for it."""
+        return not self._in_flight and not self._must_hold
+
+    @property
     def _must_hold(self) -> bool:
         return bool(self._suspects or self._restart_due or self._held)
 

@@ -22,6 +22,7 @@ from batchkit.errors import EngineError
 from batchkit.execution.attempts import Attempts
 from batchkit.execution.events import EngineHistory, Found, Hear, Line
 from batchkit.execution.feeder import AHEAD, Feeder
+from batchkit.execution.kept_engine import KeptEngine, Loaded
 from batchkit.execution.records import to_record
 from batchkit.execution.supervisor import SupervisedEngine
 from batchkit.rendering.prefetch import Prefetch
@@ -66,7 +67,8 @@ class Worker:
     ``rows`` are its rows, from ``render_ahead`` with the same ``renderer``. ``references``: the
     right answers by id, if another run gives them. ``quarantined``: indices of rows that killed an
     engine before; each is run alone. ``opening`` is entered each time the model is loaded; what it
-    was loaded from must be the same as ``engine_identity``. The engine prints to ``log``.
+    was loaded from must be the same as ``engine_identity``. The engine prints to ``log``. With
+    ``kept``, the engine comes from there if one waits there, and waits there again afterwards.
 
     Raises:
         JobError, EngineError: the model can't be loaded.
@@ -85,6 +87,7 @@ class Worker:
         references: Mapping[str, str | None] | None = None,
         quarantined: Collection[int] = (),
         opening: Callable[[], AbstractContextManager[None]] = nullcontext,
+        kept: KeptEngine | None = None,
     ) -> None:
         learn(os.environ, job.model_dump())  # a worker on Ray is in a process of its own
         learn_secret(os.environ.get(job.engine.api_key_env, "").strip())
@@ -96,20 +99,31 @@ class Worker:
             else None
         )
         self._kept = kept_fields(job)
-        ladder = Ladder(known.steps)
+        self._loaded: Loaded
+        idle = None if kept is None else kept.idle
+        ladder = Ladder(known.steps if idle is None else idle.steps)
         if ladder.steps:
             hear(Line(f"engine settings remembered: {dict(ladder.overrides)}"))
         with ExitStack() as held:
-            launcher = held.enter_context(closing(Launcher(log)))
+            launcher = held.enter_context(closing(Launcher(log))) if kept is None else kept.launcher
 
             def open_one(job: JobConfig) -> Engine:
                 with opening(), ExitStack() as opened:
-                    engine = opened.enter_context(closing(open_engine(job, launcher)))
-                    _check_unchanged(self._job, engine_identity)
-                    if commits := identity.hub_commits(self._job):
-                        hear(Found({"engine.commits": commits}))
+                    options = job.engine.options
+                    loaded = None if kept is None else kept.take(options, engine_identity)
+                    if loaded is None:
+                        engine = open_engine(job if kept is None else kept.named(job), launcher)
+                        opened.enter_context(closing(engine))
+                        _check_unchanged(self._job, engine_identity)
+                        commits = identity.hub_commits(self._job)
+                        loaded = Loaded(engine, options, ladder.steps, engine_identity, commits)
+                    else:
+                        opened.enter_context(closing(loaded.engine))
+                    if loaded.commits:
+                        hear(Found({"engine.commits": loaded.commits}))
                     opened.pop_all()
-                    return engine
+                    self._loaded = loaded
+                    return loaded.engine
 
             self._engine = SupervisedEngine(
                 job,
@@ -120,7 +134,7 @@ class Worker:
                 suspicions=known.suspicions,
                 open_engine=open_one,
             )
-            held.enter_context(closing(self._engine))
+            held.callback(self._release, kept)
             self._engine.load()  # it says which model a server serves, before it gets a row
             self._held = held.pop_all()
         self._attempts = Attempts(job.retry, renderer.shortened, self._finds_nothing)
@@ -168,6 +182,12 @@ class Worker:
     def close(self) -> None:
         """Drop what is in flight and release all resources."""
         self._held.close()
+
+    def _release(self, kept: KeptEngine | None) -> None:
+        if kept is None or not self._engine.is_idle:
+            self._engine.close()
+        else:
+            kept.idle = self._loaded
 
     def _lines(self, settled: Iterable[Completion]) -> list[RecordLine]:
         return [

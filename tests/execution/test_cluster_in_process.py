@@ -22,6 +22,7 @@ from batchkit.execution.cluster.session import needs
 from batchkit.execution.cluster.worker_pool import RayWorkerPool
 from batchkit.execution.events import EngineHistory, EngineLine, Event
 from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.execution.start import start_run
 from batchkit.execution.summary import RunSummary
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.newest import read_newest
@@ -142,7 +143,8 @@ def test_failed_rows_are_retried_by_the_workers(in_a_folder: Path) -> None:
     made = job(input={"path": "rows.jsonl"}, prompt={"user": "{{ q }}"}, run={"workers": None})
     assert process(made).failed == 1
     recovered = job(input={"path": "rows.jsonl"}, prompt={"user": "{{ q | default('x') }}"})
-    summary = ProductionBatchProcessor(recovered, begun_with=made, quiet=True).retry({1: 1})
+    outcome = start_run(recovered, begun_with=made, attempts={1: 1}, quiet=True)
+    summary = outcome.checked()
     assert (summary.ok, summary.failed) == (3, 0)
     assert [record["attempt"] for record in newest(in_a_folder)] == [1, 2, 1]
 

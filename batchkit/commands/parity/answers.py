@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from batchkit.commands.parity.sides import Side
 from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BrokenInputError, EmptyTextError, EngineError, InputError, JobError
-from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.signals import Interrupted, StopRequest
+from batchkit.execution.start import start_run
 from batchkit.storage.manifest import read_manifest
 from batchkit.types import ErrorInfo
 
@@ -68,11 +68,10 @@ def answers_of(side: Side, stop: StopRequest) -> Answers:
         InputError: the rows can't be read.
         EngineError: the engine could not start, or died too often. It names the engine's log.
     """
-    processor = ProductionBatchProcessor(
-        side.job, stop=stop, quiet=True, command="parity", adjust_sampling=side.greedy
-    )
     try:
-        summary = processor.process()
+        summary = start_run(
+            side.job, adjust_sampling=side.greedy, stop=stop, quiet=True, command="parity"
+        ).checked()
     except BrokenInputError as error:
         raise InputError(str(error)) from error
     except InputError:

@@ -20,8 +20,8 @@ import orjson
 from batchkit.commands.score.answer import Answered, Say
 from batchkit.config.loading import resolve_paths
 from batchkit.config.tables import JobConfig, JudgeTable
-from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.signals import Interrupted, StopRequest
+from batchkit.execution.start import start_run
 from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.templates.prompt import names_in
 from batchkit.scoring import Scoring
@@ -176,11 +176,13 @@ def _ask(judging: JobConfig, questions: Mapping[str, Mapping[str, Any]], stop: S
     if not attempts:
         return
     rows = [Row(places[key], key, questions[key]) for key in attempts]
-    judges = ProductionBatchProcessor(judging, stop=stop, command="score")
-    summary = judges.retry(
-        {places[key]: attempt for key, attempt in attempts.items()},
-        rows=_growing(rows, end + len(new)),
-    )
+    summary = start_run(
+        judging,
+        _growing(rows, end + len(new)),
+        attempts={places[key]: attempt for key, attempt in attempts.items()},
+        stop=stop,
+        command="score",
+    ).checked()
     if summary.exit >= 128:
         raise Interrupted(summary.exit - 128)
 

@@ -18,7 +18,32 @@ from batchkit.config.values import check_values
 
 
 class JobConfig(Table):
-    """A whole job. From Python: ``JobConfig(engine={"model": "…"})``."""
+    """A whole job, with the tables and keys of a job file (``docs/job-file.md`` describes them all).
+
+    From Python, a table is a dict::
+
+        JobConfig(
+            name="reviews",
+            engine={"model": "Qwen/Qwen3-8B", "options": {"max_model_len": 8192}},
+            prompt={"user": "Is this positive or negative? {{ review }}"},
+            sampling={"temperature": 0.0, "max_tokens": 8},
+        )
+
+    Attributes:
+        name: Names the run folder, which is ``<output.dir>/<name>``.
+        input: Where the rows come from, if ``process`` gets none: ``path``, ``format``, ``where``,
+            ``limit``; and ``id``, the field that names a row.
+        vars: Names of your own for the templates.
+        prompt: How a row becomes a prompt: the templates ``system``, ``user`` and ``images``.
+        media: Which files may be opened as images, and how large they may be.
+        engine: The model, the engine that runs it (``kind``), and its ``options``: those of
+            ``vllm.LLM``.
+        sampling: The parameters of ``vllm.SamplingParams``.
+        run: How the run behaves: ``workers``, ``seed``, ``fail_on_error``, timeouts.
+        retry: What is tried again within a run: ``attempts``, ``on_too_long``, ``reask``.
+        output: What is written, and where: ``dir``, and ``keep``, the fields that a record keeps.
+        scoring: How answers are scored: ``extract``, ``scorers``, ``reference``.
+    """
 
     name: Free[str] = Field(
         "batch",

@@ -1,0 +1,154 @@
+"""One start of a run: opens its folder and its source, and lets the loop settle the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+from batchkit.config.tables import JobConfig
+from batchkit.engines.registry import open_preflight
+from batchkit.errors import BatchkitError, JobError
+from batchkit.execution.kept_engine import KeptEngine
+from batchkit.execution.loop import Loop, Outcome
+from batchkit.execution.progress import Progress
+from batchkit.execution.resume import OnChange, open_run
+from batchkit.execution.signals import StopRequest
+from batchkit.rendering.constant_files import constant_files
+from batchkit.rendering.renderer import AdjustSampling, PromptRenderer
+from batchkit.sources import is_fallback
+from batchkit.sources.input import Input, from_job
+from batchkit.sources.rowhash import known_hashes
+from batchkit.storage.checkpoint import check_log
+from batchkit.storage.identity import engine_identity
+from batchkit.storage.job_toml import check_secrets
+from batchkit.storage.ledger import RESULTS, failure_kind, record_of
+from batchkit.storage.manifest import read_manifest
+from batchkit.storage.newest import NewestLog, read_newest
+from batchkit.storage.runfolder import is_run
+from batchkit.storage.score_store import references_of
+from batchkit.types import Row
+
+
+def start_run(
+    job: JobConfig,
+    source: Input | None = None,
+    *,
+    attempts: Mapping[int, int] | None = None,
+    quarantined: Collection[int] = (),
+    fresh: bool = False,
+    on_change: OnChange = "fail",
+    skip_from: Path | None = None,
+    begun_with: JobConfig | None = None,
+    overrides: Sequence[str] = (),
+    adjust_sampling: AdjustSampling | None = None,
+    kept: KeptEngine | None = None,
+    stop: StopRequest | None = None,
+    quiet: bool = False,
+    command: str = "python",
+) -> Outcome:
+    """Settle the rows of ``source``, by default the job's own input, that have no record yet.
+
+    ``attempts``: run only these rows again, except those that have an answer by now; it maps a
+    row's index to the number of its last attempt, 0 if it has no record. Those ``quarantined``
+    killed the engine, and are run alone. ``begun_with``: the job that the run folder was made for,
+    if ``overrides`` make ``job`` differ from it on purpose. ``stop``: the caller handles signals.
+
+    Raises:
+        BatchkitError: the run could not begin. What stops it later is in the outcome.
+    """
+    check_secrets(job)
+    source = from_job(job) if source is None else source
+    renderer = PromptRenderer(job, adjust_sampling=adjust_sampling)
+    references = references_of(job) if job.scoring.is_on else None
+    if fresh or on_change == "new":
+        open_preflight(job)  # before the folder is moved: an option may be mistyped
+    engine = engine_identity(job)  # before the manifest's: a change between them shows
+    prompt_files = constant_files(job)
+    outcome: Outcome | None = None
+    try:
+        with ExitStack() as stack:
+            if stop is None:
+                stop = stack.enter_context(StopRequest().installed())
+            run = stack.enter_context(
+                open_run(
+                    begun_with or job,
+                    source,
+                    command=command,
+                    overrides=overrides,
+                    fresh=fresh,
+                    on_change=on_change,
+                )
+            )
+            renderer.check_files()  # the manifest must describe the same templates
+            progress = Progress(
+                job.folder, job.name, interval_s=job.run.checkpoint_interval_s, quiet=quiet
+            )
+            stack.enter_context(closing(progress))
+            for text in run.messages:
+                progress.event(text)
+            loop = Loop(
+                job,
+                run,
+                renderer,
+                progress,
+                stop,
+                source,
+                references,
+                engine,
+                prompt_files,
+                kept,
+            )
+            if attempts is not None:
+                outcome = loop.retry(_still_due(run.folder / RESULTS, attempts), quarantined)
+            elif skip_from is None:
+                outcome = loop.run(lambda row: False)
+            else:
+                outcome = loop.run(_done_in(skip_from, job.input.id))
+            outcome.checked()  # what closes the run must know of the error
+    except BatchkitError as error:
+        if outcome is None or error is not outcome.error:
+            raise
+    return outcome
+
+
+def _still_due(log: Path, attempts: Mapping[int, int]) -> dict[int, int]:
+    """``attempts`` without the rows that another process retried before this one had the lock.
+
+    After a requeue by another process, an index may belong to a row that has an answer.
+    """
+    due = dict(attempts)
+    with closing(NewestLog(log)) as newest:
+        for index, start, end in newest:
+            if index in due:
+                record = record_of(newest.view[start:end]) or {"status": "failed"}
+                is_other = (record.get("attempt") or 1) != attempts[index]
+                if is_other or failure_kind(record) is None:
+                    del due[index]
+    return due
+
+
+def _done_in(folder: Path, id_field: str | None) -> Callable[[Row], bool]:
+    """Whether a row has an answer in the run in ``folder``.
+
+    Without ids of one field, ``id_field``, rows are named by their index or by another field, and
+    the name may be another row's: they must have the same fields, too.
+    """
+    if not is_run(folder):
+        raise JobError(f"--skip-from {folder}: not a run folder")
+    check_log(folder)
+    by_id = id_field is not None and read_manifest(folder).identity.get("input.id") == id_field
+
+    def name(row_id: str, row_hash: str | None) -> str:
+        return row_id if by_id else f"{row_hash} {row_id}"
+
+    def names(row: Row) -> Iterator[str]:
+        known = (None,) if by_id else known_hashes(row.fields, nan_is_null=False)
+        return (name(row.id, row_hash) for row_hash in known)
+
+    done = {
+        name(r["id"], r.get("input_hash"))
+        for r in read_newest(folder / RESULTS)
+        if failure_kind(r) is None and not is_fallback(r["id"])
+    }
+    return lambda row: any(each in done for each in names(row))

@@ -1,0 +1,154 @@
+"""One processor, several runs: within ``with``, the model is loaded once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchkit.config.tables import JobConfig
+from batchkit.errors import ChangedError, JobError, TooManyFailuresError
+from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.execution.summary import RunSummary
+from tests.support.dry_runs import job
+from tests.support.waiting import until
+
+PROMPTS = [f"Tell me about tea number {n}." for n in range(6)]
+KEPT = "is loaded already"
+
+
+@pytest.fixture
+def tea(vllm_job: Callable[..., JobConfig]) -> Callable[..., JobConfig]:
+    def make(**tables: Any) -> JobConfig:
+        return vllm_job(name="tea", sampling={"max_tokens": 8, "temperature": 0.0}, **tables)
+
+    return make
+
+
+def texts(summary: RunSummary) -> list[str]:
+    return [record["text"] for record in summary.records()]
+
+
+def log(summary: RunSummary) -> str:
+    return (Path(summary.folder) / "run.log").read_text()
+
+
+def engines(job: JobConfig) -> set[str]:
+    """The processes that print to the log of the kept engine: its own, and those around it."""
+    path = job.folder.with_name(f"{job.name}.engine") / "engine.log"
+    found = set()
+    for descriptor in Path("/proc").glob("[0-9]*/fd/1"):
+        try:
+            if descriptor.readlink() == path:
+                found.add(descriptor.parts[2])
+        except OSError:  # it has ended, or is another user's
+            continue
+    return found
+
+
+def test_the_model_is_loaded_once_and_the_answers_are_the_same(
+    tea: Callable[..., JobConfig], tmp_path: Path
+) -> None:
+    made = tea()
+    cold = ProductionBatchProcessor(made.model_copy(update={"name": "cold"}), quiet=True)
+    expected = texts(cold.process(PROMPTS))
+    with ProductionBatchProcessor(made, quiet=True) as processor:
+        first = processor.process(PROMPTS[:3])
+        working = engines(made)
+        assert working
+        second = processor.process(PROMPTS, name="more")
+        assert processor.process(PROMPTS, name="more").skipped == len(PROMPTS)
+        with pytest.raises(ChangedError, match="rows from Python"):
+            processor.process(PROMPTS)
+        assert engines(made) == working
+    until(lambda: not engines(made))
+    assert (texts(first), texts(second)) == (expected[:3], expected)
+    assert KEPT not in log(first)
+    assert KEPT in log(second)
+    assert second.folder == str(tmp_path / "output" / "more")
+    assert not (Path(second.folder) / "engine.log").exists()
+
+
+def test_runs_that_are_moved_aside_keep_the_engine(tea: Callable[..., JobConfig]) -> None:
+    made = tea()
+    with ProductionBatchProcessor(made, quiet=True) as processor:
+        first = processor.process(iter(PROMPTS[:2]))
+        working = engines(made)
+        second = processor.process(iter(PROMPTS[2:4]))
+        assert engines(made) == working
+    assert (first.ok, second.ok, second.skipped) == (2, 2, 0)
+    assert KEPT in log(second)
+    assert Path(f"{first.folder}.1").is_dir()
+
+
+def test_an_engine_that_died_meanwhile_is_replaced(tea: Callable[..., JobConfig]) -> None:
+    made = tea()
+    with ProductionBatchProcessor(made, quiet=True) as processor:
+        processor.process(PROMPTS[:2])
+        for pid in engines(made):
+            os.kill(int(pid), signal.SIGKILL)
+        until(lambda: not engines(made))
+        second = processor.process(PROMPTS, name="more")
+    assert (second.ok, second.exit) == (len(PROMPTS), 0)
+    assert "engine died" not in log(second), "no row is suspected"
+
+
+def test_a_model_whose_files_have_changed_is_loaded_again(
+    tea: Callable[..., JobConfig], demo_model: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(demo_model, model)
+    made = tea(engine={"model": str(model)})
+    with ProductionBatchProcessor(made, quiet=True) as processor:
+        processor.process(PROMPTS[:2])
+        working = engines(made)
+        config = model / "config.json"
+        config.write_text(config.read_text() + "\n")
+        with pytest.raises(ChangedError, match=r"engine\.model_files"):
+            processor.process(PROMPTS[:2])
+        assert processor.process(PROMPTS, name="more").ok == len(PROMPTS)
+        assert working - engines(made), "its process has ended"
+
+
+def test_an_engine_with_rows_in_flight_is_not_kept(tea: Callable[..., JobConfig]) -> None:
+    made = tea(prompt={"user": "{{ q }}"}, run={"fail_on_error": True})
+    rows = [*({"q": prompt} for prompt in PROMPTS), {"other": "no q"}]
+    with ProductionBatchProcessor(made, quiet=True) as processor:
+        with pytest.raises(TooManyFailuresError):
+            processor.process(rows)
+        second = processor.process(rows[:-1], name="more")
+    assert KEPT not in log(second)
+    assert second.ok == len(PROMPTS)
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_without_with_nothing_is_kept() -> None:
+    processor = ProductionBatchProcessor(job(), quiet=True)
+    first, second = processor.process(["a"]), processor.process(["b"], name="b")
+    assert KEPT not in log(first) + log(second)
+    assert sorted(path.name for path in Path("output").iterdir() if path.is_dir()) == ["a", "b"]
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_a_processor_may_be_called_again_after_an_interrupt() -> None:
+    def rows() -> Iterator[str]:
+        yield from (f"prompt {n}" for n in range(1000))
+        os.kill(os.getpid(), signal.SIGINT)
+        yield from (f"prompt {n}" for n in range(100_000))
+
+    processor = ProductionBatchProcessor(job(), quiet=True)
+    assert processor.process(rows()).exit == 130
+    assert processor.process(["a", "b"], name="b").exit == 0
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+@pytest.mark.parametrize("name", ["../up", "", "a b"])
+def test_a_name_that_is_no_run_s_is_refused(name: str) -> None:
+    with pytest.raises(JobError, match=r"process\(name=…\): 1 problem\n  name: "):
+        ProductionBatchProcessor(job(), quiet=True).process(["a"], name=name)
+    assert not Path("output").exists()
