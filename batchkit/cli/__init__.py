@@ -48,7 +48,27 @@ def cli() -> None:
 
 
 @cli.command()
-@JOB
+@click.argument("job", type=FILE, required=False)
+@click.option("--model", help="A folder, or a name on the Hugging Face hub (engine.model).")
+@click.option(
+    "--input",
+    "rows",
+    metavar="PATH",
+    help="The rows: .jsonl .json .csv .parquet .txt, a glob or a URL (input.path).",
+)
+@click.option("--prompt", metavar="TEMPLATE", help="The prompt: '… {{ column }}' (prompt.user).")
+@click.option(
+    "--images",
+    multiple=True,
+    metavar="TEMPLATE",
+    help="An image's path: '{{ column }}' (prompt.images). May be repeated.",
+)
+@click.option(
+    "--output",
+    type=FILE,
+    metavar="FILE",
+    help="When all rows are done, export them to FILE: .parquet, .jsonl or .csv.",
+)
 @click.option("--limit", type=COUNT, help="Only the first N rows (after the job's filter).")
 @click.option(
     "--shard",
@@ -86,7 +106,12 @@ def cli() -> None:
     "--dry-run", is_flag=True, help="Print the first 3 rows as the engine would get them."
 )
 def run(
-    job: Path,
+    job: Path | None,
+    model: str | None,
+    rows: str | None,
+    prompt: str | None,
+    images: Texts,
+    output: Path | None,
     limit: int | None,
     shard: str | None,
     workers: int | None,
@@ -97,22 +122,46 @@ def run(
 ) -> None:
     """Run JOB, or continue it where it stopped.
 
+    Without JOB, --model, --input and --prompt make one. Its run folder is named after input and
+    model, and the same line continues it. Rows that have a prompt, and OpenAI batch files, need no
+    --prompt.
+
     The last line on stdout is a JSON object with the counts.
     """
+    from batchkit.commands.one_line import one_line_job
     from batchkit.commands.run import run_job
     from batchkit.commands.validate import preview
     from batchkit.config.shard import asked_for
 
-    given = {"input.limit": limit, "run.workers": workers, "run.ray_address": ray_address}
-    more = [f"{key}={value}" for key, value in given.items() if value is not None]
-    loaded = load(job, (*overrides, *more))
+    keys = {
+        "engine.model": model,
+        "input.path": rows,
+        "prompt.user": prompt,
+        "prompt.images": [*images] or None,
+        "input.limit": limit,
+        "run.workers": workers,
+        "run.ray_address": ray_address,
+    }
+    given = {key: value for key, value in keys.items() if value is not None}
+    has_engine = model is not None or any(text.startswith("engine.") for text in overrides)
+    if job is not None:
+        loaded = load(job, overrides, given)
+    elif rows is not None and has_engine:
+        loaded = one_line_job(given, overrides)
+    else:
+        raise click.UsageError(
+            "give a job file (`batchkit init` writes one), or --model and --input: batchkit run"
+            " --model MODEL --input rows.jsonl --prompt 'Summarise: {{ text }}'"
+        )
     if shard is not None:
         loaded = loaded.of_shard(asked_for(shard, os.environ))
     if dry_run:
         for row in preview(loaded, limit or 3):
             echo(row.to_text())
         return
-    outcome = run_job(loaded, say=say, **how)
+    if job is None:
+        say(f"the run folder is {loaded.folder}; the same line continues the run")
+    outcome = run_job(loaded, output=output, say=say, **how)
     summary = outcome.summary
     if outcome.error is not None:
         if outcome.error.exit_code == 1:

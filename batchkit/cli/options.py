@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,7 +85,9 @@ def job_file(run: str | None) -> Path | None:
     return Path(run) if run is not None and Path(run).is_file() else None
 
 
-def load(job: Path, overrides: Sequence[str] = ()) -> JobConfig:
+def load(
+    job: Path, overrides: Sequence[str] = (), given: Mapping[str, Any] | None = None
+) -> JobConfig:
     from batchkit.config.loading import load_job
 
-    return load_job(job, overrides)
+    return load_job(job, overrides, given or {})

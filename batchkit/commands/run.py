@@ -9,6 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from batchkit.commands.export import export
+from batchkit.commands.export.outputs import format_for
 from batchkit.commands.score import finish_scoring
 from batchkit.commands.score.answer import Say
 from batchkit.config.loading import load_job, masked_override
@@ -38,22 +40,33 @@ def run_job(
     fresh: bool = False,
     on_change: OnChange = "fail",
     skip_from: Path | None = None,
+    output: Path | None = None,
     say: Say = print,
 ) -> Outcome:
     """Run ``job``, or continue it; SIGINT and SIGTERM stop it cleanly.
 
-    ``say`` gets the results of scoring, including the table at the end.
+    ``say`` gets the results of scoring, including the table at the end. When all rows are settled,
+    they are exported to ``output``.
 
     Raises:
         BatchkitError: the run could not begin. What stops it later is in the outcome, and its
             ``exit_code`` says whether it can be continued.
         Interrupted: stopped by a signal before or after rows were in flight.
     """
+    output_format = None if output is None else format_for(output, job)
     with StopRequest().installed() as stop:
         outcome = start_run(
             job, fresh=fresh, on_change=on_change, skip_from=skip_from, stop=stop, command="run"
         )
-        return _finished(outcome, job, stop, say)
+        outcome = _finished(outcome, job, stop, say)
+    if output_format is None or outcome.error is not None or outcome.summary.exit not in (0, 3):
+        return outcome
+    try:
+        for file in export(Path(outcome.summary.folder), output_format, output):
+            say(file.to_text())
+    except BatchkitError as error:
+        return Outcome(replace(outcome.summary, exit=error.exit_code), error)
+    return outcome
 
 
 def _finished(outcome: Outcome, job: JobConfig, stop: StopRequest, say: Say) -> Outcome:

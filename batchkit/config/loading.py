@@ -8,21 +8,28 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
 
 from batchkit.config.masking import learn, learn_secret, masked, masked_text
 from batchkit.config.problems import annotation_of, problems_in, shown
+from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig, PromptTable, ScoringTable
 from batchkit.config.terminal import shortened
+from batchkit.config.toml_problems import problem_in
 from batchkit.config.urls import bare, is_remote, scheme_with_password
 from batchkit.config.values import place_in, reason_of
 from batchkit.errors import JobError
 
 
-def load_job(path: Path, overrides: Iterable[str] = ()) -> JobConfig:
+def load_job(
+    path: Path, overrides: Iterable[str] = (), given: Mapping[str, Any] = MappingProxyType({})
+) -> JobConfig:
     """The job in ``path`` with the ``KEY=VALUE`` overrides applied and its paths made absolute.
+
+    ``given`` are values by dotted key that replace those of both.
 
     Raises:
         JobError: unreadable, not TOML, or any key wrong; one message lists all problems.
@@ -30,28 +37,52 @@ def load_job(path: Path, overrides: Iterable[str] = ()) -> JobConfig:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise JobError(f"{path}: no such job file") from None
+        near = did_you_mean(path.name, (file.name for file in path.parent.glob("*.toml")))
+        raise JobError(f"{path}: no such job file{near}") from None
     except IsADirectoryError:
         raise JobError(
             f"{path}: is a folder; give a job file (of a run folder: its job.toml)"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
+        if isinstance(error, UnicodeDecodeError) and _may_be_data(path):
+            raise _is_data(path) from None
         raise JobError(f"{path}: can't be read: {error}") from error
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise JobError(f"{path}: not valid TOML: {error}") from error
+        if _may_be_data(path):
+            raise _is_data(path) from None
+        raise JobError(f"{path}: not valid TOML: {problem_in(text, error)}") from error
     except (RecursionError, ValueError) as error:  # ValueError: thousands of digits
         raise JobError(f"{path}: {place_in(text, error)}: {reason_of(error)}") from None
-    return make_job(table, str(path), overrides, base=path.parent)
+    return make_job(table, str(path), overrides, given, base=path.parent)
+
+
+def _may_be_data(path: Path) -> bool:
+    return path.suffix.lower() not in ("", ".toml")
+
+
+def _is_data(path: Path) -> JobError:
+    return JobError(
+        f"{path}: is no job file, which is TOML. If it holds the rows: batchkit run --model MODEL"
+        f" --input {path} --prompt '… {{{{ column }}}}', or name it in a job file (`batchkit init`"
+        " writes one)"
+    )
 
 
 def make_job(
-    table: dict[str, Any], origin: str, overrides: Iterable[str] = (), *, base: Path | None = None
+    table: dict[str, Any],
+    origin: str,
+    overrides: Iterable[str] = (),
+    given: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    base: Path | None = None,
 ) -> JobConfig:
     """As ``load_job``, from a table; relative paths are looked up in ``base`` first."""
     for override in overrides:
         _override(table, override)
+    for key, value in given.items():
+        _put(table, key.split("."), value, key)
     return resolve_paths(parse_job(table, origin), base or Path.cwd())
 
 
@@ -107,18 +138,22 @@ def _override(table: dict[str, Any], override: str) -> None:
         raise JobError(
             f"--set {masked_override(override)}: write KEY=VALUE, as in --set sampling.temperature=0.7"
         )
-    for depth, part in enumerate(parts[:-1], start=1):
-        table = table.setdefault(part, {})
-        if not isinstance(table, dict):
-            raise JobError(
-                f"--set {masked_override(override)}: {'.'.join(parts[:depth])} is a value, not a table"
-            )
     try:
         value = parse_value(text)
     except (RecursionError, ValueError) as error:
         raise JobError(f"--set {key}: {reason_of(error)}") from None
     # A folder named "2024" is a name and not a number: a key of type text gets the text.
-    table[parts[-1]] = text if _wants_text(parts) and not isinstance(value, str) else value
+    value = text if _wants_text(parts) and not isinstance(value, str) else value
+    _put(table, parts, value, f"--set {masked_override(override)}")
+
+
+def _put(table: dict[str, Any], parts: list[str], value: Any, origin: str) -> None:
+    """Set the key that ``parts`` name; ``origin`` names the setting in errors."""
+    for depth, part in enumerate(parts[:-1], start=1):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise JobError(f"{origin}: {'.'.join(parts[:depth])} is a value, not a table")
+    table[parts[-1]] = value
 
 
 def _wants_text(parts: list[str]) -> bool:

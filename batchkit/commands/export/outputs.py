@@ -1,13 +1,17 @@
-"""Writes the files of an export; refuses those of a run."""
+"""Chooses and writes the files of an export; refuses those of a run."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from batchkit.errors import StoreError
+from batchkit.config.tables import JobConfig
+from batchkit.errors import JobError, StoreError
 from batchkit.execution.progress import LOG
+from batchkit.sources.files import input_files
+from batchkit.sources.formats import format_of
 from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.files import replacing
 from batchkit.storage.ledger import RESULTS
@@ -24,6 +28,37 @@ _OWN_FILES = {
     SCORES: "scores",
     LOCK: "lock",
 }
+_SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".csv": "csv"}
+
+
+def format_for(path: Path, job: JobConfig) -> str:
+    """The format that ``run --output`` writes to ``path``: by its suffix; of an OpenAI batch file,
+    ``.jsonl`` is OpenAI's own.
+
+    Raises:
+        JobError: nothing can be written there once ``job`` has run.
+    """
+    if job.input.shard is not None:
+        raise JobError(
+            f"--output {path}: each shard would write the same file; leave it out, then `batchkit merge`"
+            " the shards and `batchkit export` the result"
+        )
+    name = _SUFFIXES.get(path.suffix.lower())
+    if name is None:
+        raise JobError(
+            f"--output {path}: its suffix names no format; known are {', '.join(_SUFFIXES)}"
+            " (`batchkit export` has more)"
+        )
+    if path.is_dir():
+        raise JobError(f"--output {path}: is a folder; name a file in it")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise JobError(f"--output {path}: {folder} is no folder that can be written to")
+    files = input_files(job.input)
+    if path.exists() and any(Path(file).exists() and path.samefile(file) for file in files):
+        raise JobError(f"--output {path}: is the input; write to another file")
+    is_batch = name == "jsonl" and {format_of(file, job.input) for file in files} == {"openai-batch"}
+    return "openai" if is_batch else name
 
 
 @contextmanager

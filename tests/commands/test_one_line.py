@@ -1,0 +1,206 @@
+"""``batchkit run --model … --input …``: a job without a job file."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from batchkit.commands.one_line import run_name
+from tests.support.command_line import Ended, batchkit
+from tests.support.rows import read_jsonl, write_jsonl
+
+MODEL = ["--model", "org/Small", "--set", "engine.kind=dry-run"]
+PROMPT = ["--prompt", "Say {{ text }}"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "rows.jsonl", [{"text": f"word {n}"} for n in range(5)])
+    return tmp_path
+
+
+def run(*args: str, rows: str = "rows.jsonl") -> Ended:
+    return batchkit("run", *MODEL, "--input", rows, *args)
+
+
+@pytest.mark.parametrize(
+    ("path", "model", "name"),
+    [
+        ("rows.jsonl", "org/Small", "rows-Small"),
+        ("data/rows.v2.jsonl.gz", "/models/tiny/", "rows.v2-tiny"),
+        ("photos/*.jpg", ".demo-model", "photos-demo-model"),
+        ("photos/", "m.gguf", "photos-m"),
+        ("part-*.csv", "m", "part-m"),
+        ("s3://bucket/rows.csv?token=abc", "m", "rows-m"),
+        ("my rows (1).csv", "ü", "my-rows-1"),
+        ("rows.csv", "", "rows"),
+    ],
+)
+def test_run_is_named_after_input_and_model(path: str, model: str, name: str) -> None:
+    assert run_name(path, model) == name
+
+
+def test_glob_without_a_name_takes_that_of_its_folder(folder: Path) -> None:
+    assert run_name("*.csv", "") == run_name(".", "") == folder.name.strip("_")
+
+
+def test_one_line_runs_exports_and_continues(folder: Path) -> None:
+    first = run(*PROMPT, "--limit", "2", "--output", "out/answers.parquet")
+    assert first.exit_code == 0
+    assert f"the run folder is {folder}/output/rows-Small;" in first.stderr
+    assert json.loads(first.stdout)["ok"] == 2
+    assert pq.read_table("out/answers.parquet").num_rows == 2
+    second = run(*PROMPT, "--output", "out/answers.parquet")
+    assert (second.json["ok"], second.json["skipped"]) == (5, 2)
+    assert "out/answers.parquet: 5 rows" in second.stderr
+    assert pq.read_table("out/answers.parquet").num_rows == 5
+    assert "prompt" in (folder / "output/rows-Small/job.toml").read_text()
+
+
+def test_another_prompt_is_a_changed_job_and_another_model_another_run(folder: Path) -> None:
+    assert run(*PROMPT).exit_code == 0
+    changed = run("--prompt", "Shout {{ text }}")
+    assert changed.exit_code == 2
+    assert 'prompt.user: "Say {{ text }}" → "Shout {{ text }}"' in changed.stderr
+    other = batchkit(
+        "run", "--set", "engine.kind=dry-run", "--model", "b", "--input", "rows.jsonl", *PROMPT
+    )
+    assert other.json["name"] == "rows-b"
+    assert other.json["skipped"] == 0
+
+
+def test_prompt_is_taken_as_it_is(folder: Path) -> None:
+    """Unlike a value of --set, which is read as TOML."""
+    for prompt in ('"quoted" {{ text }}', "2024", "[1]", "true"):
+        result = run("--prompt", prompt, "--limit", "1", "--dry-run")
+        assert prompt.replace("{{ text }}", "word 0") in result.stdout
+
+
+def test_run_made_by_one_line_is_a_run_like_any_other(folder: Path) -> None:
+    write_jsonl(folder / "rows.jsonl", [{"text": "a"}, {"other": "b"}])
+    assert run(*PROMPT).exit_code == 3
+    assert batchkit("status", "--json").json["failed_by_kind"] == {"template": 1}
+    assert batchkit("verify", "output/rows-Small").exit_code == 0
+    again = batchkit("retry-failed", "--set", "prompt.user=Say it", "--json")
+    assert again.json["recovered"] == 1
+    assert batchkit("run", "output/rows-Small/job.toml").json["skipped"] == 2
+
+
+@pytest.mark.parametrize("name", ["answers.csv", "answers.jsonl"])
+def test_suffix_of_output_names_its_format(name: str, folder: Path) -> None:
+    assert run(*PROMPT, "--output", name).exit_code == 0
+    if name.endswith(".csv"):
+        with (folder / name).open(newline="") as file:
+            assert len([*csv.DictReader(file)]) == 5
+    else:
+        assert [record["index"] for record in read_jsonl(folder / name)] == [0, 1, 2, 3, 4]
+
+
+def test_openai_batch_file_needs_no_prompt_and_its_output_is_openais(folder: Path) -> None:
+    body = {"model": "x", "messages": [{"role": "user", "content": "hi"}]}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    write_jsonl(folder / "batch.jsonl", [line])
+    assert run("--output", "answers.jsonl", rows="batch.jsonl").exit_code == 0
+    (answer,) = read_jsonl(folder / "answers.jsonl")
+    assert answer["custom_id"] == "a"
+    assert answer["response"]["body"]["choices"]
+
+
+def test_images_are_looked_up_here_or_beside_an_input_elsewhere(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.new("RGB", (8, 6)).save(folder / "a.png")
+    write_jsonl(folder / "rows.jsonl", [{"photo": "a.png"}])
+    look = ["--prompt", "Look", "--images", "{{ photo }}", "--images", "a.png", "--dry-run"]
+    assert "images: 8x6, 8x6" in run(*look).stdout
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    assert "images: 8x6, 8x6" in run(*look, rows="../rows.jsonl").stdout
+    assert "images: 8x6, 8x6" in run(*look, rows=str(folder / "ro*.jsonl")).stdout
+
+
+def test_flags_also_change_a_job_file(folder: Path) -> None:
+    (folder / "job.toml").write_text(
+        'name = "trial"\n[input]\npath = "rows.jsonl"\n[prompt]\nuser = "x"\n'
+        '[engine]\nkind = "dry-run"\nmodel = "a"\n'
+    )
+    result = batchkit("run", "job.toml", *PROMPT, "--model", "b", "--output", "a.csv")
+    assert result.json["name"] == "trial"
+    assert len(read_jsonl(folder / "output/trial/results.jsonl")) == 5
+    assert (folder / "a.csv").exists()
+    assert 'model = "b"' in (folder / "output/trial/job.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], "give a job file"),
+        (["--model", "m"], "--model and --input"),
+        (["--input", "rows.jsonl"], "--model and --input"),
+    ],
+)
+def test_half_a_line_says_what_is_missing(args: list[str], words: str, folder: Path) -> None:
+    result = batchkit("run", *args)
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("a.xlsx", "its suffix names no format; known are .parquet, .jsonl, .csv"),
+        ("answers", "its suffix names no format"),
+        ("rows.jsonl", "is the input"),
+        ("output/x.csv/a.csv", "is no folder that can be written to"),
+        ("folder.csv", "is a folder"),
+    ],
+)
+def test_output_that_cannot_be_written_is_found_before_the_run(
+    output: str, words: str, folder: Path
+) -> None:
+    (folder / "output").mkdir()
+    (folder / "folder.csv").mkdir()
+    (folder / "output/x.csv").write_text("")
+    result = run(*PROMPT, "--output", output)
+    assert result.exit_code == 2
+    assert f"batchkit: error: --output {output}: " in result.stderr
+    assert words in result.stderr
+    assert not (folder / "output/rows-Small").exists()
+
+
+def test_shards_do_not_write_one_output(folder: Path) -> None:
+    result = run(*PROMPT, "--shard", "0/2", "--output", "a.csv")
+    assert result.exit_code == 2
+    assert "each shard would write the same file" in result.stderr
+
+
+def test_export_that_fails_keeps_the_run(folder: Path) -> None:
+    assert run(*PROMPT).exit_code == 0
+    result = run(*PROMPT, "--output", "output/rows-Small/results.jsonl")
+    assert result.exit_code == 1
+    assert "is the ledger of a run" in result.stderr
+    assert len(read_jsonl(folder / "output/rows-Small/results.jsonl")) == 5
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet", "rows.csv.gz"])
+def test_data_file_in_place_of_a_job_says_what_to_do(name: str, folder: Path) -> None:
+    path = folder / name
+    if name != "rows.jsonl":
+        path.write_bytes(b"PAR1\xff\xfe" if name.endswith((".parquet", ".gz")) else b"a,b\n1,2\n")
+    for command in ("run", "validate"):
+        result = batchkit(command, name)
+        assert result.exit_code == 2
+        assert f"--input {name} --prompt" in result.stderr
+        assert "batchkit init" in result.stderr
+
+
+def test_job_file_that_was_mistyped_is_suggested(folder: Path) -> None:
+    (folder / "reviews.toml").write_text("")
+    result = batchkit("run", "review.toml")
+    assert "review.toml: no such job file; did you mean 'reviews.toml'?" in result.stderr
