@@ -173,6 +173,23 @@ def run(
 
 
 @cli.command()
+@click.argument("kind", required=False)
+@click.argument("file", type=FILE, required=False)
+@click.option("--list", "as_list", is_flag=True, help="List the kinds instead.")
+@printed
+def init(kind: str | None, file: Path | None, as_list: bool) -> Result:
+    """Write a commented job file to start from.
+
+    KIND is text, images, openai or judge; without it, prints what each is for. FILE is KIND.toml by
+    default.
+    """
+    from batchkit.commands.init import init as write
+    from batchkit.commands.init import kinds
+
+    return kinds() if as_list or kind is None else write(kind, file)
+
+
+@cli.command()
 @JOB
 @options.rows("Only the first N rows.")
 @SET

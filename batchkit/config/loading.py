@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -25,7 +25,7 @@ from batchkit.errors import JobError
 
 
 def load_job(
-    path: Path, overrides: Iterable[str] = (), given: Mapping[str, Any] = MappingProxyType({})
+    path: Path, overrides: Sequence[str] = (), given: Mapping[str, Any] = MappingProxyType({})
 ) -> JobConfig:
     """The job in ``path`` with the ``KEY=VALUE`` overrides applied and its paths made absolute.
 
@@ -73,12 +73,14 @@ def _is_data(path: Path) -> JobError:
 def make_job(
     table: dict[str, Any],
     origin: str,
-    overrides: Iterable[str] = (),
+    overrides: Sequence[str] = (),
     given: Mapping[str, Any] = MappingProxyType({}),
     *,
     base: Path | None = None,
 ) -> JobConfig:
     """As ``load_job``, from a table; relative paths are looked up in ``base`` first."""
+    if any(text.replace(" ", "") == "engine.kind=dry-run" for text in overrides):
+        _leave_out_engines(table)
     for override in overrides:
         _override(table, override)
     for key, value in given.items():
@@ -145,6 +147,17 @@ def _override(table: dict[str, Any], override: str) -> None:
     # A folder named "2024" is a name and not a number: a key of type text gets the text.
     value = text if _wants_text(parts) and not isinstance(value, str) else value
     _put(table, parts, value, f"--set {masked_override(override)}")
+
+
+def _leave_out_engines(table: dict[str, Any]) -> None:
+    """``--set engine.kind=dry-run`` tries any job: what only its own engines know is left out."""
+    judge: Any = table
+    for key in ("scoring", "judge"):
+        judge = judge.get(key) if isinstance(judge, dict) else None
+    for parent in (table, judge):
+        engine = parent.get("engine") if isinstance(parent, dict) else None
+        if isinstance(engine, dict) and engine.get("kind") != "dry-run":
+            parent["engine"] = {"kind": "dry-run", "model": engine.get("model", "")}
 
 
 def _put(table: dict[str, Any], parts: list[str], value: Any, origin: str) -> None:

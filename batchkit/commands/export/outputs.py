@@ -57,7 +57,9 @@ def format_for(path: Path, job: JobConfig) -> str:
     files = input_files(job.input)
     if path.exists() and any(Path(file).exists() and path.samefile(file) for file in files):
         raise JobError(f"--output {path}: is the input; write to another file")
-    is_batch = name == "jsonl" and {format_of(file, job.input) for file in files} == {"openai-batch"}
+    is_batch = name == "jsonl" and {format_of(file, job.input) for file in files} == {
+        "openai-batch"
+    }
     return "openai" if is_batch else name
 
 

@@ -1,0 +1,100 @@
+"""``batchkit init``: every job file that it writes runs, and every option in it is one."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from batchkit.cli import cli
+from batchkit.commands.init import KINDS
+from batchkit.config.loading import load_job, parse_job
+from tests.support.command_line import batchkit
+from tests.support.rows import write_jsonl
+
+DRY = ["--set", "engine.kind=dry-run"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_images() -> None:
+    Image.new("RGB", (64, 48), "red").save("a.png")
+    Path("photos.csv").write_text("photo\na.png\na.png\n")
+
+
+def write_batch() -> None:
+    body = {"model": "x", "messages": [{"role": "user", "content": "hi"}]}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    write_jsonl(Path("batch.jsonl"), [line, {**line, "custom_id": "b"}])
+
+
+INPUTS: dict[str, Callable[[], object]] = {
+    "text": lambda: Path("rows.csv").write_text("text,label\ngood,1\nbad,0\n"),
+    "images": write_images,
+    "openai": write_batch,
+    "judge": lambda: Path("questions.csv").write_text("question\nwhy?\nhow?\n"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_job_file_of_each_kind_runs_as_it_is_written(kind: str) -> None:
+    assert batchkit("init", kind).stdout.startswith(f"{kind}.toml: ")
+    INPUTS[kind]()
+
+    assert batchkit("validate", f"{kind}.toml", *DRY).exit_code == 0
+    assert "would fail" not in batchkit("run", f"{kind}.toml", *DRY, "--dry-run").stdout
+    ran = batchkit("run", f"{kind}.toml", *DRY)
+    assert (ran.exit_code, ran.json["ok"], ran.json["name"]) == (0, 2, kind), ran.stderr
+    commands = re.findall(r"^#   batchkit (.*?)  ", Path(f"{kind}.toml").read_text(), re.MULTILINE)
+    (export,) = [command.split() for command in commands if command.startswith("export")]
+    assert batchkit(*export).exit_code == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_option_that_is_commented_out_is_one(kind: str) -> None:
+    batchkit("init", kind)
+    text = Path(f"{kind}.toml").read_text()
+    options = re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE)
+    assert options != text
+    parse_job(tomllib.loads(options), kind)
+
+
+def test_job_has_the_name_of_its_file() -> None:
+    assert batchkit("init", "text", "reviews.toml").exit_code == 0
+    assert load_job(Path("reviews.toml")).name == "reviews"
+    assert "batchkit run reviews.toml" in Path("reviews.toml").read_text()
+    assert batchkit("init", "text", ".hidden one.toml").exit_code == 0
+    assert load_job(Path(".hidden one.toml")).name == "text"
+
+
+def test_kinds_are_listed_with_what_they_are_for() -> None:
+    listed = batchkit("init").stdout
+    assert all(re.search(rf"^  {kind} +\w+ .*\.$", listed, re.MULTILINE) for kind in KINDS)
+    assert batchkit("init", "--list").stdout == listed
+    help_text = " ".join((cli.commands["init"].help or "").split())
+    assert f"KIND is {', '.join(KINDS[:-1])} or {KINDS[-1]};" in help_text
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["txt"], "known kinds are text, images"),
+        (["txt"], "did you mean 'text'?"),
+        (["text"], "text.toml: exists already; name another file"),
+        (["text", "no/such/folder.toml"], "no/such/folder.toml: can't be written: No such file"),
+    ],
+)
+def test_file_that_cannot_be_written_is_one_message(args: list[str], words: str) -> None:
+    Path("text.toml").write_text("mine")
+    result = batchkit("init", *args)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert Path("text.toml").read_text() == "mine"
