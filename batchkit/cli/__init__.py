@@ -30,6 +30,7 @@ from batchkit.cli.options import (
     load,
     printed,
 )
+from batchkit.cli.tuning import bench, find_bs, parity
 from batchkit.errors import JobError
 
 
@@ -332,131 +333,6 @@ def report(runs: Texts, output: Path | None, no_images: bool) -> Result:
     return comparison
 
 
-@cli.command("find-bs")
-@JOB
-@click.option("--low", type=COUNT, default=1, help="Smallest size.")
-@click.option("--high", type=COUNT, default=1024, help="Largest size.")
-@options.rows("Try with the first N rows only.")
-@options.seconds(
-    "Measure each size for at most this long, after at most as long to fill the engine.", 30.0
-)
-@click.option("--write", is_flag=True, help="Set the best size in JOB; nothing else in it changes.")
-@SET
-@JSON
-def find_bs(job: Path, write: bool, overrides: Texts, as_json: bool, **limits: Any) -> None:
-    """Find the best batch size for JOB, tried with its own rows.
-
-    The engine batches continuously: the batch size is how many requests it runs at once,
-    engine.options.max_num_seqs, which costs GPU memory. If run.max_in_flight, the window of
-    requests handed to the engine, is a smaller number, the batch size is that window, which costs
-    host memory; the first lines say so.
-
-    Each size is tried with its own engine: doubled from --low on, then narrowed down to the largest
-    that fits. Stops when twice the size gains less than 3 %. Exits with 1 if no size fits.
-    """
-    from batchkit.commands.tuning.find import find_batch_size
-
-    found = find_batch_size(
-        load(job, overrides),
-        write_to=job if write else None,
-        say=say,
-        show=(lambda line: None) if as_json else echo,
-        **limits,
-    )
-    show(found, as_json)
-    raise SystemExit(found.exit_code)
-
-
-@cli.command()
-@JOB
-@click.option(
-    "--batch-sizes", default="1,4,16,64", metavar="N,N,…", help="How many requests run at once."
-)
-@click.option(
-    "--rounds", type=COUNT, default=3, help="How often each size is measured, the sizes in turn."
-)
-@options.rows("Measure with the first N rows only.")
-@options.seconds("At most this long per round, after at most as long to fill the engine.", 20.0)
-@click.option(
-    "--html", type=click.Path(dir_okay=False, path_type=Path), help="Also draw the curve."
-)
-@SET
-@JSON
-def bench(
-    job: Path, batch_sizes: str, html: Path | None, overrides: Texts, as_json: bool, **limits: Any
-) -> None:
-    """Measure JOB's throughput, latency and memory by batch size.
-
-    The batch size is how many requests run at once, as for find-bs. Each figure is the median of the
-    rounds, which start when the engine is warm and full. p50 and p99 are latencies of a request,
-    counted from when it enters the engine's queue. One line of JSON follows the table.
-    """
-    from batchkit.commands.tuning.bench import bench as measure
-    from batchkit.commands.tuning.bench import sizes_in
-    from batchkit.commands.tuning.curve import write_curve
-
-    if html is not None and not html.resolve().parent.is_dir():
-        raise JobError(f"--html {html}: no folder {html.parent}")
-    found = measure(load(job, overrides), sizes_in(batch_sizes), say=say, **limits)
-    if not as_json:
-        echo(found.to_text())
-    if html is not None:
-        write_curve(found, html)
-        say(f"the curve is in {html}")
-    echo(json.dumps(found.to_json()))
-    raise SystemExit(found.exit_code)
-
-
-@cli.command()
-@JOB
-@click.option(
-    "--engines",
-    required=True,
-    metavar="A,B",
-    help="Two engine kinds, for example vllm,transformers; one kind twice with --set-a or --set-b.",
-)
-@options.rows("Only the first N rows (after the job's filter).", default=100)
-@SET
-@options.setting(
-    "--set-a",
-    "only_a",
-    "Like --set, for A only; a key of the engine: engine.model=PATH. May be repeated.",
-)
-@options.setting("--set-b", "only_b", "Like --set-a, for B.")
-@click.option(
-    "--tie",
-    type=click.FloatRange(0),
-    default=0.01,
-    help="A difference with a smaller gap is a tie. bfloat16 needs more, for example 0.25.",
-)
-@printed
-def parity(
-    job: Path, engines: str, overrides: Texts, only_a: Texts, only_b: Texts, **limits: Any
-) -> Result:
-    """Show where the answers of two engines to JOB differ.
-
-    Both run the same rows, greedy, first A, then B. The gap of a difference is how much (in
-    logprob) the side that was more certain preferred its own token to the other's: near 0 it is a
-    tie that was broken differently, a large one is a real difference. Without logprobs, answers are
-    compared by words and the gap is unknown.
-
-    What only one kind of engine supports is left out, and listed: options of JOB for the other side,
-    parameters of its sampling for both. Nothing is written to the run folder.
-
-    Exits with 0 if all rows are equal or ties, with 3 if some differ, fail on one side only, or none
-    was answered on both.
-    """
-    from batchkit.commands.parity import parity as compare
-    from batchkit.execution.signals import Interrupted
-
-    settings = only_a, only_b
-    try:
-        return compare(load(job, overrides), engines, settings=settings, say=say, **limits)
-    except Interrupted as stop:
-        say(f"stopped by {stop}; nothing is kept")
-        raise SystemExit(128 + stop.signum) from None
-
-
 @cli.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 @click.option("--into", required=True, metavar="RUN", help="The new run folder (or its job file).")
@@ -554,6 +430,10 @@ def doctor() -> Result:
     from batchkit.commands.doctor import diagnose
 
     return diagnose()
+
+
+for command in (find_bs, bench, parity):
+    cli.add_command(command)
 
 
 def _run_taken_for_path(wanted: dict[str, str]) -> str | None:
