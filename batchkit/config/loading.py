@@ -79,8 +79,8 @@ def make_job(
     base: Path | None = None,
 ) -> JobConfig:
     """As ``load_job``, from a table; relative paths are looked up in ``base`` first."""
-    if any(text.replace(" ", "") == "engine.kind=dry-run" for text in overrides):
-        _leave_out_engines(table)
+    for override in overrides:
+        _leave_out_engine(table, override)
     for override in overrides:
         _override(table, override)
     for key, value in given.items():
@@ -149,15 +149,20 @@ def _override(table: dict[str, Any], override: str) -> None:
     _put(table, parts, value, f"--set {masked_override(override)}")
 
 
-def _leave_out_engines(table: dict[str, Any]) -> None:
-    """``--set engine.kind=dry-run`` tries any job: what only its own engines know is left out."""
-    judge: Any = table
-    for key in ("scoring", "judge"):
-        judge = judge.get(key) if isinstance(judge, dict) else None
-    for parent in (table, judge):
-        engine = parent.get("engine") if isinstance(parent, dict) else None
-        if isinstance(engine, dict) and engine.get("kind") != "dry-run":
-            parent["engine"] = {"kind": "dry-run", "model": engine.get("model", "")}
+def _leave_out_engine(table: Any, override: str) -> None:
+    """``--set engine.kind=dry-run`` tries any job: what only its own engine knows is left out.
+
+    So does ``--set scoring.judge.engine.kind=dry-run`` for the judge's.
+    """
+    key, _, kind = override.partition("=")
+    *parts, last = key.strip().split(".")
+    if (parts[-1:], last, kind.strip()) != (["engine"], "kind", "dry-run"):
+        return
+    for part in parts:
+        table = table.get(part) if isinstance(table, dict) else None
+    if isinstance(table, dict) and table.get("kind") != "dry-run":
+        for name in {*table} - {"model"}:
+            del table[name]
 
 
 def _put(table: dict[str, Any], parts: list[str], value: Any, origin: str) -> None:

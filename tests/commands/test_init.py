@@ -49,9 +49,10 @@ def test_job_file_of_each_kind_runs_as_it_is_written(kind: str) -> None:
     assert batchkit("init", kind).stdout.startswith(f"{kind}.toml: ")
     INPUTS[kind]()
 
+    judge = ["--set", "scoring.judge.engine.kind=dry-run"] if kind == "judge" else []
     assert batchkit("validate", f"{kind}.toml", *DRY).exit_code == 0
     assert "would fail" not in batchkit("run", f"{kind}.toml", *DRY, "--dry-run").stdout
-    ran = batchkit("run", f"{kind}.toml", *DRY)
+    ran = batchkit("run", f"{kind}.toml", *DRY, *judge)
     assert (ran.exit_code, ran.json["ok"], ran.json["name"]) == (0, 2, kind), ran.stderr
     commands = re.findall(r"^#   batchkit (.*?)  ", Path(f"{kind}.toml").read_text(), re.MULTILINE)
     (export,) = [command.split() for command in commands if command.startswith("export")]

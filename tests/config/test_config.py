@@ -326,21 +326,6 @@ def test_any_key_can_be_set(override: str, key: str, value: Any) -> None:
     assert type(found) is type(value)
 
 
-def test_dry_run_in_place_of_any_engine_leaves_out_what_only_that_knows() -> None:
-    server = {"kind": "openai-server", "model": "m", "base_url": "http://h/v1"}
-    vllm = {"model": "n", "lora": "l", "options": {"max_model_len": 9}}
-    for engine in (server, vllm):
-        found = job("engine.kind=dry-run", engine=engine, scoring={"judge": {"engine": vllm}})
-        assert (found.engine.kind, found.engine.model) == ("dry-run", engine["model"])
-        assert (found.engine.options, found.engine.base_url, found.engine.lora) == ({}, None, None)
-        assert found.scoring.judge is not None
-        assert found.scoring.judge.engine.kind == "dry-run"
-    with_own = job("engine.options.latency_s=1", "engine.kind=dry-run", engine=vllm)
-    assert with_own.engine.options == {"latency_s": 1}
-    kept = job("engine.kind=dry-run", engine={"kind": "dry-run", "options": {"latency_s": 1}})
-    assert kept.engine.options == {"latency_s": 1}
-
-
 def test_later_override_wins_and_the_rest_stays() -> None:
     found = job("vars.a=1", "vars.a=2", vars={"b": 3})
     assert found.vars == {"a": 2, "b": 3}
