@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from batchkit.errors import ChangedInputError, InputError
+from batchkit.execution.resume import input_changes
 from batchkit.execution.table import Layout, read_batches, schema_of
 from batchkit.sources import never
 from batchkit.sources.input import Input, watched
 from batchkit.sources.pictures import is_picture
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.job_toml import job_of_run
+from batchkit.storage.manifest import read_manifest
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -39,6 +41,11 @@ def joined_table(folder: Path, source: Input) -> pa.Table:
     check_log(folder)
     if source.files is None:
         return _table(folder, layout)
+    if changes := input_changes(read_manifest(folder).input, source.files):
+        raise InputError(
+            f"{folder}: its records are of another input now ({'; '.join(changes)}), so they are not put"
+            " beside these rows. Use the summary of the last start, or records()"
+        )
     try:
         rows = list(watched(source.read(never), source))
     except ChangedInputError as error:

@@ -428,6 +428,7 @@ class Loop:
             completion_tokens_per_s=round(state.completion_tokens * per_s, 3),
             exit=code,
             source=self._input,
+            run=self._manifest.created_at,
         )
 
 

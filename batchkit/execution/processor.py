@@ -9,6 +9,7 @@ from typing import Any
 
 from batchkit.config.loading import load_job, parse_job, resolve_paths
 from batchkit.config.tables import JobConfig
+from batchkit.errors import JobError
 from batchkit.execution.kept_engine import KeptEngine
 from batchkit.execution.loop import Outcome
 from batchkit.execution.resume import OnChange
@@ -39,9 +40,9 @@ class ProductionBatchProcessor:
             ChangedError, begin a new run, or keep the records of unchanged rows and run the rest.
         skip_from: Skip rows that have an answer in this run folder.
         quiet: Print nothing.
-        adjust_sampling: Changes the sampling parameters of each row, its own included; workers on
-            Ray don't have it. A resume can't compare functions: give a job with another one
-            another name.
+        adjust_sampling: Changes the sampling parameters of each row, its own included; not for
+            ``run.workers``. A resume can't compare functions: give a job with another one another
+            name.
 
     Raises:
         JobError: the job file can't be read, or its keys are wrong.
@@ -61,6 +62,11 @@ class ProductionBatchProcessor:
             resolve_paths(job, Path.cwd()) if isinstance(job, JobConfig) else load_job(Path(job))
         )
         check_secrets(self.job)
+        if adjust_sampling is not None and self.job.run.workers is not None:
+            raise JobError(
+                "adjust_sampling: is a function, which workers on Ray don't get; leave run.workers out, or"
+                " give each row its own parameters (sampling.sampling_column)"
+            )
         self._fresh = fresh
         self._on_change: OnChange = on_change
         self._skip_from = skip_from

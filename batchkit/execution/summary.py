@@ -7,9 +7,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchkit.errors import StoreError
 from batchkit.execution.joined_table import joined_table
 from batchkit.sources.input import Input
 from batchkit.storage.ledger import RESULTS
+from batchkit.storage.manifest import read_manifest
 from batchkit.storage.newest import read_newest
 
 if TYPE_CHECKING:
@@ -24,7 +26,8 @@ class RunSummary:
     ``skipped`` rows were settled before it began; ``retried`` counts further attempts within it;
     ``seconds`` is the time with the engine up, without loading. ``exit`` is the exit code: 0 all
     rows ok, 3 some failed, 1 stopped by an error or rows without a record remain, 130 and 143
-    interrupted. ``source``: where its rows came from.
+    interrupted. ``source``: where its rows came from. ``run``: when the run began, which tells it
+    from another one in the same folder.
     """
 
     name: str
@@ -42,9 +45,10 @@ class RunSummary:
     completion_tokens_per_s: float
     exit: int
     source: Input | None = field(default=None, repr=False, compare=False)
+    run: str = field(default="", repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        names = [field.name for field in fields(self) if field.name != "source"]
+        names = [field.name for field in fields(self) if field.repr]
         return {name: getattr(self, name) for name in names}
 
     def to_text(self, *, if_failed: str) -> str:
@@ -63,8 +67,12 @@ class RunSummary:
         return "\n".join([*lines, f"results in {self.folder}/{RESULTS}"])
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """The newest record of each row, in the order of the input."""
-        return read_newest(Path(self.folder) / RESULTS)
+        """The newest record of each row, in the order of the input.
+
+        Raises:
+            StoreError: another run has taken the folder since, for example with ``fresh=True``.
+        """
+        return read_newest(self._folder_of_run() / RESULTS)
 
     def to_arrow(self) -> pa.Table:
         """The input's rows with their answers, in the order of the input, as a ``pyarrow.Table``.
@@ -77,9 +85,10 @@ class RunSummary:
 
         Raises:
             InputError: the input is no longer what the run has read.
+            StoreError: as ``records``.
         """
         assert self.source is not None, "a start of a run has a source"
-        return joined_table(Path(self.folder), self.source)
+        return joined_table(self._folder_of_run(), self.source)
 
     def to_pandas(self) -> pd.DataFrame:
         """``to_arrow`` as a DataFrame. It has the index of the DataFrame that was run, if one was."""
@@ -87,3 +96,13 @@ class RunSummary:
         if self.source is not None and self.source.labels is not None:
             frame.index = self.source.labels
         return frame
+
+    def _folder_of_run(self) -> Path:
+        folder = Path(self.folder)
+        if (began := read_manifest(folder).created_at) != self.run:
+            raise StoreError(
+                f"{folder}: holds another run since {began}; this one was moved aside, to {folder}.1 or a"
+                " higher number. Read its results before the next run begins, or give each run a name"
+                " of its own"
+            )
+        return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -17,13 +18,19 @@ MAX_TEXT_BYTES = (
     2**28
 )  # of all cells' different texts, which a workbook stores, and we hold, at once
 _TEXTS = "sharedstrings.xml"
+# What a program writes that leaves computing to Excel: the values of its formulas are missing, or 0.
+_TO_COMPUTE = re.compile(rb'fullCalcOnLoad="(?:1|true)"')
+_FORMULA = object()  # in place of a value that is not known
+_NOT_COMPUTED = (
+    "a formula without a value; open the workbook in Excel or LibreOffice and save it there"
+)
 
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
     """See ``Reader``; ``input.records`` names the sheet, by default the first one. Blank rows are
-    skipped. A formula has the value that Excel has saved with it."""
+    skipped. A formula has the value that Excel has saved with it; without one, it fails its row."""
     with open_input(path, text=False) as file, closing(_opened(path, file)) as workbook:
-        rows = _sheet(path, workbook, table.records).iter_rows(values_only=True)
+        rows = _values(_sheet(path, workbook, table.records))
         number = 0
         try:
             header: list[str] | None = None
@@ -51,11 +58,14 @@ def _opened(path: str, file: IO[bytes]) -> Any:
             f"{path}: an Excel workbook needs openpyxl: pip install 'batchkit[excel]'"
         ) from error
     try:
+        is_computed = True
         with ZipFile(file) as archive:
             for part in archive.infolist():
                 if part.filename.lower().endswith(_TEXTS):
                     _check_size(path, part.file_size)
-        return load_workbook(file, read_only=True, data_only=True, keep_links=False)
+                elif part.filename.endswith("/workbook.xml"):
+                    is_computed &= _TO_COMPUTE.search(archive.read(part)) is None
+        return load_workbook(file, read_only=True, data_only=is_computed, keep_links=False)
     except InputError:
         raise
     except Exception as error:  # openpyxl raises what its parsers do
@@ -83,7 +93,18 @@ def _sheet(path: str, workbook: Any, name: str | None) -> Any:
     return sheet
 
 
+def _values(sheet: Any) -> Iterator[Sequence[Any]]:
+    if sheet.parent.data_only:
+        yield from sheet.iter_rows(values_only=True)
+        return
+    for cells in sheet.iter_rows():
+        yield [_FORMULA if cell.data_type == "f" else cell.value for cell in cells]
+
+
 def _header(path: str, number: int, cells: Sequence[Any]) -> list[str]:
+    if _FORMULA in cells:
+        column = cells.index(_FORMULA) + 1
+        raise InputError(f"{path} row {number}: column {column} is {_NOT_COMPUTED}")
     names = [str(cell).strip() if cell is not None else "" for cell in cells]
     while not names[-1]:
         names.pop()
@@ -102,6 +123,9 @@ def _header(path: str, number: int, cells: Sequence[Any]) -> list[str]:
 
 
 def _fields(path: str, number: int, cells: Sequence[Any], header: list[str]) -> Found:
+    for name, cell in zip(header, cells, strict=False):
+        if cell is _FORMULA:
+            return RequestError(f"{path} row {number}, column {shown(name)}: is {_NOT_COMPUTED}")
     extra = [cell for cell in cells[len(header) :] if cell is not None]
     if extra:
         return RequestError(

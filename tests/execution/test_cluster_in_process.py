@@ -68,6 +68,11 @@ def test_rows_from_python_are_answered_in_a_ray_that_is_there(
     assert ray_here.is_initialized()
 
 
+def test_a_function_that_no_worker_would_use_is_refused() -> None:
+    with pytest.raises(JobError, match=r"adjust_sampling: is a function, which workers on Ray"):
+        ProductionBatchProcessor(job(), adjust_sampling=dict)
+
+
 @pytest.mark.parametrize(("share", "gpus"), [(2, [[0, 1], [2, 3]]), (0.5, [[0], [0]])])
 def test_each_worker_has_gpus_of_its_own(
     share: float, gpus: list[list[int]], ray_here: Any

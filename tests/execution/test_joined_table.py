@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from batchkit.errors import InputError, TooManyFailuresError
+from batchkit.errors import InputError, StoreError, TooManyFailuresError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.summary import RunSummary
 from tests.support.dry_runs import job, write_rows
@@ -119,6 +119,24 @@ def test_the_answers_of_a_changed_input_are_not_put_beside_its_rows() -> None:
         with pytest.raises(InputError, match=r"changed since the run read it.*records\(\)"):
             summary.to_arrow()
         assert len(list(summary.records())) == 3
+
+
+def test_answers_of_another_run_in_the_same_folder_are_refused() -> None:
+    rows, tables = [{"q": "tea"}, {"q": "cake"}], {"prompt": {"user": "{{ q }}"}}
+    summary = process(rows, **tables)
+    process(iter(rows), **tables)
+    for read in (summary.records, summary.to_arrow, summary.to_pandas):
+        with pytest.raises(StoreError, match=r"output/a: holds another run since .*a\.1"):
+            read()
+
+
+def test_answers_that_were_requeued_for_other_rows_are_not_put_beside_these() -> None:
+    rows, tables = [{"q": "tea"}, {"q": "cake"}], {"prompt": {"user": "{{ q }}"}}
+    summary = process(rows, **tables)
+    again = ProductionBatchProcessor(job(**tables), quiet=True, on_change="requeue")
+    assert again.process(rows[::-1]).to_arrow()["q"].to_pylist() == ["cake", "tea"]
+    with pytest.raises(InputError, match="records are of another input now"):
+        summary.to_arrow()
 
 
 def test_of_rows_that_can_be_read_once_only_the_kept_fields_are_there() -> None:

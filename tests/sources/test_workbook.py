@@ -56,6 +56,21 @@ def test_a_cell_without_a_column_fails_its_row_alone(tmp_path: Path) -> None:
     assert "row 3: 'lost' is in a column without a name" in str(broken.error)
 
 
+@pytest.mark.parametrize("column", ["q", "other"])
+def test_formula_that_no_program_has_computed_fails_its_row_alone(
+    tmp_path: Path, column: str
+) -> None:
+    """As pandas, openpyxl and XlsxWriter write it: its value is missing, or 0."""
+    path = workbook(tmp_path, data=[[column], ["tea"], ['="ca" & "ke"'], ["=tea"], ["milk"]])
+    first, second, third, last = rows_of(path)
+    assert [first.fields, last.fields] == [{column: "tea"}, {column: "milk"}]
+    for row, number in ((second, 3), (third, 4)):
+        assert isinstance(row.error, RequestError)
+        assert f"row {number}, column '{column}': is a formula without a value" in str(row.error)
+    with pytest.raises(InputError, match="row 1: column 1 is a formula without a value"):
+        rows_of(workbook(tmp_path, data=[["=A2"], ["tea"]]))
+
+
 @pytest.mark.parametrize(
     ("rows", "problem"),
     [
