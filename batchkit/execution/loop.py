@@ -231,7 +231,8 @@ class Loop:
                     self._hear,
                     known,
                     left=self._left,
-                    engine_identity=self._engine_identity,
+                    # Workers on other machines read these files there.
+                    engine_identity={**self._engine_identity, "prompt.files": self._prompt_files},
                     references=self._references,
                     quarantined=self._quarantined,
                     may_wait=may_wait,

@@ -25,6 +25,7 @@ from batchkit.execution.feeder import AHEAD, Feeder
 from batchkit.execution.kept_engine import KeptEngine, Loaded
 from batchkit.execution.records import to_record
 from batchkit.execution.supervisor import SupervisedEngine
+from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.scoring import Scored, Scoring, kept_fields
@@ -67,8 +68,9 @@ class Worker:
     ``rows`` are its rows, from ``render_ahead`` with the same ``renderer``. ``references``: the
     right answers by id, if another run gives them. ``quarantined``: indices of rows that killed an
     engine before; each is run alone. ``opening`` is entered each time the model is loaded; what it
-    was loaded from must be the same as ``engine_identity``. The engine prints to ``log``. With
-    ``kept``, the engine comes from there if one waits there, and waits there again afterwards.
+    was loaded from must be the same as ``engine_identity``, and so must the files of all prompts if
+    they are in it. The engine prints to ``log``. With ``kept``, the engine comes from there if one
+    waits there, and waits there again afterwards.
 
     Raises:
         JobError, EngineError: the model can't be loaded.
@@ -223,13 +225,15 @@ def _check_unchanged(job: JobConfig, then: Mapping[str, Any]) -> None:
     A worker on another machine may not see all files that the run saw: the others are compared.
 
     Raises:
-        EngineError: the engine was loaded from other files than the run began with.
+        EngineError: they are other files than the run began with.
     """
     now = identity.engine_identity(job)
+    if "prompt.files" in then:
+        now["prompt.files"] = constant_files(job)
     if changes := identity.differences(_only(then, now), _only(now, then)):
         raise EngineError(
-            "the engine was loaded from other files than those that the run began with, and a run's"
-            f" answers are all of one model: {'; '.join(changes)}. Every finished row is on disk: bring"
+            "found other files than those that the run began with, and a run's answers are all"
+            f" of one model and prompt: {'; '.join(changes)}. Every finished row is on disk: bring"
             " the old files back and run the same command again, or begin a new run (--fresh)"
         )
 

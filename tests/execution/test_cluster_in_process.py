@@ -101,6 +101,21 @@ def test_a_worker_gets_the_gpus_that_its_engine_asks_for(
     assert needs(job(engine={"kind": "dry-run"}))["num_gpus"] == 0
 
 
+def test_a_worker_that_has_another_file_than_the_run_for_all_prompts_gets_no_rows(
+    in_a_folder: Path,
+) -> None:
+    """As on a node with an old copy of it: some rows would be asked in another way."""
+    made = job(
+        prompt={"user": "{{ guide }} {{ prompt }}", "texts": {"guide": "comm"}},
+        media={"root": "/proc/self"},  # each process has its own name there
+    )
+    with pytest.raises(
+        EngineError, match=r'other files than .* prompt.files: {"prompt.texts.guide"'
+    ):
+        process(made, ["a", "b"])
+    assert newest(in_a_folder) == []
+
+
 def test_images_are_opened_and_answers_scored_by_the_workers(in_a_folder: Path) -> None:
     Image.new("RGB", (40, 40)).save(in_a_folder / "there.png")
     tables = {
