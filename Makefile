@@ -1,7 +1,7 @@
 # Everything from an empty clone: make quickstart. PYTHON and BUILD: see scripts/setup.sh.
 export PYTHON BUILD
 
-.PHONY: setup llama-server quickstart test test-quick check bench docs clean
+.PHONY: setup llama-server quickstart test test-quick check bench docs dist clean
 
 setup:
 	@scripts/setup.sh
@@ -31,6 +31,11 @@ bench: setup
 
 docs:
 	@scripts/docs.sh
+
+# Wheel and source archive. REPOSITORY=https://…: its address, for links on a registry's page.
+dist: setup
+	rm -rf dist
+	REPOSITORY=$(REPOSITORY) .venv/bin/hatchling build -d dist
 
 clean:
 	rm -rf .venv .venv-docs site .demo-model .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -23,7 +23,7 @@ lock_cpu() {
 import json, re, subprocess, sys
 
 # Built for CUDA on the registry: with a CPU torch they make `import vllm` fail.
-LEFT_OUT = {"batchkit", "torchaudio", "torchcodec"}
+LEFT_OUT = {"batchkit-vllm", "torchaudio", "torchcodec"}
 report = json.load(open(sys.argv[1]))
 pins = {}
 for package in report["install"]:

@@ -102,6 +102,7 @@ not_installed() {
         "If a hash differs, the file is not the one that was locked: ask who runs the package index"
 }
 
+"$venv/bin/python" -m pip uninstall --quiet --yes batchkit 2>/dev/null || : # its name until 0.1
 if [ $build = cuda ] && [ "$(uname -m)" != x86_64 ]; then
     say "NVIDIA GPU: installing vLLM for CUDA, several GB: about ten minutes; $lock is for x86-64"
     quiet_pip -e '.[vllm,charts,excel,pdf,ray,dev]'

@@ -70,6 +70,7 @@ SLOW = {
     "test_damage",
     "test_demo_model",
     "test_demo_training",
+    "test_distribution",
     "test_export_parquet",
     "test_export_realhit",
     "test_failed_rows",

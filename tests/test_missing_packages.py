@@ -85,7 +85,7 @@ def test_without_vllm_a_command_ends_with_one_line_that_says_what_to_install(
     tmp_path: Path, args: Sequence[str]
 ) -> None:
     ended = command(tmp_path, WITHOUT.format(names=["vllm"]), *args)
-    assert_one_line(ended, "vllm is not installed", "pip install 'batchkit[vllm]'", "make setup")
+    assert_one_line(ended, "vllm is not installed", f"make -C {ROOT} setup")
 
 
 @pytest.mark.parametrize("command_name", ["run", "validate"])
@@ -95,13 +95,13 @@ def test_without_its_packages_the_transformers_engine_says_what_to_install(
 ) -> None:
     settings = ["--set", "engine.kind=transformers"]
     ended = command(tmp_path, WITHOUT.format(names=[name]), command_name, "job.toml", *settings)
-    assert_one_line(ended, f"{name} is not installed", "pip install 'batchkit[transformers]'")
+    assert_one_line(ended, f"{name} is not installed", f"make -C {ROOT} setup")
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers", "safetensors", "tokenizers"])
 def test_without_its_packages_demo_model_says_what_to_install(tmp_path: Path, name: str) -> None:
     ended = command(tmp_path, WITHOUT.format(names=[name]), "demo-model", "model")
-    assert_one_line(ended, name, "is not installed", "make setup")
+    assert_one_line(ended, name, "is not installed", f"make -C {ROOT} setup")
     assert not (tmp_path / "model").exists()
 
 

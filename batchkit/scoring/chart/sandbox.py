@@ -18,6 +18,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from batchkit.config.installation import how_to_install
 from batchkit.errors import JobError
 from batchkit.scoring.chart.confine import what_is_missing
 from batchkit.scoring.chart.messages import (
@@ -59,7 +60,7 @@ def check_sandbox() -> None:
         raise _refusal(missing)
     absent = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
     if absent:
-        raise _refusal(f"{', '.join(absent)} is not installed (pip install {' '.join(absent)})")
+        raise _refusal(f"{', '.join(absent)} is not installed ({how_to_install('charts')})")
 
 
 class Sandbox:

@@ -1,0 +1,36 @@
+"""How batchkit was installed, and so how a package that it lacks is added."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from shlex import quote
+from typing import Literal
+
+DISTRIBUTION = "batchkit-vllm"
+"""Its name on the registry, where ``batchkit`` is another project's."""
+_BY_SETUP = ("vllm", "transformers", "charts", "excel", "pdf", "ray")  # extras of `make setup`
+
+
+def how_to_install(extra: str) -> str:
+    """The command that installs what ``extra`` of ``pyproject.toml`` names."""
+    folder = _checkout()
+    if folder is None:
+        return f"pip install '{DISTRIBUTION}[{extra}]'"
+    if extra in _BY_SETUP:
+        return f"make -C {quote(str(folder))} setup"
+    return f"pip install -e {quote(f'{folder}[{extra}]')}"
+
+
+def how_to_reinstall(build: Literal["cpu", "cuda"] | None = None) -> str:
+    """The command that installs vLLM and batchkit anew, for the CPU or for CUDA if that matters."""
+    folder = _checkout()
+    if folder is None:
+        extra = "cpu" if build == "cpu" else "vllm"
+        return f"pip install --force-reinstall '{DISTRIBUTION}[{extra}]'"
+    return f"make -C {quote(str(folder))} clean setup" + (f" BUILD={build}" if build else "")
+
+
+def _checkout() -> Path | None:
+    """The repository's folder, if batchkit is imported from one."""
+    folder = Path(__file__).parents[2]
+    return folder if (folder / "scripts" / "setup.sh").is_file() else None

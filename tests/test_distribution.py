@@ -1,0 +1,167 @@
+"""The wheel: what is in it, and what works where it is installed without vLLM."""
+
+from __future__ import annotations
+
+import email
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from email.message import Message
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from batchkit.config.installation import DISTRIBUTION
+from tests.support.paths import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+ADDRESS = "https://git.example/team/batchkit"
+JOB = """
+name = "colours"
+[input]
+path = "rows.jsonl"
+[prompt]
+user = "What is {{ colour }}?"
+[engine]
+model = "Qwen/Qwen3-8B"
+[engine.options]
+max_model_len = 512
+"""
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def build(folder: Path, repository: str) -> Path:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    environment = os.environ | {"REPOSITORY": repository}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("dist"), ADDRESS)
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty one, into which the wheel was installed with what it depends on."""
+    place = tmp_path_factory.mktemp("installed") / "venv"
+    uv = [sys.executable, "-m", "uv", "--quiet"]
+    subprocess.run([*uv, "venv", "--python", sys.executable, str(place)], check=True)
+    command = [*uv, "pip", "install", "--python", str(place / "bin/python"), str(wheel)]
+    for links in os.environ.get("PIP_FIND_LINKS", "").split():
+        command += ["--find-links", links]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode and not os.environ.get("CI"):
+        pytest.skip(f"the wheel's dependencies can't be had: {done.stderr.strip()[-300:]}")
+    assert done.returncode == 0, done.stderr
+    return place
+
+
+@pytest.fixture
+def run(environment: Path, tmp_path: Path) -> Run:
+    def run_one(*args: str, exit_code: int = 0) -> subprocess.CompletedProcess[str]:
+        clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        command = [str(environment / "bin" / "batchkit"), *args]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=clean, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == exit_code, f"{args}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return run_one
+
+
+def metadata(wheel: Path) -> Message:
+    with ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+
+def test_the_wheel_has_all_files_of_the_package_the_jobs_and_the_cookbook(wheel: Path) -> None:
+    with ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    listed = subprocess.check_output(
+        ["git", "ls-files", "batchkit", "jobs", "docs/cookbook.md"], cwd=ROOT, text=True
+    )
+    shared = next(name for name in names if ".data/" in name).partition("/")[0]
+    for path in listed.splitlines():
+        name = path if path.startswith("batchkit/") else path.removeprefix("docs/")
+        place = (
+            ""
+            if name == path and path.startswith("batchkit/")
+            else f"{shared}/data/share/batchkit/"
+        )
+        assert f"{place}{name}" in names
+
+
+def test_the_page_on_a_registry_leads_to_the_repository(wheel: Path, tmp_path: Path) -> None:
+    found = metadata(wheel)
+    assert found["Name"] == DISTRIBUTION == PROJECT["name"]
+    assert found["Author"]
+    assert f"Repository, {ADDRESS}" in (found.get_all("Project-URL") or [])
+    page = str(found.get_payload())
+    links = re.findall(r"\]\(([^)]+)\)", page)
+    assert links
+    for link in links:
+        assert link.startswith(f"{ADDRESS}/blob/main/")
+        assert (ROOT / link.removeprefix(f"{ADDRESS}/blob/main/")).exists()
+    without = metadata(build(tmp_path, ""))
+    assert without.get_all("Project-URL") is None
+    assert "](" not in str(without.get_payload()), "a link to a file would lead nowhere"
+
+
+def test_without_vllm_the_installed_command_checks_and_runs_a_job(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"colour": "red"}\n{"colour": "blue"}\n')
+    (tmp_path / "job.toml").write_text(JOB)
+    dry = ["--set", "engine.kind=dry-run", "--set", "engine.options={}"]
+    assert "2" in run("validate", "job.toml", *dry).stdout
+    ended = run("run", "job.toml", exit_code=2)
+    assert (
+        f"vllm is not installed in this Python: pip install '{DISTRIBUTION}[vllm]'" in ended.stderr
+    )
+    run("run", "job.toml", *dry)
+    assert '"ok": 2' in run("status", "--json").stdout.replace('":2', '": 2')
+    run("export", "--parquet")
+    run("report")
+    assert {"results.parquet", "report.html"} <= {
+        path.name for path in (tmp_path / "output" / "colours").iterdir()
+    }
+
+
+def test_the_jobs_that_ship_run_from_the_environment(run: Run, environment: Path) -> None:
+    job = environment / "share" / "batchkit" / "jobs" / "sentiment.toml"
+    dry = ["--set", "engine.kind=dry-run", "--set", "engine.options={}"]
+    run("validate", str(job), *dry)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_completion_script_of_each_shell_is_printed(
+    environment: Path, shell: str, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [environment / "bin" / "batchkit"],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "_BATCHKIT_COMPLETE": f"{shell}_source"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "_BATCHKIT_COMPLETE" in done.stdout, done.stderr
+
+
+def test_no_text_names_the_other_project_s_package() -> None:
+    """Such as ``pip install 'batchkit[vllm]'``; ``config/installation.py`` knows what to say."""
+    places = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "batchkit").rglob("*.py")]
+    wrong = re.compile(r"""(?:pip install|uv add)[^`\n]*\bbatchkit(?:\[|['"`\s]|$)""", re.MULTILINE)
+    found = [str(place) for place in places if wrong.search(place.read_text(encoding="utf-8"))]
+    assert not found
