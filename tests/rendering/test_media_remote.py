@@ -343,7 +343,7 @@ def test_a_missing_package_is_named_before_the_first_row(package: str, monkeypat
     texts = {"user": "{{ t }}", "texts": {"t": "{{ file }}"}}
     assert message == complaint(root, prompt=texts)
     PromptRenderer(job(media={"root": root}, prompt={"user": "no file at all"}))
-    with pytest.raises(InputError, match=r"batchkit\[remote\]"):
+    with pytest.raises(InputError, match=r"pip install .*\[remote\]"):
         next(iter(read_rows(job(input={"path": f"{root}/rows.jsonl"}).input)))
 
 

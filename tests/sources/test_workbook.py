@@ -12,6 +12,7 @@ from zipfile import ZIP_DEFLATED, ZipFile
 import pytest
 from openpyxl import Workbook
 
+from batchkit.config.installation import how_to_install
 from batchkit.errors import InputError, RequestError
 from batchkit.sources import count_rows
 from tests.support.sources import rows_of, table, write, write_rows
@@ -120,4 +121,4 @@ def test_without_openpyxl_the_error_says_what_to_install(tmp_path: Path) -> None
         f"list(read_rows(InputTable(path={str(path)!r})))"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "an Excel workbook needs openpyxl: pip install 'batchkit[excel]'" in ended.stderr
+    assert f"an Excel workbook needs openpyxl: {how_to_install('excel')}" in ended.stderr
