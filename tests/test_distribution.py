@@ -123,7 +123,7 @@ def test_the_page_on_a_registry_leads_to_the_repository(wheel: Path, tmp_path: P
 def test_without_vllm_the_installed_command_checks_and_runs_a_job(run: Run, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"colour": "red"}\n{"colour": "blue"}\n')
     (tmp_path / "job.toml").write_text(JOB)
-    dry = ["--set", "engine.kind=dry-run", "--set", "engine.options={}"]
+    dry = ["--set", "engine.kind=dry-run"]
     assert "2" in run("validate", "job.toml", *dry).stdout
     ended = run("run", "job.toml", exit_code=2)
     assert (
@@ -138,9 +138,16 @@ def test_without_vllm_the_installed_command_checks_and_runs_a_job(run: Run, tmp_
     }
 
 
+def test_init_writes_a_job_that_the_installed_command_checks(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("id,text\n1,tea\n")
+    run("init", "text", "mine.toml")
+    path = ["--set", "input.path=rows.csv", "--set", "engine.kind=dry-run"]
+    run("validate", "mine.toml", *path)
+
+
 def test_the_jobs_that_ship_run_from_the_environment(run: Run, environment: Path) -> None:
     job = environment / "share" / "batchkit" / "jobs" / "sentiment.toml"
-    dry = ["--set", "engine.kind=dry-run", "--set", "engine.options={}"]
+    dry = ["--set", "engine.kind=dry-run"]
     run("validate", str(job), *dry)
 
 
