@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from batchkit.config.tables import JobConfig
 
 
+Texts = tuple[str, ...]
+
+
 def rows(text: str, default: int | None = None) -> Callable[[Any], Any]:
     return click.option("--rows", type=COUNT, default=default, help=text)
 
@@ -25,7 +28,16 @@ def seconds(text: str, default: float) -> Callable[[Any], Any]:
 
 
 def setting(flag: str, name: str, text: str) -> Callable[[Any], Any]:
-    return click.option(flag, name, multiple=True, metavar="KEY=VALUE", help=text)
+    def checked(context: click.Context, option: click.Parameter, given: Texts) -> Texts:
+        """Before click reports the second word of ``--set limit 5`` as an argument too many."""
+        if any("=" not in text for text in given):
+            from batchkit.config.loading import check_override
+
+            for text in given:
+                check_override(text, flag)
+        return given
+
+    return click.option(flag, name, multiple=True, metavar="KEY=VALUE", callback=checked, help=text)
 
 
 def export_format(flag: str, text: str) -> Callable[[Any], Any]:
@@ -36,7 +48,6 @@ def export_format(flag: str, text: str) -> Callable[[Any], Any]:
 COUNT = click.IntRange(1)
 CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True}
 FILE = click.Path(path_type=Path)
-Texts = tuple[str, ...]
 JOB = click.argument("job", type=FILE)
 RUN = click.argument("run", required=False, type=click.Path())  # so that a shell completes it
 SET = setting(

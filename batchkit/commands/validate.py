@@ -16,6 +16,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Preflight, RenderedPrompt
 from batchkit.engines.registry import open_preflight
 from batchkit.errors import PromptTooLongError, RowError
+from batchkit.execution.hints import hints
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.sources import read_rows
@@ -36,7 +37,8 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """``problems`` holds the first of the ``failed`` rows; token counts are exact or missing."""
+    """``problems`` holds the first of the ``failed`` rows; token counts are exact or missing.
+    ``hints`` are likely mistakes that fail no row."""
 
     rows: int
     ok: int
@@ -44,6 +46,7 @@ class Validation:
     failed_by_kind: dict[str, int]
     problems: list[Problem]
     prompt_tokens: dict[str, float]
+    hints: list[str]
 
     @property
     def exit_code(self) -> int:
@@ -61,7 +64,7 @@ class Validation:
             lines.append(f"  {row} {problem.kind}: {problem.message}")
         if self.failed > len(self.problems):
             lines.append(f"  … and {self.failed - len(self.problems):,} more")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.hints])
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +104,15 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
     by_kind: Counter[str] = Counter()
     tokens: list[int] = []
     repeats: dict[int, int] = {}
+    first: Row | None = None
     count = 0
     for rendered in _rendered(job, renderer, rows, repeats):
         count += 1
         request = rendered.request if isinstance(rendered, Completion) else rendered
         row = request.row
         error = rendered.error if isinstance(rendered, Completion) else None
+        if row.error is None and (first is None or row.index < first.index):
+            first = row
         if error is None:
             try:
                 _, prompt = _fitted(request, renderer, preflight)
@@ -130,6 +136,7 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
         failed_by_kind={kind: count for kind, count in by_kind.items() if count},
         problems=sorted(problems)[:SHOWN],
         prompt_tokens=_spread(tokens),
+        hints=[] if first is None else [*hints(job, first.fields)],
     )
 
 

@@ -11,10 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pydantic import ValidationError
-
 from batchkit.config.masking import learn, learn_secret, masked, masked_text
-from batchkit.config.problems import annotation_of, problems_in, shown
+from batchkit.config.problems import annotation_of, homes_of, shown
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig, PromptTable, ScoringTable
 from batchkit.config.terminal import shortened
@@ -96,13 +94,7 @@ def parse_job(table: Mapping[str, Any], origin: str) -> JobConfig:
     """
     with suppress(RecursionError):  # a job nested so deeply is refused below
         learn(os.environ, table)
-    try:
-        return JobConfig.model_validate(table)
-    except ValidationError as error:
-        problems = problems_in(error.errors(include_url=False))
-        count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
-        lines = "\n".join(f"  {problem}" for problem in problems)
-        raise JobError(f"{origin}: {count}\n{lines}") from None
+    return JobConfig.model_validate(table, context={"origin": origin})
 
 
 def parse_value(text: str) -> Any:
@@ -133,13 +125,20 @@ def masked_override(override: str) -> str:
     return f"{key}={shown_value if isinstance(shown_value, str) else shown(shown_value)}"
 
 
-def _override(table: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
+def check_override(override: str, flag: str = "--set") -> None:
+    """Raises JobError if ``override`` is not KEY=VALUE."""
+    key, equals, _ = override.partition("=")
+    if not equals or not all(key.strip().split(".")):
+        key = next(iter(homes_of(key)), key if "." in key else "sampling.temperature")
         raise JobError(
-            f"--set {masked_override(override)}: write KEY=VALUE, as in --set sampling.temperature=0.7"
+            f"{flag} {masked_override(override)}: write KEY=VALUE in one word, as in {flag} {key}=…"
         )
+
+
+def _override(table: dict[str, Any], override: str) -> None:
+    check_override(override)
+    key, _, text = override.partition("=")
+    parts = key.strip().split(".")
     try:
         value = parse_value(text)
     except (RecursionError, ValueError) as error:

@@ -46,9 +46,7 @@ def _problem(detail: Mapping[str, Any], location: tuple[Any, ...]) -> str:
     """What one of pydantic's error details says about the key at ``location``."""
     kind, found = detail["type"], detail["input"]
     if kind == "extra_forbidden":
-        known = _known_keys(location[:-1])
-        hint = did_you_mean(str(location[-1]), known) or f"; known: {', '.join(known)}"
-        return f"unknown key{hint}"
+        return f"unknown key{_hint(location)}"
     if kind == "missing":
         return f"this {'table' if len(location) == 1 else 'key'} is missing"
     if kind == "value_error":
@@ -57,6 +55,27 @@ def _problem(detail: Mapping[str, Any], location: tuple[Any, ...]) -> str:
     expected = in_words(annotation, limits)
     hint = did_you_mean(str(found), _literals(annotation))
     return f"found {shown(found)}, expected {expected}{hint}"
+
+
+def _hint(location: tuple[Any, ...]) -> str:
+    """What an unknown key at ``location`` probably should have been."""
+    key, known = str(location[-1]), _known_keys(location[:-1])
+    if homes := homes_of(key):
+        return f"; did you mean {' or '.join(map(repr, homes))}?"
+    if near := did_you_mean(key, known):
+        return near
+    hint = f"; known: {', '.join(known)}"
+    if len(location) == 1 or location[0] == "engine":
+        hint += "; vLLM's options belong in [engine.options], its sampling parameters in [sampling]"
+    return hint
+
+
+def homes_of(key: str) -> list[str]:
+    """The dotted keys of the job's tables whose last part is ``key``."""
+    tables = {name: _table_in(field.annotation) for name, field in JobConfig.model_fields.items()}
+    return [
+        f"{name}.{key}" for name, table in tables.items() if table and key in table.model_fields
+    ]
 
 
 def _known_keys(location: Iterable[Any]) -> list[str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, get_args
 
 from batchkit.config.loading import load_job, parse_job, resolve_paths
 from batchkit.config.tables import JobConfig
-from batchkit.errors import JobError
+from batchkit.errors import BatchkitError, JobError
 from batchkit.execution.kept_engine import KeptEngine
 from batchkit.execution.loop import Outcome
 from batchkit.execution.resume import OnChange
@@ -18,6 +18,15 @@ from batchkit.execution.summary import RunSummary
 from batchkit.rendering.renderer import AdjustSampling
 from batchkit.sources.input import Input, from_python
 from batchkit.storage.job_toml import check_secrets
+
+# How messages, which name the flags of the command line, name them to a program.
+_ARGUMENTS = {
+    "--on-change requeue": 'on_change="requeue"',
+    "--on-change new": 'on_change="new"',
+    "--fresh": "fresh=True",
+    "--skip-from ": "skip_from=",
+    " (--set name=…)": "",
+}
 
 
 class ProductionBatchProcessor:
@@ -54,10 +63,19 @@ class ProductionBatchProcessor:
         *,
         fresh: bool = False,
         on_change: OnChange = "fail",
-        skip_from: Path | None = None,
+        skip_from: str | Path | None = None,
         quiet: bool = False,
         adjust_sampling: AdjustSampling | None = None,
     ) -> None:
+        if not isinstance(job, JobConfig | str | Path):
+            raise JobError(
+                f"job: found {type(job).__name__}, expected a JobConfig or the path of a job file"
+                + "; from a dict: JobConfig(**job)" * isinstance(job, dict)
+            )
+        if on_change not in (choices := get_args(OnChange)):
+            raise JobError(
+                f"on_change: found {on_change!r}, expected {' or '.join(map(repr, choices))}"
+            )
         self.job = (
             resolve_paths(job, Path.cwd()) if isinstance(job, JobConfig) else load_job(Path(job))
         )
@@ -69,7 +87,7 @@ class ProductionBatchProcessor:
             )
         self._fresh = fresh
         self._on_change: OnChange = on_change
-        self._skip_from = skip_from
+        self._skip_from = None if skip_from is None else Path(skip_from)
         self._quiet = quiet
         self._adjust_sampling = adjust_sampling
         self._kept: KeptEngine | None = None
@@ -127,18 +145,27 @@ class ProductionBatchProcessor:
         attempts: Mapping[int, int] | None = None,
     ) -> Outcome:
         job = self.job if name is None else _named(self.job, name)
+        if rows is None and job.input.path is None:
+            raise JobError("no rows: give some to process(), or set the job's input.path")
         source: Input | None = None if rows is None else from_python(rows, job.input)
-        return start_run(
-            job,
-            source,
-            attempts=attempts,
-            fresh=self._fresh,
-            on_change=self._on_change,
-            skip_from=self._skip_from,
-            adjust_sampling=self._adjust_sampling,
-            kept=self._kept,
-            quiet=self._quiet,
-        )
+        try:
+            return start_run(
+                job,
+                source,
+                attempts=attempts,
+                fresh=self._fresh,
+                on_change=self._on_change,
+                skip_from=self._skip_from,
+                adjust_sampling=self._adjust_sampling,
+                kept=self._kept,
+                quiet=self._quiet,
+            )
+        except BatchkitError as error:
+            message = str(error)
+            for flag, argument in _ARGUMENTS.items():
+                message = message.replace(flag, argument)
+            error.args = (message,)
+            raise
 
 
 def _named(job: JobConfig, name: str) -> JobConfig:

@@ -206,7 +206,8 @@ def _settle_changes(
         raise ChangedError(
             f"{folder}: job or input changed since this run began\n{listed}\n"
             "Undo the change, or choose: --fresh or --on-change new (start again, the old run is"
-            " kept), --on-change requeue (run again what the change touches)"
+            " kept), --on-change requeue (run again what the change touches), or another name"
+            " (--set name=…)"
         )
     messages.append(f"changed since this run began: {'; '.join(changes)}")
     if on_change == "new":

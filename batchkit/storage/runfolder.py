@@ -7,13 +7,14 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from errno import EACCES, EEXIST, ELOOP, ENAMETOOLONG, ENOTDIR, EPERM, EROFS
 from pathlib import Path
 from typing import Any, cast
 
 import orjson
 from filelock import FileLock, Timeout
 
-from batchkit.errors import LostLockError, StoreError
+from batchkit.errors import JobError, LostLockError, StoreError
 from batchkit.storage.files import free_name, write_atomically
 from batchkit.types import utc_now
 
@@ -21,6 +22,7 @@ JOB = "job.toml"
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 _HOLDER = ".holder.json"
+_REFUSED = (EACCES, EPERM, EROFS, EEXIST, ENOTDIR, ENAMETOOLONG, ELOOP)  # trying again won't help
 
 
 class Claim:
@@ -62,7 +64,8 @@ def claim(folder: Path) -> Iterator[Claim]:
     """Hold ``folder`` for this process; the kernel releases the lock when the process ends.
 
     Raises:
-        StoreError: another process holds it, or the folder can't be created.
+        JobError: the folder can't be created or written to.
+        StoreError: another process holds it, or the disk fails.
     """
     try:
         lock = FileLock(folder / LOCK)
@@ -78,6 +81,11 @@ def claim(folder: Path) -> Iterator[Claim]:
             " wait for it, stop it, or give this job another name"
         ) from None
     except OSError as error:
+        if error.errno in _REFUSED:
+            raise JobError(
+                f"{folder}: can't be used as a run folder: {error.strerror}; set output.dir to a folder"
+                " that you may write to"
+            ) from error
         raise StoreError(f"{folder}: can't be used as a run folder: {error.strerror}") from error
     try:
         held.check()

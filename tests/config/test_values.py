@@ -6,9 +6,9 @@ import re
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from batchkit.config.tables import JobConfig
+from batchkit.errors import JobError
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ from batchkit.config.tables import JobConfig
     ],
 )
 def test_none_that_a_job_file_would_lose_is_refused(given: dict[str, Any], key: str) -> None:
-    with pytest.raises(ValidationError, match=rf"{re.escape(key)}: found None"):
+    with pytest.raises(JobError, match=rf"{re.escape(key)}: found None"):
         JobConfig.model_validate({"engine": {"kind": "dry-run"}, **given})
 
 

@@ -37,6 +37,24 @@ def test_too_little_memory_for_the_context_names_the_length_that_fits(demo_model
     assert 0 < int(fits[1]) < 32768
 
 
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"quantization": "fp9"}, "leave engine.options.quantization out"),
+        ({"quantization": "awq"}, "was not saved with this quantization"),
+        ({"quantization": "fp8"}, "needs another engine.options.dtype"),
+        ({"tensor_parallel_size": 3}, "divides the one in the message"),
+    ],
+)
+def test_quantization_or_split_that_the_model_does_not_allow_has_a_remedy(
+    text_model: Path, options: dict[str, Any], remedy: str
+) -> None:
+    message = str(refusal(text_model, **options))
+    assert remedy in message
+    assert "pydantic" not in message
+    assert "input_value" not in message
+
+
 def test_an_unknown_architecture_is_named(copy: Path) -> None:
     config = json.loads((copy / "config.json").read_text())
     config |= {"model_type": "nonsense", "architectures": ["NonsenseForCausalLM"]}
@@ -72,6 +90,15 @@ def test_a_message_is_one_paragraph(copy: Path) -> None:
         ("operator torchvision::nms does not exist", "batchkit doctor"),
         ("The NVIDIA driver on your system is too old", "batchkit doctor"),
         ("Free memory on device is less than desired GPU memory utilization", "free it"),
+        (
+            "World size (4) is larger than the number of available GPUs (1)",
+            "tensor_parallel_size ×",
+        ),
+        ("The quantization method awq is not supported for the current GPU.", "newer GPU"),
+        ("awq quantization is currently not supported in cpu.", "unquantised"),
+        ("Not enough allowed NUMA nodes to bind threads of 2", "VLLM_CPU_OMP_THREADS_BIND"),
+        ("Available memory on node 0 (1/2 GiB) is less than desired CPU", "another node"),
+        ("NUMA binding was requested, but vLLM could not detect", "Leave engine.options.numa_bind"),
     ],
 )
 def test_what_can_not_be_caused_here_is_recognised_by_its_words(words: str, remedy: str) -> None:

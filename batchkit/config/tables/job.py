@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import (
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from batchkit.config.shard import Shard
 from batchkit.config.tables.base import Free, Identity, Table
@@ -15,6 +21,7 @@ from batchkit.config.tables.prompt import MediaTable, PromptTable
 from batchkit.config.tables.run import OutputTable, RetryTable, RunTable
 from batchkit.config.tables.scoring import ScoringTable
 from batchkit.config.values import check_values
+from batchkit.errors import JobError
 
 
 class JobConfig(Table):
@@ -74,6 +81,23 @@ class JobConfig(Table):
                 "input": self.input.model_copy(update={"shard": str(shard)}),
             }
         )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_problems_in_plain_words(
+        cls, tables: Any, handler: ModelWrapValidatorHandler[JobConfig], info: ValidationInfo
+    ) -> JobConfig:
+        """Raises JobError with one line per problem: key, what was found, what was expected."""
+        try:
+            return handler(tables)
+        except ValidationError as error:
+            from batchkit.config.problems import problems_in  # it knows all tables
+
+            problems = problems_in(error.errors(include_url=False))
+            count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
+            lines = "\n".join(f"  {problem}" for problem in problems)
+            origin = (info.context or {}).get("origin", "JobConfig")
+            raise JobError(f"{origin}: {count}\n{lines}") from None
 
     @model_validator(mode="before")
     @classmethod

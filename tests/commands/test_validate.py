@@ -1,0 +1,49 @@
+"""``validate`` also reports what fails no row, but is most likely a mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batchkit.commands.validate import validate
+from tests.support.command_line import batchkit
+from tests.support.dry_runs import job, prepare
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_scorers_without_a_reference_are_found() -> None:
+    prepare(3, scoring={"scorers": ["em"]})
+    result = batchkit("validate", "job.toml")
+    assert result.exit_code == 0
+    assert (
+        "scoring: em needs a right answer to compare with: set scoring.reference" in result.stdout
+    )
+    assert len(batchkit("validate", "job.toml", "--json").json["hints"]) == 1
+
+
+def test_field_that_the_first_row_lacks_is_found() -> None:
+    prepare(3, scoring={"scorers": ["em"], "reference": "keyy"})
+    assert "no field 'keyy'; did you mean 'key'?" in batchkit("validate", "job.toml").stdout
+
+
+def test_job_without_mistakes_has_no_hints() -> None:
+    prepare(3)
+    assert batchkit("validate", "job.toml", "--json").json["hints"] == []
+
+
+@pytest.mark.parametrize("max_tokens", [100, 512, 4096])
+def test_max_tokens_beyond_max_model_len_are_found(max_tokens: int, text_model: Path) -> None:
+    Path("in.txt").write_text("one\ntwo\n")
+    engine = {"kind": "transformers", "model": str(text_model), "options": {"max_model_len": 512}}
+    made = job(input={"path": "in.txt"}, engine=engine, sampling={"max_tokens": max_tokens})
+    found = validate(made)
+    assert (found.ok, found.failed) == (2, 0)
+    assert any(
+        f"sampling.max_tokens: {max_tokens} leaves no room" in hint for hint in found.hints
+    ) == (max_tokens >= 512)
