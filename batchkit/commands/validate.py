@@ -59,12 +59,13 @@ class Validation:
         tokens = ", ".join(f"{name} {count:,.0f}" for name, count in self.prompt_tokens.items())
         lines = [f"{self.rows:,} rows: {self.ok:,} ok, {self.failed:,} would fail"]
         lines.append(f"prompt tokens: {tokens or ('not counted' if self.ok else 'none')}")
+        lines += self.hints
         for problem in self.problems:
             row = f"row {problem.index} (id {problem.id})"
             lines.append(f"  {row} {problem.kind}: {problem.message}")
         if self.failed > len(self.problems):
             lines.append(f"  … and {self.failed - len(self.problems):,} more")
-        return "\n".join([*lines, *self.hints])
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
