@@ -60,8 +60,7 @@ def main() -> None:
             "output": {"dir": str(folder / "output")},
         }
         rounds, overrides = args.rounds, args.set
-        sides = [GENERATE_ALL]
-        compare("images", settings, sides, job, rounds=rounds, overrides=overrides, hold_back=True)
+        compare("images", settings, job, rounds=rounds, overrides=overrides, hold_back=True)
 
 
 def write(folder: Path, n: int) -> Path:

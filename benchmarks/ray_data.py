@@ -19,7 +19,7 @@ from typing import Any
 
 from commands import OPTIONS, Tool, arguments, compare, settings
 from models import build_ending_model
-from text import MAX_TOKENS, write
+from text import SAMPLING, write
 
 SCRIPT = Path(__file__).with_name("ray_script.py")
 STAGES: Mapping[str, Mapping[str, Any]] = {
@@ -39,7 +39,7 @@ def main() -> None:
             "input": {"format": "jsonl"},
             "prompt": {"user": "{{ q }}"},
             "engine": {"model": model, "options": OPTIONS},
-            "sampling": {"temperature": 0, "max_tokens": MAX_TOKENS},
+            "sampling": SAMPLING,
         }
         tools = [ray_data(tool, model) for tool in list(STAGES)[args.quick :]]
         chosen = settings(args.setting, rows, dict.fromkeys(STAGES, 1.1))
@@ -48,8 +48,7 @@ def main() -> None:
 
 def ray_data(name: str, model: str) -> Tool:
     def command(rows: Path, options: Mapping[str, Any], _: Path) -> list[str]:
-        sampling = {"temperature": 0, "max_tokens": MAX_TOKENS}
-        table = {"model": model, "options": options, "stages": STAGES[name], "sampling": sampling}
+        table = {"model": model, "options": options, "stages": STAGES[name], "sampling": SAMPLING}
         return [sys.executable, str(SCRIPT), str(rows), "results", json.dumps(table)]
 
     return Tool(name, command, "results/*.json", answers)

@@ -21,7 +21,7 @@ from typing import Any
 
 from commands import OPTIONS, Tool, arguments, compare, settings
 from models import build_ending_model
-from text import MAX_TOKENS, write
+from text import SAMPLING, write
 
 RUN_BATCH = "vllm run-batch"
 
@@ -53,8 +53,7 @@ def as_batch(rows: Path, model: str) -> Path:
                 "body": {
                     "model": model,
                     "messages": [{"role": "user", "content": row["q"]}],
-                    "temperature": 0,
-                    "max_tokens": MAX_TOKENS,
+                    **SAMPLING,
                 },
             }
             requests.write(json.dumps(request) + "\n")

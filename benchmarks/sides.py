@@ -32,8 +32,9 @@ import psutil
 COSTS = "SIMULATED_ACCELERATOR"  # accelerator.py
 FIRST = "UNEVEN"  # uneven.py
 GENERATE_ALL = "generate(all)"
+BATCHES_OF_64 = "batches of 64"
 IN_ORDER = "batchkit, in order"  # … of its input: run.look_ahead = 0
-BATCHES = {GENERATE_ALL: None, "batches of 32": 32, "batches of 64": 64}
+BATCHES = {GENERATE_ALL: None, BATCHES_OF_64: 64}
 TIME_LIMIT_S = 900
 
 
@@ -41,13 +42,13 @@ class Setting(NamedTuple):
     """The rows, and the cost of a step in the simulated worker; None: the real one, on the CPU.
 
     ``job``: tables that override the job's. ``wanted``: for the name of each other side, the
-    minimum of its time divided by batchkit's.
+    minimum of its time divided by batchkit's, or None.
     """
 
     name: str
     rows: Path
     costs: Mapping[str, float] | None
-    wanted: Mapping[str, float]
+    wanted: Mapping[str, float | None]
     job: Mapping[str, Any] = {}
 
 
@@ -77,7 +78,6 @@ class Line(NamedTuple):
 def compare(
     benchmark: str,
     settings: Sequence[Setting],
-    sides: Sequence[str],
     job: Mapping[str, Any],
     *,
     rounds: int,
@@ -90,7 +90,7 @@ def compare(
     """
     lines: list[Line] = []
     for setting in settings:
-        runs: dict[str, list[dict[str, Any]]] = {side: [] for side in ["batchkit", *sides]}
+        runs: dict[str, list[dict[str, Any]]] = {side: [] for side in ["batchkit", *setting.wanted]}
         answers: list[Any] = []
         for number in range(rounds):
             for place, side in enumerate(runs):
