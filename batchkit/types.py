@@ -34,7 +34,8 @@ class Row:
 
     ``index`` is its position in the unfiltered input, over all files in order, and the key of the
     ledger. ``id`` is for people. ``error`` is set if the row could be counted but not read
-    (a broken line); such a row becomes a failed record and is never rendered.
+    (a broken line); such a row becomes a failed record and is never rendered. Its ``fields`` are
+    then what is known without reading it.
     """
 
     index: int

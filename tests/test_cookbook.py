@@ -46,8 +46,8 @@ def test_recipe_runs(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 run_lines(text)
 
 
-def test_there_are_ten_recipes() -> None:
-    assert len(RECIPES) == 10
+def test_there_are_twelve_recipes() -> None:
+    assert len(RECIPES) == 12
 
 
 def write_job(path: Path, text: str) -> None:

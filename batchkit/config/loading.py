@@ -7,6 +7,7 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from batchkit.config.masking import learn, learn_secret, masked, masked_text
 from batchkit.config.problems import annotation_of, homes_of, shown
 from batchkit.config.suggest import did_you_mean
-from batchkit.config.tables import JobConfig, PromptTable, ScoringTable
+from batchkit.config.tables import InputTable, JobConfig, PromptTable, ScoringTable
 from batchkit.config.terminal import shortened
 from batchkit.config.toml_problems import problem_in
 from batchkit.config.urls import bare, is_remote, scheme_with_password
@@ -183,7 +184,6 @@ def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
     update: dict[str, Any] = {
         "prompt": _with_files_found(job.prompt, base, "prompt"),
         "scoring": _scoring_resolved(job.scoring, base),
-        "media": job.media.model_copy(update={"root": _media_root(job, base)}),
         "output": job.output.model_copy(update={"dir": str(Path(job.output.dir).resolve())}),
     }
     if job.input.path is not None:
@@ -191,17 +191,26 @@ def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
         if "://" not in path:
             path = str(_find(path, base, "input.path"))
         update["input"] = job.input.model_copy(update={"path": path})
+    input_table = update.get("input", job.input)
+    root = _media_root(job, base, input_table)
+    update["media"] = job.media.model_copy(update={"root": root})
+    update["input"] = input_table.below(root)
     job = job.model_copy(update=update)
     learn(os.environ, job.model_dump())
     learn_secret(os.environ.get(job.engine.api_key_env, "").strip())
     return job
 
 
-def _media_root(job: JobConfig, base: Path) -> str:
-    """A folder made absolute; an fsspec URL unchanged."""
+def _media_root(job: JobConfig, base: Path, rows: InputTable) -> str:
+    """A folder made absolute; an fsspec URL unchanged. If none is given, one that has the files of
+    ``rows``."""
     root = _fill(job.media.root, job, "media.root")
     if not is_remote(root):
-        return str(_find(root, base, "media.root"))
+        root = str(_find(root, base, "media.root"))
+        folder = None if "root" in job.media.model_fields_set else _folder_of_files(rows)
+        if folder is None or Path(os.path.normpath(folder)).is_relative_to(root):
+            return root
+        return folder
     if scheme := scheme_with_password(root):  # job.toml would keep it
         raise JobError(
             f"media.root: {bare(root)} is given with a password; leave it out, and set it in the"
@@ -213,6 +222,21 @@ def _media_root(job: JobConfig, base: Path) -> str:
             " set media.root to a folder that holds them, or leave scoring.table out"
         )
     return root
+
+
+def _folder_of_files(rows: InputTable) -> str | None:
+    """The folder of an input whose rows are files; None if they are not, or have web addresses."""
+    path = rows.path or ""
+    is_folder = path.endswith("/") or Path(path).is_dir()
+    if not path or not (is_folder or rows.rows_are_files(path)):
+        return None
+    if "://" in path and ("::" in path or not is_remote(path)):
+        return None
+    parts = path.rstrip("/").split("/")
+    if not is_folder:
+        parts.pop()
+    fixed = takewhile(lambda part: is_folder or not glob.has_magic(part), parts)
+    return "/".join(fixed)
 
 
 def _with_files_found(prompt: PromptTable, base: Path, key: str) -> PromptTable:

@@ -85,7 +85,7 @@ def start_run(
                 job.folder, job.name, interval_s=job.run.checkpoint_interval_s, quiet=quiet
             )
             stack.enter_context(closing(progress))
-            for text in run.messages:
+            for text in filter(None, [source.left_out, *run.messages]):
                 progress.event(text)
             loop = Loop(
                 job,

@@ -6,31 +6,36 @@ and ``limit``, which are handled here for all formats. CONTRIBUTING.md says how 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 
 from batchkit.config.shard import parse_shard
 from batchkit.config.tables import InputTable
-from batchkit.sources.files import input_files
-from batchkit.sources.fingerprint import changed_files, fingerprint
-from batchkit.sources.formats import format_of, load_counter, load_reader
+from batchkit.sources.finding import Listing, input_files, listing
+from batchkit.sources.fingerprint import changed_files, content_hash, fingerprint
+from batchkit.sources.formats import ROWS_ARE_FILES, format_of, load_counter, load_reader
 from batchkit.sources.ids import is_fallback, row_of
 from batchkit.sources.python_rows import PLACE, python_rows
+from batchkit.sources.reader import Broken
 from batchkit.sources.where import compile_where
 from batchkit.types import Row
 
 __all__ = [
     "PLACE",
+    "Listing",
     "changed_files",
     "count_rows",
     "fingerprint",
     "has_ids",
     "input_files",
     "is_fallback",
+    "listing",
     "never",
     "python_rows",
     "read_rows",
 ]
+
+_OWN_IDS = {"openai-batch": "custom_id", "files": "path", "pdf": "image"}
 
 
 def never(index: int) -> bool:
@@ -42,11 +47,13 @@ def read_rows(
     table: InputTable,
     *,
     skip: Callable[[int], bool] = never,
-    files: Sequence[str] | None = None,
+    files: Mapping[str, str] | None = None,
 ) -> Iterator[Row]:
     """Rows of the input, lazily: filtered by ``where``, cut at ``limit``, then those of ``shard``.
 
-    ``files`` are what ``input_files`` found earlier: files that match only now are not read.
+    ``files`` are what ``fingerprint`` found earlier, with the hash of each: files that match only
+    now are not read. A row that is a file, or a page of one, has that hash in its field ``sha256``,
+    so that a file that changes is another row.
 
     ``Row.index`` is the position in the unfiltered input, over all files in order. A row that can't
     be read has ``error`` set; it passes every filter, so that it becomes a failed record.
@@ -61,7 +68,7 @@ def read_rows(
     Raises:
         InputError: the input can't be read any further; the rows before it were yielded.
     """
-    files = input_files(table) if files is None else files
+    files = dict.fromkeys(input_files(table), "") if files is None else files
     if table.shard is None:
         yield from _rows(table, skip, files)
         return
@@ -76,7 +83,9 @@ def _shared_out_by(row: Row) -> str:
     return str(row.index) if is_fallback(row.id) else row.id
 
 
-def _rows(table: InputTable, skip: Callable[[int], bool], files: Sequence[str]) -> Iterator[Row]:
+def _rows(
+    table: InputTable, skip: Callable[[int], bool], files: Mapping[str, str]
+) -> Iterator[Row]:
     """As ``read_rows``, of all shards."""
     keeps, filtered = compile_where(table.where), bool(table.where)
     checked = not filtered  # the first readable row has shown that the fields in `where` exist
@@ -86,11 +95,14 @@ def _rows(table: InputTable, skip: Callable[[int], bool], files: Sequence[str]) 
 
     index = n_kept = 0
     some_have_ids = has_ids(table, files)
-    for path in files:
+    for path, sha256 in files.items():
         format_name = format_of(path, table)
         key = _id_key(path, table)
         read = load_reader(format_name)
         for found in read(path, table, passes_over if filtered else skip, index):
+            if format_name in ROWS_ARE_FILES and isinstance(found, dict | Broken):
+                sha256 = sha256 or content_hash(path)
+                (found.fields if isinstance(found, Broken) else found)["sha256"] = sha256
             if not filtered or not isinstance(found, dict) or keeps(found, path):
                 n_kept += 1
                 if found is not None and not (filtered and skip(index)):
@@ -101,7 +113,7 @@ def _rows(table: InputTable, skip: Callable[[int], bool], files: Sequence[str]) 
                 return
 
 
-def count_rows(table: InputTable, files: Sequence[str] | None = None) -> int:
+def count_rows(table: InputTable, files: Mapping[str, str] | None = None) -> int:
     """How many rows ``read_rows`` would yield; parses rows only if ``where`` or ``shard`` is
     set.
 
@@ -125,7 +137,7 @@ def count_rows(table: InputTable, files: Sequence[str] | None = None) -> int:
     return total
 
 
-def has_ids(table: InputTable, files: Sequence[str] | None = None) -> bool:
+def has_ids(table: InputTable, files: Iterable[str] | None = None) -> bool:
     """True if the rows have ids of their own, which do not depend on their position."""
     if table.id is not None:
         return True
@@ -134,4 +146,4 @@ def has_ids(table: InputTable, files: Sequence[str] | None = None) -> bool:
 
 
 def _id_key(path: str, table: InputTable) -> str | None:
-    return table.id or ("custom_id" if format_of(path, table) == "openai-batch" else None)
+    return table.id or _OWN_IDS.get(format_of(path, table))

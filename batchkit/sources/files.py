@@ -1,20 +1,17 @@
-"""The files of the input: finding and opening them, and the errors of both."""
+"""Opening the files of the input, and the errors of that; ``finding`` finds them."""
 
 from __future__ import annotations
 
 import bz2
-import glob
 import io
 import lzma
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from pathlib import Path, PurePath
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import PurePath
 from typing import Any
 
 from batchkit.config.regular_file import open_regular
-from batchkit.config.suggest import did_you_mean
-from batchkit.config.tables import InputTable
 from batchkit.config.urls import failure
 from batchkit.errors import InputError
 from batchkit.sources.packed_streams import PackedStreams
@@ -43,23 +40,10 @@ NOT_TEXT = {  # first bytes of files that no text format can read; the longer on
 }
 
 
-def input_files(table: InputTable) -> list[str]:
-    """The paths and URLs that ``input.path`` names, a glob's matches sorted.
-
-    Raises:
-        InputError: ``input.path`` is not set, or no file matches it.
-    """
-    if table.path is None:
-        raise InputError("input.path is not set; give the file that holds the rows")
-    path = table.path.removeprefix("file://").removeprefix("local://")
-    files = _remote_files(path) if "://" in path else _local_files(path)
-    if not files:
-        raise InputError(f"{path}: no file matches; check input.path{_neighbour(path)}")
-    return files
-
-
 @contextmanager
-def open_input(path: str, *, text: bool = True) -> Iterator[io.BufferedReader[Any]]:
+def open_input(
+    path: str, *, text: bool = True, may_be_empty: bool = False
+) -> Iterator[io.BufferedReader[Any]]:
     """``path`` for reading bytes, decompressed; as text, after a UTF-8 byte order mark.
 
     Raises:
@@ -70,7 +54,7 @@ def open_input(path: str, *, text: bool = True) -> Iterator[io.BufferedReader[An
         with _open(path, text=text) as file:
             if text:
                 _begin_text(path, file)
-            if not file.peek(1):
+            if not may_be_empty and not file.peek(1):
                 raise is_empty(path)
             yield file
     except FileNotFoundError as error:
@@ -79,98 +63,6 @@ def open_input(path: str, *, text: bool = True) -> Iterator[io.BufferedReader[An
         raise is_folder(path) from error
     except OSError as error:
         raise InputError(f"{path}: can't be read: {error.strerror or error}") from error
-
-
-def _local_files(path: str) -> list[str]:
-    if Path(path).exists():
-        return [path]
-    _check_listed(f"{path}/" if path.endswith("**") else path)
-    files, has_suffix = [], bool(PurePath(path).suffix)
-    for match in sorted({*glob.glob(path, recursive=True)}):  # **/a/** finds some files twice
-        if not Path(match).is_dir():
-            files.append(match)
-        elif has_suffix:  # as Spark writes: its rows would be missing
-            raise is_folder(match)
-    _check_different(files)
-    return files
-
-
-def _check_listed(pattern: str) -> None:
-    """Raises InputError for a folder that ``glob`` would pass over: it can't be listed or searched, or
-    is a link to a disk that is not there."""
-    folder, name = os.path.split(pattern)
-    if not glob.has_magic(folder):
-        return
-    _check_listed(folder)
-    for match in glob.glob(folder, recursive=True):
-        try:
-            os.scandir(match).close()
-            with suppress(FileNotFoundError):
-                os.lstat(f"{match}/{name or '.'}")
-        except NotADirectoryError:
-            continue
-        except OSError as error:
-            raise InputError(
-                f"{match}: can't be listed: {error.strerror}; it may hold files of {pattern}"
-            ) from error
-
-
-def _check_different(files: Iterable[str]) -> None:
-    """Raises InputError if links lead to one file twice, as a folder ``latest`` often does."""
-    known: dict[str, str] = {}
-    for path in files:
-        other = known.setdefault(os.path.realpath(path), path)
-        if other != path:
-            raise InputError(
-                f"{other} and {path}: are one file, and its rows would be answered twice; have"
-                " input.path find it under one name, or remove the link"
-            )
-
-
-def _remote_files(path: str) -> list[str]:
-    if "*" not in path and "[" not in path:  # "?" begins a URL's query
-        return [path]
-    from fsspec.core import url_to_fs
-
-    try:
-        filesystem, pattern = url_to_fs(path)
-        url = behind_caches(filesystem).unstrip_protocol
-        found = _matches(filesystem, pattern)
-        return [path.replace(name_of(path), url(match)) for match in found]
-    except Exception as error:  # each filesystem raises its vendor's own types
-        raise remote_error(path, error) from error
-
-
-def _matches(filesystem: Any, pattern: str) -> list[str]:
-    """As ``filesystem.glob``, but raises why a folder can't be listed: to glob it would be empty."""
-    store = behind_caches(filesystem)
-    name = "_ls" if store.async_impl else "ls"
-    listing, failed = getattr(store, name), list[Exception]()
-
-    @contextmanager
-    def noting() -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            failed.append(error)
-            raise
-
-    def listed(*args: Any, **kwargs: Any) -> Any:
-        with noting():
-            return listing(*args, **kwargs)
-
-    async def listed_later(*args: Any, **kwargs: Any) -> Any:
-        with noting():
-            return await listing(*args, **kwargs)
-
-    setattr(store, name, listed_later if store.async_impl else listed)
-    try:
-        found = sorted(filesystem.glob(pattern))
-    finally:
-        delattr(store, name)
-    if failed and (found or not isinstance(failed[0], FileNotFoundError)):
-        raise failed[0]
-    return found
 
 
 def behind_caches(filesystem: Any) -> Any:
@@ -196,13 +88,6 @@ def name_of(path: str) -> str:
         return path
     parts = path.partition("?")[0].split("::")
     return next((part for part in parts if "://" in part), parts[0])
-
-
-def _neighbour(path: str) -> str:
-    folder = Path(path).parent
-    if "://" in path or glob.has_magic(path) or not folder.is_dir():
-        return ""
-    return did_you_mean(Path(path).name, (file.name for file in folder.iterdir()))
 
 
 @contextmanager
@@ -287,7 +172,10 @@ def _begin_text(path: str, file: io.BufferedReader[Any]) -> None:
 
 
 def is_folder(path: str) -> InputError:
-    return InputError(f"{path}: is a folder; name its files, as in {path}/*.jsonl")
+    return InputError(
+        f"{path}: is a folder; name its files, as in {path.rstrip('/')}/*.jsonl, or set input.format ="
+        ' "files" (a row for each file)'
+    )
 
 
 def is_empty(path: str) -> InputError:

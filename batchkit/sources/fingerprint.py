@@ -16,12 +16,12 @@ from batchkit.errors import InputError
 from batchkit.sources.files import (
     COMPRESSIONS,
     behind_caches,
-    input_files,
     is_empty,
     open_input,
     remote_error,
 )
-from batchkit.sources.formats import read_as
+from batchkit.sources.finding import input_files
+from batchkit.sources.formats import ROWS_ARE_FILES, format_of, read_as
 from batchkit.storage.manifest import FileFingerprint
 
 SMALL_BYTES = 2**24  # an input this small is read again, whatever its times say
@@ -38,8 +38,22 @@ def fingerprint(
         InputError: no file matches, or one is empty or can't be read.
     """
     known = {(old.path, old.size, old.mtime_ns, old.ctime_ns): old.sha256 for old in previous}
-    found = (_remote(path) if "://" in path else _local(path, known) for path in input_files(table))
+    found = (
+        _remote(path)
+        if "://" in path
+        else _local(path, known, is_row=format_of(path, table) in ROWS_ARE_FILES)
+        for path in input_files(table)
+    )
     return [replace(file, read_as=read_as(file.path, table)) for file in found]
+
+
+def content_hash(path: str) -> str:
+    """The ``sha256`` of a file's fingerprint.
+
+    Raises:
+        InputError: it can't be read.
+    """
+    return (_remote(path) if "://" in path else _local(path, {}, is_row=True)).sha256
 
 
 def changed_files(
@@ -72,7 +86,7 @@ def _change(old: FileFingerprint, is_small: bool, thorough: bool) -> str | None:
         now = FileFingerprint(old.path, stat.st_size, stat.st_mtime_ns, old.sha256)
         return _difference(old, now)
     if thorough and (is_small or stat.st_ctime_ns != old.ctime_ns):
-        return _difference(old, _local(old.path, {}))
+        return _difference(old, _local(old.path, {}, is_row=not old.size))
     return None
 
 
@@ -86,7 +100,10 @@ def _difference(old: FileFingerprint, new: FileFingerprint) -> str | None:
     return None
 
 
-def _local(path: str, known: Mapping[tuple[str, int, int, int], str]) -> FileFingerprint:
+def _local(
+    path: str, known: Mapping[tuple[str, int, int, int], str], *, is_row: bool
+) -> FileFingerprint:
+    """``is_row``: the file is a row, or its pages are; then it may be empty: it fails alone."""
     try:
         with open_regular(path) as file:
             stat = os.fstat(file.fileno())  # before the content: a write meanwhile shows later
@@ -95,9 +112,9 @@ def _local(path: str, known: Mapping[tuple[str, int, int, int], str]) -> FileFin
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise InputError(f"{path}: can't be read: {error.strerror}") from error
-    if not stat.st_size:
+    if not stat.st_size and not is_row:
         raise is_empty(path)
-    if path.endswith(COMPRESSIONS):
+    if path.endswith(COMPRESSIONS) and not is_row:
         with open_input(path, text=False):  # which raises where nothing is in it
             pass
     return FileFingerprint(path, stat.st_size, stat.st_mtime_ns, sha256, stat.st_ctime_ns)

@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any, cast
 
 from batchkit.config.tables import InputTable
+from batchkit.config.tables.input import IMAGE_SUFFIXES, PDF_SUFFIX
 from batchkit.errors import InputError
 from batchkit.sources.files import COMPRESSIONS, name_of
 from batchkit.sources.reader import Reader
@@ -20,12 +21,17 @@ READERS = {
     "xlsx": "batchkit.sources.workbook:read",
     "openai-batch": "batchkit.sources.openai_batch:read",
     "prompts": "batchkit.sources.prompts:read",
+    "files": "batchkit.sources.one_file:read",
+    "pdf": "batchkit.sources.pdf:read",
 }
+ROWS_ARE_FILES = ("files", "pdf")  # a file is a row, or each of its pages is
 COUNTERS = {  # formats whose rows can be counted without parsing them
     "jsonl": "batchkit.sources.lines:count_lines",
     "openai-batch": "batchkit.sources.lines:count_lines",
     "prompts": "batchkit.sources.lines:count_lines",
     "parquet": "batchkit.sources.parquet:count",
+    "files": "batchkit.sources.one_file:count",
+    "pdf": "batchkit.sources.pdf:count",
 }
 SUFFIXES = {
     ".jsonl": "jsonl",
@@ -37,6 +43,8 @@ SUFFIXES = {
     ".xlsx": "xlsx",
     ".xlsm": "xlsx",
     ".txt": "prompts",
+    PDF_SUFFIX: "pdf",
+    **dict.fromkeys(IMAGE_SUFFIXES, "files"),
 }
 
 
@@ -65,6 +73,8 @@ def read_as(path: str, table: InputTable) -> str:
     """How a file's name decides its format: equal bytes may give other rows under another name."""
     suffix = suffix_of(path)
     name = SUFFIXES.get(suffix, "") if table.format == "auto" else table.format
+    if name in ROWS_ARE_FILES:  # whose rows have the name
+        return f"{name}: {table.name_of_file(path)}"
     return "tsv" if name == "csv" and suffix == ".tsv" else name
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from batchkit.errors import RequestError
-from batchkit.sources.reader import one_of, shown
+from batchkit.sources.reader import Broken, one_of, shown
 from batchkit.types import Row
 
 _FALLBACK = re.compile(r"no-id:\d+", re.ASCII)
@@ -15,7 +16,7 @@ _FALLBACK = re.compile(r"no-id:\d+", re.ASCII)
 
 def row_of(
     index: int,
-    found: Mapping[str, Any] | RequestError,
+    found: Mapping[str, Any] | Broken | RequestError,
     key: str | None,
     path: str,
     *,
@@ -28,6 +29,9 @@ def row_of(
     id as well if rows of other files have ids, since one of these may be equal to its index.
     """
     given_id = str(index) if key is None and not others_have_ids else fallback_id(index)
+    if isinstance(found, Broken):
+        known = row_of(index, found.fields, key, path, others_have_ids=others_have_ids)
+        return replace(known, error=found.error)
     if isinstance(found, RequestError):
         return Row(index, given_id, {}, found)
     if key is None:

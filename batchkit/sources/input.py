@@ -24,6 +24,7 @@ from batchkit.sources import (
     count_rows,
     fingerprint,
     has_ids,
+    listing,
     python_rows,
     read_rows,
 )
@@ -34,6 +35,7 @@ from batchkit.types import Row
 
 LOOK_S = 5.0
 _HASH_BYTES = 8  # of input_hash
+_REST = 8  # times as long as a look took, to the next
 
 
 class Input(NamedTuple):
@@ -46,6 +48,7 @@ class Input(NamedTuple):
     depend on their position. ``changes`` says, by path, how the input now differs from ``files``;
     if its argument is true, by a thorough check that may take as long as making ``files``.
     ``labels``: pandas' index of the rows, if they have one.
+    ``left_out`` says what the input's folder has besides them.
     """
 
     files: list[FileFingerprint] | None
@@ -55,13 +58,14 @@ class Input(NamedTuple):
     has_ids: bool
     changes: Callable[[bool], Mapping[str, str]] = lambda thorough: {}
     labels: Any = None
+    left_out: str = ""
 
 
 def from_job(job: JobConfig) -> Input:
     """The job's own input: the files that match now; files that appear later are not read."""
     unlimited = job.input.model_copy(update={"limit": None})
     files = fingerprint(job.input, _known_files(job.folder))
-    paths = [file.path for file in files]
+    paths = {file.path: file.sha256 for file in files}
     return Input(
         files=files,
         read=lambda skip: read_rows(job.input, skip=skip, files=paths),
@@ -69,6 +73,7 @@ def from_job(job: JobConfig) -> Input:
         size=lambda: count_rows(job.input, paths),
         has_ids=has_ids(job.input, paths),
         changes=lambda thorough: changed_files(job.input, files, thorough=thorough),
+        left_out=listing(job.input).left_out,
     )
 
 
@@ -130,9 +135,10 @@ def watched(
     try:
         for row in rows:
             yield row
-            if now() >= next_look:
+            if (began := now()) >= next_look:
                 check_unchanged(source.changes(False))
-                next_look = now() + LOOK_S
+                took_s = now() - began  # a second for some 200,000 files
+                next_look = now() + max(LOOK_S, _REST * took_s)
     except ChangedInputError:
         raise
     except InputError as error:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from batchkit.config.suggest import nearest
 from batchkit.config.tables import InputTable
-from batchkit.errors import RequestError
+from batchkit.errors import RequestError, RowError
 
-Found = dict[str, Any] | RequestError | None
+
+class Broken(NamedTuple):
+    """A row that can't be read; ``fields`` are what is known of it: its file's name."""
+
+    fields: dict[str, Any]
+    error: RowError
+
+
+Found = dict[str, Any] | Broken | RequestError | None
 """A row as its format found it: its fields, why it can't be read, or None if it was skipped."""
 
 Skip = Callable[[int], bool]

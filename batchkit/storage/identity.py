@@ -18,7 +18,7 @@ import orjson
 from batchkit.config.masking import FINGERPRINT, MASK, masked, secrets_in
 from batchkit.config.regular_file import exists, is_file, read_text
 from batchkit.config.server_command import files_named, slots, what_decides_answers
-from batchkit.config.tables import JobConfig, Table
+from batchkit.config.tables import JobConfig, MediaTable, Table
 from batchkit.config.tables.base import Mark
 from batchkit.config.terminal import shortened
 from batchkit.errors import EngineError
@@ -106,6 +106,8 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
         found["prompt.files"] = prompt_files
     if job.input.shard is None:
         del found["input.shard"]
+    if job.media.pdf_dpi == MediaTable.model_fields["pdf_dpi"].default:
+        del found["media.pdf_dpi"]
     plain: dict[str, Any] = orjson.loads(orjson.dumps(found, default=str))
     return _without_secrets(plain)
 

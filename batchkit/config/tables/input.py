@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import PurePath
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, PositiveInt, PrivateAttr, field_validator
 
 from batchkit.config.shard import parse_shard
 from batchkit.config.tables.base import Free, Identity, Table
 
-Format = Literal["auto", "jsonl", "json", "csv", "parquet", "xlsx", "openai-batch", "prompts"]
+Format = Literal[
+    "auto", "jsonl", "json", "csv", "parquet", "xlsx", "openai-batch", "prompts", "files", "pdf"
+]
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+PDF_SUFFIX = ".pdf"
 
 
 class InputTable(Table):
@@ -17,12 +23,15 @@ class InputTable(Table):
 
     path: Free[str | None] = Field(
         None,
-        description="File, glob, or fsspec URL (`s3://`, `hf://`); relative paths are looked up"
+        description="File, glob, folder of images or PDFs, or fsspec URL (`s3://`, `hf://`); relative paths are looked up"
         " beside the job file, then in the working directory. May use `{{ name }}` from `[vars]`. A"
         " URL's signature or password is used and not stored: to resume from the run folder"
         " alone, give it again with `--set input.path=…`.",
     )
-    format: Identity[Format] = Field("auto", description="`auto` goes by the file's name.")
+    format: Identity[Format] = Field(
+        "auto",
+        description="`auto` goes by the file's name. `files`: each file is a row; `pdf`: each page.",
+    )
     records: Identity[str | None] = Field(
         None,
         description="JSON: the key (dotted) of the list of rows. Excel: the sheet's name, by default the"
@@ -30,7 +39,8 @@ class InputTable(Table):
     )
     id: Identity[str | None] = Field(
         None,
-        description="The field that names a row; by default, its index in the input. A row that lacks it"
+        description="The field that names a row; by default, its index in the input (a file's `path`,"
+        " a PDF page's `image`). A row that lacks it"
         " fails, and is named `no-id:` and its index. Rows that need no id are named so too where they"
         " are read together with OpenAI batch files.",
     )
@@ -46,6 +56,29 @@ class InputTable(Table):
         " id (of its index, if there is no `id`). `run --shard` sets it, and the run folder's name"
         " with it.",
     )
+
+    _media_root: str = PrivateAttr("")
+
+    def rows_are_files(self, path: str) -> bool:
+        """Whether the file or glob ``path`` is one whose rows are files or their pages."""
+        if self.format != "auto":
+            return self.format in ("files", "pdf")
+        return path.lower().endswith((*IMAGE_SUFFIXES, PDF_SUFFIX))
+
+    def below(self, media_root: str) -> InputTable:
+        """This table, for rows that are files: those below ``media_root`` are named from there."""
+        table = self.model_copy()
+        table._media_root = media_root.rstrip("/")
+        return table
+
+    def name_of_file(self, path: str) -> str:
+        """How a row names its file at ``path``: as a template of ``prompt.images`` can, below
+        ``media.root`` if it is there."""
+        if "://" in path:
+            return path.removeprefix(f"{self._media_root}/")
+        found, root = PurePath(os.path.normpath(path)), self._media_root
+        is_below = "://" not in root and root and found.is_relative_to(root)
+        return str(found.relative_to(root) if is_below else found)
 
     @field_validator("shard")
     @classmethod

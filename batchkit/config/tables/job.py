@@ -107,6 +107,11 @@ class JobConfig(Table):
         return tables
 
     @model_validator(mode="after")
+    def _names_files_below_root(self) -> JobConfig:
+        object.__setattr__(self, "input", self.input.below(self.media.root))  # it is frozen
+        return self
+
+    @model_validator(mode="after")
     def _looks_for_what_it_asks_for(self) -> JobConfig:
         extracts = {self.scoring.extract, *(rule.extract for rule in self.scoring.rules)}
         if self.retry.reask and extracts <= {"text", None}:

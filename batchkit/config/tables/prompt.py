@@ -62,7 +62,8 @@ class MediaTable(Table):
         ".",
         description="Folder, or fsspec URL (`s3://bucket/images`, `gs://`, `hf://`), that images and"
         " texts are looked up in; what is outside is refused; a folder's symbolic links are resolved."
-        " A store's keys and passwords belong in the environment.",
+        " A store's keys and passwords belong in the environment. If the rows are files outside of the"
+        " default, it is their folder.",
     )
     allow_urls: Free[list[str]] = Field(
         [],
@@ -82,6 +83,9 @@ class MediaTable(Table):
         description="Both sides become multiples of it, by the rule of Qwen-VL's own `smart_resize`:"
         " 32 for Qwen3-VL, 28 for Qwen2-VL and Qwen2.5-VL. Then the model sees the very size that"
         " its processor would have made of the whole image.",
+    )
+    pdf_dpi: Identity[PositiveInt] = Field(
+        150, description="Pages of PDFs are drawn at it; `max_pixels` holds for them, too."
     )
     max_decode_bytes: Free[PositiveInt] = Field(
         2**30, description="An image that would need more memory while decoding is refused."

@@ -2,8 +2,8 @@
 
 ``load_image`` and ``load_text`` are the entry points. ``source`` turns a name into bytes and stays
 within the media root; ``remote`` does the same for a root that is an fsspec URL, and ``download``
-for web addresses on the listed hosts. ``pixels`` turns bytes into the image, ``size`` holds the
-size rule. ``shared`` lets several rows use one image.
+for web addresses on the listed hosts. ``pixels`` turns bytes into the image, ``pdf_page`` those of
+a PDF, ``size`` holds the size rule. ``shared`` lets several rows use one image.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from PIL import Image
 from batchkit.config.tables import MediaTable
 from batchkit.config.urls import is_remote
 from batchkit.errors import MediaError
+from batchkit.rendering.media.pdf_page import is_pdf, page_image, page_of
 from batchkit.rendering.media.pixels import decode, fit
 from batchkit.rendering.media.remote import check_root, read_remote
 from batchkit.rendering.media.shared import SharedImages
@@ -45,7 +46,7 @@ def load_image(source: Source, media: MediaTable) -> Image.Image:
     ``media.allow_urls``, the bytes of an image file, ``{"bytes": …, "path": …}`` as Hugging Face
     datasets store it, or an image (which is not modified).
     PNG, JPEG, WebP, GIF, BMP and TIFF are read, recognised by their content; of an animation, the
-    first frame. Transparency becomes white; gray of more than 8 bits is scaled to 8, not clipped.
+    first frame. Of a PDF, the page that ``#page=3`` after its path or URL names, or the only one. Transparency becomes white; gray of more than 8 bits is scaled to 8, not clipped.
 
     Safe to call from many threads. Memory, without the result, stays within
     ``media.max_decode_bytes``, twice ``media.max_bytes`` and 64 MiB; N threads need N - 1 times
@@ -81,7 +82,7 @@ def load_bytes(source: object, media: MediaTable) -> bytes:
     name = shown(source)
     if not isinstance(source, str) or is_for_fetch(source, media):
         raise MediaError(f"{name}: is not the path of a file")
-    return _read(source, name, media)
+    return _read(page_of(source)[0], name, media)
 
 
 def _load(source: Source, media: MediaTable) -> Image.Image:
@@ -90,25 +91,32 @@ def _load(source: Source, media: MediaTable) -> Image.Image:
         case Image.Image():
             return fit(source, name, media)
         case bytes() | bytearray() | memoryview():
-            return decode(bytes(source), name, media)
+            return _decoded(bytes(source), name, media)
         case {"bytes": bytes(data)}:
-            return decode(data, name, media)
+            return _decoded(data, name, media)
         case {"path": str(path)}:
             return _load(path, media)
         case os.PathLike():
-            return decode(_read(os.fspath(source), name, media), name, media)
+            return _decoded(_read(os.fspath(source), name, media), name, media)
         case str() if source[:5].lower() == "data:":
-            return decode(read_data_uri(source, name, media), name, media)
-        case str() if is_for_fetch(source, media):
-            from batchkit.rendering.media.download import fetch
-
-            return decode(fetch(source, name, media), name, media)
+            return _decoded(read_data_uri(source, name, media), name, media)
         case str():
-            return decode(_read(source, name, media), name, media)
+            file, page = page_of(source)
+            if is_for_fetch(file, media):
+                from batchkit.rendering.media.download import fetch
+
+                return _decoded(fetch(file, name, media), name, media, page)
+            return _decoded(_read(file, name, media), name, media, page)
     raise MediaError(
         f"{name}: an image is a path, a data: URI, a URL, the bytes of a file,"
         ' {"bytes": …, "path": …} or a PIL image; check the template in prompt.images'
     )
+
+
+def _decoded(data: bytes, name: str, media: MediaTable, page: int | None = None) -> Image.Image:
+    if page is not None or is_pdf(data):
+        return page_image(data, page, name, media)
+    return decode(data, name, media)
 
 
 def _read(source: str, name: str, media: MediaTable) -> bytes:

@@ -82,7 +82,7 @@ def decode(data: bytes, name: str, media: MediaTable) -> Image.Image:
     with _translated(name, f"its {len(data)} bytes begin with {data[:16]!r}"):
         image = _open(data, name)
         full = Size(*image.size)
-        target = _target(full, name, media)
+        target = target_of(full, name, media)
         drafted = image.draft(None, (_REDUCING_GAP * target.width, _REDUCING_GAP * target.height))
         extent = drafted[1][2:] if drafted else full
         need_bytes = _need_bytes(image, full, target, data)
@@ -108,11 +108,12 @@ def fit(image: Image.Image, name: str, media: MediaTable) -> Image.Image:
     with _translated(name, f"an image of mode {image.mode}"):
         orientation = loaded(image)
         full = Size(*image.size)
-        target = _target(full, name, media)
+        target = target_of(full, name, media)
         return _upright(_scaled(image, full, target, name), orientation)
 
 
-def _target(full: Size, name: str, media: MediaTable) -> Size:
+def target_of(full: Size, name: str, media: MediaTable) -> Size:
+    """The size that the model gets it in. Raises MediaError if its aspect is one that no model takes."""
     limits = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
     if media.factor is None:
         return target_size(*full, **limits)

@@ -1,0 +1,267 @@
+"""Finding the files of the input: one, those of a glob, or those of a folder; on disk or at a URL."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+
+from batchkit.config.suggest import did_you_mean
+from batchkit.config.tables import InputTable
+from batchkit.errors import InputError
+from batchkit.sources.files import behind_caches, is_folder, name_of, remote_error
+from batchkit.sources.formats import ROWS_ARE_FILES, SUFFIXES, suffix_of
+
+_NAMES = {"files": "image", "pdf": "PDF"}
+_DIGITS = re.compile(r"([0-9]+)")
+
+
+class Listing(NamedTuple):
+    """The input's files in their order; ``left_out``: what else is there, in words, or empty."""
+
+    files: list[str]
+    left_out: str = ""
+
+
+class _Matches(NamedTuple):
+    files: list[str]
+    folders: list[str]
+
+
+def listing(table: InputTable) -> Listing:
+    """The paths and URLs that ``input.path`` names: a glob's matches sorted, and in natural order
+    if each file is a row, or each page of it.
+
+    Of a folder, or of a glob with images or PDFs in it, ``input.format = "auto"`` takes these.
+
+    Raises:
+        InputError: ``input.path`` is not set, no file matches it, or it is unclear which ones are
+            meant.
+    """
+    if table.path is None:
+        raise InputError("input.path is not set; give the file that holds the rows")
+    path = table.path.removeprefix("file://").removeprefix("local://")
+    is_in_folder = _is_folder(path, table)
+    found = _remote(path, is_in_folder) if "://" in path else _local(path, is_in_folder)
+    kind = _kind(path, table, found.files, is_in_folder)
+    if kind is not None:
+        return _chosen(path, table, kind, found, is_in_folder)
+    if is_in_folder:
+        raise is_folder(path)
+    if found.folders and PurePath(path).suffix:  # as Spark writes: its rows would be missing
+        raise is_folder(found.folders[0])
+    if not found.files:
+        raise InputError(f"{path}: no file matches; check input.path{_neighbour(path)}")
+    return Listing(found.files)
+
+
+def input_files(table: InputTable) -> list[str]:
+    """As ``listing``, the files alone."""
+    return listing(table).files
+
+
+def _is_folder(path: str, table: InputTable) -> bool:
+    if "://" not in path:
+        return Path(path).is_dir()
+    by_file = table.format in ROWS_ARE_FILES and not suffix_of(path)
+    return not _is_remote_glob(path) and (path.endswith("/") or by_file)
+
+
+def _kind(path: str, table: InputTable, files: Sequence[str], is_in_folder: bool) -> str | None:
+    """The format whose rows are these files, or pages of them; None if rows are in the files."""
+    if table.format != "auto":
+        return table.format if table.format in ROWS_ARE_FILES else None
+    kinds = Counter(SUFFIXES.get(suffix_of(file), "") for file in files)
+    tables = kinds.keys() - {*ROWS_ARE_FILES, ""}
+    match [kind for kind in ROWS_ARE_FILES if kind in kinds]:
+        case []:
+            return None
+        case [kind] if is_in_folder or not tables:
+            return kind
+        case [kind]:
+            other = next(file for file in files if SUFFIXES.get(suffix_of(file)) in tables)
+            raise InputError(
+                f"{path}: matches {_NAMES[kind]}s and also {other}, which holds rows of its own; name"
+                " one or the other"
+            )
+    raise InputError(
+        f"{path}: has images and PDFs; name one or the other by its suffix, or set"
+        ' input.format = "pdf" (a row for each page) or "files" (a row for each file)'
+    )
+
+
+def _chosen(
+    path: str, table: InputTable, kind: str, found: _Matches, is_in_folder: bool
+) -> Listing:
+    """Those of the files that are of the ``kind``: the job may name them itself."""
+    are_named = kind == table.format and not (kind == "pdf" and is_in_folder)
+    files = [file for file in found.files if are_named or SUFFIXES.get(suffix_of(file)) == kind]
+    files.sort(key=_natural)
+    chosen = {*files}
+    others = Counter(
+        suffix_of(file) or "without a suffix" for file in found.files if file not in chosen
+    )
+    if found.folders and "**" not in path:  # which has looked into them
+        others["folder" if len(found.folders) == 1 else "folders"] = len(found.folders)
+    rest = ", ".join(f"{n:,} {what}" for what, n in others.most_common())
+    if not files:
+        what = f"; it has {rest}" if rest else _neighbour(path)
+        raise InputError(f"{path}: no file matches; check input.path and input.format{what}")
+    wanted = ("file" if are_named else _NAMES[kind]) + "s" * (len(files) != 1)
+    return Listing(files, rest and f"{path}: {len(files):,} {wanted}; left out: {rest}")
+
+
+def _natural(path: str) -> tuple[list[list[str | tuple[int, str]]], str]:
+    """Sorts ``page-2`` before ``page-10``, and a folder's files together."""
+    folder, _, name = path.rpartition("/")
+    stem, dot, suffix = name.rpartition(".")
+    parts = [*folder.split("/"), stem if dot else name, suffix]
+    return [
+        [
+            (len(number := piece.lstrip("0")), number) if n % 2 else piece
+            for n, piece in enumerate(_DIGITS.split(part))
+        ]
+        for part in parts
+    ], path
+
+
+def _local(path: str, is_in_folder: bool) -> _Matches:
+    if is_in_folder:
+        return _sorted_out(_listed(path))
+    if Path(path).exists():
+        return _Matches([path], [])
+    _check_listed(f"{path}/" if path.endswith("**") else path)
+    found = _sorted_out({*glob.glob(path, recursive=True)})  # **/a/** finds some files twice
+    _check_different(found.files)
+    return found
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return [entry.path for entry in os.scandir(folder) if not _is_hidden(entry.path)]
+    except OSError as error:
+        raise InputError(f"{folder}: can't be listed: {error.strerror}") from error
+
+
+def _sorted_out(paths: Iterable[str]) -> _Matches:
+    found = _Matches([], [])
+    for path in sorted(paths):
+        (found.folders if Path(path).is_dir() else found.files).append(path)
+    return found
+
+
+def _check_listed(pattern: str) -> None:
+    """Raises InputError for a folder that ``glob`` would pass over: it can't be listed or searched, or
+    is a link to a disk that is not there."""
+    folder, name = os.path.split(pattern)
+    if not glob.has_magic(folder):
+        return
+    _check_listed(folder)
+    for match in glob.glob(folder, recursive=True):
+        try:
+            os.scandir(match).close()
+            with suppress(FileNotFoundError):
+                os.lstat(f"{match}/{name or '.'}")
+        except NotADirectoryError:
+            continue
+        except OSError as error:
+            raise InputError(
+                f"{match}: can't be listed: {error.strerror}; it may hold files of {pattern}"
+            ) from error
+
+
+def _check_different(files: Iterable[str]) -> None:
+    """Raises InputError if links lead to one file twice, as a folder ``latest`` often does."""
+    known: dict[str, str] = {}
+    for path in files:
+        other = known.setdefault(os.path.realpath(path), path)
+        if other != path:
+            raise InputError(
+                f"{other} and {path}: are one file, and its rows would be answered twice; have"
+                " input.path find it under one name, or remove the link"
+            )
+
+
+def _is_hidden(path: str) -> bool:
+    return path.rpartition("/")[2].startswith(".")
+
+
+def _is_remote_glob(path: str) -> bool:
+    return "*" in path or "[" in path  # "?" begins a URL's query
+
+
+def _remote(path: str, is_in_folder: bool) -> _Matches:
+    if is_in_folder:
+        path = f"{path.rstrip('/')}/*"
+    if not _is_remote_glob(path):
+        return _Matches([path], [])
+    from fsspec.core import url_to_fs
+
+    try:
+        filesystem, pattern = url_to_fs(path)
+        found = _matches(filesystem, pattern)
+    except Exception as error:  # each filesystem raises its vendor's own types
+        raise remote_error(path, error) from error
+    matches = _Matches([], [])
+    for match in sorted(found):
+        if is_in_folder and _is_hidden(match):
+            continue
+        kind = matches.folders if found[match].get("type") == "directory" else matches.files
+        kind.append(path.replace(name_of(path), _spelled(match, pattern, name_of(path))))
+    return matches
+
+
+def _spelled(match: str, pattern: str, glob_url: str) -> str:
+    """The URL of ``match`` as the job spells it: a store may know it as ``/a`` or by another scheme."""
+    ours, theirs = _fixed(glob_url), _fixed(pattern)
+    return ours + match.removeprefix(theirs) if match.startswith(theirs) else match
+
+
+def _fixed(pattern: str) -> str:
+    """The folder that all matches are in."""
+    before = re.split(r"[*\[]", pattern, maxsplit=1)[0]
+    return before[: before.rfind("/") + 1]
+
+
+def _matches(filesystem: Any, pattern: str) -> dict[str, dict[str, Any]]:
+    """As ``filesystem.glob``, but raises why a folder can't be listed: to glob it would be empty."""
+    store = behind_caches(filesystem)
+    name = "_ls" if store.async_impl else "ls"
+    listing, failed = getattr(store, name), list[Exception]()
+
+    @contextmanager
+    def noting() -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            failed.append(error)
+            raise
+
+    def listed(*args: Any, **kwargs: Any) -> Any:
+        with noting():
+            return listing(*args, **kwargs)
+
+    async def listed_later(*args: Any, **kwargs: Any) -> Any:
+        with noting():
+            return await listing(*args, **kwargs)
+
+    setattr(store, name, listed_later if store.async_impl else listed)
+    try:
+        found: dict[str, dict[str, Any]] = filesystem.glob(pattern, detail=True)
+    finally:
+        delattr(store, name)
+    if failed and (found or not isinstance(failed[0], FileNotFoundError)):
+        raise failed[0]
+    return found
+
+
+def _neighbour(path: str) -> str:
+    folder = Path(path).parent
+    if "://" in path or glob.has_magic(path) or not folder.is_dir():
+        return ""
+    return did_you_mean(Path(path).name, (file.name for file in folder.iterdir()))

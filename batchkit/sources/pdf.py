@@ -1,0 +1,92 @@
+"""PDFs: each page is a row. They are opened in a process of their own (``pdf_process``)."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from tempfile import TemporaryFile
+from typing import Any
+
+from batchkit.config.regular_file import open_regular
+from batchkit.config.tables import InputTable
+from batchkit.errors import InputError, MediaError
+from batchkit.sources.files import BLOCK_BYTES, COMPRESSIONS, open_input
+from batchkit.sources.one_file import fields_of
+from batchkit.sources.pdf_process import (
+    NO_PDFIUM,
+    PdfProcessError,
+    UnreadablePdfError,
+    ask,
+    place_of,
+)
+from batchkit.sources.reader import Broken, Found, Skip
+
+
+def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
+    """See ``Reader``; a PDF that can't be opened is one failed row. ``page_text`` is empty for a
+    page that is only a picture."""
+    file = fields_of(path, table)
+    with _opened(path) as place:
+        try:
+            n_pages = _n_pages(place, path)
+        except MediaError as error:
+            yield None if skip(index) else Broken({**file, "image": file["path"]}, error)
+            return
+        for page in range(1, n_pages + 1):
+            yield None if skip(index) else _fields(file, place, page, n_pages)
+            index += 1
+
+
+def count(path: str) -> int:
+    """The number of rows: of pages, or one for a PDF that can't be opened."""
+    with _opened(path) as place:
+        try:
+            return _n_pages(place, path)
+        except MediaError:
+            return 1
+
+
+def _n_pages(place: str, path: str) -> int:
+    """The number of pages depends on the file alone, else rows would get other indexes.
+
+    Raises:
+        MediaError: the file is broken.
+        InputError: it is unknown whether it is.
+    """
+    try:
+        n_pages: int = ask("pages", place)
+    except UnreadablePdfError as error:
+        raise MediaError(f"{path}: {error}") from None
+    except PdfProcessError as error:
+        raise InputError(f"{path}: its pages can't be counted: {error}") from error
+    return n_pages
+
+
+def _fields(file: dict[str, Any], place: str, page: int, n_pages: int) -> Found:
+    image = f"{file['path']}#page={page}"
+    fields = {**file, "image": image, "page": page, "pages": n_pages}
+    try:
+        return fields | {"page_text": ask("text", place, page)}
+    except (UnreadablePdfError, PdfProcessError) as error:
+        return Broken(fields, MediaError(f"{image}: its text can't be read: {error}"))
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[str]:
+    """Where the PDF's process finds the file, as it is now: a remote one is copied."""
+    if find_spec("pypdfium2") is None:
+        raise InputError(f"{path}: {NO_PDFIUM}")
+    if "://" not in path and not path.endswith(COMPRESSIONS):
+        try:
+            local = open_regular(path)
+        except OSError as error:
+            raise InputError(f"{path}: can't be read: {error.strerror}") from error
+        with local:
+            yield place_of(local.fileno())
+        return
+    with open_input(path, text=False, may_be_empty=True) as file, TemporaryFile() as copy:
+        shutil.copyfileobj(file, copy, BLOCK_BYTES)
+        copy.flush()
+        yield place_of(copy.fileno())

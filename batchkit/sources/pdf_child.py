@@ -1,0 +1,125 @@
+"""The process that opens PDFs: ``python -m batchkit.sources.pdf_child FD``."""
+
+from __future__ import annotations
+
+import marshal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pypdfium2 as pdfium
+import pypdfium2.raw as raw
+
+from batchkit.sources.child_process import Answer, limit_memory, serve
+
+_BYTES_PER_PIXEL = 4  # of a picture in a page, once PDFium has decoded it
+_HYPHENS = {2: "-", 0xFFFE: "-"}  # how PDFium writes one at the end of a line
+_MOST_OPEN = 2
+_open: dict[Any, pdfium.PdfDocument] = {}
+
+
+class _NoSuchPage(Exception):
+    """Which pages there are."""
+
+
+def main() -> None:
+    serve(_answer)
+
+
+def _answer(question: bytes) -> Answer:
+    """The ``marshal`` bytes of "value" and the answer, or of "unreadable" and why."""
+    what, place, arguments, memory_bytes = marshal.loads(question)
+    limit_memory(memory_bytes)
+    try:
+        value = _ANSWERS[what](_document(place), *arguments)
+        return Answer(marshal.dumps(("value", value)))
+    except pdfium.PdfiumError as error:
+        return _unreadable(_reason(error, place))
+    except MemoryError:
+        message = f"needs more memory than {memory_bytes:,} bytes"
+        return _unreadable(message)._replace(is_last=True)
+    except _NoSuchPage as error:
+        return _unreadable(str(error))
+    except Exception as error:  # what pypdfium2 raises for a broken file is not documented
+        return _unreadable(f"is broken ({type(error).__name__}: {error}); save it anew")
+
+
+def _unreadable(message: str) -> Answer:
+    return Answer(marshal.dumps(("unreadable", message)))
+
+
+def _reason(error: pdfium.PdfiumError, place: str) -> str:
+    if not Path(place).stat().st_size:
+        return "is empty; save it anew"
+    if error.err_code == raw.FPDF_ERR_PASSWORD:
+        return "needs a password; save it without one, for example by qpdf --decrypt"
+    if error.err_code == raw.FPDF_ERR_SECURITY:
+        return "is encrypted in a way that can't be read; save it without a password"
+    with open(place, "rb") as file:
+        start = file.read(1024)
+    if b"%PDF-" not in start:
+        return f"is not a PDF: it begins with {start[:16]!r}"
+    return f"is broken ({error}); save it anew, for example by printing it to a PDF"
+
+
+def _document(place: str) -> pdfium.PdfDocument:
+    """The pages of one are asked for in order; between them, a thread may draw one of another."""
+    status = Path(place).stat()
+    key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    document = _open.pop(key, None)
+    if document is None:
+        while len(_open) >= _MOST_OPEN:
+            _open.pop(next(iter(_open))).close()
+        file = open(place, "rb")  # noqa: SIM115 - the document closes it
+        document = pdfium.PdfDocument(file, autoclose=True)
+        document.init_forms()  # else what was filled into a form is not drawn
+    _open[key] = document  # the last one
+    return document
+
+
+def _pages(document: pdfium.PdfDocument) -> int:
+    return len(document)
+
+
+def _page(document: pdfium.PdfDocument, number: int) -> pdfium.PdfPage:
+    if number > len(document):
+        pages = "1 page" if len(document) == 1 else f"{len(document):,} pages"
+        raise _NoSuchPage(f"has {pages}; there is no page {number:,}")
+    return document[number - 1]
+
+
+def _text(document: pdfium.PdfDocument, page: int) -> str:
+    text: str = _page(document, page).get_textpage().get_text_bounded()
+    return text.replace("\r\n", "\n").translate(_HYPHENS).strip()
+
+
+def _size(document: pdfium.PdfDocument, page: int) -> tuple[float, float, int]:
+    """The page's width and height, in points, and the bytes of its pictures."""
+    found = _page(document, page)
+    pictures = (it.get_px_size() for it in found.get_objects(filter=[raw.FPDF_PAGEOBJ_IMAGE]))
+    n_bytes = sum(_BYTES_PER_PIXEL * width * height for width, height in pictures)
+    return *found.get_size(), n_bytes
+
+
+def _image(document: pdfium.PdfDocument, page: int, width: int, height: int) -> bytes:
+    """The page's pixels on white, as RGB."""
+    found = _page(document, page)
+    bitmap = pdfium.PdfBitmap.new_native(width, height, raw.FPDFBitmap_BGR, rev_byteorder=True)
+    bitmap.fill_rect((255, 255, 255, 255), 0, 0, width, height)
+    flags = raw.FPDF_ANNOT | raw.FPDF_REVERSE_BYTE_ORDER
+    where = (bitmap, found, 0, 0, width, height, 0, flags)
+    raw.FPDF_RenderPageBitmap(*where)
+    if document.formenv:
+        raw.FPDF_FFLDraw(document.formenv, *where)
+    return bytes(bitmap.buffer)
+
+
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    "pages": _pages,
+    "text": _text,
+    "size": _size,
+    "image": _image,
+}
+
+if __name__ == "__main__":
+    main()

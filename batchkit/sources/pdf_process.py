@@ -1,0 +1,57 @@
+"""Asks the process that opens PDFs (``pdf_child``): a broken one may crash PDFium, or take for ever."""
+
+from __future__ import annotations
+
+import marshal
+import os
+import signal
+from typing import Any
+
+from batchkit.sources.processes import Gone, child_of_thread
+
+PAGE_S = 60.0
+MEMORY_BYTES = 2**31
+NO_PDFIUM = "a PDF needs pypdfium2: pip install 'batchkit[pdf]'"
+_KILLED = -signal.SIGKILL
+
+
+class UnreadablePdfError(Exception):
+    """The PDF's own fault: it will not be readable next time."""
+
+
+class PdfProcessError(Exception):
+    """There was no answer, and another time there may be one."""
+
+
+def ask(what: str, place: str, *arguments: int, memory_bytes: int = MEMORY_BYTES) -> Any:
+    """The answer of ``pdf_child`` about the PDF at ``place``, for which it has ``memory_bytes``.
+
+    Raises:
+        UnreadablePdfError: it is broken, or needs a password.
+        PdfProcessError: it takes longer than PAGE_S, or the process was killed.
+        EngineError: no process can be started.
+    """
+    question = marshal.dumps((what, place, arguments, memory_bytes))
+    for _ in range(2):  # the first may have been killed, for example by the kernel for its memory
+        child = child_of_thread("batchkit.sources.pdf_child", "reading PDFs")
+        try:
+            kind, value = marshal.loads(child.ask(question, PAGE_S))
+        except TimeoutError:
+            raise PdfProcessError(f"it takes longer than {PAGE_S:g} s; save it anew") from None
+        except Gone:
+            code = child.returncode
+            continue
+        if kind == "value":
+            return value
+        raise UnreadablePdfError(value)
+    if code == _KILLED or code is None or code >= 0:
+        raise PdfProcessError("the process that reads it was killed twice; is memory short?")
+    raise UnreadablePdfError(
+        f"PDFium, which reads it, crashed ({signal.Signals(-code).name}): it is broken, or needs more"
+        f" memory than {memory_bytes:,} bytes; save it anew, for example by printing it to a PDF"
+    )
+
+
+def place_of(descriptor: int) -> str:
+    """A name under which another process of this user can open the file."""
+    return f"/proc/{os.getpid()}/fd/{descriptor}"

@@ -1,0 +1,243 @@
+"""A row for each page of each PDF; what can't be opened fails alone, and few pages are held."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import psutil
+import pytest
+
+from batchkit.errors import MediaError
+from batchkit.sources import count_rows, read_rows
+from tests.support import dry_runs
+from tests.support.dry_runs import records, run, settled
+from tests.support.paths import ROOT
+from tests.support.pdfs import encrypted, of_streams, pdf, write_pdfs
+from tests.support.sources import rows_of, table
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+PAGE = {"images": ["{{ image }}"], "user": "{{ page }} of {{ pages }}: {{ page_text }}"}
+
+
+def write_job(path: str = "scans", **tables: dict[str, Any]) -> None:
+    prompt = tables.pop("prompt", PAGE)
+    dry_runs.write_job(
+        input={"path": path}, prompt=prompt, output={"keep": ["name", "page"]}, **tables
+    )
+
+
+def test_each_page_is_a_row() -> None:
+    folder = write_pdfs(Path("scans"), a=pdf("one", "two"), b=pdf("three")).resolve()
+    Path("scans/notes.txt").write_text("x")
+    rows = rows_of(folder)
+    assert [(row.index, row.id) for row in rows] == [
+        (0, f"{folder}/a.pdf#page=1"),
+        (1, f"{folder}/a.pdf#page=2"),
+        (2, f"{folder}/b.pdf#page=1"),
+    ]
+    fields = dict(rows[1].fields)
+    assert fields.pop("sha256") == rows[0].fields["sha256"] != rows[2].fields["sha256"]
+    assert fields == {
+        "path": f"{folder}/a.pdf",
+        "name": "a.pdf",
+        "stem": "a",
+        "suffix": ".pdf",
+        "image": f"{folder}/a.pdf#page=2",
+        "page": 2,
+        "pages": 2,
+        "page_text": "two",
+    }
+    assert count_rows(table(folder)) == 3
+    assert [row.index for row in read_rows(table(folder), skip={0, 2}.__contains__)] == [1]
+
+
+def test_the_text_of_a_page_has_its_lines_and_hyphens() -> None:
+    lines = b"BT /F1 12 Tf 20 700 Td (an exam-) Tj 0 -14 Td (ple here) Tj 0 -40 Td (end) Tj ET"
+    folder = write_pdfs(Path("scans"), a=of_streams([lines, b"0 0 10 10 re f"]))
+    first, second = rows_of(folder.resolve())
+    assert first.fields["page_text"] == "an exam-ple here\nend"
+    assert second.fields["page_text"] == ""
+
+
+def test_pages_are_drawn_and_their_text_is_in_the_prompt() -> None:
+    write_pdfs(Path("scans"), a=pdf("one", "two"))
+    write_job()
+    shown = run("--dry-run").stdout
+    assert "row 1 (id scans/a.pdf#page=2)" in shown
+    assert "user: <image>2 of 2: two" in shown
+    assert "images: 1113x1441" in shown  # max_pixels; 1275x1650 at 150 dpi
+
+
+def test_a_pdf_that_can_not_be_opened_fails_alone() -> None:
+    broken = pdf("broken")[:200]
+    write_pdfs(
+        Path("scans"), a=pdf("one"), b=broken, c=encrypted("two"), d=b"", e=b"text", f=pdf("six")
+    )
+    write_job()
+    ended = run()
+    assert (ended.exit_code, ended.json["total"], ended.json["ok"]) == (3, 6, 2)
+    found = {record["id"]: record for record in records()}
+    assert {name for name, record in found.items() if record["status"] == "ok"} == {
+        "scans/a.pdf#page=1",
+        "scans/f.pdf#page=1",
+    }
+    for stem, problem in {
+        "b": "is broken (",
+        "c": "needs a password; save it without one",
+        "d": "is empty; save it anew",
+        "e": "is not a PDF: it begins with b'text'",
+    }.items():
+        record = found[f"scans/{stem}.pdf"]
+        assert record["error"]["kind"] == "media"
+        assert f"scans/{stem}.pdf: {problem}" in record["error"]["message"]
+        assert record["fields"] == {"name": f"{stem}.pdf", "page": None}
+
+
+def test_a_changed_pdf_is_answered_again_and_the_others_are_kept() -> None:
+    write_pdfs(Path("scans"), a=pdf("one"), b=pdf("two")[:200], c=pdf("three", "four"))
+    write_job()
+    assert run().exit_code == 3
+    assert run().json["skipped"] == 4
+    write_pdfs(Path("scans"), b=pdf("now", "two", "pages"))
+    refused = run()
+    assert (refused.exit_code, "scans/b.pdf: " in refused.stderr) == (2, True)
+    assert "3 records kept, 1 rows to run again" in run("--on-change", "requeue").stderr
+    assert settled() == dict.fromkeys(range(6), "ok")
+    assert [record["id"] for record in sorted(records(), key=lambda r: r["index"])] == [
+        "scans/a.pdf#page=1",
+        *(f"scans/b.pdf#page={page}" for page in (1, 2, 3)),
+        *(f"scans/c.pdf#page={page}" for page in (1, 2)),
+    ]
+
+
+def test_a_change_of_the_resolution_is_a_change_of_the_job() -> None:
+    write_pdfs(Path("scans"), a=pdf("one"))
+    write_job()
+    assert run().exit_code == 0
+    ended = run("--set", "media.pdf_dpi=96")
+    assert (ended.exit_code, "media.pdf_dpi" in ended.stderr) == (2, True)
+
+
+def test_pdfs_at_a_url_are_read() -> None:
+    store = fsspec.filesystem("memory")
+    store.pipe({"/scans/a.pdf": pdf("one", "two"), "/scans/b.pdf": b"", "/scans/c.pdf": pdf("3")})
+    try:
+        write_job("memory://scans/*.pdf")
+        assert run().exit_code == 3
+        assert {record["id"]: record["status"] for record in records()} == {
+            "a.pdf#page=1": "ok",
+            "a.pdf#page=2": "ok",
+            "b.pdf": "failed",
+            "c.pdf#page=1": "ok",
+        }
+    finally:
+        store.rm("/scans", recursive=True)
+
+
+def test_a_compressed_pdf_is_read() -> None:
+    Path("a.pdf.gz").write_bytes(gzip.compress(pdf("one")))
+    (row,) = rows_of(Path("a.pdf.gz").resolve(), format="pdf")
+    assert row.fields["page_text"] == "one"
+
+
+def test_the_process_that_reads_pdfs_may_be_killed() -> None:
+    folder = write_pdfs(Path("scans"), a=pdf("one", "two", "three")).resolve()
+    rows = read_rows(table(folder))
+    next(rows)
+    (child,) = readers_of(os.getpid())
+    os.kill(child, 9)
+    assert [row.fields["page_text"] for row in rows] == ["two", "three"]
+
+
+def readers_of(parent: int) -> list[int]:
+    return [
+        child.pid
+        for child in psutil.Process(parent).children()
+        if child.status() != psutil.STATUS_ZOMBIE
+        and "batchkit.sources.pdf_child" in child.cmdline()
+    ]
+
+
+def test_without_pypdfium2_the_error_says_what_to_install() -> None:
+    write_pdfs(Path("scans"), a=pdf("one"))
+    write_job()
+    code = "import sys; sys.modules['pypdfium2'] = None; import batchkit.__main__ as b; b.main()"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "run", "job.toml"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert ended.returncode == 2
+    assert "scans/a.pdf: a PDF needs pypdfium2: pip install 'batchkit[pdf]'" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+PEAKS = """
+import json, resource, sys, threading, time
+from pathlib import Path
+import psutil
+from batchkit.execution.processor import ProductionBatchProcessor
+
+peak, over = [0], threading.Event()
+def look():
+    while not over.wait(0.05):
+        for child in psutil.Process().children():
+            try:
+                peak[0] = max(peak[0], child.memory_info().rss)
+            except psutil.NoSuchProcess:
+                pass
+thread = threading.Thread(target=look)
+thread.start()
+summary = ProductionBatchProcessor(Path("job.toml"), quiet=True).process()
+over.set()
+thread.join()
+own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps({"ok": summary.ok, "own": own, "child": peak[0]}))
+"""
+
+
+def test_a_thousand_pdfs_take_the_memory_of_a_few() -> None:
+    """Together they have 250 MiB."""
+    whole = of_streams(
+        [b"BT /F1 24 Tf 20 700 Td (one) Tj ET\n%" + os.urandom(2**17).hex().encode()]
+    )
+    write_pdfs(Path("scans"), p0=whole)
+    found = {}
+    for n_files in (10, 1000):
+        for n in range(1, n_files):
+            Path(f"scans/p{n}.pdf").unlink(missing_ok=True)
+            os.link("scans/p0.pdf", f"scans/p{n}.pdf")
+        write_job(media={"pdf_dpi": 20}, run={"render_threads": 2})
+        Path("job.toml").write_text(
+            Path("job.toml").read_text().replace('name = "a"', f'name = "of-{n_files}"')
+        )
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        ended = subprocess.run(
+            [sys.executable, "-c", PEAKS], capture_output=True, text=True, env=env
+        )
+        found[n_files] = json.loads(ended.stdout)
+        assert found[n_files]["ok"] == n_files
+    assert found[1000]["own"] - found[10]["own"] < 48 * 2**20
+    assert found[1000]["child"] < 160 * 2**20
+
+
+def test_a_page_that_can_not_be_read_fails_alone() -> None:
+    """The second page's entry is no page."""
+    whole = pdf("one", "two", "three")
+    start = whole.index(b"/Type /Page /Parent", whole.index(b"/Type /Page /Parent") + 1)
+    folder = write_pdfs(
+        Path("scans"), a=whole[:start] + b"/Type /Pagx /Parent" + whole[start + 19 :]
+    ).resolve()
+    rows = rows_of(folder)
+    errors = [row.error for row in rows]
+    assert len(rows) == 3, rows
+    assert all(error is None or isinstance(error, MediaError) for error in errors)
