@@ -27,7 +27,8 @@ def one_line_job(given: Mapping[str, Any], overrides: Sequence[str] = ()) -> Job
         JobError: as ``make_job``.
     """
     path, model = given["input.path"], given.get("engine.model") or ""
-    table = {"name": run_name(path, model), "engine": {}, "media": {"root": _media_root(path)}}
+    media = {} if "://" in path else {"root": _media_root(path)}
+    table = {"name": run_name(path, model), "engine": {}, "media": media}
     return make_job(table, "the command line", overrides, given)
 
 
@@ -40,7 +41,7 @@ def run_name(path: str, model: str) -> str:
 def _media_root(path: str) -> str:
     """Never a folder that a glob would have to name."""
     here, beside = Path.cwd(), Path(_MAGIC.split(path)[0] + "x").resolve().parent
-    return str(here if "://" in path or beside.is_relative_to(here) else beside)
+    return str(here if beside.is_relative_to(here) else beside)
 
 
 def _stem(path: str) -> str:

@@ -17,6 +17,7 @@ from batchkit.errors import BatchkitError, ChangedError, JobError, StoreError
 from batchkit.execution.requeue import finish_requeue, requeue
 from batchkit.execution.signals import Interrupted
 from batchkit.rendering.constant_files import constant_files
+from batchkit.sources.formats import ROWS_ARE_FILES
 from batchkit.sources.input import Input
 from batchkit.storage.checkpoint import CHECKPOINT, check_log
 from batchkit.storage.identity import CHANGING, differences
@@ -26,7 +27,7 @@ from batchkit.storage.manifest import FileFingerprint, Manifest, Start, read_man
 from batchkit.storage.runfolder import MANIFEST, Claim, claim, is_run, move_aside
 from batchkit.storage.score_store import SCORES
 from batchkit.storage.store import Store
-from batchkit.types import utc_now
+from batchkit.types import Row, utc_now
 
 OnChange = Literal["fail", "new", "requeue"]
 
@@ -215,6 +216,7 @@ def _settle_changes(
     # Another filter or shard changes no answer: records of the rows that it keeps stay valid.
     holds = all(change.startswith(("input.where:", "input.shard:")) for change in job_changes)
     rows = source.everything(lambda index: False) if holds else iter(())
+    rows = _of_trusted_files(rows, manifest.input)
     check_log(folder)
     renewed = manifest.renewed(new, has_records=holds)
     renewed.skipped_elsewhere = 0  # those rows may have changed, too
@@ -222,6 +224,14 @@ def _settle_changes(
         renewed.scoring = None
     messages.append(requeue(folder, rows, renewed, by_id=source.has_ids))
     return False
+
+
+def _of_trusted_files(rows: Iterator[Row], then: Sequence[FileFingerprint]) -> Iterator[Row]:
+    """``rows`` without the files, and their pages, that changed while an earlier start read them: their
+    records have the hash that a file began with, and may answer what it was for a while."""
+    changing = [file.read_as.partition(": ") for file in then if file.sha256 == CHANGING]
+    names = {name for kind, _, name in changing if kind in ROWS_ARE_FILES}
+    return (row for row in rows if row.fields.get("path") not in names) if names else rows
 
 
 def input_changes(then: Sequence[FileFingerprint], now: Sequence[FileFingerprint]) -> list[str]:

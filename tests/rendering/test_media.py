@@ -168,7 +168,7 @@ BAD_FILES: dict[str, tuple[bytes, list[str]]] = {
     "text": (b"hello, no image here", ["not an image", "hello", "give PNG, JPEG"]),
     "html": (b"<!DOCTYPE html><title>404</title>", ["not an image", "<!DOCTYPE html>"]),
     "svg": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", ["not an image", "<svg"]),
-    "pdf": (b"%PDF-1.7\n", ["not an image", "%PDF"]),
+    "pdf": (b"%PDF-1.7\n", ["is broken (Failed to load document", "save it anew"]),
     "lfs pointer": (b"version https://git-lfs.github.com/spec/v1", ["not an image", "version"]),
     "icon": (encoded(gradient(), "ICO"), ["not an image"]),
     "ppm": (encoded(gradient(), "PPM"), ["not an image", "P6"]),

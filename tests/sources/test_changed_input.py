@@ -29,6 +29,7 @@ from batchkit.types import Row
 from tests.support import dry_runs
 from tests.support.command_line import Ended, batchkit
 from tests.support.dry_runs import LOG
+from tests.support.images import BLUE, png
 from tests.support.rows import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -141,6 +142,28 @@ def test_changed_input_stops_the_run_and_a_requeue_sorts_it_out(change: str) -> 
     assert run(REQUEUE).exit_code == 0
     assert answered() == {row["key"]: row["q"] for row in rows("old")}
     assert run().exit_code == 0
+
+
+def test_image_that_was_another_for_a_while_is_asked_about_again() -> None:
+    """Its row has the hash of what it was at the beginning, and is now."""
+    Path("photos").mkdir()
+    paths = [Path(f"photos/{n}.png") for n in range(N)]
+    for path in paths:
+        path.write_bytes(png())
+    dry_runs.write_job(
+        input={"path": "photos"},
+        prompt={"images": ["{{ path }}"], "user": "Which colour is it?"},
+        run={"look_ahead": 1, "render_threads": 1, "max_in_flight": 64},
+        engine={"options": {"latency_s": 0.01}},
+    )
+    ended = run(meanwhile=lambda: overwrite(paths[0], png(BLUE)))
+    assert ended.exit_code == 1
+    assert "photos/0.png: changed while the run read it" in ended.stderr
+    answered = len(read_jsonl(LOG))
+    paths[0].write_bytes(png())
+    again = run(REQUEUE)
+    assert again.exit_code == 0
+    assert f"{answered - 1:,} records kept, 1 rows to run again" in again.stderr
 
 
 @pytest.mark.parametrize("suffix", [".json", ".csv", ".gz", ".parquet"])

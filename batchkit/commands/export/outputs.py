@@ -10,7 +10,7 @@ from pathlib import Path
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError, StoreError
 from batchkit.execution.progress import LOG
-from batchkit.sources.files import input_files
+from batchkit.sources.finding import input_files
 from batchkit.sources.formats import format_of
 from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.files import replacing
