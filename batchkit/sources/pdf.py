@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from tempfile import TemporaryFile
 from typing import Any
 
@@ -15,10 +14,10 @@ from batchkit.errors import InputError, MediaError
 from batchkit.sources.files import BLOCK_BYTES, COMPRESSIONS, open_input
 from batchkit.sources.one_file import fields_of
 from batchkit.sources.pdf_process import (
-    NO_PDFIUM,
     PdfProcessError,
     UnreadablePdfError,
     ask,
+    missing_package,
     place_of,
 )
 from batchkit.sources.reader import Broken, Found, Skip
@@ -76,8 +75,8 @@ def _fields(file: dict[str, Any], place: str, page: int, n_pages: int) -> Found:
 @contextmanager
 def _opened(path: str) -> Iterator[str]:
     """Where the PDF's process finds the file, as it is now: a remote one is copied."""
-    if find_spec("pypdfium2") is None:
-        raise InputError(f"{path}: {NO_PDFIUM}")
+    if (missing := missing_package()) is not None:
+        raise InputError(f"{path}: {missing}")
     if "://" not in path and not path.endswith(COMPRESSIONS):
         try:
             local = open_regular(path)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import marshal
 import os
 import signal
+from importlib.util import find_spec
 from typing import Any
 
+from batchkit.config.installation import how_to_install
 from batchkit.sources.processes import Gone, child_of_thread
 
 PAGE_S = 60.0
 MEMORY_BYTES = 2**31
-NO_PDFIUM = "a PDF needs pypdfium2: pip install 'batchkit[pdf]'"
 _KILLED = -signal.SIGKILL
 
 
@@ -21,6 +22,13 @@ class UnreadablePdfError(Exception):
 
 class PdfProcessError(Exception):
     """There was no answer, and another time there may be one."""
+
+
+def missing_package() -> str | None:
+    """What to install, if PDFs can't be read here."""
+    if find_spec("pypdfium2") is not None:
+        return None
+    return f"a PDF needs pypdfium2: {how_to_install('pdf')}"
 
 
 def ask(what: str, place: str, *arguments: int, memory_bytes: int = MEMORY_BYTES) -> Any:

@@ -14,6 +14,7 @@ import fsspec
 import psutil
 import pytest
 
+from batchkit.config.installation import how_to_install
 from batchkit.errors import MediaError
 from batchkit.sources import count_rows, read_rows
 from tests.support import dry_runs
@@ -177,7 +178,7 @@ def test_without_pypdfium2_the_error_says_what_to_install() -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert ended.returncode == 2
-    assert "scans/a.pdf: a PDF needs pypdfium2: pip install 'batchkit[pdf]'" in ended.stderr
+    assert f"scans/a.pdf: a PDF needs pypdfium2: {how_to_install('pdf')}" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from PIL import Image
@@ -14,10 +13,10 @@ from batchkit.errors import MediaError
 from batchkit.rendering.media.pixels import target_of
 from batchkit.rendering.media.size import Size
 from batchkit.sources.pdf_process import (
-    NO_PDFIUM,
     PdfProcessError,
     UnreadablePdfError,
     ask,
+    missing_package,
     place_of,
 )
 
@@ -50,8 +49,8 @@ def page_image(data: bytes, page: int | None, name: str, media: MediaTable) -> I
         MediaError: the PDF is broken or needs a password, has no such page, or has several and none
             is named; or the page's pictures need more than ``media.max_decode_bytes``.
     """
-    if find_spec("pypdfium2") is None:
-        raise MediaError(f"{name}: {NO_PDFIUM}")
+    if (missing := missing_package()) is not None:
+        raise MediaError(f"{name}: {missing}")
     descriptor = os.memfd_create("pdf")
     try:
         with open(descriptor, "wb", closefd=False) as file:
