@@ -1,6 +1,8 @@
-"""Numbers as a person reads them."""
+"""Numbers and times as a person reads them."""
 
 from __future__ import annotations
+
+from datetime import datetime
 
 
 def number(value: float | None, unit: str = "") -> str:
@@ -37,3 +39,18 @@ def clock(seconds: float) -> str:
     hours, rest = divmod(round(seconds), 3600)
     minutes, left = divmod(rest, 60)
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
+def when(stamp: str | None, until: str | None = None) -> str:
+    """``21 November 2026, 01:02 UTC``; with ``until`` both times, the day once if equal."""
+    try:
+        moment = datetime.fromisoformat(stamp or "")
+        end = datetime.fromisoformat(until) if until else moment
+    except ValueError:
+        return ""
+    day = f"{moment.day} {moment:%B %Y}"
+    if f"{moment:%x %H:%M}" == f"{end:%x %H:%M}":
+        return f"{day}, {moment:%H:%M} UTC"
+    if moment.date() == end.date():
+        return f"{day}, {moment:%H:%M}–{end:%H:%M} UTC"
+    return f"{day}, {moment:%H:%M} – {end.day} {end:%B %Y, %H:%M} UTC"

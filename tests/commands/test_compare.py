@@ -102,6 +102,7 @@ def test_text_and_json_say_the_same(runs: list[Path]) -> None:
         "20",
     ]
     assert "EM worse: q50" in text
+    assert text.startswith(f"a: a/model, {found.origins['a'][1]}\nb: ")
 
 
 def test_intervals_are_seeded(runs: list[Path]) -> None:
@@ -137,6 +138,10 @@ def test_comparison_as_a_page(runs: list[Path], tmp_path: Path) -> None:
     assert "sampling.temperature: 0.0 → 0.5" in page
     assert "79.63" in page
     assert page.count('class="whisker') == len(found.deltas)
+    assert page.count('<svg role="img" aria-label="') == len(found.deltas)
+    origin = found.origins["a"]
+    assert origin[0] == "a/model"
+    assert f"<dt>a</dt><dd>{', '.join(origin)}</dd>" in page
     assert "<script" not in page
 
 

@@ -11,7 +11,8 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from batchkit.errors import StoreError
 from tests.support.command_line import batchkit
 from tests.support.made_runs import draw_tables, failure, make_run, rows
 from tests.support.paths import ROOT
-from tests.support.rows import write_jsonl
+from tests.support.rows import read_jsonl, write_jsonl
 
 HOSTILE = (
     "<script>window.hacked=1</script><img src=x onerror='window.hacked=2'></script><!-- \u2028"
@@ -212,6 +213,33 @@ def test_run_without_scoring_has_no_score_table(tmp_path: Path) -> None:
     page = write_report(run).read_text(encoding="utf-8")
     assert "Nothing is scored" in page
     assert embedded(page, "data")["scorers"] == []
+    assert "Rows by QuestionType" in page
+
+
+def test_run_of_which_no_row_has_a_score_has_no_score_table(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path,
+        rows(4, 1),
+        lambda *_: failure("timeout"),
+        prompt={"images": []},
+        scoring={"group_by": None},
+    )
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "No answer has a score" in page
+    assert 'class="scores' not in page
+
+
+def test_equal_numbers_are_one_bar_and_said_to_be_equal(tmp_path: Path) -> None:
+    run = make_run(tmp_path, rows(6, 1), lambda *_: None, prompt={"images": []})
+    page = write_report(run).read_text(encoding="utf-8")
+    (tokens,) = {
+        record["usage"]["completion_tokens"] for record in read_jsonl(run / "results.jsonl")
+    }
+    chart = page[page.index("Completion tokens") :].partition("</figure>")[0]
+    assert f"<p>all {tokens}</p>" in chart
+    assert chart.count('class="bar"') == 1
+    assert f"<title>{tokens}: 6 rows</title>" in chart
+    assert f'<div class="x bars" aria-hidden="true"><span>{tokens}</span></div>' in chart
 
 
 def test_row_that_json_cannot_hold_is_still_shown(tmp_path: Path) -> None:
@@ -259,6 +287,23 @@ def test_long_tail_is_kept_in_the_last_bin() -> None:
     assert spread.top <= 2_000
     assert spread.overflow == 1
     assert spread.largest == 1_000_000
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[32] * 5, [28, 32, 32], [0, 0, 1], range(1, 13), range(900, 950), [5, 1000], [10**8, 10**9]],
+    ids=str,
+)
+def test_bins_of_whole_numbers_begin_at_whole_numbers(values: Sequence[int]) -> None:
+    spread = histogram(values)
+    assert spread is not None
+    assert spread.is_whole
+    assert spread.width == int(spread.width) >= 1
+    assert spread.low == int(spread.low) <= min(values)
+    assert max(values) < spread.top == spread.low + spread.width * len(spread.counts)
+    assert len(spread.counts) <= 8 or (spread.top - spread.low) % 4 == 0, "labels are whole, too"
+    bins = Counter(int((value - spread.low) // spread.width) for value in values)
+    assert spread.counts == [bins[n] for n in range(len(spread.counts))]
 
 
 def test_a_page_never_lands_on_what_a_run_lives_on(run: Path, tmp_path: Path) -> None:

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from batchkit.commands.report import write_report
+from batchkit.commands.compare import compare
+from batchkit.commands.report import write_comparison, write_report
 from batchkit.scoring.metrics import tabulate
 from batchkit.storage.score_store import read_scored
 from tests.support.browser import open_browser
 from tests.support.made_runs import draw_tables, failure, make_run, rows
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Locator, Page
 
 HOSTILE = (
     '<script>window.hacked=1</script><img src=x onerror="window.hacked=2"></script><!-- \u2028'
@@ -270,6 +271,56 @@ def test_page_fits_its_window_in_both_schemes(
     assert (paper > ink) == (scheme == "light")
     assert abs(paper - ink) > 500
     assert len(page.screenshot(path=tmp_path / "page.png", full_page=True)) > 20_000
+
+
+def top_of(page: Page, selector: str) -> float:
+    box = page.locator(selector).bounding_box()
+    assert box is not None
+    return box["y"]
+
+
+def test_in_a_narrow_window_the_rows_come_before_the_charts(report: Path, visit: Open) -> None:
+    narrow = visit(report, viewport={"width": 400, "height": 800}).page
+    tops = [top_of(narrow, part) for part in ("h1", ".scores", "#rows", ".charts", ".about")]
+    assert tops == sorted(tops)
+    wide = visit(report, viewport={"width": 1200, "height": 800}).page
+    assert top_of(wide, ".charts") < top_of(wide, "#rows")
+
+
+def test_a_comparison_shows_its_difference_first_and_keeps_the_names_in_sight(
+    run: Path, visit: Open, tmp_path: Path
+) -> None:
+    path = write_comparison(compare([run, run]), tmp_path / "compare.html")
+    page = visit(path, viewport={"width": 400, "height": 800}).page
+    delta, name = page.locator("td.delta").first, page.locator("tbody th").first
+    assert inside(delta, 400)
+    page.locator(".wide").first.evaluate("element => element.scrollLeft = 200")
+    assert inside(name, 400)
+    assert not inside(delta, 400)
+
+
+def inside(element: Locator, width: int) -> bool:
+    box = element.bounding_box()
+    assert box is not None
+    return box["x"] >= 0 and box["x"] + box["width"] <= width
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_score_bars_can_be_seen(report: Path, visit: Open, scheme: str) -> None:
+    page = visit(report, color_scheme=scheme).page
+    meter = page.locator(".scores .meter").first
+    box = meter.bounding_box()
+    assert box is not None
+    assert box["height"] >= 8
+    track, fill = (
+        colour(meter.locator(part).evaluate("rect => getComputedStyle(rect).fill"))
+        for part in (".track", ".fill")
+    )
+    assert abs(sum(track) - sum(fill)) > 150
+
+
+def colour(text: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", text)[:3]]
 
 
 def test_everything_to_use_has_a_name(report: Path, visit: Open) -> None:

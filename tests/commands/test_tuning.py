@@ -537,6 +537,10 @@ def test_bench_prints_a_table_and_one_line_of_json(folder: Path) -> None:
     assert no_leftovers(folder, "curve.html")
     page = (folder / "curve.html").read_text()
     assert page.count('<circle class="dot"') == 2
+    assert ">rows/s</text>" in page
+    assert f">batch size ({found['option']})</text>" in page
+    assert "only 2 rounds a batch size" in page
+    assert "only 2 rounds a batch size" in ended.stderr
     assert not re.search(r"https?://|<script|src=|@import|url\(", page)
 
 

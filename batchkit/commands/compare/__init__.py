@@ -13,6 +13,7 @@ import numpy as np
 
 from batchkit.commands.compare.bootstrap import bootstrap_interval
 from batchkit.commands.compare.comparison import GRADED_STEP, REWARD_STEP, Comparison, Delta, Flip
+from batchkit.commands.origin import origin
 from batchkit.errors import JobError
 from batchkit.scoring.metrics import OUT_OF_TEN, ScoreTable, group_name, tabulate
 from batchkit.sources.join import with_group
@@ -45,8 +46,9 @@ def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) ->
     """
     if len(folders) < 2:
         raise JobError("a comparison needs two runs or more")
+    manifests = []
     for folder in folders:
-        read_manifest(folder)  # raises if it is not a run
+        manifests.append(read_manifest(folder))  # raises if it is not a run
         check_log(folder)
     names = _names(folders)
     group_by = job_of_run(folders[0]).scoring.group_by
@@ -72,6 +74,7 @@ def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) ->
         only_in_run=only_in_run,
         warnings=_warnings(folders, names, group_by),
         resamples=resamples,
+        origins=dict(zip(names, map(origin, manifests), strict=True)),
     )
 
 

@@ -53,6 +53,7 @@ class Flip:
 class Comparison:
     """``runs``: their names, the baseline first; ``tables``: their score tables, in that order.
 
+    ``origins``: by name, which model answered, and when.
     ``only_in_baseline`` and ``only_in_run`` count rows by id, per further run.
     """
 
@@ -64,10 +65,12 @@ class Comparison:
     only_in_run: dict[str, int]
     warnings: list[str]
     resamples: int
+    origins: dict[str, list[str]]
 
     def to_json(self) -> dict[str, Any]:
         return {
             "runs": self.runs,
+            "origins": self.origins,
             "tables": {
                 name: table.to_json() for name, table in zip(self.runs, self.tables, strict=True)
             },
@@ -81,8 +84,9 @@ class Comparison:
 
     def to_text(self) -> str:
         """Markdown: warnings, one table per run against the baseline, and the rows that flipped."""
-        parts = [f"- {warning}" for warning in self.warnings]
-        parts += [""] * bool(parts)
+        parts = [f"{run}: {', '.join(origin)}" for run, origin in self.origins.items()]
+        parts += ["", *(f"- {warning}" for warning in self.warnings)]
+        parts += [""] * bool(self.warnings)
         for run in self.runs[1:]:
             parts += [f"## {run} against {self.runs[0]}", "", self._table(run)]
             parts += ["", self.counts(run), *self._flips(run), ""]

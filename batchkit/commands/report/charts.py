@@ -9,6 +9,7 @@ from typing import NamedTuple
 from markupsafe import Markup
 
 from batchkit.commands.report.figures import (
+    FEW_BINS,
     Histogram,
     RunStats,
     Timeline,
@@ -23,13 +24,15 @@ _BAR = Markup('<rect class="bar" x="{:.2f}" y="{:.2f}" width="{:.2f}" height="{:
 
 
 class Chart(NamedTuple):
-    """``y_top``: the value at the upper edge. ``x_labels``: spread evenly below it."""
+    """``y_top``: the value at the upper edge. ``x_labels``: spread evenly below it, from edge to edge;
+    or, if ``labels_bars``, one in the middle of each bar."""
 
     title: str
     note: str
     svg: Markup
     y_top: str
     x_labels: list[str]
+    labels_bars: bool = False
 
 
 def charts(stats: RunStats, line: Timeline | None) -> list[Chart]:
@@ -92,26 +95,38 @@ def _over_time(title: str, note: str, values: Sequence[float], line: Timeline, u
 
 
 def _spread(title: str, spread: Histogram, unit: str) -> Chart:
-    most = max(spread.counts)
-    top = nice(most)
+    top, n = nice(max(spread.counts)), len(spread.counts)
+    filled = min(0.84, n / 6)  # of a bar's place: a single one does not fill the chart
     bars, hits = [], []
     for x, count in enumerate(spread.counts):
         height = _HEIGHT * count / top
         if count:
             height = max(height, 1.0)  # one row among a million stays visible
-            bars.append(_BAR.format(x + 0.08, _HEIGHT - height, 0.84, height))
-        low = number(spread.low + x * spread.width)
-        high = number(spread.low + (x + 1) * spread.width, unit)
-        more = " and more" if spread.overflow and x == len(spread.counts) - 1 else ""
-        hits.append(_HIT.format(x, f"{low}–{high}{more}: {count:,} rows"))
+            bars.append(_BAR.format(x + (1 - filled) / 2, _HEIGHT - height, filled, height))
+        more = " and more" if spread.overflow and x == n - 1 else ""
+        hits.append(_HIT.format(x, f"{_range(spread, x, unit)}{more}: {count:,} rows"))
     note = (
         f"median {number(spread.median, unit)}, 99th percentile {number(spread.p99, unit)},"
         f" largest {number(spread.largest, unit)}"
     )
-    ticks = [number(spread.low + (spread.top - spread.low) * part / 4) for part in range(5)]
+    if spread.is_constant:
+        note = f"all {number(spread.largest, unit)}"
+    labels_bars = spread.is_whole and n <= FEW_BINS
+    if labels_bars:
+        ticks = [number(spread.low + x) for x in range(n)]
+    else:
+        ticks = [number(spread.low + (spread.top - spread.low) * part / 4) for part in range(5)]
     ticks[-1] = f"{ticks[-1]}{' +' if spread.overflow else ''} {unit}".rstrip()
-    svg = _svg(f"{title}: {note}", len(spread.counts), [*bars, *hits])
-    return Chart(title, note, svg, number(top, "rows"), ticks)
+    svg = _svg(f"{title}: {note}", n, [*bars, *hits])
+    return Chart(title, note, svg, number(top, "rows"), ticks, labels_bars)
+
+
+def _range(spread: Histogram, x: int, unit: str) -> str:
+    """The values that bin ``x`` counts."""
+    low, high = (spread.low + n * spread.width for n in (x, x + 1))
+    if not spread.is_whole:
+        return f"{number(low)}–{number(high, unit)}"
+    return number(low, unit) if spread.width == 1 else f"{number(low)}–{number(high - 1, unit)}"
 
 
 def _svg(label: str, width: float, shapes: Sequence[Markup]) -> Markup:

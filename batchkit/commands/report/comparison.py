@@ -22,6 +22,7 @@ def write_comparison(comparison: Comparison, path: Path) -> Path:
     pieces = page(
         "report/compare.html.j2",
         runs=comparison.runs,
+        origins=comparison.origins,
         warnings=comparison.warnings,
         parts=[_part(comparison, run) for run in comparison.runs[1:]],
         method=comparison.method,
@@ -63,10 +64,11 @@ def _score(comparison: Comparison, run: str, scorer: str, deltas: list[Delta]) -
 
 def _interval(delta: Delta, reach: float) -> Markup:
     """The difference as a mark on its interval; 0 is in the middle."""
+    label = f"{delta.delta:+.2f}, between {delta.low:+.2f} and {delta.high:+.2f}"
     at, low, high = (50 + 50 * value / reach for value in (delta.delta, delta.low, delta.high))
     return Markup(
-        '<svg viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
+        '<svg role="img" aria-label="{}" viewBox="0 0 100 10" preserveAspectRatio="none">'
         '<line class="grid" x1="50" x2="50" y1="0" y2="10"/>'
         '<line class="whisker{}" x1="{:.2f}" x2="{:.2f}" y1="5" y2="5"/>'
         '<line class="point" x1="{:.2f}" x2="{:.2f}" y1="2" y2="8"/></svg>'
-    ).format(" clear" if delta.is_clear else "", low, high, at, at)
+    ).format(label, " clear" if delta.is_clear else "", low, high, at, at)

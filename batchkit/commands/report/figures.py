@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _BINS = 40  # of a histogram
+FEW_BINS = 8  # of whole numbers: each has a bar of its own
 _SPANS = 120  # of a timeline, at most
 _SHORTEST_PAUSE_S = 5.0
 _LONGEST_IDLE = 0.02  # of the time at work: a longer gap was a pause between two starts
@@ -76,7 +78,10 @@ class RunStats:
 
 
 class Histogram(NamedTuple):
-    """``counts`` over equal bins from ``low`` to ``top``; the last one also counts larger ones."""
+    """``counts`` over equal bins from ``low`` to ``top``; the last one also counts larger ones.
+
+    If ``is_whole``, a bin counts whole numbers: those from its lower edge on, below the next one.
+    """
 
     counts: list[int]
     low: float
@@ -85,6 +90,8 @@ class Histogram(NamedTuple):
     median: float
     p99: float
     largest: float
+    is_whole: bool = False
+    is_constant: bool = False
 
     @property
     def width(self) -> float:
@@ -109,13 +116,18 @@ def histogram(values: Iterable[float]) -> Histogram | None:
         return None
     median, p99 = (float(value) for value in np.percentile(found, (50, 99)))
     largest = float(found.max())
-    low, top = _domain(float(found.min()), largest if largest <= 2 * p99 or p99 <= 0 else p99)
-    whole = bool(np.all(found == np.rint(found)))
-    bins = max(1, min(_BINS, int(top - low))) if whole else _BINS
+    least, most = float(found.min()), largest if largest <= 2 * p99 or p99 <= 0 else p99
+    is_whole = bool(np.all(found == np.rint(found)))
+    (low, top), bins = _domain(least, most), _BINS
+    if is_whole:
+        low, top, bins = _whole_domain(least, most)
     places = np.clip((found - low) / (top - low) * bins, 0, bins - 1).astype(np.int64)
     counts = np.bincount(places, minlength=bins)
-    overflow = int(np.count_nonzero(found > top))
-    return Histogram(counts.tolist(), low, top, overflow, median, p99, largest)
+    overflow = int(np.count_nonzero(found > top - is_whole))
+    is_constant = least == largest
+    return Histogram(
+        counts.tolist(), low, top, overflow, median, p99, largest, is_whole, is_constant
+    )
 
 
 def timeline(finished_at: Iterable[float], latency_s: Iterable[float]) -> Timeline | None:
@@ -161,6 +173,24 @@ def _domain(least: float, most: float) -> tuple[float, float]:
     while (low := step * np.floor(least / step)) + 4 * step < most * (1 - 1e-9):
         step = nice(step * 1.01)
     return float(low), float(f"{low + 4 * step:.12g}")
+
+
+def _whole_domain(least: float, most: float) -> tuple[float, float, int]:
+    """As ``_domain``, for whole numbers, with the number of bins. Many are a multiple of four, so that
+    four equal steps end between bins."""
+    start, end = int(least), int(np.ceil(most)) + 1
+    if least < most and start <= end - start:
+        start = 0
+    if end - start <= FEW_BINS:
+        return start, end, end - start
+    low, bins, width = start, end - start, 1
+    widths = (step * 10**power for power in count() for step in (1, 2, 5))
+    while bins > _BINS or bins % 4:
+        width = next(widths)
+        low = start // width * width
+        bins = -(-(end - low) // width)
+        bins += -bins % 4
+    return low, low + bins * width, bins
 
 
 def _without_pauses(

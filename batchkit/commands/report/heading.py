@@ -4,7 +4,6 @@ origin of the answers."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 
 from batchkit.commands.report.figures import RunStats, Timeline
@@ -43,7 +42,7 @@ def facts(
     return found
 
 
-def notes(folder: Path, manifest: Manifest, stats: RunStats) -> list[str]:
+def notes(folder: Path, manifest: Manifest, stats: RunStats, table: ScoreTable) -> list[str]:
     """Notes that a reader of the scores needs."""
     found, total = [], _total(manifest)
     if held_by(folder):
@@ -65,6 +64,8 @@ def notes(folder: Path, manifest: Manifest, stats: RunStats) -> list[str]:
         found.append(f"{stats.shortened:,} prompts were cut in the middle to fit the model.")
     if not stats.has_scores:
         found.append("Nothing is scored: the job has no [scoring], or none that fits its answers.")
+    elif not table.overall.scored:
+        found.append("No answer has a score: each one failed, or the scorers found nothing in it.")
     return found
 
 
@@ -80,16 +81,6 @@ def picture_notes(pictures: Sequence[Picture]) -> list[str]:
 def _total(manifest: Manifest) -> int | None:
     total = manifest.total
     return None if total is None else total - manifest.skipped_elsewhere
-
-
-def subtitle(manifest: Manifest) -> list[str]:
-    model, starts = manifest.model, manifest.starts
-    name = model.name or manifest.identity.get("engine.kind", "")
-    revision = f" at {model.revision}" if model.revision else ""
-    parts = [f"{name}{revision}"]
-    if starts:
-        parts.append(when(starts[0].started_at, starts[-1].ended_at))
-    return [part for part in parts if part]
 
 
 def about(manifest: Manifest, job: JobConfig) -> list[tuple[str, str]]:
@@ -127,18 +118,3 @@ def _scoring(job: JobConfig) -> str:
     if scoring.rules:
         parts.append(f"{len(scoring.rules)} rules of its own for some rows")
     return "; ".join([*(part for part in parts if part), f"mode: {scoring.mode}"])
-
-
-def when(stamp: str | None, until: str | None = None) -> str:
-    """``21 November 2026, 01:02 UTC``; with ``until`` both times, the day once if equal."""
-    try:
-        moment = datetime.fromisoformat(stamp or "")
-        end = datetime.fromisoformat(until) if until else moment
-    except ValueError:
-        return ""
-    day = f"{moment.day} {moment:%B %Y}"
-    if f"{moment:%x %H:%M}" == f"{end:%x %H:%M}":
-        return f"{day}, {moment:%H:%M} UTC"
-    if moment.date() == end.date():
-        return f"{day}, {moment:%H:%M}–{end:%H:%M} UTC"
-    return f"{day}, {moment:%H:%M} – {end.day} {end:%B %Y, %H:%M} UTC"

@@ -14,12 +14,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 import batchkit
+from batchkit.commands.origin import origin
 from batchkit.commands.report.charts import bar, charts, shares
 from batchkit.commands.report.figures import RunStats, timeline
-from batchkit.commands.report.heading import about, facts, notes, picture_notes, subtitle, when
+from batchkit.commands.report.heading import about, facts, notes, picture_notes
 from batchkit.commands.report.pictures import Picture
 from batchkit.commands.report.rows import Shown, clip
-from batchkit.config.numbers import number
+from batchkit.config.numbers import number, when
 from batchkit.config.tables import JobConfig
 from batchkit.errors import StoreError
 from batchkit.scoring.metrics import ALL, OUT_OF_TEN, Group, ScoreTable, head
@@ -44,7 +45,7 @@ def render(
     """The page in pieces."""
     line = timeline(stats.finished_at, stats.latency_s)
     all_notes = [
-        *notes(folder, manifest, stats),
+        *notes(folder, manifest, stats, table),
         *shown.notes,
         *picture_notes(pictures),
         *_group_notes(table),
@@ -53,7 +54,7 @@ def render(
     return page(
         "report/page.html.j2",
         title=manifest.name,
-        subtitle=subtitle(manifest),
+        subtitle=origin(manifest),
         facts=facts(manifest, stats, line, table),
         notes=all_notes,
         group_by=job.scoring.group_by,
@@ -67,7 +68,8 @@ def render(
         groups=_groups(table),
         kinds=sorted(stats.failed_by_kind),
         scorers=[(name, head(name)) for name in table.names],
-        has_scores=bool(table.names),
+        has_scores=table.overall.scored > 0,
+        may_be_unscored=bool(table.names),
         data=as_json(
             {
                 "rows": shown.rows,

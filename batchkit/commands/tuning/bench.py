@@ -14,6 +14,8 @@ from batchkit.config.numbers import number
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
 
+FEW_ROUNDS = 3  # with fewer, the spread means little
+
 
 @dataclass(frozen=True, slots=True)
 class Bench:
@@ -74,10 +76,23 @@ def bench(
     """
     with trials_of(job, rows=rows, say=say) as trials:
         _warn(trials, batch_sizes, say)
+        for doubt in few_rounds(rounds):
+            say(doubt)
         _measure(trials, batch_sizes, rounds, seconds, say)
     table = SizeTable.of(trials.done)
     model = job.engine.model or job.engine.kind
     return Bench(job.name, model, trials.option, table, trials.signum)
+
+
+def few_rounds(rounds: int) -> list[str]:
+    """A warning if the spread over so many rounds means little."""
+    if rounds >= FEW_ROUNDS:
+        return []
+    times = "one round" if rounds == 1 else f"{rounds} rounds"
+    doubt = (
+        f"only {times} a batch size: differences may be chance; --rounds {FEW_ROUNDS} shows how far"
+    )
+    return [doubt]
 
 
 def _measure(

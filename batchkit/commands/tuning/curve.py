@@ -7,14 +7,14 @@ from typing import Any
 
 from batchkit.commands.report.figures import nice
 from batchkit.commands.report.page import page
-from batchkit.commands.tuning.bench import Bench
+from batchkit.commands.tuning.bench import FEW_ROUNDS, Bench, few_rounds
 from batchkit.commands.tuning.table import SizeResult
 from batchkit.config.numbers import number
 from batchkit.errors import JobError
 from batchkit.storage.files import replacing
 
-WIDTH, HEIGHT = 720.0, 300.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 16.0, 16.0, 34.0
+WIDTH, HEIGHT = 720.0, 330.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 16.0, 28.0, 52.0
 
 
 def write_curve(found: Bench, path: Path) -> None:
@@ -23,6 +23,7 @@ def write_curve(found: Bench, path: Path) -> None:
     """
     lines = found.table.lines
     top = nice(max((found.rows_per_s for line in lines for found in line.rounds), default=1.0))
+    rounds = [len(line.rounds) for line in lines if line.rounds]
     step = (WIDTH - _LEFT - _RIGHT) / max(1, len(lines))
     # Spaced evenly, because batch sizes mostly double from one to the next.
     points = [_point(line, _LEFT + step * (n + 0.5), top) for n, line in enumerate(lines)]
@@ -31,6 +32,7 @@ def write_curve(found: Bench, path: Path) -> None:
         bench=found,
         lines=lines,
         points=points,
+        doubts=[*found.table.doubts(), *few_rounds(min(rounds, default=FEW_ROUNDS))],
         path=" ".join(f"{p['x']:.1f},{p['y']:.1f}" for p in points if p["y"] is not None),
         ticks=[(_y(top * part / 4, top), number(top * part / 4)) for part in range(5)],
         width=WIDTH,
@@ -51,12 +53,20 @@ def _point(line: SizeResult, x: float, top: float) -> dict[str, Any]:
     rates = [found.rows_per_s for found in line.rounds]
     if not rates or line.rows_per_s is None:
         label = line.status.partition(":")[0]
-        return {"x": x, "y": None, "size": line.batch_size, "label": label}
+        text = f"{line.batch_size}: {label}"
+        return {"x": x, "y": None, "size": line.batch_size, "label": label, "text": text}
     output = number(line.median("completion_tokens_per_s") or 0.0)
     label = f"{number(line.rows_per_s)} rows/s, {output} output tokens/s"
     y, y_low, y_high = (_y(rate, top) for rate in (line.rows_per_s, min(rates), max(rates)))
-    bounds = {"y_low": y_low, "y_high": y_high}
-    return {"x": x, "y": y, "size": line.batch_size, "label": label, **bounds}
+    return {
+        "x": x,
+        "y": y,
+        "y_low": y_low,
+        "y_high": y_high,
+        "size": line.batch_size,
+        "label": label,
+        "text": f"{line.batch_size}: {label}",
+    }
 
 
 def _y(rate: float, top: float) -> float:
