@@ -100,7 +100,7 @@ class Worker:
             if job.scoring.is_on
             else None
         )
-        self._kept = kept_fields(job)
+        self._kept_fields = kept_fields(job)
         self._loaded: Loaded
         idle = None if kept is None else kept.idle
         ladder = Ladder(known.steps if idle is None else idle.steps)
@@ -196,7 +196,7 @@ class Worker:
             line_of(
                 to_record(
                     completion,
-                    self._kept,
+                    self._kept_fields,
                     with_prompt=self._job.output.prompt,
                     scored=self._scored(completion),
                 )
