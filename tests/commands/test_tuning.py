@@ -539,8 +539,8 @@ def test_bench_prints_a_table_and_one_line_of_json(folder: Path) -> None:
     assert page.count('<circle class="dot"') == 2
     assert ">rows/s</text>" in page
     assert f">batch size ({found['option']})</text>" in page
-    assert "only 2 rounds a batch size" in page
-    assert "only 2 rounds a batch size" in ended.stderr
+    assert "only 2 rounds for each batch size" in page
+    assert "only 2 rounds for each batch size" in ended.stderr
     assert not re.search(r"https?://|<script|src=|@import|url\(", page)
 
 

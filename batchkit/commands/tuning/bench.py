@@ -89,10 +89,9 @@ def few_rounds(rounds: int) -> list[str]:
     if rounds >= FEW_ROUNDS:
         return []
     times = "one round" if rounds == 1 else f"{rounds} rounds"
-    doubt = (
-        f"only {times} a batch size: differences may be chance; --rounds {FEW_ROUNDS} shows how far"
-    )
-    return [doubt]
+    return [
+        f"only {times} for each batch size: a difference may be chance; give --rounds {FEW_ROUNDS}"
+    ]
 
 
 def _measure(
