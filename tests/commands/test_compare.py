@@ -139,9 +139,9 @@ def test_comparison_as_a_page(runs: list[Path], tmp_path: Path) -> None:
     assert "79.63" in page
     assert page.count('class="whisker') == len(found.deltas)
     assert page.count('<svg role="img" aria-label="') == len(found.deltas)
-    origin = found.origins["a"]
+    origin = found.origins[found.runs[0]]
     assert origin[0] == "a/model"
-    assert f"<dt>a</dt><dd>{', '.join(origin)}</dd>" in page
+    assert f"<dt>{found.runs[0]}</dt><dd>{', '.join(origin)}</dd>" in page
     assert "<script" not in page
 
 

@@ -222,11 +222,12 @@ def test_run_of_which_no_row_has_a_score_has_no_score_table(tmp_path: Path) -> N
         rows(4, 1),
         lambda *_: failure("timeout"),
         prompt={"images": []},
-        scoring={"group_by": None},
     )
     page = write_report(run).read_text(encoding="utf-8")
     assert "No answer has a score" in page
-    assert 'class="scores' not in page
+    assert ">Scores</h2>" not in page
+    assert ">F1</th>" not in page
+    assert "Rows by QuestionType" in page
 
 
 def test_equal_numbers_are_one_bar_and_said_to_be_equal(tmp_path: Path) -> None:
