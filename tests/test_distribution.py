@@ -164,11 +164,3 @@ def test_the_completion_script_of_each_shell_is_printed(
         check=False,
     )
     assert "_BATCHKIT_COMPLETE" in done.stdout, done.stderr
-
-
-def test_no_text_names_the_other_project_s_package() -> None:
-    """Such as ``pip install 'batchkit[vllm]'``; ``config/installation.py`` knows what to say."""
-    places = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "batchkit").rglob("*.py")]
-    wrong = re.compile(r"""(?:pip install|uv add)[^`\n]*\bbatchkit(?:\[|['"`\s]|$)""", re.MULTILINE)
-    found = [str(place) for place in places if wrong.search(place.read_text(encoding="utf-8"))]
-    assert not found

@@ -145,6 +145,13 @@ def test_messages_in_troubleshooting_are_printed_by_batchkit() -> None:
                 assert part in printed, f"docs/troubleshooting.md: {part!r}: no such message"
 
 
+def test_no_text_installs_the_other_project_that_is_named_batchkit() -> None:
+    """The distribution is batchkit-vllm; ``how_to_install`` gives the command for a message."""
+    places = [*PAGES, *(ROOT / "batchkit").rglob("*.py")]
+    wrong = re.compile(r"""(?:pip install|uv add)[^`\n]*\bbatchkit(?:\[|['"`\s]|$)""", re.MULTILINE)
+    assert not [place.name for place in places if wrong.search(place.read_text(encoding="utf-8"))]
+
+
 def texts_in(path: Path) -> list[str]:
     """The literal texts in a module; what an f-string fills in is ``…``."""
     return [
