@@ -21,7 +21,9 @@ BatchkitError                  exit code
     ├── EngineCrashError       engine_crash
     ├── ServerError            server
     │   └── AnswerTooLargeError  server
-    └── EmptyTextError         empty
+    ├── EmptyTextError         empty
+    └── InvalidOutputError     invalid_output
+        └── TruncatedOutputError  invalid_output
 
 A RowError becomes a failed record; every other error stops the run with the store consistent.
 """
@@ -165,6 +167,17 @@ class EmptyTextError(RowError):
 
     kind = "empty"
     retryable = True
+
+
+class InvalidOutputError(RowError):
+    """The answer is not what ``output.parse`` asks for: not JSON, or JSON against its schema."""
+
+    kind = "invalid_output"
+    retryable = True
+
+
+class TruncatedOutputError(InvalidOutputError):
+    """The answer was cut off by ``max_tokens`` before its JSON ended."""
 
 
 def limit_reached(error: RecursionError | MemoryError) -> str:

@@ -25,6 +25,7 @@ ERROR_KINDS = (
     "engine_crash",
     "server",
     "empty",
+    "invalid_output",
 )
 
 
@@ -152,6 +153,7 @@ class Completion:
     """An engine's reply to a request: ``choices`` and ``usage``, or ``error``.
 
     ``prompt`` is the text that the engine saw, including special tokens, if the engine knows it.
+    ``parsed`` is the first choice's JSON value, if ``output.parse`` asks for it.
     """
 
     request: Request
@@ -160,13 +162,15 @@ class Completion:
     latency_s: float = 0.0
     error: RowError | None = None
     prompt: str | None = None
+    parsed: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
     """One line of ``results.jsonl``: the outcome of one row.
 
-    A failed record has ``text`` None and ``error`` set; an ok record the opposite.
+    A failed record has ``text`` None and ``error`` set; an ok record the opposite. ``parsed`` is the
+    JSON value of the text, if ``output.parse`` asks for it.
     ``input_hash`` shows whether a later input holds the same row. ``truncated_tokens``: by how many
     tokens the prompt was cut to fit. ``scores`` is None if the job scores nothing; ``unscored``
     says why some of them could not be computed.
@@ -184,6 +188,7 @@ class Record:
     error: ErrorInfo | None
     fields: Mapping[str, Any]
     input_hash: str
+    parsed: Any = None
     choices: Sequence[Choice] | None = None
     prompt: str | None = None
     truncated_tokens: int | None = None
@@ -203,6 +208,7 @@ class Record:
             "status": self.status,
             "attempt": self.attempt,
             "text": self.text,
+            **({} if self.parsed is None else {"parsed": self.parsed}),
             "finish_reason": self.finish_reason,
             "usage": usage
             and {

@@ -90,6 +90,7 @@ SLOW = {
     "test_missing_packages",
     "test_openai_server",
     "test_parquet_memory",
+    "test_parsed_answers",
     "test_pdf",
     "test_reask",
     "test_report",

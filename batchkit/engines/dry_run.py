@@ -1,7 +1,7 @@
 """An engine without a model: it answers every request at once with a fixed sentence.
 
 For trying a job's input, templates, media and ledger at full speed. Its answers mean nothing, and
-say so. Options: ``latency_s`` (how long each request takes) and ``max_num_seqs``.
+say so; with ``output.parse`` they are JSON that fits the schema. Options: ``latency_s`` (how long each request takes) and ``max_num_seqs``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import orjson
 from pydantic import PositiveInt
 
+from batchkit.config.answer_schema import example, schema_in
 from batchkit.config.tables import JobConfig, Table
 from batchkit.engines.base import EngineLoad, RenderedPrompt
 from batchkit.engines.request_checks import problems_with
@@ -28,7 +30,8 @@ class Options(Table):
 class DryRunEngine:
     """Answers in the order of submission, each request after ``latency_s``."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, *, in_json: bool = False) -> None:
+        self._in_json = in_json
         self._latency_s = options.latency_s
         self._max_num_seqs = options.max_num_seqs
         self._queue: deque[tuple[float, Request]] = deque()
@@ -54,7 +57,7 @@ class DryRunEngine:
         now, done = time.monotonic(), []
         while self._queue and self._queue[0][0] <= now:
             _, request = self._queue.popleft()
-            done.append(_answer(request, self._latency_s))
+            done.append(self._answer(request))
         return done
 
     def load(self) -> EngineLoad:
@@ -63,6 +66,15 @@ class DryRunEngine:
 
     def close(self) -> None:
         self._queue.clear()
+
+    def _answer(self, request: Request) -> Completion:
+        text = f"dry-run: no model answered row {request.row.index}"
+        if self._in_json:
+            schema = schema_in(request.sampling)
+            value = {"answer": text} if schema is None else example(schema, text)
+            text = orjson.dumps(value).decode()
+        usage = Usage(len(_text(request).split()), len(text.split()))
+        return Completion(request, [Choice(text, "stop")], usage, self._latency_s)
 
 
 class DryRunPreflight:
@@ -77,18 +89,12 @@ def open_engine(job: JobConfig) -> DryRunEngine:
     given = job.engine.options
     if problems := problems_with("engine.options", Options, given, job.engine.kind):
         raise JobError("\n".join(problems))
-    return DryRunEngine(Options(**given))
+    return DryRunEngine(Options(**given), in_json=job.output.parse is not None)
 
 
 def open_preflight(job: JobConfig) -> DryRunPreflight:
     open_engine(job)
     return DryRunPreflight()
-
-
-def _answer(request: Request, latency_s: float) -> Completion:
-    text = f"dry-run: no model answered row {request.row.index}"
-    usage = Usage(len(_text(request).split()), len(text.split()))
-    return Completion(request, [Choice(text, "stop")], usage, latency_s)
 
 
 def _text(request: Request) -> str:

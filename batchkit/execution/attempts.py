@@ -1,7 +1,8 @@
 """Further attempts of a row within a run: after a failure, with a shorter prompt, or for a missing
 answer.
 
-If an attempt that asks for a missing answer fails, the row keeps the answer that it has.
+If an attempt that asks for a missing answer fails, the row keeps the answer that it has. An answer
+that is not what ``output.parse`` asks for is missing, too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchkit.config.tables import RetryTable
-from batchkit.errors import EmptyTextError, PromptTooLongError, RowOutOfMemoryError
+from batchkit.errors import (
+    EmptyTextError,
+    InvalidOutputError,
+    PromptTooLongError,
+    RowOutOfMemoryError,
+)
 from batchkit.rendering.messages import loaded, with_note
 from batchkit.rendering.sampling import with_temperature
 from batchkit.types import Completion, Request
@@ -26,7 +32,10 @@ _MOST_DOUBLINGS = 60  # longer than any run; a float overflows past 1023
 
 
 class _Asked(NamedTuple):
-    """A row that was asked again: how often, and its last answer, used if no other follows."""
+    """A row that was asked again: how often, and its last answer, used if no other follows.
+
+    ``answer`` is a failure if no answer was what is asked for.
+    """
 
     times: int
     answer: Completion
@@ -72,10 +81,10 @@ class Attempts:
             return None
         index = completion.request.row.index
         asked = self._asked.pop(index, None)
-        if completion.error is not None:
-            return completion if asked is None else asked.answer
-        times = 0 if asked is None else asked.times
-        return None if self._is_asked_again(completion, times) else completion
+        best, times = completion, 0 if asked is None else asked.times
+        if completion.error is not None and asked is not None and asked.answer.error is None:
+            best = asked.answer
+        return None if self._is_asked_again(completion, best, times) else best
 
     def _is_shortened(self, completion: Completion) -> bool:
         if not isinstance(completion.error, PromptTooLongError):
@@ -91,6 +100,8 @@ class Attempts:
     def _is_retried(self, completion: Completion) -> bool:
         index = completion.request.row.index
         tries = self._tries.pop(index, 0) + 1
+        if self._retry.reask and isinstance(completion.error, InvalidOutputError):
+            return False  # it is asked again, with the note
         again = next_attempt(completion, tries, self._retry)
         if again is None:
             return False
@@ -98,17 +109,20 @@ class Attempts:
         self._submit(again, wait_s(tries, self._retry))
         return True
 
-    def _is_asked_again(self, completion: Completion, times: int) -> bool:
-        if self._finds_nothing is None or times >= self._retry.reask:
-            return False
-        if not self._finds_nothing(completion):
+    def _is_asked_again(self, completion: Completion, best: Completion, times: int) -> bool:
+        if times >= self._retry.reask or not self._lacks_answer(completion):
             return False
         again = with_note(completion.request) if times == 0 else completion.request
         if again is None:
             return False
-        self._asked[completion.request.row.index] = _Asked(times + 1, completion)
+        self._asked[completion.request.row.index] = _Asked(times + 1, best)
         self._submit(next_sampling(again, self._retry), 0)
         return True
+
+    def _lacks_answer(self, completion: Completion) -> bool:
+        if completion.error is not None:
+            return isinstance(completion.error, InvalidOutputError)
+        return self._finds_nothing is not None and self._finds_nothing(completion)
 
     def _submit(self, request: Request, wait_s: float) -> None:
         self.retried += 1
@@ -150,8 +164,9 @@ def next_attempt(completion: Completion, tries: int, retry: RetryTable) -> Reque
             return None
         request = with_smaller_images(request)
     again = next_sampling(request, retry)
-    if isinstance(error, EmptyTextError) and not again.sampling.get("temperature"):
-        return None  # greedy: it would be empty again
+    is_of_the_model = isinstance(error, EmptyTextError | InvalidOutputError)
+    if is_of_the_model and not again.sampling.get("temperature"):
+        return None  # greedy: it would be the same again
     return again
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine
 from batchkit.execution.attempts import Attempts
-from batchkit.execution.records import failed_unless_whole
+from batchkit.execution.records import failed_unless_whole, parsed_or_failed
 from batchkit.execution.window import Window
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.types import Completion, Request
@@ -37,6 +37,7 @@ class Feeder:
         self._engine = engine
         self._prefetch = prefetch
         self._attempts = attempts
+        self._parses = job.output.parse is not None
         self.window = Window(engine.max_num_seqs, fixed=None if fixed == "auto" else fixed)
         self.in_flight: dict[int, Request] = {}
 
@@ -95,7 +96,8 @@ class Feeder:
 
     def settle(self, completion: Completion) -> list[Completion]:
         """The completion that settles the row; nothing if the row is tried again."""
-        settled = self._attempts.settle(failed_unless_whole(completion))
+        whole = failed_unless_whole(completion)
+        settled = self._attempts.settle(parsed_or_failed(whole) if self._parses else whole)
         if settled is None:
             return []
         self._prefetch.release(settled.request)

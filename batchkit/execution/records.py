@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from batchkit.errors import EmptyTextError, ServerError
+from batchkit.config.answer_schema import schema_in
+from batchkit.errors import EmptyTextError, InvalidOutputError, ServerError, TruncatedOutputError
 from batchkit.scoring import Scored
+from batchkit.scoring.parsed import NotJson, parsed
 from batchkit.storage.schema import error_of, is_count, seconds_of, usage_of
 from batchkit.types import BROKEN_OFF, Completion, Record, utc_now
 
@@ -38,6 +40,7 @@ def to_record(
         error=None if error is None else error_of(error),
         fields={name: row.fields.get(name) for name in keep},
         input_hash=request.input_hash,
+        parsed=completion.parsed if error is None else None,
         choices=completion.choices if several and error is None else None,
         prompt=completion.prompt if with_prompt else None,
         truncated_tokens=_truncated_tokens(completion),
@@ -70,4 +73,23 @@ def failed_unless_whole(completion: Completion) -> Completion:
         return completion
     reason = reasons[0] if reasons else None
     error = EmptyTextError(f"the model answered with no text (finish_reason {reason})")
+    return replace(completion, error=error)
+
+
+def parsed_or_failed(completion: Completion) -> Completion:
+    """The completion with the JSON value of its answer, or with an error if it is not such JSON."""
+    if completion.error is not None:
+        return completion
+    first, sampling = completion.choices[0], completion.request.sampling
+    try:
+        return replace(completion, parsed=parsed(first.text, schema_in(sampling)))
+    except NotJson as reason:
+        error = InvalidOutputError(f"the answer is not JSON: {reason}")
+        if first.finish_reason == "length":
+            error = TruncatedOutputError(
+                f"the answer was cut off (finish_reason length) before its JSON ended: {reason};"
+                " raise sampling.max_tokens"
+            )
+    except InvalidOutputError as misfit:
+        error = misfit
     return replace(completion, error=error)

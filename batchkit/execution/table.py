@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
+from batchkit.commands.export.parsed import parsed_columns
 from batchkit.scoring import kept_fields, score_names
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.ledger import RESULTS, whole_record
@@ -33,19 +35,22 @@ class Layout(NamedTuple):
     """The columns of a table of records besides the record's own.
 
     ``scores``: one column ``scores.<name>`` each, and one for the prediction; None: not scored.
-    ``keep``: the kept fields, as text; one with the name of another column gets the prefix
-    ``fields.`` until its name is free.
+    ``keep``: the kept fields, as text. ``parsed``: the type of each key of the parsed answers. A
+    field or a key with the name of another column gets the prefix ``fields.`` or ``parsed.`` until
+    its name is free.
     """
 
     scores: Sequence[str] | None
     keep: Sequence[str]
+    parsed: Mapping[str, str] = MappingProxyType({})
 
     @classmethod
     def of(cls, folder: Path) -> Layout:
-        """Fixed by the job, so that every export of a run has the same columns."""
+        """Fixed by the job, so that every export of a run has the same columns; those of parsed
+        answers also depend on the answers."""
         job = job_of_run(folder)
         scores = score_names(job.scoring) if job.scoring.is_on else None
-        return cls(scores, kept_fields(job))
+        return cls(scores, kept_fields(job), parsed_columns(folder / RESULTS, job))
 
     def columns(self) -> dict[str, str]:
         """The columns' names and Arrow types, in order."""
@@ -53,10 +58,12 @@ class Layout(NamedTuple):
         if self.scores is not None:
             found |= {"prediction": "string"}
             found |= {f"scores.{name}": "double" for name in self.scores}
-        for name in self.keep:
-            while name in found:
-                name = f"fields.{name}"
-            found[name] = "string"
+        fields = dict.fromkeys(self.keep, "string")
+        for prefix, columns in (("parsed.", self.parsed), ("fields.", fields)):
+            for name, kind in columns.items():
+                while name in found:
+                    name = f"{prefix}{name}"
+                found[name] = kind
         return found
 
     def keys(self) -> list[tuple[str, ...]]:
@@ -64,6 +71,7 @@ class Layout(NamedTuple):
         found: list[tuple[str, ...]] = [column.keys for column in _COLUMNS.values()]
         if self.scores is not None:
             found += [("prediction",), *(("scores", name) for name in self.scores)]
+        found += [("parsed", name) for name in self.parsed]
         return found + [("fields", name) for name in self.keep]
 
     def reader(self) -> Callable[[Mapping[str, Any]], list[Any]]:
@@ -77,7 +85,7 @@ class Layout(NamedTuple):
             for key, *inner, kind in plan:
                 value = record.get(key)
                 if inner:
-                    value = None if value is None else value.get(inner[0])
+                    value = value.get(inner[0]) if isinstance(value, Mapping) else None
                 values.append(_as_text(value) if kind == "string" else value)
             return values
 
@@ -115,7 +123,7 @@ def schema_of(layout: Layout) -> pa.Schema:
     """The schema of every batch of the table."""
     import pyarrow as pa
 
-    return pa.schema([(name, pa.type_for_alias(kind)) for name, kind in layout.columns().items()])
+    return pa.schema([(name, _arrow_type(kind)) for name, kind in layout.columns().items()])
 
 
 def read_batches(folder: Path, layout: Layout) -> Iterator[pa.Table]:
@@ -271,6 +279,14 @@ def _of_records(records: Iterable[Mapping[str, Any]], layout: Layout) -> pa.Tabl
     values = zip(*map(layout.reader(), records), strict=True)
     arrays = [pa.array(column, field.type) for column, field in zip(values, schema, strict=True)]
     return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _arrow_type(kind: str) -> pa.DataType:
+    import pyarrow as pa
+
+    inner = kind.removeprefix("list<").removesuffix(">")
+    found = pa.type_for_alias(inner)
+    return found if inner == kind else pa.list_(found)
 
 
 def _as_text(value: Any) -> str | None:

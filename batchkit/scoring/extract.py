@@ -22,7 +22,7 @@ Extractor = Callable[[str, ScoringTable], str | None]
 # An object or a list may start here: a key, a value or its end follows.
 _OPENED = re.compile(r"""\{(?=[ \t\n\r]*+["}])|\[(?=[ \t\n\r]*+["{\[\]\-\dtfnNI])""")
 _MARKERS = ("[Final Answer]:", "Final Answer:")
-_FENCED = re.compile(r"```[ \t]*+\w*+[ \t]*+\r?\n(.*?)```", re.DOTALL)
+FENCED = re.compile(r"```[ \t]*+\w*+[ \t]*+\r?\n(.*?)```", re.DOTALL)
 _MOST_IN_VAIN = 10_000_000  # characters; a text of nothing but brackets would take hours
 _DEAR = 10_000  # cost of a value nested too deep for Python
 _FAILURE = 50  # cost of any failure
@@ -67,7 +67,7 @@ def json_value(text: str, table: ScoringTable) -> str | None:
 
 def code(text: str, table: ScoringTable) -> str | None:
     """The last fenced block; without a fence, all from the first ``import`` line on."""
-    if blocks := _FENCED.findall(text):
+    if blocks := FENCED.findall(text):
         return str(blocks[-1]).strip()
     start = re.search(r"^(import|from) \w", text, re.MULTILINE)
     return text[start.start() :].strip() if start else None

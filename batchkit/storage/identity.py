@@ -104,8 +104,9 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
         found["engine.commits"] = commits
     if prompt_files:
         found["prompt.files"] = prompt_files
-    if job.input.shard is None:
-        del found["input.shard"]
+    for key in ("input.shard", "output.parse"):
+        if found[key] is None:
+            del found[key]
     if job.media.pdf_dpi == MediaTable.model_fields["pdf_dpi"].default:
         del found["media.pdf_dpi"]
     plain: dict[str, Any] = orjson.loads(orjson.dumps(found, default=str))

@@ -98,6 +98,7 @@ class _Line(_Part):
     status: Literal["ok", "failed"]
     attempt: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     text: str | None = None
+    parsed: Any = None
     usage: Annotated[_Usage | None, BeforeValidator(lambda usage: usage or None)] = None
     latency_s: float | None = None
     finished_at: str | None = None

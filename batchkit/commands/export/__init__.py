@@ -107,9 +107,15 @@ def _write_jsonl(folder: Path, path: Path) -> dict[Path, int]:
     return {path: rows}
 
 
-def _write_csv(
-    folder: Path, path: Path, cell: Callable[[Any], Any] = lambda value: value
-) -> dict[Path, int]:
+def _write_csv(folder: Path, path: Path) -> dict[Path, int]:
+    return _write_cells(folder, path, _cell)
+
+
+def _write_safe_csv(folder: Path, path: Path) -> dict[Path, int]:
+    return _write_cells(folder, path, _safe_cell)
+
+
+def _write_cells(folder: Path, path: Path, cell: Callable[[Any], Any]) -> dict[Path, int]:
     layout, rows = Layout.of(folder), 0
     values = layout.reader()
     with (
@@ -124,8 +130,9 @@ def _write_csv(
     return {path: rows}
 
 
-def _write_safe_csv(folder: Path, path: Path) -> dict[Path, int]:
-    return _write_csv(folder, path, _safe_cell)
+def _cell(value: Any) -> Any:
+    """A list of a parsed answer as JSON; any other value as it is."""
+    return orjson.dumps(value).decode() if isinstance(value, list) else value
 
 
 def _safe_cell(value: Any) -> Any:
@@ -133,6 +140,7 @@ def _safe_cell(value: Any) -> Any:
 
     See OWASP: https://owasp.org/www-community/attacks/CSV_Injection
     """
+    value = _cell(value)
     is_formula = isinstance(value, str) and _FORMULA.match(value) and not _NUMBER.fullmatch(value)
     return f"'{value}" if is_formula else value
 

@@ -13,6 +13,7 @@ from pydantic import (
     model_validator,
 )
 
+from batchkit.config.answer_schema import check_schema, schema_in
 from batchkit.config.shard import Shard
 from batchkit.config.tables.base import Free, Identity, Table
 from batchkit.config.tables.engine import EngineTable, SamplingTable
@@ -114,9 +115,15 @@ class JobConfig(Table):
     @model_validator(mode="after")
     def _looks_for_what_it_asks_for(self) -> JobConfig:
         extracts = {self.scoring.extract, *(rule.extract for rule in self.scoring.rules)}
-        if self.retry.reask and extracts <= {"text", None}:
+        if self.retry.reask and extracts <= {"text", None} and self.output.parse is None:
             raise ValueError(
                 'retry.reask: no answer lacks what scoring.extract = "text" looks for; say what to'
-                ' look for, as extract = "final-answer"'
+                ' look for, as extract = "final-answer", or set output.parse'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _can_check_answers(self) -> JobConfig:
+        if self.output.parse is not None:
+            check_schema(schema_in(self.sampling.params()))
         return self

@@ -105,7 +105,8 @@ class RetryTable(Table):
     reask: Identity[NonNegativeInt] = Field(
         0,
         description="How often a row is asked again if its answer has nothing that"
-        " `scoring.extract` finds; the last answer counts, whatever it is.",
+        " `scoring.extract` finds, or is not what `output.parse` asks for; the last answer counts,"
+        " whatever it is.",
     )
     reask_note: Identity[str] = Field(
         "",
@@ -130,4 +131,11 @@ class OutputTable(Table):
     )
     prompt: Identity[bool] = Field(
         False, description="Also store the rendered prompt in each record."
+    )
+    parse: Identity[Literal["json"] | None] = Field(
+        None,
+        description="`json`: each answer has to be JSON, or have one fenced block of it, and to fit the"
+        " schema of `sampling.structured_outputs` if there is one. Its value is `parsed` in the record,"
+        " and its keys are columns of Parquet and CSV. Any other answer is the failure"
+        " `invalid_output`.",
     )

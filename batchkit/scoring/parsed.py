@@ -1,0 +1,90 @@
+"""An answer as JSON: its value, held against a schema."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+import orjson
+
+from batchkit.config.terminal import shortened
+from batchkit.errors import InvalidOutputError
+from batchkit.scoring.bounds import Unscorable
+from batchkit.scoring.extract import FENCED
+from batchkit.scoring.patterns import last_match
+
+_MOST_MISFITS = 100  # looked at, to show the one that matters
+_SHOWN = 200
+
+
+class NotJson(Exception):
+    """Why a text is not JSON."""
+
+
+def parsed(text: str, schema: Any = None) -> Any:
+    """The value of ``text``, which is JSON or has one fenced block of it.
+
+    Raises:
+        NotJson: it is not.
+        InvalidOutputError: the value does not fit ``schema``, or can't be checked.
+    """
+    value = _value(text)
+    if schema is not None:
+        _check(value, schema)
+    return value
+
+
+def _value(text: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        reason = error
+    blocks = FENCED.findall(text)
+    if len(blocks) == 1:
+        try:
+            return orjson.loads(blocks[0])
+        except orjson.JSONDecodeError as error:
+            reason = error
+    raise NotJson(f"{reason}; it begins {shortened(text.strip(), _SHOWN)!r}") from None
+
+
+def _check(value: Any, schema: Any) -> None:
+    from jsonschema.exceptions import best_match
+    from referencing.exceptions import Unresolvable
+
+    try:
+        misfits = _validator(orjson.dumps(schema)).iter_errors(value)
+        worst = best_match(islice(misfits, _MOST_MISFITS))
+    except (Unresolvable, Unscorable, re.error) as error:
+        raise InvalidOutputError(f"the answer can't be held against its schema: {error}") from error
+    except RecursionError:
+        raise InvalidOutputError(
+            "the answer can't be held against its schema: nested too deeply"
+        ) from None
+    if worst is not None:
+        raise InvalidOutputError(
+            f"the answer is JSON that does not fit its schema: {worst.json_path}:"
+            f" {shortened(worst.message, _SHOWN)}"
+        )
+
+
+@lru_cache(maxsize=64)
+def _validator(schema: bytes) -> Any:
+    """A schema is not allowed to fetch others: the registry is empty."""
+    from jsonschema.validators import Draft202012Validator, extend, validator_for
+    from referencing import Registry
+
+    found = orjson.loads(schema)
+    kind = validator_for(found, default=Draft202012Validator)
+    return extend(kind, {"pattern": _pattern})(found, registry=Registry())
+
+
+def _pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[Any]:
+    """As jsonschema's, within the limits of time for patterns of the scoring."""
+    from jsonschema import ValidationError
+
+    if isinstance(value, str) and last_match(f"({pattern})", value) is None:
+        yield ValidationError(f"{value!r} does not match {pattern!r}")
