@@ -104,6 +104,7 @@ SLOW = {
     "test_scoring_bounds",
     "test_secrets",
     "test_server_outages",
+    "test_show",
     "test_server_refusals",
     "test_signals",
     "test_startup",

@@ -216,7 +216,8 @@ def test_run_with_failed_rows_exits_with_3(folder: Path) -> None:
     result = batchkit("run", "job.toml")
     assert result.exit_code == summary(result)["exit"] == 3
     assert summary(result)["failed"] == 1
-    assert "retry-failed" in result.stderr
+    assert "failed by template: 1" in result.stderr
+    assert "retry-failed" not in result.stderr, "it would fail again"
 
 
 def test_run_that_stops_exits_with_1_and_keeps_what_is_finished(folder: Path) -> None:

@@ -30,6 +30,7 @@ from batchkit.cli.options import (
     load,
     printed,
 )
+from batchkit.cli.rows import show_rows, status
 from batchkit.cli.tuning import bench, find_bs, parity
 from batchkit.errors import JobError
 
@@ -168,7 +169,7 @@ def run(
         if outcome.error.exit_code == 1:
             echo(json.dumps(summary.to_json()))
         raise outcome.error
-    say_summary(summary, f"batchkit retry-failed {summary.folder}")
+    say_summary(summary)
     echo(json.dumps(summary.to_json()))
     raise SystemExit(summary.exit)
 
@@ -205,16 +206,6 @@ def validate(job: Path, rows: int | None, overrides: Texts) -> Result:
     return check(load(job, overrides), rows)
 
 
-@cli.command()
-@RUN
-@printed
-def status(run: str | None) -> Result:
-    """Show what of RUN is done, failed and left, its rate and ETA."""
-    from batchkit.commands.status import status as look
-
-    return look(find(run))
-
-
 @cli.command("retry-failed")
 @RUN
 @click.option(
@@ -240,7 +231,7 @@ def retry_failed(run: str | None, kinds: Texts, overrides: Texts) -> Result:
     folder = find_to_read(run)
     found = again(folder, kinds=kinds, overrides=overrides, job_file=job_file(run), say=say)
     if found.summary is not None:
-        say_summary(found.summary, f"batchkit status {folder}")
+        say_summary(found.summary, was_retry=True)
     return found
 
 
@@ -408,7 +399,7 @@ def generate(
     summary = answer(model, wanted, overrides)
     for found in answers_of(summary, wanted):
         echo(json.dumps(found.record, ensure_ascii=False) if as_json else found.to_text())
-    say_summary(summary, f"batchkit status {summary.folder}")
+    say_summary(summary)
     raise SystemExit(summary.exit)
 
 
@@ -432,7 +423,7 @@ def doctor() -> Result:
     return diagnose()
 
 
-for command in (find_bs, bench, parity):
+for command in (status, show_rows, find_bs, bench, parity):
     cli.add_command(command)
 
 

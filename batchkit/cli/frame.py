@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Protocol
+import os
+import sys
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
 from batchkit.config.masking import masked_text
 from batchkit.config.terminal import plain
 from batchkit.errors import BatchkitError, limit_reached
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 class Result(Protocol):
@@ -57,11 +62,19 @@ def echo(text: object, *, err: bool = False) -> None:
     click.echo(plain(masked_text(str(text)) if err else str(text)), err=err)
 
 
+def draw(image: Image) -> None:
+    """Draw a small copy of ``image`` on the terminal, if that can be done."""
+    from batchkit.cli.pictures import drawn
+
+    if sys.stdout.isatty() and (picture := drawn(image, os.environ)) is not None:
+        click.echo(picture)
+
+
 def say(text: str) -> None:
     echo(text if text.startswith("|") else f"batchkit: {text}", err=True)
 
 
-def say_summary(summary: Any, next_command: str) -> None:
+def say_summary(summary: Any, *, was_retry: bool = False) -> None:
     """Print the summary on stderr."""
-    for line in summary.to_text(if_failed=next_command).split("\n"):
+    for line in summary.to_text(was_retry=was_retry).split("\n"):
         say(line)

@@ -14,6 +14,14 @@ def shortened(text: str, most: int = 80) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
+def cut_in_the_middle(text: str, most: int) -> str:
+    """``text``, or both its ends and how much is left out between them."""
+    if len(text) <= most:
+        return text
+    half = max(1, most // 2)
+    return f"{text[:half]}\n[… {len(text) - 2 * half:,} characters left out …]\n{text[-half:]}"
+
+
 def plain(text: str) -> str:
     r"""``text`` with every character that would control a terminal escaped, as ``\u001b``.
 

@@ -20,6 +20,8 @@ from batchkit.errors import (
 from batchkit.execution import engine_notes
 from batchkit.execution.cluster.worker_pool import RayWorkerPool
 from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Line, Note
+from batchkit.execution.failures import Failure, failures_of
+from batchkit.execution.first_rows import checked
 from batchkit.execution.hints import hints
 from batchkit.execution.kept_engine import KeptEngine
 from batchkit.execution.progress import Progress, State
@@ -32,8 +34,9 @@ from batchkit.rendering.ordering import well_ordered
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.sources.input import Input, Total, check_unchanged, distrusted, watched
 from batchkit.storage.identity import CHANGING, check_found, names_same_model
+from batchkit.storage.ledger import RESULTS
 from batchkit.storage.store import RecordLine, Store
-from batchkit.types import Row, Task, Usage
+from batchkit.types import Completion, Request, Row, Task, Usage
 
 WorkerPool = Worker | RayWorkerPool
 _SHARE_FROM = 20  # a share of failed rows says nothing before this many are settled
@@ -80,6 +83,7 @@ class Loop:
             changes=lambda thorough: {**source.changes(thorough), **self._changed_prompts()}
         )
         self._is_retry = False
+        self._rendered: dict[int, Request | Completion] = {}
         self._attempts: Mapping[int, int] = {}
         self._quarantined: Collection[int] = ()
         self._references = references
@@ -159,7 +163,11 @@ class Loop:
             of = "" if (total := self._total.wait(timeout_s=1)) is None else f" of {total:,}"
             self._progress.event(f"resumed {self._resumed:,}{of} rows")
         try:
-            with self._opened_pool(chain([first], rows)) as self._pool:
+            rows = chain([first], rows)
+            may_wait = self._source.files is None
+            if not (may_wait or self._is_retry or self._store.totals.ok):
+                rows, self._rendered = checked(rows, self._job, self._renderer)
+            with self._opened_pool(rows) as self._pool:
                 self._generate(self._pool)
                 if self._stop.signum is not None:
                     return Outcome(self._summary(self._total.now(), 128 + self._stop.signum))
@@ -239,7 +247,9 @@ class Loop:
                     opening=self._stop.immediate,
                 )
             else:
-                ahead = render_ahead(self._job, self._renderer, tasks, may_wait=may_wait)
+                ahead = render_ahead(
+                    self._job, self._renderer, tasks, may_wait=may_wait, rendered=self._rendered
+                )
                 pool = Worker(
                     self._job,
                     self._renderer,
@@ -405,8 +415,9 @@ class Loop:
         """How the run ended; without ``code``, it depends on rows left (retry) or failed."""
         if code is None or code > 128:
             self._store.sync()  # after an error, closing the store writes what it can
-        state = self._state()
+        state, failures = self._state(), list[Failure]()
         if code is None:
+            failures = failures_of(self._folder / RESULTS, self._store.totals, self._job)
             code = 1 if self._is_retry and self._some_remain() else 3 if state.failed else 0
         self._manifest.total = total
         self._manifest.skipped_elsewhere = self._elsewhere
@@ -428,6 +439,8 @@ class Loop:
             rows_per_s=round(self._settled * per_s, 3),
             completion_tokens_per_s=round(state.completion_tokens * per_s, 3),
             exit=code,
+            failed_by_kind=self._store.totals.count_by_kind(),
+            failures=failures,
             source=self._input,
             run=self._manifest.created_at,
         )

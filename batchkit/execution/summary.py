@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchkit.errors import StoreError
+from batchkit.execution.failures import Failure, lines_of
 from batchkit.execution.joined_table import joined_table
 from batchkit.sources.input import Input
 from batchkit.storage.ledger import RESULTS
@@ -26,8 +27,8 @@ class RunSummary:
     ``skipped`` rows were settled before it began; ``retried`` counts further attempts within it;
     ``seconds`` is the time with the engine up, without loading. ``exit`` is the exit code: 0 all
     rows ok, 3 some failed, 1 stopped by an error or rows without a record remain, 130 and 143
-    interrupted. ``source``: where its rows came from. ``run``: when the run began, which tells it
-    from another one in the same folder.
+    interrupted. ``failures``: of the whole job, unless something stopped it. ``source``: where its
+    rows came from. ``run``: when the run began, which tells it from another one in the same folder.
     """
 
     name: str
@@ -43,7 +44,9 @@ class RunSummary:
     completion_tokens: int
     rows_per_s: float
     completion_tokens_per_s: float
+    failed_by_kind: Mapping[str, int]
     exit: int
+    failures: Sequence[Failure] = field(default=(), repr=False, compare=False)
     source: Input | None = field(default=None, repr=False, compare=False)
     run: str = field(default="", repr=False, compare=False)
 
@@ -51,8 +54,8 @@ class RunSummary:
         names = [field.name for field in fields(self) if field.repr]
         return {name: getattr(self, name) for name in names}
 
-    def to_text(self, *, if_failed: str) -> str:
-        """A few lines; ``if_failed`` is the next command if some rows failed."""
+    def to_text(self, *, was_retry: bool = False) -> str:
+        """A few lines. Another retry is not advised if it ``was_retry``."""
         done = f"{self.ok:,} ok, {self.failed:,} failed of {self.total:,} rows"
         rates = f"{self.rows_per_s:.1f} rows/s, {self.completion_tokens_per_s:,.0f} output tok/s"
         lines = [f"{done}; {self.skipped:,} were done before; {self.seconds:.1f} s, {rates}"]
@@ -60,10 +63,7 @@ class RunSummary:
             lines.append("interrupted; run the same command to continue")
         elif self.exit == 1:
             lines.append("rows without a record remain; next: batchkit run")
-        elif self.failed:
-            lines.append(
-                f"some rows failed, and error.message in their records says why; next: {if_failed}"
-            )
+        lines += lines_of(self.failures, self.folder, was_retry=was_retry)
         return "\n".join([*lines, f"results in {self.folder}/{RESULTS}"])
 
     def records(self) -> Iterator[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
-from batchkit.commands.export.parsed import parsed_columns
+from batchkit.execution.parsed_columns import parsed_columns
 from batchkit.scoring import kept_fields, score_names
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.ledger import RESULTS, whole_record

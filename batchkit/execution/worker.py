@@ -47,12 +47,24 @@ class EngineFacts(NamedTuple):
 
 
 def render_ahead(
-    job: JobConfig, renderer: PromptRenderer, tasks: Iterator[Task], *, may_wait: bool
+    job: JobConfig,
+    renderer: PromptRenderer,
+    tasks: Iterator[Task],
+    *,
+    may_wait: bool,
+    rendered: dict[int, Request | Completion] | None = None,
 ) -> RenderedTasks:
-    """Begins to render ``tasks``. ``may_wait``: reading them may block."""
+    """Begins to render ``tasks``. ``may_wait``: reading them may block. ``rendered``: rows that
+    have been, by index; each is taken out of it."""
+    ready = {} if rendered is None else rendered
+
+    def render(task: Task) -> Request | Completion:
+        found = ready.pop(task.row.index, None)
+        return renderer.render_or_fail(task.row, task.attempt) if found is None else found
+
     return Prefetch(
         tasks,
-        lambda task: renderer.render_or_fail(task.row, task.attempt),
+        render,
         threads=job.run.render_threads,
         ahead=AHEAD,
         max_bytes=job.media.max_memory_bytes,

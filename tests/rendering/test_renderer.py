@@ -80,7 +80,7 @@ def test_undefined_name_is_named_with_the_names_there_are() -> None:
     message = refusal(
         TemplateError, {"title": "x", "body_text": "y"}, prompt={"user": "{{ titel }}"}
     )
-    assert message == "'titel' is undefined; the row has title, body_text"
+    assert message == "'titel' is undefined; the row has title, body_text; did you mean 'title'?"
     assert "no fields" in refusal(TemplateError, {}, prompt={"user": "{{ x }}"})
     assert "'dict object' has no attribute 'b'" in refusal(
         TemplateError, {"x": {"a": 1}}, prompt={"user": "{{ x.b }}"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,17 +13,17 @@ from jinja2 import Environment
 from jinja2 import TemplateError as JinjaError
 from jinja2.meta import find_undeclared_variables
 
+from batchkit.commands.input_rows import InputRows
 from batchkit.commands.report.figures import RunStats
 from batchkit.commands.report.pictures import Pictures
 from batchkit.config.masking import masked_text
 from batchkit.config.tables import JobConfig
-from batchkit.errors import BatchkitError, JobError, RowError
+from batchkit.config.terminal import cut_in_the_middle
+from batchkit.errors import BatchkitError, RowError
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.scoring import Scoring, kept_fields
 from batchkit.scoring.metrics import group_name
-from batchkit.sources import read_rows
 from batchkit.sources.join import with_group
-from batchkit.sources.rowhash import known_hashes
 from batchkit.storage.job_toml import job_of_run, without_masked
 from batchkit.storage.ledger import failure_kind
 from batchkit.storage.score_store import read_scored, references_of
@@ -76,7 +76,7 @@ def show(folder: Path, stats: RunStats, pictures: Pictures | None) -> Shown:
     limit = _text_limit(stats, n_rows)
     if max(stats.text_lengths, default=0) > limit:
         notes.append(f"Answers longer than {limit:,} characters are cut in the middle.")
-    inputs = _Inputs(job, chosen)
+    inputs = InputRows(job, chosen)
     reader = _Reader(job, _scoring(job, notes), pictures, inputs.renderer, limit, n_rows)
     details = [
         reader.read(record, inputs.row(record))
@@ -96,50 +96,6 @@ class _Detail(NamedTuple):
 
     row: dict[str, Any]
     fields: dict[str, str | None]
-
-
-class _Inputs:
-    """Reads the input along with the records, which come in the same order.
-
-    ``problem`` says why rows are missing, once one was.
-    """
-
-    def __init__(self, job: JobConfig, chosen: set[int] | None) -> None:
-        self.problem: str | None = None
-        self.renderer: PromptRenderer | None = None
-        self._next: Row | None = None
-        self._rows: Iterator[Row] = iter(())
-        try:
-            self.renderer = PromptRenderer(job)
-        except JobError as error:
-            self.problem = str(error)
-        if job.input.path is None:
-            self.problem = "the rows came from Python"
-            return
-        # Rows past the limit too: a later start may have had a larger one.
-        everything = job.input.model_copy(update={"limit": None, "where": {}})
-        skip = (lambda index: False) if chosen is None else lambda index: index not in chosen
-        self._rows = read_rows(everything, skip=skip)
-
-    def row(self, record: Mapping[str, Any]) -> Row | None:
-        while self._next is None or self._next.index < record["index"]:
-            try:
-                self._next = next(self._rows, None)
-            except BatchkitError as error:
-                self.problem, self._next, self._rows = str(error), None, iter(())
-            if self._next is None:
-                self.problem = self.problem or "it is shorter than it was"
-                return None
-        if self._next.index != record["index"]:
-            return None
-        if self._next.id != record["id"]:
-            found = f"row {record['index']} is now {self._next.id!r}, not {record['id']!r}"
-            self.problem = self.problem or found
-            return None
-        if record.get("input_hash") not in (None, *known_hashes(self._next.fields)):
-            self.problem = self.problem or f"row {record['index']} is not what was answered"
-            return None
-        return self._next
 
 
 class _Reader(NamedTuple):
@@ -198,10 +154,7 @@ class _Reader(NamedTuple):
 
 def clip(text: str, limit: int) -> str:
     """``text``, or both its ends; always valid as UTF-8."""
-    if len(text) > limit:
-        half = max(1, limit // 2)
-        text = f"{text[:half]}\n[… {len(text) - 2 * half:,} characters left out …]\n{text[-half:]}"
-    return text.encode("utf-8", "replace").decode()
+    return cut_in_the_middle(text, limit).encode("utf-8", "replace").decode()
 
 
 def clipped(text: Any, limit: int) -> str | None:

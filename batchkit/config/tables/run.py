@@ -42,6 +42,11 @@ class RunTable(Table):
         description="Stop the run: `true` at the first failed row, a fraction below 1 when that"
         " share of the settled rows failed (from 20 rows on), a count when more than that many.",
     )
+    check_rows: Free[NonNegativeInt] = Field(
+        20,
+        description="Stop before the model is loaded if the first so many rows can't be rendered, all for"
+        " the same reason; 0 never does, nor does a run that has an answer.",
+    )
     row_timeout_s: Free[PositiveFloat] = Field(
         600.0,
         description="A running row that gets no token for this long, or whose prompt is not prepared"

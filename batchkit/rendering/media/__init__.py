@@ -32,6 +32,7 @@ __all__ = [
     "load_bytes",
     "load_image",
     "load_text",
+    "shown",
     "target_size",
 ]
 

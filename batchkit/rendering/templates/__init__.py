@@ -15,6 +15,7 @@ from typing import Any
 from jinja2 import StrictUndefined, UndefinedError
 from jinja2 import TemplateError as JinjaError
 
+from batchkit.config.suggest import did_you_mean
 from batchkit.config.terminal import shortened
 from batchkit.config.values import reason_of
 from batchkit.errors import JobError, RenderTimeoutError, TemplateError
@@ -26,6 +27,7 @@ from batchkit.rendering.templates.sandbox import Unbounded, bounded, names_read,
 
 _LONE_EXPRESSION = re.compile(r"\A\s*\{\{[-+]?(?P<expression>[^{}]+?)[-+]?\}\}\s*\Z")
 _MOST_HERE = 64_000_000  # bytes that a rendering may need in the run's own process
+_UNKNOWN_NAME = re.compile(r"'(?:\{\{[-+]?\s*)?([^'{}]+?)(?:\s*[-+]?\}\})?' is undefined")
 # What Jinja and Python raise for a template that can't be compiled.
 _CANT_BE_COMPILED = (JinjaError, RecursionError, MemoryError, SyntaxError, ValueError)
 
@@ -136,7 +138,10 @@ class RowTemplate:
 
 
 def _undefined(message: str, names: Mapping[str, Any]) -> TemplateError:
-    return TemplateError(f"{message}; the row has {', '.join(map(str, names)) or 'no fields'}")
+    known = [*map(str, names)]
+    name = _UNKNOWN_NAME.search(message)
+    hint = "" if name is None else did_you_mean(name[1], known)
+    return TemplateError(f"{message}; the row has {', '.join(known) or 'no fields'}{hint}")
 
 
 def _named(error: Exception) -> str:

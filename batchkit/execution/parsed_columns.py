@@ -87,13 +87,14 @@ def _of_schema(schema: Any) -> Iterator[tuple[str, str]]:
 
 def _type_in(schema: Mapping[str, Any], root: Any) -> str:
     options = [resolved(each, root) for each in schema.get("anyOf") or ()]
-    kinds = schema.get("type") or [option.get("type") for option in options]
-    kinds = {kinds} if isinstance(kinds, str) else {kind for kind in kinds if isinstance(kind, str)}
-    kind, *others = kinds - {"null"} or {""}
-    if others:
+    named = schema.get("type") or [option.get("type") for option in options]
+    kinds = {named} if isinstance(named, str) else {each for each in named if isinstance(each, str)}
+    kinds.discard("null")
+    if len(kinds) != 1:
         return _UNKNOWN
+    (kind,) = kinds
     if kind == "array":
-        items = next((o["items"] for o in [schema, *options] if "items" in o), {})
+        items: Any = next((o["items"] for o in [schema, *options] if "items" in o), None)
         inner = _OF_SCHEMA.get(str(resolved(items, root).get("type")))
         return _UNKNOWN if inner is None else f"list<{inner}>"
     return _TEXT if kind == "object" else _OF_SCHEMA.get(kind, _UNKNOWN)

@@ -1,0 +1,68 @@
+"""``batchkit show`` and ``batchkit status``: what is in a run so far."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import click
+
+from batchkit.cli.frame import draw, echo, say, show
+from batchkit.cli.options import COUNT, JSON, RUN, Texts, find, find_to_read
+
+_WATCH_S = 2.0
+
+
+@click.command("show")
+@RUN
+@click.option("--failed", is_flag=True, help="Only rows that failed or came back empty.")
+@click.option("--id", "ids", multiple=True, metavar="ID", help="The row ID. May be repeated.")
+@click.option("-n", "most", type=COUNT, help="At most so many rows; 5, or all with --id.")
+@JSON
+def show_rows(run: str | None, failed: bool, ids: Texts, most: int | None, as_json: bool) -> None:
+    """Print rows of RUN with prompt, images, answer and error.
+
+    Prompts are rendered again from the input. Terminals that can (kitty, Ghostty, iTerm2, WezTerm) show the
+    images, too.
+    """
+    from batchkit.commands.show import show_rows as look
+
+    found = look(find_to_read(run), failed=failed, ids=ids, most=most)
+    if as_json:
+        echo(json.dumps(found.to_json()))
+        return
+    for row in found.rows:
+        echo(row.head)
+        for image in row.images:
+            if image.pixels is not None:
+                draw(image.pixels)
+            echo(image.to_text())
+        echo(row.body)
+    if not found.rows:
+        say("no row failed" if failed else "no row has a record yet")
+    if found.problem:
+        say(f"where the input can't be read as it was, prompts are missing: {found.problem}")
+
+
+@click.command()
+@RUN
+@click.option(
+    "--watch",
+    is_flag=True,
+    help=f"Show it again every {_WATCH_S:g} seconds, as long as a process works on RUN.",
+)
+@JSON
+def status(run: str | None, watch: bool, as_json: bool) -> None:
+    """Show what of RUN is done, failed and left, its rate and ETA."""
+    from batchkit.commands.status import status as look
+
+    folder = find(run)
+    found = look(folder)
+    while watch and found.held_by is not None:
+        click.clear()  # on a terminal
+        show(found, as_json)
+        time.sleep(_WATCH_S)
+        found = look(folder)
+    if watch:
+        click.clear()
+    show(found, as_json)

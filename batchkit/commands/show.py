@@ -1,0 +1,160 @@
+"""``show``: rows of a run with their prompts, images, answers and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from batchkit.commands.input_rows import InputRows
+from batchkit.config.masking import masked_text
+from batchkit.config.tables import JobConfig
+from batchkit.config.terminal import cut_in_the_middle
+from batchkit.errors import JobError, MediaError, RowError
+from batchkit.rendering.media import load_image, shown
+from batchkit.rendering.messages import short
+from batchkit.storage.checkpoint import check_log
+from batchkit.storage.job_toml import job_of_run, without_masked
+from batchkit.storage.ledger import failure_kind
+from batchkit.storage.score_store import read_scored
+from batchkit.types import Request
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_MOST_SHOWN = 4_000  # characters of a prompt or an answer; --json has all of it
+
+
+class ShownImage(NamedTuple):
+    """An image as the model gets it; ``pixels`` is None if there is a ``problem``."""
+
+    name: str
+    pixels: Image | None
+    problem: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        if self.pixels is None:
+            return {"name": self.name, "problem": self.problem}
+        return {"name": self.name, "width": self.pixels.width, "height": self.pixels.height}
+
+    def to_text(self) -> str:
+        if self.pixels is None:
+            return f"image {self.problem}"
+        return f"image {self.name}, {self.pixels.width} × {self.pixels.height}"
+
+
+class ShownRow(NamedTuple):
+    """``prompt`` is None if the row can't be rendered any more; then its ``fields`` are shown."""
+
+    record: Mapping[str, Any]
+    prompt: str | None
+    images: Sequence[ShownImage]
+    fields: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.record, "prompt": self.prompt, "images": [i.to_json() for i in self.images]}
+
+    @property
+    def head(self) -> str:
+        record = self.record
+        return f"--- row {record['index']} (id {record['id']}), {record['status']}"
+
+    @property
+    def body(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        record = self.record
+        if self.prompt is not None:
+            yield cut_in_the_middle(self.prompt, _MOST_SHOWN)
+        else:
+            yield from (f"{name} = {short(value)}" for name, value in self.fields.items())
+        error, choices = record.get("error"), record.get("choices") or [record]
+        if error:
+            yield f"error {error.get('kind')}: {error.get('message')}"
+        else:
+            for choice in choices:
+                yield f"→ {cut_in_the_middle(choice.get('text') or '', _MOST_SHOWN)}"
+        yield f"({', '.join(self._facts())})"
+
+    def _facts(self) -> Iterator[str]:
+        record = self.record
+        for name, score in (record.get("scores") or {}).items():
+            yield f"{name} {'unscored' if score is None else f'{score:.3g}'}"
+        if usage := record.get("usage"):
+            yield f"{usage['prompt_tokens']:,} prompt tokens"
+            yield f"{usage['completion_tokens']:,} completion tokens"
+        if reason := record.get("finish_reason"):
+            yield f"finish_reason {reason}"
+        yield f"attempt {record.get('attempt')}"
+
+
+class ShownRows(NamedTuple):
+    """``problem`` says why prompts are missing, if some are."""
+
+    rows: Sequence[ShownRow]
+    problem: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"rows": [row.to_json() for row in self.rows], "problem": self.problem}
+
+
+def show_rows(folder: Path, *, failed: bool, ids: Collection[str], most: int | None) -> ShownRows:
+    """The first ``most`` rows in the order of the input: only those that ``failed``, or with ``ids``.
+
+    Without ``most``: five, or all with ``ids``. Prompts are rendered again from the input.
+
+    Raises:
+        JobError: no record has one of the ids.
+    """
+    check_log(folder)
+    job = without_masked(job_of_run(folder))
+    wanted = (
+        record
+        for record in read_scored(folder)
+        if (not failed or failure_kind(record)) and (not ids or record["id"] in ids)
+    )
+    records = list(islice(wanted, most or (None if ids else 5)))
+    if missing := {*ids} - {record["id"] for record in records}:
+        which = "failed record" if failed else "record"
+        raise JobError(f"{folder}: no {which} with the id {', '.join(sorted(missing))}")
+    inputs = InputRows(job, {record["index"] for record in records})
+    rows = [_shown(record, inputs, job) for record in records]
+    return ShownRows(rows, inputs.problem and masked_text(inputs.problem))
+
+
+def _shown(record: Mapping[str, Any], inputs: InputRows, job: JobConfig) -> ShownRow:
+    row, stored = inputs.row(record), record.get("prompt")
+    fields = row.fields if row is not None else record.get("fields") or {}
+    if row is None or inputs.renderer is None:
+        return ShownRow(record, stored, [], fields)
+    try:
+        sources = inputs.renderer.image_sources(row)
+    except RowError:  # the record's own error says it
+        sources = []
+    images = [_image(source, job) for source in sources]
+    try:
+        prompt = stored or _text(inputs.renderer.render(row))
+    except RowError:
+        prompt = None
+    return ShownRow(record, prompt, images, fields)
+
+
+def _image(source: Any, job: JobConfig) -> ShownImage:
+    try:
+        return ShownImage(shown(source), load_image(source, job.media))
+    except MediaError as error:
+        return ShownImage(shown(source), None, masked_text(str(error)))
+
+
+def _text(request: Request) -> str:
+    if request.messages is None:
+        return request.prompt or ""
+    return "\n".join(f"{m['role']}: {_content(m['content'])}" for m in request.messages)
+
+
+def _content(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "[image]") for part in content)

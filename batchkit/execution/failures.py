@@ -1,0 +1,80 @@
+"""What a run's failures are, in a few lines: by kind, with an example, and what may help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchkit.config.tables import JobConfig
+from batchkit.config.terminal import shortened
+from batchkit.errors import (
+    EmptyTextError,
+    EngineCrashError,
+    InvalidOutputError,
+    RowOutOfMemoryError,
+    RowTimeoutError,
+    ServerError,
+)
+from batchkit.storage.checkpoint import Totals
+from batchkit.storage.ledger import record_of
+from batchkit.storage.newest import NewestLog
+
+_MAY_PASS = {error.kind for error in (
+    EngineCrashError, RowOutOfMemoryError, RowTimeoutError, ServerError)}  # fmt: skip
+_OF_THE_MODEL = {EmptyTextError.kind, InvalidOutputError.kind}
+_LONGEST = 500  # characters of a message
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The rows that failed in one way. ``index``, ``id`` and ``message`` are of the first of them.
+
+    ``may_pass``: the same row may be answered by another try, with nothing else changed.
+    """
+
+    kind: str
+    rows: int
+    index: int
+    id: str
+    message: str
+    may_pass: bool
+
+
+def failures_of(log: Path, totals: Totals, job: JobConfig) -> list[Failure]:
+    """One for each kind in ``totals``, which are of ``log``; the most frequent first."""
+    by_kind = {kind: rows for kind, rows in totals.failed_by_kind.items() if rows}
+    if not by_kind:
+        return []
+    sampled = [job.sampling.temperature, *(job.retry.temperatures or ())]
+    may_pass = _MAY_PASS | (_OF_THE_MODEL if any(sampled) else set())
+    found = []
+    with closing(NewestLog(log)) as newest:
+        for kind, rows in by_kind.items():
+            index = next(iter(rows))
+            place = int(newest.rows.searchsorted(index))
+            raw = newest.view[newest.starts[place] : newest.ends[place]]
+            record = record_of(raw) or {}
+            message = shortened(str((record.get("error") or {}).get("message")), _LONGEST)
+            name = str(record.get("id"))
+            found.append(Failure(kind, len(rows), index, name, message, kind in may_pass))
+    return sorted(found, key=lambda failure: -failure.rows)
+
+
+def lines_of(failures: Sequence[Failure], folder: str, *, was_retry: bool) -> Iterator[str]:
+    """What a terminal shows of them, and what to do next."""
+    for failure in failures:
+        row = f"row {failure.index} (id {failure.id})"
+        yield f"failed by {failure.kind}: {failure.rows:,}, as {row}: {failure.message}"
+    again = [failure.kind for failure in failures if failure.may_pass]
+    others = [failure.kind for failure in failures if not failure.may_pass]
+    if again and not was_retry:
+        kinds = "".join(f" --kind {kind}" for kind in again) if others else ""
+        yield f"next: batchkit retry-failed{kinds} {folder}"
+    if others:
+        yield (
+            f"rows failed by {', '.join(others)} would fail again: first correct what the messages name"
+        )
+    if failures:
+        yield f"each row with its message: batchkit show --failed {folder}"

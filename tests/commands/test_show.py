@@ -1,0 +1,191 @@
+"""``batchkit show``: rows with prompt, images, answer and error; ``status --watch``."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.support.command_line import batchkit
+from tests.support.dry_runs import RUN, prepare, process, run, write_job, write_rows
+from tests.support.images import png
+from tests.support.own_process import begin
+from tests.support.paths import ROOT
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
+def run_with_pictures(n: int = 8) -> None:
+    """Row 1 lacks the template's field, row 2 its picture."""
+    rows = [{"key": f"k{k}", "q": f"question {k}", "file": f"{k}.png"} for k in range(n)]
+    del rows[1]["q"]
+    write_rows(rows)
+    for k in range(n):
+        if k != 2:
+            Path(f"{k}.png").write_bytes(png(size=(40, 20)))
+    write_job(
+        input={"id": "key"},
+        prompt={"system": "Be brief.", "user": "{{ q }}", "images": ["{{ file }}"]},
+        media={"root": "."},
+    )
+    assert run().exit_code == 3
+
+
+def test_the_first_five_rows_are_shown_with_prompt_and_answer() -> None:
+    run_with_pictures()
+    found = batchkit("show")
+    assert found.exit_code == 0
+    first, second, *_ = found.stdout.split("--- ")[1:]
+    assert first.splitlines() == [
+        "row 0 (id k0), ok",
+        "image 0.png, 40 × 20",
+        "system: Be brief.",
+        "user: [image]question 0",
+        "→ dry-run: no model answered row 0",
+        "(6 prompt tokens, 6 completion tokens, finish_reason stop, attempt 1)",
+    ]
+    assert second.splitlines()[:1] == ["row 1 (id k1), failed"]
+    assert "file = '1.png'" in second  # its fields, since it has no prompt
+    assert "error template: 'q' is undefined; the row has key, file" in second
+    assert found.stdout.count("--- ") == 5
+
+
+def test_failed_rows_alone() -> None:
+    run_with_pictures()
+    found = batchkit("show", "--failed", RUN)
+    assert re.findall(r"^--- .*", found.stdout, re.MULTILINE) == [
+        "--- row 1 (id k1), failed",
+        "--- row 2 (id k2), failed",
+    ]
+    assert "image 2.png: no such file under media.root" in found.stdout
+    assert "error media: 2.png: no such file" in found.stdout
+
+
+def test_rows_by_id_and_a_number_of_rows() -> None:
+    run_with_pictures()
+    assert re.findall(r"id (k\d)", batchkit("show", "--id", "k6", "--id", "k3").stdout) == [
+        "k3",
+        "k6",
+    ]
+    assert batchkit("show", "-n", "2").stdout.count("--- ") == 2
+    found = batchkit("show", "--id", "k3", "--id", "k9")
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert "no record with the id k9" in found.stderr
+
+
+def test_json_has_the_records_with_their_prompts() -> None:
+    run_with_pictures()
+    found = json.loads(batchkit("show", "--json", "-n", "3").stdout)
+    first, _, third = found["rows"]
+    assert first["prompt"] == "system: Be brief.\nuser: [image]question 0"
+    assert first["images"] == [{"name": "0.png", "width": 40, "height": 20}]
+    assert (first["text"], first["id"]) == ("dry-run: no model answered row 0", "k0")
+    assert third["images"][0]["problem"].startswith("2.png: no such file")
+
+
+def test_no_rows_to_show_is_said() -> None:
+    prepare(2)
+    run()
+    found = batchkit("show", "--failed")
+    assert (found.exit_code, found.stdout) == (0, "")
+    assert "no row failed" in found.stderr
+
+
+def test_what_a_row_holds_can_not_control_the_terminal() -> None:
+    write_rows([{"q": "\x1b]0;title\x07 \u202e", "\x1b[2J": 1}, {"\x1b[31m": 1}])
+    write_job()
+    run()
+    found = batchkit("show")
+    assert "\\u001b]0;title\\u0007" in found.stdout
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202e]", found.stdout)
+
+
+def test_rows_are_shown_when_the_input_is_gone_or_came_from_a_program() -> None:
+    prepare(3, output={"keep": ["q"]})
+    run()
+    Path("in.jsonl").unlink()
+    found = batchkit("show", "-n", "1")
+    assert "q = 'question 0'" in found.stdout
+    assert "→ dry-run: no model answered row 0" in found.stdout
+    assert "in.jsonl" in found.stderr
+    process(["tea?"], fresh=True)
+    assert "the rows came from Python" in batchkit("show").stderr
+
+
+def test_a_changed_row_is_not_shown_for_the_one_that_was_answered() -> None:
+    prepare(3)
+    run()
+    write_rows([{"key": f"k{n}", "q": "another question"} for n in range(3)])
+    found = batchkit("show", "-n", "1")
+    assert "another question" not in found.stdout
+    assert "is not what was answered" in found.stderr
+
+
+def on_a_terminal(*args: str, **environment: str) -> str:
+    """What ``batchkit`` writes to a terminal."""
+    ours, theirs = pty.openpty()
+    known = {name: value for name, value in os.environ.items() if name != "TMUX"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "batchkit", *args],
+        stdout=theirs,
+        stderr=subprocess.DEVNULL,
+        env={**known, "PYTHONPATH": str(ROOT), "TERM": "xterm", **environment},
+    )
+    os.close(theirs)
+    written = b""
+    try:
+        while block := os.read(ours, 65536):
+            written += block
+    except OSError:  # the other end is closed
+        pass
+    assert process.wait(60) == 0
+    return written.decode()
+
+
+@pytest.mark.parametrize(
+    ("environment", "begin_with", "data"),
+    [
+        ({"KITTY_WINDOW_ID": "1"}, "\x1b_Ga=T,f=100,m=0;", r"m=0;([\w+/=]+)\x1b\\"),
+        ({"TERM_PROGRAM": "iTerm.app"}, "\x1b]1337;File=inline=1;", r"Ratio=1:([\w+/=]+)\x07"),
+        ({}, "", ""),
+        ({"KITTY_WINDOW_ID": "1", "TMUX": "x"}, "", ""),
+    ],
+)
+def test_a_terminal_that_can_shows_the_picture(
+    environment: dict[str, str], begin_with: str, data: str
+) -> None:
+    run_with_pictures(4)
+    written = on_a_terminal("show", str(RUN), "-n", "1", **environment)
+    assert "image 0.png, 40 × 20" in written
+    if not begin_with:
+        assert "\x1b_G" not in written
+        assert "\x1b]1337" not in written
+        return
+    assert begin_with in written
+    (encoded,) = re.findall(data, written)
+    assert Image.open(io.BytesIO(base64.b64decode(encoded))).size == (40, 20)
+
+
+def test_watch_shows_the_state_until_the_run_has_ended() -> None:
+    prepare(60, engine={"options": {"latency_s": 0.1, "max_num_seqs": 1}}, run={"max_in_flight": 1})
+    with begin("run", "job.toml", cwd=Path.cwd()) as running:
+        until(lambda: (RUN / "results.jsonl").exists() and (RUN / "results.jsonl").stat().st_size)
+        with begin("status", str(RUN), "--watch", "--json", cwd=Path.cwd()) as watching:
+            stdout, stderr = watching.communicate(timeout=120)
+        running.communicate(timeout=120)
+    assert watching.returncode == 0, stderr
+    states = [json.loads(line) for line in stdout.splitlines()]
+    assert len(states) > 1
+    assert states[0]["held_by"] is not None
+    assert (states[-1]["ok"], states[-1]["held_by"]) == (60, None)
+    assert states[0]["ok"] < 60
