@@ -83,23 +83,6 @@ class JobConfig(Table):
             }
         )
 
-    @model_validator(mode="wrap")
-    @classmethod
-    def _with_problems_in_plain_words(
-        cls, tables: Any, handler: ModelWrapValidatorHandler[JobConfig], info: ValidationInfo
-    ) -> JobConfig:
-        """Raises JobError with one line per problem: key, what was found, what was expected."""
-        try:
-            return handler(tables)
-        except ValidationError as error:
-            from batchkit.config.problems import problems_in  # it knows all tables
-
-            problems = problems_in(error.errors(include_url=False))
-            count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
-            lines = "\n".join(f"  {problem}" for problem in problems)
-            origin = (info.context or {}).get("origin", "JobConfig")
-            raise JobError(f"{origin}: {count}\n{lines}") from None
-
     @model_validator(mode="before")
     @classmethod
     def _can_be_written_down(cls, tables: Any) -> Any:
@@ -127,3 +110,23 @@ class JobConfig(Table):
         if self.output.parse is not None:
             check_schema(schema_in(self.sampling.params()))
         return self
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_problems_in_plain_words(
+        cls, tables: Any, handler: ModelWrapValidatorHandler[JobConfig], info: ValidationInfo
+    ) -> JobConfig:
+        """Raises JobError with one line per problem: key, what was found, what was expected.
+
+        It is the last one here, since it only sees the problems that those before it find.
+        """
+        try:
+            return handler(tables)
+        except ValidationError as error:
+            from batchkit.config.problems import problems_in  # it knows all tables
+
+            problems = problems_in(error.errors(include_url=False))
+            count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
+            lines = "\n".join(f"  {problem}" for problem in problems)
+            origin = (info.context or {}).get("origin", "JobConfig")
+            raise JobError(f"{origin}: {count}\n{lines}") from None
