@@ -26,6 +26,8 @@ class EngineLoad(NamedTuple):
     """Messages for the run to report, since the last call of ``load``."""
     served: Mapping[str, Any] = {}
     """What a server has said so far of the model that it serves."""
+    unfinished_tokens: int = 0
+    """Of the answers that have not ended; 0 if the engine does not count them."""
 
 
 class Engine(Protocol):

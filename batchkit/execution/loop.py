@@ -228,9 +228,11 @@ class Loop:
             ordered = well_ordered(rows, self._renderer.hint, look_ahead)
         tasks = (Task(row, self._attempts.get(row.index, 0) + 1, group) for row, group in ordered)
         self._announce()
+        loading = "loading the model" if self._job.run.workers is None else "waiting for a worker"
         known = engine_notes.known(self._job, self._manifest, self._may_come, self._hear)
         with ExitStack() as held:
             pool: WorkerPool
+            self._progress.start_clock(loading)
             # Loading may take minutes, with nothing in flight: a signal stops it at once.
             if self._job.run.workers is not None:
                 pool = RayWorkerPool(
@@ -264,6 +266,7 @@ class Loop:
                     kept=self._kept,
                 )
             held.enter_context(closing(pool))
+            self._progress.stop_clock()
             self._load_s = time.monotonic() - started
             yield pool
 
@@ -409,6 +412,7 @@ class Loop:
             in_flight=self._pool.in_flight if self._pool else 0,
             prompt_tokens=now.prompt_tokens - before.prompt_tokens,
             completion_tokens=now.completion_tokens - before.completion_tokens,
+            unfinished_tokens=self._pool.unfinished_tokens if self._pool else 0,
         )
 
     def _summary(self, total: int | None, code: int | None = None) -> RunSummary:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from batchkit.config.masking import masked_text
 from batchkit.config.numbers import duration
 from batchkit.config.terminal import plain
 from batchkit.errors import StoreError
+from batchkit.execution.load_clock import LoadClock
 from batchkit.execution.rate_meter import RateMeter
 from batchkit.storage.files import open_log
 from batchkit.types import utc_now
@@ -23,10 +25,14 @@ from batchkit.types import utc_now
 LOG = "run.log"
 _BAR_INTERVAL_S = 0.25
 _RATE_SPAN_S = 60.0
+_LEAST_BAR = 6  # columns, with the blank in front of it
+_NOTEBOOK_COLUMNS = 100
+_IS_NOTEBOOK = any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
 
 
 class State(NamedTuple):
-    """The state of a run. Rows are of the whole job, tokens of this start only."""
+    """The state of a run. Rows are of the whole job, tokens of this start only; ``unfinished_tokens``
+    are of answers that have not ended."""
 
     total: int | None
     ok: int
@@ -35,6 +41,7 @@ class State(NamedTuple):
     in_flight: int
     prompt_tokens: int
     completion_tokens: int
+    unfinished_tokens: int
 
     @property
     def settled(self) -> int:
@@ -42,34 +49,34 @@ class State(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Rows, prompt tokens, completion tokens."""
-        return self.settled, self.prompt_tokens, self.completion_tokens
+        """Rows, prompt tokens, completion tokens so far."""
+        completion_tokens = self.completion_tokens + self.unfinished_tokens
+        return self.settled, self.prompt_tokens, completion_tokens
 
 
 class Progress:
     """One per start; used by the processor's thread only.
 
-    Shows a tqdm bar on a terminal, otherwise one plain line per ``interval_s``; run.log gets every
-    event and the plain lines in both cases. With ``quiet``, only run.log is written.
+    Shows a tqdm bar on a terminal and in a notebook, otherwise one plain line per ``interval_s``;
+    run.log gets every event and the plain lines in both cases. With ``quiet``, only run.log is written.
     """
 
     def __init__(
         self,
         folder: Path,
-        name: str,
         *,
         interval_s: float,
         quiet: bool = False,
     ) -> None:
-        self._name = name
         self._path = folder / LOG
         self._log = TextIOWrapper(open_log(self._path), encoding="utf-8", line_buffering=True)
         self._stream = sys.stderr
         self._quiet = quiet
-        self._on_terminal = not quiet and self._stream.isatty()
+        self._has_bar = not quiet and (self._stream.isatty() or _IS_NOTEBOOK)
         self._interval_s = interval_s
         self._meter: RateMeter | None = None
         self._bar: tqdm[Any] | None = None
+        self._clock: LoadClock | None = None
         self._next_line = self._next_bar = 0.0
 
     def event(self, text: str) -> None:
@@ -87,18 +94,29 @@ class Progress:
         if self._meter is None:
             self._meter = RateMeter(now, state.counts, span_s=_RATE_SPAN_S)
             self._next_line = now + self._interval_s
-        if self._on_terminal and (force or now >= self._next_bar):
+        if self._has_bar and (force or now >= self._next_bar):
             self._next_bar = now + _BAR_INTERVAL_S
             self._draw(state, self._meter.per_s(now, state.counts))
         if force or now >= self._next_line:
             self._next_line = now + self._interval_s
-            line = _line(state, self._meter.per_s(now, state.counts))
+            line = ", ".join(_parts(state, self._meter.per_s(now, state.counts)))
             self._write(line)
-            if not self._on_terminal:
+            if not self._has_bar:
                 self._say(line)
             self._meter.add(now, state.counts)
 
+    def start_clock(self, text: str) -> None:
+        """Show ``text`` and the seconds since, where there is a bar."""
+        if self._has_bar:
+            self._clock = LoadClock(text, self._stream)
+
+    def stop_clock(self) -> None:
+        if self._clock is not None:
+            self._clock.close()
+            self._clock = None
+
     def close(self) -> None:
+        self.stop_clock()
         if self._bar is not None:
             self._bar.close()
         with suppress(OSError):  # nothing is lost: every line was flushed
@@ -115,21 +133,16 @@ class Progress:
             self._bar = tqdm(
                 total=state.total,
                 initial=state.settled,
-                desc=self._name,
-                unit="row",
+                bar_format="{desc} {bar}",
                 file=self._stream,
                 dynamic_ncols=True,
             )
         bar = self._bar
         bar.total = state.total
         bar.n = state.settled
-        bar.set_postfix_str(
-            f"{per_s[1]:,.0f} prompt tok/s, {per_s[2]:,.0f} output tok/s,"
-            f" {state.in_flight} in flight, {state.failed} failed",
-            refresh=False,
-        )
+        text = _fitting(_parts(state, per_s), self._columns() - _LEAST_BAR)
         try:
-            bar.refresh()
+            bar.set_description_str(text)
         except OSError:
             self._lose_stream()
 
@@ -138,8 +151,9 @@ class Progress:
             return
         text = plain(masked_text(text))
         try:
-            if self._bar is not None:
-                self._bar.write(f"batchkit: {text}", file=self._stream)
+            bar = self._bar if self._clock is None else self._clock.bar
+            if bar is not None:
+                bar.write(f"batchkit: {text}", file=self._stream)
             else:
                 print(f"batchkit: {text}", file=self._stream, flush=True)
         except OSError:
@@ -147,22 +161,37 @@ class Progress:
 
     def _lose_stream(self) -> None:
         """The terminal or the pipe was closed: from now on write to run.log only."""
-        self._quiet, self._on_terminal = True, False
+        self._quiet, self._has_bar = True, False
+
+    def _columns(self) -> int:
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns
+        except (OSError, ValueError):  # a notebook
+            return _NOTEBOOK_COLUMNS
 
 
-def _line(state: State, per_s: Sequence[float]) -> str:
-    """For example ``1,200 of 3,071 rows, 2 failed, 5.1 rows/s, …, 6 min left``. ``per_s``: the rates
-    of ``state.counts`` over the last minute."""
+def _parts(state: State, per_s: Sequence[float]) -> list[str]:
+    """For example ``2 failed``, ``1,200 of 3,071 rows``, ``6 min left``, …: what matters most comes
+    first. ``per_s``: the rates of ``state.counts`` over the last minute."""
     of = "" if state.total is None else f" of {state.total:,}"
     rows_per_s, prompt_per_s, completion_per_s = per_s
-    parts = [
-        f"{state.settled:,}{of} rows",
-        f"{state.failed:,} failed",
-        f"{rows_per_s:.1f} rows/s",
-        f"{prompt_per_s:,.0f} prompt tok/s",
-        f"{completion_per_s:,.0f} output tok/s",
-        f"{state.in_flight} in flight",
-    ]
+    parts = [f"{state.failed:,} failed", f"{state.settled:,}{of} rows"]
     if state.total is not None and rows_per_s > 0:
         parts.append(f"{duration((state.total - state.settled) / rows_per_s)} left")
-    return ", ".join(parts)
+    return [
+        *parts,
+        f"{completion_per_s:,.0f} output tok/s",
+        f"{rows_per_s:.1f} rows/s",
+        f"{state.in_flight} in flight",
+        f"{prompt_per_s:,.0f} prompt tok/s",
+    ]
+
+
+def _fitting(parts: Iterable[str], columns: int) -> str:
+    """As many of the first ``parts`` as fit; at least one."""
+    text, *others = parts
+    for part in others:
+        if len(text) + 2 + len(part) > columns:
+            break
+        text += f", {part}"
+    return text

@@ -9,7 +9,8 @@ _LEAST_S = 1e-3
 
 
 class RateMeter:
-    """Over the last ``span_s`` seconds, by samples at least ``spacing_s`` apart.
+    """Over the last ``span_s`` seconds, by samples at least ``spacing_s`` apart. A count that went
+    back (an engine died with unfinished answers) does not grow.
 
     The caller has the clock: ``now`` never goes back.
     """
@@ -29,4 +30,4 @@ class RateMeter:
     def per_s(self, now: float, counts: Sequence[int]) -> list[float]:
         since, before = self._samples[0]
         seconds = max(now - since, _LEAST_S)
-        return [(n - then) / seconds for n, then in zip(counts, before, strict=True)]
+        return [max(0, n - then) / seconds for n, then in zip(counts, before, strict=True)]

@@ -153,6 +153,8 @@ class Worker:
             self._held = held.pop_all()
         self._attempts = Attempts(job.retry, renderer.shortened, self._finds_nothing)
         self._feeder = Feeder(job, self._engine, rows, self._attempts)
+        self.unfinished_tokens = 0
+        """Of the answers that have not ended, as of the last poll."""
         self.engine_facts = EngineFacts(self._engine.max_num_seqs, self._engine.versions)
 
     def fill(self, *, taking: bool = True) -> list[RecordLine]:
@@ -164,7 +166,9 @@ class Worker:
         lines = self._lines(self._feeder.poll())
         window = self._feeder.window
         change = window.fit(self._engine.max_num_seqs)
-        change = change or window.adapt(self._engine.load(), self.in_flight)
+        load = self._engine.load()
+        self.unfinished_tokens = load.unfinished_tokens
+        change = change or window.adapt(load, self.in_flight)
         if change is not None:
             self._hear(Line(f"window {change.old} → {change.new}: {change.reason}"))
         return lines

@@ -5,11 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-import os
-import pty
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +15,7 @@ from tests.support.command_line import batchkit
 from tests.support.dry_runs import RUN, prepare, process, run, write_job, write_rows
 from tests.support.images import png
 from tests.support.own_process import begin
-from tests.support.paths import ROOT
+from tests.support.terminals import on_a_terminal
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -129,27 +125,6 @@ def test_a_changed_row_is_not_shown_for_the_one_that_was_answered() -> None:
     found = batchkit("show", "-n", "1")
     assert "another question" not in found.stdout
     assert "is not what was answered" in found.stderr
-
-
-def on_a_terminal(*args: str, **environment: str) -> str:
-    """What ``batchkit`` writes to a terminal."""
-    ours, theirs = pty.openpty()
-    known = {name: value for name, value in os.environ.items() if name != "TMUX"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "batchkit", *args],
-        stdout=theirs,
-        stderr=subprocess.DEVNULL,
-        env={**known, "PYTHONPATH": str(ROOT), "TERM": "xterm", **environment},
-    )
-    os.close(theirs)
-    written = b""
-    try:
-        while block := os.read(ours, 65536):
-            written += block
-    except OSError:  # the other end is closed
-        pass
-    assert process.wait(60) == 0
-    return written.decode()
 
 
 @pytest.mark.parametrize(

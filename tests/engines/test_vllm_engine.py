@@ -296,3 +296,14 @@ def test_images_that_the_engine_lacks_are_known_by_either_error_of_vllm() -> Non
     newest.mm_hashes = ["b"]  # type: ignore[attr-defined]
     assert unknown_images(newest, prompt) == ["b"]
     assert not unknown_images(AssertionError("another"), prompt)
+
+
+def test_tokens_of_unfinished_answers_are_counted(engine: Engine) -> None:
+    for n in range(16):
+        engine.submit(request(n, max_tokens=450, min_tokens=450))
+    counts, done = [], list[Any]()
+    while len(done) < 16:
+        done += engine.poll(0.1)
+        counts.append(engine.load().unfinished_tokens)
+    assert 0 < max(counts) < 16 * 450
+    assert counts[-1] == 0, "all have ended"

@@ -32,6 +32,7 @@ from batchkit.errors import RequestError, RowError, RowTimeoutError
 from batchkit.types import Choice, Completion, Request, Usage
 
 _STUCK_CHECK_S = _MEMORY_LOOK_S = 1.0
+_TOKEN_LOOK_S = 0.25
 _MOST_TRIES = 3  # retries of preparing a request whose images the engine lacks
 
 
@@ -60,7 +61,8 @@ class VllmEngine:
         self._row_timeout_s = job.run.row_timeout_s
         self._is_memory_limited = job.run.max_host_gb is not None
         self._host_memory = 0
-        self._next_memory_look = 0.0
+        self._next_memory_look = self._next_token_look = 0.0
+        self._unfinished_tokens = 0
         self._versions = {"vllm": vllm.__version__}
         self._llm = _load(job, limits_of(vllm_config))
         self._engine = self._llm.llm_engine
@@ -121,8 +123,19 @@ class VllmEngine:
 
     def load(self) -> EngineLoad:
         return self._stats.load._replace(
-            preempted=self._stepper.preempted(), host_bytes=self._host_bytes()
+            preempted=self._stepper.preempted(),
+            host_bytes=self._host_bytes(),
+            unfinished_tokens=self._count_unfinished(),
         )
+
+    def _count_unfinished(self) -> int:
+        """Between two counts, the tokens of what has finished since the last one are taken away."""
+        now = time.monotonic()
+        if now >= self._next_token_look:
+            self._next_token_look = now + _TOKEN_LOOK_S
+            requests = self._engine.engine_core.engine_core.scheduler.requests.values()
+            self._unfinished_tokens = sum(request.num_output_tokens for request in requests)
+        return max(0, self._unfinished_tokens)
 
     def _host_bytes(self) -> int:
         """Memory of this process and its workers, read once a second, and only if it is limited."""
@@ -244,6 +257,7 @@ class VllmEngine:
         usage = Usage(
             len(output.prompt_token_ids or ()), sum(len(c.token_ids) for c in output.outputs)
         )
+        self._unfinished_tokens -= usage.completion_tokens
         latency_s = time.monotonic() - running.since
         return Completion(running.request, choices, usage, latency_s, prompt=output.prompt)
 

@@ -50,14 +50,16 @@ class WorkerFailure(NamedTuple):
 
 
 class Load(NamedTuple):
-    """``in_flight``: rows that its engine works on. ``capacity``: rows it can use at a time."""
+    """``in_flight``: rows that its engine works on. ``capacity``: rows it can use at a time.
+    ``unfinished_tokens``: of the answers that have not ended."""
 
     in_flight: int
     retried: int
     capacity: int
+    unfinished_tokens: int
 
 
-IDLE = Load(0, 0, 0)
+IDLE = Load(0, 0, 0, 0)
 
 
 class Report(NamedTuple):
@@ -183,7 +185,9 @@ class Actor:
 
     def _bring(self, worker: Worker, lines: Sequence[RecordLine]) -> None:
         with self._changed:
-            self._load = Load(worker.in_flight, worker.retried, worker.capacity)
+            self._load = Load(
+                worker.in_flight, worker.retried, worker.capacity, worker.unfinished_tokens
+            )
             for line in lines:
                 self._lines.append(
                     RecordLine(line.raw, {name: line.record[name] for name in _REPORTED})

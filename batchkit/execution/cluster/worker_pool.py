@@ -152,6 +152,10 @@ class RayWorkerPool:
         return sum(worker.life.load.in_flight for worker in self._at_work())
 
     @property
+    def unfinished_tokens(self) -> int:
+        return sum(worker.life.load.unfinished_tokens for worker in self._at_work())
+
+    @property
     def retried(self) -> int:
         return sum(worker.retried for worker in self._workers)
 

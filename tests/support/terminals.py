@@ -1,0 +1,39 @@
+"""Commands on a terminal of a given width."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+from tests.support.paths import ROOT
+
+
+def on_a_terminal(
+    *args: str | Path, columns: int = 100, stderr_only: bool = False, **environment: str
+) -> str:
+    """What ``batchkit`` writes to a terminal: its stdout, or its stderr alone."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    known = {name: value for name, value in os.environ.items() if name != "TMUX"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "batchkit", *map(str, args)],
+        stdout=subprocess.DEVNULL if stderr_only else theirs,
+        stderr=theirs if stderr_only else subprocess.DEVNULL,
+        env={**known, "PYTHONPATH": str(ROOT), "TERM": "xterm", **environment},
+    )
+    os.close(theirs)
+    written = b""
+    try:
+        while block := os.read(ours, 65536):
+            written += block
+    except OSError:  # the other end is closed
+        pass
+    os.close(ours)
+    process.wait(60)
+    return written.decode()
