@@ -249,24 +249,46 @@ def retry_failed(run: str | None, kinds: Texts, overrides: Texts) -> Result:
 @options.export_format(
     "--realhit", "results_<time>.json and checkpoint.json of RealHiTBench's harness."
 )
+@click.option(
+    "--hub",
+    metavar="OWNER/NAME",
+    help="With --parquet: also push it to this data set on the Hugging Face hub, with a card.",
+)
+@click.option(
+    "--public", is_flag=True, help="A data set that --hub creates is public, not private."
+)
 @JSON
-def export(run: str | None, safe_csv: bool, as_json: bool, **formats: str | None) -> None:
+def export(
+    run: str | None,
+    safe_csv: bool,
+    hub: str | None,
+    public: bool,
+    as_json: bool,
+    **formats: str | None,
+) -> None:
     """Write the newest record of each row of RUN, in input order.
 
     Without PATH: a file (--realhit: a folder) in the run folder. Scores are the newest, too.
     """
     from batchkit.commands.export import export as write
+    from batchkit.commands.export.hub import check_hub, push
 
     wanted = {name: path for name, path in formats.items() if path is not None}
     if safe_csv:
         wanted["safe-csv"] = wanted.pop("csv", "")
     if not wanted:
         raise JobError("name a format: --parquet, --jsonl, --csv, --openai or --realhit")
+    if hub is not None:
+        if "parquet" not in wanted:
+            raise JobError(f"--hub {hub}: give --parquet, too; the table is what is pushed")
+        check_hub(hub)
     run = run or _run_taken_for_path(wanted)
     folder = find_to_read(run)
     for name, path in wanted.items():
         for file in write(folder, name, Path(path) if path else None):
             show(file, as_json)
+            if hub is not None and name == "parquet":
+                show(push(folder, file.path, hub, public=public), as_json)
 
 
 @cli.command()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -21,11 +21,22 @@ from batchkit.storage.runfolder import JOB
 
 def write_job(folder: Path, job: JobConfig) -> None:
     """``job.toml``: the job as resolved, secrets masked."""
-    table = masked(_without_none(job.model_dump()))
     try:
-        write_atomically(folder / JOB, tomlkit.dumps(_sections(job, table)).encode())
+        write_atomically(folder / JOB, toml_of(job).encode())
     except OSError as error:
         raise StoreError(f"{folder / JOB}: can't write: {error.strerror}") from error
+
+
+def toml_of(
+    job: JobConfig,
+    *,
+    only_set: bool = False,
+    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda table: table,
+) -> str:
+    """``job`` as TOML, secrets masked; with ``only_set``, without defaults. ``change`` may leave
+    out or replace parts of its tables."""
+    table = masked(_without_none(job.model_dump(exclude_defaults=only_set)))
+    return tomlkit.dumps(_sections(job, change(table)))
 
 
 def job_of_run(folder: Path, overrides: Sequence[str] = ()) -> JobConfig:

@@ -1,0 +1,146 @@
+"""``export --parquet --hub``: the table as a data set on the Hugging Face hub, with a card."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from batchkit.commands.status import Status, status
+from batchkit.config.masking import masked_text
+from batchkit.config.tables import JobConfig
+from batchkit.engines.registry import require
+from batchkit.errors import JobError, StoreError
+from batchkit.storage.job_toml import job_of_run, toml_of
+from batchkit.storage.manifest import Manifest, read_manifest
+
+_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_ON_THIS_MACHINE = {"input": ("shard",), "output": ("dir",), "media": ("root",)}
+
+
+class Pushed(NamedTuple):
+    """A table that is on the hub."""
+
+    url: str
+    commit: str
+
+    def to_json(self) -> dict[str, Any]:
+        return self._asdict()
+
+    def to_text(self) -> str:
+        return f"{self.url} (commit {self.commit[:12]})"
+
+
+def check_hub(repo: str) -> None:
+    """Before anything is written: the package, the name and a token are there.
+
+    Raises:
+        JobError: one of them is not.
+    """
+    require(("huggingface_hub",), user="--hub", extra="hub")
+    if _NAME.fullmatch(repo) is None:
+        raise JobError(f"--hub {repo}: name the owner and the data set, as --hub OWNER/NAME")
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise JobError(f"--hub {repo}: no token for the hub; set HF_TOKEN, or run `hf auth login`")
+
+
+def push(folder: Path, table: Path, repo: str, *, public: bool) -> Pushed:
+    """Put ``table``, the Parquet file of the run in ``folder``, and its card into the data set ``repo``.
+
+    One commit replaces an earlier table of that run. A new data set is private unless ``public``.
+
+    Raises:
+        StoreError: the hub refuses, or can't be reached.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    job, api = job_of_run(folder), HfApi()
+    file = f"data/{job.name}.parquet"
+    card = card_of(job, read_manifest(folder), status(folder), file)
+    files = [
+        CommitOperationAdd(file, str(table)),
+        CommitOperationAdd("README.md", card.encode()),
+    ]
+    message = f"Answers of the run {job.name}"
+    try:
+        made = api.create_repo(repo, repo_type="dataset", private=not public, exist_ok=True)
+        done = api.create_commit(repo, files, commit_message=message, repo_type="dataset")
+    except Exception as error:  # also of its HTTP library, which depends on its version
+        raise StoreError(
+            f"--hub {repo}: not pushed: {type(error).__name__}: {' '.join(str(error).split())}. The"
+            f" table is in {table}; the same command tries it again"
+        ) from error
+    return Pushed(str(made), done.oid)
+
+
+def card_of(job: JobConfig, manifest: Manifest, counts: Status, file: str) -> str:
+    """The data set's README.md: what a reader has to know, without secrets and this machine's folders."""
+    versions = {**(manifest.last_start.versions or {}), **manifest.last_start.engine}
+    with_version = [f"{name} {found}" for name, found in sorted(versions.items()) if found]
+    facts = {
+        "model": " ".join(filter(None, [_name(job.engine.model), manifest.model.revision])),
+        "rows": f"{counts.ok + counts.failed:,}",
+        "answered": f"{counts.ok:,}",
+        **{f"failed: {kind}": f"{n:,}" for kind, n in counts.failed_by_kind.items()},
+        "tokens": f"{counts.prompt_tokens:,} prompt, {counts.completion_tokens:,} completion",
+        "begun": manifest.created_at[:10],
+        "made with": ", ".join(with_version),
+    }
+    as_toml = toml_of(job, change=_for_others, only_set=True).strip()
+    fence = "`" * max(3, *(len(found) + 1 for found in re.findall("`+", as_toml)), 3)
+    lines = [
+        "---",
+        "configs:",
+        "- config_name: default",
+        f"  data_files: {file}",
+        "tags:",
+        "- batchkit",
+        "---",
+        "",
+        f"# {job.name}",
+        "",
+        "Answers of a model, one row for each row of the input. `status` is `ok` or `failed`; a failed row has",
+        "no `text`, and its `error_kind` and `error_message` say why.",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in facts.items()),
+        "",
+        "The job:",
+        "",
+        f"{fence}toml",
+        as_toml,
+        fence,
+        "",
+    ]
+    return masked_text("\n".join(lines))
+
+
+def _for_others(table: dict[str, Any]) -> dict[str, Any]:
+    """A job's tables without what holds for this machine alone."""
+    found = {
+        name: {
+            key: part for key, part in value.items() if key not in _ON_THIS_MACHINE.get(name, ())
+        }
+        if isinstance(value, dict)
+        else value
+        for name, value in table.items()
+    }
+    found.get("engine", {}).pop("server", None)
+    return {name: _without_folders(value) for name, value in found.items() if value != {}}
+
+
+def _without_folders(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_folders(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(part) for part in value]
+    return _name(value) if isinstance(value, str) else value
+
+
+def _name(text: str) -> str:
+    """The last part of an absolute path; any other text as it is."""
+    is_path = text.startswith(("/", "~/")) and not any(map(str.isspace, text))
+    return Path(text).name if is_path else text

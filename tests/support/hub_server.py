@@ -1,0 +1,133 @@
+"""What the Hugging Face hub's client asks for when it pushes a data set, over real HTTP.
+
+Large files go through git LFS, as on the hub without Xet: batch, PUT, commit.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class HubServer:
+    """``created`` is what repositories were created with; ``files`` what was committed, by path.
+
+    Only requests with ``token`` are answered; only repositories of ``owner`` may be made.
+    """
+
+    def __init__(self, token: str, owner: str) -> None:
+        self.token, self.owner = token, owner
+        self.created: list[dict[str, Any]] = []
+        self.files: dict[str, bytes] = {}
+        self.messages: list[str] = []
+        self._objects: dict[str, bytes] = {}
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+    def answer(self, path: str, body: bytes) -> tuple[int, Any]:
+        """The status and the JSON for a POST."""
+        if path == "/api/repos/create":
+            asked = json.loads(body)
+            if asked.get("organization") != self.owner:
+                return 403, {"error": "You don't have the rights to create a dataset there"}
+            known = any(one["name"] == asked["name"] for one in self.created)
+            self.created.append(asked)
+            name = f"{self.owner}/{asked['name']}"
+            url = f"{self.url}/datasets/{name}"
+            return (
+                (409, {"error": "exists", "url": url})
+                if known
+                else (200, {"url": url, "name": name})
+            )
+        if path == "/api/validate-yaml":
+            return 200, {"errors": [], "warnings": []}
+        if "/preupload/" in path:
+            files = [
+                {
+                    "path": file["path"],
+                    "uploadMode": "lfs" if file["path"].endswith(".parquet") else "regular",
+                    "shouldIgnore": False,
+                }
+                for file in json.loads(body)["files"]
+            ]
+            return 200, {"files": files}
+        if path.endswith("/info/lfs/objects/batch"):
+            objects = [
+                {
+                    **one,
+                    "actions": {"upload": {"href": f"{self.url}/put/{one['oid']}", "header": {}}},
+                }
+                for one in json.loads(body)["objects"]
+            ]
+            return 200, {"transfer": "basic", "objects": objects}
+        if "/commit/" in path:
+            self._commit([json.loads(line) for line in body.splitlines() if line])
+            name = path.split("/datasets/")[1].split("/commit/")[0]
+            url = f"{self.url}/datasets/{name}/commit/{COMMIT}"
+            return 200, {"commitUrl": url, "commitOid": COMMIT, "success": True}
+        return 404, {"error": f"{path}: not found"}
+
+    def put(self, oid: str, body: bytes) -> None:
+        assert hashlib.sha256(body).hexdigest() == oid
+        self._objects[oid] = body
+
+    def _commit(self, lines: list[dict[str, Any]]) -> None:
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "header":
+                self.messages.append(value["summary"])
+            elif line["key"] == "file":
+                self.files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                self.files[value["path"]] = self._objects[value["oid"]]
+
+
+@contextmanager
+def hub(token: str = "hf_" + "x" * 30, owner: str = "me") -> Iterator[HubServer]:
+    server = HubServer(token, owner)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def _handler(server: HubServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if self.headers.get("Authorization") != f"Bearer {server.token}":
+                self._reply(401, {"error": "Invalid username or password."})
+                return
+            self._reply(*server.answer(self.path.partition("?")[0], body))
+
+        def do_PUT(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            server.put(self.path.rpartition("/")[2], body)
+            self._reply(200, {})
+
+        def _reply(self, status: int, found: Any) -> None:
+            content = json.dumps(found).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *args: Any) -> None: ...
+
+    return Handler
