@@ -29,7 +29,7 @@ from batchkit.storage.job_toml import in_order_of, job_of_run, with_secrets_of, 
 from batchkit.storage.ledger import RESULTS, failure_kind
 from batchkit.storage.manifest import latest_run, read_manifest
 from batchkit.storage.newest import read_newest
-from batchkit.storage.runfolder import MANIFEST, is_run
+from batchkit.storage.runfolder import JOB, MANIFEST, is_run
 
 _LETHAL = (EngineCrashError.kind, RowOutOfMemoryError.kind)
 
@@ -54,6 +54,11 @@ def run_job(
         Interrupted: stopped by a signal before or after rows were in flight.
     """
     output_format = None if output is None else format_for(output, job)
+    if output is not None and skip_from is not None:
+        raise JobError(
+            f"--output {output}: the rows that {skip_from} has would be missing there; leave it out, and"
+            " `batchkit export` both runs"
+        )
     with StopRequest().installed() as stop:
         outcome = start_run(
             job, fresh=fresh, on_change=on_change, skip_from=skip_from, stop=stop, command="run"
@@ -166,13 +171,20 @@ def retry_failed(
             f" {'; '.join(changes)}. To use the change, give it with --set, or `batchkit run"
             f" {job_file} --on-change requeue`"
         )
+    begun = in_order_of(manifest.identity, job_of_run(folder))
+    job = in_order_of(manifest.identity, job_of_run(folder, overrides))
+    if job.engine.kind == "dry-run" != begun.engine.kind:
+        raise JobError(
+            "--set engine.kind=dry-run: no model would answer, and its sentences would stand among the"
+            f" answers of {folder}; to try the job, give it another name: batchkit run"
+            f" {folder / JOB} --set engine.kind=dry-run --set name=trial"
+        )
     with StopRequest().installed() as stop:
-        job = in_order_of(manifest.identity, job_of_run(folder, overrides))
         outcome = start_run(
             _with_secrets(job, given, say),
             attempts=attempts,
             quarantined=quarantined,
-            begun_with=_filled(in_order_of(manifest.identity, job_of_run(folder)), given),
+            begun_with=_filled(begun, given),
             overrides=overrides,
             stop=stop,
             command="retry-failed",

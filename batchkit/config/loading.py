@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,13 +23,16 @@ from batchkit.config.urls import bare, is_remote, scheme_with_password
 from batchkit.config.values import place_in, reason_of
 from batchkit.errors import JobError
 
+_ESCAPED = re.compile(r"\[([*?[])\]")  # by glob.escape
+
 
 def load_job(
     path: Path, overrides: Sequence[str] = (), given: Mapping[str, Any] = MappingProxyType({})
 ) -> JobConfig:
     """The job in ``path`` with the ``KEY=VALUE`` overrides applied and its paths made absolute.
 
-    ``given`` are values by dotted key that replace those of both.
+    ``given`` are values by dotted key that replace those of both; its ``input.path`` is looked up in
+    the working directory, as a shell completes it.
 
     Raises:
         JobError: unreadable, not TOML, or any key wrong; one message lists all problems.
@@ -54,6 +58,8 @@ def load_job(
         raise JobError(f"{path}: not valid TOML: {problem_in(text, error)}") from error
     except (RecursionError, ValueError) as error:  # ValueError: thousands of digits
         raise JobError(f"{path}: {place_in(text, error)}: {reason_of(error)}") from None
+    if (rows := given.get("input.path")) is not None and "://" not in rows:
+        given = {**given, "input.path": _find_input(rows, Path.cwd())}
     return make_job(table, str(path), overrides, given, base=path.parent)
 
 
@@ -189,7 +195,7 @@ def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
     if job.input.path is not None:
         path = _fill(job.input.path, job, "input.path")
         if "://" not in path:
-            path = str(_find(path, base, "input.path"))
+            path = _find_input(path, base)
         update["input"] = job.input.model_copy(update={"path": path})
     input_table = update.get("input", job.input)
     root = _media_root(job, base, input_table)
@@ -232,11 +238,11 @@ def _folder_of_files(rows: InputTable) -> str | None:
         return None
     if "://" in path and ("::" in path or not is_remote(path)):
         return None
-    parts = path.rstrip("/").split("/")
-    if not is_folder:
-        parts.pop()
-    fixed = takewhile(lambda part: is_folder or not glob.has_magic(part), parts)
-    return "/".join(fixed)
+    if is_folder:
+        return path.rstrip("/")
+    parts = path.split("/")[:-1]
+    fixed = takewhile(lambda part: not glob.has_magic(_ESCAPED.sub("", part)), parts)
+    return "/".join(_ESCAPED.sub(r"\1", part) for part in fixed)
 
 
 def _with_files_found(prompt: PromptTable, base: Path, key: str) -> PromptTable:
@@ -281,9 +287,22 @@ def _find(path: str, base: Path, key: str) -> Path:
     """``path`` beside the job file if something exists there, else in the working directory."""
     beside, here = base.resolve() / path, Path.cwd() / path
     try:
-        for candidate in (beside, here):
-            if candidate.exists() or (glob.has_magic(path) and glob.glob(str(candidate))):
-                return candidate
+        return here if not beside.exists() and here.exists() else beside
     except OSError as error:  # no permission to look there, or the text is not a path
         raise JobError(f"{key}: {shown(path)}: {error.strerror}") from error
-    return beside
+
+
+def _find_input(path: str, base: Path) -> str:
+    """As ``_find``. Where ``path`` may be a glob, the folder before it is none: in a folder ``a[1]``
+    it finds no files of ``a1``."""
+    found = _find(path, base, "input.path")
+    if found.exists():
+        return str(found)
+    beside, here = (
+        str(Path(glob.escape(str(folder)), path)) for folder in (base.resolve(), Path.cwd())
+    )
+    return here if _matches(here) and not _matches(beside) else beside
+
+
+def _matches(pattern: str) -> bool:
+    return glob.has_magic(pattern) and next(glob.iglob(pattern, recursive=True), None) is not None

@@ -91,8 +91,15 @@ class RunSummary:
         return joined_table(self._folder_of_run(), self.source)
 
     def to_pandas(self) -> pd.DataFrame:
-        """``to_arrow`` as a DataFrame. It has the index of the DataFrame that was run, if one was."""
-        frame: pd.DataFrame = self.to_arrow().to_pandas()
+        """``to_arrow`` as a DataFrame. It has the index of the DataFrame that was run, if one was; a
+        column of whole numbers of which some are missing is of pandas' type ``Int64``."""
+        table = self.to_arrow()
+        nullable = {  # as floats, two long ids may be equal
+            column.name: str(column.type).title()
+            for column in table.schema
+            if str(column.type) in ("int32", "int64") and table[column.name].null_count
+        }
+        frame: pd.DataFrame = table.to_pandas(integer_object_nulls=True).astype(nullable)
         if self.source is not None and self.source.labels is not None:
             frame.index = self.source.labels
         return frame

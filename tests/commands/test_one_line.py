@@ -137,6 +137,19 @@ def test_flags_also_change_a_job_file(folder: Path) -> None:
     assert 'model = "b"' in (folder / "output/trial/job.toml").read_text()
 
 
+def test_input_of_the_line_is_the_one_here_and_not_the_one_beside_the_job(folder: Path) -> None:
+    (folder / "jobs").mkdir()
+    (folder / "jobs/job.toml").write_text(
+        '[input]\npath = "rows.jsonl"\n[prompt]\nuser = "{{ text }}"\n[engine]\nkind = "dry-run"\n'
+    )
+    write_jsonl(folder / "jobs/rows.jsonl", [{"text": "of the job"}])
+    for rows in ("rows.jsonl", "ro*.jsonl"):
+        shown = batchkit("run", "jobs/job.toml", "--input", rows, "--dry-run").stdout
+        assert "word 0" in shown
+        assert "of the job" not in shown
+    assert "of the job" in batchkit("run", "jobs/job.toml", "--dry-run").stdout
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -178,6 +191,14 @@ def test_shards_do_not_write_one_output(folder: Path) -> None:
     result = run(*PROMPT, "--shard", "0/2", "--output", "a.csv")
     assert result.exit_code == 2
     assert "each shard would write the same file" in result.stderr
+
+
+def test_output_without_the_rows_of_another_run_is_refused(folder: Path) -> None:
+    assert run(*PROMPT, "--limit", "2", "--set", "name=first").exit_code == 0
+    result = run(*PROMPT, "--skip-from", "output/first", "--output", "a.csv")
+    assert result.exit_code == 2
+    assert "the rows that output/first has would be missing there" in result.stderr
+    assert not (folder / "output/rows-Small").exists()
 
 
 def test_export_that_fails_keeps_the_run(folder: Path) -> None:

@@ -298,6 +298,17 @@ def test_a_server_with_another_model_at_the_next_start_is_not_asked(
     assert len(records()) == 6
 
 
+def test_a_retry_never_puts_the_sentences_of_a_dry_run_among_answers() -> None:
+    with serving(answering([Refused(400, error("bad"))])) as server:
+        write_job(server, 2)
+        assert batchkit("run", "job.toml").exit_code == 3
+        before = records()
+        found = batchkit("retry-failed", str(RUN), "--set", "engine.kind=dry-run")
+    assert found.exit_code == 2
+    assert "its sentences would stand among the answers of" in found.stderr
+    assert records() == before
+
+
 def test_a_retry_with_another_option_still_asks_only_the_model_of_the_run() -> None:
     def before(text: str, body: dict[str, Any]) -> None:
         if text == "row 1":

@@ -42,6 +42,17 @@ def test_a_dataframe_comes_back_with_its_columns_its_index_and_the_answers() -> 
     assert list(found["text"]) == [answer(n) for n in range(3)]
 
 
+def test_long_numbers_stay_what_they_are_where_others_are_missing() -> None:
+    """As floats, the two would be one number."""
+    one, other = 2**60 + 1, 2**60 + 3
+    frame = pd.DataFrame({"n": pd.array([one, other, None], dtype="Int64")})
+    frame["in"] = [{"n": one}, {"n": other}, {"n": None}]
+    found = process(frame, prompt={"user": "{{ n }}"}).to_pandas()
+    assert found["n"].dtype == found["truncated_tokens"].dtype == "Int64"
+    assert [*found["n"].dropna()] == [one, other]
+    assert [inside["n"] for inside in found["in"]] == [one, other, None]
+
+
 def test_columns_that_are_added_to_the_dataframe_later_change_nothing() -> None:
     frame = pd.DataFrame({"q": ["tea", "coffee"]}, index=[7, 7])
     summary = process(frame, prompt={"user": "{{ q }}"})

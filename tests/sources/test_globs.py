@@ -12,6 +12,7 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
+from batchkit.config.loading import load_job
 from batchkit.errors import InputError
 from batchkit.sources import input_files
 from tests.support.sources import table, write_rows
@@ -93,3 +94,20 @@ def test_folder_at_a_url_that_can_not_be_listed_is_an_error(
     source = table(f"broken://{tmp_path}/*/rows.jsonl")
     with pytest.raises(InputError, match="reset by peer"):
         input_files(source)
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "*.csv"])
+def test_brackets_in_the_name_of_the_jobs_folder_lead_to_no_other_folder(
+    tmp_path: Path, name: str
+) -> None:
+    for folder in ("a[1]", "a1"):
+        (tmp_path / folder).mkdir()
+    job, rows, others = (tmp_path / n for n in ("a[1]/job.toml", "a[1]/rows.csv", "a1/rows.csv"))
+    job.write_text(f'[input]\npath = "{name}"\n[engine]\nkind = "dry-run"\n')
+    others.touch()
+    with pytest.raises(InputError, match="no file matches"):
+        input_files(load_job(job).input)
+    rows.touch()
+    assert input_files(load_job(job).input) == [str(rows)]
+    job.write_text(job.read_text().replace(name, "*.png"))
+    assert load_job(job).media.root == str(job.parent)
