@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import datetime, time
 from typing import Any
 
 from batchkit.errors import InputError
@@ -12,13 +13,14 @@ from batchkit.sources.reader import one_of
 def compile_where(where: Mapping[str, Any]) -> Callable[[Mapping[str, Any], str], bool]:
     """``keeps(fields, path)``: every field equals its value, or one value of its list.
 
-    A value also matches as text: CSV has no numbers, and ``year = 2020`` must find "2020".
+    A value also matches as text: CSV has no numbers, and ``year = 2020`` must find "2020". A midnight
+    matches as its day: Excel has no other dates.
 
     ``keeps`` raises InputError if the first row it sees lacks a field, so that a typo can't empty
     the input; a later row that lacks it is left out.
     """
     allowed = {
-        key: (values, {str(value) for value in values})
+        key: (values, {text for value in values for text in _texts(value)})
         for key, value in where.items()
         for values in [value if isinstance(value, list) else [value]]
     }
@@ -33,11 +35,21 @@ def compile_where(where: Mapping[str, Any]) -> Callable[[Mapping[str, Any], str]
             if key not in fields:
                 return False
             found = fields[key]
-            if found not in values and str(found) not in texts:
+            if found not in values and texts.isdisjoint(_texts(found)):
                 return False
         return True
 
     return keeps
+
+
+def _texts(value: Any) -> set[str]:
+    """How ``value`` is written, in Python and elsewhere."""
+    text = str(value)
+    if isinstance(value, bool):
+        return {text, text.lower(), text.upper()}
+    if isinstance(value, datetime) and value.time() == time.min:
+        return {text, str(value.date())}
+    return {text}
 
 
 def _check_fields(where: Mapping[str, Any], fields: Mapping[str, Any], path: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from datetime import datetime
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile
@@ -39,6 +39,20 @@ def test_values_keep_their_types_and_blank_rows_are_no_rows(tmp_path: Path) -> N
     assert first.fields == {"n": 1, "x": 0.5, "t": "é", "day": day, "flag": True}
     assert second.fields == {"n": None, "x": 2, "t": None, "day": None, "flag": None}
     assert (second.index, count_rows(table(path))) == (1, 2)
+
+
+@pytest.mark.parametrize("day", ["2026-01-02", date(2026, 1, 2), datetime(2026, 1, 2)])
+def test_where_finds_a_day_as_it_is_written(tmp_path: Path, day: Any) -> None:
+    """Excel's days are midnights; people also type them as text."""
+    days = [datetime(2026, 1, 2), datetime(2026, 1, 3), "2026-01-02", datetime(2026, 1, 2, 9)]
+    path = workbook(tmp_path, data=[["day"], *([day] for day in days)])
+    assert [row.index for row in rows_of(path, where={"day": day})] == [0, 2]
+
+
+@pytest.mark.parametrize(("flag", "indices"), [(True, [0, 2]), ("TRUE", [0, 2]), ("true", [0])])
+def test_where_finds_true_as_it_is_written(tmp_path: Path, flag: Any, indices: list[int]) -> None:
+    path = workbook(tmp_path, data=[["flag"], [True], [False], ["TRUE"]])
+    assert [row.index for row in rows_of(path, where={"flag": flag})] == indices
 
 
 def test_records_names_the_sheet(tmp_path: Path) -> None:

@@ -45,7 +45,9 @@ class InputTable(Table):
         " are read together with OpenAI batch files.",
     )
     where: Identity[dict[str, Any]] = Field(
-        {}, description="Keep only rows whose field equals the value, or is in the list."
+        {},
+        description="Keep only rows whose field equals the value, or is in the list. Numbers, days and true or"
+        " false are also found where they are text.",
     )
     limit: Free[PositiveInt | None] = Field(
         None, description="Only the first rows, counted after `where`."
