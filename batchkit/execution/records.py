@@ -82,6 +82,8 @@ def parsed_or_failed(completion: Completion) -> Completion:
         return completion
     first, sampling = completion.choices[0], completion.request.sampling
     try:
+        if first.finish_reason == "length" and first.text[-1:].isdigit():
+            raise NotJson(f"the number {first.text[-20:]!r} may have had more digits")
         return replace(completion, parsed=parsed(first.text, schema_in(sampling)))
     except NotJson as reason:
         error = InvalidOutputError(f"the answer is not JSON: {reason}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from functools import lru_cache
@@ -18,6 +19,7 @@ from batchkit.scoring.patterns import last_match
 
 _MOST_MISFITS = 100  # looked at, to show the one that matters
 _SHOWN = 200
+_LONG_INT = re.compile(r"\d{19}")
 
 
 class NotJson(Exception):
@@ -39,16 +41,27 @@ def parsed(text: str, schema: Any = None) -> Any:
 
 def _value(text: str) -> Any:
     try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError as error:
+        return _loads(text)
+    except ValueError as error:
         reason = error
     blocks = FENCED.findall(text)
     if len(blocks) == 1:
         try:
-            return orjson.loads(blocks[0])
-        except orjson.JSONDecodeError as error:
+            return _loads(blocks[0])
+        except ValueError as error:
             reason = error
     raise NotJson(f"{reason}; it begins {shortened(text.strip(), _SHOWN)!r}") from None
+
+
+def _loads(text: str) -> Any:
+    """Raises ValueError if it is not JSON, or has a number of thousands of digits."""
+    value = orjson.loads(text)
+    if _LONG_INT.search(text) is None:
+        return value
+    try:
+        return json.loads(text)  # orjson makes a float of an integer beyond 64 bits
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def _check(value: Any, schema: Any) -> None:

@@ -151,6 +151,8 @@ def _listed(folder: str) -> list[str]:
 def _sorted_out(paths: Iterable[str]) -> _Matches:
     found = _Matches([], [])
     for path in sorted(paths):
+        if (name := os.fsencode(path).decode(errors="backslashreplace")) != path:
+            raise InputError(f"{name}: its name is not UTF-8, so no record can have it; rename it")
         (found.folders if Path(path).is_dir() else found.files).append(path)
     return found
 

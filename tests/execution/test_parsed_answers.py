@@ -110,6 +110,22 @@ def test_a_cut_answer_is_told_from_a_wrong_one(asked: Any) -> None:
     assert "raise sampling.max_tokens" in error["message"]
 
 
+def test_a_number_at_the_limit_may_be_a_part_of_one(asked: Any) -> None:
+    error = one(asked, said("12", finish_reason="length"))["error"]
+    assert (error["kind"], error["type"]) == ("invalid_output", "TruncatedOutputError")
+
+
+def test_every_digit_of_a_long_number_is_kept(asked: Any) -> None:
+    longer, whole = 89014103211118510720, {"properties": {"sim": {"type": "integer"}}}
+    sampling = {"structured_outputs": {"json": whole}}
+    found = one(asked, json.dumps({"sim": longer, "n": 2**63}), sampling=sampling)
+    assert found["parsed"] == {"sim": str(longer), "n": 2**63}
+
+
+def test_a_number_without_an_end_fails_its_row(asked: Any) -> None:
+    assert one(asked, '{"n": ' + "1" * 5000 + "}")["error"]["kind"] == "invalid_output"
+
+
 def test_a_whole_answer_at_the_limit_is_an_answer(asked: Any) -> None:
     assert one(asked, said("{}", finish_reason="length"))["parsed"] == {}
 

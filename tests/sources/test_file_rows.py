@@ -235,3 +235,10 @@ def test_shards_share_out_files_by_their_names() -> None:
     )
     assert merged.exit_code == 0
     assert len(dry_runs.settled(Path("output/all") / LOG.name)) == 20
+
+
+@pytest.mark.parametrize("path", ["pictures", "pictures/*.png"])
+def test_a_file_whose_name_is_no_text_is_named(path: str) -> None:
+    write_files("pictures", "a.png", os.fsdecode(b"caf\xe9.png"))
+    with pytest.raises(InputError, match=r"caf\\xe9.png: its name is not UTF-8"):
+        input_files(table(path))
