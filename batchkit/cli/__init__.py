@@ -182,8 +182,8 @@ def run(
 def init(kind: str | None, file: Path | None, as_list: bool) -> Result:
     """Write a commented job file to start from.
 
-    KIND is text, images, openai or judge; without it, prints what each is for. FILE is KIND.toml by
-    default.
+    KIND is text, images, pdf, json, openai or judge; without it, prints what each is for. FILE is
+    KIND.toml by default.
     """
     from batchkit.commands.init import init as write
     from batchkit.commands.init import kinds

@@ -36,9 +36,17 @@ def write_batch() -> None:
     write_jsonl(Path("batch.jsonl"), [line, {**line, "custom_id": "b"}])
 
 
+def write_pdf() -> None:
+    Path("scans").mkdir()
+    page = Image.new("RGB", (64, 48), "white")
+    page.save("scans/a.pdf", save_all=True, append_images=[page])
+
+
 INPUTS: dict[str, Callable[[], object]] = {
     "text": lambda: Path("rows.csv").write_text("text,label\ngood,1\nbad,0\n"),
     "images": write_images,
+    "pdf": write_pdf,
+    "json": lambda: Path("rows.csv").write_text("text\nnow!\nsome day\n"),
     "openai": write_batch,
     "judge": lambda: Path("questions.csv").write_text("question\nwhy?\nhow?\n"),
 }
