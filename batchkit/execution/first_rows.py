@@ -42,7 +42,7 @@ def checked(rows: Iterator[Row], job: JobConfig, renderer: PromptRenderer) -> Ch
         is_elsewhere = job.run.workers is not None and isinstance(error, MediaError)
         if error is not None and len(taken) == job.run.check_rows and not is_elsewhere:
             raise JobError(
-                f"row {taken[0].index} (id {taken[0].id}): {error.kind}: {error}. All of the first"
+                f"row {taken[0].index} (id {taken[0].id}): {error.kind}: {error}\nAll of the first"
                 f" {len(taken)} rows fail like this, so the model was not loaded. Correct the job or"
                 " its input and run the same command again; if other rows are good, --set"
                 " run.check_rows=0 runs them"

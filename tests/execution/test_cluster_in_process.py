@@ -153,7 +153,7 @@ def test_an_input_that_breaks_off_stops_the_run_with_all_before_it_done(in_a_fol
 
 
 def test_too_many_failures_stop_the_run(in_a_folder: Path) -> None:
-    made = job(prompt={"user": "{{ missing }}"}, run={"fail_on_error": 3})
+    made = job(prompt={"user": "{{ missing }}"}, run={"fail_on_error": 3, "check_rows": 0})
     with pytest.raises(TooManyFailuresError):
         process(made, [{"q": n} for n in range(500)])
 
