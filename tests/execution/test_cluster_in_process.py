@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from batchkit.config.installation import how_to_install
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BrokenInputError, EngineError, JobError, TooManyFailuresError
 from batchkit.execution.cluster.actor import Actor
@@ -292,5 +294,6 @@ def test_without_ray_it_is_said_how_to_get_it(
     in_a_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(JobError, match=r"batchkit\[ray\]"):
+    remedy = re.escape(how_to_install("ray"))
+    with pytest.raises(JobError, match=f"Ray is not installed; {remedy}"):
         process(job(), ["a"])
