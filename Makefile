@@ -10,8 +10,8 @@ llama-server: setup
 	@scripts/llama_server.sh
 
 quickstart: setup
-	@test -f .demo-model/config.json || .venv/bin/batchkit demo-model .demo-model
 	.venv/bin/batchkit run jobs/quickstart.toml
+	@.venv/bin/python scripts/show_quickstart.py
 
 # All tests: real engines, real Ray, kills.
 test: setup llama-server
@@ -38,5 +38,5 @@ dist: setup
 	REPOSITORY=$(REPOSITORY) .venv/bin/hatchling build -d dist
 
 clean:
-	rm -rf .venv .venv-docs site .demo-model .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-docs site .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -46,12 +47,14 @@ def make_cases(tables: int, seed: int) -> list[Case]:
 
 
 def answer_with_vllm(model: str, cases: Sequence[Case]) -> list[str]:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns with every row
     from vllm import LLM, SamplingParams
 
     llm = LLM(
         model=model,
         dtype="float32",
         max_model_len=1024,
+        kv_cache_memory_bytes=2**30,
         enforce_eager=True,
         limit_mm_per_prompt={"image": 1, "video": 0},
     )
@@ -82,6 +85,35 @@ def answer_with_transformers(model: str, cases: Sequence[Case]) -> list[str]:
 ENGINES = {"transformers": answer_with_transformers, "vllm": answer_with_vllm}
 
 
+def is_right(cases: Sequence[Case], answers: Sequence[str]) -> list[bool]:
+    return [a.strip() == case.question.answer for case, a in zip(cases, answers, strict=True)]
+
+
+def by_kind(cases: Sequence[Case], right: Sequence[bool]) -> dict[str, list[bool]]:
+    return _groups((case.question.kind, exact) for case, exact in zip(cases, right, strict=True))
+
+
+def by_size(cases: Sequence[Case], right: Sequence[bool]) -> dict[str, list[bool]]:
+    """Of look-ups."""
+    marks = zip(cases, right, strict=True)
+    return _groups((in_words(c.size), exact) for c, exact in marks if c.question.kind == "value")
+
+
+def in_words(size: tuple[int, int]) -> str:
+    return f"value, {size[0]} × {size[1]}" + ", size not in training" * (size in TEST_SIZES)
+
+
+def _groups(marks: Iterable[tuple[str, bool]]) -> dict[str, list[bool]]:
+    groups: dict[str, list[bool]] = defaultdict(list)
+    for name, exact in sorted(marks):
+        groups[name].append(exact)
+    return groups
+
+
+def share(exact: Sequence[bool]) -> float:
+    return sum(exact) / len(exact)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
@@ -90,17 +122,11 @@ def main() -> None:
     parser.add_argument("--engine", choices=ENGINES, default="transformers")
     args = parser.parse_args()
     cases = make_cases(args.tables, args.seed)
-    answers = ENGINES[args.engine](str(args.model), cases)
-    right: dict[str, list[bool]] = defaultdict(list)
-    for case, answer in zip(cases, answers, strict=True):
-        exact = answer.strip() == case.question.answer
-        right[case.question.kind].append(exact)
-        if case.question.kind == "value":
-            seen = ", size not in training" if case.size in TEST_SIZES else ""
-            right[f"value, {case.size[0]} × {case.size[1]}{seen}"].append(exact)
-    for name, exact in sorted(right.items()):
-        print(f"{name:40}{sum(exact) / len(exact):8.1%} of {len(exact)}")
-    print(json.dumps({name: sum(exact) / len(exact) for name, exact in right.items()}))
+    right = is_right(cases, ENGINES[args.engine](str(args.model), cases))
+    found = {**by_kind(cases, right), **by_size(cases, right)}
+    for name, exact in found.items():
+        print(f"{name:40}{share(exact):8.1%} of {len(exact)}")
+    print(json.dumps({name: share(exact) for name, exact in found.items()}))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 
-def main(log: Path, picture: Path) -> None:
+def plot(log: Path, picture: Path) -> None:
     # A training that was continued may have done some steps twice; the later ones count.
     by_step = {record["step"]: record for record in map(json.loads, log.open())}
     records = [by_step[step] for step in sorted(by_step)]
@@ -33,4 +33,4 @@ def main(log: Path, picture: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    plot(Path(sys.argv[1]), Path(sys.argv[2]))

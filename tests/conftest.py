@@ -93,6 +93,7 @@ SLOW = {
     "test_parquet_memory",
     "test_parsed_answers",
     "test_pdf",
+    "test_quickstart",
     "test_reask",
     "test_progress",
     "test_report",

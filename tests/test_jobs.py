@@ -6,6 +6,7 @@ tables of our own, and over the real one where it is at hand.
 
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 import sys
@@ -136,6 +137,28 @@ def records_of(job: JobConfig) -> list[dict[str, Any]]:
 
 
 # All jobs
+
+
+def test_the_jobs_find_their_data_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    quickstart = load_job(JOBS / "quickstart.toml")
+    assert quickstart.input.path == str(JOBS / "data" / "quickstart" / "questions.jsonl")
+    assert quickstart.media.root == str(JOBS / "data" / "quickstart")
+    sentiment = load_job(JOBS / "sentiment.toml")
+    assert sentiment.input.path == str(JOBS / "data" / "reviews.csv")
+
+
+def test_the_reviews_are_forty_with_a_label_each() -> None:
+    with (JOBS / "data" / "reviews.csv").open(encoding="utf-8", newline="") as file:
+        reviews = list(csv.DictReader(file))
+    assert len({row["id"] for row in reviews}) == len({row["review"] for row in reviews}) == 40
+    assert {row["label"] for row in reviews} == {"positive", "negative", "neutral"}
+    text = "".join(row["review"] for row in reviews)
+    assert "\n" in text
+    assert '"' in text
+    assert not text.isascii()
 
 
 @pytest.mark.parametrize("path", sorted(JOBS.glob("*.toml")), ids=lambda path: path.stem)

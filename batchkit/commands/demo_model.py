@@ -100,7 +100,8 @@ README = """\
 The architecture is {architecture}; the weights are random numbers (seed {seed}, {dtype}).
 **Its answers mean nothing.** It exists to try batchkit, and to test it, without a download: it
 loads and runs in vLLM as a real model does. `batchkit demo-model PATH` builds it again, byte for
-byte. Do not judge speed, memory or quality by it.
+byte. Do not judge speed, memory or quality by it. The model `batchkit-demo`, which comes with batchkit,
+reads tables.
 """
 
 

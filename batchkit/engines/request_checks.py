@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from batchkit.config.suggest import did_you_mean
-from batchkit.config.tables import Table
+from batchkit.config.tables import DEMO_MODEL, Table
 from batchkit.config.type_names import in_words
 from batchkit.errors import JobError, PromptTooLongError
 from batchkit.types import Request
@@ -37,8 +37,8 @@ def missing_folder(model: str) -> str | None:
     if folder.exists() or not (folder.is_absolute() or model.startswith(".")):
         return None
     return (
-        f"engine.model: no folder {model}; give a model's folder or its name on the hub (the demo"
-        " model is built by: batchkit demo-model PATH)"
+        f"engine.model: no folder {model}; give a model's folder or its name on the hub (the model"
+        f" that comes with batchkit is {DEMO_MODEL})"
     )
 
 

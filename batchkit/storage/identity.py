@@ -83,7 +83,7 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
         if name not in _SPEED_ONLY and (name != "load_format" or value in _LOAD_FORMATS)
     }
     found |= {
-        "engine.model_files": model_fingerprint(job.engine.model),
+        "engine.model_files": model_fingerprint(job.engine.model_source),
         "engine.lora_files": model_fingerprint(job.engine.lora or ""),
         "engine.chat_template_text": _chat_template(job.engine.options.get("chat_template")),
         "prompt.system": _text(job.prompt.system, found.pop("prompt.system_file")),
@@ -97,7 +97,7 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
         found["server.slots"] = {"-np": slots(command)}
     if files := [*_files(job)]:
         found["engine.files"] = {name: model_fingerprint(name) for name in files}
-    models = {job.engine.model, job.engine.lora or "", *files}
+    models = {job.engine.model_source, job.engine.lora or "", *files}
     if blocks := {name: of for name in models if (of := blocks_fingerprint(name)) is not None}:
         found["engine.blocks"] = blocks
     if commits := hub_commits(job):
@@ -175,7 +175,7 @@ def _hub_names(job: JobConfig) -> Mapping[str | None, str]:
     return {
         options.get("tokenizer"): options.get("tokenizer_revision") or "main",
         engine.lora: "main",
-        engine.model: options.get("revision") or "main",
+        engine.model_source: options.get("revision") or "main",
     }
 
 

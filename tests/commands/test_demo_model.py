@@ -1,26 +1,20 @@
-"""The demo model and the quickstart's data. No vLLM here: the engine tests run the model."""
+"""The models of random weights that `batchkit demo-model` builds. The engine tests run them."""
 
 from __future__ import annotations
 
-import csv
-import hashlib
 import json
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from batchkit.commands.demo_model import build_demo_model
-from batchkit.config.loading import load_job
 from batchkit.errors import JobError
+from tests.support.digests import digests
 from tests.support.paths import ROOT
-
-QUICKSTART = ROOT / "jobs" / "data" / "quickstart"
-KINDS = {"image": "png", "html": "html", "markdown": "md", "csv": "csv", "latex": "txt"}
 
 
 @pytest.fixture(scope="module")
@@ -28,21 +22,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "demo"
     build_demo_model(path)
     return path
-
-
-@pytest.fixture(scope="module")
-def queries() -> list[dict[str, str]]:
-    return json.loads((QUICKSTART / "data" / "QA_final.json").read_text(encoding="utf-8"))[
-        "queries"
-    ]
-
-
-def digests(folder: Path) -> dict[str, str]:
-    return {
-        str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest()
-        for f in sorted(folder.rglob("*"))
-        if f.is_file()
-    }
 
 
 def test_the_same_seed_gives_the_same_bytes_in_another_process(tmp_path: Path) -> None:
@@ -164,90 +143,3 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="can't be written"):
         build_demo_model(tmp_path / "file" / "demo")
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
-
-
-def test_every_question_has_its_table_and_answer(queries: list[dict[str, str]]) -> None:
-    assert [query["id"] for query in queries] == list(range(1, 41))
-    for query in queries:
-        assert query["Question"]
-        assert query["FinalAnswer"]
-        assert query["ProcessedAnswer"]
-        for folder, ending in KINDS.items():
-            assert (QUICKSTART / folder / f"{query['FileName']}.{ending}").stat().st_size
-    tables = {query["FileName"] for query in queries}
-    for folder in KINDS:
-        assert {f.stem for f in (QUICKSTART / folder).iterdir()} == tables
-    assert len(tables) == 8
-    assert Counter(query["QuestionType"] for query in queries) == {
-        "Fact Checking": 12,
-        "Numerical Reasoning": 11,
-        "Data Analysis": 8,
-        "Structure Comprehending": 5,
-        "Visualization": 4,
-    }
-    assert {q["SubQType"].split()[0] for q in queries if q["QuestionType"] == "Data Analysis"} == {
-        "Summary", "Rudimentary", "Exploratory", "Predictive", "Anomaly"
-    }  # fmt: skip
-
-
-def test_short_answers_stand_in_their_tables(queries: list[dict[str, str]]) -> None:
-    """Independent of the script's arithmetic: looked-up values are cells of the CSV."""
-    for query in queries:
-        if query["SubQType"] == "Value-Matching":
-            path = QUICKSTART / "csv" / f"{query['FileName']}.csv"
-            with path.open(encoding="utf-8", newline="") as file:
-                assert query["FinalAnswer"] in {cell for row in csv.reader(file) for cell in row}
-
-
-def test_totals_add_up() -> None:
-    with (QUICKSTART / "csv" / "food-table01.csv").open(encoding="utf-8", newline="") as file:
-        rows = [[int(c) for c in row[2:]] for row in list(csv.reader(file))[2:]]
-    assert all(sum(row[:-1]) == row[-1] for row in rows)
-    regions, total = [rows[i : i + 4] for i in (0, 4, 8)], rows[12]
-    for region in regions:
-        assert [sum(column) for column in zip(*region[:3], strict=True)] == region[3]
-    assert [sum(column) for column in zip(*(r[3] for r in regions), strict=True)] == total
-
-
-def test_the_pictures_are_readable_and_small() -> None:
-    for path in (QUICKSTART / "image").iterdir():
-        with Image.open(path) as image:
-            assert image.format == "PNG"
-            assert image.mode == "P"
-            assert min(image.size) >= 300
-            assert max(image.size) <= 1500
-            assert len(image.convert("RGB").getcolors() or []) >= 4  # text, rules, shades, paper
-    assert sum(f.stat().st_size for f in QUICKSTART.rglob("*") if f.is_file()) < 2**20
-
-
-def test_the_script_writes_the_data_that_is_checked_in(tmp_path: Path) -> None:
-    script = ROOT / "scripts" / "make_quickstart_data.py"
-    subprocess.run([sys.executable, script, tmp_path], check=True)
-    made, kept = digests(tmp_path), digests(QUICKSTART)
-    assert made.keys() == kept.keys()
-    # Another Pillow draws and packs other pixels; what a table says is the same everywhere.
-    assert {k: v for k, v in made.items() if not k.endswith(".png")} == {
-        k: v for k, v in kept.items() if not k.endswith(".png")
-    }
-
-
-def test_the_jobs_find_their_data_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    quickstart = load_job(ROOT / "jobs" / "quickstart.toml")
-    assert quickstart.input.path == str(QUICKSTART / "data" / "QA_final.json")
-    assert quickstart.media.root == str(QUICKSTART)
-    sentiment = load_job(ROOT / "jobs" / "sentiment.toml")
-    assert sentiment.input.path == str(ROOT / "jobs" / "data" / "reviews.csv")
-
-
-def test_the_reviews_are_forty_with_a_label_each() -> None:
-    with (ROOT / "jobs" / "data" / "reviews.csv").open(encoding="utf-8", newline="") as file:
-        reviews = list(csv.DictReader(file))
-    assert len({row["id"] for row in reviews}) == len({row["review"] for row in reviews}) == 40
-    assert {row["label"] for row in reviews} == {"positive", "negative", "neutral"}
-    text = "".join(row["review"] for row in reviews)
-    assert "\n" in text
-    assert '"' in text
-    assert not text.isascii()

@@ -4,7 +4,13 @@ Every default lives here, once. ``docs/job-file.md`` is generated from these cla
 """
 
 from batchkit.config.tables.base import Table
-from batchkit.config.tables.engine import EngineKind, EngineTable, SamplingTable, ServerTable
+from batchkit.config.tables.engine import (
+    DEMO_MODEL,
+    EngineKind,
+    EngineTable,
+    SamplingTable,
+    ServerTable,
+)
 from batchkit.config.tables.input import Format, InputTable
 from batchkit.config.tables.job import JobConfig
 from batchkit.config.tables.prompt import MediaTable, PromptTable
@@ -18,6 +24,7 @@ from batchkit.config.tables.scoring import (
 )
 
 __all__ = [
+    "DEMO_MODEL",
     "EngineKind",
     "EngineTable",
     "Extract",

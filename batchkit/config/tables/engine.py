@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -19,6 +20,8 @@ from batchkit.config.server_command import check_command
 from batchkit.config.tables.base import Free, Identity, Table
 
 EngineKind = Literal["vllm", "transformers", "openai-server", "dry-run"]
+
+DEMO_MODEL = "batchkit-demo"  # comes with the package
 
 
 class ServerTable(Table):
@@ -66,7 +69,8 @@ class EngineTable(Table):
     )
     model: Identity[str] = Field(
         "",
-        description="A folder, or a name on the Hugging Face hub; with `openai-server`, the name"
+        description="A folder, a name on the Hugging Face hub, or `batchkit-demo`, a tiny model that comes"
+        " with batchkit and reads small tables (docs/demo-model.md); with `openai-server`, the name"
         " that the server knows it by, or a `.gguf` file for `[engine.server]`.",
     )
     base_url: Free[str | None] = Field(
@@ -111,6 +115,13 @@ class EngineTable(Table):
     )
 
     @property
+    def model_source(self) -> str:
+        """What an engine opens: ``model``, or the folder of the demo model."""
+        if self.model == DEMO_MODEL:
+            return str(Path(__file__).parents[2] / "demo_model")
+        return self.model
+
+    @property
     def is_gguf(self) -> bool:
         """True if the model is a file for llama.cpp."""
         return self.model.endswith(".gguf")
@@ -118,7 +129,10 @@ class EngineTable(Table):
     @model_validator(mode="after")
     def _has_model(self) -> EngineTable:
         if self.kind != "dry-run" and not self.model:
-            raise ValueError("model is missing: give a folder or a name on the hub")
+            raise ValueError(
+                f"model is missing: give a folder, a name on the hub, or {DEMO_MODEL}, the tiny model"
+                " that comes with batchkit"
+            )
         return self
 
     @model_validator(mode="after")

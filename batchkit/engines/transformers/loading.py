@@ -41,7 +41,7 @@ def load_model(job: JobConfig, options: Options, config: Any, tokenizer: Any) ->
     }
     try:
         model = _class_for(config).from_pretrained(
-            job.engine.model,
+            job.engine.model_source,
             dtype=options.dtype,
             revision=options.revision or "main",
             trust_remote_code=options.trust_remote_code,

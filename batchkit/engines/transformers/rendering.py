@@ -49,8 +49,8 @@ class TransformersRenderer:
             "trust_remote_code": options.trust_remote_code,
         }
         try:
-            self.config = AutoConfig.from_pretrained(job.engine.model, **source)
-            self._processor = AutoProcessor.from_pretrained(job.engine.model, **source)
+            self.config = AutoConfig.from_pretrained(job.engine.model_source, **source)
+            self._processor = AutoProcessor.from_pretrained(job.engine.model_source, **source)
         except Exception as error:  # a damaged file raises what its parser raises
             raise JobError(f"engine: {explain(error, job.engine.model)}") from error
         self._takes_images = hasattr(self._processor, "image_processor")

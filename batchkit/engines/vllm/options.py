@@ -70,7 +70,7 @@ def llm_options(job: JobConfig) -> dict[str, Any]:
     if job.engine.lora is not None:
         options.setdefault("enable_lora", True)
     # The stats carry the scheduler's load; printing them is switched off by the log level.
-    return {"model": job.engine.model, **options, "disable_log_stats": False}
+    return {"model": job.engine.model_source, **options, "disable_log_stats": False}
 
 
 def sampling_params(sampling: Mapping[str, Any]) -> Any:

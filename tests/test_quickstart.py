@@ -1,0 +1,143 @@
+"""The quickstart: its model reads the pictures, whichever engine runs it, and only the right ones."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import time
+import tomllib
+from collections import defaultdict
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import pytest
+from PIL import Image
+
+from batchkit.config.loading import load_job, make_job
+from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.storage.identity import identity
+from batchkit.storage.newest import read_newest
+from tests.support.forks import Fork
+from tests.support.own_process import batchkit, begin
+from tests.support.paths import ROOT
+from tests.support.rows import read_jsonl
+
+JOB = ROOT / "jobs" / "quickstart.toml"
+DATA = ROOT / "jobs" / "data" / "quickstart"
+QUESTIONS = read_jsonl(DATA / "questions.jsonl")
+
+
+class Run(NamedTuple):
+    answers: dict[str, str]
+    exact: float
+    ended: dict[str, Any]
+
+
+def share_of_exact(records: list[dict[str, Any]]) -> float:
+    """An empty answer, which is a failed record, is none."""
+    return sum(record["scores"].get("em", 0) for record in records) / len(records)
+
+
+def run(folder: Path, *settings: str) -> Run:
+    flags = [part for setting in settings for part in ("--set", setting)]
+    done = batchkit("run", JOB, *flags, cwd=folder, start=Fork)
+    assert done.returncode == 0, done.stderr
+    records = read_jsonl(folder / "output/quickstart/results.jsonl")
+    answers = {record["id"]: record["text"] for record in records}
+    assert len(records) == len(answers) == len(QUESTIONS)
+    return Run(answers, share_of_exact(records), json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_the_model_is_in_the_package_and_has_its_figures_in_the_docs() -> None:
+    model = Path(load_job(JOB).engine.model_source)
+    assert model == ROOT / "batchkit" / "demo_model"
+    weights = model / "model.safetensors"
+    assert sum(path.stat().st_size for path in model.iterdir()) < 5 * 2**20
+    page = (ROOT / "docs" / "demo-model.md").read_text(encoding="utf-8")
+    assert hashlib.sha256(weights.read_bytes()).hexdigest() in page, (
+        "the figures are of other weights: run scripts/publish_demo_model.py"
+    )
+
+
+def test_the_run_is_of_the_name_and_of_the_files_behind_it() -> None:
+    found = identity(load_job(JOB))
+    assert found["engine.model"] == "batchkit-demo"
+    folder = load_job(JOB, [f"engine.model={load_job(JOB).engine.model_source}"])
+    assert found["engine.model_files"] == identity(folder)["engine.model_files"] is not None
+    assert "engine.commits" not in found
+
+
+@pytest.fixture(scope="module")
+def on_vllm(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run(tmp_path_factory.mktemp("vllm"))
+
+
+def test_nine_of_ten_questions_are_answered_right(on_vllm: Run) -> None:
+    assert on_vllm.exact >= 0.9
+    right = {str(asked["id"]): asked["answer"] for asked in QUESTIONS}
+    equal = sum(answer == right[row] for row, answer in on_vllm.answers.items())
+    assert equal / len(right) == on_vllm.exact
+
+
+def test_transformers_gives_the_same_answers(on_vllm: Run, tmp_path: Path) -> None:
+    by_transformers = run(
+        tmp_path,
+        "engine.kind=transformers",
+        'engine.options={dtype = "float32", max_num_seqs = 8}',
+    )
+    assert by_transformers.answers == on_vllm.answers
+    assert by_transformers.exact == on_vllm.exact
+
+
+def test_a_killed_run_ends_with_the_same_answers(on_vllm: Run, tmp_path: Path) -> None:
+    slow = "engine.options.max_num_seqs=1"
+    log = tmp_path / "output/quickstart/results.jsonl"
+    with begin("run", JOB, "--set", slow, cwd=tmp_path, start=Fork) as process:
+        while not (log.exists() and log.stat().st_size):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+    assert 0 < len(list(read_newest(log))) < len(QUESTIONS)
+
+    resumed = run(tmp_path)
+    assert 0 < resumed.ended["skipped"] < len(QUESTIONS)
+    assert resumed.answers == on_vllm.answers
+    assert resumed.exact == on_vllm.exact
+
+
+def test_other_pictures_sizes_or_none_give_wrong_answers(tmp_path: Path) -> None:
+    """All in one run, which asks each question in each way."""
+    shuffled = [asked["image"] for asked in QUESTIONS]
+    Random(0).shuffle(shuffled)
+    factors = {"right": 1.0, "smaller": 0.75, "larger": 1.5}
+    rows = []
+    for asked, other in zip(QUESTIONS, shuffled, strict=True):
+        ways = {way: [write_scaled(tmp_path, asked["image"], f)] for way, f in factors.items()}
+        ways |= {"shuffled": [write_scaled(tmp_path, other, 1.0)], "missing": []}
+        for way, pictures in ways.items():
+            content = [{"type": "image_url", "image_url": {"url": url}} for url in pictures]
+            content.append({"type": "text", "text": asked["question"]})
+            messages = [{"role": "user", "content": content}]
+            rows.append({**asked, "id": f"{way} {asked['id']}", "messages": messages})
+    job = tomllib.loads(JOB.read_text(encoding="utf-8"))
+    del job["prompt"]
+    job |= {"media": {"root": str(tmp_path)}, "output": {"dir": str(tmp_path / "output")}}
+    done = ProductionBatchProcessor(make_job(job, "quickstart", base=JOB.parent)).process(rows)
+
+    by_way = defaultdict(list)
+    for record in done.records():
+        by_way[record["id"].split()[0]].append(record)
+    exact = {way: share_of_exact(records) for way, records in by_way.items()}
+    assert exact.pop("right") >= 0.9
+    assert len(exact) == 4
+    assert max(exact.values()) <= 0.5, exact
+
+
+def write_scaled(folder: Path, name: str, factor: float) -> str:
+    with Image.open(DATA / name) as image:
+        scaled = image.resize([round(side * factor) for side in image.size])
+    path = folder / f"{factor} {Path(name).name}"
+    scaled.save(path)
+    return path.name
