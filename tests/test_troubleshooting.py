@@ -90,7 +90,10 @@ MISTAKES = [
     of_job("…: found …, expected …", engine={"kind": "vlm"}),
     of_job("…: found …, expected …", name="my run"),
     of_job("engine: this table is missing", engine=None),
-    of_job("engine: model is missing: give a folder or a name on the hub", engine={"kind": "vllm"}),
+    of_job(
+        "engine: model is missing: give a folder, a name on the hub, or batchkit-demo…",
+        engine={"kind": "vllm"},
+    ),
     of_job("… and … are both given; keep one", prompt={"user": "x", "user_file": "rows.jsonl"}),
     of_job("prompt.user: line …", prompt={"user": "{{ q"}),
     of_job("prompt.user_file: …", prompt={"user": None, "user_file": "no.txt"}),

