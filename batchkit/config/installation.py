@@ -22,7 +22,7 @@ def how_to_install(extra: str) -> str:
 
 
 def how_to_reinstall(build: Literal["cpu", "cuda"] | None = None) -> str:
-    """The command that installs vLLM and batchkit anew, for the CPU or for CUDA if that matters."""
+    """The command that installs vLLM and batchkit again, for the CPU or for CUDA if that matters."""
     folder = _checkout()
     if folder is None:
         extra = "cpu" if build == "cpu" else "vllm"
