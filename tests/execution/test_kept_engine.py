@@ -51,6 +51,18 @@ def engines(job: JobConfig) -> set[str]:
     return found
 
 
+def ended(pid: str) -> bool:
+    """It and all its threads have ended. Its descriptors are not listed any more shortly before: its
+    sockets are closed only when its last thread ends."""
+    process = Path("/proc", pid)
+    try:
+        threads = list((process / "task").iterdir())
+        state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return len(threads) == 1 and state == "Z"
+
+
 def test_the_model_is_loaded_once_and_the_answers_are_the_same(
     tea: Callable[..., JobConfig], tmp_path: Path
 ) -> None:
@@ -90,9 +102,10 @@ def test_an_engine_that_died_meanwhile_is_replaced(tea: Callable[..., JobConfig]
     made = tea()
     with ProductionBatchProcessor(made, quiet=True) as processor:
         processor.process(PROMPTS[:2])
-        for pid in engines(made):
+        killed = engines(made)
+        for pid in killed:
             os.kill(int(pid), signal.SIGKILL)
-        until(lambda: not engines(made))
+        until(lambda: all(ended(pid) for pid in killed))
         second = processor.process(PROMPTS, name="more")
     assert (second.ok, second.exit) == (len(PROMPTS), 0)
     assert "engine died" not in log(second), "no row is suspected"
