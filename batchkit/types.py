@@ -6,7 +6,7 @@ All are frozen: a later step never changes what an earlier one made.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -70,17 +70,35 @@ class Cut:
     times: int = 1
 
 
+Content = str | Sequence[Mapping[str, Any]]
+"""A message's content: text, or parts in OpenAI's shape, in which an image part is
+``{"type": "image_pil", "image_pil": PIL.Image}``."""
+
+
+class Pair(NamedTuple):
+    """What ``task = "score"`` compares: the query with each of the documents.
+
+    ``is_list``: the row gives a list of documents, so its score is a list, too.
+    """
+
+    query: Content
+    documents: Sequence[Content]
+    is_list: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One row, ready for an engine.
 
-    Either ``messages`` (chat, OpenAI's shape; an image part is
-    ``{"type": "image_pil", "image_pil": PIL.Image}``) or ``prompt`` (the text as it is) is set.
-    A request whose row could not be rendered has neither, and is only used inside a failed
-    Completion. ``sampling`` holds the names of ``vllm.SamplingParams``. ``input_hash`` is the same
+    One of ``messages`` (chat, OpenAI's shape, with images as in ``Content``), ``prompt`` (the text as
+    it is) and ``pair`` is set. A request whose row could not be rendered has none, and is only used
+    inside a failed Completion. ``sampling`` holds the names of ``vllm.SamplingParams``, or of
+    ``vllm.PoolingParams`` if the job's task is not ``generate``. ``input_hash`` is the same
     for equal fields. ``media_bytes`` counts the decoded pixels that the request keeps in memory.
     ``cut`` is set if the row's text was too long and was shortened. ``note``: what is added to the
-    prompt if the row is asked again; empty if nothing is.
+    prompt if the row is asked again; empty if nothing is. ``tools``: OpenAI's definitions of the
+    functions that the model may call, and ``tool_choice``: "auto", "none", "required" or OpenAI's
+    object that names one. ``chat_template_kwargs``: the row's own, which override the job's.
     """
 
     row: Row
@@ -92,15 +110,22 @@ class Request:
     media_bytes: int = 0
     cut: Cut | None = None
     note: str = ""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    tool_choice: Any = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    pair: Pair | None = None
 
     @property
     def images(self) -> list[Image]:
         """The request's images, in the order of the prompt."""
+        contents = [message["content"] for message in self.messages or ()]
+        if self.pair is not None:
+            contents += [self.pair.query, *self.pair.documents]
         return [
             part["image_pil"]
-            for message in self.messages or ()
-            if not isinstance(message["content"], str)
-            for part in message["content"]
+            for content in contents
+            if not isinstance(content, str)
+            for part in content
             if part["type"] == "image_pil"
         ]
 
@@ -123,19 +148,38 @@ router's, DeepSeek's and Zhipu's."""
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of the ``n`` answers to a request. ``logprobs``: a list of tokens, or None."""
+    """One of the ``n`` answers to a request. ``logprobs``: a list of tokens, or None.
+
+    ``text`` is the answer alone, without its ``reasoning`` and its ``tool_calls`` (OpenAI's shape).
+    """
 
     text: str
     finish_reason: str | None
     logprobs: Any = None
+    reasoning: str | None = None
+    tool_calls: Sequence[Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens; ``completion_tokens`` is summed over the choices."""
+    """Tokens; ``completion_tokens`` is summed over the choices, and so is the part of them that is
+    reasoning, None if it is not known."""
 
     prompt_tokens: int
     completion_tokens: int
+    reasoning_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """What a pooling model answers, depending on the job's task: ``vector`` (embed; float32, little
+    endian), ``probabilities`` of the model's classes in their order, with the ``label`` of the
+    likeliest (classify), or ``scores``, one for each document of the request's pair (score)."""
+
+    vector: bytes | None = None
+    probabilities: Sequence[float] | None = None
+    label: str | None = None
+    scores: Sequence[float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +194,7 @@ class ErrorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """An engine's reply to a request: ``choices`` and ``usage``, or ``error``.
+    """An engine's reply to a request: ``choices`` or ``pooled``, and ``usage``; or ``error``.
 
     ``prompt`` is the text that the engine saw, including special tokens, if the engine knows it.
     ``parsed`` is the first choice's JSON value, if ``output.parse`` asks for it.
@@ -163,6 +207,7 @@ class Completion:
     error: RowError | None = None
     prompt: str | None = None
     parsed: Any = None
+    pooled: Pooled | None = None
 
 
 @dataclass(frozen=True, slots=True)

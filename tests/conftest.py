@@ -32,8 +32,10 @@ os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 # A busy machine is no counterexample.
-hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.load_profile("untimed")
+# The same examples each time; `pytest --hypothesis-profile explore` looks for new ones.
+hypothesis.settings.register_profile("explore", deadline=None)
+hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("same")
 
 # These start first: pytest-xdist gives whole files to its processes, and a long one at the end
 # would keep one of them busy while the other has nothing left.

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from batchkit import errors
+from batchkit import errors, types
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import EngineLoad
 from batchkit.engines.faults import Fault
@@ -41,7 +41,7 @@ from batchkit.engines.process.messages import (
     Turn,
 )
 from batchkit.errors import PromptTooLongError, RowError
-from batchkit.types import Choice, Completion, Cut, Request, Row, Usage
+from batchkit.types import Choice, Completion, Cut, Pooled, Request, Row, Usage
 from tests.support.engine_requests import Locked
 
 TEXT = st.text(max_size=20)
@@ -52,6 +52,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
 )
 TABLES = st.dictionaries(TEXT, JSON, max_size=3)
+TOOL_CALLS = st.none() | st.lists(TABLES, max_size=2)
 ROW_ERRORS = [
     kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, RowError)
 ]
@@ -71,9 +72,8 @@ def images(draw: st.DrawFn) -> Image.Image:
 PARTS = st.builds(lambda text: {"type": "text", "text": text}, TEXT) | st.builds(
     lambda image: {"type": "image_pil", "image_pil": image}, images()
 )
-MESSAGES = st.fixed_dictionaries(
-    {"role": TEXT, "content": TEXT | st.lists(PARTS, max_size=3)}, optional={"name": JSON}
-)
+CONTENTS = TEXT | st.lists(PARTS, max_size=3)
+MESSAGES = st.fixed_dictionaries({"role": TEXT, "content": CONTENTS}, optional={"name": JSON})
 REQUESTS = st.builds(
     Request,
     row=st.builds(Row, COUNTS, TEXT, TABLES),
@@ -85,6 +85,10 @@ REQUESTS = st.builds(
     media_bytes=COUNTS,
     cut=st.none() | st.builds(Cut, COUNTS, COUNTS, COUNTS, COUNTS),
     note=TEXT,
+    tools=TOOL_CALLS,
+    tool_choice=JSON,
+    chat_template_kwargs=TABLES,
+    pair=st.none() | st.builds(types.Pair, CONTENTS, st.lists(CONTENTS, max_size=2), st.booleans()),
 )
 FAULTS = st.builds(
     Fault, st.sampled_from(["oom", "engine_crash", "stall", "timeout"]), TEXT, TEXT, st.booleans()
@@ -94,15 +98,20 @@ LOADS = st.builds(
     *(COUNTS, COUNTS, st.floats(0, 1), COUNTS, COUNTS),
     events=st.lists(TEXT, max_size=2),
     served=TABLES,
+    unfinished_tokens=COUNTS,
 )
+FLOATS = st.none() | st.lists(st.floats(allow_nan=False), max_size=3)
 DONE = st.builds(
     Done,
     COUNTS,
-    st.lists(st.builds(Choice, TEXT, st.none() | TEXT, JSON), max_size=3),
-    st.none() | st.builds(Usage, COUNTS, COUNTS),
+    st.lists(
+        st.builds(Choice, TEXT, st.none() | TEXT, JSON, st.none() | TEXT, TOOL_CALLS), max_size=3
+    ),
+    st.none() | st.builds(Usage, COUNTS, COUNTS, st.none() | COUNTS),
     st.floats(0, 1e9),
     st.none(),
     st.none() | TEXT,
+    st.none() | st.builds(Pooled, st.none() | st.binary(), FLOATS, st.none() | TEXT, FLOATS),
 )
 ANSWERS = (
     st.builds(Ready, TABLES, st.dictionaries(TEXT, TEXT, max_size=2), LOADS)
@@ -157,7 +166,7 @@ def seen(value: Any) -> Any:
         return value.mode, value.size, value.tobytes()
     if isinstance(value, dict):
         return {key: seen(part) for key, part in value.items()}
-    return [seen(part) for part in value] if isinstance(value, list) else value
+    return [seen(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 @given(sent=REQUESTS)
@@ -165,8 +174,10 @@ def test_an_engine_gets_of_a_request_what_engines_read(pair: Pair, sent: Request
     got = pair.request(sent)
     assert got.row.index == sent.row.index
     assert seen(got.messages) == seen(sent.messages)
-    for name in ("prompt", "sampling", "attempt", "media_bytes", "cut"):
+    for name in ("prompt", "sampling", "attempt", "media_bytes", "cut", "tools", "tool_choice"):
         assert getattr(got, name) == getattr(sent, name), name
+    assert got.chat_template_kwargs == sent.chat_template_kwargs
+    assert seen(got.pair) == seen(sent.pair)
 
 
 @given(sent=ANSWERS)

@@ -12,7 +12,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.base import EngineLoad
 from batchkit.engines.faults import Fault
 from batchkit.errors import RowError
-from batchkit.types import Choice, Completion, Cut, Request, Row, Usage
+from batchkit.types import Choice, Completion, Cut, Pair, Pooled, Request, Row, Usage
 
 
 class _Message(Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -53,6 +53,10 @@ class Submit(_Message, frozen=True):
     attempt: int
     media_bytes: int
     cut: Cut | None
+    tools: Any
+    tool_choice: Any
+    chat_template_kwargs: Any
+    pair: Any
 
     @classmethod
     def of(cls, number: int, request: Request) -> Submit:
@@ -65,6 +69,10 @@ class Submit(_Message, frozen=True):
             request.attempt,
             request.media_bytes,
             request.cut,
+            request.tools,
+            request.tool_choice,
+            request.chat_template_kwargs,
+            request.pair,
         )
 
     @property
@@ -79,6 +87,10 @@ class Submit(_Message, frozen=True):
             attempt=self.attempt,
             media_bytes=self.media_bytes,
             cut=self.cut,
+            tools=self.tools,
+            tool_choice=self.tool_choice,
+            chat_template_kwargs=self.chat_template_kwargs,
+            pair=None if self.pair is None else Pair(*self.pair),
         )
 
 
@@ -117,14 +129,29 @@ class Done(_Message, frozen=True):
     latency_s: float
     error: RowError | None
     prompt: str | None
+    pooled: Pooled | None
 
     @classmethod
     def of(cls, number: int, done: Completion) -> Done:
-        return cls(number, done.choices, done.usage, done.latency_s, done.error, done.prompt)
+        return cls(
+            number,
+            done.choices,
+            done.usage,
+            done.latency_s,
+            done.error,
+            done.prompt,
+            done.pooled,
+        )
 
     def completion(self, request: Request) -> Completion:
         return Completion(
-            request, self.choices, self.usage, self.latency_s, self.error, self.prompt
+            request,
+            self.choices,
+            self.usage,
+            self.latency_s,
+            self.error,
+            self.prompt,
+            pooled=self.pooled,
         )
 
 
