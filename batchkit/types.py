@@ -218,7 +218,10 @@ class Record:
     JSON value of the text, if ``output.parse`` asks for it.
     ``input_hash`` shows whether a later input holds the same row. ``truncated_tokens``: by how many
     tokens the prompt was cut to fit. ``scores`` is None if the job scores nothing; ``unscored``
-    says why some of them could not be computed.
+    says why some of them could not be computed. Of a pooling task, ``text`` is None, and set are
+    ``label`` and ``probabilities`` (classify); ``score``, a list if the row gives a list of documents,
+    with ``order``, their numbers, best first (score); or ``vector`` as in ``Pooled`` (embed), which
+    is stored beside the log.
     """
 
     index: int
@@ -240,6 +243,11 @@ class Record:
     prediction: str | None = None
     scores: Mapping[str, float | None] | None = None
     unscored: str | None = None
+    label: str | None = None
+    probabilities: Sequence[float] | None = None
+    score: float | Sequence[float] | None = None
+    order: Sequence[int] | None = None
+    vector: bytes | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The record in the documented format; optional fields only if they are set."""
@@ -278,8 +286,9 @@ class Record:
                 {"text": c.text, "finish_reason": c.finish_reason, "logprobs": c.logprobs}
                 for c in self.choices
             ]
-        if self.prompt is not None:
-            line["prompt"] = self.prompt
+        for name in ("label", "probabilities", "score", "order", "prompt"):
+            if (value := getattr(self, name)) is not None:
+                line[name] = value
         if self.truncated_tokens is not None:
             line["truncated_tokens"] = self.truncated_tokens
         return line

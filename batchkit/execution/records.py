@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from batchkit.config.answer_schema import schema_in
 from batchkit.errors import EmptyTextError, InvalidOutputError, ServerError, TruncatedOutputError
 from batchkit.scoring import Scored
 from batchkit.scoring.parsed import NotJson, parsed
 from batchkit.storage.schema import error_of, is_count, seconds_of, usage_of
-from batchkit.types import BROKEN_OFF, Completion, Record, utc_now
+from batchkit.types import BROKEN_OFF, Completion, Pooled, Record, utc_now
 
 
 def to_record(
@@ -47,7 +49,24 @@ def to_record(
         prediction=None if scored is None else scored.prediction,
         scores=None if scored is None else scored.scores,
         unscored=None if scored is None else scored.unscored,
+        **({} if completion.pooled is None or error is not None else _of_pooled(completion)),
     )
+
+
+def _of_pooled(completion: Completion) -> dict[str, Any]:
+    """The fields that a record has for the answer to a pooling task."""
+    pooled, pair = completion.pooled, completion.request.pair
+    assert pooled is not None
+    scores = pooled.scores
+    if scores is None or pair is None:
+        return {
+            "vector": pooled.vector,
+            "label": pooled.label,
+            "probabilities": pooled.probabilities,
+        }
+    if not pair.is_list:
+        return {"score": scores[0]}
+    return {"score": scores, "order": sorted(range(len(scores)), key=lambda n: -scores[n])}
 
 
 def _truncated_tokens(completion: Completion) -> int | None:
@@ -61,9 +80,12 @@ def _truncated_tokens(completion: Completion) -> int | None:
 
 
 def failed_unless_whole(completion: Completion) -> Completion:
-    """The completion, with an error if its answer was broken off or is only white space."""
+    """The completion, with an error if its answer was broken off, is only white space, or has a
+    number that is not finite."""
     if completion.error is not None:
         return completion
+    if completion.pooled is not None:
+        return completion if _is_finite(completion.pooled) else _not_finite(completion)
     reasons = [choice.finish_reason for choice in completion.choices]
     for reason in reasons:
         if reason in BROKEN_OFF:
@@ -74,6 +96,22 @@ def failed_unless_whole(completion: Completion) -> Completion:
     reason = reasons[0] if reasons else None
     error = EmptyTextError(f"the model answered with no text (finish_reason {reason})")
     return replace(completion, error=error)
+
+
+def _is_finite(pooled: Pooled) -> bool:
+    if pooled.vector is not None:
+        import numpy as np
+
+        return bool(np.isfinite(np.frombuffer(pooled.vector, "<f4")).all())
+    return all(map(math.isfinite, [*(pooled.probabilities or ()), *(pooled.scores or ())]))
+
+
+def _not_finite(completion: Completion) -> Completion:
+    error = InvalidOutputError(
+        "the model's answer has a number that is not finite (NaN or infinite); a dtype with a larger"
+        ' range may help: engine.options.dtype = "bfloat16" or "float32"'
+    )
+    return replace(completion, error=error, pooled=None)
 
 
 def parsed_or_failed(completion: Completion) -> Completion:

@@ -16,6 +16,7 @@ RESULTS = "results.jsonl"
 IS_MISSING = "is missing; its rows must be run again: batchkit run --fresh"
 REQUEUE = ".requeue"  # a folder beside the log: holds what will replace the log
 RECORD_HEAD = b'{"index":'
+POOLED = ("embedding", "label", "score")  # what answers a row of a pooling task
 
 
 class LogLine(NamedTuple):
@@ -60,9 +61,11 @@ def read_lines(path: Path, offset: int = 0) -> Iterator[LogLine]:
 
 
 def failure_kind(record: Mapping[str, Any]) -> str | None:
-    """The record's error kind; ``empty`` for an ok record without text; None for an answer."""
+    """The record's error kind; ``empty`` for an ok record without an answer; None for an answer."""
     if record["status"] == "failed":
         return str((record.get("error") or {}).get("kind", "unknown"))
+    if any(record.get(name) is not None for name in POOLED):
+        return None
     texts = [choice.get("text") for choice in record.get("choices") or [record]]
     return None if any((text or "").strip() for text in texts) else "empty"
 

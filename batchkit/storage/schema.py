@@ -92,6 +92,12 @@ class _Choice(_Part):
     text: str | None = None
 
 
+class _Embedding(_Part):
+    segment: _Count
+    row: _Count
+    dimensions: Annotated[int, Field(ge=1, lt=COUNT_LIMIT)]
+
+
 class _Line(_Part):
     index: Annotated[int, Field(ge=0, lt=INDEX_LIMIT)]
     id: str
@@ -110,6 +116,11 @@ class _Line(_Part):
     choices: list[_Choice] | None = None
     prompt: str | None = None
     truncated_tokens: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    label: str | None = None
+    probabilities: list[float] | None = None
+    score: float | list[float] | None = None
+    order: list[_Count] | None = None
+    embedding: _Embedding | None = None
 
 
 def _logprobs(found: Any) -> list[dict[str, Any]] | None:

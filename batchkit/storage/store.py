@@ -28,16 +28,17 @@ _AT_ONCE = 1000
 
 class RecordLine(NamedTuple):
     """A record as it is in the log, newline included, and its parsed fields: at least ``index``,
-    ``status``, ``usage`` and ``error``."""
+    ``status``, ``usage`` and ``error``. ``vector``: as in ``Record``."""
 
     raw: bytes
     record: dict[str, Any]
+    vector: bytes | None = None
 
 
 def line_of(record: Record) -> RecordLine:
     """The log line for ``record``."""
     table = record.to_json()
-    return RecordLine(encoded(table), table)
+    return RecordLine(encoded(table), table, record.vector)
 
 
 class Store:

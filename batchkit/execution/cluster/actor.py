@@ -189,9 +189,8 @@ class Actor:
                 worker.in_flight, worker.retried, worker.capacity, worker.unfinished_tokens
             )
             for line in lines:
-                self._lines.append(
-                    RecordLine(line.raw, {name: line.record[name] for name in _REPORTED})
-                )
+                reported = {name: line.record[name] for name in _REPORTED}
+                self._lines.append(RecordLine(line.raw, reported, line.vector))
             if lines:
                 self._changed.notify_all()
 
