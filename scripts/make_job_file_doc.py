@@ -70,7 +70,7 @@ JOB.toml --dry-run` prints the first rows as the model would get them.
 - **Names.** A key is written with its table: `temperature` under `[sampling]` is
   `sampling.temperature`. A key or table that is not on this page is an error, and so is a value of
   another type; all mistakes are reported together. Free are only the names in `[vars]`,
-  `[engine.options]`, `[sampling]`, `[input.where]`, `[prompt.texts]` and
+  `[engine.options]`, `[sampling]`, `[pooling]`, `[input.where]`, `[prompt.texts]` and
   `[prompt.chat_template_kwargs]`.
 - **Overrides.** `--set KEY=VALUE` lays one value over the file, for any key and as often as needed:
   `--set sampling.temperature=0 --set engine.options.max_num_seqs=64 --set vars.language=French`.
@@ -78,7 +78,7 @@ JOB.toml --dry-run` prints the first rows as the model would get them.
 - **Paths.** `input.path`, `media.root`, `prompt.system_file` and `prompt.user_file` are looked up
   beside the job file first, then in the working directory. `engine.model`, `engine.lora` and
   `output.dir` start from the working directory.
-- **Templates.** `{{{{ name }}}}` in `prompt.system`, `user`, `images`, `captions` and `texts` is a
+- **Templates.** `{{{{ name }}}}` in `prompt.system`, `user`, `images`, `captions` and `texts`, and in `[pair]`, is a
   field of the row or a name from `[vars]`; where both have it, the row's field counts. They are
   [Jinja2](https://jinja.palletsprojects.com/templates/), with its loops, conditions and filters.
 - **Rows without templates.** With neither `system`, `user` nor `images`, a row's own `messages`

@@ -23,6 +23,7 @@ CONTENT = frozenset(
             "system", "user", "captions", "texts")),
         *(f"{table}.options.chat_template" for table in ("engine", "scoring.judge.engine")),
         "engine.chat_template_text",
+        *("pair.query", "pair.documents"),
         *("retry.reask", "retry.reask_note"),
         "output.keep",
         *("scoring.pattern", "scoring.choices", "scoring.rules"),

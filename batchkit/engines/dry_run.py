@@ -1,25 +1,33 @@
 """An engine without a model: it answers every request at once with a fixed sentence.
 
 For trying a job's input, templates, media and ledger at full speed. Its answers mean nothing, and
-say so; with ``output.parse`` they are JSON that fits the schema. Options: ``latency_s`` (how long each request takes) and ``max_num_seqs``.
+say so; with ``output.parse`` they are JSON that fits the schema. Vectors, probabilities and scores
+are made from the row's hash. Options: ``latency_s`` (how long each request takes) and
+``max_num_seqs``.
 """
 
 from __future__ import annotations
 
+import math
+import struct
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import shake_128
 from typing import Any
 
 import orjson
 from pydantic import PositiveInt
 
 from batchkit.config.answer_schema import example, schema_in
-from batchkit.config.tables import JobConfig, Table
+from batchkit.config.tables import JobConfig, Table, TaskName
 from batchkit.engines.base import EngineLoad, RenderedPrompt
 from batchkit.engines.request_checks import problems_with
 from batchkit.errors import JobError
-from batchkit.types import Choice, Completion, Request, Usage
+from batchkit.types import Choice, Completion, Content, Pooled, Request, Usage
+
+_DIMENSIONS = 8
+_LABELS = ("LABEL_0", "LABEL_1")  # what transformers calls classes without names
 
 
 class Options(Table):
@@ -30,7 +38,10 @@ class Options(Table):
 class DryRunEngine:
     """Answers in the order of submission, each request after ``latency_s``."""
 
-    def __init__(self, options: Options, *, in_json: bool = False) -> None:
+    def __init__(
+        self, options: Options, *, task: TaskName = "generate", in_json: bool = False
+    ) -> None:
+        self._task = task
         self._in_json = in_json
         self._latency_s = options.latency_s
         self._max_num_seqs = options.max_num_seqs
@@ -68,6 +79,10 @@ class DryRunEngine:
         self._queue.clear()
 
     def _answer(self, request: Request) -> Completion:
+        if self._task != "generate":
+            usage = Usage(len(_text(request).split()), 0)
+            pooled = _pooled(request, self._task)
+            return Completion(request, usage=usage, latency_s=self._latency_s, pooled=pooled)
         text = f"dry-run: no model answered row {request.row.index}"
         if self._in_json:
             schema = schema_in(request.sampling)
@@ -89,7 +104,7 @@ def open_engine(job: JobConfig) -> DryRunEngine:
     given = job.engine.options
     if problems := problems_with("engine.options", Options, given, job.engine.kind):
         raise JobError("\n".join(problems))
-    return DryRunEngine(Options(**given), in_json=job.output.parse is not None)
+    return DryRunEngine(Options(**given), task=job.task, in_json=job.output.parse is not None)
 
 
 def open_preflight(job: JobConfig) -> DryRunPreflight:
@@ -97,13 +112,41 @@ def open_preflight(job: JobConfig) -> DryRunPreflight:
     return DryRunPreflight()
 
 
+def _pooled(request: Request, task: TaskName) -> Pooled:
+    if task == "score":
+        assert request.pair is not None
+        return Pooled(scores=_numbers(request, len(request.pair.documents)))
+    if task == "classify":
+        numbers = _numbers(request, len(_LABELS))
+        probabilities = [number / sum(numbers) for number in numbers]
+        likeliest = max(range(len(_LABELS)), key=probabilities.__getitem__)
+        return Pooled(probabilities=probabilities, label=_LABELS[likeliest])
+    vector = [2 * n - 1 for n in _numbers(request, request.sampling.get("dimensions", _DIMENSIONS))]
+    length = math.hypot(*vector) if request.sampling.get("use_activation", True) else 1.0
+    return Pooled(vector=struct.pack(f"<{len(vector)}f", *(part / length for part in vector)))
+
+
+def _numbers(request: Request, count: int) -> list[float]:
+    """Between 0 and 1, the same for equal rows."""
+    digest = shake_128(request.input_hash.encode()).digest(4 * count)
+    return [(whole + 0.5) / 2**32 for whole in struct.unpack(f"<{count}I", digest)]
+
+
 def _text(request: Request) -> str:
-    if request.messages is None:
-        return request.prompt or ""
-    lines = []
-    for message in request.messages:
-        content = message["content"]
-        if not isinstance(content, str):
-            content = "".join(part.get("text", "<image>") for part in content)
-        lines.append(f"{message['role']}: {content}")
-    return "\n".join(lines)
+    return "\n".join(_lines(request))
+
+
+def _lines(request: Request) -> Iterator[str]:
+    if request.pair is not None:
+        yield f"query: {_plain(request.pair.query)}"
+        yield from (f"document: {_plain(document)}" for document in request.pair.documents)
+    elif request.messages is None:
+        yield request.prompt or ""
+    else:
+        yield from (f"{part['role']}: {_plain(part['content'])}" for part in request.messages)
+
+
+def _plain(content: Content) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "<image>") for part in content)

@@ -21,7 +21,7 @@ from batchkit.errors import (
     PromptTooLongError,
     RowOutOfMemoryError,
 )
-from batchkit.rendering.messages import loaded, with_note
+from batchkit.rendering.messages import loaded, with_note, with_parts
 from batchkit.rendering.sampling import with_temperature
 from batchkit.types import Completion, Request
 
@@ -184,6 +184,11 @@ def wait_s(tries: int, retry: RetryTable) -> float:
 
 def with_smaller_images(request: Request) -> Request:
     """``request`` with every image at half its pixels, the aspect kept."""
+    if (pair := request.pair) is not None:
+        documents = [with_parts(document, _smaller) for document in pair.documents]
+        return replace(
+            request, pair=pair._replace(query=with_parts(pair.query, _smaller), documents=documents)
+        )
     return replace(request, messages=loaded(list(request.messages or ()), _smaller))
 
 

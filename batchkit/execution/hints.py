@@ -16,7 +16,7 @@ def hints(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
     """A line per likely mistake in lengths, ``output.keep`` or the scoring; ``first``: a row's
     fields."""
     most, wanted = job.engine.options.get("max_model_len"), job.sampling.max_tokens
-    if isinstance(most, int) and wanted >= most:
+    if job.task == "generate" and isinstance(most, int) and wanted >= most:
         yield (
             f"sampling.max_tokens: {wanted} leaves no room for a prompt, as engine.options.max_model_len"
             f" is {most}, for prompt and answer together; an answer ends where they reach it"

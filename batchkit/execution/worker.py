@@ -226,13 +226,20 @@ class Worker:
         if completion.error is not None:
             return Scored(None, {})
         row = completion.request.row
-        return self._scoring.score(completion.choices[0].text, row.fields, row.id)
+        return self._scoring.score(_scored_text(completion), row.fields, row.id)
 
     def _finds_nothing(self, completion: Completion) -> bool:
         if self._scoring is None:
             return False
         row = completion.request.row
-        return self._scoring.finds_nothing(completion.choices[0].text, row.fields, row.id)
+        return self._scoring.finds_nothing(_scored_text(completion), row.fields, row.id)
+
+
+def _scored_text(completion: Completion) -> str:
+    """What the scoring reads of an answer: its text, or the label of a class."""
+    if completion.pooled is not None:
+        return completion.pooled.label or ""
+    return completion.choices[0].text
 
 
 def _check_unchanged(job: JobConfig, then: Mapping[str, Any]) -> None:

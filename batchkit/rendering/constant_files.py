@@ -15,8 +15,8 @@ from batchkit.rendering.templates.sandbox import fields_read
 
 
 def constant_files(job: JobConfig) -> dict[str, str]:
-    """A hash of each file of a template in ``prompt.texts`` and ``prompt.images`` that reads no
-    field of the row, by the template's key, and the file's number if there are several.
+    """A hash of each file of a template of a text or an image that reads no field of the row, by the
+    template's key, and the file's number if there are several.
 
     Web addresses are left out, and files that can't be read: they fail each row.
 
@@ -37,7 +37,15 @@ def constant_files(job: JobConfig) -> dict[str, str]:
 
 def _constant_templates(job: JobConfig) -> Iterator[RowTemplate]:
     texts = {f"prompt.texts.{name}": text for name, text in job.prompt.texts.items()}
-    images = {f"prompt.images.{n}": text for n, text in enumerate(job.prompt.images)}
+    images = {
+        f"{key}.{n}": text
+        for key, images in (
+            ("prompt.images", job.prompt.images),
+            ("pair.query_images", job.pair.query_images),
+            ("pair.document_images", job.pair.document_images),
+        )
+        for n, text in enumerate(images)
+    }
     for key, text in {**texts, **images}.items():
         template = RowTemplate(key, text, timeout_s=job.run.row_timeout_s, keeps_type=key in images)
         if fields_read(text) <= job.vars.keys():

@@ -8,7 +8,7 @@ from typing import Any
 
 from batchkit.config.terminal import shortened
 from batchkit.errors import RequestError
-from batchkit.types import Request
+from batchkit.types import Content, Request
 
 Message = Mapping[str, Any]
 
@@ -72,11 +72,16 @@ def _loaded(message: Any, load: Callable[[Any], Any]) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"messages: found {short(message)}, expected role and content")
     content = message.get("content")
-    if isinstance(content, str):
-        return message
-    if not isinstance(content, list):
+    if not isinstance(content, str | list):
         raise RequestError(f"messages: content is {short(content)}, expected text or parts")
-    return {**message, "content": [_loaded_part(part, load) for part in content]}
+    return (
+        message if isinstance(content, str) else {**message, "content": with_parts(content, load)}
+    )
+
+
+def with_parts(content: Content, load: Callable[[Any], Any]) -> Content:
+    """A message's ``content``; ``load`` makes the part for the source of each image."""
+    return content if isinstance(content, str) else [_loaded_part(part, load) for part in content]
 
 
 def _loaded_part(part: Any, load: Callable[[Any], Any]) -> Any:

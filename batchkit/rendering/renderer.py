@@ -12,6 +12,7 @@ from batchkit.errors import PromptTooLongError, RequestError, RowError, Template
 from batchkit.rendering.media import SharedImages, check_root, load_image, load_text
 from batchkit.rendering.messages import Message, image_sources, loaded, short, text_part
 from batchkit.rendering.openai_body import messages_of
+from batchkit.rendering.pairs import pair_of
 from batchkit.rendering.sampling import row_sampling, with_temperature
 from batchkit.rendering.templates.prompt import PromptTemplates, sources_of
 from batchkit.rendering.truncation import Place, cut_at, longest_text, next_cut
@@ -34,13 +35,13 @@ class PromptRenderer:
 
     def __init__(self, job: JobConfig, *, adjust_sampling: AdjustSampling | None = None) -> None:
         self._adjust_sampling = adjust_sampling
-        if job.prompt.images or job.prompt.texts:
-            check_root(job.media)
         self._job = job
         self._templates = PromptTemplates(job)
+        if self._templates.images or self._templates.texts:
+            check_root(job.media)
         self._system, self._user = self._templates.system, self._templates.user
         self._images = self._templates.images
-        self._sampling = job.sampling.params()
+        self._sampling = job.params()
         self._shared = SharedImages()
         self.job = self._templates.job
         """The job with the texts of its template files, for a worker that starts later."""
@@ -69,11 +70,16 @@ class PromptRenderer:
 
     def _request(self, row: Row, fields: Mapping[str, Any], attempt: int, of_input: str) -> Request:
         """As ``_render``; ``fields`` are the row's own, and the texts of its files."""
-        messages, prompt = self._content(fields)
+        if self._job.task == "score":
+            names = self._templates.with_vars(fields)
+            pair, messages, prompt = pair_of(self._templates, names, self._image_part), None, None
+        else:
+            pair, (messages, prompt) = None, self._content(fields)
         request = Request(
             row=row,
             messages=messages,
             prompt=prompt,
+            pair=pair,
             sampling=with_temperature(self._row_sampling(fields), attempt, self._job.retry),
             input_hash=of_input,
             attempt=attempt,
@@ -146,7 +152,8 @@ class PromptRenderer:
 
     def _files(self, row: Row) -> str:
         """The images and texts that the prompt includes."""
-        if self._user is not None and not self._images and not self._templates.texts:
+        has_text = self._user is not None or self._job.task == "score"
+        if has_text and not self._images and not self._templates.texts:
             return ""
         if self._templates.files_may_take_long:
             return ""  # all rows behind this one would wait for it
@@ -182,8 +189,8 @@ class PromptRenderer:
         return longest_text(fields, self._templates.names | {own})
 
     def _own_prompt(self, fields: Mapping[str, Any]) -> str | None:
-        """The name of the field with the row's own prompt; None with ``prompt.user``."""
-        if self._user is not None:
+        """The name of the field with the row's own prompt; None with ``prompt.user`` or ``[pair]``."""
+        if self._user is not None or self._job.task == "score":
             return None
         if self._system is None and not self._images:
             for name in ("messages", "body"):
@@ -245,6 +252,8 @@ class PromptRenderer:
         return {"type": "image_pil", "image_pil": image}
 
     def _row_sampling(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self._job.task != "generate":
+            return self._sampling
         column = self._job.sampling.sampling_column
         with_body = self._user is None
         found = row_sampling(self._sampling, fields, column=column, with_body=with_body)

@@ -65,7 +65,7 @@ _LOAD_FORMATS = ("dummy", "bitsandbytes")
 LEARNED = ("engine.commits", "engine.served")  # once an engine is loaded, or has answered
 _FOUND = (*LEARNED, "engine.files", "engine.blocks", "server.slots", "prompt.files")
 # Here the order of keys is part of a prompt, or of what a schema enforces.
-_ORDERED = ("vars.", "sampling.", "engine.options.", "prompt.chat_template_kwargs")
+_ORDERED = ("vars.", "sampling.", "pooling.", "engine.options.", "prompt.chat_template_kwargs")
 _MODEL = ("kind", "model", "lora", "options.revision", "server.command")  # of [engine]: its names
 CHANGING = "changing"  # in place of the hash of a file that changed while a run read it
 _WHOLE_BYTES = 8 * 2**20  # a larger file is read in blocks
@@ -107,10 +107,20 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
     for key in ("input.shard", "output.parse"):
         if found[key] is None:
             del found[key]
+    found = {key: value for key, value in found.items() if not _is_of_another_task(key, value, job)}
     if job.media.pdf_dpi == MediaTable.model_fields["pdf_dpi"].default:
         del found["media.pdf_dpi"]
     plain: dict[str, Any] = orjson.loads(orjson.dumps(found, default=str))
     return _without_secrets(plain)
+
+
+def _is_of_another_task(key: str, value: Any, job: JobConfig) -> bool:
+    """Whether a key is about pooling tasks and not set: manifests of older versions lack it."""
+    if key == "output.vector_dtype":
+        return job.task != "embed"
+    return (key == "task" and value == "generate") or (
+        key.startswith(("pair.", "pooling.")) and value in (None, [])
+    )
 
 
 def _files(job: JobConfig) -> Iterator[str]:

@@ -78,6 +78,10 @@ class Store:
 
     def copy(self, line: RecordLine) -> None:
         """Collect a line that was made elsewhere, unchanged."""
+        if line.vector is not None:
+            raise StoreError(
+                f"{self.folder}: vectors can't be stored yet, so task = \"embed\" can't run"
+            )
         self._lines.append(line.raw)
         self._pending.append(line.record)
 

@@ -96,7 +96,10 @@ def about(manifest: Manifest, job: JobConfig) -> list[tuple[str, str]]:
         ("Engine", job.engine.kind),
         ("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
         ("Input", ", ".join(input_files[:3]) + more),
-        ("Sampling", ", ".join(f"{k} {v}" for k, v in job.sampling.params().items())),
+        (
+            "Sampling" if job.task == "generate" else "Pooling",
+            ", ".join(f"{k} {v}" for k, v in job.params().items()),
+        ),
         ("Seed", str(manifest.seed)),
         ("Host", ", ".join(dict.fromkeys(str(start.host) for start in starts))),
         ("Starts", f"{len(starts)}, {restarts} engine restarts" if starts else ""),

@@ -119,13 +119,13 @@ def _score_run(folder: Path, job: JobConfig, stop: StopRequest, say: Say) -> Sco
         needs_later = [
             _answered(record, fields, scoring)
             for record, fields in _answers(folder, job, names)
-            if record["text"].strip() and is_deferred(scoring.table_for(fields).scorers)
+            if _text_of(record).strip() and is_deferred(scoring.table_for(fields).scorers)
         ]
         later = deferred_scores(job, scoring, needs_later, folder / FOLDER, stop, say)
 
     def lines() -> Iterator[ScoreLine]:
         for record, fields in _answers(folder, job, names):
-            index, scored = record["index"], scoring.score(record["text"], fields, record["id"])
+            index, scored = record["index"], scoring.score(_text_of(record), fields, record["id"])
             yield ScoreLine(
                 index,
                 record.get("input_hash"),
@@ -160,8 +160,13 @@ def _answers(
 
 
 def _answered(record: Mapping[str, Any], fields: Mapping[str, Any], scoring: Scoring) -> Answered:
-    text, row_id = record["text"], record["id"]
+    text, row_id = _text_of(record), record["id"]
     return Answered(record["index"], row_id, fields, text, scoring.score(text, fields, row_id))
+
+
+def _text_of(record: Mapping[str, Any]) -> str:
+    """What the scoring reads of an answer: its text, or the label of a class."""
+    return str(record.get("label") or record["text"] or "")
 
 
 def _is_other(folder: Path, job: JobConfig) -> bool:

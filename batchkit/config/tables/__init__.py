@@ -22,6 +22,7 @@ from batchkit.config.tables.scoring import (
     ScoringRule,
     ScoringTable,
 )
+from batchkit.config.tables.task import PairTable, PoolingTable, TaskName
 
 __all__ = [
     "DEMO_MODEL",
@@ -34,6 +35,8 @@ __all__ = [
     "JudgeTable",
     "MediaTable",
     "OutputTable",
+    "PairTable",
+    "PoolingTable",
     "PromptTable",
     "RetryTable",
     "RunTable",
@@ -43,4 +46,5 @@ __all__ = [
     "ScoringTable",
     "ServerTable",
     "Table",
+    "TaskName",
 ]

@@ -21,6 +21,7 @@ from batchkit.config.tables.input import InputTable
 from batchkit.config.tables.prompt import MediaTable, PromptTable
 from batchkit.config.tables.run import OutputTable, RetryTable, RunTable
 from batchkit.config.tables.scoring import ScoringTable
+from batchkit.config.tables.task import PairTable, PoolingTable, TaskName, misfits
 from batchkit.config.values import check_values
 from batchkit.errors import JobError
 
@@ -39,14 +40,18 @@ class JobConfig(Table):
 
     Attributes:
         name: Names the run folder, which is ``<output.dir>/<name>``.
+        task: What the model does with a row: ``generate`` (the default), ``embed``, ``classify`` or
+            ``score``.
         input: Where the rows come from, if ``process`` gets none: ``path``, ``format``, ``where``,
             ``limit``; and ``id``, the field that names a row.
         vars: Names of your own for the templates.
         prompt: How a row becomes a prompt: the templates ``system``, ``user`` and ``images``.
+        pair: What ``score`` compares: the templates ``query`` and ``documents``.
         media: Which files may be opened as images, and how large they may be.
         engine: The model, the engine that runs it (``kind``), and its ``options``: those of
             ``vllm.LLM``.
         sampling: The parameters of ``vllm.SamplingParams``.
+        pooling: The parameters of ``vllm.PoolingParams``, for the other tasks.
         run: How the run behaves: ``workers``, ``seed``, ``fail_on_error``, timeouts.
         retry: What is tried again within a run: ``attempts``, ``on_too_long``, ``reask``.
         output: What is written, and where: ``dir``, and ``keep``, the fields that a record keeps.
@@ -58,12 +63,20 @@ class JobConfig(Table):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         description="Names the run folder: letters, digits, `.`, `_`, `-`.",
     )
+    task: Identity[TaskName] = Field(
+        "generate",
+        description="What the model does with a row: `generate` text; or vLLM's pooling tasks: `embed` gives a"
+        " vector, `classify` a label and the probabilities of the model's classes, `score` a number for"
+        " each document of `[pair]`.",
+    )
     input: InputTable = InputTable()
     vars: Identity[dict[str, Any]] = Field({}, description="Free names for the templates.")
     prompt: PromptTable = PromptTable()
+    pair: PairTable = PairTable()
     media: MediaTable = MediaTable()
     engine: EngineTable
     sampling: SamplingTable = SamplingTable()
+    pooling: PoolingTable = PoolingTable()
     run: RunTable = RunTable()
     retry: RetryTable = RetryTable()
     output: OutputTable = OutputTable()
@@ -73,6 +86,11 @@ class JobConfig(Table):
     def folder(self) -> Path:
         """The run folder."""
         return Path(self.output.dir) / self.name
+
+    def params(self) -> dict[str, Any]:
+        """The parameters of a request, by the names of ``vllm.SamplingParams``, or of
+        ``vllm.PoolingParams`` if the task is not ``generate``."""
+        return self.sampling.params() if self.task == "generate" else self.pooling.params()
 
     def of_shard(self, shard: Shard) -> JobConfig:
         """The job of one shard, with its own run folder: ``<name>.shard-<number>-of-<of>``."""
@@ -93,6 +111,21 @@ class JobConfig(Table):
     @model_validator(mode="after")
     def _names_files_below_root(self) -> JobConfig:
         object.__setattr__(self, "input", self.input.below(self.media.root))  # it is frozen
+        return self
+
+    @model_validator(mode="after")
+    def _sends_texts_as_they_are(self) -> JobConfig:
+        """As ``vllm.LLM.embed`` does; its server applies the chat template to images."""
+        chat_is_meant = "chat" in self.prompt.model_fields_set or self.prompt.images
+        if self.task != "generate" and not chat_is_meant:
+            prompt = self.prompt.model_copy(update={"chat": False})
+            object.__setattr__(self, "prompt", prompt)  # it is frozen
+        return self
+
+    @model_validator(mode="after")
+    def _fits_its_task(self) -> JobConfig:
+        if found := [*misfits(self)]:
+            raise ValueError("\n".join(found))
         return self
 
     @model_validator(mode="after")
@@ -125,7 +158,8 @@ class JobConfig(Table):
         except ValidationError as error:
             from batchkit.config.problems import problems_in  # it knows all tables
 
-            problems = problems_in(error.errors(include_url=False))
+            found = problems_in(error.errors(include_url=False))
+            problems = [line for problem in found for line in problem.splitlines()]
             count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
             lines = "\n".join(f"  {problem}" for problem in problems)
             origin = (info.context or {}).get("origin", "JobConfig")

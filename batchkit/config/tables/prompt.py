@@ -33,7 +33,9 @@ class PromptTable(Table):
         "images-first", description="What comes first in the user message."
     )
     chat: Identity[bool] = Field(
-        True, description="`false` sends `user` as it is, without the model's chat template."
+        True,
+        description="`false` sends `user` as it is, without the model's chat template. That is the default"
+        " of the tasks `embed` and `classify` if the prompt has no images.",
     )
     chat_template_kwargs: Identity[dict[str, Any]] = Field(
         {},

@@ -144,3 +144,6 @@ class OutputTable(Table):
         " and its keys are columns of Parquet and CSV. Any other answer is the failure"
         " `invalid_output`.",
     )
+    vector_dtype: Identity[Literal["float32", "float16"]] = Field(
+        "float32", description='For `task = "embed"`: the type that vectors are stored with.'
+    )

@@ -1,4 +1,5 @@
-"""The templates of a job: those of its prompt, and others, for example ``scoring.table``."""
+"""The templates of a job: those of its prompt or its pair, and others, for example
+``scoring.table``."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class _Source(NamedTuple):
 
 
 class PromptTemplates:
-    """The templates of ``[prompt]`` and of ``retry.reask_note``. Several threads may share it.
+    """The templates of ``[prompt]``, ``[pair]`` and ``retry.reask_note``. Several threads may share it.
 
     Raises:
         JobError: a template or template file of the job can't be used.
@@ -53,9 +54,14 @@ class PromptTemplates:
         """The job with the texts of its template files, for a worker that starts later."""
         self.system = system and self._template(*system)
         self.user = user and self._template(*user)
+        self.query = self._of_pair("query")
+        self.documents = self._of_pair("documents", keeps_type=True)
+        self.query_images = self._images("pair.query_images", job.pair.query_images)
+        self.document_images = self._images("pair.document_images", job.pair.document_images)
         self.images = [
-            self._template(f"prompt.images.{n}", source, keeps_type=True)
-            for n, source in enumerate(prompt.images)
+            *self._images("prompt.images", prompt.images),
+            *self.query_images,
+            *self.document_images,
         ]
         self.captions = [
             self._template(f"prompt.captions.{n}", source)
@@ -68,13 +74,14 @@ class PromptTemplates:
         note = self._template("retry.reask_note", job.retry.reask_note)
         self._note = note if job.retry.reask else None
         texts = [source.text for source in (system, user) if source is not None]
+        texts += [text for text in (job.pair.query, job.pair.documents) if text is not None]
         self.names = _read_by([*texts, *prompt.captions])
         """What the prompt's text is made of: names of the row, of its texts or of ``[vars]``."""
         in_order = [name for text in texts for name in names_in_order(text)]
         fields = self.names - job.vars.keys()
         self.fields_in_order = [name for name in dict.fromkeys(in_order) if name in fields]
         files = [*self.images, *self.texts.values()]
-        others = [self.system, self.user, self._note, *self.captions]
+        others = [self.system, self.user, self.query, self.documents, self._note, *self.captions]
         self.takes_long = any(part is not None and part.is_apart for part in (*files, *others))
         """True if a row's templates are rendered in a separate process."""
         self.files_may_take_long = any(template.may_take_long for template in files)
@@ -91,6 +98,16 @@ class PromptTemplates:
 
     def note(self, fields: Mapping[str, Any]) -> str:
         return "" if self._note is None else self._note.text(self.with_vars(fields)).strip()
+
+    def _of_pair(self, name: str, *, keeps_type: bool = False) -> RowTemplate | None:
+        source = getattr(self._job.pair, name)
+        return source and self._template(f"pair.{name}", source, keeps_type=keeps_type)
+
+    def _images(self, key: str, sources: Iterable[str]) -> list[RowTemplate]:
+        return [
+            self._template(f"{key}.{n}", source, keeps_type=True)
+            for n, source in enumerate(sources)
+        ]
 
     def _template(self, key: str, text: str, *, keeps_type: bool = False) -> RowTemplate:
         timeout_s = self._job.run.row_timeout_s
@@ -110,7 +127,8 @@ def names_in(job: JobConfig, prompt: PromptTable | None, templates: Iterable[str
     names = _read_by(templates)
     if prompt is not None:
         made = PromptTemplates(job.model_copy(update={"prompt": prompt}))
-        names |= (made.names | _read_by(prompt.images)) - prompt.texts.keys()
+        images = [*prompt.images, *job.pair.query_images, *job.pair.document_images]
+        names |= (made.names | _read_by(images)) - prompt.texts.keys()
         names |= _read_by(prompt.texts.values())  # a path may read the field that its text replaces
     return names - job.vars.keys()
 

@@ -1,0 +1,65 @@
+"""The pair of a row, for ``task = "score"``: a query, and the documents that it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from batchkit.errors import RequestError
+from batchkit.rendering.messages import short, text_part
+from batchkit.rendering.templates.prompt import PromptTemplates, sources_of
+from batchkit.types import Content, Pair
+
+MakePart = Callable[[Any], dict[str, Any]]
+
+
+def pair_of(templates: PromptTemplates, names: Mapping[str, Any], image_part: MakePart) -> Pair:
+    """``templates`` filled in with ``names``; ``image_part`` makes the part for the source of an image.
+
+    Raises:
+        RowError: a template can't be filled in, or the documents are no texts.
+    """
+    query = "" if templates.query is None else templates.query.text(names)
+    sources = [source for made in templates.query_images for source in sources_of(made, names)]
+    texts, is_list = _documents(templates, names)
+    images = _images_of_each(templates, names, len(texts) if is_list else None)
+    documents = [_content(text, own, image_part) for text, own in zip(texts, images, strict=True)]
+    return Pair(_content(query, sources, image_part), documents, is_list)
+
+
+def _documents(templates: PromptTemplates, names: Mapping[str, Any]) -> tuple[list[str], bool]:
+    """The texts, and whether the row gives a list of them."""
+    if templates.documents is None:
+        return [""], False
+    found = templates.documents.value(names)
+    if isinstance(found, str):
+        return [found], False
+    if not isinstance(found, list | tuple) or not all(isinstance(text, str) for text in found):
+        raise RequestError(
+            f"pair.documents: found {short(found)}, expected a text or a list of texts"
+        )
+    if not found:
+        raise RequestError("pair.documents: found an empty list; there is nothing to compare with")
+    return list(found), True
+
+
+def _images_of_each(
+    templates: PromptTemplates, names: Mapping[str, Any], documents: int | None
+) -> Sequence[Sequence[Any]]:
+    """The sources of each document's images; ``documents`` is None if the row does not give a list."""
+    given = [sources_of(template, names) for template in templates.document_images]
+    if documents is None:
+        return [[source for sources in given for source in sources]]
+    for template, sources in zip(templates.document_images, given, strict=True):
+        if len(sources) != documents:
+            raise RequestError(
+                f"{template.key}: found {len(sources)} images for {documents} documents; expected a"
+                " list with one image for each"
+            )
+    return [[sources[n] for sources in given] for n in range(documents)]
+
+
+def _content(text: str, sources: Sequence[Any], image_part: MakePart) -> Content:
+    if not sources:
+        return text
+    return [*map(image_part, sources), *([text_part(text)] if text else [])]

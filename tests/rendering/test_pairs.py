@@ -1,0 +1,126 @@
+"""A row becomes the pair that ``task = "score"`` compares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from batchkit.config.loading import make_job
+from batchkit.errors import PromptTooLongError, RequestError, RowError
+from batchkit.rendering.constant_files import constant_files
+from batchkit.rendering.renderer import PromptRenderer
+from batchkit.types import Pair, Request, Row
+
+TEXTS = {"query": "Q: {{ q }}", "documents": "{{ d }}"}
+
+
+def renderer(pair: dict[str, Any], **tables: Any) -> PromptRenderer:
+    job = {"task": "score", "pair": pair, "engine": {"kind": "dry-run"}, **tables}
+    return PromptRenderer(make_job(job, "test"))
+
+
+def render(fields: Mapping[str, Any], pair: dict[str, Any] = TEXTS, **tables: Any) -> Request:
+    return renderer(pair, **tables).render(Row(0, "0", fields))
+
+
+def test_one_document_is_a_pair_of_texts() -> None:
+    found = render({"q": "tea?", "d": "Tea is a drink.", "prompt": "not read"})
+    assert found.pair == Pair("Q: tea?", ["Tea is a drink."], is_list=False)
+    assert (found.messages, found.prompt) == (None, None)
+
+
+def test_a_column_with_a_list_gives_each_document() -> None:
+    found = render({"q": "tea?", "d": ["one", "two"]})
+    assert found.pair == Pair("Q: tea?", ["one", "two"], is_list=True)
+
+
+def test_a_template_around_a_value_is_one_text() -> None:
+    found = render(
+        {"q": "x", "title": "T", "d": "body"}, {**TEXTS, "documents": "{{ title }}: {{ d }}"}
+    )
+    assert found.pair == Pair("Q: x", ["T: body"], is_list=False)
+
+
+@pytest.mark.parametrize(
+    ("documents", "expected"),
+    [
+        ([], "pair.documents: found an empty list"),
+        (["a", 7], "pair.documents: found ['a', 7], expected a text or a list of texts"),
+        (7, "pair.documents: found 7, expected a text or a list of texts"),
+        (None, "pair.documents: found None, expected a text or a list of texts"),
+    ],
+)
+def test_documents_that_are_no_texts_fail_the_row(documents: Any, expected: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        render({"q": "x", "d": documents})
+    assert expected in str(caught.value)
+
+
+def test_a_row_without_a_field_of_the_pair_fails() -> None:
+    with pytest.raises(
+        RowError, match=r"pair.documents: '\{\{ d \}\}' is undefined; the row has q"
+    ):
+        render({"q": "x"})
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> dict[str, Any]:
+    for n in range(3):
+        Image.new("RGB", (40 + n, 30)).save(tmp_path / f"{n}.png")
+    return {"media": {"root": str(tmp_path)}}
+
+
+def widths(content: Any) -> list[int]:
+    return [part["image_pil"].width for part in content if part["type"] == "image_pil"]
+
+
+def test_images_of_query_and_documents(pictures: dict[str, Any]) -> None:
+    pair = {**TEXTS, "query_images": ["{{ a }}"], "document_images": ["{{ b }}"]}
+    row = {"q": "x", "a": "0.png", "d": ["one", "two"], "b": ["1.png", "2.png"]}
+    found = render(row, pair, **pictures)
+    assert found.pair is not None
+    assert widths(found.pair.query) == [40]
+    assert [widths(document) for document in found.pair.documents] == [[41], [42]]
+    assert found.media_bytes == 4 * 30 * (40 + 41 + 42)
+    assert renderer(pair, **pictures).image_sources(Row(0, "0", row)) == ["0.png", "1.png", "2.png"]
+
+
+def test_a_document_may_be_images_alone(pictures: dict[str, Any]) -> None:
+    pair = {"query": "{{ q }}", "document_images": ["{{ b }}"]}
+    found = render({"q": "x", "b": ["1.png", "2.png"]}, pair, **pictures).pair
+    assert found is not None
+    assert (len(found.documents), found.is_list) == (1, False)
+    assert widths(found.documents[0]) == [41, 42]
+
+
+def test_each_document_needs_its_image(pictures: dict[str, Any]) -> None:
+    pair = {**TEXTS, "document_images": ["{{ b }}"]}
+    with pytest.raises(RequestError, match=r"document_images\.0: found 1 images for 2 documents"):
+        render({"q": "x", "d": ["one", "two"], "b": "1.png"}, pair, **pictures)
+
+
+def test_an_image_of_all_rows_is_compared_at_the_next_start(pictures: dict[str, Any]) -> None:
+    job = {
+        "task": "score",
+        "pair": {**TEXTS, "query_images": ["0.png"]},
+        "engine": {"kind": "dry-run"},
+    }
+    assert [*constant_files(make_job({**job, **pictures}, "test"))] == ["pair.query_images.0"]
+
+
+def test_the_longest_text_of_a_pair_is_cut() -> None:
+    made = renderer(TEXTS, retry={"on_too_long": "truncate-middle"})
+    request = made.render(Row(0, "0", {"q": "short", "d": ["x", "word " * 200]}))
+    error = PromptTooLongError("too long")
+    error.prompt_tokens, error.max_model_len = 1000, 256
+    shorter = made.shortened(request, error)
+    assert shorter is not None
+    assert shorter.pair is not None
+    query, (first, second) = shorter.pair.query, shorter.pair.documents
+    assert (query, first) == ("Q: short", "x")
+    assert 50 < len(second) < 300
+    assert " […] " in second
