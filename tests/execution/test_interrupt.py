@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -29,6 +30,8 @@ def interrupted(command: list[str], cwd: Path, after_s: float) -> tuple[int, str
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(PACKAGE)},
+        # A shell has what it runs in the background ignore SIGINT, and these tests with it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     time.sleep(after_s)
     process.send_signal(signal.SIGINT)
@@ -41,21 +44,21 @@ def interrupted(command: list[str], cwd: Path, after_s: float) -> tuple[int, str
 
 @pytest.mark.parametrize("door", DOORS)
 def test_ctrl_c_during_the_first_imports_is_one_line(door: str, tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text('{"q": "a"}\n' * 50_000)
+    (tmp_path / "in.jsonl").write_text('{"q": "a"}\n' * 500_000)  # more than it gets to
     (tmp_path / "job.toml").write_text(
         'input.path = "in.jsonl"\nprompt.user = "{{ q }}"\nengine.kind = "dry-run"\n'
     )
-    codes = []
-    for step in range(13):
-        command = [*DOORS[door], "validate", "job.toml"]
-        code, stderr = interrupted(command, tmp_path, after_s=0.04 * (step + 1))
+    command, codes = [*DOORS[door], "validate", "job.toml"], []
+    for step in itertools.count(1):
+        if step > 13 and 130 in codes:  # a busy machine takes longer to come to our own code
+            break
+        code, stderr = interrupted(command, tmp_path, after_s=0.04 * step)
         if str(PACKAGE / "batchkit") not in stderr and "Traceback" in stderr:
             continue  # Python itself was still starting, and had not come to us
         codes.append(code)
         assert code in (130, -signal.SIGINT), stderr
         assert "Traceback" not in stderr
         assert len(stderr.splitlines()) <= 1, stderr
-    assert 130 in codes
 
 
 def test_limit_that_nobody_foresaw_is_one_line(tmp_path: Path) -> None:
