@@ -15,7 +15,7 @@ from batchkit.commands.compare import compare
 from batchkit.commands.report import write_comparison, write_report
 from batchkit.scoring.metrics import tabulate
 from batchkit.storage.score_store import read_scored
-from tests.support.browser import open_browser
+from tests.support.browser import open_browser, picture_of
 from tests.support.made_runs import draw_tables, failure, make_run, rows
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ def test_image_is_shown_and_a_missing_one_is_named(report: Path, visit: Open) ->
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1440, 380])
 def test_page_fits_its_window_in_both_schemes(
-    report: Path, visit: Open, scheme: str, width: int, tmp_path: Path
+    report: Path, visit: Open, scheme: str, width: int
 ) -> None:
     opened = visit(report, viewport={"width": width, "height": 800}, color_scheme=scheme)
     page = opened.page
@@ -270,7 +270,7 @@ def test_page_fits_its_window_in_both_schemes(
     )
     assert (paper > ink) == (scheme == "light")
     assert abs(paper - ink) > 500
-    assert len(page.screenshot(path=tmp_path / "page.png", full_page=True)) > 20_000
+    assert len(picture_of(page)) > 20_000
 
 
 def top_of(page: Page, selector: str) -> float:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Playwright
+    from playwright.sync_api import Browser, Page, Playwright
 
 PACKAGE, VERSION = "@sparticuz/chromium", "147.0.0"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "batchkit"
@@ -61,6 +61,23 @@ def open_browser() -> Iterator[Browser]:
             executable_path=chromium.executable, args=args, env=chromium.env
         ) as browser:
             yield browser
+
+
+def picture_of(page: Page) -> bytes:
+    """The whole page as a PNG.
+
+    Chromium refuses one of a page that it has not drawn yet, at its full height, which may take a
+    while on a busy machine; then it is asked again.
+    """
+    from playwright.sync_api import Error
+
+    while True:
+        page.evaluate("() => new Promise(drawn => requestAnimationFrame(drawn))")
+        try:
+            return page.screenshot(full_page=True)
+        except Error as error:
+            if "Unable to capture screenshot" not in error.message:
+                raise
 
 
 def find_chromium(driver: Playwright) -> Chromium:
