@@ -98,7 +98,9 @@ class Request:
     ``cut`` is set if the row's text was too long and was shortened. ``note``: what is added to the
     prompt if the row is asked again; empty if nothing is. ``tools``: OpenAI's definitions of the
     functions that the model may call, and ``tool_choice``: "auto", "none", "required" or OpenAI's
-    object that names one. ``chat_template_kwargs``: the row's own, which override the job's.
+    object that names one; ``parallel_tool_calls`` is False if it may call only one at a time.
+    ``chat_template_kwargs``: the row's own, which override the job's; ``reasoning_effort`` among them
+    is the parameter of OpenAI's API.
     """
 
     row: Row
@@ -112,6 +114,7 @@ class Request:
     note: str = ""
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     pair: Pair | None = None
 
@@ -124,7 +127,7 @@ class Request:
         return [
             part["image_pil"]
             for content in contents
-            if not isinstance(content, str)
+            if content is not None and not isinstance(content, str)
             for part in content
             if part["type"] == "image_pil"
         ]

@@ -75,10 +75,11 @@ JOB.toml --dry-run` prints the first rows as the model would get them.
 - **Overrides.** `--set KEY=VALUE` lays one value over the file, for any key and as often as needed:
   `--set sampling.temperature=0 --set engine.options.max_num_seqs=64 --set vars.language=French`.
   The value is read as TOML (`0`, `true`, `["a", "b"]`), and what isn't TOML is text.
-- **Paths.** `input.path`, `media.root`, `prompt.system_file` and `prompt.user_file` are looked up
+- **Paths.** `input.path`, `media.root`, `prompt.system_file`, `user_file` and `tools` are looked up
   beside the job file first, then in the working directory. `engine.model`, `engine.lora` and
   `output.dir` start from the working directory.
-- **Templates.** `{{{{ name }}}}` in `prompt.system`, `user`, `images`, `captions` and `texts`, and in `[pair]`, is a
+- **Templates.** `{{{{ name }}}}` in `prompt.system`, `user`, `images`, `captions`, `texts` and `tools`, and in
+  `[pair]`, is a
   field of the row or a name from `[vars]`; where both have it, the row's field counts. They are
   [Jinja2](https://jinja.palletsprojects.com/templates/), with its loops, conditions and filters.
 - **Rows without templates.** With neither `system`, `user` nor `images`, a row's own `messages`

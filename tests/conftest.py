@@ -115,6 +115,7 @@ SLOW = {
     "test_startup",
     "test_templates",
     "test_terminal",
+    "test_engine_tools",
     "test_verify",
     "test_vllm_stepper",
     "test_vllm_truncation",

@@ -36,6 +36,7 @@ FOREIGN_HOMES = {  # who alone may import it; never when the module itself is im
         "engines.vllm.options",
         "engines.vllm.renderer",
         "engines.vllm.stepper",
+        "engines.vllm.tools",
     },
     "torch": {
         "commands.demo_model",

@@ -13,12 +13,11 @@ from batchkit.config.tables import JobConfig
 from batchkit.config.terminal import cut_in_the_middle
 from batchkit.errors import JobError, MediaError, RowError
 from batchkit.rendering.media import load_image, shown
-from batchkit.rendering.messages import short
+from batchkit.rendering.messages import as_text, short
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.job_toml import job_of_run, without_masked
 from batchkit.storage.ledger import failure_kind
 from batchkit.storage.score_store import read_scored
-from batchkit.types import Request
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -135,7 +134,7 @@ def _shown(record: Mapping[str, Any], inputs: InputRows, job: JobConfig) -> Show
         sources = []
     images = [_image(source, job) for source in sources]
     try:
-        prompt = stored or _text(inputs.renderer.render(row))
+        prompt = stored or as_text(inputs.renderer.render(row), "[image]")
     except RowError:
         prompt = None
     return ShownRow(record, prompt, images, fields)
@@ -146,15 +145,3 @@ def _image(source: Any, job: JobConfig) -> ShownImage:
         return ShownImage(shown(source), load_image(source, job.media))
     except MediaError as error:
         return ShownImage(shown(source), None, masked_text(str(error)))
-
-
-def _text(request: Request) -> str:
-    if request.messages is None:
-        return request.prompt or ""
-    return "\n".join(f"{m['role']}: {_content(m['content'])}" for m in request.messages)
-
-
-def _content(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text", "[image]") for part in content)

@@ -19,6 +19,7 @@ from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import InputTable, JobConfig, PromptTable, ScoringTable
 from batchkit.config.terminal import shortened
 from batchkit.config.toml_problems import problem_in
+from batchkit.config.tool_definitions import is_template
 from batchkit.config.urls import bare, is_remote, scheme_with_password
 from batchkit.config.values import place_in, reason_of
 from batchkit.errors import JobError
@@ -251,6 +252,8 @@ def _with_files_found(prompt: PromptTable, base: Path, key: str) -> PromptTable:
         for name in ("system_file", "user_file")
         if (value := getattr(prompt, name)) is not None
     }
+    if isinstance(prompt.tools, str) and not is_template(prompt.tools):
+        files["tools"] = str(_find(prompt.tools, base, f"{key}.tools"))
     return prompt.model_copy(update=files)
 
 

@@ -21,7 +21,9 @@ def in_words(annotation: Any, limits: Iterable[Any] = ()) -> str:
     if origin is Literal:
         return _either([json.dumps(choice) for choice in parts])
     if origin is list:
-        return f"list of {in_words(parts[0])}".replace("of number", "of numbers")
+        return f"list of {in_words(parts[0])}".replace("of number", "of numbers").replace(
+            "of table", "of tables"
+        )
     if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return "table"
     word = {bool: "true or false", int: "whole number", float: "number", str: "text"}

@@ -11,7 +11,12 @@ MAX_DEPTH = 100  # nested tables and lists; the writers fail at about 250
 _BITS = 64  # the limit of TOML's integers, and of the JSON writer
 # Tables that take any key, at least in a part of them. TOML lacks null: a key without a value is left
 # out, which is the same only for an option.
-_FREE_FORM = (("vars",), ("input", "where"), ("prompt", "chat_template_kwargs"))
+_FREE_FORM = (
+    ("vars",),
+    ("input", "where"),
+    ("prompt", "chat_template_kwargs"),
+    ("prompt", "tools"),
+)
 _OPTIONS = (("sampling",), ("pooling",), ("engine", "options"))
 _BRACKET = re.compile(r"[\[\]{}]")
 _LONG_NUMBER = re.compile(r"\d[\d_]{4000,}")  # Python reads up to 4300 digits

@@ -12,7 +12,7 @@ import math
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import shake_128
 from typing import Any
 
@@ -24,7 +24,8 @@ from batchkit.config.tables import JobConfig, Table, TaskName
 from batchkit.engines.base import EngineLoad, RenderedPrompt
 from batchkit.engines.request_checks import problems_with
 from batchkit.errors import JobError
-from batchkit.types import Choice, Completion, Content, Pooled, Request, Usage
+from batchkit.rendering.messages import as_text
+from batchkit.types import Choice, Completion, Pooled, Request, Usage
 
 _DIMENSIONS = 8
 _LABELS = ("LABEL_0", "LABEL_1")  # what transformers calls classes without names
@@ -80,7 +81,7 @@ class DryRunEngine:
 
     def _answer(self, request: Request) -> Completion:
         if self._task != "generate":
-            usage = Usage(len(_text(request).split()), 0)
+            usage = Usage(len(as_text(request).split()), 0)
             pooled = _pooled(request, self._task)
             return Completion(request, usage=usage, latency_s=self._latency_s, pooled=pooled)
         text = f"dry-run: no model answered row {request.row.index}"
@@ -88,7 +89,7 @@ class DryRunEngine:
             schema = schema_in(request.sampling)
             value = {"answer": text} if schema is None else example(schema, text)
             text = orjson.dumps(value).decode()
-        usage = Usage(len(_text(request).split()), len(text.split()))
+        usage = Usage(len(as_text(request).split()), len(text.split()))
         return Completion(request, [Choice(text, "stop")], usage, self._latency_s)
 
 
@@ -96,7 +97,7 @@ class DryRunPreflight:
     """Shows the messages; it has no tokenizer, so it counts words as tokens."""
 
     def render(self, request: Request) -> RenderedPrompt:
-        text = _text(request)
+        text = as_text(request)
         return RenderedPrompt(text, len(text.split()))
 
 
@@ -130,23 +131,3 @@ def _numbers(request: Request, count: int) -> list[float]:
     """Between 0 and 1, the same for equal rows."""
     digest = shake_128(request.input_hash.encode()).digest(4 * count)
     return [(whole + 0.5) / 2**32 for whole in struct.unpack(f"<{count}I", digest)]
-
-
-def _text(request: Request) -> str:
-    return "\n".join(_lines(request))
-
-
-def _lines(request: Request) -> Iterator[str]:
-    if request.pair is not None:
-        yield f"query: {_plain(request.pair.query)}"
-        yield from (f"document: {_plain(document)}" for document in request.pair.documents)
-    elif request.messages is None:
-        yield request.prompt or ""
-    else:
-        yield from (f"{part['role']}: {_plain(part['content'])}" for part in request.messages)
-
-
-def _plain(content: Content) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text", "<image>") for part in content)

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from batchkit.config.suggest import did_you_mean
-from batchkit.config.tables import DEMO_MODEL, Table
+from batchkit.config.tables import DEMO_MODEL, JobConfig, Table
 from batchkit.config.type_names import in_words
 from batchkit.errors import JobError, PromptTooLongError
 from batchkit.types import Request
@@ -55,6 +55,18 @@ def chat_template(options: Mapping[str, Any]) -> str | None:
         return Path(template).read_text(encoding="utf-8")
     except OSError as error:
         raise JobError(f"engine.options.chat_template: {error}") from error
+
+
+def template_kwargs(job: JobConfig, request: Request) -> dict[str, Any]:
+    """The names for the chat template: the job's, then the row's own.
+
+    As in vLLM's server, a row's ``reasoning_effort`` switches thinking on or off, unless the row
+    says ``enable_thinking`` itself.
+    """
+    own = dict(request.chat_template_kwargs)
+    if (effort := own.get("reasoning_effort")) is not None:
+        own.setdefault("enable_thinking", effort != "none")
+    return {**job.prompt.chat_template_kwargs, **own}
 
 
 def cause(error: BaseException) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -49,10 +50,42 @@ def with_note(request: Request) -> Request | None:
         return replace(request, prompt=f"{request.prompt}\n{note}")
     of_the_user = [n for n, message in enumerate(messages) if message["role"] == "user"]
     place = of_the_user[-1] if of_the_user else len(messages) - 1
-    content, text = messages[place]["content"], f"\n{note}"
+    content, text = messages[place]["content"] or "", f"\n{note}"
     longer = content + text if isinstance(content, str) else [*content, text_part(text)]
     changed = {**messages[place], "content": longer}
     return replace(request, messages=[*messages[:place], changed, *messages[place + 1 :]])
+
+
+def as_text(request: Request, image: str = "<image>") -> str:
+    """The prompt for people, without a chat template, and ``image`` in place of each image."""
+    return "\n".join(_lines(request, image))
+
+
+def _lines(request: Request, image: str) -> Iterator[str]:
+    if request.pair is not None:
+        yield f"query: {_plain(request.pair.query, image)}"
+        yield from (f"document: {_plain(document, image)}" for document in request.pair.documents)
+    elif request.messages is None:
+        yield request.prompt or ""
+    else:
+        yield from (
+            f"tool: {json.dumps(tool, ensure_ascii=False, default=str)}"
+            for tool in request.tools or ()
+        )
+        yield from (f"{part['role']}: {_said(part, image)}" for part in request.messages)
+
+
+def _said(message: Message, image: str) -> str:
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    called = [f"{call['name']}({call.get('arguments') or ''})" for call in calls]
+    text = _plain(message["content"] or "", image)
+    return " ".join([text, *called] if text else called)
+
+
+def _plain(content: Content, image: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", image) for part in content)
 
 
 def text_part(text: str) -> dict[str, Any]:
@@ -72,6 +105,10 @@ def _loaded(message: Any, load: Callable[[Any], Any]) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"messages: found {short(message)}, expected role and content")
     content = message.get("content")
+    if message.get("tool_calls") is not None:
+        message = {**message, "tool_calls": _loaded_calls(message["tool_calls"])}
+    if content is None and message["role"] == "assistant":
+        return {**message, "content": None}  # as OpenAI has it beside tool calls
     if not isinstance(content, str | list):
         raise RequestError(f"messages: content is {short(content)}, expected text or parts")
     return (
@@ -82,6 +119,24 @@ def _loaded(message: Any, load: Callable[[Any], Any]) -> Message:
 def with_parts(content: Content, load: Callable[[Any], Any]) -> Content:
     """A message's ``content``; ``load`` makes the part for the source of each image."""
     return content if isinstance(content, str) else [_loaded_part(part, load) for part in content]
+
+
+def _loaded_calls(calls: Any) -> list[dict[str, Any]]:
+    """Copies, with arguments as text, which is OpenAI's shape: vLLM changes those it gets."""
+    if not isinstance(calls, list):
+        raise RequestError(f"messages: tool_calls is {short(calls)}, expected a list")
+    copies = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError(
+                f"messages: tool call {short(call)}, expected a function with name and arguments"
+            )
+        arguments = function.get("arguments")
+        if isinstance(arguments, Mapping):
+            arguments = json.dumps(arguments, ensure_ascii=False, default=str)
+        copies.append({**call, "function": {**function, "arguments": arguments}})
+    return copies
 
 
 def _loaded_part(part: Any, load: Callable[[Any], Any]) -> Any:

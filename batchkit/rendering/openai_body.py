@@ -11,7 +11,8 @@ from typing import Any
 
 from batchkit.errors import RequestError
 
-# Keys that do not change the answer when one model answers the whole file.
+# Keys that are no sampling parameters, or do not change the answer when one model answers the whole
+# file. ``rendering/tools.py`` reads those about tools and the chat template.
 _IGNORED = frozenset(
     [
         "model",
@@ -23,13 +24,17 @@ _IGNORED = frozenset(
         "metadata",
         "store",
         "service_tier",
+        "tools",
+        "tool_choice",
         "parallel_tool_calls",
+        "reasoning_effort",
+        "chat_template_kwargs",
         "safety_identifier",
         "prompt_cache_key",
     ]
 )
 _RENAMED = {"max_completion_tokens": "max_tokens"}
-_REFUSED = ("tools", "functions", "audio", "suffix", "echo", "best_of")
+_REFUSED = ("functions", "audio", "suffix", "echo", "best_of")
 
 
 def messages_of(body: Any) -> tuple[Any, str | None]:

@@ -15,6 +15,7 @@ from batchkit.rendering.openai_body import messages_of
 from batchkit.rendering.pairs import pair_of
 from batchkit.rendering.sampling import row_sampling, with_temperature
 from batchkit.rendering.templates.prompt import PromptTemplates, sources_of
+from batchkit.rendering.tools import RequestTools, template_kwargs_of, tools_of_body
 from batchkit.rendering.truncation import Place, cut_at, longest_text, next_cut
 from batchkit.sources.rowhash import input_hash
 from batchkit.types import Completion, Request, Row, RowHint
@@ -75,6 +76,11 @@ class PromptRenderer:
             pair, messages, prompt = pair_of(self._templates, names, self._image_part), None, None
         else:
             pair, (messages, prompt) = None, self._content(fields)
+        body = fields.get("body") if self._user is None else None
+        body = body if isinstance(body, Mapping) else {}
+        tools = self._tools(fields, body)
+        if tools.tools and messages is None:
+            raise RequestError("tools need messages, and the row has a plain prompt")
         request = Request(
             row=row,
             messages=messages,
@@ -83,6 +89,10 @@ class PromptRenderer:
             sampling=with_temperature(self._row_sampling(fields), attempt, self._job.retry),
             input_hash=of_input,
             attempt=attempt,
+            tools=tools.tools,
+            tool_choice=tools.tool_choice,
+            parallel_tool_calls=tools.parallel_tool_calls,
+            chat_template_kwargs=template_kwargs_of(body),
         )
         if not request.images:
             return request
@@ -230,6 +240,11 @@ class PromptRenderer:
             system = self._system.text(names)
             messages.insert(0, {"role": "system", "content": system})
         return messages, None
+
+    def _tools(self, fields: Mapping[str, Any], body: Mapping[str, Any]) -> RequestTools:
+        """Those of the row's body, else of the job."""
+        own = tools_of_body(body)
+        return own if own.tools else self._templates.tools.of_row(self._templates.with_vars(fields))
 
     def _user_content(self, text: str, names: Mapping[str, Any]) -> str | list[dict[str, Any]]:
         if not self._images:

@@ -21,7 +21,8 @@ from batchkit.config.server_command import files_named, slots, what_decides_answ
 from batchkit.config.tables import JobConfig, MediaTable, Table
 from batchkit.config.tables.base import Mark
 from batchkit.config.terminal import shortened
-from batchkit.errors import EngineError
+from batchkit.config.tool_definitions import is_template, tools_in
+from batchkit.errors import EngineError, JobError
 
 _CREDENTIAL = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=%.~-]{20,}", re.ASCII)
 # Options that change speed and memory, not answers.
@@ -65,7 +66,14 @@ _LOAD_FORMATS = ("dummy", "bitsandbytes")
 LEARNED = ("engine.commits", "engine.served")  # once an engine is loaded, or has answered
 _FOUND = (*LEARNED, "engine.files", "engine.blocks", "server.slots", "prompt.files")
 # Here the order of keys is part of a prompt, or of what a schema enforces.
-_ORDERED = ("vars.", "sampling.", "pooling.", "engine.options.", "prompt.chat_template_kwargs")
+_ORDERED = (
+    "vars.",
+    "sampling.",
+    "pooling.",
+    "engine.options.",
+    "prompt.chat_template_kwargs",
+    "prompt.tools",
+)
 _MODEL = ("kind", "model", "lora", "options.revision", "server.command")  # of [engine]: its names
 CHANGING = "changing"  # in place of the hash of a file that changed while a run read it
 _WHOLE_BYTES = 8 * 2**20  # a larger file is read in blocks
@@ -89,6 +97,7 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
         "prompt.system": _text(job.prompt.system, found.pop("prompt.system_file")),
         "prompt.user": _text(job.prompt.user, found.pop("prompt.user_file")),
         "prompt.texts": job.prompt.texts or None,
+        "prompt.tools": _tools(job.prompt.tools),
         "retry.reask": _reask(job, found.pop("retry.reask_note")),
     }
     # These are absent if not set: manifests of older versions lack them.
@@ -104,7 +113,7 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
         found["engine.commits"] = commits
     if prompt_files:
         found["prompt.files"] = prompt_files
-    for key in ("input.shard", "output.parse"):
+    for key in ("input.shard", "output.parse", "prompt.tools", "prompt.tool_choice"):
         if found[key] is None:
             del found[key]
     found = {key: value for key, value in found.items() if not _is_of_another_task(key, value, job)}
@@ -353,6 +362,16 @@ def _text(inline: str | None, path: str | None) -> str | None:
     try:
         return read_text(path)
     except (OSError, UnicodeDecodeError):  # the renderer reports it in more detail
+        return None
+
+
+def _tools(tools: Any) -> Any:
+    """The definitions themselves, wherever they are written."""
+    if not isinstance(tools, str) or is_template(tools):
+        return tools
+    try:
+        return tools_in(tools)
+    except JobError:  # the renderer reports it
         return None
 
 

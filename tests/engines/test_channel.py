@@ -73,7 +73,10 @@ PARTS = st.builds(lambda text: {"type": "text", "text": text}, TEXT) | st.builds
     lambda image: {"type": "image_pil", "image_pil": image}, images()
 )
 CONTENTS = TEXT | st.lists(PARTS, max_size=3)
-MESSAGES = st.fixed_dictionaries({"role": TEXT, "content": CONTENTS}, optional={"name": JSON})
+MESSAGES = st.fixed_dictionaries(
+    {"role": TEXT, "content": st.none() | CONTENTS},
+    optional={"name": JSON, "tool_calls": TOOL_CALLS},
+)
 REQUESTS = st.builds(
     Request,
     row=st.builds(Row, COUNTS, TEXT, TABLES),
@@ -87,6 +90,7 @@ REQUESTS = st.builds(
     note=TEXT,
     tools=TOOL_CALLS,
     tool_choice=JSON,
+    parallel_tool_calls=st.none() | st.booleans(),
     chat_template_kwargs=TABLES,
     pair=st.none() | st.builds(types.Pair, CONTENTS, st.lists(CONTENTS, max_size=2), st.booleans()),
 )

@@ -392,7 +392,7 @@ def test_image_in_a_body_is_loaded() -> None:
         ({}, "neither messages nor a text prompt"),
         ({"prompt": ["a", "b"]}, "neither messages nor a text prompt"),
         ({"prompt": [1, 2]}, "neither messages nor a text prompt"),
-        ({**CHAT, "tools": [{}]}, "body.tools: not supported"),
+        ({**CHAT, "tools": [{}]}, "body.tools: [0].function: is missing"),
         ({**CHAT, "functions": [{}]}, "body.functions: not supported"),
         ({"prompt": "x", "best_of": 3}, "body.best_of: not supported"),
         ({"prompt": "x", "echo": True}, "body.echo: not supported"),

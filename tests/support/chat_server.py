@@ -280,7 +280,7 @@ def _read(messages: list[dict[str, Any]]) -> tuple[str, int]:
     """The messages' text, and how many images there are in them, each opened."""
     texts, images = [], 0
     for message in messages:
-        content = message["content"]
+        content = message["content"] or []
         for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
             if part["type"] == "text":
                 texts.append(part["text"])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from batchkit.config.tables.base import Free, Identity, Table
+from batchkit.config.tool_definitions import check_parameters, check_tools, choice_of
 
 
 class PromptTable(Table):
@@ -41,6 +42,29 @@ class PromptTable(Table):
         {},
         description="Names for the model's chat template, for example `enable_thinking = false`.",
     )
+    tools: Identity[str | list[dict[str, Any]] | None] = Field(
+        None,
+        description="The functions that the model may call, as OpenAI defines them: a JSON file with a"
+        " list of them, the list itself (`[[prompt.tools]]`), or `{{ column }}` for a row's own, a list or"
+        " its JSON text; an empty value means none.",
+    )
+    tool_choice: Identity[str | dict[str, Any] | None] = Field(
+        None,
+        description="`auto` (default), `none`, `required`, or the name of the function to call.",
+    )
+
+    @field_validator("tools")
+    @classmethod
+    def _are_definitions(cls, tools: Any) -> Any:
+        if isinstance(tools, list):
+            check_tools(tools)
+            check_parameters(tools)
+        return tools
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _is_a_choice(cls, choice: Any) -> Any:
+        return choice if isinstance(choice, str) else choice_of(choice, None)
 
     @model_validator(mode="after")
     def _coherent(self) -> PromptTable:
@@ -52,8 +76,17 @@ class PromptTable(Table):
                 f"{len(self.captions)} captions for {len(self.images)} images;"
                 " give one per image or none"
             )
-        if not self.chat and (self.system or self.system_file or self.images):
-            raise ValueError("chat = false sends plain text: leave out system and images")
+        if not self.chat and (self.system or self.system_file or self.images or self.tools):
+            raise ValueError("chat = false sends plain text: leave out system, images and tools")
+        if self.tool_choice is not None and self.tools is None:
+            raise ValueError(
+                f"tool_choice is {self.tool_choice!r}, and there are no tools: give them"
+            )
+        if isinstance(self.tools, list):
+            try:
+                choice_of(self.tool_choice, self.tools)
+            except ValueError as error:
+                raise ValueError(f"tool_choice: {error}") from None
         return self
 
 

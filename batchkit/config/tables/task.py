@@ -113,6 +113,7 @@ def misfits(job: JobConfig) -> Iterator[str]:
 def _of_generation(job: JobConfig) -> Iterator[tuple[str, bool]]:
     """Keys that have a meaning only where text is generated, and whether ``job`` sets them."""
     yield "[sampling]", job.sampling != SamplingTable()
+    yield "prompt.tools", job.prompt.tools is not None
     yield "output.parse", job.output.parse is not None
     yield "retry.reask", job.retry.reask > 0
     yield "retry.temperatures", job.retry.temperatures is not None

@@ -117,10 +117,26 @@ def body_of(
         body["prompt"] = request.prompt
     else:
         body["messages"] = request.messages
-        if chat_template_kwargs:
-            body["chat_template_kwargs"] = chat_template_kwargs
+        body |= _tools(request)
+        own = {**chat_template_kwargs, **request.chat_template_kwargs}
+        if (effort := request.chat_template_kwargs.get("reasoning_effort")) is not None:
+            del own["reasoning_effort"]
+            body["reasoning_effort"] = effort
+        if own:
+            body["chat_template_kwargs"] = own
     body |= _sampling(request.sampling, is_chat=request.messages is not None)
     return {name: value for name, value in body.items() if name not in drop}
+
+
+def _tools(request: Request) -> dict[str, Any]:
+    if request.tools is None:
+        return {}
+    found = {
+        "tools": request.tools,
+        "tool_choice": request.tool_choice,
+        "parallel_tool_calls": request.parallel_tool_calls,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def encoded(body: Mapping[str, Any]) -> bytes:
@@ -139,13 +155,14 @@ def encoded(body: Mapping[str, Any]) -> bytes:
 
 
 def shown(request: Request) -> str:
-    """The prompt for people: the messages as JSON, with the size in place of each image."""
+    """The prompt for people: tools and messages as JSON, with the size in place of each image."""
     if request.messages is None:
         return request.prompt or ""
     body = _with_images(
         {"messages": request.messages}, lambda image: f"<{image.width}x{image.height} PNG>"
     )
-    return orjson.dumps(body["messages"], option=orjson.OPT_INDENT_2).decode()
+    shown = {**_tools(request), "messages": body["messages"]} if request.tools else body["messages"]
+    return orjson.dumps(shown, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode()
 
 
 def completion_of(request: Request, answer: Any, latency_s: float, n: int) -> Completion | None:

@@ -55,6 +55,7 @@ class Submit(_Message, frozen=True):
     cut: Cut | None
     tools: Any
     tool_choice: Any
+    parallel_tool_calls: bool | None
     chat_template_kwargs: Any
     pair: Any
 
@@ -71,6 +72,7 @@ class Submit(_Message, frozen=True):
             request.cut,
             request.tools,
             request.tool_choice,
+            request.parallel_tool_calls,
             request.chat_template_kwargs,
             request.pair,
         )
@@ -89,6 +91,7 @@ class Submit(_Message, frozen=True):
             cut=self.cut,
             tools=self.tools,
             tool_choice=self.tool_choice,
+            parallel_tool_calls=self.parallel_tool_calls,
             chat_template_kwargs=self.chat_template_kwargs,
             pair=None if self.pair is None else Pair(*self.pair),
         )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import RenderedPrompt
 from batchkit.engines.process.startup import explain
-from batchkit.engines.request_checks import cause, check_length
+from batchkit.engines.request_checks import cause, check_length, template_kwargs
 from batchkit.engines.transformers.options import Options
 from batchkit.engines.transformers.sampling import Sampling, sampling_of
 from batchkit.errors import JobError, MediaError, RequestError, RowError
@@ -59,12 +60,7 @@ class TransformersRenderer:
         self._vocab_size: int = text_config.vocab_size
         self.max_model_len = _max_model_len(text_config, options.max_model_len)
         own = getattr(self._processor, "chat_template", None) or self.tokenizer.chat_template
-        self._template: dict[str, Any] = {
-            "chat_template": options.chat_template or own,
-            "add_generation_prompt": True,
-            **job.prompt.chat_template_kwargs,
-            "tokenize": False,
-        }
+        self._job, self._chat_template = job, options.chat_template or own
         self._processor_kwargs = options.mm_processor_kwargs
 
     def render(self, request: Request) -> RenderedPrompt:
@@ -102,8 +98,20 @@ class TransformersRenderer:
         if request.messages is None:
             return request.prompt or ""
         content = self._parts if self._takes_images else self._plain
-        conversation = [{**m, "content": content(m["content"])} for m in request.messages]
-        text: str = self._processor.apply_chat_template(conversation, **self._template)
+        conversation = [
+            {**_with_arguments_read(m), "content": content(m["content"] or "")}
+            for m in request.messages
+        ]
+        text: str = self._processor.apply_chat_template(
+            conversation,
+            **{
+                "chat_template": self._chat_template,
+                "add_generation_prompt": True,
+                "tools": None if request.tools is None else list(request.tools),
+                **template_kwargs(self._job, request),
+                "tokenize": False,
+            },
+        )
         return text
 
     def _inputs(self, request: Request, text: str) -> Mapping[str, Any]:
@@ -132,6 +140,26 @@ class TransformersRenderer:
         if any(part["type"] != "text" for part in content):
             raise RequestError(f"{self._model} takes text alone: its processor knows no images")
         return "\n".join(part["text"] for part in content)
+
+
+def _with_arguments_read(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Chat templates want the arguments of earlier tool calls as tables; OpenAI has JSON text. As in
+    vLLM, what is no JSON object becomes an empty table."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _table_in(call["function"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _table_in(function: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        found = json.loads(function.get("arguments") or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _max_model_len(text_config: Any, wanted: int | None) -> int:

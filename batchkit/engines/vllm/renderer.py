@@ -8,8 +8,14 @@ from typing import Any, NamedTuple
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import RenderedPrompt
-from batchkit.engines.request_checks import cause, chat_template, check_length
+from batchkit.engines.request_checks import (
+    cause,
+    chat_template,
+    check_length,
+    template_kwargs,
+)
 from batchkit.engines.vllm.options import sampling_params
+from batchkit.engines.vllm.tools import tools_of
 from batchkit.errors import MediaError, PromptTooLongError, RequestError, RowError
 from batchkit.types import Request
 
@@ -35,15 +41,9 @@ class VllmRenderer:
         self._model_config = vllm_config.model_config
         self._max_model_len: int = self._model_config.max_model_len
         self._is_limited = job.retry.on_too_long == "fail"  # else a cut needs the full count
+        self._job = job
         self._chat_params = ChatParams(
-            chat_template=chat_template(job.engine.options),
-            chat_template_kwargs={
-                "add_generation_prompt": True,
-                "continue_final_message": False,
-                "tools": None,
-                "tokenize": False,
-                **job.prompt.chat_template_kwargs,
-            },
+            chat_template=chat_template(job.engine.options), chat_template_kwargs={}
         )
 
     def render(self, request: Request) -> RenderedPrompt:
@@ -96,8 +96,25 @@ class VllmRenderer:
             self._renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)
         )
         conversation = [dict(message) for message in request.messages]
-        _, prompts = self._renderer.render_chat([conversation], self._chat_params, tokenization)
+        params = self._params_of_chat(request)
+        _, prompts = self._renderer.render_chat([conversation], params, tokenization)
         return prompts[0]
+
+    def _params_of_chat(self, request: Request) -> Any:
+        tools = tools_of(request)
+        params = replace(
+            self._chat_params,
+            chat_template_kwargs={
+                "add_generation_prompt": True,
+                "continue_final_message": False,
+                "tools": None if tools is None else [tool.model_dump() for tool in tools],
+                "tokenize": False,
+                **template_kwargs(self._job, request),
+            },
+        )
+        if tools is None or not hasattr(params, "tool_choice"):  # vLLM 0.26
+            return params
+        return replace(params, tool_choice=request.tool_choice or "auto")
 
     def _counting_all(self, tokenization: Any) -> Any:
         """vLLM stops counting at its limit, which is enough to refuse a prompt but not to cut it."""

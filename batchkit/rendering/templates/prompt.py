@@ -12,6 +12,7 @@ from batchkit.config.tables import JobConfig, PromptTable
 from batchkit.errors import JobError, MediaError
 from batchkit.rendering.templates import RowTemplate
 from batchkit.rendering.templates.sandbox import fields_read, names_in_order
+from batchkit.rendering.tools import JobTools
 
 
 class PathTemplate:
@@ -40,7 +41,9 @@ class _Source(NamedTuple):
 
 
 class PromptTemplates:
-    """The templates of ``[prompt]``, ``[pair]`` and ``retry.reask_note``. Several threads may share it.
+    """The templates of ``[prompt]`` with its tools, ``[pair]`` and ``retry.reask_note``.
+
+    Several threads may share it.
 
     Raises:
         JobError: a template or template file of the job can't be used.
@@ -50,7 +53,8 @@ class PromptTemplates:
         self._job = job
         prompt = job.prompt
         system, user = self._sources = _sources_in(prompt)
-        self.job = _with_texts_of_files(job, system, user)
+        self.tools = JobTools(job)
+        self.job = _with_texts_of_files(job, system, user, self.tools.inline)
         """The job with the texts of its template files, for a worker that starts later."""
         self.system = system and self._template(*system)
         self.user = user and self._template(*user)
@@ -80,8 +84,11 @@ class PromptTemplates:
         in_order = [name for text in texts for name in names_in_order(text)]
         fields = self.names - job.vars.keys()
         self.fields_in_order = [name for name in dict.fromkeys(in_order) if name in fields]
+        if self.tools.template is not None:  # most chat templates put them before the messages
+            self.fields_in_order[:0] = sorted(self.tools.template.names - job.vars.keys())
         files = [*self.images, *self.texts.values()]
-        others = [self.system, self.user, self.query, self.documents, self._note, *self.captions]
+        texts_of_row = [self.system, self.user, self.query, self.documents, self._note]
+        others = [*texts_of_row, self.tools.template, *self.captions]
         self.takes_long = any(part is not None and part.is_apart for part in (*files, *others))
         """True if a row's templates are rendered in a separate process."""
         self.files_may_take_long = any(template.may_take_long for template in files)
@@ -91,6 +98,7 @@ class PromptTemplates:
         for read, now in zip(self._sources, _sources_in(self._job.prompt), strict=True):
             if now is not None and now != read:
                 raise JobError(f"{now.key}: changed as the run began; run the same command again")
+        self.tools.check_file()
 
     def with_vars(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """What a template is filled in with."""
@@ -130,6 +138,7 @@ def names_in(job: JobConfig, prompt: PromptTable | None, templates: Iterable[str
         images = [*prompt.images, *job.pair.query_images, *job.pair.document_images]
         names |= (made.names | _read_by(images)) - prompt.texts.keys()
         names |= _read_by(prompt.texts.values())  # a path may read the field that its text replaces
+        names |= set() if made.tools.template is None else made.tools.template.names
     return names - job.vars.keys()
 
 
@@ -156,11 +165,14 @@ def _source(key: str, text: str | None, path: str | None) -> _Source | None:
     return _Source(f"prompt.{key}_file: {path}", text)
 
 
-def _with_texts_of_files(job: JobConfig, system: _Source | None, user: _Source | None) -> JobConfig:
+def _with_texts_of_files(
+    job: JobConfig, system: _Source | None, user: _Source | None, tools: Any
+) -> JobConfig:
     texts = {
         "system": system and system.text,
         "system_file": None,
         "user": user and user.text,
         "user_file": None,
+        "tools": tools,
     }
     return job.model_copy(update={"prompt": job.prompt.model_copy(update=texts)})

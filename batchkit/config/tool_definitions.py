@@ -1,0 +1,132 @@
+"""The functions that a model may call: OpenAI's definitions, and which of them it is to call.
+
+https://platform.openai.com/docs/api-reference/chat/create: ``tools`` and ``tool_choice``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+import orjson
+
+from batchkit.config.regular_file import read_text
+from batchkit.config.suggest import did_you_mean
+from batchkit.config.terminal import shortened
+from batchkit.errors import JobError
+
+CHOICES = ("auto", "none", "required")
+_SHAPE = '{"type": "function", "function": {"name": …, "parameters": …}}'
+
+
+def is_template(tools: object) -> TypeGuard[str]:
+    """Whether ``prompt.tools`` is a template for a row's own, and no file."""
+    return isinstance(tools, str) and "{{" in tools
+
+
+def check_tools(tools: Any) -> None:
+    """Raises ValueError that names what is wrong if ``tools`` are not OpenAI's definitions."""
+    if not isinstance(tools, list) or not tools:
+        raise ValueError(f"found {_short(tools)}, expected a list of {_SHAPE}")
+    names: set[str] = set()
+    for n, tool in enumerate(tools):
+        try:
+            name = _checked_name(tool)
+        except ValueError as error:
+            raise ValueError(f"[{n}]{error}") from None
+        if name in names:
+            raise ValueError(f"[{n}].function.name: {name!r} is defined twice")
+        names.add(name)
+
+
+def check_parameters(tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError if the parameters of one of ``tools`` are not a JSON schema."""
+    from jsonschema import SchemaError
+    from jsonschema.validators import Draft202012Validator, validator_for
+
+    for n, tool in enumerate(tools):
+        schema = tool["function"].get("parameters") or {}
+        try:
+            validator_for(schema, default=Draft202012Validator).check_schema(schema)
+        except SchemaError as error:
+            raise ValueError(
+                f"[{n}].function.parameters: no JSON schema: {error.json_path}:"
+                f" {shortened(error.message, 200)}"
+            ) from None
+
+
+def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]] | None) -> Any:
+    """``tool_choice`` in OpenAI's shape: the name of a function becomes an object.
+
+    Without ``tools`` the name is not looked up.
+
+    Raises:
+        ValueError: it is none of "auto", "none", "required" and a function of ``tools``.
+    """
+    if choice is None or choice in CHOICES:
+        return choice
+    name = choice
+    if isinstance(choice, Mapping):
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        expected = f'{", ".join(map(repr, CHOICES))}, the name of a function, or {{"type": "function", "function": {{"name": …}}}}'
+        raise ValueError(f"found {_short(choice)}, expected {expected}")
+    known = None if tools is None else [tool["function"]["name"] for tool in tools]
+    if known is not None and name not in known:
+        hint = did_you_mean(name, known) or f"; tools has {', '.join(known)}"
+        raise ValueError(f"no tool is called {name!r}{hint}")
+    return {"type": "function", "function": {"name": name}}
+
+
+def tools_in(path: str) -> list[dict[str, Any]]:
+    """The definitions in a JSON file.
+
+    Raises:
+        JobError: it can't be read, or they are wrong.
+    """
+    try:
+        tools = orjson.loads(read_text(path))
+    except orjson.JSONDecodeError as error:
+        raise JobError(f"prompt.tools: {path}: not JSON: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise JobError(f"prompt.tools: {path}: can't be read: {reason}") from error
+    try:
+        check_tools(tools)
+        check_parameters(tools)
+    except ValueError as error:
+        raise JobError(f"prompt.tools: {path}: {error}") from None
+    found: list[dict[str, Any]] = tools
+    return found
+
+
+def _checked_name(tool: Any) -> str:
+    """The function's name; the ValueError begins with the place below the tool."""
+    if not isinstance(tool, Mapping):
+        raise ValueError(f": found {_short(tool)}, expected {_SHAPE}")
+    if (kind := tool.get("type", "function")) != "function":
+        raise ValueError(f'.type: found {_short(kind)}, expected "function"')
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        flat = "; name, description and parameters belong below function" if "name" in tool else ""
+        found = "is missing" if function is None else f"found {_short(function)}"
+        raise ValueError(f".function: {found}, expected a table with a name{flat}")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        found = "is missing" if name is None else f"found {_short(name)}"
+        raise ValueError(f".function.name: {found}, expected text")
+    if not isinstance(about := function.get("description"), str | None):
+        raise ValueError(f".function.description: found {_short(about)}, expected text")
+    if not isinstance(parameters := function.get("parameters"), Mapping | None):
+        raise ValueError(
+            f".function.parameters: found {_short(parameters)}, expected a JSON schema (a table)"
+        )
+    return name
+
+
+def _short(value: Any) -> str:
+    try:
+        return shortened(repr(value))
+    except Exception:  # the value's own code runs here
+        return f"({type(value).__name__})"

@@ -1,0 +1,125 @@
+"""The tools of a request, and whatever else a row says about tools and its chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import orjson
+
+from batchkit.config.tables import JobConfig
+from batchkit.config.tool_definitions import check_tools, choice_of, is_template, tools_in
+from batchkit.errors import JobError, RequestError
+from batchkit.rendering.messages import short
+from batchkit.rendering.templates import RowTemplate
+
+_OF_THE_JOB = ("chat_template", "tokenize")  # not names for a template
+
+
+class RequestTools(NamedTuple):
+    """A request's fields of these names."""
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+
+
+class JobTools:
+    """``prompt.tools`` and ``prompt.tool_choice``. Several threads may share it.
+
+    Raises:
+        JobError: the file can't be read, or its definitions or the choice are wrong.
+    """
+
+    def __init__(self, job: JobConfig) -> None:
+        tools, self._choice = job.prompt.tools, job.prompt.tool_choice
+        self._path: str | None = None
+        self._of_all = RequestTools()
+        self.template: RowTemplate | None = None
+        """Gives a row's own definitions; None if all rows have the same, or none."""
+        if is_template(tools):
+            timeout_s = job.run.row_timeout_s
+            self.template = RowTemplate("prompt.tools", tools, timeout_s=timeout_s, keeps_type=True)
+        elif tools is not None:
+            if isinstance(tools, str):
+                self._path, tools = tools, tools_in(tools)
+            choice = _chosen(self._choice, tools, JobError, "prompt.tool_choice")
+            self._of_all = RequestTools(tools, choice)
+        self.inline = tools
+        """``prompt.tools`` for a worker that starts later: no file."""
+
+    def check_file(self) -> None:
+        """Raises JobError if the file changed since it was read."""
+        if self._path is not None and tools_in(self._path) != self._of_all.tools:
+            raise JobError(
+                f"prompt.tools: {self._path}: changed as the run began; run the same command again"
+            )
+
+    def of_row(self, names: Mapping[str, Any]) -> RequestTools:
+        """The tools for a row; ``names`` fill in a template.
+
+        Raises:
+            RowError: the row's definitions are wrong, or it has none and has to call one.
+        """
+        if self.template is None:
+            return self._of_all
+        found = self.template.value(names)
+        return _checked(found, self._choice, "prompt.tools", "prompt.tool_choice")
+
+
+def tools_of_body(body: Mapping[str, Any]) -> RequestTools:
+    """The tools in the body of an OpenAI batch line.
+
+    Raises:
+        RequestError: they are wrong.
+    """
+    at_once = body.get("parallel_tool_calls")
+    if not isinstance(at_once, bool | None):
+        raise RequestError(
+            f"body.parallel_tool_calls: found {short(at_once)}, expected true or false"
+        )
+    found = _checked(body.get("tools"), body.get("tool_choice"), "body.tools", "body.tool_choice")
+    return found._replace(parallel_tool_calls=at_once) if found.tools else found
+
+
+def template_kwargs_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body's names for the chat template; ``reasoning_effort`` is one of them.
+
+    Raises:
+        RequestError: they are no table, or have a name that is not for a template.
+    """
+    found = body.get("chat_template_kwargs") or {}
+    if not isinstance(found, Mapping):
+        raise RequestError(f"body.chat_template_kwargs: found {short(found)}, expected a table")
+    for name in _OF_THE_JOB:
+        if name in found:
+            raise RequestError(f"body.chat_template_kwargs.{name}: no row may set it; leave it out")
+    if (effort := body.get("reasoning_effort")) is None:
+        return dict(found)
+    if not isinstance(effort, str):
+        raise RequestError(f"body.reasoning_effort: found {short(effort)}, expected text")
+    return {**found, "reasoning_effort": effort}
+
+
+def _checked(tools: Any, choice: Any, key: str, choice_key: str) -> RequestTools:
+    if isinstance(tools, str):
+        try:
+            tools = orjson.loads(tools) if tools.strip() else None
+        except orjson.JSONDecodeError as error:
+            raise RequestError(f"{key}: found {short(tools)}, expected JSON: {error}") from error
+    if tools is None or tools == []:
+        if _chosen(choice, None, RequestError, choice_key) in (None, "none", "auto"):
+            return RequestTools()
+        raise RequestError(f"{choice_key}: is {short(choice)}, and the row has no tools")
+    try:
+        check_tools(tools)
+    except ValueError as error:
+        raise RequestError(f"{key}: {error}") from None
+    return RequestTools(tools, _chosen(choice, tools, RequestError, choice_key))
+
+
+def _chosen(choice: Any, tools: Any, error: type[JobError | RequestError], key: str) -> Any:
+    try:
+        return choice_of(choice, tools)
+    except ValueError as problem:
+        raise error(f"{key}: {problem}") from None

@@ -1,0 +1,96 @@
+"""Tools, tool calls of earlier turns and a row's own names reach the chat template, or the server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+
+from batchkit.engines.registry import open_preflight
+from batchkit.types import Request, Row
+from tests.support.chat_server import serving
+from tests.support.forks import Fork
+from tests.support.own_process import batchkit
+from tests.support.rows import write_jsonl
+from tests.support.server_engine import ask, job, opened
+from tests.support.small_vllm import SMALL
+from tests.support.transformers_jobs import make_job
+
+CLOCK = {"type": "function", "function": {"name": "clock", "description": "Now", "parameters": {}}}
+CALL = {
+    "id": "a",
+    "type": "function",
+    "function": {"name": "clock", "arguments": '{"zone": "UTC"}'},
+}
+TALK = [
+    {"role": "user", "content": "What time is it?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "a", "content": "noon"},
+]
+BODY = {"messages": TALK, "tools": [CLOCK], "tool_choice": "none", "reasoning_effort": "low"}
+TEMPLATE = """\
+{%- for tool in tools or [] %}[{{ tool | tojson }}]{% endfor %}
+{%- for m in messages -%}
+{%- set text = m.content if m.content is string else m.content | map(attribute="text") | join %}
+{{- "|" ~ m.role ~ ":" ~ text }}
+{%- for call in m.tool_calls or [] %}{{ call.function.name }}@{{ call.function.arguments.zone }}
+{%- endfor %}
+{%- endfor %}|thinking {{ enable_thinking }}, {{ reasoning_effort }}"""
+SHOWN = (
+    f"[{json.dumps(CLOCK)}]|user:What time is it?|assistant:clock@UTC|tool:noon|thinking True, low"
+)
+
+
+def _request(**body: Any) -> Request:
+    names = {"chat_template_kwargs": {"reasoning_effort": "low"}, "tool_choice": "none", **body}
+    return Request(Row(0, "0", {}), TALK, None, {}, "", tools=[CLOCK], **names)
+
+
+def test_vllms_chat_template_gets_what_a_batch_line_says(text_model: Path, tmp_path: Path) -> None:
+    options = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
+    options |= {"chat_template": TEMPLATE}
+    write_jsonl(
+        tmp_path / "rows.jsonl",
+        [
+            {"custom_id": "a", "body": BODY},
+            {"custom_id": "b", "body": {**BODY, "chat_template_kwargs": {"enable_thinking": 0}}},
+            {"custom_id": "c", "body": {**BODY, "reasoning_effort": "none"}},
+        ],
+    )
+    tables = {
+        "input": {"path": "rows.jsonl"},
+        "engine": {"model": str(text_model), "options": options},
+    }
+    (tmp_path / "job.toml").write_text(tomlkit.dumps(tables))
+    done = batchkit("run", "job.toml", "--dry-run", cwd=tmp_path, start=Fork)
+    assert done.returncode == 0, done.stderr
+    _, first, second, third = done.stdout.split("--- row ")
+    assert SHOWN in first
+    assert SHOWN.replace("thinking True", "thinking 0") in second
+    assert SHOWN.replace("thinking True, low", "thinking False, none") in third
+
+
+def test_the_template_of_transformers_gets_the_same(text_model: Path) -> None:
+    made = make_job(text_model, chat_template=TEMPLATE)
+    assert open_preflight(made).render(_request()).text == SHOWN
+
+
+def test_a_server_gets_tools_and_reasoning_effort_as_openai_has_them() -> None:
+    prompt = {"chat_template_kwargs": {"mood": "calm", "reasoning_effort": "high"}}
+    with serving() as server, opened(server, prompt=prompt) as engine:
+        ask(engine, [_request(parallel_tool_calls=False)])
+        (body,) = server.bodies
+    assert body["messages"] == TALK
+    assert body["tools"] == [CLOCK]
+    assert (body["tool_choice"], body["parallel_tool_calls"]) == ("none", False)
+    assert body["reasoning_effort"] == "low"
+    assert body["chat_template_kwargs"] == {"mood": "calm"}
+
+
+def test_the_preview_of_a_server_shows_the_tools() -> None:
+    with serving() as server:
+        shown = open_preflight(job(server)).render(_request()).text
+    assert shown is not None
+    assert json.loads(shown) == {"tools": [CLOCK], "tool_choice": "none", "messages": TALK}

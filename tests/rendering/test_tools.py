@@ -1,0 +1,306 @@
+"""Tools from a file, the job, a column or an OpenAI batch body; what is wrong in them is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchkit.config.loading import make_job
+from batchkit.errors import JobError, RequestError, RowError, TemplateError
+from batchkit.rendering.messages import as_text, with_note
+from batchkit.rendering.renderer import PromptRenderer
+from batchkit.rendering.templates.prompt import names_in
+from batchkit.storage.identity import differences, identity
+from batchkit.types import Request, Row
+
+PLACE = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PLACE}}
+CLOCK = {"type": "function", "function": {"name": "clock", "description": "Now, in UTC"}}
+TOOLS = [WEATHER, CLOCK]
+NAMED = {"type": "function", "function": {"name": "clock"}}
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+
+
+def renderer(prompt: Mapping[str, Any], **tables: Any) -> PromptRenderer:
+    given = {"engine": {"kind": "dry-run"}, "prompt": dict(prompt), **tables}
+    return PromptRenderer(make_job(given, "job.toml"))
+
+
+def render(fields: Mapping[str, Any], **prompt: Any) -> Request:
+    return renderer(prompt).render(Row(0, "0", fields))
+
+
+def refusal(kind: type[Exception], fields: Mapping[str, Any], **prompt: Any) -> str:
+    with pytest.raises(kind) as refused:
+        render(fields, **prompt)
+    return str(refused.value)
+
+
+def body_refusal(body: Mapping[str, Any]) -> str:
+    with pytest.raises(RequestError) as refused:
+        render({"body": {**CHAT, **body}})
+    return str(refused.value)
+
+
+def test_tools_of_a_file_of_the_job_and_of_a_column_are_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "tools.json"
+    path.write_text(json.dumps(TOOLS))
+    of_file = render({"q": "?"}, user="{{ q }}", tools=str(path), tool_choice="clock")
+    inline = render({"q": "?"}, user="{{ q }}", tools=TOOLS, tool_choice=NAMED)
+    column = {"q": "?", "t": TOOLS}
+    of_column = render(column, user="{{ q }}", tools="{{ t }}", tool_choice="clock")
+    text = {"q": "?", "t": json.dumps(TOOLS)}
+    of_text = render(text, user="{{ q }}", tools="{{ t }}", tool_choice="clock")
+    for request in (of_file, inline, of_column, of_text):
+        assert (request.tools, request.tool_choice) == (TOOLS, NAMED)
+        assert request.parallel_tool_calls is None
+
+
+def test_a_tools_file_is_found_beside_the_job_and_travels_inside_it(tmp_path: Path) -> None:
+    (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
+    table = {"engine": {"kind": "dry-run"}, "prompt": {"user": "x", "tools": "tools.json"}}
+    made = PromptRenderer(make_job(table, "job.toml", base=tmp_path))
+    made.check_files()
+    assert made.job.prompt.tools == TOOLS
+    (tmp_path / "tools.json").write_text(json.dumps([CLOCK]))
+    with pytest.raises(JobError, match=r"tools\.json: changed as the run began"):
+        made.check_files()
+
+
+def test_the_definitions_and_their_order_are_the_runs_identity(tmp_path: Path) -> None:
+    path = tmp_path / "tools.json"
+
+    def found(tools: Any, **prompt: Any) -> dict[str, Any]:
+        table = {"engine": {"kind": "dry-run"}, "prompt": {"user": "x", "tools": tools, **prompt}}
+        return identity(make_job(table, "job.toml"))
+
+    path.write_text(json.dumps(TOOLS))
+    then = found(str(path))
+    assert differences(then, found(TOOLS)) == []
+    turned = {"type": "function", "function": {"parameters": PLACE, "name": "weather"}}
+    path.write_text(json.dumps([turned, CLOCK]))
+    (line,) = differences(then, found(str(path)))
+    assert line.startswith("prompt.tools: ")
+    (line,) = differences(then, found(TOOLS, tool_choice="required"))
+    assert line.startswith("prompt.tool_choice: ")
+
+
+def test_without_tools_the_identity_is_that_of_earlier_versions() -> None:
+    job = make_job({"engine": {"kind": "dry-run"}, "prompt": {"user": "x"}}, "job.toml")
+    assert not [key for key in identity(job) if "tool" in key]
+
+
+@pytest.mark.parametrize(
+    ("tools", "words"),
+    [
+        ([], "found [], expected a list of"),
+        ({"a": 1}, "found {'a': 1}, expected a list of"),
+        ([5], "[0]: found 5, expected {"),
+        ([WEATHER, {**CLOCK, "type": "mcp"}], "[1].type: found 'mcp', expected \"function\""),
+        ([{"type": "function"}], "[0].function: is missing, expected a table with a name"),
+        ([{"name": "clock"}], "name, description and parameters belong below function"),
+        ([{"function": {}}], "[0].function.name: is missing, expected text"),
+        ([{"function": {"name": 3}}], "[0].function.name: found 3, expected text"),
+        ([WEATHER, WEATHER], "[1].function.name: 'weather' is defined twice"),
+        ([{"function": {"name": "f", "description": 1}}], "[0].function.description: found 1"),
+        ([{"function": {"name": "f", "parameters": "x"}}], "[0].function.parameters: found 'x'"),
+    ],
+)
+def test_wrong_definitions_are_named_wherever_they_are(
+    tools: Any, words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "tools.json"
+    path.write_text(json.dumps(tools))
+    assert f"prompt.tools: {path}: {words}"[:60] in (
+        message := refusal(JobError, {}, user="x", tools=str(path))
+    )
+    assert words in message
+    if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
+        message = refusal(JobError, {}, user="x", tools=tools)
+        assert "prompt.tools: " in message
+        assert words in message
+    if tools:
+        message = refusal(RequestError, {"t": tools}, user="x", tools="{{ t }}")
+        assert message.startswith("prompt.tools: ")
+        assert words in message
+        assert words in (message := body_refusal({"tools": tools}))
+        assert message.startswith("body.tools: ")
+
+
+def test_parameters_that_are_no_json_schema_are_a_job_error() -> None:
+    wrong = {"function": {"name": "f", "parameters": {"type": "strin"}}}
+    message = refusal(JobError, {}, user="x", tools=[wrong])
+    assert "[0].function.parameters: no JSON schema: $.type: 'strin'" in message
+
+
+def test_a_file_that_is_missing_or_no_json_is_a_job_error(tmp_path: Path) -> None:
+    path = tmp_path / "tools.json"
+    assert "can't be read: No such file" in refusal(JobError, {}, user="x", tools=str(path))
+    path.write_text("[{]")
+    assert f"{path}: not JSON: " in refusal(JobError, {}, user="x", tools=str(path))
+
+
+def test_a_column_that_is_no_json_or_is_missing_fails_its_row() -> None:
+    message = refusal(RequestError, {"t": "weather"}, user="x", tools="{{ t }}")
+    assert message.startswith("prompt.tools: found 'weather', expected JSON")
+    assert "'{{ t }}' is undefined" in refusal(TemplateError, {}, user="x", tools="{{ t }}")
+
+
+@pytest.mark.parametrize("none", [None, "", [], " "])
+def test_a_row_without_tools_is_sent_without(none: Any) -> None:
+    request = render({"t": none}, user="x", tools="{{ t }}", tool_choice="auto")
+    assert (request.tools, request.tool_choice) == (None, None)
+    message = refusal(RowError, {"t": none}, user="x", tools="{{ t }}", tool_choice="required")
+    assert message == "prompt.tool_choice: is 'required', and the row has no tools"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ({"tools": TOOLS, "tool_choice": "wether"}, "'wether'; did you mean 'weather'?"),
+        ({"tools": TOOLS, "tool_choice": "x"}, "no tool is called 'x'; tools has weather, clock"),
+        ({"tools": TOOLS, "tool_choice": {"a": 1}}, "found {'a': 1}, expected 'auto', 'none'"),
+        ({"tool_choice": "auto"}, "tool_choice is 'auto', and there are no tools"),
+        ({"tools": TOOLS, "chat": False}, "leave out system, images and tools"),
+    ],
+)
+def test_choices_that_fit_no_tool_are_job_errors(prompt: dict[str, Any], words: str) -> None:
+    assert words in refusal(JobError, {}, user="x", **prompt)
+
+
+def test_tools_are_for_generated_text() -> None:
+    with pytest.raises(JobError, match=r'prompt\.tools: is for task = "generate"'):
+        renderer({"user": "x", "tools": TOOLS}, task="embed")
+
+
+def test_the_choice_of_a_file_and_of_a_column_is_looked_up_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "tools.json"
+    path.write_text(json.dumps(TOOLS))
+    message = refusal(JobError, {}, user="x", tools=str(path), tool_choice="clok")
+    assert message == "prompt.tool_choice: no tool is called 'clok'; did you mean 'clock'?"
+    fields = {"t": [WEATHER]}
+    message = refusal(RequestError, fields, user="x", tools="{{ t }}", tool_choice="clock")
+    assert message == "prompt.tool_choice: no tool is called 'clock'; tools has weather"
+
+
+def test_the_report_and_the_order_of_rows_know_the_column_of_tools() -> None:
+    table = {"engine": {"kind": "dry-run"}, "prompt": {"user": "{{ q }}", "tools": "{{ t }}"}}
+    job = make_job(table, "job.toml")
+    assert names_in(job, job.prompt, []) == {"q", "t"}
+    made = PromptRenderer(job)
+    first, same, other = (
+        made.hint(Row(n, str(n), {"t": tools, "q": "same"}))
+        for n, tools in enumerate([TOOLS, TOOLS, [CLOCK]])
+    )
+    assert first.beginning == same.beginning != other.beginning
+
+
+# OpenAI batch bodies
+
+
+def test_a_body_brings_its_tools_and_the_words_of_its_template() -> None:
+    body = {
+        **CHAT,
+        "tools": TOOLS,
+        "tool_choice": NAMED,
+        "parallel_tool_calls": False,
+        "reasoning_effort": "low",
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    request = render({"body": body})
+    assert request.tools == TOOLS
+    assert request.tool_choice == NAMED
+    assert request.parallel_tool_calls is False
+    assert request.chat_template_kwargs == {"enable_thinking": False, "reasoning_effort": "low"}
+    assert request.sampling == {"temperature": 0.0, "max_tokens": 256}
+
+
+def test_a_body_without_tools_gets_those_of_the_job() -> None:
+    request = render({"body": CHAT}, tools=TOOLS)
+    assert (request.tools, request.tool_choice) == (TOOLS, None)
+    request = render({"body": {**CHAT, "tools": [CLOCK], "tool_choice": "auto"}}, tools=TOOLS)
+    assert (request.tools, request.tool_choice) == ([CLOCK], "auto")
+    assert render({"body": {**CHAT, "tool_choice": "none"}}).tools is None
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"tool_choice": "required"}, "body.tool_choice: is 'required', and the row has no tools"),
+        ({"tools": TOOLS, "tool_choice": 1}, "body.tool_choice: found 1, expected 'auto'"),
+        ({"tools": TOOLS, "parallel_tool_calls": 1}, "body.parallel_tool_calls: found 1"),
+        ({"reasoning_effort": 3}, "body.reasoning_effort: found 3, expected text"),
+        ({"chat_template_kwargs": "x"}, "body.chat_template_kwargs: found 'x', expected a table"),
+        (
+            {"chat_template_kwargs": {"chat_template": "x"}},
+            "chat_template_kwargs.chat_template: no",
+        ),
+    ],
+)
+def test_what_a_body_says_wrongly_about_tools_fails_its_row(
+    body: dict[str, Any], words: str
+) -> None:
+    assert words in body_refusal(body)
+
+
+def test_tools_for_a_plain_prompt_fail_its_row() -> None:
+    with pytest.raises(RequestError, match="tools need messages"):
+        render({"body": {"prompt": "Once", "tools": TOOLS}})
+
+
+# Conversations with tool calls
+
+
+CALL = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"place":1}'}}
+TALK = [
+    {"role": "user", "content": "Rain?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "a", "content": "no"},
+]
+
+
+def test_a_conversation_keeps_its_tool_calls_and_their_answers() -> None:
+    request = render({"messages": TALK})
+    assert request.messages == TALK
+    assert request.images == []
+    without = [TALK[0], {"role": "assistant", "tool_calls": [CALL]}, TALK[2]]
+    assert render({"messages": without}).messages == TALK
+    assert as_text(request) == 'user: Rain?\nassistant: weather({"place":1})\ntool: no'
+
+
+def test_arguments_become_text_and_the_rows_own_are_not_changed() -> None:
+    table = {"name": "weather", "arguments": {"place": "Kyjív", "n": 1.0}}
+    fields = {"messages": [{"role": "assistant", "tool_calls": [{"function": table}]}]}
+    before = json.dumps(fields)
+    request = render(fields)
+    assert request.messages is not None
+    (call,) = request.messages[0]["tool_calls"]
+    assert call["function"]["arguments"] == '{"place": "Kyjív", "n": 1.0}'
+    call["function"]["arguments"] = {}
+    assert json.dumps(fields) == before
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "assistant", "tool_calls": "x"}, "tool_calls is 'x', expected a list"),
+        ({"role": "assistant", "tool_calls": [1]}, "tool call 1, expected a function with"),
+        ({"role": "assistant", "tool_calls": [{"function": {}}]}, "expected a function with name"),
+        ({"role": "tool", "content": None}, "content is None, expected text or parts"),
+    ],
+)
+def test_wrong_tool_calls_fail_their_row(message: Any, words: str) -> None:
+    assert words in refusal(RequestError, {"messages": [message]})
+
+
+def test_a_note_is_added_to_a_conversation_that_ends_with_a_call() -> None:
+    job = {"retry": {"reask": 1, "reask_note": "again"}, "output": {"parse": "json"}}
+    row = Row(0, "0", {"messages": TALK[1:2]})
+    noted = with_note(renderer({}, **job).render(row))
+    assert noted is not None
+    assert noted.messages is not None
+    assert noted.messages[-1]["content"] == "\nagain"
