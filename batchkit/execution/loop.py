@@ -360,7 +360,7 @@ class Loop:
             self._store.copy(line)
             self._failed += line.record["status"] != "ok"
         self._settled += len(lines)
-        self._store.flush()
+        self._store.flush_if_due()
         if self._failed and self._too_many_failed(self._job.run.fail_on_error):
             raise TooManyFailuresError(
                 f"{self._failed} of {self._settled} rows failed; run.fail_on_error ="

@@ -43,6 +43,17 @@ def open_log(path: Path) -> BinaryIO:
         raise StoreError(f"{path}: can't write: {error.strerror}") from error
 
 
+def write_all(file: int, block: bytes | memoryview) -> None:
+    """Write ``block`` to the descriptor ``file``, in as many calls as it takes.
+
+    Raises:
+        OSError: as ``os.write``; then part of it may be written.
+    """
+    rest = memoryview(block)
+    while rest:
+        rest = rest[os.write(file, rest) :]
+
+
 def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
     """Replace ``path`` so that a reader sees either the old content or all of the new.
 

@@ -3,42 +3,59 @@
 The log is the truth; the checkpoint is a cache of what the log says up to ``offset``. A row counts
 as settled only once its record is in the log, and the checkpoint moves only after an fsync. So a
 kill at any time loses nothing that was written, and a power cut nothing before the checkpoint.
+A record's vector survives both before the record is written, which therefore always finds it.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import orjson
 
 from batchkit.errors import StoreError
 from batchkit.storage.checkpoint import CHECKPOINT, Checkpoint, Totals, trusted_checkpoint
 from batchkit.storage.checksum import Checksum
-from batchkit.storage.files import free_name, open_private, write_atomically
+from batchkit.storage.files import free_name, open_private, write_all, write_atomically
 from batchkit.storage.ledger import RESULTS, read_lines, record_of
 from batchkit.storage.plain_json import encoded
+from batchkit.storage.vectors import VectorPlace, VectorWriter
 from batchkit.types import Record
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _BLOCK_BYTES = 1 << 20
 _AT_ONCE = 1000
+_SHARED_S = 1.0  # an fsync of vectors is for all that came in this time
+_SHARED_BYTES = 64 << 20
 
 
 class RecordLine(NamedTuple):
     """A record as it is in the log, newline included, and its parsed fields: at least ``index``,
-    ``status``, ``usage`` and ``error``. ``vector``: as in ``Record``."""
+    ``status``, ``usage`` and ``error``.
+
+    ``vector`` (float32 or float16): the store writes it, and completes the line with its place.
+    """
 
     raw: bytes
-    record: dict[str, Any]
-    vector: bytes | None = None
+    record: Mapping[str, Any]
+    vector: np.ndarray[Any, Any] | None = None
 
 
-def line_of(record: Record) -> RecordLine:
-    """The log line for ``record``."""
+def line_of(record: Record, vector_dtype: str = "float32") -> RecordLine:
+    """The log line for ``record``; its vector will be stored as ``vector_dtype``."""
     table = record.to_json()
-    return RecordLine(encoded(table), table, record.vector)
+    if record.vector is None:
+        return RecordLine(encoded(table), table)
+    import numpy as np
+
+    vector = np.frombuffer(record.vector, "<f4").astype(vector_dtype)
+    return RecordLine(encoded(table), table, vector)
 
 
 class Store:
@@ -48,18 +65,26 @@ class Store:
     ``flush`` writes all that was collected in one call, and from then on those rows are settled;
     ``sync`` makes them survive a power cut and moves the checkpoint. ``check_lock`` is called
     before each write, and raises LostLockError if the folder's lock was lost: then nothing is
-    written.
+    written. Vectors go to segments with numbers from ``first_segment`` on.
 
     Every method raises StoreError if a disk operation fails; the log is then cut back to its last
     whole line, and the store stays usable for reading. Opening a log that was damaged before its
     checkpoint raises StoreError, too.
     """
 
-    def __init__(self, folder: Path, *, check_lock: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        check_lock: Callable[[], None] = lambda: None,
+        first_segment: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.folder = folder
         self.path = folder / RESULTS
         self.salvaged_bytes = 0
         self._check_lock = check_lock
+        self._clock = clock
         try:
             known = trusted_checkpoint(folder) or Checkpoint(Totals(), Checksum())
             self.totals, self._checksum = known.totals, known.checksum
@@ -68,8 +93,10 @@ class Store:
             self._checksum.extend(self.path, self._end)
         except OSError as error:
             raise StoreError(f"{self.path}: {error.strerror or error}") from error
-        self._lines: list[bytes] = []
-        self._pending: list[dict[str, Any]] = []
+        self._pending: list[RecordLine] = []
+        self._vectors = VectorWriter(folder, first_segment)
+        self._vector_bytes = 0
+        self._next_vectors = 0.0
         self._synced_end = -1
 
     def append(self, record: Record) -> None:
@@ -77,35 +104,39 @@ class Store:
         self.copy(line_of(record))
 
     def copy(self, line: RecordLine) -> None:
-        """Collect a line that was made elsewhere, unchanged."""
+        """Collect a line that was made elsewhere, unchanged but for the place of its vector."""
+        self._pending.append(line)
         if line.vector is not None:
-            raise StoreError(
-                f"{self.folder}: vectors can't be stored yet, so task = \"embed\" can't run"
-            )
-        self._lines.append(line.raw)
-        self._pending.append(line.record)
+            self._vector_bytes += line.vector.nbytes
 
     def copy_all(self, lines: Iterable[RecordLine]) -> None:
-        """Write lines that were made elsewhere; only a thousand are in memory at a time."""
+        """Write lines that were made elsewhere; only a thousand, or 64 MiB of vectors, are in memory
+        at a time."""
         for number, line in enumerate(lines, start=1):
             self.copy(line)
             if number % _AT_ONCE == 0:
-                self.flush()
+                self.flush_if_due()
         self.flush()
+
+    def flush_if_due(self) -> None:
+        """``flush``, unless vectors are among what was appended and the last ones were written less
+        than a second ago: each time costs an fsync."""
+        if not self._vector_bytes or (
+            self._vector_bytes >= _SHARED_BYTES or self._clock() >= self._next_vectors
+        ):
+            self.flush()
 
     def flush(self) -> None:
         """Write what was appended; after this the rows count as settled."""
-        if not self._lines:
+        if not self._pending:
             return
-        block = b"".join(self._lines)
         self._check_lock()
+        block = b"".join(self._lines())
         try:
-            written = os.write(self._file, block)
-            while written < len(block):
-                written += os.write(self._file, block[written:])
+            write_all(self._file, block)
             self._end += len(block)
             self._checksum.add(block)
-            pending, self._lines, self._pending = self._pending, [], []
+            pending, self._pending, self._vector_bytes = self._pending, [], 0
         except BaseException as error:
             # Also after a KeyboardInterrupt: the collected lines will be written again.
             with suppress(OSError):
@@ -117,7 +148,21 @@ class Store:
                 " Make room, then run the same command again"
             ) from error
         for line in pending:
-            self.totals.add(line)
+            self.totals.add(line.record)
+
+    def _lines(self) -> Iterator[bytes]:
+        """The collected lines, whose vectors have survived a power cut by then.
+
+        They are all in one order, so that the newest record of a row stays the last.
+        """
+        with_vector = [line for line in self._pending if line.vector is not None]
+        vectors = [line.vector for line in with_vector if line.vector is not None]
+        places = self._vectors.write([line.record["index"] for line in with_vector], vectors)
+        if places:
+            self._next_vectors = self._clock() + _SHARED_S
+        coming = iter(places)
+        for line in self._pending:
+            yield line.raw if line.vector is None else _with_place(line.raw, next(coming))
 
     def sync(self) -> float:
         """Flush, fsync, then move the checkpoint. Returns the seconds that it took."""
@@ -144,6 +189,7 @@ class Store:
             self.sync()
         finally:
             os.close(self._file)
+            self._vectors.close()
 
     def checkpoint(self) -> None:
         """Replace the checkpoint with one for the whole log; ``sync`` is the safe way."""
@@ -194,6 +240,10 @@ class Store:
         os.close(self._file)
         self._file = open_private(self.path, os.O_RDWR | os.O_APPEND)
         return os.fstat(self._file).st_size
+
+
+def _with_place(raw: bytes, place: VectorPlace) -> bytes:
+    return b'%b,"embedding":%b}\n' % (raw.removesuffix(b"}\n"), orjson.dumps(place._asdict()))
 
 
 def _blocks(path: Path, start: int, end: int) -> Iterator[bytes]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from batchkit.storage.checkpoint import Totals
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.newest import read_newest
-from batchkit.storage.store import Store
+from batchkit.storage.store import Store, line_of
 from batchkit.types import ErrorInfo, Record, Usage
 
 
@@ -63,3 +66,21 @@ def facts(totals: Totals) -> dict[str, Any]:
         "ok": totals.ok,
         "failed": totals.failed,
     }
+
+
+def with_vector(index: int, dimensions: int = 4) -> Record:
+    """A record of an embed run; each row has a vector of its own."""
+    return replace(record(index), text=None, vector=vector(index, dimensions).tobytes())
+
+
+def vector(index: int, dimensions: int = 4) -> np.ndarray[Any, Any]:
+    return (np.arange(dimensions, dtype=np.float32) + index) / 8
+
+
+def written(folder: Path, *rows: int, dtype: str = "float32", dimensions: int = 4) -> None:
+    """A start that appends embed records of ``rows``, and ends."""
+    folder.mkdir(exist_ok=True)
+    store = Store(folder)
+    for row in rows:
+        store.copy(line_of(with_vector(row, dimensions), dtype))
+    store.close()

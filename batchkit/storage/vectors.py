@@ -1,0 +1,319 @@
+"""The vectors of a run: ``vectors/000000.arrow``, ``vectors/000001.arrow``, … beside the log.
+
+Each file is a segment, an Arrow IPC stream of the columns ``index`` (int64: the row that the vector
+belongs to), ``vector`` (a fixed-size list of float32 or float16) and ``crc32`` (of the vector's bytes).
+A record names its vector by
+``{"segment", "row", "dimensions"}``, and is written once the vector is on disk. Nothing is added to a
+segment that an earlier start left, so no record names its torn end if that start was killed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import zlib
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from batchkit.errors import StoreError
+from batchkit.storage.files import open_private, sync_folder, write_all
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pyarrow as pa
+
+    Vector = np.ndarray[Any, Any]
+
+VECTORS = "vectors"
+DTYPES = ("float32", "float16")
+_NAME = re.compile(r"(\d{6,})\.arrow", re.ASCII)
+_RELEASE_BYTES = 64 << 20
+
+
+class VectorType(NamedTuple):
+    """``dtype`` is "float32" or "float16"; ``dimensions`` is None for vectors of several lengths."""
+
+    dtype: str
+    dimensions: int | None
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of {self.dimensions:,} dimensions"
+
+
+class VectorPlace(NamedTuple):
+    """Where a vector is: the number of its segment, and of its row in there; as in its record."""
+
+    segment: int
+    row: int
+    dimensions: int
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    return folder / VECTORS / f"{number:06}.arrow"
+
+
+def segments_of(folder: Path) -> dict[int, Path]:
+    """The segments of the run in ``folder`` by number, ascending; other files there are ignored."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        matches = (_NAME.fullmatch(path.name) for path in (folder / VECTORS).iterdir())
+        numbers = sorted(int(found[1]) for found in matches if found is not None)
+        return {number: segment_path(folder, number) for number in numbers}
+    return {}
+
+
+class VectorWriter:
+    """Writes vectors to new segments of the run in ``folder``, one for each type of them.
+
+    The segments get numbers that are free, from ``first`` on.
+    """
+
+    def __init__(self, folder: Path, first: int = 0) -> None:
+        self._folder, self._first = folder, first
+        self._open: dict[VectorType, _OpenSegment] = {}
+
+    def write(self, indexes: Sequence[int], vectors: Sequence[Vector]) -> list[VectorPlace]:
+        """The places of the vectors of the rows ``indexes``. They have survived a power cut then.
+
+        Raises:
+            StoreError: the disk refuses. What was written before stays as it is.
+        """
+        by_type: dict[VectorType, list[int]] = {}
+        for number, vector in enumerate(vectors):
+            by_type.setdefault(VectorType(vector.dtype.name, len(vector)), []).append(number)
+        places: dict[int, VectorPlace] = {}
+        for kind, numbers in by_type.items():
+            try:
+                found = self._append(kind, [(indexes[n], vectors[n]) for n in numbers])
+            except OSError as error:
+                raise StoreError(
+                    f"{self._folder / VECTORS}: can't write: {error.strerror or error}; every row before is"
+                    " on disk. Make room, then run the same command again"
+                ) from error
+            places.update(zip(numbers, found, strict=True))
+        return [places[number] for number in range(len(vectors))]
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1].file)
+
+    def _append(self, kind: VectorType, rows: Sequence[tuple[int, Vector]]) -> list[VectorPlace]:
+        segment = self._open.get(kind) or self._begin(kind)
+        block = _batch(kind, rows).serialize()
+        try:
+            write_all(segment.file, memoryview(block))
+            os.fsync(segment.file)
+            first, segment.rows = segment.rows, segment.rows + len(rows)
+            segment.end += block.size
+        except BaseException:  # what its end is, is not known: the next ones go to a new segment
+            del self._open[kind]
+            with suppress(OSError):
+                os.ftruncate(segment.file, segment.end)
+            os.close(segment.file)
+            raise
+        assert kind.dimensions is not None
+        return [
+            VectorPlace(segment.number, row, kind.dimensions)
+            for row in range(first, first + len(rows))
+        ]
+
+    def _begin(self, kind: VectorType) -> _OpenSegment:
+        number = max([self._first, *(known + 1 for known in segments_of(self._folder))])
+        path = segment_path(self._folder, number)
+        path.parent.mkdir(exist_ok=True)
+        file = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
+        try:
+            head = _schema(kind).serialize()
+            write_all(file, memoryview(head))
+            sync_folder(path.parent)
+            sync_folder(self._folder)
+        except BaseException:
+            os.close(file)
+            path.unlink(missing_ok=True)
+            raise
+        self._open[kind] = segment = _OpenSegment(number, file, head.size)
+        return segment
+
+
+@dataclass
+class _OpenSegment:
+    """``end`` in bytes, and ``rows``: of what is whole."""
+
+    number: int
+    file: int
+    end: int
+    rows: int = 0
+
+
+class Vectors:
+    """The vectors of the run in ``folder``, for reading. A segment is opened when it is needed, and
+    only what is being read is in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._segments: dict[int, _Segment] = {}
+        self._read_bytes = 0
+
+    def of(self, record: Mapping[str, Any]) -> Vector:
+        """The vector that ``record`` names, as ``read``."""
+        named = record["embedding"]
+        place = VectorPlace(named["segment"], named["row"], named["dimensions"])
+        return self.read(record["index"], place)
+
+    def read(self, index: int, place: VectorPlace) -> Vector:
+        """The vector at ``place``, which is that of the row ``index``; it can't be written to.
+
+        Raises:
+            StoreError: it is not there, is damaged, or is another row's.
+        """
+        segment = self._segment(place.segment, place.row)
+        batch = bisect_right(segment.firsts, place.row) - 1
+        if place.row >= segment.n_rows:
+            raise self._error(segment, index, place, _SHORT)
+        at = place.row - segment.firsts[batch]
+        indexes, vectors, checksums = segment.batches[batch]
+        vector: Vector = vectors[at]
+        if len(vector) != place.dimensions or indexes[at] != index:
+            raise self._error(segment, index, place, _OTHER.format(indexes[at], len(vector)))
+        if zlib.crc32(vector.data) != checksums[at]:
+            raise self._error(segment, index, place, _DAMAGED)
+        self._read_bytes += vector.nbytes
+        if self._read_bytes > _RELEASE_BYTES:
+            self._read_bytes = 0
+            for opened in self._segments.values():
+                opened.release()
+        return vector
+
+    def type_of(self, number: int) -> VectorType | None:
+        """The type of the vectors in a segment; None if there are none."""
+        return self._segment(number, 0).type
+
+    def _segment(self, number: int, row: int) -> _Segment:
+        """Opened again if it has grown since, and ``row`` is behind the part that was read."""
+        found = self._segments.get(number)
+        if found is None or (row >= found.n_rows and found.has_grown()):
+            found = self._segments[number] = _Segment(segment_path(self._folder, number))
+        return found
+
+    def _error(self, segment: _Segment, index: int, place: VectorPlace, fault: str) -> StoreError:
+        fault = fault.format(segment.n_rows) if segment.path.exists() else "is missing"
+        return StoreError(
+            f"{segment.path}: {fault}; the record of row {index} names vector {place.row} of this file,"
+            f" with {place.dimensions:,} dimensions. Restore the file, if there is a copy; `batchkit"
+            f" verify --repair {self._folder}` sets such records aside, and the next start runs their"
+            " rows"
+        )
+
+
+_SHORT = "has {:,} whole vectors"
+_OTHER = "has the vector of row {}, with {:,} dimensions, at that place"
+_DAMAGED = "is damaged at that place"
+
+
+class _Batch(NamedTuple):
+    """A record batch: the rows' indexes, their vectors (a matrix), and the checksums of those."""
+
+    indexes: Vector
+    vectors: Vector
+    checksums: Vector
+
+
+class _Segment:
+    """The whole record batches of a segment's file, mapped; none if it is missing.
+
+    Batch n begins with the vector number ``firsts[n]``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.type: VectorType | None = None
+        self.batches: list[_Batch] = []
+        self.firsts: list[int] = []
+        self.n_rows = 0
+        self._view = _mapped(path)
+        for batch in _whole_batches(self._view):
+            columns = [batch["index"], batch["vector"].flatten(), batch["crc32"]]
+            indexes, values, checksums = (column.to_numpy() for column in columns)
+            self.type = VectorType(values.dtype.name, batch["vector"].type.list_size)
+            vectors = values.reshape(len(batch), -1)
+            self.batches.append(_Batch(indexes, vectors, checksums))
+            self.firsts.append(self.n_rows)
+            self.n_rows += len(batch)
+
+    def has_grown(self) -> bool:
+        return self.path.exists() and self.path.stat().st_size > len(self._view)
+
+    def release(self) -> None:
+        """Let the kernel drop the pages that were read."""
+        if isinstance(self._view, mmap.mmap):
+            self._view.madvise(mmap.MADV_DONTNEED)
+
+
+def named_types(vectors: Vectors, records: Iterable[Mapping[str, Any]]) -> set[VectorType]:
+    """The types of the vectors that ``records`` name."""
+    found = {r["embedding"]["segment"] for r in records if r.get("embedding") is not None}
+    return {kind for number in found if (kind := vectors.type_of(number)) is not None}
+
+
+def common_type(types: Collection[VectorType]) -> VectorType | None:
+    """The type that can hold vectors of all ``types``; None if there are none."""
+    if not types:
+        return None
+    dtypes, dimensions = {kind.dtype for kind in types}, {kind.dimensions for kind in types}
+    return VectorType(
+        dtypes.pop() if len(dtypes) == 1 else "float32",
+        dimensions.pop() if len(dimensions) == 1 else None,
+    )
+
+
+def _schema(kind: VectorType) -> pa.Schema:
+    import pyarrow as pa
+
+    value = {"float32": pa.float32(), "float16": pa.float16()}[kind.dtype]
+    vector = pa.list_(value, kind.dimensions)
+    return pa.schema([("index", pa.int64()), ("vector", vector), ("crc32", pa.uint32())])
+
+
+def _batch(kind: VectorType, rows: Sequence[tuple[int, Vector]]) -> pa.RecordBatch:
+    import numpy as np
+    import pyarrow as pa
+
+    schema = _schema(kind)
+    indexes = pa.array([index for index, _ in rows], pa.int64())
+    values = pa.array(np.concatenate([vector for _, vector in rows]))
+    vectors = pa.FixedSizeListArray.from_arrays(values, kind.dimensions)
+    checksums = pa.array([zlib.crc32(vector.data) for _, vector in rows], pa.uint32())
+    return pa.RecordBatch.from_arrays([indexes, vectors, checksums], schema=schema)
+
+
+def _mapped(path: Path) -> mmap.mmap | bytes:
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise StoreError(f"{path}: can't be read: {error.strerror or error}") from error
+
+
+def _whole_batches(view: mmap.mmap | bytes) -> Iterator[pa.RecordBatch]:
+    """Those before a torn end, or before damage."""
+    import pyarrow as pa
+
+    try:
+        stream = pa.ipc.open_stream(pa.py_buffer(view))
+        length = max(1, getattr(stream.schema.field("vector").type, "list_size", 1))
+        if not any(stream.schema == _schema(VectorType(name, length)) for name in DTYPES):
+            return
+        for batch in stream:
+            batch.validate(full=True)
+            if any(column.null_count for column in batch.columns):
+                return
+            yield batch
+    except (pa.ArrowException, OSError, KeyError, UnicodeError, MemoryError):
+        return  # what pyarrow raises for part of a stream, and for noise

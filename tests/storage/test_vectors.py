@@ -1,0 +1,350 @@
+"""Vectors beside the log: every record finds its own, whatever happened to the process or the disk."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from batchkit.errors import StoreError
+from batchkit.storage.ledger import RESULTS
+from batchkit.storage.newest import read_newest
+from batchkit.storage.store import Store, line_of
+from batchkit.storage.vectors import Vectors, VectorType, segment_path, segments_of
+from tests.support.forks import LightFork
+from tests.support.killed_store import ROWS
+from tests.support.mounts import small_disk
+from tests.support.paths import ROOT
+from tests.support.records import indexes, record, vector, with_vector, written
+
+
+def embedded(folder: Path) -> list[dict[str, Any]]:
+    """The newest records that name a vector; each finds its own."""
+    vectors = Vectors(folder)
+    found = [one for one in read_newest(folder / RESULTS) if "embedding" in one]
+    for one in found:
+        np.testing.assert_array_equal(vectors.of(one), vector(one["index"]))
+    return found
+
+
+def places(folder: Path) -> list[tuple[int, ...]]:
+    return [tuple(one["embedding"].values()) for one in embedded(folder)]
+
+
+def batches(path: Path) -> list[list[int]]:
+    """The rows in each record batch, as any reader of Arrow sees them."""
+    with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as stream:
+        return [batch["index"].to_pylist() for batch in stream]
+
+
+# Writing
+
+
+def test_record_names_the_place_of_its_vector(tmp_path: Path) -> None:
+    written(tmp_path, 5, 0, 2)
+    assert places(tmp_path) == [(0, 1, 4), (0, 2, 4), (0, 0, 4)]
+    assert b"vector" not in (tmp_path / RESULTS).read_bytes()
+    with pa.ipc.open_stream((tmp_path / "vectors" / "000000.arrow").read_bytes()) as stream:
+        table = stream.read_all()
+    assert table["index"].to_pylist() == [5, 0, 2]
+    assert table["vector"].type == pa.list_(pa.float32(), 4)
+    assert table["vector"].to_pylist() == [vector(row).tolist() for row in (5, 0, 2)]
+
+
+def test_half_precision_takes_half_the_room(tmp_path: Path) -> None:
+    written(tmp_path, 0, 1, dtype="float16", dimensions=4096)
+    written(tmp_path / "single", 0, 1, dimensions=4096)
+    sizes = [segment_path(run, 0).stat().st_size for run in (tmp_path, tmp_path / "single")]
+    assert sizes[1] - sizes[0] == 2 * 2 * 4096
+    found = Vectors(tmp_path).of(next(read_newest(tmp_path / RESULTS)))
+    assert (found.dtype, found.tolist()) == (np.float16, vector(0, 4096).astype("f2").tolist())
+
+
+def test_each_start_begins_a_segment_of_its_own(tmp_path: Path) -> None:
+    written(tmp_path, 0, 1)
+    before = segment_path(tmp_path, 0).read_bytes()
+    written(tmp_path, 2)
+    Store(tmp_path).close()
+    written(tmp_path, 3)
+    assert list(segments_of(tmp_path)) == [0, 1, 2]
+    assert segment_path(tmp_path, 0).read_bytes() == before
+    assert places(tmp_path) == [(0, 0, 4), (0, 1, 4), (1, 0, 4), (2, 0, 4)]
+
+
+def test_run_without_vectors_has_no_folder_for_them(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.append(record(0))
+    store.close()
+    assert not (tmp_path / "vectors").exists()
+
+
+def test_newer_vector_of_a_row_counts(tmp_path: Path) -> None:
+    written(tmp_path, 0, 1)
+    written(tmp_path, 1)
+    assert places(tmp_path) == [(0, 0, 4), (1, 0, 4)]
+
+
+def test_vectors_of_several_lengths_go_to_several_segments(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for row, dimensions in enumerate([4, 2, 4, 2]):
+        store.append(with_vector(row, dimensions))
+    store.close()
+    found = [r["embedding"] for r in read_newest(tmp_path / RESULTS)]
+    assert [tuple(place.values()) for place in found] == [
+        (0, 0, 4),
+        (1, 0, 2),
+        (0, 1, 4),
+        (1, 1, 2),
+    ]
+    assert Vectors(tmp_path).type_of(1) == VectorType("float32", 2)
+
+
+def test_vectors_of_a_second_share_an_fsync(tmp_path: Path) -> None:
+    now = 10.0
+    store = Store(tmp_path, clock=lambda: now)
+    for row in range(4):
+        store.append(with_vector(row))
+        store.append(record(10 + row, None))
+        store.flush_if_due()
+        assert indexes(tmp_path) == [0, 10]  # the first ones had none to wait for
+        assert (store.totals.ok, store.totals.failed) == (1, 1)
+    now = 11.0
+    store.flush_if_due()
+    assert indexes(tmp_path) == [0, 1, 2, 3, 10, 11, 12, 13]
+    store.append(with_vector(4))
+    store.sync()
+    store.append(record(14, None))
+    store.flush_if_due()
+    assert indexes(tmp_path)[-1] == 14
+    store.close()
+    assert batches(segment_path(tmp_path, 0)) == [[0], [1, 2, 3], [4]]
+
+
+def test_waiting_vectors_are_few(tmp_path: Path) -> None:
+    dimensions = 1 << 20
+    store = Store(tmp_path, clock=lambda: 0.0)
+    store.append(with_vector(0))
+    store.flush()
+    waiting = np.zeros(dimensions, np.float32)
+    for row in range(1, 17):
+        store.copy(line_of(with_vector(row))._replace(vector=waiting))
+        store.flush_if_due()
+        assert store.totals.ok == (17 if row == 16 else 1)  # 64 MiB
+    store.close()
+
+
+def test_lines_of_another_run_are_copied_in_parts(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.copy_all(line_of(with_vector(row)) for row in range(2500))
+    store.close()
+    assert len(embedded(tmp_path)) == 2500
+
+
+# Reading what is damaged
+
+
+def test_segment_cut_anywhere_gives_its_whole_vectors(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for row in range(5):
+        store.append(with_vector(row))
+        if row in (1, 4):
+            store.flush()
+    store.close()
+    path, records = segment_path(tmp_path, 0), list(read_newest(tmp_path / RESULTS))
+    whole, found = path.read_bytes(), list[int]()
+    for size in range(len(whole) + 1):
+        path.write_bytes(whole[:size])
+        vectors, n_read = Vectors(tmp_path), 0
+        for one in records:
+            with suppress(StoreError):
+                np.testing.assert_array_equal(vectors.of(one), vector(one["index"]))
+                n_read += 1
+        found.append(n_read)
+    assert sorted({*found}) == [0, 2, 5]
+    assert found == sorted(found)
+    path.write_bytes(whole[:-1])
+    with pytest.raises(
+        StoreError, match=r"000000\.arrow: has 2 whole vectors; the record of row 4 names"
+    ):
+        Vectors(tmp_path).of(records[4])
+
+
+def test_no_changed_byte_gives_another_vector(tmp_path: Path) -> None:
+    written(tmp_path, 0, 1, 2)
+    path, records = segment_path(tmp_path, 0), list(read_newest(tmp_path / RESULTS))
+    whole, refused = path.read_bytes(), 0
+    for place in range(len(whole)):
+        for flipped in (0x01, 0x80, 0xFF):
+            changed = bytearray(whole)
+            changed[place] ^= flipped
+            path.write_bytes(changed)
+            vectors = Vectors(tmp_path)
+            for one in records:
+                try:
+                    np.testing.assert_array_equal(vectors.of(one), vector(one["index"]))
+                except StoreError:
+                    refused += 1
+    assert refused > 3 * 3 * 4 * 4  # more than those of the values' own bytes
+
+
+def test_missing_segment_is_named(tmp_path: Path) -> None:
+    written(tmp_path, 0)
+    shutil.rmtree(tmp_path / "vectors")
+    (missing,) = read_newest(tmp_path / RESULTS)
+    with pytest.raises(StoreError) as raised:
+        Vectors(tmp_path).of(missing)
+    assert str(raised.value) == (
+        f"{segment_path(tmp_path, 0)}: is missing; the record of row 0 names vector 0 of this file, with 4"
+        " dimensions. Restore the file, if there is a copy; `batchkit verify --repair"
+        f" {tmp_path}` sets such records aside, and the next start runs their rows"
+    )
+
+
+def test_segment_of_another_run_is_refused(tmp_path: Path) -> None:
+    """Also one that has a vector at that place."""
+    written(tmp_path, 0, 1)
+    written(tmp_path / "other", 1, 0)
+    written(tmp_path / "longer", 0, 1, dimensions=8)
+    found = list(read_newest(tmp_path / RESULTS))
+    for other, named in (("other", "row 1, with 4"), ("longer", "row 0, with 8")):
+        shutil.copy(segment_path(tmp_path / other, 0), segment_path(tmp_path, 0))
+        with pytest.raises(
+            StoreError, match=f"has the vector of {named} dimensions, at that place"
+        ):
+            Vectors(tmp_path).of(found[0])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"PK\x03\x04 not Arrow",
+        bytes(4096),
+        pa.schema([("a", pa.int64())]).serialize().to_pybytes(),
+    ],
+    ids=["empty", "noise", "NULs", "another schema"],
+)
+def test_foreign_file_in_place_of_a_segment_has_no_vectors(tmp_path: Path, content: bytes) -> None:
+    written(tmp_path, 0)
+    segment_path(tmp_path, 0).write_bytes(content)
+    (found,) = read_newest(tmp_path / RESULTS)
+    with pytest.raises(StoreError, match=r"000000\.arrow: has 0 whole vectors"):
+        Vectors(tmp_path).of(found)
+
+
+def test_other_files_in_the_folder_are_ignored(tmp_path: Path) -> None:
+    written(tmp_path, 0)
+    for name in (".DS_Store", ".000007.arrow.swp", "000008.arrow~", "notes.txt", "12.arrow"):
+        (tmp_path / "vectors" / name).write_text("x")
+    written(tmp_path, 1)
+    assert list(segments_of(tmp_path)) == [0, 1]
+    assert places(tmp_path) == [(0, 0, 4), (1, 0, 4)]
+
+
+def test_reader_finds_vectors_that_are_written_after_it_began(tmp_path: Path) -> None:
+    store, vectors = Store(tmp_path), Vectors(tmp_path)
+    for row in range(3):
+        store.append(with_vector(row))
+        store.flush()
+        (*_, newest) = read_newest(tmp_path / RESULTS)
+        np.testing.assert_array_equal(vectors.of(newest), vector(row))
+    store.close()
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "vectors").mkdir()
+    (tmp_path / "elsewhere").write_bytes(b"mine")
+    segment_path(tmp_path, 0).symlink_to(tmp_path / "elsewhere")
+    written(tmp_path, 0)
+    assert (tmp_path / "elsewhere").read_bytes() == b"mine"
+    assert places(tmp_path) == [(1, 0, 4)]
+
+
+# Kills and full disks
+
+
+def test_kill_at_any_step_of_a_flush_costs_nothing(tmp_path: Path) -> None:
+    """Every record that the log holds then finds its vector; the next start adds what is missing."""
+    seen = set()
+    for name in ("mkdir", "open", "write", "fsync"):
+        number, ended = 0, False
+        while not ended:
+            number += 1
+            folder = tmp_path / f"{name}{number}"
+            folder.mkdir()
+            command = [sys.executable, "-m", "tests.support.killed_store", str(folder)]
+            ended = LightFork([*command, name, str(number)]).wait(60) == 0
+            seen.add((len(embedded(folder)), len(list(folder.glob("*.torn-*")))))
+            assert LightFork([*command, "write", "1000"]).wait(60) == 0
+            assert indexes(folder) == list(ROWS)
+            assert len((folder / RESULTS).read_bytes().splitlines()) == len(ROWS)
+            assert [r["index"] for r in embedded(folder)] == [0, 1, 3, 4, 6, 7]
+        assert number > 1
+    assert len(seen) > 3
+
+
+WRITER = """
+import resource, signal, sys
+from pathlib import Path
+sys.path.insert(0, {repository!r})
+from tests.support.records import with_vector
+from batchkit.errors import StoreError
+from batchkit.storage.store import Store
+
+import pyarrow
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+store = Store(Path({folder!r}))
+flushed = 0
+try:
+    for index in range(1000):
+        store.append(with_vector(index))
+        if index % 7 == 6:
+            store.flush()
+            flushed = index + 1
+except StoreError as error:
+    print(flushed, store.totals.ok, error)
+    sys.exit(error.exit_code)
+"""
+
+
+@pytest.mark.parametrize("limit", [4000, 6001, 20_000])
+def test_disk_that_fills_up_leaves_whole_records_and_says_so(tmp_path: Path, limit: int) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    script = WRITER.format(repository=str(ROOT), limit=limit, folder=str(folder))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    flushed, counted, message = done.stdout.split(" ", 2)
+    assert int(flushed) == int(counted) > 0
+    assert "can't write: File too large" in message
+    assert "run the same command again" in message
+    assert [r["index"] for r in embedded(folder)] == list(range(int(flushed)))
+    written(folder, *range(int(flushed), 1000))
+    assert [r["index"] for r in embedded(folder)] == list(range(1000))
+
+
+def test_store_outlives_a_disk_that_was_full_of_vectors(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "128k") as disk:
+        store = Store(disk)
+        store.append(with_vector(0, 4000))
+        store.flush()
+        (disk / "ballast").write_bytes(bytes(90_000))
+        for row in range(1, 4):
+            store.append(with_vector(row, 4000))
+        with pytest.raises(StoreError, match=r"vectors: can't write: No space left on device"):
+            store.flush()
+        assert indexes(disk) == [0]
+        assert batches(segment_path(disk, 0)) == [[0]]
+        (disk / "ballast").unlink()
+        store.close()
+        found = list(read_newest(disk / RESULTS))
+        assert [Vectors(disk).of(one)[0] * 8 for one in found] == [0, 1, 2, 3]
+        assert [one["embedding"]["segment"] for one in found] == [0, 1, 1, 1]
