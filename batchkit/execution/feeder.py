@@ -37,7 +37,7 @@ class Feeder:
         self._engine = engine
         self._prefetch = prefetch
         self._attempts = attempts
-        self._parses = job.output.parse is not None
+        self._output = job.output
         self.window = Window(engine.max_num_seqs, fixed=None if fixed == "auto" else fixed)
         self.in_flight: dict[int, Request] = {}
 
@@ -96,8 +96,9 @@ class Feeder:
 
     def settle(self, completion: Completion) -> list[Completion]:
         """The completion that settles the row; nothing if the row is tried again."""
-        whole = failed_unless_whole(completion)
-        settled = self._attempts.settle(parsed_or_failed(whole) if self._parses else whole)
+        whole = failed_unless_whole(completion, self._output.vector_dtype)
+        parses = self._output.parse is not None
+        settled = self._attempts.settle(parsed_or_failed(whole) if parses else whole)
         if settled is None:
             return []
         self._prefetch.release(settled.request)

@@ -79,13 +79,15 @@ def _truncated_tokens(completion: Completion) -> int | None:
     return tokens if tokens >= 0 else None  # a server may count differently when it refuses
 
 
-def failed_unless_whole(completion: Completion) -> Completion:
+def failed_unless_whole(completion: Completion, vector_dtype: str = "float32") -> Completion:
     """The completion, with an error if its answer was broken off, is only white space, or has a
-    number that is not finite."""
+    number that is not finite, or not in a vector of ``vector_dtype``."""
     if completion.error is not None:
         return completion
     if completion.pooled is not None:
-        return completion if _is_finite(completion.pooled) else _not_finite(completion)
+        if not _is_finite(completion.pooled):
+            return _not_finite(completion)
+        return _unless_too_large(completion, completion.pooled.vector, vector_dtype)
     reasons = [choice.finish_reason for choice in completion.choices]
     for reason in reasons:
         if reason in BROKEN_OFF:
@@ -110,6 +112,21 @@ def _not_finite(completion: Completion) -> Completion:
     error = InvalidOutputError(
         "the model's answer has a number that is not finite (NaN or infinite); a dtype with a larger"
         ' range may help: engine.options.dtype = "bfloat16" or "float32"'
+    )
+    return replace(completion, error=error, pooled=None)
+
+
+def _unless_too_large(completion: Completion, vector: bytes | None, dtype: str) -> Completion:
+    if vector is None or dtype == "float32":
+        return completion
+    import numpy as np
+
+    largest = np.abs(np.frombuffer(vector, "<f4")).max(initial=0)
+    if largest <= np.finfo(dtype).max:
+        return completion
+    error = InvalidOutputError(
+        f'the vector has {largest:,.0f}, which {dtype} can\'t hold; set output.vector_dtype = "float32"'
+        " (or pooling.normalize = true)"
     )
     return replace(completion, error=error, pooled=None)
 

@@ -215,7 +215,8 @@ class Worker:
                     self._kept_fields,
                     with_prompt=self._job.output.prompt,
                     scored=self._scored(completion),
-                )
+                ),
+                self._job.output.vector_dtype,
             )
             for completion in settled
         ]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tomlkit
 
@@ -79,7 +80,8 @@ def test_the_label_is_scored() -> None:
 
 def test_a_vector_travels_beside_its_line() -> None:
     line = line_of(to_record(completed(Pooled(vector=b"\0\0\x80?")), keep=[]))
-    assert line.vector == b"\0\0\x80?"
+    assert line.vector is not None
+    assert line.vector.tolist() == [1.0]
     assert b"vector" not in line.raw
 
 
@@ -97,6 +99,17 @@ def test_a_number_that_is_not_finite_is_no_answer(pooled: Pooled) -> None:
     assert found.error is not None
     assert found.error.kind == "invalid_output"
     assert to_record(found, keep=[]).score is None
+
+
+def test_a_number_past_the_range_of_the_stored_type_is_no_answer() -> None:
+    whole = completed(Pooled(vector=np.array([1, 70_000], "<f4").tobytes()))
+    assert failed_unless_whole(whole).error is None
+    error = failed_unless_whole(whole, "float16").error
+    assert error is not None
+    assert error.kind == "invalid_output"
+    assert 'has 70,000, which float16 can\'t hold; set output.vector_dtype = "float32"' in str(
+        error
+    )
 
 
 def test_a_finite_answer_is_kept() -> None:
