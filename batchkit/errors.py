@@ -15,6 +15,7 @@ BatchkitError                  exit code
     ├── MediaError             media
     ├── PromptTooLongError     prompt_too_long
     ├── RequestError           invalid_request
+    │   └── WrongTaskError     invalid_request
     ├── RowTimeoutError        timeout
     ├── RenderTimeoutError     timeout
     ├── RowOutOfMemoryError    oom
@@ -121,6 +122,10 @@ class RequestError(RowError):
     """The row can't be made into a request, or the engine refused it."""
 
     kind = "invalid_request"
+
+
+class WrongTaskError(RequestError):
+    """The row is for another ``task`` than the job's."""
 
 
 class RowTimeoutError(RowError):

@@ -96,11 +96,18 @@ def words_of(command: str, *, port: int) -> list[str]:
     ]
 
 
-def llama_server(model: str, *, max_model_len: int, max_num_seqs: int) -> str:
-    """The command for a ``.gguf`` file; all ``-np`` slots share the context length ``-c``."""
+def llama_server(
+    model: str, *, max_model_len: int, max_num_seqs: int, task: str = "generate"
+) -> str:
+    """The command for a ``.gguf`` file; all ``-np`` slots share the context length ``-c``.
+
+    What is embedded or scored must fit into one physical batch (``-ub``).
+    """
+    batch = f"-b {max_model_len} -ub {max_model_len}"
+    pooling = {"embed": f"--embedding {batch} ", "score": f"--reranking {batch} "}
     return (
         f"llama-server -m {shlex.quote(model)} -c {max_model_len * max_num_seqs} -np {max_num_seqs}"
-        f" --threads {_threads()} --port {{port}}"
+        f" {pooling.get(task, '')}--threads {_threads()} --port {{port}}"
     )
 
 

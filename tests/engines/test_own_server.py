@@ -163,6 +163,10 @@ def test_a_gguf_file_has_a_command_with_room_for_all_its_requests(
     monkeypatch.delenv("OMP_NUM_THREADS")
     cores = len(os.sched_getaffinity(0))
     assert f" --threads {cores} " in llama_server("a.gguf", max_model_len=1, max_num_seqs=1)
+    embeds = llama_server("a.gguf", max_model_len=64, max_num_seqs=2, task="embed")
+    assert " -np 2 --embedding -b 64 -ub 64 --threads " in embeds
+    ranks = llama_server("a.gguf", max_model_len=64, max_num_seqs=2, task="score")
+    assert " -np 2 --reranking -b 64 -ub 64 --threads " in ranks
 
 
 def test_a_models_file_is_known_by_what_is_in_it(tmp_path: Path) -> None:

@@ -74,6 +74,8 @@ class ChatServer:
     thread's request came from.
     """
 
+    paths: frozenset[str] = frozenset(["/v1/chat/completions", "/v1/completions"])
+
     def __init__(
         self,
         before: Callable[[str, dict[str, Any]], str | None] = lambda text, body: None,
@@ -266,7 +268,7 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
                 if server.tokenize is not None:
                     raise server.tokenize
                 return {"count": len(_read(json.loads(sent)["messages"])[0].split())}
-            if self.path not in ("/v1/chat/completions", "/v1/completions"):
+            if self.path not in server.paths:
                 raise Refused(404, {"detail": "Not Found"})
             server.here.client = self.client_address
             return server.answer(self.path, json.loads(sent))
@@ -278,20 +280,24 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
 
 def _read(messages: list[dict[str, Any]]) -> tuple[str, int]:
     """The messages' text, and how many images there are in them, each opened."""
-    texts, images = [], 0
-    for message in messages:
-        content = message["content"] or []
-        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-            if part["type"] == "text":
-                texts.append(part["text"])
-                continue
-            head, _, data = part["image_url"]["url"].partition(",")
-            if head != "data:image/png;base64":
-                raise Refused(400, error(f"image_url: {head}"))
-            from PIL import Image  # a server that sees none starts sooner
+    read = [read_content(message["content"] or "") for message in messages]
+    return " ".join(text for text, _ in read if text), sum(images for _, images in read)
 
-            Image.open(io.BytesIO(base64.b64decode(data, validate=True))).load()
-            images += 1
+
+def read_content(content: Any) -> tuple[str, int]:
+    """The text of a message's content, and how many images there are in it, each opened."""
+    texts, images = [], 0
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        if part["type"] == "text":
+            texts.append(part["text"])
+            continue
+        head, _, data = part["image_url"]["url"].partition(",")
+        if head != "data:image/png;base64":
+            raise Refused(400, error(f"image_url: {head}"))
+        from PIL import Image  # a server that sees none starts sooner
+
+        Image.open(io.BytesIO(base64.b64decode(data, validate=True))).load()
+        images += 1
     return " ".join(texts), images
 
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 TaskName = Literal["generate", "embed", "classify", "score"]
 
-_WITHOUT_POOLING = ("transformers", "openai-server")
 _OF_PROMPT = (
     *("system", "system_file", "user", "user_file", "images", "captions", "chat"),
     "chat_template_kwargs",
@@ -89,10 +88,10 @@ def misfits(job: JobConfig) -> Iterator[str]:
                 " parameters belong in [sampling]"
             )
         return
-    if job.engine.kind in _WITHOUT_POOLING:
+    if job.engine.kind == "transformers":
         yield (
-            f'engine.kind: "{job.engine.kind}" has no task "{task}"; use "vllm", or "dry-run" to try'
-            " the job without a model"
+            f'engine.kind: "transformers" has no task "{task}"; use "vllm", a server, or "dry-run" to'
+            " try the job without a model"
         )
     for key, is_set in _of_generation(job):
         if is_set:

@@ -18,11 +18,11 @@ import orjson
 
 from batchkit.config.suggest import did_you_mean
 from batchkit.errors import PromptTooLongError, RequestError
-from batchkit.rendering.messages import loaded
+from batchkit.rendering.messages import loaded, with_parts
 from batchkit.storage.plain_json import encoded as as_json
 from batchkit.storage.plain_json import parsed, valid
 from batchkit.storage.schema import choice_of, is_count, usage_of
-from batchkit.types import BROKEN_OFF, Choice, Completion, Request, Usage
+from batchkit.types import BROKEN_OFF, Choice, Completion, Content, Request, Usage
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -66,9 +66,15 @@ _COUNTS = (
     ),
     re.compile(r"maximum context length is (?P<most>\d+) tokens.* resulted in (?P<n>\d+) tokens"),
 )
+PAIR = frozenset(["query", "documents", "text_1", "text_2"])
+"""Names that hold what is compared; text, or an object with ``content``."""
 _NO_SUCH_MODEL = ("model_not_found", "NotFoundError", "not_found_error", "model")
 _NO_MONEY = ("insufficient_quota", "billing_hard_limit_reached")
 _LONGEST_MESSAGE = 1000
+
+
+class ShapeError(ValueError):
+    """An answer that is not in the API's format."""
 
 
 class Refusal(NamedTuple):
@@ -139,6 +145,20 @@ def _tools(request: Request) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def pair_of(request: Request, query: str = "query", documents: str = "documents") -> dict[str, Any]:
+    """The two sides of the request's pair under these names; their images are still PIL's."""
+
+    def side(content: Content) -> Any:
+        return content if isinstance(content, str) else {"content": content}
+
+    if request.pair is None:
+        raise RequestError("nothing to score: the row has no query with documents")
+    return {
+        query: side(request.pair.query),
+        documents: [side(document) for document in request.pair.documents],
+    }
+
+
 def encoded(body: Mapping[str, Any]) -> bytes:
     """The body as JSON, its images as PNG in data: URIs.
 
@@ -155,13 +175,16 @@ def encoded(body: Mapping[str, Any]) -> bytes:
 
 
 def shown(request: Request) -> str:
-    """The prompt for people: tools and messages as JSON, with the size in place of each image."""
-    if request.messages is None:
-        return request.prompt or ""
-    body = _with_images(
-        {"messages": request.messages}, lambda image: f"<{image.width}x{image.height} PNG>"
-    )
-    shown = {**_tools(request), "messages": body["messages"]} if request.tools else body["messages"]
+    """The prompt for people: tools and messages, or the pair, as JSON, with the size in place of each
+    image."""
+    if request.prompt is not None:
+        return request.prompt
+    parts = pair_of(request) if request.pair else {"messages": request.messages or []}
+    found = {
+        **_tools(request),
+        **_with_images(parts, lambda image: f"<{image.width}x{image.height} PNG>"),
+    }
+    shown = found["messages"] if found.keys() == {"messages"} else found
     return orjson.dumps(shown, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode()
 
 
@@ -196,7 +219,7 @@ def failure_in(answer: Mapping[str, Any]) -> str | None:
     if answer.get("error"):
         failures.append(("the answer has an error", answer["error"]))
     return (
-        "; ".join(f"{how}: {_in_words(error)}" if error else how for how, error in failures) or None
+        "; ".join(f"{how}: {in_words(error)}" if error else how for how, error in failures) or None
     )
 
 
@@ -209,8 +232,8 @@ def refusal_of(status: int, content: bytes) -> Refusal:
         return Refusal(status, text[:_LONGEST_MESSAGE], frozenset())
     found = body.get("error", body) if isinstance(body, Mapping) else body
     if not isinstance(found, Mapping):
-        return Refusal(status, _in_words(found), frozenset())
-    message = _in_words(found.get("message") or found.get("detail") or found)
+        return Refusal(status, in_words(found), frozenset())
+    message = in_words(found.get("message") or found.get("detail") or found)
     signs = (found.get(name) for name in ("code", "type", "param"))
     return Refusal(
         status,
@@ -220,7 +243,8 @@ def refusal_of(status: int, content: bytes) -> Refusal:
     )
 
 
-def _in_words(error: Any) -> str:
+def in_words(error: Any) -> str:
+    """What a server says, as one line of at most a thousand characters."""
     text = valid(error) if isinstance(error, str) else as_json(error).decode()
     return " ".join(text.split())[:_LONGEST_MESSAGE]
 
@@ -354,13 +378,23 @@ def _response_format(wanted: Any) -> dict[str, Any] | None:
 
 
 def _with_images(body: Mapping[str, Any], make: Callable[[Image], Any]) -> dict[str, Any]:
-    """``body`` with each image in its messages replaced by the result of ``make``."""
-    if "messages" not in body:
-        return dict(body)
-    messages = loaded(
-        list(body["messages"]), lambda image: {"type": "image_url", "image_url": make(image)}
-    )
-    return {**body, "messages": messages}
+    """``body`` with each image in its messages, or in its pair, replaced by the result of ``make``."""
+
+    def part(image: Image) -> dict[str, Any]:
+        return {"type": "image_url", "image_url": make(image)}
+
+    def side(content: Any) -> Any:
+        if isinstance(content, str):
+            return content
+        return {"content": with_parts(content["content"], part)}
+
+    made = dict(body)
+    if "messages" in body:
+        made["messages"] = loaded(list(body["messages"]), part)
+    for name in PAIR & body.keys():
+        value = body[name]
+        made[name] = [side(one) for one in value] if isinstance(value, list) else side(value)
+    return made
 
 
 def _data_uri(image: Image) -> str:

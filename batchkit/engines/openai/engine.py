@@ -38,6 +38,7 @@ from batchkit.engines.base import EngineLoad, RenderedPrompt
 from batchkit.engines.faults import EngineDied, Fault
 from batchkit.engines.openai import api
 from batchkit.engines.openai.connections import ServerFault, TurnedAway
+from batchkit.engines.openai.endpoints import check_names
 from batchkit.engines.openai.options import Options, options_of
 from batchkit.engines.openai.own_server import OwnServer
 from batchkit.engines.openai.rate_limiter import MOST_FAULTS, Away, RateLimiter, pause_s
@@ -49,7 +50,7 @@ from batchkit.errors import (
     RowTimeoutError,
     ServerError,
 )
-from batchkit.types import Completion, Request, Row
+from batchkit.types import Completion, Pair, Request, Row
 
 SAMPLING = api.SAMPLING
 _CLOSE_S = 10.0
@@ -71,7 +72,7 @@ class OpenAIServerEngine:
 
     def __init__(self, job: JobConfig) -> None:
         self._options = options_of(job)
-        self._row_timeout_s = job.run.row_timeout_s
+        self._row_timeout_s, self._task = job.run.row_timeout_s, job.task
         self._events: deque[str] = deque()  # the loop's thread appends, the caller's takes
         self._own = _own_server(job, self._options, self.limits)
         self._remote = Remote(
@@ -289,13 +290,14 @@ class OpenAIServerEngine:
 
     async def _is_sound(self, request: Request) -> bool:
         """Whether the server answers, or at least refuses, a prompt of one word."""
-        is_chat = request.messages is not None
+        is_chat, is_pair = request.messages is not None, request.pair is not None
         word = Request(
             row=Row(-1, "", {}),
             messages=[{"role": "user", "content": "Hi"}] if is_chat else None,
-            prompt=None if is_chat else "Hi",
-            sampling={"max_tokens": 1},
+            prompt=None if is_chat or is_pair else "Hi",
+            sampling={"max_tokens": 1} if self._task == "generate" else {},
             input_hash="",
+            pair=Pair("Hi", ["Hi"], is_list=False) if is_pair else None,
         )
         try:
             await self._ask(word)
@@ -337,8 +339,11 @@ class OpenAIServerEngine:
 class OpenAIServerPreflight:
     """Shows the messages and checks the parameters' names; only the server can count the tokens."""
 
+    def __init__(self, job: JobConfig) -> None:
+        self._job = job
+
     def render(self, request: Request) -> RenderedPrompt:
-        api.check_names(request.sampling)
+        check_names(self._job, request.sampling)
         return RenderedPrompt(api.shown(request), None)
 
 
@@ -348,7 +353,7 @@ def open_engine(job: JobConfig) -> OpenAIServerEngine:
 
 def open_preflight(job: JobConfig) -> OpenAIServerPreflight:
     options_of(job)
-    return OpenAIServerPreflight()
+    return OpenAIServerPreflight(job)
 
 
 def _own_server(job: JobConfig, options: Options, limits: Mapping[str, Any]) -> OwnServer | None:
@@ -361,5 +366,6 @@ def _own_server(job: JobConfig, options: Options, limits: Mapping[str, Any]) -> 
         job.engine.model,
         max_model_len=options.max_model_len or 0,  # options_of checked that it is set
         max_num_seqs=options.max_num_seqs,
+        task=job.task,
     )
     return OwnServer(job, table, command, limits)

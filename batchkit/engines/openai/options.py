@@ -8,10 +8,11 @@ from pydantic import Field, PositiveInt
 
 from batchkit.config.tables import JobConfig, Table
 from batchkit.engines.openai import api
+from batchkit.engines.openai.endpoints import check_names
 from batchkit.engines.request_checks import problems_with
 from batchkit.errors import JobError, RequestError
 
-_NOT_EXTRA = ("model", "messages", "prompt", "stream", "stream_options")
+_NOT_EXTRA = {"model", "messages", "prompt", "input", "stream", "stream_options"} | api.PAIR
 
 
 class Options(Table):
@@ -33,11 +34,11 @@ def options_of(job: JobConfig) -> Options:
     extra = given.get("extra_body")
     problems += [
         f"engine.options.extra_body.{name}: set by batchkit; leave it out"
-        for name in _NOT_EXTRA
-        if isinstance(extra, dict) and name in extra
+        for name in (extra if isinstance(extra, dict) else ())
+        if name in _NOT_EXTRA
     ]
     try:
-        api.check_names(job.sampling.params())
+        check_names(job, job.params())
     except RequestError as error:
         problems.append(str(error))
     server = job.engine.server
@@ -45,6 +46,12 @@ def options_of(job: JobConfig) -> Options:
         problems.append(
             "engine.options.max_model_len is missing: llama-server is started with room for"
             " max_num_seqs requests of so many tokens each, prompt and answer together"
+        )
+    if server is not None and server.command is None and job.task == "classify":
+        problems.append(
+            'task = "classify": llama-server, which runs a .gguf file, has no classes; give the'
+            " command of a server that has /classify, such as vllm serve MODEL --runner pooling"
+            " --port {port}, as engine.server.command"
         )
     if problems:
         raise JobError("\n".join(problems))

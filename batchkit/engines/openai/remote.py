@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from batchkit.config.tables import JobConfig
-from batchkit.engines.openai import api
+from batchkit.engines.openai import api, pooling
 from batchkit.engines.openai.connections import (
     CONNECT_S,
     Connections,
@@ -19,6 +19,7 @@ from batchkit.engines.openai.connections import (
     ServerFault,
     TurnedAway,
 )
+from batchkit.engines.openai.endpoints import endpoint_of
 from batchkit.errors import (
     AnswerTooLargeError,
     EngineError,
@@ -75,8 +76,8 @@ class Remote:
         self.base_url = base_url.rstrip("/")
         self.models: list[Mapping[str, Any]] = []
         self._model, self._key_name = engine.model, engine.api_key_env
-        self._chat_template_kwargs = job.prompt.chat_template_kwargs
-        self._extra_body, self._drop = extra_body, drop
+        self._endpoint = endpoint_of(job, drop)
+        self._extra_body = extra_body
         self._asked_max_model_len = max_model_len
         self._timeout_s = job.run.row_timeout_s
         self._max_answer_bytes = engine.max_answer_bytes
@@ -149,15 +150,9 @@ class Remote:
             EngineError: no request would succeed; after Barred, others may.
             TurnedAway, ServerFault: try again.
         """
-        body = api.body_of(
-            request,
-            model=self._model,
-            chat_template_kwargs=self._chat_template_kwargs,
-            drop=self._drop,
-        )
-        body = {**body, **self._extra_body}
+        url = self._endpoint.url(self.base_url, request)
+        body = {**self._endpoint.body_of(request), **self._extra_body}
         content = await _encoded(body)
-        url = self.base_url + api.path_of(request)
         self.doubt(LIST_EVERY_S)
         is_known = await self.serves_the_same_model()
         loop = asyncio.get_running_loop()
@@ -173,17 +168,27 @@ class Remote:
                 answer = parsed(response.content)
             except ValueError as error:
                 raise ServerFault(f"{url}: the answer is no JSON: {error}") from None
-            completion = api.completion_of(request, answer, loop.time() - began, n)
-            if completion is not None:
+            took_s = loop.time() - began
+            try:
+                completion = self._endpoint.completion_of(request, answer, took_s, n)
                 self._check_answer(answer, completion, url, n)
                 return completion
-            in_body = api.status_in(answer)
-            if in_body is None:
-                shape = response.content[:200].decode("utf-8", "replace")
-                raise ServerFault(f"{url}: the answer is not in OpenAI's format: {shape}")
+            except api.ShapeError as problem:
+                in_body = api.status_in(answer)
+                if in_body is None:
+                    shape = response.content[:200].decode("utf-8", "replace")
+                    raise ServerFault(f"{url}: {problem}: {shape}") from None
             status = in_body
             self._check(status, response.content, url, {})
+        if self._endpoint.moved(url, status):
+            return await self.ask(request)
         refusal = api.refusal_of(status, response.content)
+        if status in pooling.LACKS and self._endpoint.hint and self._lists_its_model:
+            raise Barred(
+                f"{url}: answered {refusal}: the server lacks this endpoint, or its model does not"
+                f" fit the task; {self._endpoint.hint}",
+                str(refusal),
+            )
         if refusal.is_of_the_model:
             raise Barred(await self._without_model(refusal), str(refusal))
         if refusal.is_too_long:
@@ -206,7 +211,7 @@ class Remote:
             ServerFault: the answer is incomplete.
             EngineError: another model gave it; a run never mixes two.
         """
-        if failure := api.failure_in(answer):
+        if failure := self._endpoint.failure_in(answer):
             raise ServerFault(f"{url}: the answer is incomplete: {failure}")
         name = answer.get("model")
         if isinstance(name, str) and name:
@@ -217,7 +222,7 @@ class Remote:
                     f" {self._answered_as!r}; a run's answers are all of one model. Serve that one"
                     " again or name it as engine.model, then run the same command again"
                 )
-        if len(completion.choices) < n and not self._ignores_n:
+        if 0 < len(completion.choices) < n and not self._ignores_n:
             self._ignores_n = True
             self._event(f"{self.base_url}: answers with 1 choice instead of {n}")
 
@@ -267,7 +272,7 @@ class Remote:
 
         ``vllm serve`` stops counting at its limit; its ``/tokenize`` (beside ``/v1``) counts them all.
         """
-        if not self._counts or refusal.prompt_tokens is not None:
+        if not self._counts or refusal.prompt_tokens is not None or request.pair is not None:
             return refusal
         url = f"{self.base_url.removesuffix('/v1')}/tokenize"
         content = await _encoded(
@@ -362,6 +367,10 @@ class Remote:
                 is_down=status in _AWAY,
                 retry_after_s=api.retry_after_s(headers.get("retry-after")),
             )
+
+    @property
+    def _lists_its_model(self) -> bool:
+        return any(model.get("id") == self._model for model in self.models)
 
     async def _without_model(self, refusal: api.Refusal) -> str:
         try:

@@ -1,0 +1,370 @@
+"""Vectors, classes and scores of servers, over real HTTP to a server in this process."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomlkit
+from PIL import Image
+
+from batchkit.engines.base import Engine
+from batchkit.engines.registry import open_preflight
+from batchkit.errors import EngineError, JobError, PromptTooLongError, RequestError
+from batchkit.types import Completion, Content, Pair, Request, Row
+from tests.support.chat_server import MODEL, Refused
+from tests.support.command_line import batchkit
+from tests.support.pooling_server import PATHS, PoolingServer, packed, pooling, score, vector
+from tests.support.rows import write_jsonl
+from tests.support.server_engine import ask, job, opened
+from tests.support.server_runs import assert_settled, records
+
+PAIR = {"query": "{{ q }}", "documents": "{{ d }}"}
+
+
+def text(index: int, prompt: str = "", **params: Any) -> Request:
+    return Request(Row(index, str(index), {}), None, prompt or f"row {index}", params, "")
+
+
+def pair(index: int, query: Content, documents: list[Content], **params: Any) -> Request:
+    sides = Pair(query, documents, is_list=True)
+    return Request(Row(index, str(index), {}), None, None, params, "", pair=sides)
+
+
+def chat(index: int, *parts: Any) -> Request:
+    messages = [{"role": "user", "content": [*parts]}]
+    return Request(Row(index, str(index), {}), messages, None, {}, "")
+
+
+def picture() -> dict[str, Any]:
+    return {"type": "image_pil", "image_pil": Image.effect_noise((64, 48), 100).convert("RGB")}
+
+
+def numbers(completion: Completion) -> list[float]:
+    assert completion.pooled is not None
+    assert completion.pooled.vector is not None
+    return array("f", completion.pooled.vector).tolist()
+
+
+# --- what is sent, and what is made of the answer
+
+
+@pytest.mark.parametrize("in_numbers", [False, True])
+def test_a_text_has_its_vector_from_base64_and_from_numbers(in_numbers: bool) -> None:
+    with (
+        pooling(numbers=in_numbers, latency_s=0.02) as server,
+        opened(server, task="embed") as engine,
+    ):
+        (done,) = ask(engine, [text(0, "how are you")])
+    assert numbers(done) == vector("how are you")
+    assert done.usage is not None
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (3, 0)
+    assert 0.02 <= done.latency_s < 5
+    assert server.bodies == [{"model": MODEL, "input": "how are you", "encoding_format": "base64"}]
+
+
+def test_pooling_parameters_and_the_jobs_own_fields_are_sent() -> None:
+    options = {"extra_body": {"priority": 1}, "drop": ["encoding_format"]}
+    with pooling() as server, opened(server, options, task="embed") as engine:
+        (done,) = ask(engine, [text(0, dimensions=4, use_activation=False)])
+    assert len(numbers(done)) == 4
+    (body,) = server.bodies
+    assert body.keys() == {"model", "input", "dimensions", "use_activation", "priority"}
+
+
+def test_images_travel_in_messages_and_in_pairs() -> None:
+    parts = [{"type": "text", "text": "a cat"}, picture()]
+    template = {"chat_template_kwargs": {"instruction": "find it"}}
+    with pooling() as server, opened(server, task="embed", prompt=template) as engine:
+        (done,) = ask(engine, [chat(0, *parts)])
+        assert numbers(done) == vector("1 a cat")
+        assert server.bodies[0]["chat_template_kwargs"] == {"instruction": "find it"}
+    with pooling() as server, opened(server, task="score", pair=PAIR) as engine:
+        (done,) = ask(engine, [pair(0, "a cat", [parts, "a dog", [picture()]])])
+    assert done.usage is not None
+    assert done.usage.prompt_tokens == 2 + 4 * 2
+    kinds = [
+        s if isinstance(s, str) else [p["type"] for p in s["content"]]
+        for s in server.bodies[0]["text_2"]
+    ]
+    assert kinds == [["text", "image_url"], "a dog", ["image_url"]]
+
+
+def test_a_class_has_its_name_and_the_probabilities_of_all() -> None:
+    with pooling() as server, opened(server, task="classify") as engine:
+        one, two = ask(engine, [text(0, "word"), text(1, "some more words")])
+    assert one.pooled is not None
+    assert two.pooled is not None
+    assert (one.pooled.label, one.pooled.probabilities) == ("middle", [0.1, 0.8, 0.1])
+    assert (two.pooled.label, two.pooled.probabilities) == ("long", [0.1, 0.1, 0.8])
+
+
+def scored(engine: Engine, requests: Iterable[Request]) -> list[Any]:
+    return [done.pooled and done.pooled.scores for done in ask(engine, requests)]
+
+
+DOCUMENTS = ["some tea", "tea for two", "coffee"]
+EXPECTED = [score("tea for you", document) for document in DOCUMENTS]
+
+
+@pytest.mark.parametrize("lacks", ["/v1/rerank", "/v1/score"])
+def test_documents_are_scored_in_their_order_by_score_or_else_by_rerank(lacks: str) -> None:
+    with (
+        pooling(lacks=frozenset([lacks])) as server,
+        opened(server, task="score", pair=PAIR) as engine,
+    ):
+        requests = [pair(n, "tea for you", DOCUMENTS) for n in range(40)]
+        requests.append(pair(40, "tea", ["tea"]))
+        found = scored(engine, requests)
+        assert found == [EXPECTED] * 40 + [[score("tea", "tea")]]
+    name = "query" if lacks == "/v1/score" else "text_1"
+    assert all(name in body for body in server.bodies)
+    assert len(server.bodies) == 41
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("embed", ["/v1/embeddings", "404", "--embedding"]),
+        ("classify", ["/classify", "--runner pooling"]),
+        ("score", ["/v1/rerank", "--reranking"]),
+    ],
+)
+def test_a_server_without_the_endpoint_stops_the_run_and_says_which_has_it(
+    task: str, said: list[str]
+) -> None:
+    one = pair(0, "tea", ["tea"]) if task == "score" else text(0)
+    tables = {"pair": PAIR} if task == "score" else {}
+    with (
+        pooling(lacks=PATHS) as server,
+        opened(server, task=task, **tables) as engine,
+        pytest.raises(EngineError) as stopped,
+    ):
+        ask(engine, [one])
+    for part in said:
+        assert part in str(stopped.value)
+
+
+def test_a_parameter_that_the_api_lacks_is_refused_before_it_is_passed_over() -> None:
+    with pooling() as server:
+        with opened(server, task="classify") as engine:
+            (done,) = ask(engine, [text(0, dimensions=3)])
+        assert isinstance(done.error, RequestError)
+        assert 'pooling.dimensions: not a parameter of the API with task = "classify"' in str(
+            done.error
+        )
+        with pytest.raises(RequestError, match="did you mean 'use_activation'"):
+            open_preflight(job(server, task="score", pair=PAIR)).render(
+                pair(0, "a", ["b"], use_activations=1)
+            )
+        with pytest.raises(JobError, match=r"pooling\.dimensions"):
+            open_preflight(job(server, task="classify", pooling={"dimensions": 3}))
+        with pytest.raises(JobError, match=r"extra_body\.input: set by batchkit"):
+            open_preflight(job(server, {"extra_body": {"input": "x"}}, task="embed"))
+    assert server.bodies == []
+
+
+def test_llama_server_is_not_started_for_classes() -> None:
+    engine = {"base_url": None, "model": "a.gguf", "server": {}}
+    with pooling() as server, pytest.raises(JobError) as refused:
+        open_preflight(job(server, {"max_model_len": 64}, task="classify", engine=engine))
+    assert "llama-server" in str(refused.value)
+    assert "vllm serve MODEL --runner pooling" in str(refused.value)
+
+
+def test_validate_shows_both_sides_of_a_pair() -> None:
+    with pooling() as server:
+        shown = open_preflight(job(server, task="score", pair=PAIR)).render(
+            pair(0, "tea", ["a", [picture()]])
+        )
+    assert shown.text is not None
+    assert json.loads(shown.text) == {
+        "query": "tea",
+        "documents": ["a", {"content": [{"type": "image_url", "image_url": "<64x48 PNG>"}]}],
+    }
+
+
+# --- refusals, and answers that are none
+
+
+def test_a_text_that_is_too_long_fails_alone_with_the_servers_counts() -> None:
+    with pooling(context=8) as server, opened(server, task="embed") as engine:
+        fine, long = ask(engine, [text(0), text(1, "tea " * 9)])
+    assert numbers(fine) == vector("row 0")
+    assert isinstance(long.error, PromptTooLongError)
+    assert long.error.max_model_len == 8
+
+
+def answering(bodies: list[Any]) -> Callable[[str, dict[str, Any]], None]:
+    """Row n is answered with ``bodies[n]``; a text without a number as always."""
+
+    def before(asked: str, body: dict[str, Any]) -> None:
+        _, _, number = asked.partition("row ")
+        if number.isdigit():
+            body = bodies[int(number)]
+            raise body if isinstance(body, Exception) else Refused(200, body)
+
+    return before
+
+
+def embedded(found: Any, **more: Any) -> dict[str, Any]:
+    return {"data": [{"index": 0, "embedding": found, **more}], "model": MODEL}
+
+
+NO_VECTORS: dict[str, tuple[Any, str]] = {
+    "no object": ([1], "found list, expected an object"),
+    "a chat's answer": ({"choices": []}, "data: found nothing, expected a list of 1 objects"),
+    "data that is text": ({"data": "x"}, "data: found x"),
+    "no vector at all": ({"data": []}, "data: found 0 items, expected 1"),
+    "two vectors": ({"data": [{"index": 0}, {"index": 1}]}, "data: found 2 items, expected 1"),
+    "another index": (embedded([1.0], index=3), "data[].index: found [3], expected 0 to 0"),
+    "no embedding": ({"data": [{"index": 0}]}, "data[0].embedding: found nothing"),
+    "an empty one": (embedded([]), "data[0].embedding: has no numbers"),
+    "an empty text": (embedded(""), "data[0].embedding: has no numbers"),
+    "null in it": (embedded([1.0, None]), "expected a list of numbers, or base64 of float32"),
+    "text in it": (embedded(["1"]), "expected a list of numbers"),
+    "truth in it": (embedded([True]), "expected a list of numbers"),
+    "one for each token": (embedded([[1.0], [2.0]]), "expected a list of numbers"),
+    "no base64": (embedded("?#!"), "data[0].embedding: found ?#!"),
+    "a byte more": (embedded(packed([1.0])[:-2] + "AAAA"), "expected a list of numbers, or base64"),
+    "an object": (embedded({"float": [1.0]}), "expected a list of numbers"),
+    "an error with 200": ({"error": {"message": "broken"}}, "data: found nothing"),
+}
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_what_is_no_vector_fails_its_row_and_says_why() -> None:
+    bodies = [body for body, _ in NO_VECTORS.values()]
+    with pooling(answering(bodies)) as server, opened(server, task="embed") as engine:
+        *failed, fine = ask(engine, [*map(text, range(len(bodies))), text(len(bodies), "tea")])
+    assert numbers(fine) == vector("tea")
+    for (name, (_, message)), done in zip(NO_VECTORS.items(), failed, strict=True):
+        assert done.error is not None, name
+        assert (done.error.kind, message in str(done.error)) == ("server", True), (name, done.error)
+
+
+def test_a_vector_of_another_size_than_asked_for_fails_its_row() -> None:
+    with (
+        pooling(answering([embedded([1.0, 2.0])])) as server,
+        opened(server, task="embed") as engine,
+    ):
+        (done,) = ask(engine, [text(0, dimensions=4)])
+    assert done.error is not None
+    assert done.error.kind == "invalid_output"
+    assert "2 dimensions, and pooling.dimensions asks for 4" in str(done.error)
+
+
+def classified(**item: Any) -> dict[str, Any]:
+    return {"data": [{"index": 0, **item}], "model": MODEL}
+
+
+NO_CLASSES: dict[str, tuple[Any, str, str]] = {
+    "no probabilities": (classified(label="a"), "server", "data[0].probs: found nothing"),
+    "none of them": (classified(label="a", probs=[]), "server", "expected numbers"),
+    "text": (classified(label="a", probs=["1"]), "server", "data[0].probs: found 1"),
+    "a label that is a number": (
+        classified(label=3, probs=[1.0]),
+        "server",
+        "data[0].label: found 3",
+    ),
+}
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_what_is_no_class_fails_its_row_and_says_why() -> None:
+    bodies = [body for body, *_ in NO_CLASSES.values()]
+    bodies.append(classified(label=None, probs=[0.2, 0.7, 0.1]))
+    with pooling(answering(bodies)) as server, opened(server, task="classify") as engine:
+        *failed, unnamed = ask(engine, [*map(text, range(len(bodies)))])
+    assert unnamed.pooled is not None
+    assert unnamed.pooled.label == "LABEL_1"
+    for (name, (_, kind, message)), done in zip(NO_CLASSES.items(), failed, strict=True):
+        assert done.error is not None, name
+        assert (done.error.kind, message in str(done.error)) == (kind, True), (name, done.error)
+
+
+def ranked(name: str, *items: Any) -> dict[str, Any]:
+    key = "score" if name == "data" else "relevance_score"
+    return {name: [{"index": n, key: s} for n, s in items], "model": MODEL}
+
+
+NO_SCORES: dict[str, tuple[Any, str, str]] = {
+    "too few": (ranked("data", (0, 0.5)), "server", "data: found 1 items, expected 2"),
+    "too many": (ranked("results", (0, 1), (1, 1), (2, 1)), "server", "results: found 3 items"),
+    "no indexes": (ranked("results", (None, 1), (None, 2)), "server", "results[].index: found"),
+    "one index twice": (ranked("data", (1, 0.5), (1, 0.5)), "server", "data[].index: found [1,1]"),
+    "an index beyond": (ranked("data", (0, 0.5), (2, 0.5)), "server", "expected 0 to 1"),
+    "true for 1": (ranked("data", (0, 0.5), (True, 0.5)), "server", "data[].index"),
+    "text": (ranked("data", (0, "0.5"), (1, 1)), "server", "data[].score: found 0.5"),
+    "nothing": (ranked("results", (0, None), (1, 1)), "server", "results[].relevance_score: found"),
+}
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_what_is_no_score_fails_its_row_and_says_why() -> None:
+    bodies = [body for body, *_ in NO_SCORES.values()]
+    with pooling(answering(bodies)) as server, opened(server, task="score", pair=PAIR) as engine:
+        rows = [pair(n, f"row {n}", ["a", "b"]) for n in range(len(bodies))]
+        *failed, fine = ask(engine, [*rows, pair(len(rows), "tea", ["tea", "a"])])
+    assert fine.pooled is not None
+    assert fine.pooled.scores == [score("tea", "tea"), 0.0]
+    for (name, (_, kind, message)), done in zip(NO_SCORES.items(), failed, strict=True):
+        assert done.error is not None, name
+        assert (done.error.kind, message in str(done.error)) == (kind, True), (name, done.error)
+
+
+def test_usage_may_be_the_sum_alone_or_missing() -> None:
+    usages: list[Any] = [
+        {"total_tokens": 5},
+        {"prompt_tokens": 4, "total_tokens": 9},
+        None,
+        "many",
+        {},
+    ]
+    bodies = [{**embedded([1.0]), "usage": usage} for usage in usages]
+    with pooling(answering(bodies)) as server, opened(server, task="embed") as engine:
+        found = [
+            done.usage and done.usage.prompt_tokens for done in ask(engine, map(text, range(5)))
+        ]
+    assert found == [5, 4, None, None, None]
+
+
+# --- whole runs
+
+
+def write_run(server: PoolingServer, task: str, rows: list[dict[str, Any]], **tables: Any) -> None:
+    write_jsonl(Path("rows.jsonl"), rows)
+    engine = {"kind": "openai-server", "model": MODEL, "base_url": server.url}
+    job = {"name": "a", "task": task, "input": {"path": "rows.jsonl"}, "engine": engine, **tables}
+    Path("job.toml").write_text(tomlkit.dumps(job))
+
+
+@pytest.mark.usefixtures("in_an_empty_folder", "short_pauses")
+def test_a_run_scores_its_rows_and_a_number_that_is_none_fails_its_row() -> None:
+    bodies: list[Any] = [ranked("data", (0, float("nan"))), ranked("data", (0, 10**400))]
+    rows: list[dict[str, Any]] = [{"q": f"row {n}", "d": "a"} for n in range(2)]
+    rows += [{"q": "tea for you", "d": DOCUMENTS}, {"q": "tea", "d": "tea"}]
+    with pooling(answering(bodies)) as server:
+        write_run(server, "score", rows, pair=PAIR)
+        assert batchkit("run", "job.toml").exit_code == 3
+        assert_settled(server)
+    nan, infinite, several, one = records()
+    for record in (nan, infinite):
+        assert (record["error"]["kind"], record.get("score")) == ("invalid_output", None)
+    assert (several["score"], several["order"]) == (EXPECTED, [1, 0, 2])
+    assert (one["score"], "order" in one) == (0.5, False)
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_a_run_classifies_its_rows() -> None:
+    with pooling(context=9) as server:
+        write_run(server, "classify", [{"q": "tea"}, {"q": "x " * 9}], prompt={"user": "{{ q }}"})
+        assert batchkit("run", "job.toml").exit_code == 3
+        assert_settled(server)
+    fine, long = records()
+    assert (fine["label"], fine["probabilities"], fine["text"]) == ("middle", [0.1, 0.8, 0.1], None)
+    assert long["error"]["kind"] == "prompt_too_long"

@@ -1,0 +1,120 @@
+"""Bodies of OpenAI batch lines for pooling models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from batchkit.errors import RequestError, WrongTaskError
+from batchkit.rendering.pooling_body import check_url, input_of, pooling_of, sides_of, task_of
+
+CHAT = [{"role": "user", "content": "tea"}]
+PARTS = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "a.png"}}]
+
+
+@pytest.mark.parametrize(
+    ("url", "task"),
+    [
+        ("/v1/chat/completions", "generate"),
+        ("/v1/completions", "generate"),
+        ("/v1/embeddings", "embed"),
+        ("/classify", "classify"),
+        ("/score", "score"),
+        ("/v1/score", "score"),
+        ("/v2/rerank/", "score"),
+        ("/v1/audio/transcriptions", None),
+        ("embeddings", None),
+    ],
+)
+def test_a_url_is_for_one_task(url: str, task: str | None) -> None:
+    assert task_of(url) == task
+    if task is not None:
+        check_url(url, task)
+
+
+def test_a_line_for_another_task_says_what_to_set() -> None:
+    with pytest.raises(WrongTaskError) as refused:
+        check_url("/v1/embeddings", "generate")
+    for part in ("/v1/embeddings", 'task = "generate"', 'task = "embed"', "--set task=embed"):
+        assert part in str(refused.value)
+    with pytest.raises(RequestError, match="/v1/audio/translations"):
+        check_url("/v1/audio/translations", "embed")
+    for url in (None, "", 3):
+        check_url(url, "score")
+
+
+@pytest.mark.parametrize(
+    ("body", "messages", "text"),
+    [
+        ({"input": "tea"}, None, "tea"),
+        ({"input": ["tea"]}, None, "tea"),
+        ({"input": ""}, None, ""),
+        ({"messages": CHAT}, CHAT, None),
+        ({"input": CHAT}, CHAT, None),
+    ],
+)
+def test_what_is_embedded_is_a_text_or_a_chat(body: Any, messages: Any, text: str | None) -> None:
+    assert input_of(body) == (messages, text)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("tea", "body: found str, expected an object"),
+        ({}, "neither input nor messages"),
+        ({"input": ["tea", "coffee"]}, "2 texts; a row has one answer"),
+        ({"messages": [CHAT, CHAT, CHAT]}, "3 conversations"),
+        ({"input": [[1, 2], [3]]}, "2 lists"),
+        ({"input": [1, 2]}, "found [1, 2], expected a text"),
+        ({"input": []}, "found [], expected a text"),
+        ({"input": {"text": "tea"}}, "expected a text"),
+    ],
+)
+def test_what_has_no_vector_of_its_own_is_refused(body: Any, message: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        input_of(body)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("query", ["query", "queries", "text_1", "data_1"])
+@pytest.mark.parametrize("documents", ["documents", "items", "text_2", "data_2"])
+def test_the_sides_of_a_pair_have_vllms_names(query: str, documents: str) -> None:
+    assert sides_of({query: "tea", documents: "a"}) == ("tea", ["a"], False)
+    assert sides_of({query: ["tea"], documents: ["a", {"content": PARTS}]}) == (
+        "tea",
+        ["a", PARTS],
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ([], "body: found list"),
+        ({"documents": ["a"]}, "has none of query, queries"),
+        ({"query": "tea"}, "has none of documents, items"),
+        ({"query": "tea", "documents": []}, "has no documents"),
+        ({"queries": ["a", "b"], "documents": ["a", "b"]}, "2 queries; a row has one query"),
+        ({"query": 3, "documents": ["a"]}, "found 3, expected text"),
+        ({"query": "tea", "documents": ["a", None]}, "found None, expected text"),
+        ({"query": "tea", "documents": [{"text": "a"}]}, "expected text, or"),
+    ],
+)
+def test_what_is_no_pair_is_refused(body: Any, message: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        sides_of(body)
+    assert message in str(refused.value)
+
+
+def test_parameters_are_what_is_neither_input_nor_form() -> None:
+    body = {
+        "model": "m",
+        "input": "tea",
+        "encoding_format": "base64",
+        "dimensions": 4,
+        "use_activation": None,
+        "truncate_prompt_tokens": -1,
+        "user": "me",
+    }
+    assert pooling_of(body) == {"dimensions": 4, "truncate_prompt_tokens": -1}
