@@ -69,7 +69,7 @@ def cli() -> None:
     "--output",
     type=FILE,
     metavar="FILE",
-    help="When all rows are done, export them to FILE: .parquet, .jsonl or .csv.",
+    help="When all rows are done, export them to FILE: .parquet, .jsonl, .csv or .npy.",
 )
 @click.option("--limit", type=COUNT, help="Only the first N rows (after the job's filter).")
 @click.option(
@@ -245,6 +245,10 @@ def retry_failed(run: str | None, kinds: Texts, overrides: Texts) -> Result:
     is_flag=True,
     help="Like --csv, but safe for a spreadsheet: a text that it would run as a formula gets a ' in front.",
 )
+@options.export_format(
+    "--npy",
+    "The vectors of an embed run, one matrix for numpy; and the ids of its rows, .ids.json.",
+)
 @options.export_format("--openai", "OpenAI batch output files.")
 @options.export_format(
     "--realhit", "results_<time>.json and checkpoint.json of RealHiTBench's harness."
@@ -277,7 +281,7 @@ def export(
     if safe_csv:
         wanted["safe-csv"] = wanted.pop("csv", "")
     if not wanted:
-        raise JobError("name a format: --parquet, --jsonl, --csv, --openai or --realhit")
+        raise JobError("name a format: --parquet, --jsonl, --csv, --npy, --openai or --realhit")
     if hub is not None:
         if "parquet" not in wanted:
             raise JobError(f"--hub {hub}: give --parquet, too; the table is what is pushed")

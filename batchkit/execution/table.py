@@ -15,12 +15,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 
 from batchkit.execution.parsed_columns import parsed_columns
+from batchkit.execution.vector_column import (
+    EMBEDDING,
+    PLACE,
+    arrow_type,
+    vector_type,
+    with_vectors,
+)
 from batchkit.scoring import kept_fields, score_names
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.ledger import RESULTS, whole_record
 from batchkit.storage.newest import NewestLog
 from batchkit.storage.schema import COUNT_LIMIT
 from batchkit.storage.score_store import SCORES, read_scored
+from batchkit.storage.vectors import VectorType
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,12 +36,14 @@ if TYPE_CHECKING:
 
 _BATCH = 10_000  # records
 _BATCH_BYTES = 16 << 20
+_VECTOR_BYTES = 64 << 20
 _FEW = 500  # batches this small are read record by record, not halved again
 
 
 class Layout(NamedTuple):
     """The columns of a table of records besides the record's own.
 
+    ``embedding``: the type of the vectors; None: no column for them.
     ``scores``: one column ``scores.<name>`` each, and one for the prediction; None: not scored.
     ``keep``: the kept fields, as text. ``parsed``: the type of each key of the parsed answers. A
     field or a key with the name of another column gets the prefix ``fields.`` or ``parsed.`` until
@@ -43,6 +53,7 @@ class Layout(NamedTuple):
     scores: Sequence[str] | None
     keep: Sequence[str]
     parsed: Mapping[str, str] = MappingProxyType({})
+    embedding: VectorType | None = None
 
     @classmethod
     def of(cls, folder: Path) -> Layout:
@@ -50,11 +61,14 @@ class Layout(NamedTuple):
         answers also depend on the answers."""
         job = job_of_run(folder)
         scores = score_names(job.scoring) if job.scoring.is_on else None
-        return cls(scores, kept_fields(job), parsed_columns(folder / RESULTS, job))
+        parsed = parsed_columns(folder / RESULTS, job)
+        return cls(scores, kept_fields(job), parsed, vector_type(folder, job))
 
     def columns(self) -> dict[str, str]:
-        """The columns' names and Arrow types, in order."""
+        """The columns' names and Arrow types, in order; for a vector, those that name its place."""
         found = {name: column.type for name, column in _COLUMNS.items()}
+        if self.embedding is not None:
+            found |= dict.fromkeys(PLACE, "int64")
         if self.scores is not None:
             found |= {"prediction": "string"}
             found |= {f"scores.{name}": "double" for name in self.scores}
@@ -69,6 +83,8 @@ class Layout(NamedTuple):
     def keys(self) -> list[tuple[str, ...]]:
         """The keys of each column's value in a record, in the order of ``columns``."""
         found: list[tuple[str, ...]] = [column.keys for column in _COLUMNS.values()]
+        if self.embedding is not None:
+            found += PLACE.values()
         if self.scores is not None:
             found += [("prediction",), *(("scores", name) for name in self.scores)]
         found += [("parsed", name) for name in self.parsed]
@@ -123,23 +139,54 @@ def schema_of(layout: Layout) -> pa.Schema:
     """The schema of every batch of the table."""
     import pyarrow as pa
 
-    return pa.schema([(name, _arrow_type(kind)) for name, kind in layout.columns().items()])
+    fields = list(_schema_of_records(layout))
+    if layout.embedding is not None:
+        kinds = {EMBEDDING: arrow_type(layout.embedding)}
+        places = PLACE.keys() - kinds.keys()
+        fields = [
+            field.with_type(kinds.get(field.name, field.type))
+            for field in fields
+            if field.name not in places
+        ]
+    return pa.schema(fields)
 
 
 def read_batches(folder: Path, layout: Layout) -> Iterator[pa.Table]:
     """The newest record of each row, in the order of the input, with its newest scores.
 
-    A batch has at most 10,000 records, and over 16 MB of the log only if it is a single record.
+    A batch has at most 10,000 records, and over 16 MB of the log, or 64 MiB of vectors, only if it is
+    a single record.
 
     Raises:
-        StoreError: a record is damaged.
+        StoreError: a record is damaged, or its vector is not there.
     """
-    if (folder / SCORES).exists():  # scores are merged in record by record
+    batches = _batches_of_records(folder, layout)
+    if layout.embedding is None:
+        return batches
+    return with_vectors(batches, folder, layout.embedding)
+
+
+def _schema_of_records(layout: Layout) -> pa.Schema:
+    import pyarrow as pa
+
+    return pa.schema([(name, _arrow_type(kind)) for name, kind in layout.columns().items()])
+
+
+def _batches_of_records(folder: Path, layout: Layout) -> Iterator[pa.Table]:
+    at_once = _at_once(layout.embedding)
+    if layout.scores is not None and (folder / SCORES).exists():  # they are merged in one by one
         records = read_scored(folder)
-        while batch := list(islice(records, _BATCH)):
+        while batch := list(islice(records, at_once)):
             yield _of_records(batch, layout)
         return
-    yield from _Log(folder / RESULTS, layout).batches()
+    yield from _Log(folder / RESULTS, layout).batches(at_once)
+
+
+def _at_once(kind: VectorType | None) -> int:
+    if kind is None:
+        return _BATCH
+    largest = 4 * (kind.dimensions or 4096)  # bytes
+    return max(1, min(_BATCH, _VECTOR_BYTES // largest))
 
 
 class _Log:
@@ -149,7 +196,7 @@ class _Log:
         import pyarrow as pa
 
         self._path, self._layout = path, layout
-        self._schema = schema_of(layout)
+        self._schema = _schema_of_records(layout)
         self._newest = NewestLog(path)  # not closed: Arrow's buffer points into it
         bounds, view = self._newest.bounds, self._newest.view
         self._lines = pa.Array.from_buffers(
@@ -158,7 +205,7 @@ class _Log:
             [None, pa.py_buffer(bounds), pa.py_buffer(view)],
         )
 
-    def batches(self) -> Iterator[pa.Table]:
+    def batches(self, at_once: int) -> Iterator[pa.Table]:
         import numpy as np
 
         lines = self._newest.lines
@@ -166,7 +213,7 @@ class _Log:
         start, done = 0, 0
         while start < len(lines):
             fitting = int(np.searchsorted(n_bytes, done + _BATCH_BYTES, "right"))
-            end = max(start + 1, min(start + _BATCH, fitting))
+            end = max(start + 1, min(start + at_once, fitting))
             yield self._table(lines[start:end])
             self._newest.release()
             start, done = end, n_bytes[end - 1]
@@ -231,7 +278,7 @@ def _json_schema(layout: Layout, first: Mapping[str, Any]) -> pa.Schema:
 
     fields = first.get("fields") or {}
     found: dict[str, Any] = {}
-    for (key, *inner), field in zip(layout.keys(), schema_of(layout), strict=True):
+    for (key, *inner), field in zip(layout.keys(), _schema_of_records(layout), strict=True):
         kind = field.type
         if key == "choices":
             kind = pa.null()
@@ -265,7 +312,9 @@ def _check_values(table: pa.Table) -> None:
         pc.all(pc.is_in(table["status"], pa.array(["ok", "failed"])), min_count=0).as_py(),
         table["prompt_tokens"].is_null().equals(table["completion_tokens"].is_null()),
     ]
-    for name in ("index", "attempt", "prompt_tokens", "completion_tokens"):
+    places = [name for name in PLACE if name in table.column_names]
+    fits += [table[name].is_null().equals(table[places[0]].is_null()) for name in places]
+    for name in ("index", "attempt", "prompt_tokens", "completion_tokens", *places):
         within = pc.min_max(table[name]).as_py()
         fits.append(within["min"] is None or 0 <= within["min"] <= within["max"] < COUNT_LIMIT)
     if not all(fits):
@@ -275,7 +324,7 @@ def _check_values(table: pa.Table) -> None:
 def _of_records(records: Iterable[Mapping[str, Any]], layout: Layout) -> pa.Table:
     import pyarrow as pa
 
-    schema = schema_of(layout)
+    schema = _schema_of_records(layout)
     values = zip(*map(layout.reader(), records), strict=True)
     arrays = [pa.array(column, field.type) for column, field in zip(values, schema, strict=True)]
     return pa.Table.from_arrays(arrays, schema=schema)

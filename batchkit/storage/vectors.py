@@ -14,7 +14,7 @@ import os
 import re
 import zlib
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,7 +172,7 @@ class Vectors:
         """
         segment = self._segment(place.segment, place.row)
         batch = bisect_right(segment.firsts, place.row) - 1
-        if place.row >= segment.n_rows:
+        if not 0 <= place.row < segment.n_rows:
             raise self._error(segment, index, place, _SHORT)
         at = place.row - segment.firsts[batch]
         indexes, vectors, checksums = segment.batches[batch]
@@ -251,23 +251,6 @@ class _Segment:
         """Let the kernel drop the pages that were read."""
         if isinstance(self._view, mmap.mmap):
             self._view.madvise(mmap.MADV_DONTNEED)
-
-
-def named_types(vectors: Vectors, records: Iterable[Mapping[str, Any]]) -> set[VectorType]:
-    """The types of the vectors that ``records`` name."""
-    found = {r["embedding"]["segment"] for r in records if r.get("embedding") is not None}
-    return {kind for number in found if (kind := vectors.type_of(number)) is not None}
-
-
-def common_type(types: Collection[VectorType]) -> VectorType | None:
-    """The type that can hold vectors of all ``types``; None if there are none."""
-    if not types:
-        return None
-    dtypes, dimensions = {kind.dtype for kind in types}, {kind.dimensions for kind in types}
-    return VectorType(
-        dtypes.pop() if len(dtypes) == 1 else "float32",
-        dimensions.pop() if len(dimensions) == 1 else None,
-    )
 
 
 def _schema(kind: VectorType) -> pa.Schema:

@@ -14,15 +14,18 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from batchkit.commands.export.npy import write_npy
 from batchkit.commands.export.openai_lines import answer_line, error_line
 from batchkit.commands.export.outputs import exporting
 from batchkit.commands.export.realhit import write_realhit
 from batchkit.errors import StoreError
 from batchkit.execution.table import Layout, read_batches, schema_of
+from batchkit.execution.vector_column import EMBEDDING
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.score_store import read_scored
+from batchkit.storage.vectors import Vectors
 
 _FORMULA = re.compile(r"[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")  # the last four: full width
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
@@ -52,15 +55,18 @@ class Exported(NamedTuple):
 
 
 def export(folder: Path, format_name: str, path: Path | None = None) -> list[Exported]:
-    """Write a run's records as ``parquet``, ``jsonl``, ``csv``, ``safe-csv``, ``openai`` or ``realhit``.
+    """Write a run's records as ``parquet``, ``jsonl``, ``csv``, ``safe-csv``, ``npy``, ``openai`` or
+    ``realhit``.
 
     Without ``path``: ``results.<suffix>`` in the run folder (``results.newest.jsonl`` for jsonl,
     since ``results.jsonl`` is the log). ``safe-csv`` is a CSV that is safe to open in a
-    spreadsheet: a text that would be taken for a formula gets a ``'`` in front. ``openai`` writes
+    spreadsheet: a text that would be taken for a formula gets a ``'`` in front. ``npy`` writes the
+    vectors as one matrix, and the ids of its rows into a file beside it. ``openai`` writes
     two files, answers and errors; ``realhit`` writes the two of RealHiTBench's harness, into the
     folder ``path`` or as the file ``path``.
 
     Raises:
+        JobError: ``npy``, and the run has no vectors, or they have several lengths.
         StoreError: not a run folder, its log is damaged, or the file can't be written.
     """
     read_manifest(folder)
@@ -84,10 +90,14 @@ def _write_parquet(folder: Path, path: Path) -> dict[Path, int]:
     import pyarrow.parquet as pq
 
     layout, rows = Layout.of(folder), 0
-    batches = read_batches(folder, layout)
+    batches, schema = read_batches(folder, layout), schema_of(layout)
+    others = [name for name in schema.names if name != EMBEDDING]
     with (
         exporting(path, folder) as temporary,
-        pq.ParquetWriter(temporary, schema_of(layout), compression="zstd") as writer,
+        # Vectors get no smaller by compression, only slower to read and write.
+        pq.ParquetWriter(
+            temporary, schema, compression=dict.fromkeys(others, "zstd"), use_dictionary=others
+        ) as writer,
         ThreadPoolExecutor(1) as pool,  # reads the next batch while this thread writes one
     ):
         coming = pool.submit(next, batches, None)
@@ -99,9 +109,12 @@ def _write_parquet(folder: Path, path: Path) -> dict[Path, int]:
 
 
 def _write_jsonl(folder: Path, path: Path) -> dict[Path, int]:
-    rows = 0
+    """A vector is written as numbers: what its record names is in the run folder."""
+    vectors, rows = Vectors(folder), 0
     with exporting(path, folder) as temporary, temporary.open("wb") as file:
         for record in read_scored(folder):
+            if record.get(EMBEDDING) is not None:
+                record[EMBEDDING] = vectors.of(record)
             file.write(_line(record))
             rows += 1
     return {path: rows}
@@ -116,7 +129,7 @@ def _write_safe_csv(folder: Path, path: Path) -> dict[Path, int]:
 
 
 def _write_cells(folder: Path, path: Path, cell: Callable[[Any], Any]) -> dict[Path, int]:
-    layout, rows = Layout.of(folder), 0
+    layout, rows = Layout.of(folder)._replace(embedding=None), 0
     values = layout.reader()
     with (
         exporting(path, folder) as temporary,
@@ -167,7 +180,7 @@ def _write_openai(folder: Path, path: Path) -> dict[Path, int]:
 
 
 def _line(value: Mapping[str, Any]) -> bytes:
-    return orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE)
+    return orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
 
 
 _WRITERS: dict[str, Callable[[Path, Path], dict[Path, int]]] = {
@@ -175,6 +188,7 @@ _WRITERS: dict[str, Callable[[Path, Path], dict[Path, int]]] = {
     "jsonl": _write_jsonl,
     "csv": _write_csv,
     "safe-csv": _write_safe_csv,
+    "npy": write_npy,
     "openai": _write_openai,
     "realhit": write_realhit,
 }
@@ -183,6 +197,7 @@ _NAMES = {
     "jsonl": "results.newest.jsonl",
     "csv": "results.csv",
     "safe-csv": "results.csv",
+    "npy": "results.npy",
     "openai": "results.openai.jsonl",
     "realhit": "realhit",
 }

@@ -18,6 +18,7 @@ from batchkit.storage.ledger import RESULTS
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.runfolder import JOB, LOCK, MANIFEST, is_run
 from batchkit.storage.score_store import SCORES
+from batchkit.storage.vectors import VECTORS, segments_of
 
 _OWN_FILES = {
     RESULTS: "ledger",
@@ -28,7 +29,7 @@ _OWN_FILES = {
     SCORES: "scores",
     LOCK: "lock",
 }
-_SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".csv": "csv"}
+_SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".csv": "csv", ".npy": "npy"}
 
 
 def format_for(path: Path, job: JobConfig) -> str:
@@ -48,6 +49,10 @@ def format_for(path: Path, job: JobConfig) -> str:
         raise JobError(
             f"--output {path}: its suffix names no format; known are {', '.join(_SUFFIXES)}"
             " (`batchkit export` has more)"
+        )
+    if name == "npy" and job.task != "embed":
+        raise JobError(
+            f'--output {path}: there are vectors only with task = "embed"; name a .parquet'
         )
     if path.is_dir():
         raise JobError(f"--output {path}: is a folder; name a file in it")
@@ -82,6 +87,11 @@ def _refuse_own_file(path: Path, folder: Path) -> None:
     for name, known in _OWN_FILES.items():  # also under another name, as a hard link
         if path.exists() and (own := folder / name).exists() and path.samefile(own):
             role = known
+    if resolved.parent.name == VECTORS and is_run(resolved.parent.parent):
+        role = "file of vectors"
+    for segment in segments_of(folder).values():
+        if path.exists() and path.samefile(segment):
+            role = "file of vectors"
     for file in read_manifest(folder).input:
         if path.exists() and (read := Path(file.path)).exists() and path.samefile(read):
             role = "input"

@@ -1,0 +1,241 @@
+"""What an embed run gives: a column of vectors, one matrix, numbers in JSON; each at its row."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.storage.store import Store, line_of
+from batchkit.storage.vectors import segment_path
+from tests.support.command_line import batchkit
+from tests.support.dry_runs import RUN, run
+from tests.support.embed_runs import expected, prepare, stored
+from tests.support.mounts import mounted
+from tests.support.records import record, with_vector
+from tests.support.rows import read_jsonl
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+FAILED = (3, 5)
+ANSWERED = [0, 1, 2, 4, 6, 7, 8, 9]
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "float16"])
+
+
+def embed(dtype: str = "float32", n: int = 10) -> None:
+    prepare(n, failing=FAILED, output={"vector_dtype": dtype})
+    assert run().exit_code == 3
+
+
+def wanted() -> np.ndarray[Any, Any]:
+    rows = read_jsonl(Path("in.jsonl"))
+    return np.stack([expected(rows[row]) for row in ANSWERED])
+
+
+def export(*args: str) -> None:
+    done = batchkit("export", *args)
+    assert done.exit_code == 0, done.stderr
+
+
+def appended(folder: Path, *lines: Any) -> None:
+    store = Store(folder)
+    for line in lines:
+        store.copy(line)
+    store.close()
+
+
+@DTYPES
+def test_parquet_has_a_column_of_vectors(dtype: str) -> None:
+    embed(dtype)
+    export("--parquet", "a.parquet")
+    table = pq.read_table("a.parquet")
+    kind = {"float32": pa.float32(), "float16": pa.float16()}[dtype]
+    assert table["embedding"].type == pa.list_(kind, 8)
+    assert table["id"].to_pylist() == [f"k{row}" for row in range(10)]
+    assert table["embedding"].is_null().to_pylist() == [row in FAILED for row in range(10)]
+    assert table["embedding"].drop_null().to_pylist() == wanted().tolist()
+    assert not {"embedding.segment", "embedding.row", "vector"} & {*table.column_names}
+    frame = pd.read_parquet("a.parquet")
+    np.testing.assert_array_equal(np.stack(frame["embedding"].dropna().tolist()), wanted())
+
+
+@DTYPES
+def test_npy_is_one_matrix_with_the_ids_of_its_rows(dtype: str) -> None:
+    embed(dtype)
+    export("--npy")
+    matrix = np.load(RUN / "results.npy", mmap_mode="r")
+    assert matrix.dtype == np.dtype(dtype)
+    np.testing.assert_array_equal(matrix, wanted())
+    ids = json.loads((RUN / "results.ids.json").read_text())
+    assert ids == [f"k{row}" for row in ANSWERED]
+
+
+def test_npy_of_many_rows_can_be_mapped() -> None:
+    """The number of its rows, which is not known at first, has more digits than a zero."""
+    prepare(12_345)
+    assert run().exit_code == 0
+    done = batchkit("export", "--npy", "deep/m.npy")
+    assert "deep/m.npy: 12,345 rows" in done.stdout
+    matrix, found = np.load("deep/m.npy", mmap_mode="r"), stored()
+    np.testing.assert_array_equal(matrix, [found[row] for row in range(12_345)])
+    assert len(json.loads(Path("deep/m.ids.json").read_text())) == 12_345
+
+
+def test_jsonl_has_numbers() -> None:
+    embed()
+    export("--jsonl", "a.jsonl")
+    found = read_jsonl(Path("a.jsonl"))
+    assert [one["index"] for one in found if "embedding" in one] == ANSWERED
+    vectors = [one["embedding"] for one in found if "embedding" in one]
+    np.testing.assert_array_equal(np.float32(vectors), wanted())
+
+
+def test_csv_has_no_vectors() -> None:
+    embed()
+    export("--csv", "a.csv", "--parquet", "a.parquet")
+    columns = pq.read_schema("a.parquet").names
+    columns.remove("embedding")
+    assert pd.read_csv("a.csv").columns.tolist() == columns
+
+
+def test_output_of_a_run_may_be_a_matrix() -> None:
+    prepare(4)
+    assert run("--output", "vectors.npy").exit_code == 0
+    assert np.load("vectors.npy").shape == (4, 8)
+
+
+def test_output_of_a_run_without_vectors_is_no_matrix() -> None:
+    prepare(4)
+    Path("job.toml").write_text(Path("job.toml").read_text().replace('task = "embed"\n', ""))
+    done = run("--output", "vectors.npy")
+    assert done.exit_code == 2
+    assert 'there are vectors only with task = "embed"' in done.stderr
+    assert run().exit_code == 0
+    done = batchkit("export", "--npy")
+    assert done.exit_code == 2
+    assert '--npy is for task = "embed", and its task is "generate"' in done.stderr
+
+
+def test_run_without_an_answer_has_an_empty_column_and_no_matrix() -> None:
+    prepare(2, failing=(0, 1))
+    run()
+    export("--parquet", "a.parquet")
+    column = pq.read_table("a.parquet")["embedding"]
+    assert (column.type, column.null_count) == (pa.list_(pa.float32()), 2)
+    done = batchkit("export", "--npy")
+    assert done.exit_code == 2
+    assert "has no vectors yet, or vectors of several lengths" in done.stderr
+
+
+def test_vectors_of_several_lengths_are_lists() -> None:
+    prepare(3)
+    assert run().exit_code == 0
+    appended(RUN, line_of(with_vector(1, 3)))
+    export("--parquet", "a.parquet")
+    column = pq.read_table("a.parquet")["embedding"]
+    assert column.type == pa.list_(pa.float32())
+    assert [len(vector) for vector in column.to_pylist()] == [8, 3, 8]
+    done = batchkit("export", "--npy")
+    assert done.exit_code == 2
+    assert "vectors of several lengths, and a matrix needs one" in done.stderr
+
+
+def test_length_of_older_vectors_alone_does_not_matter() -> None:
+    """As after `retry-failed --set pooling.dimensions=…` of all rows."""
+    prepare(2)
+    assert run().exit_code == 0
+    appended(RUN, *(line_of(with_vector(row, 3)) for row in range(2)))
+    export("--npy", "a.npy")
+    assert np.load("a.npy").shape == (2, 3)
+
+
+def test_newer_failure_of_a_row_has_no_vector() -> None:
+    prepare(3)
+    assert run().exit_code == 0
+    appended(RUN, line_of(record(1, None)))
+    export("--npy", "a.npy")
+    assert json.loads(Path("a.ids.json").read_text()) == ["k0", "k2"]
+
+
+def test_summary_has_the_vectors_as_a_column() -> None:
+    prepare(5, failing=(2,))
+    summary = ProductionBatchProcessor("job.toml", quiet=True).process()
+    rows = read_jsonl(Path("in.jsonl"))
+    vectors = [None if row == 2 else expected(rows[row]).tolist() for row in range(5)]
+    table = summary.to_arrow()
+    assert table["embedding"].type == pa.list_(pa.float32(), 8)
+    assert table["embedding"].to_pylist() == vectors
+    frame = summary.to_pandas()
+    assert frame["key"].tolist() == [f"k{row}" for row in range(5)]
+    assert [v if v is None else v.tolist() for v in frame["embedding"]] == vectors
+
+
+def test_summary_of_a_part_has_null_vectors_for_the_other_rows() -> None:
+    prepare(4)
+    processor = ProductionBatchProcessor("job.toml", quiet=True)
+    summary = processor.process()
+    lines = (RUN / "results.jsonl").read_bytes().splitlines(keepends=True)
+    (RUN / "checkpoint.json").unlink()
+    (RUN / "results.jsonl").write_bytes(b"".join(lines[:2]))
+    column = summary.to_arrow()["embedding"]
+    assert column.is_null().to_pylist() == [False, False, True, True]
+
+
+def test_columns_of_the_input_named_embedding_get_a_prefix() -> None:
+    prepare(2, output={"keep": ["embedding"]}, sampling={})
+    rows = [{"key": "a", "q": "x", "embedding": "mine"}]
+    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = ProductionBatchProcessor("job.toml", quiet=True).process()
+    assert summary.to_arrow()["fields.embedding"].to_pylist() == ["mine"]
+    export("--parquet", "a.parquet")
+    table = pq.read_table("a.parquet")
+    assert table["fields.embedding"].to_pylist() == ["mine"]
+    assert len(table["embedding"].to_pylist()[0]) == 8
+
+
+@pytest.mark.parametrize("flag", ["--parquet", "--npy", "--jsonl"])
+def test_vector_that_is_not_there_stops_an_export_and_is_named(flag: str) -> None:
+    embed()
+    Path("old").write_text("kept")
+    segment = segment_path(RUN, 0)
+    segment.write_bytes(segment.read_bytes()[:-200])
+    done = batchkit("export", flag, "old")
+    assert done.exit_code == 1
+    assert (
+        "vectors/000000.arrow: has 0 whole vectors; the record of row 0 names vector 0"
+        in done.stderr
+    )
+    assert "verify --repair" in done.stderr
+    assert Path("old").read_text() == "kept"
+    shutil.rmtree(RUN / "vectors")
+    assert "vectors/000000.arrow: is missing" in batchkit("export", "--parquet", "old").stderr
+
+
+@pytest.mark.parametrize("place", ["output/a/vectors/000000.arrow", "linked.parquet"])
+def test_export_never_writes_over_the_vectors(place: str) -> None:
+    embed()
+    segment = segment_path(RUN, 0)
+    os.link(segment, "linked.parquet")
+    before = segment.read_bytes()
+    done = batchkit("export", "--parquet", place)
+    assert done.exit_code == 1
+    assert "is the file of vectors of a run" in done.stderr
+    assert segment.read_bytes() == before
+
+
+def test_folder_that_is_mounted_read_only_is_read() -> None:
+    embed()
+    before = sorted(RUN.rglob("*"))
+    with mounted(RUN, "--bind", "-o", "ro", source=RUN):
+        export("--parquet", "a.parquet", "--npy", "a.npy")
+    assert np.load("a.npy").shape == (8, 8)
+    assert sorted(RUN.rglob("*")) == before

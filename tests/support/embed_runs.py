@@ -1,0 +1,71 @@
+"""Embed runs of the dry-run engine in the working directory, and the vector that each row has to have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomlkit
+
+from batchkit.config.loading import load_job
+from batchkit.engines.dry_run import open_engine
+from batchkit.sources.rowhash import input_hash
+from batchkit.storage.newest import read_newest
+from batchkit.storage.vectors import Vectors
+from batchkit.types import Request, Row
+from tests.support.dry_runs import RUN
+from tests.support.jobs import with_tables
+from tests.support.rows import read_jsonl, write_jsonl
+
+Vector = np.ndarray[Any, Any]
+
+
+def write_job(**tables: dict[str, Any]) -> None:
+    job: dict[str, Any] = {
+        "name": "a",
+        "task": "embed",
+        "input": {"path": "in.jsonl", "id": "key"},
+        "prompt": {"user": "{{ q }}"},
+        "engine": {"kind": "dry-run"},
+    }
+    Path("job.toml").write_text(tomlkit.dumps(with_tables(job, tables)))
+
+
+def prepare(n: int = 10, failing: tuple[int, ...] = (), **tables: dict[str, Any]) -> None:
+    """``n`` rows; those in ``failing`` lack the field that the template asks for."""
+    rows = [{"key": f"k{row}", "q": f"question {row}"} for row in range(n)]
+    for row in failing:
+        del rows[row]["q"]
+    write_jsonl(Path("in.jsonl"), rows)
+    write_job(**tables)
+
+
+def expected(fields: Mapping[str, Any]) -> Vector:
+    """The vector of a row with these fields, from the engine alone."""
+    job = load_job(Path("job.toml"))
+    engine = open_engine(job)
+    row = Row(0, "", fields)
+    engine.submit(
+        Request(row, None, str(fields.get("q")), job.pooling.params(), input_hash(fields))
+    )
+    (completion,) = engine.poll(0)
+    assert completion.pooled is not None
+    assert completion.pooled.vector is not None
+    return np.frombuffer(completion.pooled.vector, "<f4").astype(job.output.vector_dtype)
+
+
+def stored(folder: Path = RUN) -> dict[int, Vector]:
+    """The vectors that the newest records name, by row."""
+    vectors = Vectors(folder)
+    found = read_newest(folder / "results.jsonl")
+    return {one["index"]: vectors.of(one) for one in found if "embedding" in one}
+
+
+def check(folder: Path = RUN) -> list[int]:
+    """Each record has the vector of its row. Returns the rows that have one."""
+    rows, found = read_jsonl(Path("in.jsonl")), stored(folder)
+    for index, vector in found.items():
+        np.testing.assert_array_equal(vector, expected(rows[index]))
+    return list(found)
