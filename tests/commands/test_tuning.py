@@ -228,6 +228,7 @@ def test_what_binds() -> None:
     assert bottleneck(trial(8, 19, idle=Idle(0, 0.4, 0, 5, 0))) == "preprocessing"
     assert bottleneck(trial(8, 19, idle=Idle(0, 0, 0.9, 5, 3))) == "kv-cache"
     assert bottleneck(trial(8, 19, prompt=0, output=0)) == "unknown"
+    assert bottleneck(trial(4, 10, output=0), trial(8, 19, output=0)) == "prefill", "a pooling task"
 
 
 def test_rounds_of_one_size_become_one_line() -> None:
@@ -418,6 +419,16 @@ def test_find_bs_stops_early_where_the_server_is_slow(folder: Path) -> None:
     assert found["largest"] <= 16
     assert all(line["memory_gb"] is None for line in found["batch_sizes"])
     assert "keeps what it has cached" in ended.stderr
+
+
+def test_find_bs_of_a_task_without_output_tokens(folder: Path) -> None:
+    ended = batchkit("find-bs", "job.toml", "--set", "task=embed", "--low", "8", "--high", "16",
+                     "--seconds", "0.5", "--json", cwd=folder)  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert (found["best"], found["bottleneck"]["resource"]) == (16, "prefill")
+    assert [line["failed"] for line in found["batch_sizes"]] == [{}, {}]
+    assert found["batch_sizes"][0]["prompt_tokens_per_s"] > 0
 
 
 def test_rows_that_fail_are_counted_and_fail_no_trial(folder: Path) -> None:

@@ -95,15 +95,16 @@ def bottleneck_of(lines: Sequence[SizeResult], best: SizeResult, rendered: Rende
 
 def _compute(lines: Sequence[SizeResult], best: SizeResult) -> Bottleneck:
     """A row's time is ``a + b / batch``: ``b`` is for steps, which the rows of a batch share, and
-    ``a`` is for its tokens, at any batch size. The share of ``b`` shows whether steps dominate."""
+    ``a`` is for its tokens, at any batch size. The share of ``b`` shows whether steps dominate.
+    Pooling tasks have no output tokens: all their steps are prefill."""
     prompt, output = best.median("prompt_tokens_per_s"), best.median("completion_tokens_per_s")
-    if not prompt or not output:
+    if not prompt or output is None:
         return Bottleneck("unknown", "the engine did not count its tokens")
     tokens = f"{prompt:,.0f} prompt and {output:,.0f} output tokens/s"
     shared = _shared_by_batch(lines, best)
     if shared is not None and shared >= 0.5:
         return Bottleneck(
-            "decode",
+            "decode" if output else "prefill",
             f"{shared:.0%} of a row's time is steps that the batch shares, and a larger batch would"
             f" still make it shorter ({tokens})",
         )

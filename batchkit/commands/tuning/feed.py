@@ -66,6 +66,7 @@ class Feed:
             job, engine, self._prefetch, Attempts(job.retry, renderer.shortened, None)
         )
         self._is_sample = is_sample
+        self._generates = job.task == "generate"
         self._engine = engine
         self._periods = Rounds(batch_size, budget)
         self._budget = budget
@@ -115,7 +116,7 @@ class Feed:
             last = now
 
     def _warms_up(self) -> bool:
-        """Generate one token of the first row, because the first step is slow and must not count.
+        """Run one step of the first row, because the first step is slow and must not count.
         False if this used up the time."""
         first: Request | None = None
         deadline = time.monotonic() + self._budget.seconds
@@ -128,7 +129,8 @@ class Feed:
         if first is None:
             return True
         self._feeder.put_back(first)
-        self._engine.submit(replace(first, sampling={**first.sampling, "max_tokens": 1}))
+        one_step = {"max_tokens": 1} if self._generates else {}
+        self._engine.submit(replace(first, sampling={**first.sampling, **one_step}))
         while time.monotonic() < deadline:
             if self._engine.poll(POLL_S):
                 return True
