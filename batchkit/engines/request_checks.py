@@ -15,18 +15,22 @@ from batchkit.errors import JobError, PromptTooLongError
 from batchkit.types import Request
 
 
-def check_length(request: Request, prompt_tokens: int, max_model_len: int) -> None:
-    """The prompt must leave room for one token; after a cut, for the tokens that the cut was for.
+def check_length(
+    request: Request, prompt_tokens: int, max_model_len: int, *, generates: bool = True
+) -> None:
+    """The prompt must leave room for one token, if the model ``generates``; after a cut, for the
+    tokens that the cut was for.
 
     Raises:
         PromptTooLongError: with the token counts, which a cut needs.
     """
     room = 1 if request.cut is None else request.cut.answer_tokens
-    if prompt_tokens + room <= max_model_len:
+    if prompt_tokens + (room if generates else 0) <= max_model_len:
         return
-    tokens = f"the prompt has {prompt_tokens} tokens; max_model_len {max_model_len}"
+    tokens = f"the prompt has {prompt_tokens} tokens; max_model_len"
     wanted = "an answer" if room == 1 else f"an answer of {room}"
-    error = PromptTooLongError(f"{tokens} leaves no room for {wanted}")
+    limit = f"{max_model_len} leaves no room for {wanted}" if generates else f"is {max_model_len}"
+    error = PromptTooLongError(f"{tokens} {limit}")
     error.prompt_tokens, error.max_model_len = prompt_tokens, max_model_len
     raise error
 

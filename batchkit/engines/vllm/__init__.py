@@ -11,6 +11,7 @@ import os
 from batchkit.config.tables import JobConfig
 from batchkit.engines.vllm.engine import VllmEngine
 from batchkit.engines.vllm.options import QUIET, check_config, set_environment
+from batchkit.engines.vllm.pooling import PoolingRenderer, processors_without_model
 from batchkit.engines.vllm.renderer import VllmRenderer
 
 
@@ -27,7 +28,7 @@ def preload() -> None:
     import vllm.v1.engine.core  # noqa: F401
 
 
-def open_preflight(job: JobConfig) -> VllmRenderer:
+def open_preflight(job: JobConfig) -> VllmRenderer | PoolingRenderer:
     """Checks options and sampling with vLLM's classes; needs the model's config and tokenizer.
 
     Raises:
@@ -36,7 +37,11 @@ def open_preflight(job: JobConfig) -> VllmRenderer:
     vllm_config = check_config(job)
     from vllm.renderers import renderer_from_config
 
-    return VllmRenderer(job, renderer_from_config(vllm_config), vllm_config)
+    renderer = renderer_from_config(vllm_config)
+    if job.task == "generate":
+        return VllmRenderer(job, renderer, vllm_config)
+    processors = processors_without_model(job, renderer, vllm_config)
+    return PoolingRenderer(job, renderer, vllm_config, processors)
 
 
 def open_engine(job: JobConfig) -> VllmEngine:

@@ -25,11 +25,13 @@ from batchkit.engines.process.launcher import SCRATCH
 from batchkit.engines.process.startup import explain
 from batchkit.engines.request_checks import cause
 from batchkit.engines.vllm.options import limits_of, llm_options, lora_request
+from batchkit.engines.vllm.pooling import PoolingRenderer
+from batchkit.engines.vllm.pooling_task import check_task
 from batchkit.engines.vllm.renderer import Prepared, VllmRenderer, refusal
 from batchkit.engines.vllm.stats import follow_stats
 from batchkit.engines.vllm.stepper import Stepper
-from batchkit.errors import RequestError, RowError, RowTimeoutError
-from batchkit.types import Choice, Completion, Request, Usage
+from batchkit.errors import JobError, RequestError, RowError, RowTimeoutError
+from batchkit.types import Completion, Request
 
 _STUCK_CHECK_S = _MEMORY_LOOK_S = 1.0
 _TOKEN_LOOK_S = 0.25
@@ -69,7 +71,7 @@ class VllmEngine:
         self._lora = lora_request(job)
         config = self._engine.vllm_config
         self._limits = limits_of(config)
-        self._renderer = VllmRenderer(job, self._engine.renderer, config)
+        self._renderer = _renderer_of(job, self._llm)
         self._stepper = Stepper(self._engine, meanwhile=self._admit)
         self._stats = follow_stats(self._engine)
         self._inbox: queue.SimpleQueue[_Unprepared | None] = queue.SimpleQueue()
@@ -222,21 +224,21 @@ class VllmEngine:
     def _add(self, prepared: Prepared) -> RowError | None:
         from vllm.exceptions import VLLMValidationError
 
-        number = str(next(self._numbers))
-        try:
-            self._engine.add_request(
-                number, prepared.prompt, prepared.params, lora_request=self._lora
-            )
-        except VLLMValidationError as error:
-            return refusal(error)
-        except Exception as error:  # no forward pass has run: any error is the row's own
-            self._engine.abort_request([number])
-            unknown = unknown_images(error, prepared.prompt)
-            if not unknown or prepared.tries > _MOST_TRIES:
-                return RequestError(cause(error))
-            self._queue(_Unprepared(prepared.request, unknown, prepared.tries))
-            return None
-        self._running[number] = _Running(prepared.request)
+        running = _Running(prepared, [str(next(self._numbers)) for _ in prepared.inputs])
+        for number, (prompt, params) in zip(running.numbers, prepared.inputs, strict=True):
+            try:
+                self._engine.add_request(number, prompt, params, lora_request=self._lora)
+            except VLLMValidationError as error:
+                self._engine.abort_request(running.numbers)
+                return refusal(error)
+            except Exception as error:  # no forward pass has run: any error is the row's own
+                self._engine.abort_request(running.numbers)
+                unknown = unknown_images(error, prompt)
+                if not unknown or prepared.tries > _MOST_TRIES:
+                    return RequestError(cause(error))
+                self._queue(_Unprepared(prepared.request, unknown, prepared.tries))
+                return None
+        self._running.update(dict.fromkeys(running.numbers, running))
         return None
 
     def _step(self) -> None:
@@ -246,20 +248,22 @@ class VllmEngine:
             # After any error in the forward pass, the engine's state can't be trusted.
             self._failed = True
             raise EngineDied(fault_of(error)) from error
-        self._done += [self._completion(output) for output in outputs if output.finished]
+        for output in outputs:
+            if output.finished:
+                self._end(output)
 
-    def _completion(self, output: Any) -> Completion:
+    def _end(self, output: Any) -> None:
         running = self._running.pop(output.request_id)
-        choices = [
-            Choice(c.text, c.finish_reason, _logprobs(c.logprobs, c.token_ids))
-            for c in output.outputs
-        ]
-        usage = Usage(
-            len(output.prompt_token_ids or ()), sum(len(c.token_ids) for c in output.outputs)
-        )
-        self._unfinished_tokens -= usage.completion_tokens
+        running.outputs[output.request_id] = output
+        if len(running.outputs) < len(running.numbers):
+            running.last_token_at = time.monotonic()
+            return
         latency_s = time.monotonic() - running.since
-        return Completion(running.request, choices, usage, latency_s, prompt=output.prompt)
+        outputs = [running.outputs[number] for number in running.numbers]
+        completion = self._renderer.completion(running.prepared, outputs, latency_s)
+        if completion.usage is not None:
+            self._unfinished_tokens -= completion.usage.completion_tokens
+        self._done.append(completion)
 
     def _abort_stuck(self) -> None:
         """Abort requests that were scheduled and then got no token for ``run.row_timeout_s``."""
@@ -267,16 +271,20 @@ class VllmEngine:
         if now < self._next_stuck_check:
             return
         self._next_stuck_check = now + _STUCK_CHECK_S
-        stuck = []
+        stuck: dict[int, _Running] = {}
         for number, tokens in self._scheduled().items():
             running = self._running[number]
             running.saw(tokens, now)
             if now - running.last_token_at > self._row_timeout_s:
-                stuck.append(number)
-        if stuck:
-            self._engine.abort_request(stuck)
-            self._stepper.forget_aborted()
-        self._done += [self._timed_out(self._running.pop(number), now) for number in stuck]
+                stuck[id(running)] = running
+        if not stuck:
+            return
+        for running in stuck.values():
+            self._engine.abort_request(running.numbers)
+            for number in running.numbers:
+                self._running.pop(number, None)
+        self._stepper.forget_aborted()
+        self._done += [self._timed_out(running, now) for running in stuck.values()]
 
     def _scheduled(self) -> Counter[str]:
         """Tokens so far of each request that is not waiting to be scheduled.
@@ -298,16 +306,20 @@ class VllmEngine:
             f"no token for {now - running.last_token_at:.0f} s"
             f" (run.row_timeout_s = {self._row_timeout_s:g}), {running.tokens} before that"
         )
-        return Completion(running.request, latency_s=now - running.since, error=error)
+        return Completion(running.prepared.request, latency_s=now - running.since, error=error)
 
 
 class _Running:
-    """When a request was added, and when it last got a token: infinity until it is scheduled."""
+    """When a request was added, and when it last got a token: infinity until it is scheduled.
 
-    __slots__ = ("last_token_at", "request", "since", "tokens")
+    ``numbers`` are those of its inputs in vLLM's engine; ``outputs``, what has finished of them.
+    """
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+    __slots__ = ("last_token_at", "numbers", "outputs", "prepared", "since", "tokens")
+
+    def __init__(self, prepared: Prepared, numbers: list[str]) -> None:
+        self.prepared, self.numbers = prepared, numbers
+        self.outputs: dict[str, Any] = {}
         self.since = time.monotonic()
         self.last_token_at = float("inf")
         self.tokens = -1
@@ -322,11 +334,25 @@ def _load(job: JobConfig, limits: Mapping[str, Any]) -> Any:
 
     _keep_rendezvous_in(os.environ.get(SCRATCH))
     try:
-        return vllm.LLM(**llm_options(job))
+        llm = vllm.LLM(**llm_options(job))
     except Exception as error:
         # Loading runs the model's code and the device's drivers, which may raise any type.
         message = explain(error, job.engine.model)
         raise StartFailed(message, fault_of(error), limits) from error
+    if job.task != "generate":
+        try:
+            check_task(job, llm.pooling_task, llm.model_config)
+        except JobError:
+            llm.llm_engine.engine_core.shutdown()
+            raise
+    return llm
+
+
+def _renderer_of(job: JobConfig, llm: Any) -> VllmRenderer | PoolingRenderer:
+    config = llm.llm_engine.vllm_config
+    if job.task == "generate":
+        return VllmRenderer(job, llm.llm_engine.renderer, config)
+    return PoolingRenderer(job, llm.llm_engine.renderer, config, llm.pooling_io_processors)
 
 
 def _keep_rendezvous_in(folder: str | None) -> None:
@@ -344,21 +370,3 @@ def unknown_images(error: Any, prompt: Mapping[str, Any]) -> Sequence[str]:
         return [image for hashes in prompt["mm_hashes"].values() for image in hashes]
     missing: Sequence[str] = getattr(error, "mm_hashes", ())  # MultiModalCacheMissError
     return missing
-
-
-def _logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[dict[str, Any]] | None:
-    """In OpenAI's shape: each token's text, logprob and alternatives, most likely first."""
-    if logprobs is None:
-        return None
-    content = []
-    for token_id, alternatives in zip(token_ids, logprobs, strict=True):
-        chosen = alternatives[token_id]
-        top = sorted(alternatives.values(), key=lambda found: found.rank)
-        content.append(
-            {
-                "token": chosen.decoded_token,
-                "logprob": chosen.logprob,
-                "top_logprobs": [{"token": t.decoded_token, "logprob": t.logprob} for t in top],
-            }
-        )
-    return content

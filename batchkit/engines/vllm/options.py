@@ -6,12 +6,14 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.startup import explain
 from batchkit.engines.request_checks import chat_template, missing_folder
+from batchkit.engines.vllm.pooling_task import check_pooling, pooling_params
 from batchkit.errors import JobError, RequestError
 
 # The image cache keeps processed pixels of images that are used again. Rows that share an image
@@ -45,7 +47,7 @@ def check_config(job: JobConfig) -> Any:
             f"engine.options.data_parallel_size: {copies} copies of the model are {copies} workers:"
             f" leave it out and set run.workers = {copies}"
         )
-    for check in (lambda: sampling_params(job.sampling.params()), lambda: chat_template(options)):
+    for check in (partial(_check_params, job), partial(chat_template, options)):
         try:
             check()
         except (RequestError, JobError) as error:
@@ -56,9 +58,19 @@ def check_config(job: JobConfig) -> Any:
         raise JobError("\n".join(problems))
     args = {k: v for k, v in llm_options(job).items() if k != "chat_template"}
     try:
-        return EngineArgs(**args).create_engine_config()
+        config = EngineArgs(**args).create_engine_config()
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         raise JobError(f"engine: {explain(error, job.engine.model)}") from error
+    if job.task != "generate":
+        check_pooling(job, config.model_config)
+    return config
+
+
+def _check_params(job: JobConfig) -> None:
+    if job.task == "generate":
+        sampling_params(job.params())
+    else:
+        pooling_params(job.params())
 
 
 def llm_options(job: JobConfig) -> dict[str, Any]:
@@ -69,6 +81,8 @@ def llm_options(job: JobConfig) -> dict[str, Any]:
         options["kv_cache_memory_bytes"] = _CPU_KV_CACHE_BYTES
     if job.engine.lora is not None:
         options.setdefault("enable_lora", True)
+    if job.task != "generate":
+        options.setdefault("runner", "pooling")
     # The stats carry the scheduler's load; printing them is switched off by the log level.
     return {"model": job.engine.model_source, **options, "disable_log_stats": False}
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,17 +18,27 @@ from batchkit.engines.request_checks import (
 from batchkit.engines.vllm.options import sampling_params
 from batchkit.engines.vllm.tools import tools_of
 from batchkit.errors import MediaError, PromptTooLongError, RequestError, RowError
-from batchkit.types import Request
+from batchkit.types import Choice, Completion, Request, Usage
 
 _TOO_LONG = ("input_tokens", "input_text")
 
 
-class Prepared(NamedTuple):
-    """A request in vLLM's own shape."""
+class Input(NamedTuple):
+    """What vLLM's engine gets, in its own shape."""
 
-    request: Request
     prompt: Any
     params: Any
+
+
+class Prepared(NamedTuple):
+    """A request in vLLM's own shape: an input, or several whose outputs make one answer.
+
+    ``text``: what the model sees, if a record is to have it and the outputs lack it.
+    """
+
+    request: Request
+    inputs: Sequence[Input]
+    text: str | None = None
     tries: int = 0
 
 
@@ -47,9 +58,9 @@ class VllmRenderer:
         )
 
     def render(self, request: Request) -> RenderedPrompt:
-        prepared = self.prepare(request)
-        tokens = prepared.prompt.get("prompt_token_ids") or ()
-        text = prepared.prompt.get("prompt") or self._renderer.get_tokenizer().decode(tokens)
+        prompt = self.prepare(request).inputs[0].prompt
+        tokens = prompt.get("prompt_token_ids") or ()
+        text = prompt.get("prompt") or self._renderer.get_tokenizer().decode(tokens)
         return RenderedPrompt(text, len(tokens))
 
     def prepare(self, request: Request) -> Prepared:
@@ -58,19 +69,11 @@ class VllmRenderer:
         Raises:
             RowError: vLLM refuses it.
         """
-        from vllm.exceptions import VLLMValidationError
-
         params = sampling_params(request.sampling)
-        try:
-            prompt = self._prompt(request)
-        except VLLMValidationError as error:
-            raise refusal(error) from error
-        except Exception as error:
-            # The model's own processor runs here, and may raise anything for an unusual image.
-            kind = MediaError if request.media_bytes else RequestError
-            raise kind(cause(error)) from error
+        with refusing(request):
+            prompt = self.prompt(request)
         check_length(request, len(prompt.get("prompt_token_ids") or ()), self._max_model_len)
-        return Prepared(request, prompt, params)
+        return Prepared(request, [Input(prompt, params)])
 
     def forget(self, images: Iterable[str]) -> None:
         """Send these images (given by their hashes) in full when they are used next.
@@ -85,14 +88,29 @@ class VllmRenderer:
             else:  # vLLM 0.26
                 cache._cache.pop(image, None)
 
-    def _prompt(self, request: Request) -> Any:
+    def completion(
+        self, prepared: Prepared, outputs: Sequence[Any], latency_s: float
+    ) -> Completion:
+        """The answer in vLLM's output; may be called by another thread."""
+        (output,) = outputs
+        choices = [
+            Choice(c.text, c.finish_reason, _logprobs(c.logprobs, c.token_ids))
+            for c in output.outputs
+        ]
+        usage = Usage(
+            len(output.prompt_token_ids or ()), sum(len(c.token_ids) for c in output.outputs)
+        )
+        return Completion(prepared.request, choices, usage, latency_s, prompt=output.prompt)
+
+    def prompt(self, request: Request) -> Any:
+        """Of messages, or of a plain prompt."""
         from vllm.renderers.inputs.preprocess import parse_model_prompt
 
         if request.messages is None:
             parsed = parse_model_prompt(self._model_config, {"prompt": request.prompt})
-            tokenization = self._counting_all(self._renderer.default_cmpl_tok_params)
+            tokenization = self.counting_all(self._renderer.default_cmpl_tok_params)
             return self._renderer.render_cmpl([parsed], tokenization)[0]
-        tokenization = self._counting_all(
+        tokenization = self.counting_all(
             self._renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)
         )
         conversation = [dict(message) for message in request.messages]
@@ -105,7 +123,7 @@ class VllmRenderer:
         params = replace(
             self._chat_params,
             chat_template_kwargs={
-                "add_generation_prompt": True,
+                "add_generation_prompt": self._job.task == "generate",
                 "continue_final_message": False,
                 "tools": None if tools is None else [tool.model_dump() for tool in tools],
                 "tokenize": False,
@@ -116,11 +134,46 @@ class VllmRenderer:
             return params
         return replace(params, tool_choice=request.tool_choice or "auto")
 
-    def _counting_all(self, tokenization: Any) -> Any:
+    def counting_all(self, tokenization: Any) -> Any:
         """vLLM stops counting at its limit, which is enough to refuse a prompt but not to cut it."""
         return tokenization if self._is_limited else replace(tokenization, max_total_tokens=None)
+
+
+@contextmanager
+def refusing(request: Request) -> Iterator[None]:
+    """Makes what vLLM raises for ``request`` an error of its row."""
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        yield
+    except RowError:
+        raise
+    except VLLMValidationError as error:
+        raise refusal(error) from error
+    except Exception as error:
+        # The model's own processor runs here, and may raise anything for an unusual image.
+        kind = MediaError if request.media_bytes else RequestError
+        raise kind(cause(error)) from error
 
 
 def refusal(error: Any) -> RowError:
     kind = PromptTooLongError if error.parameter in _TOO_LONG else RequestError
     return kind(str(error))
+
+
+def _logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[dict[str, Any]] | None:
+    """In OpenAI's shape: each token's text, logprob and alternatives, most likely first."""
+    if logprobs is None:
+        return None
+    content = []
+    for token_id, alternatives in zip(token_ids, logprobs, strict=True):
+        chosen = alternatives[token_id]
+        top = sorted(alternatives.values(), key=lambda found: found.rank)
+        content.append(
+            {
+                "token": chosen.decoded_token,
+                "logprob": chosen.logprob,
+                "top_logprobs": [{"token": t.decoded_token, "logprob": t.logprob} for t in top],
+            }
+        )
+    return content

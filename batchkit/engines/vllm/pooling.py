@@ -1,0 +1,181 @@
+"""Vectors, classes and scores: requests of vLLM's pooling tasks, and what their outputs become.
+
+vLLM's own IO processors make the prompts and compute the scores, as in ``LLM.embed``, ``classify`` and
+``score``. A pair needs several prompts: one for each document, and with some models one for the query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from batchkit.config.tables import JobConfig
+from batchkit.engines.base import RenderedPrompt
+from batchkit.engines.request_checks import chat_template, check_length
+from batchkit.engines.vllm.pooling_task import pooling_params, task_by_config
+from batchkit.engines.vllm.renderer import Input, Prepared, VllmRenderer, refusing
+from batchkit.errors import JobError, RequestError, RowError
+from batchkit.types import Completion, Content, Pair, Pooled, Request, Usage
+
+
+class PoolingRenderer:
+    """As ``VllmRenderer``, for a job that does not generate text. ``processors`` are vLLM's own."""
+
+    def __init__(
+        self, job: JobConfig, renderer: Any, vllm_config: Any, processors: Mapping[str, Any]
+    ) -> None:
+        model_config = vllm_config.model_config
+        self._prompts = VllmRenderer(job, renderer, vllm_config)
+        self._tokenizer = renderer.get_tokenizer()
+        self._processor = _processor_of(job, processors)
+        self._vllm_task = getattr(self._processor, "pooling_task", job.task)
+        self._max_model_len: int = model_config.max_model_len
+        self._chat_template = chat_template(job.engine.options)
+        self._keeps_prompt = job.output.prompt
+        self._labels: Mapping[int, str] = getattr(model_config.hf_config, "id2label", None) or {}
+        self._task = job.task
+
+    def render(self, request: Request) -> RenderedPrompt:
+        inputs = self.prepare(request).inputs
+        tokens = sum(len(_tokens(given.prompt)) for given in inputs)
+        return RenderedPrompt(self._text(inputs), tokens)
+
+    def prepare(self, request: Request) -> Prepared:
+        """As ``VllmRenderer.prepare``, which may be several inputs."""
+        params = pooling_params(request.sampling, self._vllm_task)
+        if request.messages is not None:
+            with refusing(request):
+                inputs = [Input(self._prompts.prompt(request), params)]
+            self._check_length(request, inputs[0])
+        else:
+            with refusing(request):
+                parts = self._parts(request, params)
+            inputs = [self._input(request, parts, number) for number in range(len(parts))]
+        text = self._text(inputs) if self._keeps_prompt else None
+        return Prepared(request, inputs, text=text)
+
+    def forget(self, images: Iterable[str]) -> None:
+        """As ``VllmRenderer.forget``."""
+        self._prompts.forget(images)
+
+    def completion(
+        self, prepared: Prepared, outputs: Sequence[Any], latency_s: float
+    ) -> Completion:
+        """The answer in vLLM's ``outputs``, one for each input."""
+        request = prepared.request
+        usage = Usage(sum(len(output.prompt_token_ids or ()) for output in outputs), 0)
+        if errors := [output.error for output in outputs if output.error is not None]:
+            error = RequestError(f"vLLM: {errors[0].message}")
+            return Completion(request, usage=usage, latency_s=latency_s, error=error)
+        pooled = self._pooled(outputs)
+        return Completion(request, (), usage, latency_s, prompt=prepared.text, pooled=pooled)
+
+    def _parts(self, request: Request, params: Any) -> list[Any]:
+        """What vLLM's processor makes prompts of, each of which it has to render."""
+        from vllm.entrypoints.pooling import typing as contexts
+
+        common = {"pooling_params": params, "tokenization_kwargs": None, "lora_request": None}
+        context: Any
+        if request.pair is None:
+            context = contexts.OfflineEncodeInputsContext(
+                pooling_task=self._vllm_task, prompts=[request.prompt], priorities=None, **common
+            )
+        else:
+            data = [[_score_input(part)] for part in (request.pair.query, *request.pair.documents)]
+            query, documents = data[0], [document for (document,) in data[1:]]
+            context = contexts.OfflineScoringInputsContext(
+                pooling_task=self._vllm_task,
+                scoring_data=self._processor.valid_inputs(query, documents),
+                chat_template=self._chat_template,
+                priorities=None,
+                **common,
+            )
+        make, _ = self._processor.get_request_factory_offline(context)
+        return list(make())
+
+    def _input(self, request: Request, parts: Sequence[Any], number: int) -> Input:
+        part = parts[number]
+        part["tok_params"] = self._prompts.counting_all(part["tok_params"])
+        try:
+            with refusing(request):
+                rendered = self._processor.render(part)
+            given = Input(rendered["prompts"], rendered["params"])
+            self._check_length(request, given)
+        except RowError as error:
+            if request.pair is not None and request.pair.is_list:
+                error.args = (f"{_place(request.pair, len(parts), number)}: {error}",)
+            raise
+        return given
+
+    def _check_length(self, request: Request, given: Input) -> None:
+        tokens = len(_tokens(given.prompt))
+        if not tokens:
+            raise RequestError("the text is empty")
+        check_length(request, tokens, self._max_model_len, generates=False)
+
+    def _text(self, inputs: Sequence[Input]) -> str:
+        """What the model sees: each input begins on a new line."""
+        prompts = [given.prompt for given in inputs]
+        return "\n".join(
+            prompt.get("prompt") or self._tokenizer.decode(_tokens(prompt)) for prompt in prompts
+        )
+
+    def _pooled(self, outputs: Sequence[Any]) -> Pooled:
+        from vllm.entrypoints.pooling.typing import OfflineOutputsContext
+        from vllm.outputs import ScoringRequestOutput
+
+        context = OfflineOutputsContext(outputs=list(outputs), n_queries=1)
+        processed = self._processor.post_process_offline(context)
+        if self._task == "score":
+            scores = [ScoringRequestOutput.from_base(output).outputs.score for output in processed]
+            return Pooled(scores=scores)
+        (output,) = processed
+        found = output.outputs.data.float().cpu()
+        if self._task == "embed":
+            return Pooled(vector=found.numpy().astype("<f4").tobytes())
+        likeliest = int(found.argmax())
+        label = self._labels.get(likeliest, f"LABEL_{likeliest}")
+        return Pooled(probabilities=found.tolist(), label=label)
+
+
+def processors_without_model(job: JobConfig, renderer: Any, vllm_config: Any) -> dict[str, Any]:
+    """vLLM's IO processors of the job's task, before the model is loaded."""
+    from vllm.entrypoints.pooling.factories import init_pooling_io_processors
+    from vllm.renderers.chat_utils import ChatTemplateConfig
+
+    task = task_by_config(vllm_config.model_config)
+    processors: dict[str, Any] = init_pooling_io_processors(
+        supported_tasks=(task if job.task == "score" else job.task,),
+        vllm_config=vllm_config,
+        renderer=renderer,
+        chat_template_config=ChatTemplateConfig(chat_template=chat_template(job.engine.options)),
+    )
+    return processors
+
+
+def _processor_of(job: JobConfig, processors: Mapping[str, Any]) -> Any:
+    from vllm.tasks import SCORE_TYPE_MAP
+
+    names = SCORE_TYPE_MAP.values() if job.task == "score" else (job.task,)
+    found = [processors[name] for name in names if name in processors]
+    if not found:
+        raise JobError(
+            f'task = "{job.task}": vLLM has no such task for {job.engine.model}, only'
+            f" {', '.join(processors) or 'generation'}"
+        )
+    return found[0]
+
+
+def _score_input(content: Content) -> Any:
+    return content if isinstance(content, str) else {"content": list(content)}
+
+
+def _place(pair: Pair, parts: int, number: int) -> str:
+    """What the input ``number`` of ``parts`` is made of."""
+    if parts == len(pair.documents):
+        return f"document {number}"
+    return f"document {number - 1}" if number else "query"
+
+
+def _tokens(prompt: Mapping[str, Any]) -> Sequence[int]:
+    return prompt.get("prompt_token_ids") or ()

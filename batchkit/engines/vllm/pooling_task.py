@@ -1,0 +1,86 @@
+"""What a model can do besides generating text: vLLM's pooling tasks and their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_type_hints
+
+from batchkit.config.suggest import did_you_mean
+from batchkit.config.tables import JobConfig
+from batchkit.errors import JobError, RequestError
+
+_INTERNAL = ("task", "requires_token_ids", "late_interaction_params", "output_kind")
+# What vLLM calls the tasks of a model that can do the job's.
+_NEEDED = {
+    "embed": ("embed",),
+    "classify": ("classify",),
+    "score": ("embed", "classify", "token_embed"),
+}
+
+
+def pooling_params(given: Mapping[str, Any], task: str | None = None) -> Any:
+    """``vllm.PoolingParams`` from a dict, with its names and types checked.
+
+    Raises:
+        RequestError: naming the parameter.
+    """
+    import msgspec
+    from vllm import PoolingParams
+
+    types = get_type_hints(PoolingParams)
+    known = [name for name in PoolingParams.__struct_fields__ if name not in _INTERNAL]
+    for name, value in given.items():
+        if name not in known:
+            hint = did_you_mean(name, known) or f"; it knows {', '.join(known)}"
+            raise RequestError(f"pooling.{name}: vLLM has no such parameter{hint}")
+        try:
+            msgspec.convert(value, types[name], strict=True)
+        except msgspec.ValidationError as error:
+            raise RequestError(f"pooling.{name}: {error}") from error
+    return PoolingParams(**given, task=task)
+
+
+def check_pooling(job: JobConfig, model_config: Any) -> None:
+    """What can be known without the model's weights.
+
+    Raises:
+        JobError: the model can't do the job's task, or has no such parameter.
+    """
+    from vllm.exceptions import VLLMValidationError
+
+    converted = {"embed": "embed", "classify": "classify"}.get(model_config.convert_type)
+    if converted is not None and getattr(model_config.pooler_config, "task", None) is None:
+        check_task(job, converted, model_config)
+    task = job.task if job.task != "score" else task_by_config(model_config)
+    try:
+        pooling_params(job.params(), task).verify(model_config)
+    except VLLMValidationError as error:
+        raise JobError(f"pooling: {error}") from error
+
+
+def check_task(job: JobConfig, vllm_task: str | None, model_config: Any) -> None:
+    """Raises JobError if a model that vLLM runs for ``vllm_task`` can't do the job's task."""
+    task, model = job.task, f"{job.engine.model} ({', '.join(model_config.architectures)})"
+    labels = getattr(model_config.hf_config, "num_labels", 0)
+    if vllm_task in _NEEDED[task]:
+        if task == "score" and vllm_task == "classify" and labels != 1:
+            raise JobError(
+                f'task = "score": {model} has {labels} classes, and a model that scores pairs has one;'
+                ' task = "classify" gives the probabilities of its classes'
+            )
+        return
+    remedies = {
+        "embed": 'take an embedding model, or set engine.options.convert = "embed" to use what it has'
+        " instead of a head",
+        "classify": "take a model with classes (…ForSequenceClassification)",
+        "score": "take a cross-encoder, or an embedding model",
+    }
+    raise JobError(
+        f'task = "{task}": vLLM runs {model} for {vllm_task or "generation"}; {remedies[task]}'
+    )
+
+
+def task_by_config(model_config: Any) -> str:
+    given = getattr(model_config.pooler_config, "task", None)
+    by_score = {"cross-encoder": "classify", "late-interaction": "token_embed"}
+    return given or by_score.get(model_config.score_type, "embed")

@@ -1,0 +1,299 @@
+"""Pooling tasks answer what ``vllm.LLM`` answers, float32, row by row; a bad row fails alone."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import tomlkit
+from PIL import Image
+
+from batchkit.config.loading import make_job
+from batchkit.config.tables import JobConfig
+from batchkit.engines.process.launcher import LOG, Launcher
+from batchkit.engines.registry import open_engine
+from batchkit.errors import JobError
+from batchkit.storage.ledger import RESULTS
+from batchkit.storage.newest import read_newest
+from batchkit.storage.vectors import Vectors
+from batchkit.types import Completion, Pair, Request, Row
+from tests.support.engine_requests import ask
+from tests.support.forks import Fork
+from tests.support.own_process import batchkit
+from tests.support.pooling_models import build_classifier, build_embedding_model
+from tests.support.pooling_reference import pooled
+from tests.support.rows import write_jsonl
+from tests.support.small_vllm import SMALL
+
+TEXT_ONLY = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
+TEXTS = [f"question {n} " + "about tea and coffee " * (n * 7 % 23) for n in range(20)]
+TOO_LONG = "word " * 600
+PAIR = {"query": "{{ q }}", "documents": "{{ d }}"}
+NEAR = {"rel": 1e-5, "abs": 1e-5}
+
+
+class Models(NamedTuple):
+    embedding: Path
+    classifier: Path
+    cross_encoder: Path
+
+
+@pytest.fixture(scope="module")
+def models(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    folder = tmp_path_factory.mktemp("pooling")
+    return Models(
+        build_embedding_model(folder / "embedding", text_model),
+        build_classifier(folder / "classifier", text_model),
+        build_classifier(folder / "cross-encoder", text_model, labels=("relevant",)),
+    )
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """For one engine after another: its process imports vLLM once."""
+    with closing(Launcher(tmp_path_factory.mktemp("launcher") / LOG)) as one:
+        yield one
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Runs a job; the newest record of each row, and with ``exit_code`` as expected."""
+
+    def run_job(
+        rows: list[dict[str, Any]],
+        model: Path,
+        exit_code: int,
+        options: Mapping[str, Any] = TEXT_ONLY,
+        **tables: Any,
+    ) -> list[dict[str, Any]]:
+        write_jsonl(tmp_path / "rows.jsonl", rows)
+        job = {
+            "name": "a",
+            "input": {"path": "rows.jsonl"},
+            "engine": {"model": str(model), "options": dict(options)},
+            **tables,
+        }
+        (tmp_path / "job.toml").write_text(tomlkit.dumps(job))
+        done = batchkit("run", "job.toml", cwd=tmp_path, start=Fork)
+        assert done.returncode == exit_code, done.stderr
+        return list(read_newest(tmp_path / "output/a" / RESULTS))
+
+    return run_job
+
+
+def job_of(
+    model: Path, task: str, options: Mapping[str, Any] = TEXT_ONLY, **tables: Any
+) -> JobConfig:
+    engine = {"model": str(model), "options": {**TEXT_ONLY, **options}}
+    pair = {"pair": PAIR} if task == "score" else {}
+    return make_job({"task": task, "engine": engine, **pair, **tables}, "test")
+
+
+def embed(index: int, text: str, **params: Any) -> Request:
+    return Request(Row(index, str(index), {}), None, text, params, "")
+
+
+def score(index: int, query: str, documents: list[str]) -> Request:
+    pair = Pair(query, documents, is_list=True)
+    return Request(Row(index, str(index), {}), None, None, {}, "", pair=pair)
+
+
+def vector_of(done: Completion) -> list[float]:
+    assert done.pooled is not None, done.error
+    vector = done.pooled.vector
+    assert vector is not None
+    return list(struct.unpack(f"<{len(vector) // 4}f", vector))
+
+
+def kinds(records: list[dict[str, Any]]) -> dict[int, str]:
+    return {record["index"]: record["error"]["kind"] for record in records if record["error"]}
+
+
+def test_vectors_equal_those_of_llm_embed(models: Models, run: Any, tmp_path: Path) -> None:
+    rows = [{"q": text} for text in [*TEXTS, "", TOO_LONG]]
+    output = {"prompt": True}
+    records = run(
+        rows, models.embedding, 3, task="embed", prompt={"user": "{{ q }}"}, output=output
+    )
+    calls = [{"method": "embed", "texts": TEXTS, "params": {}}]
+    (expected,) = pooled({**TEXT_ONLY, "model": str(models.embedding)}, calls)
+    vectors = Vectors(tmp_path / "output/a")
+    assert len({tuple(vector) for vector in expected}) == len(TEXTS)
+    for record, vector, text in zip(records, expected, TEXTS, strict=False):
+        assert vectors.of(record).tolist() == pytest.approx(vector, **NEAR)
+        assert record["prompt"] == text
+        assert record["usage"]["prompt_tokens"] > 2
+    assert kinds(records) == {20: "invalid_request", 21: "prompt_too_long"}
+    assert "the text is empty" in records[20]["error"]["message"]
+
+
+def test_parameters_are_vllms_and_pairs_of_vectors_are_compared(
+    models: Models, launcher: Launcher, tmp_path: Path
+) -> None:
+    job = job_of(models.embedding, "embed", output={"dir": str(tmp_path)})
+    with closing(open_engine(job, launcher)) as engine:
+        short, raw, wrong, good = ask(
+            engine,
+            embed(0, "tea", dimensions=16),
+            embed(1, "tea", use_activation=False),
+            embed(2, "tea", dimensions=1000),
+            embed(3, "coffee"),
+        )
+    with closing(open_engine(job_of(models.embedding, "score"), launcher)) as engine:
+        (scored,) = ask(engine, score(0, "tea", TEXTS[:5]))
+    calls = [
+        {"method": "embed", "texts": ["tea"], "params": {"dimensions": 16}},
+        {"method": "embed", "texts": ["tea"], "params": {"use_activation": False}},
+        {"method": "score", "query": "tea", "documents": TEXTS[:5], "params": {}},
+    ]
+    options = {**TEXT_ONLY, "model": str(models.embedding)}
+    (expected_short,), (expected_raw,), expected_scores = pooled(options, calls)
+    assert vector_of(short) == pytest.approx(expected_short, **NEAR)
+    assert vector_of(raw) == pytest.approx(expected_raw, **NEAR)
+    assert "range [1, 64], got 1000" in str(wrong.error)
+    assert len(vector_of(good)) == 64
+    assert scored.pooled is not None
+    assert scored.pooled.scores == pytest.approx(expected_scores, **NEAR)
+
+
+def test_late_interaction_equals_llm_score(models: Models, launcher: Launcher) -> None:
+    options = {"pooler_config": {"task": "token_embed"}}
+    with closing(open_engine(job_of(models.embedding, "score", options), launcher)) as engine:
+        scored, refused = ask(
+            engine, score(0, "tea", TEXTS[:5]), score(1, "tea", ["one", "", "three"])
+        )
+    calls = [{"method": "score", "query": "tea", "documents": TEXTS[:5], "params": {}}]
+    (expected,) = pooled({**TEXT_ONLY, **options, "model": str(models.embedding)}, calls)
+    assert scored.pooled is not None
+    assert scored.pooled.scores == pytest.approx(expected, **NEAR)
+    assert "document 1: the text is empty" in str(refused.error)
+
+
+def test_classes_equal_those_of_llm_classify(models: Models, run: Any) -> None:
+    rows = [{"q": text, "right": "good"} for text in [*TEXTS, TOO_LONG, ""]]
+    records = run(
+        rows,
+        models.classifier,
+        3,
+        task="classify",
+        prompt={"user": "{{ q }}"},
+        scoring={"scorers": ["em"], "reference": "right"},
+        retry={"on_too_long": "truncate-middle"},
+    )
+    calls = [{"method": "classify", "texts": TEXTS, "params": {}}]
+    (expected,) = pooled({**TEXT_ONLY, "model": str(models.classifier)}, calls)
+    for record, probabilities in zip(records, expected, strict=False):
+        assert record["probabilities"] == pytest.approx(probabilities, **NEAR)
+        assert record["label"] == ("bad", "fair", "good")[probabilities.index(max(probabilities))]
+        assert record["prediction"] == record["label"]
+        assert record["scores"]["em"] == float(record["label"] == "good")
+    assert records[20]["truncated_tokens"] > 0
+    assert 0 < records[20]["usage"]["prompt_tokens"] <= 512
+    assert kinds(records) == {21: "invalid_request"}
+
+
+def test_scores_equal_those_of_llm_score(models: Models, run: Any) -> None:
+    rows = [
+        {"q": "tea?", "d": TEXTS},
+        {"q": "tea?", "d": TEXTS[3]},
+        {"q": "tea?", "d": ["one", TOO_LONG]},
+        {"q": "tea?", "d": []},
+    ]
+    records = run(rows, models.cross_encoder, 3, task="score", pair=PAIR)
+    calls = [{"method": "score", "query": "tea?", "documents": TEXTS, "params": {}}]
+    (expected,) = pooled({**TEXT_ONLY, "model": str(models.cross_encoder)}, calls)
+    several, one = records[:2]
+    assert several["score"] == pytest.approx(expected, **NEAR)
+    assert several["order"] == sorted(range(len(TEXTS)), key=lambda n: -several["score"][n])
+    assert one["score"] == pytest.approx(expected[3], **NEAR)
+    assert kinds(records) == {2: "prompt_too_long", 3: "invalid_request"}
+    assert records[2]["error"]["message"].startswith("document 1: ")
+
+
+def test_images_are_embedded_as_a_chat(demo_model: Path, run: Any, tmp_path: Path) -> None:
+    for n in range(3):
+        Image.new("RGB", (128 + 32 * n, 96), (n * 80, 80, 140)).save(tmp_path / f"{n}.png")
+    rows = [{"q": "what is shown?", "file": f"{n}.png"} for n in range(4)]
+    records = run(
+        rows,
+        demo_model,
+        3,
+        SMALL,
+        task="embed",
+        prompt={"user": "{{ q }}", "images": ["{{ file }}"]},
+        output={"prompt": True},
+    )
+    calls = [
+        {
+            "method": "embed",
+            "params": {},
+            "texts": [
+                {"prompt": record["prompt"], "image": str(tmp_path / f"{record['index']}.png")}
+                for record in records[:3]
+            ],
+        }
+    ]
+    (expected,) = pooled({**SMALL, "model": str(demo_model)}, calls)
+    vectors = Vectors(tmp_path / "output/a")
+    assert len({tuple(vector) for vector in expected}) == 3
+    for record, vector in zip(records, expected, strict=False):
+        assert vectors.of(record).tolist() == pytest.approx(vector, **NEAR)
+    assert "what is shown?" in records[0]["prompt"]
+    assert kinds(records) == {3: "media"}
+
+
+def test_the_texts_of_a_pair_are_shown_as_the_model_gets_them(
+    models: Models, tmp_path: Path
+) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", [{"q": "tea?", "d": ["one", "two"]}])
+    job = {
+        "task": "score",
+        "input": {"path": "rows.jsonl"},
+        "engine": {"model": str(models.cross_encoder), "options": TEXT_ONLY},
+        "pair": PAIR,
+    }
+    (tmp_path / "job.toml").write_text(tomlkit.dumps(job))
+    done = batchkit("run", "job.toml", "--dry-run", cwd=tmp_path, start=Fork)
+    assert "prompt tokens, images: none" in done.stdout
+    assert "\ntea?one\ntea?two" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "expected"),
+    [
+        ("classifier", "embed", 'or set engine.options.convert = "embed"'),
+        ("classifier", "score", "has 3 classes, and a model that scores pairs has one"),
+        ("embedding", "classify", "take a model with classes"),
+    ],
+)
+def test_a_model_that_lacks_the_task_is_refused_with_the_remedy(
+    models: Models, launcher: Launcher, name: str, task: str, expected: str
+) -> None:
+    with pytest.raises(JobError) as caught:
+        open_engine(job_of(getattr(models, name), task), launcher)
+    assert f'task = "{task}": ' in str(caught.value)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "expected"),
+    [
+        (
+            {"dimension": 4},
+            "pooling.dimension: vLLM has no such parameter; did you mean 'dimensions'?",
+        ),
+        ({"task": "embed"}, "pooling.task: vLLM has no such parameter"),
+        ({"use_activation": "yes"}, "pooling.use_activation: Expected `bool | null`, got `str`"),
+        ({"dimensions": 1000}, "pooling: Model"),
+    ],
+)
+def test_wrong_parameters_are_refused_before_the_model_is_loaded(
+    models: Models, launcher: Launcher, pooling: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(JobError) as caught:
+        open_engine(job_of(models.embedding, "embed", pooling=pooling), launcher)
+    assert expected in str(caught.value)
