@@ -46,8 +46,12 @@ def test_recipe_runs(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 run_lines(text)
 
 
-def test_there_are_twelve_recipes() -> None:
-    assert len(RECIPES) == 12
+def test_every_recipe_has_a_job_and_commands_for_it() -> None:
+    assert len(RECIPES) >= 15
+    for title, text in RECIPES.items():
+        kinds = {kind for kind, _, _ in BLOCK.findall(text)}
+        assert kinds & {"bash", "python"}, title
+        assert "toml" in kinds or "jobs/" in text, title
 
 
 def write_job(path: Path, text: str) -> None:

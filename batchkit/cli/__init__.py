@@ -59,6 +59,7 @@ def cli() -> None:
     help="The rows: .jsonl .json .csv .parquet .txt, a glob or a URL (input.path).",
 )
 @click.option("--prompt", metavar="TEMPLATE", help="The prompt: '… {{ column }}' (prompt.user).")
+@click.option("--task", help="embed or classify the prompts, instead of answering them (task).")
 @click.option(
     "--images",
     multiple=True,
@@ -112,6 +113,7 @@ def run(
     model: str | None,
     rows: str | None,
     prompt: str | None,
+    task: str | None,
     images: Texts,
     output: Path | None,
     limit: int | None,
@@ -139,6 +141,7 @@ def run(
         "engine.model": model,
         "input.path": rows,
         "prompt.user": prompt,
+        "task": task,
         "prompt.images": [*images] or None,
         "input.limit": limit,
         "run.workers": workers,
@@ -182,8 +185,8 @@ def run(
 def init(kind: str | None, file: Path | None, as_list: bool) -> Result:
     """Write a commented job file to start from.
 
-    KIND is text, images, pdf, json, openai or judge; without it, prints what each is for. FILE is
-    KIND.toml by default.
+    KIND is text, images, pdf, json, embed, classify, rerank, openai or judge; without it, prints what
+    each is for. FILE is KIND.toml by default.
     """
     from batchkit.commands.init import init as write
     from batchkit.commands.init import kinds

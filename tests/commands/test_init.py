@@ -47,6 +47,11 @@ INPUTS: dict[str, Callable[[], object]] = {
     "images": write_images,
     "pdf": write_pdf,
     "json": lambda: Path("rows.csv").write_text("text\nnow!\nsome day\n"),
+    "embed": lambda: Path("rows.csv").write_text("text\ngood\nbad\n"),
+    "classify": lambda: Path("rows.csv").write_text("text\ngood\nbad\n"),
+    "rerank": lambda: write_jsonl(
+        Path("searches.jsonl"), [{"query": q, "documents": ["tea", "soup"]} for q in ("a", "b")]
+    ),
     "openai": write_batch,
     "judge": lambda: Path("questions.csv").write_text("question\nwhy?\nhow?\n"),
 }

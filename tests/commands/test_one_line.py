@@ -102,6 +102,20 @@ def test_suffix_of_output_names_its_format(name: str, folder: Path) -> None:
         assert [record["index"] for record in read_jsonl(folder / name)] == [0, 1, 2, 3, 4]
 
 
+def test_task_embeds_or_classifies_instead(folder: Path) -> None:
+    prompt = ("--prompt", "{{ text }}")
+    assert run(*prompt, "--task", "embed", "--output", "vectors.parquet").exit_code == 0
+    assert len(pq.read_table("vectors.parquet")["embedding"][0].as_py()) == 8
+    changed = run(*prompt, "--task", "classify")
+    assert changed.exit_code == 2
+    assert 'task: "embed" → "classify"' in changed.stderr
+    assert run(*prompt, "--task", "classify", "--set", "name=classes").json["ok"] == 5
+    wrong = run(*prompt, "--task", "embedding")
+    assert wrong.exit_code == 2
+    assert "task" in wrong.stderr
+    assert "embed" in wrong.stderr
+
+
 def test_openai_batch_file_needs_no_prompt_and_its_output_is_openais(folder: Path) -> None:
     body = {"model": "x", "messages": [{"role": "user", "content": "hi"}]}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
