@@ -17,6 +17,7 @@ from batchkit.storage.ledger import RECORD_HEAD, RESULTS, log_of, read_lines, re
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.runfolder import claim
 from batchkit.storage.store import RecordLine, Store
+from batchkit.storage.vectors import Vectors
 
 
 class Repair(NamedTuple):
@@ -40,8 +41,8 @@ def repair(folder: Path) -> Repair:
     """Make the log and its checkpoint sound again: every whole record of a known row is kept.
 
     Lines that are not records, records at an index that the input does not have, records of another
-    row than the one at their index, and all but the newest answer of a row are moved to
-    ``results.jsonl.broken-<n>``. Rows without a record left are pending: the next start runs them.
+    row than the one at their index, records whose vector is not there, and all but the newest answer
+    of a row are moved to ``results.jsonl.broken-<n>``. Rows without a record left are pending: the next start runs them.
 
     Raises:
         StoreError: another process holds the folder, the log is missing, or the disk refuses.
@@ -57,14 +58,18 @@ def repair(folder: Path) -> Repair:
         try:
             removed = _copy(path, whole, lambda record, offset: True)
             log = read_log(whole / RESULTS, 0)
-            rows = compare(folder, whole / RESULTS, manifest, log)
+            rows, vectors = compare(folder, whole / RESULTS, manifest, log), Vectors(folder)
+
+            def is_kept(record: dict[str, Any]) -> bool:
+                return rows.fits(record) and vectors.fault_in(record) is None
+
             # Another row's answer must not supersede this row's own.
-            fitting = read_log(whole / RESULTS, 0, rows.fits)
+            fitting = read_log(whole / RESULTS, 0, is_kept)
             removed += _copy(
                 whole / RESULTS,
                 known,
                 lambda record, offset: (
-                    rows.fits(record) and not fitting.is_superseded(record, offset)
+                    is_kept(record) and not fitting.is_superseded(record, offset)
                 ),
             )
             kept = sum(1 for _ in read_lines(known / RESULTS))

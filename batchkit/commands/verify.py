@@ -20,6 +20,7 @@ from batchkit.storage.index_set import IndexSet
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.ledger import RESULTS, failure_kind, log_of, read_lines, record_of
 from batchkit.storage.manifest import Manifest, read_manifest
+from batchkit.storage.vectors import Vectors
 
 NAMED = 5  # rows named of each kind of finding
 
@@ -34,7 +35,8 @@ class Verification:
     id or by ``input_hash``. ``pending``: rows without a record; none is named if ``--skip-from`` left
     some of them to another run. ``checkpoint_matches``: the checkpoint counts what the log holds; a
     missing one matches, since it is a cache. ``damage``: where the log differs from what it was at
-    the last checkpoint, or None. ``torn_bytes``: bytes of the log that are not records.
+    the last checkpoint, or None. ``bad_vectors``: rows with a record whose vector is missing, damaged,
+    another row's, or not finite, and ``vector_fault`` describes the first. ``torn_bytes``: bytes of the log that are not records.
     ``not_compared``: why the records were not compared with the input, or None if they were.
     """
 
@@ -54,13 +56,16 @@ class Verification:
     mixed_rows: Sequence[int]
     checkpoint_matches: bool
     damage: str | None
+    bad_vectors: int
+    bad_vector_rows: Sequence[int]
+    vector_fault: str | None
     torn_bytes: int
     not_compared: str | None
 
     @property
     def is_sound(self) -> bool:
-        findings = self.lost, self.duplicates, self.unknown, self.mixed, self.damage
-        return self.checkpoint_matches and not any(findings)
+        of_rows = self.lost, self.duplicates, self.unknown, self.mixed, self.bad_vectors
+        return self.checkpoint_matches and not any(of_rows) and self.damage is None
 
     @property
     def exit_code(self) -> int:
@@ -93,6 +98,8 @@ class _Log:
     at_checkpoint: Totals = field(default_factory=Totals)
     once: IndexSet = field(default_factory=IndexSet)
     last_answers: dict[int, int] = field(default_factory=dict)
+    bad_vectors: IndexSet = field(default_factory=IndexSet)
+    vector_fault: str | None = None
     torn_bytes: int = 0
     indexes: array[int] = field(default_factory=lambda: array("q"))
     offsets: array[int] = field(default_factory=lambda: array("q"))
@@ -133,7 +140,8 @@ def verify(folder: Path) -> Verification:
     """
     manifest = read_manifest(folder)
     checkpoint = read_checkpoint(folder)  # before the log, which grows
-    log = read_log(log_of(folder), 0 if checkpoint is None else checkpoint.checksum.end)
+    offset = 0 if checkpoint is None else checkpoint.checksum.end
+    log = read_log(log_of(folder), offset, vectors=Vectors(folder))
     rows = compare(folder, folder / RESULTS, manifest, log)
     lost = IndexSet()
     if checkpoint is not None:
@@ -164,16 +172,22 @@ def verify(folder: Path) -> Verification:
         damage=log_damage(folder, checkpoint.checksum)
         if checkpoint and checkpoint.is_sealed
         else None,
+        bad_vectors=len(log.bad_vectors),
+        bad_vector_rows=list(islice(log.bad_vectors, NAMED)),
+        vector_fault=log.vector_fault,
         torn_bytes=log.torn_bytes,
         not_compared=rows.not_compared,
     )
 
 
 def read_log(
-    path: Path, offset: int, keep: Callable[[dict[str, Any]], bool] = lambda record: True
+    path: Path,
+    offset: int,
+    keep: Callable[[dict[str, Any]], bool] = lambda record: True,
+    vectors: Vectors | None = None,
 ) -> _Log:
     """One pass over the records for which ``keep`` is true; ``at_checkpoint`` counts those before
-    ``offset``."""
+    ``offset``. Their ``vectors`` are checked, if they are given."""
     found = _Log()
     for line in read_lines(path):
         if line.record is None:
@@ -185,6 +199,9 @@ def read_log(
         if line.end <= offset:
             found.at_checkpoint.add(line.record)
         index = line.record["index"]
+        if vectors is not None and (fault := vectors.fault_in(line.record)) is not None:
+            found.bad_vectors.add(index)
+            found.vector_fault = found.vector_fault or fault
         found.indexes.append(index)
         found.offsets.append(line.offset)
         if failure_kind(line.record) is None:

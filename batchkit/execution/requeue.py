@@ -1,6 +1,7 @@
 """``--on-change requeue``: move the records whose row is unchanged to a new log.
 
-Log, checkpoint and manifest are replaced in one step. The new ones are made in a folder beside the
+Log, checkpoint and manifest are replaced in one step. Vectors stay where they are; one whose row has
+another index now is copied. The new ones are made in a folder beside the
 old ones; renaming that folder to ``.requeue`` commits the change. From then on the old files are
 not read, and the next process that opens the run moves the new ones into place, retrying if needed.
 """
@@ -25,6 +26,7 @@ from batchkit.storage.manifest import Manifest
 from batchkit.storage.newest import read_newest
 from batchkit.storage.runfolder import MANIFEST
 from batchkit.storage.store import RecordLine, Store
+from batchkit.storage.vectors import VECTORS, Vectors, segments_of
 from batchkit.types import Row
 
 _UNFINISHED = f"{REQUEUE}.tmp"
@@ -44,7 +46,7 @@ def requeue(folder: Path, rows: Iterable[Row], manifest: Manifest, *, by_id: boo
     unfinished = folder / _UNFINISHED
     try:
         unfinished.mkdir()
-        kept, dropped = _copy(folder / RESULTS, unfinished, _present(rows, by_id=by_id), by_id)
+        kept, dropped = _copy(folder, unfinished, _present(rows, by_id=by_id), by_id)
         manifest.write(unfinished)
         unfinished.rename(folder / REQUEUE)
         sync_folder(folder)
@@ -72,6 +74,11 @@ def finish_requeue(folder: Path) -> str | None:
     if made.is_symlink() or not made.is_dir():
         raise StoreError(f"{made}: is not the folder that a requeue makes; remove it")
     try:
+        if segments := segments_of(made):
+            (folder / VECTORS).mkdir(exist_ok=True)
+            for segment in segments.values():
+                segment.replace(folder / VECTORS / segment.name)
+            sync_folder(folder / VECTORS)
         if (made / RESULTS).exists():
             if (folder / RESULTS).exists():  # missing after a kill before the new log
                 aside = free_name(folder / RESULTS, ".before-")
@@ -98,20 +105,26 @@ def _present(rows: Iterable[Row], *, by_id: bool) -> _Present:
     return present
 
 
-def _copy(old: Path, folder: Path, present: _Present, by_id: bool) -> tuple[int, int]:
+def _copy(run: Path, folder: Path, present: _Present, by_id: bool) -> tuple[int, int]:
     """Write the records to keep, with their checkpoint. Returns the numbers kept and dropped."""
     n_records: Counter[str] = Counter()
+    vectors = Vectors(run)
 
     def to_keep() -> Iterator[RecordLine]:
-        for record in read_newest(old):
+        for record in read_newest(run / RESULTS):
             key = record["id"] if by_id else str(record["index"])
             row_now = present.get((key, n_records[key]))
             n_records[key] += 1
             if row_now is not None and record.get("input_hash") in row_now[1]:
+                vector = None
+                if record.get("embedding") is not None and record["index"] != row_now[0]:
+                    vector = vectors.of(record)
+                    del record["embedding"]
                 record["index"], record["id"] = row_now[0], key  # if rows have no ids: the index
-                yield RecordLine(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE), record)
+                line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+                yield RecordLine(line, record, vector)
 
-    with closing(Store(folder)) as store:
+    with closing(Store(folder, first_segment=max(segments_of(run), default=-1) + 1)) as store:
         store.copy_all(to_keep())
     kept = store.totals.records
     return kept, n_records.total() - kept

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 VECTORS = "vectors"
 DTYPES = ("float32", "float16")
 _NAME = re.compile(r"(\d{6,})\.arrow", re.ASCII)
+MOST_OPEN = 64  # segments of a run at a time: each is an open file
 _RELEASE_BYTES = 64 << 20
 
 
@@ -165,7 +166,7 @@ class Vectors:
         return self.read(record["index"], place)
 
     def read(self, index: int, place: VectorPlace) -> Vector:
-        """The vector at ``place``, which is that of the row ``index``; it can't be written to.
+        """The vector at ``place``, which is that of the row ``index``.
 
         Raises:
             StoreError: it is not there, is damaged, or is another row's.
@@ -186,7 +187,19 @@ class Vectors:
             self._read_bytes = 0
             for opened in self._segments.values():
                 opened.release()
-        return vector
+        return vector.copy()
+
+    def fault_in(self, record: Mapping[str, Any]) -> str | None:
+        """What is wrong with the vector of ``record``; None if nothing is, or it has none."""
+        import numpy as np
+
+        if record.get("embedding") is None:
+            return None
+        try:
+            is_finite = np.isfinite(self.of(record)).all()
+        except StoreError as error:
+            return str(error)
+        return None if is_finite else f"the vector of row {record['index']} is not finite"
 
     def type_of(self, number: int) -> VectorType | None:
         """The type of the vectors in a segment; None if there are none."""
@@ -196,6 +209,9 @@ class Vectors:
         """Opened again if it has grown since, and ``row`` is behind the part that was read."""
         found = self._segments.get(number)
         if found is None or (row >= found.n_rows and found.has_grown()):
+            self._segments.pop(number, None)
+            if len(self._segments) >= MOST_OPEN:
+                self._segments.pop(next(iter(self._segments)))
             found = self._segments[number] = _Segment(segment_path(self._folder, number))
         return found
 

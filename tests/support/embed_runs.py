@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +42,21 @@ def prepare(n: int = 10, failing: tuple[int, ...] = (), **tables: dict[str, Any]
     write_job(**tables)
 
 
-def expected(fields: Mapping[str, Any]) -> Vector:
-    """The vector of a row with these fields, from the engine alone."""
+def expected(rows: Sequence[Mapping[str, Any]]) -> list[Vector]:
+    """The vectors of rows with these fields, from the engine alone."""
     job = load_job(Path("job.toml"))
     engine = open_engine(job)
-    row = Row(0, "", fields)
-    engine.submit(
-        Request(row, None, str(fields.get("q")), job.pooling.params(), input_hash(fields))
-    )
-    (completion,) = engine.poll(0)
-    assert completion.pooled is not None
-    assert completion.pooled.vector is not None
-    return np.frombuffer(completion.pooled.vector, "<f4").astype(job.output.vector_dtype)
+    for number, fields in enumerate(rows):
+        row, params = Row(number, "", fields), job.pooling.params()
+        engine.submit(Request(row, None, str(fields.get("q")), params, input_hash(fields)))
+    found: list[Vector] = []
+    while len(found) < len(rows):
+        for completion in engine.poll(1.0):
+            assert completion.pooled is not None
+            assert completion.pooled.vector is not None
+            vector = np.frombuffer(completion.pooled.vector, "<f4")
+            found.append(vector.astype(job.output.vector_dtype))
+    return found
 
 
 def stored(folder: Path = RUN) -> dict[int, Vector]:
@@ -65,7 +68,8 @@ def stored(folder: Path = RUN) -> dict[int, Vector]:
 
 def check(folder: Path = RUN) -> list[int]:
     """Each record has the vector of its row. Returns the rows that have one."""
-    rows, found = read_jsonl(Path("in.jsonl")), stored(folder)
+    found, rows = stored(folder), read_jsonl(Path("in.jsonl"))
+    wanted = expected(rows)
     for index, vector in found.items():
-        np.testing.assert_array_equal(vector, expected(rows[index]))
+        np.testing.assert_array_equal(vector, wanted[index])
     return list(found)

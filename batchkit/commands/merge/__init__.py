@@ -19,6 +19,7 @@ from batchkit.config.loading import load_job
 from batchkit.config.tables import JobConfig
 from batchkit.errors import ChangedError, JobError, StoreError
 from batchkit.execution.resume import input_changes
+from batchkit.execution.vector_column import vector_type
 from batchkit.sources.input import from_job
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.files import building
@@ -27,9 +28,11 @@ from batchkit.storage.index_set import IndexSet
 from batchkit.storage.job_toml import job_of_run, write_job
 from batchkit.storage.ledger import log_of
 from batchkit.storage.manifest import Manifest, Start, read_manifest
+from batchkit.storage.plain_json import encoded
 from batchkit.storage.runfolder import JOB, claim
 from batchkit.storage.score_store import SCORES, join_scores, write_scores
 from batchkit.storage.store import RecordLine, Store
+from batchkit.storage.vectors import MOST_OPEN, Vectors
 from batchkit.types import utc_now
 
 NAMED = 5  # ids shown of the rows that are missing, and of those in conflict
@@ -108,7 +111,7 @@ def merge(runs: Sequence[Path], into: Path, *, partial: bool = False) -> Merged:
         StoreError: a process works on one of the runs, a log is damaged, the disk refuses.
     """
     _check_places(runs, into)
-    _allow_open_files(3 * len(runs) + 100)  # per run: its lock, its log, its scores
+    _allow_open_files((3 + MOST_OPEN) * len(runs) + 100)  # per run: its lock, log, scores, vectors
     with ExitStack() as held:
         parts = []
         for folder in runs:
@@ -116,6 +119,7 @@ def merge(runs: Sequence[Path], into: Path, *, partial: bool = False) -> Merged:
             check_log(folder)
             parts.append(_Part(folder, read_manifest(folder), job_of_run(folder)))
         _check_same_job(parts)
+        _check_same_vectors(parts)
         logs = held.enter_context(closing(JoinedLogs([log_of(folder) for folder in runs])))
         merged = Merged([str(folder) for folder in runs])
         for row_id in _missing(parts, IndexSet(map(int, logs.rows))):
@@ -177,6 +181,22 @@ def _check_same_job(parts: Sequence[_Part]) -> None:
         )
 
 
+def _check_same_vectors(parts: Sequence[_Part]) -> None:
+    """A model may be another one under the same name, and a server's always is.
+
+    Vectors of several lengths within one run were asked for.
+    """
+    found = [(part.folder, kind) for part in parts if (kind := vector_type(part.folder, part.job))]
+    uniform = [(folder, kind) for folder, kind in found if kind.dimensions is not None]
+    for folder, kind in uniform:
+        first, known = uniform[0]
+        if kind != known:
+            raise ChangedError(
+                f"{folder}: its vectors are {kind}, and those of {first} are {known}: they are not of one"
+                " model, and can't be compared. Leave one of the runs out, and run its rows again"
+            )
+
+
 def _answers(manifest: Manifest) -> dict[str, Any]:
     """The part of the manifest's identity that decides the answers, without the shard."""
     return {key: value for key, value in manifest.identity.items() if key != "input.shard"}
@@ -217,7 +237,7 @@ def _write(into: Path, parts: Sequence[_Part], logs: JoinedLogs, merged: Merged)
     )
     try:
         with building(into) as folder:
-            chosen = _copy(folder, logs, merged)
+            chosen = _copy(folder, logs, merged, [Vectors(part.folder) for part in parts])
             if any((part.folder / SCORES).exists() for part in parts):
                 picked = zip(map(int, logs.rows), chosen, strict=True)
                 lines = join_scores([part.folder for part in parts], picked)
@@ -229,15 +249,22 @@ def _write(into: Path, parts: Sequence[_Part], logs: JoinedLogs, merged: Merged)
         raise StoreError(f"{into}: can't write: {error.strerror or error}") from error
 
 
-def _copy(folder: Path, logs: Iterable[NewestRecord], merged: Merged) -> array[int]:
-    """Write log and checkpoint. Returns, for each row, the number of the log of its record."""
+def _copy(
+    folder: Path, logs: Iterable[NewestRecord], merged: Merged, vectors: Sequence[Vectors]
+) -> array[int]:
+    """Write log, vectors and checkpoint. Returns, for each row, the number of the log of its record."""
     chosen = array("I")
 
     def lines() -> Iterator[RecordLine]:
         for newest in logs:
             merged.add(newest)
             chosen.append(newest.log)
-            yield RecordLine(newest.raw, newest.record)
+            if newest.record.get("embedding") is None:
+                yield RecordLine(newest.raw, newest.record)
+            else:
+                vector = vectors[newest.log].of(newest.record)
+                del newest.record["embedding"]  # it gets another place here
+                yield RecordLine(encoded(newest.record), newest.record, vector)
 
     with closing(Store(folder)) as store:
         store.copy_all(lines())

@@ -1,0 +1,295 @@
+"""Embed runs that are killed, resumed, requeued, merged and repaired: each row has its own vector, once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from subprocess import DEVNULL
+
+import numpy as np
+import pytest
+
+from batchkit.storage.store import Store, line_of
+from batchkit.storage.vectors import segment_path, segments_of
+from tests.support.command_line import batchkit
+from tests.support.dry_runs import LOG, RUN, records, run, settled, shard, verify
+from tests.support.embed_runs import check, prepare, stored, write_job
+from tests.support.forks import LightFork
+from tests.support.merges import MERGED, merge, run_shards
+from tests.support.mounts import small_disk
+from tests.support.records import vector, with_vector
+from tests.support.rows import read_jsonl, write_jsonl
+from tests.support.storm import Blow, kill_often
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
+def rows() -> list[dict[str, str]]:
+    return read_jsonl(Path("in.jsonl"))
+
+
+# Kills
+
+
+def test_twenty_kills_leave_every_vector_once_and_at_its_row() -> None:
+    n = 20_000
+    engine = {"options": {"latency_s": 0.02}}
+    prepare(n, engine=engine, run={"max_in_flight": 48, "checkpoint_interval_s": 0.05})
+    random = Random(20261123)
+    blows = [Blow(random.uniform(0.0, 0.2), awaits_record=k % 4 < 3) for k in range(20)]
+    command = [sys.executable, "-m", "batchkit", "run", "job.toml"]
+    storm = kill_often(lambda: LightFork(command, stdout=DEVNULL, stderr=DEVNULL), LOG, blows)
+    assert (storm.kills, storm.ended_by_itself) == (20, None)
+    assert storm.kills_after_progress >= 10
+    assert storm.lines == sorted(storm.lines)
+    assert len(stored()) == storm.lines[-1] < n  # each finds its own
+    done = run("--set", "run.max_in_flight=1000")
+    assert done.exit_code == 0, done.stderr
+    assert settled() == dict.fromkeys(range(n), "ok")
+    assert check() == list(range(n))
+    assert len(segments_of(RUN)) > 10
+    assert verify()["bad_vectors"] == 0
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_run_keeps_every_vector_that_was_made(stop: signal.Signals) -> None:
+    """Also those that would have waited for others, to share an fsync."""
+    prepare(400, engine={"options": {"latency_s": 0.05}}, run={"max_in_flight": 20})
+    command = [sys.executable, "-m", "batchkit", "run", "job.toml"]
+    started = LightFork(command, stdout=subprocess.PIPE, stderr=DEVNULL, text=True)
+    while not LOG.exists() or LOG.stat().st_size == 0:
+        assert started.poll() is None
+    started.send_signal(stop)
+    said = json.loads(started.communicate()[0])
+    assert started.returncode == 128 + stop
+    assert 0 < said["ok"] == len(check()) < 400
+    assert run().exit_code == 0
+    assert check() == list(range(400))
+
+
+# Failures and changes
+
+
+def test_retried_row_gets_a_vector_in_a_segment_of_its_own() -> None:
+    prepare(4, failing=(2,))
+    assert run().exit_code == 3
+    assert batchkit("retry-failed", "--set", "prompt.user={{ q | default('none') }}").exit_code == 0
+    places = [one["embedding"]["segment"] for one in records() if "embedding" in one]
+    assert places == [0, 0, 0, 1]
+    assert len(stored()) == 4
+
+
+def test_rerun_row_has_its_newer_vector() -> None:
+    prepare(3)
+    assert run().exit_code == 0
+    store = Store(RUN)
+    store.append(with_vector(1, 8))
+    store.close()
+    np.testing.assert_array_equal(stored()[1], vector(1, 8))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_requeue_keeps_the_vectors_of_unchanged_rows(dtype: str) -> None:
+    prepare(10, output={"vector_dtype": dtype})
+    assert run().exit_code == 0
+    before = segment_path(RUN, 0).read_bytes()
+    was = rows()
+    now = [{"key": "new", "q": "first"}, was[9], *was[1:5], {"key": "k6", "q": "changed"}]
+    write_jsonl(Path("in.jsonl"), now)
+    done = run("--on-change", "requeue")
+    assert (done.exit_code, done.json["skipped"]) == (0, 5)
+    assert check() == list(range(7))
+    assert (
+        segment_path(RUN, 0).read_bytes() == before
+    )  # the old log, which is kept, names its vectors
+    places = {one["index"]: one["embedding"]["segment"] for one in records()}
+    assert [places[row] for row in range(7)] == [2, 1, 1, 1, 1, 1, 2]
+    assert verify()["bad_vectors"] == 0
+
+
+def test_requeue_copies_no_vector_whose_row_stays_where_it_was() -> None:
+    prepare(10)
+    assert run().exit_code == 0
+    write_jsonl(Path("in.jsonl"), [*rows(), {"key": "k10", "q": "last"}])
+    assert run("--on-change", "requeue").exit_code == 0
+    assert check() == list(range(11))
+    assert [one["embedding"]["segment"] for one in records()] == [0] * 10 + [1]
+
+
+def test_requeue_of_a_run_whose_vectors_are_gone_leaves_it_as_it_was() -> None:
+    prepare(10)
+    assert run().exit_code == 0
+    before = LOG.read_bytes()
+    shutil.rmtree(RUN / "vectors")
+    write_jsonl(Path("in.jsonl"), rows()[5:])
+    done = run("--on-change", "requeue")
+    assert done.exit_code == 1
+    assert "the run is as it was: " in done.stderr
+    assert "000000.arrow: is missing" in done.stderr
+    assert LOG.read_bytes() == before
+
+
+@pytest.mark.parametrize("stop_at", ["Path.replace", "Path.rename", "Path.mkdir"])
+def test_requeue_killed_at_any_instant_mixes_no_vectors(stop_at: str) -> None:
+    number, killed = 0, True
+    while killed:
+        number += 1
+        shutil.rmtree("output", ignore_errors=True)
+        prepare(12)
+        assert run().exit_code == 0
+        write_jsonl(Path("in.jsonl"), [{"key": "new", "q": "first"}, *rows()[:10]])
+        command = [sys.executable, "-m", "tests.support.killed_requeue", stop_at, str(number)]
+        ended = LightFork(command, stdout=DEVNULL, stderr=DEVNULL).wait(timeout=60)
+        killed = ended == -signal.SIGKILL
+        found = run()
+        if found.exit_code == 2:  # the requeue was not committed yet
+            found = run("--on-change", "requeue")
+        assert found.exit_code == 0, found.stderr
+        assert check() == list(range(11))
+        assert verify()["bad_vectors"] == 0
+        assert not list(RUN.glob(".requeue*"))
+    assert number > 1
+
+
+def test_another_type_of_vectors_is_a_changed_job() -> None:
+    prepare(3)
+    assert run().exit_code == 0
+    write_job(output={"vector_dtype": "float16"})
+    done = run()
+    assert done.exit_code == 2
+    assert "output.vector_dtype" in done.stderr
+    assert run("--on-change", "requeue").exit_code == 0
+    assert {vector.dtype for vector in stored().values()} == {np.dtype("float16")}
+    assert check() == [0, 1, 2]
+
+
+def test_full_disk_keeps_what_is_finished() -> None:
+    prepare(3000, pooling={"dimensions": 256}, run={"checkpoint_interval_s": 0.01})
+    with small_disk(Path("output"), "1500k"):
+        done = run()
+        assert done.exit_code == 1
+        assert "No space left on device" in done.stderr
+        found = check()
+        assert 0 < len(found) < 3000
+        assert set(settled()) == {*found}
+        shutil.copytree("output", "kept")
+    shutil.rmtree("output")
+    Path("kept").rename("output")
+    assert run().exit_code == 0
+    assert check() == list(range(3000))
+
+
+# Shards and their merge
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_merged_shards_have_the_vectors_of_one_run(dtype: str) -> None:
+    prepare(50, failing=(7, 30), output={"vector_dtype": dtype})
+    found = merge(*run_shards(3))
+    assert (found.json["ok"], found.json["failed"]) == (48, 2)
+    answered = [row for row in range(50) if row not in (7, 30)]
+    assert check(MERGED) == answered
+    places = [one["embedding"] for one in records(MERGED / "results.jsonl") if "embedding" in one]
+    assert [place["row"] for place in places] == list(range(48))  # in the order of the input
+    assert {vector.dtype.name for vector in stored(MERGED).values()} == {dtype}
+    assert verify(MERGED)["bad_vectors"] == 0
+    assert merge(MERGED, into="output/again").json["ok"] == 48
+    assert check(Path("output/again")) == answered
+
+
+def test_merge_of_a_run_that_lost_a_vector_is_refused() -> None:
+    prepare(20)
+    shards = run_shards(2)
+    segment_path(shards[1], 0).unlink()
+    done = merge(*shards)
+    assert done.exit_code == 1
+    assert f"{shards[1]}/vectors/000000.arrow: is missing" in done.stderr
+    assert not MERGED.exists()
+
+
+def test_merge_of_vectors_of_two_models_is_refused() -> None:
+    """A server may have another one than before under the same name."""
+    prepare(4)
+    shards = run_shards(2)
+    for row in range(4):
+        store = Store(shards[1])
+        store.copy(line_of(with_vector(row, 5)))
+        store.close()
+    segment_path(shards[1], 0).unlink()
+    done = merge(*shards)
+    assert done.exit_code == 2
+    assert (
+        f"{shard(1, 2)}: its vectors are float32 of 5 dimensions, and those of {shard(0, 2)} are float32"
+        " of 8 dimensions"
+    ) in done.stderr
+    assert not MERGED.exists()
+
+
+# Damage
+
+
+def test_verify_finds_vectors_that_are_not_there_and_repair_sets_their_records_aside() -> None:
+    prepare(10, failing=(3,))
+    assert run("--limit", "6").exit_code == 3
+    assert run().exit_code == 3
+    segment_path(RUN, 1).unlink()
+    audit = batchkit("verify", str(RUN), "--json")
+    assert audit.exit_code == 1
+    assert (audit.json["bad_vectors"], audit.json["bad_vector_rows"]) == (4, [6, 7, 8, 9])
+    assert "vectors/000001.arrow: is missing; the record of row 6" in audit.json["vector_fault"]
+    assert "bad_vectors: 4 (rows 6, 7, 8, 9)" in batchkit("verify", str(RUN)).stdout
+    repaired = batchkit("verify", "--repair", str(RUN))
+    assert "6 records kept, 4 lines set aside" in repaired.stderr
+    assert verify()["bad_vectors"] == 0
+    assert run().exit_code == 3
+    assert check() == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    assert verify()["duplicates"] == 0
+
+
+def test_one_changed_byte_of_a_vector_is_found() -> None:
+    prepare(10, pooling={"dimensions": 64})
+    assert run().exit_code == 0
+    segment = segment_path(RUN, 0)
+    content = bytearray(segment.read_bytes())
+    values = content.index(stored()[4].tobytes())
+    content[values + 17] ^= 1
+    segment.write_bytes(content)
+    found = verify()
+    assert found["bad_vector_rows"] == [4]
+    assert "is damaged at that place" in found["vector_fault"]
+    batchkit("verify", "--repair", str(RUN))
+    assert run().json["skipped"] == 9
+    assert check() == list(range(10))
+
+
+def test_segment_that_was_cut_loses_the_vectors_behind_the_cut_alone() -> None:
+    prepare(
+        40,
+        engine={"options": {"latency_s": 0.01}},
+        run={"max_in_flight": 4, "checkpoint_interval_s": 0.001},
+    )
+    assert run().exit_code == 0
+    segment = segment_path(RUN, 0)
+    segment.write_bytes(segment.read_bytes()[: segment.stat().st_size // 2])
+    bad = verify()["bad_vectors"]
+    assert 0 < bad < 40
+    batchkit("verify", "--repair", str(RUN))
+    done = run()
+    assert (done.exit_code, done.json["skipped"]) == (0, 40 - bad)
+    assert check() == list(range(40))
+
+
+def test_repair_keeps_the_older_answer_whose_vector_is_there() -> None:
+    prepare(3)
+    assert run().exit_code == 0
+    line = next(raw for raw in LOG.read_bytes().splitlines(keepends=True) if b'"index":1,' in raw)
+    with LOG.open("ab") as file:
+        file.write(line.replace(b'"segment":0', b'"segment":7'))
+    assert verify()["bad_vector_rows"] == [1]
+    assert "1 lines set aside" in batchkit("verify", "--repair", str(RUN)).stderr
+    assert check() == [0, 1, 2]
