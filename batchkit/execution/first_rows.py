@@ -7,7 +7,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from batchkit.config.tables import JobConfig
-from batchkit.errors import JobError, MediaError, RowError
+from batchkit.errors import JobError, MediaError, RowError, WrongTaskError
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.types import Completion, Request, Row
 
@@ -40,7 +40,8 @@ def checked(rows: Iterator[Row], job: JobConfig, renderer: PromptRenderer) -> Ch
         error = error or found
     else:
         is_elsewhere = job.run.workers is not None and isinstance(error, MediaError)
-        if error is not None and len(taken) == job.run.check_rows and not is_elsewhere:
+        is_enough = len(taken) == job.run.check_rows or isinstance(error, WrongTaskError)
+        if error is not None and taken and is_enough and not is_elsewhere:
             raise JobError(
                 f"row {taken[0].index} (id {taken[0].id}): {error.kind}: {error}\nAll of the first"
                 f" {len(taken)} rows fail like this, so the model was not loaded. Correct the job or"

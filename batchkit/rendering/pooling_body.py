@@ -23,7 +23,11 @@ _TASKS = {
 # vLLM's names for the two sides of a pair.
 _QUERY = ("query", "queries", "text_1", "data_1")
 _DOCUMENTS = ("documents", "items", "text_2", "data_2")
-_INPUT = frozenset(["model", "input", "messages", "chat_template_kwargs", *_QUERY, *_DOCUMENTS])
+_TEXTS = ("messages", "input", "prompt")
+_RENAMED = {"normalize": "use_activation"}  # vLLM's older name
+_INPUT = frozenset(
+    ["model", "input", "messages", "chat_template_kwargs", "instruction", *_QUERY, *_DOCUMENTS]
+)
 # How the answer is written, and what changes no answer; an export reads some of them.
 _IGNORED = _INPUT | {
     "encoding_format",
@@ -118,9 +122,28 @@ def sides_of(body: Any) -> Sides:
     return Sides(_content(query), list(map(_content, found)), is_list)
 
 
+def contents_of(body: Any) -> list[Mapping[str, Any]]:
+    """What may have images: the messages, or the sides of a pair as if they were messages."""
+    names = [name for name in (*_QUERY, *_DOCUMENTS) if name in _checked(body)]
+    sides = [body[name] for name in names]
+    parts = [one for side in sides for one in (side if isinstance(side, list) else [side])]
+    found = parts or body.get("messages", body.get("input"))
+    return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
+
+
+def texts_in(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of the body that are sent to the model, without its parameters."""
+    names = (next((n for n in group if n in body), None) for group in (_TEXTS, _QUERY, _DOCUMENTS))
+    return {name: body[name] for name in names if name is not None}
+
+
 def pooling_of(body: Mapping[str, Any]) -> dict[str, Any]:
     """The body's parameters under the names of ``vllm.PoolingParams``."""
-    return {name: v for name, v in body.items() if name not in _IGNORED and v is not None}
+    return {
+        _RENAMED.get(name, name): value
+        for name, value in body.items()
+        if name not in _IGNORED and value is not None
+    }
 
 
 def _checked(body: Any) -> Mapping[str, Any]:

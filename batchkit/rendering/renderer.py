@@ -10,15 +10,30 @@ from zlib import crc32
 from batchkit.config.tables import JobConfig
 from batchkit.errors import PromptTooLongError, RequestError, RowError, TemplateError
 from batchkit.rendering.media import SharedImages, check_root, load_image, load_text
-from batchkit.rendering.messages import Message, image_sources, loaded, short, text_part
+from batchkit.rendering.messages import (
+    Message,
+    image_sources,
+    loaded,
+    short,
+    text_part,
+    with_parts,
+)
 from batchkit.rendering.openai_body import messages_of
 from batchkit.rendering.pairs import pair_of
+from batchkit.rendering.pooling_body import (
+    check_url,
+    contents_of,
+    input_of,
+    pooling_of,
+    sides_of,
+    texts_in,
+)
 from batchkit.rendering.sampling import row_sampling, with_temperature
 from batchkit.rendering.templates.prompt import PromptTemplates, sources_of
 from batchkit.rendering.tools import RequestTools, template_kwargs_of, tools_of_body
 from batchkit.rendering.truncation import Place, cut_at, longest_text, next_cut
 from batchkit.sources.rowhash import input_hash
-from batchkit.types import Completion, Request, Row, RowHint
+from batchkit.types import Completion, Pair, Request, Row, RowHint
 
 _BYTES_PER_PIXEL = 4  # what Pillow uses for RGB
 _BEGINNING = 4096  # characters by which prompts are compared
@@ -71,9 +86,10 @@ class PromptRenderer:
 
     def _request(self, row: Row, fields: Mapping[str, Any], attempt: int, of_input: str) -> Request:
         """As ``_render``; ``fields`` are the row's own, and the texts of its files."""
+        if self._own_prompt(fields) == "body":
+            check_url(fields.get("url"), self._job.task)
         if self._job.task == "score":
-            names = self._templates.with_vars(fields)
-            pair, messages, prompt = pair_of(self._templates, names, self._image_part), None, None
+            pair, messages, prompt = self._pair(fields), None, None
         else:
             pair, (messages, prompt) = None, self._content(fields)
         body = fields.get("body") if self._user is None else None
@@ -147,7 +163,9 @@ class PromptRenderer:
         if own == "messages":
             return image_sources(row.fields["messages"])
         if own == "body":
-            return image_sources(messages_of(row.fields["body"])[0])
+            body = row.fields["body"]
+            is_generated = self._job.task == "generate"
+            return image_sources(messages_of(body)[0] if is_generated else contents_of(body))
         names = self._templates.with_vars(row.fields)
         return [found for template in self._images for found in sources_of(template, names)]
 
@@ -192,16 +210,16 @@ class PromptRenderer:
         own = self._own_prompt(fields)
         if own is None:
             return longest_text(fields, self._templates.names)
-        if own == "body":
-            body = fields["body"]
-            part = "messages" if "messages" in body else "prompt"
-            fields = {**fields, "body": {part: body[part]}}  # without its sampling and its schema
+        if own == "body":  # without its sampling and its schema
+            fields = {**fields, "body": texts_in(fields["body"])}
         return longest_text(fields, self._templates.names | {own})
 
     def _own_prompt(self, fields: Mapping[str, Any]) -> str | None:
         """The name of the field with the row's own prompt; None with ``prompt.user`` or ``[pair]``."""
-        if self._user is not None or self._job.task == "score":
+        if self._user is not None or self._job.pair.is_set:
             return None
+        if self._job.task == "score":
+            return "body"
         if self._system is None and not self._images:
             for name in ("messages", "body"):
                 if name in fields:
@@ -214,7 +232,8 @@ class PromptRenderer:
         if own == "messages":
             return loaded(fields["messages"], self._image_part), None
         if own == "body":
-            messages, prompt = messages_of(fields["body"])
+            read = messages_of if self._job.task == "generate" else input_of
+            messages, prompt = read(fields["body"])
             return (
                 (None, prompt) if prompt is not None else (loaded(messages, self._image_part), None)
             )
@@ -240,6 +259,19 @@ class PromptRenderer:
             system = self._system.text(names)
             messages.insert(0, {"role": "system", "content": system})
         return messages, None
+
+    def _pair(self, fields: Mapping[str, Any]) -> Pair:
+        """From the job's templates, else from the row's body."""
+        if self._job.pair.is_set:
+            return pair_of(self._templates, self._templates.with_vars(fields), self._image_part)
+        if "body" not in fields:
+            raise TemplateError(
+                "nothing to compare: pair.query and pair.documents are not set, and the row has no"
+                f" body; it has {', '.join(map(str, fields)) or 'no fields'}"
+            )
+        query, documents, is_list = sides_of(fields["body"])
+        loaded_documents = [with_parts(document, self._image_part) for document in documents]
+        return Pair(with_parts(query, self._image_part), loaded_documents, is_list)
 
     def _tools(self, fields: Mapping[str, Any], body: Mapping[str, Any]) -> RequestTools:
         """Those of the row's body, else of the job."""
@@ -268,7 +300,8 @@ class PromptRenderer:
 
     def _row_sampling(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         if self._job.task != "generate":
-            return self._sampling
+            body = fields["body"] if self._own_prompt(fields) == "body" else {}
+            return {**self._sampling, **pooling_of(body)}
         column = self._job.sampling.sampling_column
         with_body = self._user is None
         found = row_sampling(self._sampling, fields, column=column, with_body=with_body)

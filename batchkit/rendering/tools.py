@@ -83,7 +83,8 @@ def tools_of_body(body: Mapping[str, Any]) -> RequestTools:
 
 
 def template_kwargs_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body's names for the chat template; ``reasoning_effort`` is one of them.
+    """The body's names for the chat template; ``reasoning_effort`` is one of them, and for pairs
+    ``instruction``.
 
     Raises:
         RequestError: they are no table, or have a name that is not for a template.
@@ -94,6 +95,8 @@ def template_kwargs_of(body: Mapping[str, Any]) -> dict[str, Any]:
     for name in _OF_THE_JOB:
         if name in found:
             raise RequestError(f"body.chat_template_kwargs.{name}: no row may set it; leave it out")
+    if (instruction := body.get("instruction")) is not None:  # of /v1/score and /v1/rerank
+        found = {"instruction": instruction, **found}
     if (effort := body.get("reasoning_effort")) is None:
         return dict(found)
     if not isinstance(effort, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from array import array
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,13 +16,14 @@ from PIL import Image
 from batchkit.engines.base import Engine
 from batchkit.engines.registry import open_preflight
 from batchkit.errors import EngineError, JobError, PromptTooLongError, RequestError
+from batchkit.storage.vectors import Vectors
 from batchkit.types import Completion, Content, Pair, Request, Row
 from tests.support.chat_server import MODEL, Refused
 from tests.support.command_line import batchkit
 from tests.support.pooling_server import PATHS, PoolingServer, packed, pooling, score, vector
 from tests.support.rows import write_jsonl
 from tests.support.server_engine import ask, job, opened
-from tests.support.server_runs import assert_settled, records
+from tests.support.server_runs import RUN, assert_settled, records
 
 PAIR = {"query": "{{ q }}", "documents": "{{ d }}"}
 
@@ -86,7 +88,7 @@ def test_images_travel_in_messages_and_in_pairs() -> None:
     with pooling() as server, opened(server, task="score", pair=PAIR) as engine:
         (done,) = ask(engine, [pair(0, "a cat", [parts, "a dog", [picture()]])])
     assert done.usage is not None
-    assert done.usage.prompt_tokens == 2 + 4 * 2
+    assert done.usage.prompt_tokens == 2 + 2 + 4 * 2
     kinds = [
         s if isinstance(s, str) else [p["type"] for p in s["content"]]
         for s in server.bodies[0]["text_2"]
@@ -258,6 +260,35 @@ def test_a_vector_of_another_size_than_asked_for_fails_its_row() -> None:
     assert "2 dimensions, and pooling.dimensions asks for 4" in str(done.error)
 
 
+@pytest.mark.usefixtures("in_an_empty_folder", "short_pauses")
+def test_a_run_embeds_its_rows_and_what_can_be_no_vector_of_its_model_fails_its_row() -> None:
+    wrong: list[Any] = [
+        embedded(packed([1.0] * 7 + [float("nan")])),
+        embedded(packed([1.0] * 7 + [float("inf")])),
+        embedded([1e300] * 8),
+        embedded([1.0] * 7),
+    ]
+
+    def before(asked: str, body: dict[str, Any]) -> None:
+        if "row " in asked:
+            while len(server.answered) < 3:
+                time.sleep(0.01)  # so that the size of the model's vectors is known
+        answering(wrong)(asked, body)
+
+    texts = ["tea", "coffee", "more tea", *(f"row {n}" for n in range(len(wrong)))]
+    with pooling(before) as server:
+        write_run(server, "embed", [{"q": q} for q in texts], prompt={"user": "{{ q }}"})
+        assert batchkit("run", "job.toml").exit_code == 3
+        assert_settled(server)
+    vectors = Vectors(RUN)
+    for record, asked in zip(records(), texts, strict=True):
+        if "row " in asked:
+            assert record["error"]["kind"] == "invalid_output"
+        else:
+            assert vectors.of(record).tolist() == vector(asked)
+    assert "7 dimensions, and those of other rows have 8" in records()[-1]["error"]["message"]
+
+
 def classified(**item: Any) -> dict[str, Any]:
     return {"data": [{"index": 0, **item}], "model": MODEL}
 
@@ -368,3 +399,22 @@ def test_a_run_classifies_its_rows() -> None:
     fine, long = records()
     assert (fine["label"], fine["probabilities"], fine["text"]) == ("middle", [0.1, 0.8, 0.1], None)
     assert long["error"]["kind"] == "prompt_too_long"
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_a_text_that_is_too_long_is_cut_also_in_a_batch_file() -> None:
+    long = "one " * 50 + "end"
+    bodies = [
+        ("embed", "/v1/embeddings", {"input": long}),
+        ("score", "/v1/score", {"text_1": "tea for", "text_2": ["a", long]}),
+    ]
+    for task, url, body in bodies:
+        with pooling(context=32) as server:
+            rows = [{"custom_id": "a", "url": url, "body": body}]
+            write_run(server, task, rows, retry={"on_too_long": "truncate-middle"})
+            assert batchkit("run", "job.toml", "--fresh").exit_code == 0
+        (record,) = records()
+        assert record["truncated_tokens"] > 10
+        sent = server.bodies[-1].get("input") or server.bodies[-1]["text_2"][1]
+        assert sent.startswith("one one")
+        assert sent.endswith("one end")

@@ -267,7 +267,9 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
             if self.path == "/tokenize" and not server.counts:
                 if server.tokenize is not None:
                     raise server.tokenize
-                return {"count": len(_read(json.loads(sent)["messages"])[0].split())}
+                body = json.loads(sent)
+                text = body["prompt"] if "prompt" in body else _read(body["messages"])[0]
+                return {"count": len(text.split())}
             if self.path not in server.paths:
                 raise Refused(404, {"detail": "Not Found"})
             server.here.client = self.client_address

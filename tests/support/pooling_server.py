@@ -47,7 +47,7 @@ class PoolingServer(ChatServer):
     ) -> None:
         self.paths = PATHS - lacks
         self.numbers = numbers
-        super().__init__(before, **kwargs)
+        super().__init__(before, counts=False, **kwargs)
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if body.get("model") != MODEL:
@@ -61,7 +61,7 @@ class PoolingServer(ChatServer):
                 [m["content"] for m in body["messages"]] if "messages" in body else [body["input"]]
             )
             texts, images = zip(*map(read_content, contents), strict=True)
-            text, seen = " ".join(texts), sum(images)
+            text, seen, documents = " ".join(texts), sum(images), []
         else:
             sides = [body[pair[0]], *body[pair[1]]]
             read = [read_content(s if isinstance(s, str) else s["content"]) for s in sides]
@@ -70,11 +70,12 @@ class PoolingServer(ChatServer):
         with self.lock:
             self.bodies.append(body)
         self.before(text, body)
-        words = len(text.split())
+        longest = max((len(document.split()) for document, _ in documents), default=0)
+        words = len(text.split()) + longest
         if words >= self.context:
             raise Refused(400, error(
                 f"This model's maximum context length is {self.context} tokens. However, your request"
-                f" has {words} input tokens.", param="input_tokens", code=400))  # fmt: skip
+                " has more.", param="input_tokens", code=400))  # fmt: skip
         time.sleep(self.latency_s)
         with self.lock:
             self.answered[text] += 1

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from batchkit.commands.export.npy import write_npy
+from batchkit.commands.export.openai_answers import answers
 from batchkit.commands.export.openai_lines import answer_line, error_line
 from batchkit.commands.export.outputs import exporting
 from batchkit.commands.export.realhit import write_realhit
@@ -169,9 +170,9 @@ def _write_openai(folder: Path, path: Path) -> dict[Path, int]:
         answers_path.open("wb") as answers_file,
         errors_path.open("wb") as errors_file,
     ):
-        for record in read_scored(folder):
-            if record["status"] == "ok":
-                answers_file.write(_line(answer_line(record, model)))
+        for record, answer in answers(read_scored(folder), folder):
+            if answer is not None:
+                answers_file.write(_line(answer_line(record, answer, model)))
                 n_answers += 1
             else:
                 errors_file.write(_line(error_line(record)))

@@ -1,13 +1,14 @@
 """A record as a line of OpenAI's batch output: https://platform.openai.com/docs/guides/batch.
 
-The body is a ``chat.completion`` as the ``openai`` package reads it.
+The body of a row that was generated is a ``chat.completion`` as the ``openai`` package reads it;
+``openai_answers.py`` has the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from batchkit.storage.schema import LEAST_LOGPROB
 
@@ -15,7 +16,23 @@ _FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter", "function_c
 _CUT_OFF = ("abort", "error", "max_tokens", "repetition")  # vLLM's and other servers'
 
 
-def answer_line(record: Mapping[str, Any], model: str) -> dict[str, Any]:
+class Answer(NamedTuple):
+    """What a body has besides the parts of all bodies; its id begins with ``kind``."""
+
+    kind: str
+    parts: Mapping[str, Any]
+
+
+def chat(record: Mapping[str, Any]) -> Answer:
+    """The answer of a row that was generated."""
+    choices = [
+        _choice(number, choice) for number, choice in enumerate(record.get("choices") or [record])
+    ]
+    usage = _usage(record.get("usage"))
+    return Answer("chatcmpl", {"object": "chat.completion", "choices": choices, "usage": usage})
+
+
+def answer_line(record: Mapping[str, Any], answer: Answer, model: str) -> dict[str, Any]:
     """The line for a row that was answered."""
     index = record["index"]
     return {
@@ -25,15 +42,10 @@ def answer_line(record: Mapping[str, Any], model: str) -> dict[str, Any]:
             "status_code": 200,
             "request_id": f"req_{index}",
             "body": {
-                "id": f"chatcmpl-{index}",
-                "object": "chat.completion",
+                "id": f"{answer.kind}-{index}",
                 "created": _unix_s(record.get("finished_at")),
                 "model": model,
-                "choices": [
-                    _choice(number, choice)
-                    for number, choice in enumerate(record.get("choices") or [record])
-                ],
-                "usage": _usage(record.get("usage")),
+                **answer.parts,
             },
         },
         "error": None,

@@ -67,6 +67,13 @@ class InputTable(Table):
             return self.format in ("files", "pdf")
         return path.lower().endswith((*IMAGE_SUFFIXES, PDF_SUFFIX))
 
+    @property
+    def may_be_batch(self) -> bool:
+        """Whether the rows may be lines for OpenAI's batch API; only the first line says so."""
+        if self.format == "auto":
+            return self.path is not None and ".jsonl" in self.path.lower()
+        return self.format == "openai-batch"
+
     def below(self, media_root: str) -> InputTable:
         """This table, for rows that are files: those below ``media_root`` are named from there."""
         table = self.model_copy()

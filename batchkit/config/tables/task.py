@@ -121,9 +121,10 @@ def _of_generation(job: JobConfig) -> Iterator[tuple[str, bool]]:
 
 def _misfits_of_score(job: JobConfig) -> Iterator[str]:
     pair, prompt = job.pair, job.prompt
-    if pair.query is None and not pair.query_images:
+    is_set = pair.is_set or not job.input.may_be_batch  # each line of a batch has its own
+    if is_set and pair.query is None and not pair.query_images:
         yield 'pair.query: is missing: task = "score" compares it with pair.documents'
-    if pair.documents is None and not pair.document_images:
+    if is_set and pair.documents is None and not pair.document_images:
         yield (
             'pair.documents: is missing: a template of the text that task = "score" compares with'
             " pair.query, or {{ column }} for a column with a list of texts"

@@ -21,7 +21,7 @@ from batchkit.engines.openai.api import ShapeError, in_words, pair_of
 from batchkit.errors import InvalidOutputError, RequestError
 from batchkit.storage.plain_json import valid
 from batchkit.storage.schema import usage_of
-from batchkit.types import Completion, Pooled, Request, Usage
+from batchkit.types import Completion, Content, Pooled, Request, Usage
 
 # What `vllm serve` reads besides the input, by task; OpenAI's own API has only dimensions.
 _OF_ALL = (
@@ -97,6 +97,10 @@ class Embeddings(_Endpoint):
     task = "embed"
     hint = "`vllm serve` has it for an embedding model (--runner pooling), llama-server with --embedding"
 
+    def __init__(self, job: JobConfig, drop: Sequence[str]) -> None:
+        super().__init__(job, drop)
+        self._sizes: dict[int | None, int] = {}  # by the size asked for
+
     def url(self, base_url: str, request: Request) -> str:
         return f"{base_url}/embeddings"
 
@@ -111,6 +115,11 @@ class Embeddings(_Endpoint):
             raise InvalidOutputError(
                 f"the vector has {found} dimensions, and pooling.dimensions asks for {wanted}: the"
                 " server does not know `dimensions`, or its model has one size only; leave it out"
+            )
+        if found != (usual := self._sizes.setdefault(wanted, found)):
+            raise InvalidOutputError(
+                f"the vector has {found} dimensions, and those of other rows have {usual}: one model"
+                " gives vectors of one size; does the server have several models under this name?"
             )
         return Pooled(vector=_little_endian(vector))
 
@@ -200,6 +209,21 @@ def check_names(task: str, params: Mapping[str, Any]) -> None:
                 f'pooling.{name}: not a parameter of the API with task = "{task}"{hint}; put a'
                 " server's own parameters into engine.options.extra_body"
             )
+
+
+def longest_of(request: Request) -> str:
+    """The query with the longest document of the request's pair, without its images: at least as long as
+    what a server may find too long."""
+    if request.pair is None:
+        return ""
+    documents = max(map(_text, request.pair.documents), key=len, default="")
+    return f"{_text(request.pair.query)}\n{documents}"
+
+
+def _text(content: Content) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.get("text", "") for part in content)
 
 
 def _in_order(answer: Mapping[str, Any], name: str, count: int) -> list[Mapping[str, Any]]:

@@ -272,13 +272,13 @@ class Remote:
 
         ``vllm serve`` stops counting at its limit; its ``/tokenize`` (beside ``/v1``) counts them all.
         """
-        if not self._counts or refusal.prompt_tokens is not None or request.pair is not None:
+        if not self._counts or refusal.prompt_tokens is not None:
             return refusal
         url = f"{self.base_url.removesuffix('/v1')}/tokenize"
         content = await _encoded(
             {"model": self._model, "messages": request.messages}
-            if request.prompt is None
-            else {"model": self._model, "prompt": request.prompt}
+            if request.messages is not None
+            else {"model": self._model, "prompt": request.prompt or pooling.longest_of(request)}
         )
         try:
             response = await self._exchange("POST", url, content, self._timeout_s)
