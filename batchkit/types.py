@@ -162,6 +162,10 @@ class Choice:
     reasoning: str | None = None
     tool_calls: Sequence[Mapping[str, Any]] | None = None
 
+    @property
+    def is_answer(self) -> bool:
+        return bool(self.text.strip() or self.tool_calls)
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:
@@ -217,7 +221,8 @@ class Completion:
 class Record:
     """One line of ``results.jsonl``: the outcome of one row.
 
-    A failed record has ``text`` None and ``error`` set; an ok record the opposite. ``parsed`` is the
+    A failed record has ``text`` None and ``error`` set; an ok record the opposite. ``reasoning`` and
+    ``tool_calls`` as in ``Choice``; a failed record, too, has the reasoning. ``parsed`` is the
     JSON value of the text, if ``output.parse`` asks for it.
     ``input_hash`` shows whether a later input holds the same row. ``truncated_tokens``: by how many
     tokens the prompt was cut to fit. ``scores`` is None if the job scores nothing; ``unscored``
@@ -239,6 +244,8 @@ class Record:
     error: ErrorInfo | None
     fields: Mapping[str, Any]
     input_hash: str
+    reasoning: str | None = None
+    tool_calls: Sequence[Mapping[str, Any]] | None = None
     parsed: Any = None
     choices: Sequence[Choice] | None = None
     prompt: str | None = None
@@ -264,12 +271,13 @@ class Record:
             "status": self.status,
             "attempt": self.attempt,
             "text": self.text,
-            **({} if self.parsed is None else {"parsed": self.parsed}),
+            **_if_set(reasoning=self.reasoning, tool_calls=self.tool_calls, parsed=self.parsed),
             "finish_reason": self.finish_reason,
             "usage": usage
             and {
                 "prompt_tokens": usage.prompt_tokens,
                 "completion_tokens": usage.completion_tokens,
+                **_if_set(reasoning_tokens=usage.reasoning_tokens),
             },
             "latency_s": round(self.latency_s, 4),
             "finished_at": self.finished_at,
@@ -286,7 +294,12 @@ class Record:
         }
         if self.choices is not None:
             line["choices"] = [
-                {"text": c.text, "finish_reason": c.finish_reason, "logprobs": c.logprobs}
+                {
+                    "text": c.text,
+                    **_if_set(reasoning=c.reasoning, tool_calls=c.tool_calls),
+                    "finish_reason": c.finish_reason,
+                    "logprobs": c.logprobs,
+                }
                 for c in self.choices
             ]
         for name in ("label", "probabilities", "score", "order", "prompt"):
@@ -295,6 +308,10 @@ class Record:
         if self.truncated_tokens is not None:
             line["truncated_tokens"] = self.truncated_tokens
         return line
+
+
+def _if_set(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def utc_now() -> str:

@@ -52,6 +52,7 @@ LONGEST = (
     "test_transformers_engine",
     "test_transformers_faults",
     "test_vllm_equality",
+    "test_vllm_parsers",
     "test_vllm_pooling",
     "test_tuning_vllm",
     "test_vllm_server",

@@ -34,6 +34,7 @@ FOREIGN_HOMES = {  # who alone may import it; never when the module itself is im
         "engines.vllm",
         "engines.vllm.engine",
         "engines.vllm.options",
+        "engines.vllm.parsing",
         "engines.vllm.pooling",
         "engines.vllm.pooling_task",
         "engines.vllm.renderer",

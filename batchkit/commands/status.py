@@ -11,7 +11,7 @@ from typing import Any
 
 from batchkit.config.numbers import duration
 from batchkit.engines.memory_ladder import Ladder
-from batchkit.errors import BatchkitError
+from batchkit.errors import BatchkitError, CutOffReasoningError
 from batchkit.sources import count_rows
 from batchkit.storage.checkpoint import Totals, sealed_checkpoint
 from batchkit.storage.job_toml import job_of_run
@@ -38,6 +38,7 @@ class Status:
     failed: int
     pending: int | None
     failed_by_kind: Mapping[str, int]
+    cut_off_in_reasoning: int
     prompt_tokens: int
     completion_tokens: int
     rows_per_s: float | None
@@ -61,6 +62,11 @@ class Status:
         yield f"{self.name}: {self.ok:,} ok, {self.failed:,} failed, {pending} of {total} left"
         for kind, count in self.failed_by_kind.items():
             yield f"  failed by {kind}: {count:,}"
+            if kind == CutOffReasoningError.kind and self.cut_off_in_reasoning:
+                yield (
+                    f"    {self.cut_off_in_reasoning:,} of them cut off inside the reasoning: raise"
+                    " sampling.max_tokens, or limit it with sampling.thinking_token_budget"
+                )
         yield f"tokens: {self.prompt_tokens:,} prompt, {self.completion_tokens:,} completion"
         yield f"starts: {self.starts}, engine restarts: {self.engine_restarts}"
         yield from (f"  {event}" for event in self.engine_events[-5:])
@@ -116,6 +122,7 @@ def status(folder: Path) -> Status:
         failed=totals.failed,
         pending=pending,
         failed_by_kind=totals.count_by_kind(),
+        cut_off_in_reasoning=len(totals.cut_off_in_reasoning),
         prompt_tokens=totals.prompt_tokens,
         completion_tokens=totals.completion_tokens,
         rows_per_s=rate,

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from batchkit.config.answer_schema import schema_in
-from batchkit.errors import EmptyTextError, InvalidOutputError, ServerError, TruncatedOutputError
+from batchkit.errors import (
+    CutOffReasoningError,
+    EmptyTextError,
+    InvalidOutputError,
+    ServerError,
+    TruncatedOutputError,
+)
 from batchkit.scoring import Scored
 from batchkit.scoring.parsed import NotJson, parsed
 from batchkit.storage.schema import error_of, is_count, seconds_of, usage_of
-from batchkit.types import BROKEN_OFF, Completion, Pooled, Record, utc_now
+from batchkit.types import BROKEN_OFF, Choice, Completion, Pooled, Record, utc_now
 
 
 def to_record(
@@ -36,12 +42,15 @@ def to_record(
         attempt=request.attempt,
         text=first.text if error is None and first is not None else None,
         finish_reason=first.finish_reason if first is not None else None,
-        usage=usage and usage_of(usage.prompt_tokens, usage.completion_tokens),
+        usage=usage
+        and usage_of(usage.prompt_tokens, usage.completion_tokens, usage.reasoning_tokens),
         latency_s=seconds_of(completion.latency_s),
         finished_at=utc_now(),
         error=None if error is None else error_of(error),
         fields={name: row.fields.get(name) for name in keep},
         input_hash=request.input_hash,
+        reasoning=first.reasoning if first is not None else None,
+        tool_calls=first.tool_calls if error is None and first is not None else None,
         parsed=completion.parsed if error is None else None,
         choices=completion.choices if several and error is None else None,
         prompt=completion.prompt if with_prompt else None,
@@ -93,11 +102,20 @@ def failed_unless_whole(completion: Completion, vector_dtype: str = "float32") -
         if reason in BROKEN_OFF:
             broken = ServerError(f"the answer broke off in the middle (finish_reason {reason})")
             return replace(completion, error=broken)
-    if any(choice.text.strip() for choice in completion.choices):
+    if any(choice.is_answer for choice in completion.choices):
         return completion
-    reason = reasons[0] if reasons else None
-    error = EmptyTextError(f"the model answered with no text (finish_reason {reason})")
-    return replace(completion, error=error)
+    return replace(completion, error=_empty(completion.choices))
+
+
+def _empty(choices: Sequence[Choice]) -> EmptyTextError:
+    cut_off = any(choice.reasoning and choice.finish_reason == "length" for choice in choices)
+    if cut_off:
+        return CutOffReasoningError(
+            "the answer was cut off inside its reasoning (finish_reason length): raise"
+            " sampling.max_tokens, or limit the reasoning with sampling.thinking_token_budget"
+        )
+    reason = choices[0].finish_reason if choices else None
+    return EmptyTextError(f"the model answered with no text (finish_reason {reason})")
 
 
 def _is_finite(pooled: Pooled) -> bool:
@@ -132,10 +150,15 @@ def _unless_too_large(completion: Completion, vector: bytes | None, dtype: str) 
 
 
 def parsed_or_failed(completion: Completion) -> Completion:
-    """The completion with the JSON value of its answer, or with an error if it is not such JSON."""
+    """The completion with the JSON value of its answer, or with an error if it is not such JSON.
+
+    An answer that is a tool call has no value.
+    """
     if completion.error is not None:
         return completion
     first, sampling = completion.choices[0], completion.request.sampling
+    if first.tool_calls and not first.text.strip():
+        return completion
     try:
         if first.finish_reason == "length" and first.text[-1:].isdigit():
             raise NotJson(f"the number {first.text[-20:]!r} may have had more digits")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from batchkit.config.regular_file import open_regular
-from batchkit.errors import StoreError
+from batchkit.errors import CutOffReasoningError, StoreError
 from batchkit.storage.checksum import Checksum, Span
 from batchkit.storage.files import write_atomically
 from batchkit.storage.index_set import IndexSet
@@ -29,10 +29,14 @@ _SEAL = b',"seal":'
 
 @dataclass
 class Totals:
-    """Counts over the log, updated with every line."""
+    """Counts over the log, updated with every line.
+
+    ``cut_off_in_reasoning``: those of the failed rows whose answer ended before its reasoning did.
+    """
 
     completed: IndexSet = field(default_factory=IndexSet)
     failed_by_kind: dict[str, IndexSet] = field(default_factory=dict)
+    cut_off_in_reasoning: IndexSet = field(default_factory=IndexSet)
     records: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -70,12 +74,15 @@ class Totals:
             self.completion_tokens += usage["completion_tokens"]
         for rows in self.failed_by_kind.values():
             rows.discard(index)
+        self.cut_off_in_reasoning.discard(index)
         if record["status"] == "ok":
             self.completed.add(index)
         else:
             self.completed.discard(index)
-            kind = (record.get("error") or {}).get("kind", "unknown")
-            self.failed_by_kind.setdefault(kind, IndexSet()).add(index)
+            error = record.get("error") or {}
+            self.failed_by_kind.setdefault(error.get("kind", "unknown"), IndexSet()).add(index)
+            if error.get("type") == CutOffReasoningError.__name__:
+                self.cut_off_in_reasoning.add(index)
 
 
 class Checkpoint(NamedTuple):
@@ -108,6 +115,7 @@ class Checkpoint(NamedTuple):
             "failed_by_kind": {
                 kind: rows.ranges() for kind, rows in totals.failed_by_kind.items() if len(rows)
             },
+            "cut_off_in_reasoning": totals.cut_off_in_reasoning.ranges(),
             "counts": {
                 "records": totals.records,
                 "ok": totals.ok,
@@ -135,6 +143,7 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
                 kind: IndexSet.from_ranges(ranges)
                 for kind, ranges in found["failed_by_kind"].items()
             },
+            cut_off_in_reasoning=IndexSet.from_ranges(found.get("cut_off_in_reasoning", [])),
             **{name: _count(found["counts"][name]) for name in COUNTS},
         )
         segments = map(_count, found.get("crc32", ()))

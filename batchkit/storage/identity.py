@@ -75,6 +75,14 @@ _ORDERED = (
     "prompt.tools",
 )
 _MODEL = ("kind", "model", "lora", "options.revision", "server.command")  # of [engine]: its names
+_ABSENT_IF_NOT_SET = (  # manifests of older versions lack them
+    "input.shard",
+    "output.parse",
+    "prompt.tools",
+    "prompt.tool_choice",
+    "engine.reasoning_parser",
+    "engine.tool_call_parser",
+)
 CHANGING = "changing"  # in place of the hash of a file that changed while a run read it
 _WHOLE_BYTES = 8 * 2**20  # a larger file is read in blocks
 _BLOCKS, _BLOCK_BYTES = 64, 2**16
@@ -113,7 +121,7 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
         found["engine.commits"] = commits
     if prompt_files:
         found["prompt.files"] = prompt_files
-    for key in ("input.shard", "output.parse", "prompt.tools", "prompt.tool_choice"):
+    for key in _ABSENT_IF_NOT_SET:
         if found[key] is None:
             del found[key]
     found = {key: value for key, value in found.items() if not _is_of_another_task(key, value, job)}

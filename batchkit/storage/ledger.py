@@ -66,8 +66,9 @@ def failure_kind(record: Mapping[str, Any]) -> str | None:
         return str((record.get("error") or {}).get("kind", "unknown"))
     if any(record.get(name) is not None for name in POOLED):
         return None
-    texts = [choice.get("text") for choice in record.get("choices") or [record]]
-    return None if any((text or "").strip() for text in texts) else "empty"
+    choices = record.get("choices") or [record]
+    is_answer = any((c.get("text") or "").strip() or c.get("tool_calls") for c in choices)
+    return None if is_answer else "empty"
 
 
 def whole_record(raw: bytes, path: Path, offset: int) -> dict[str, Any]:

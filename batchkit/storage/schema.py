@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from batchkit.config.masking import masked_text
 from batchkit.errors import RowError
 from batchkit.storage.index_set import INDEX_LIMIT
-from batchkit.storage.plain_json import valid
+from batchkit.storage.plain_json import encoded, valid
 from batchkit.types import Choice, ErrorInfo, Usage
 
 # The number of row indexes: the sum over all rows of a run is still a number that JSON can hold.
@@ -28,10 +28,13 @@ def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < COUNT_LIMIT
 
 
-def usage_of(prompt_tokens: Any, completion_tokens: Any) -> Usage | None:
-    """None if one of the counts is not possible; the answer itself stays usable."""
+def usage_of(
+    prompt_tokens: Any, completion_tokens: Any, reasoning_tokens: Any = None
+) -> Usage | None:
+    """None if one of the first two counts is not possible; the answer itself stays usable."""
     if is_count(prompt_tokens) and is_count(completion_tokens):
-        return Usage(prompt_tokens, completion_tokens)
+        known = reasoning_tokens if is_count(reasoning_tokens) else None
+        return Usage(prompt_tokens, completion_tokens, known)
     return None
 
 
@@ -40,13 +43,18 @@ def error_of(error: RowError) -> ErrorInfo:
     return ErrorInfo(error.kind, type(error).__name__, masked_text(str(error)), error.retryable)
 
 
-def choice_of(text: str, finish_reason: Any, logprobs: Any) -> Choice:
-    """The choice, with a ``finish_reason`` that is text or None, and ``logprobs`` as in ``Choice``.
+def choice_of(
+    text: str, finish_reason: Any, logprobs: Any, reasoning: Any = None, tool_calls: Any = None
+) -> Choice:
+    """The choice, with a ``finish_reason`` that is text or None, and the others as in ``Choice``.
 
-    ``logprobs`` may be any JSON; None if they are not tokens with numbers.
+    They may be any JSON; what does not have the right shape is None, or left out of a list.
     """
     reason = valid(finish_reason) if isinstance(finish_reason, str) else None
-    return Choice(valid(text), reason, _logprobs(logprobs))
+    thought = valid(reasoning) if isinstance(reasoning, str) and reasoning else None
+    calls = [*map(_tool_call, tool_calls)] if isinstance(tool_calls, list) else []
+    known = [call for call in calls if call is not None]
+    return Choice(valid(text), reason, _logprobs(logprobs), thought, known or None)
 
 
 def seconds_of(value: float) -> float:
@@ -80,6 +88,7 @@ class _Part(BaseModel):
 class _Usage(_Part):
     prompt_tokens: _Count
     completion_tokens: _Count
+    reasoning_tokens: _Count | None = None
 
 
 class _Error(_Part):
@@ -88,8 +97,20 @@ class _Error(_Part):
     message: str | None = None
 
 
+class _Function(_Part):
+    name: str
+    arguments: str
+
+
+class _ToolCall(_Part):
+    id: str | None = None
+    function: _Function
+
+
 class _Choice(_Part):
     text: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[_ToolCall] | None = None
 
 
 class _Embedding(_Part):
@@ -104,6 +125,8 @@ class _Line(_Part):
     status: Literal["ok", "failed"]
     attempt: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     text: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[_ToolCall] | None = None
     parsed: Any = None
     usage: Annotated[_Usage | None, BeforeValidator(lambda usage: usage or None)] = None
     latency_s: float | None = None
@@ -121,6 +144,21 @@ class _Line(_Part):
     score: float | list[float] | None = None
     order: list[_Count] | None = None
     embedding: _Embedding | None = None
+
+
+def _tool_call(found: Any) -> dict[str, Any] | None:
+    """A call of a function; its arguments are text in OpenAI's API, and a table in that of others."""
+    function = found.get("function") if isinstance(found, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        return None
+    arguments, call_id = function.get("arguments"), found.get("id")
+    if not isinstance(arguments, str):
+        arguments = encoded({} if arguments is None else arguments).decode().strip()
+    return {
+        "id": valid(call_id) if isinstance(call_id, str) else None,
+        "type": "function",
+        "function": {"name": valid(function["name"]), "arguments": valid(arguments)},
+    }
 
 
 def _logprobs(found: Any) -> list[dict[str, Any]] | None:

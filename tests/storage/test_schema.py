@@ -48,14 +48,24 @@ LOGPROBS = one_of(
     token_logprobs=st.lists(st.floats(), max_size=3),
     top_logprobs=st.lists(st.dictionaries(TEXT, st.floats(), max_size=2), max_size=3),
 )
+TOOL_CALL = one_of(id=TEXT | JSON, function=one_of(name=TEXT | JSON, arguments=TEXT | JSON))
+MESSAGE = one_of(
+    content=TEXT | JSON | st.lists(one_of(type=st.just("text"), text=TEXT)),
+    reasoning=TEXT | JSON,
+    tool_calls=st.lists(TOOL_CALL, max_size=2) | JSON,
+)
 CHOICE = one_of(
     index=JSON,
     text=TEXT,
-    message=one_of(content=TEXT | JSON | st.lists(one_of(type=st.just("text"), text=TEXT))),
+    message=MESSAGE,
     finish_reason=st.sampled_from(["stop", None]) | JSON,
     logprobs=LOGPROBS | JSON,
 )
-USAGE = one_of(prompt_tokens=COUNTS, completion_tokens=COUNTS) | JSON
+USAGE = JSON | one_of(
+    prompt_tokens=COUNTS,
+    completion_tokens=COUNTS,
+    completion_tokens_details=one_of(reasoning_tokens=COUNTS) | JSON,
+)
 GOOD_TOKEN = st.fixed_dictionaries(
     {"token": TEXT, "logprob": st.floats(max_value=0)},
     optional={"top_logprobs": st.lists(TOKEN, max_size=2)},

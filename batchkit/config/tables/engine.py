@@ -21,6 +21,12 @@ from batchkit.config.tables.base import Free, Identity, Table
 
 EngineKind = Literal["vllm", "transformers", "openai-server", "dry-run"]
 
+_PARSES_ELSEWHERE = {
+    "openai-server": "the server parses its answers, and its fields are in the records; leave it out,"
+    " and start the server with its own option, as vllm serve --reasoning-parser NAME or"
+    " --enable-auto-tool-choice --tool-call-parser NAME",
+    "transformers": 'the parsers are part of vLLM: take kind = "vllm", or leave it out',
+}
 DEMO_MODEL = "batchkit-demo"  # comes with the package
 
 
@@ -105,6 +111,18 @@ class EngineTable(Table):
         " request may have together, if the server does not report it; `extra_body`, fields added to"
         " each request's body, or replacing its own; `drop`, names left out of it.",
     )
+    reasoning_parser: Identity[str | None] = Field(
+        None,
+        description="The name of vLLM's parser for the model's reasoning, as in `vllm serve"
+        " --reasoning-parser`, for example `qwen3`: the record has it as `reasoning`, and `text` is the"
+        " answer alone. A server parses its answers itself.",
+    )
+    tool_call_parser: Identity[str | None] = Field(
+        None,
+        description="The name of vLLM's parser for the model's tool calls, as in `vllm serve"
+        " --tool-call-parser`, for example `hermes`: the record has them as `tool_calls`, in the shape"
+        " of OpenAI's API.",
+    )
     in_process: Free[bool] = Field(
         False, description="For debugging: no process of its own; a crash ends the run, too."
     )
@@ -159,6 +177,9 @@ class EngineTable(Table):
             )
         if is_server and self.lora is not None:
             raise ValueError("lora: the server loads it; give the name it has there as model")
+        for key in ("reasoning_parser", "tool_call_parser"):
+            if getattr(self, key) is not None and self.kind in ("openai-server", "transformers"):
+                raise ValueError(f"{key}: {_PARSES_ELSEWHERE[self.kind]}")
         if self.base_url is not None and not _is_base_url(self.base_url):
             raise ValueError(
                 "base_url: expected http(s)://host[:port]/path and nothing more; a key or password"

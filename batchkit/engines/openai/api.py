@@ -408,17 +408,30 @@ def _usage(answer: Mapping[str, Any]) -> Usage | None:
     counts = answer.get("usage")
     if not isinstance(counts, Mapping):
         return None
-    return usage_of(counts.get("prompt_tokens"), counts.get("completion_tokens"))
+    details = counts.get("completion_tokens_details")
+    return usage_of(
+        counts.get("prompt_tokens"),
+        counts.get("completion_tokens"),
+        details.get("reasoning_tokens") if isinstance(details, Mapping) else None,
+    )
 
 
 def _choice(choice: Mapping[str, Any]) -> Choice:
     message = choice.get("message")
+    beside = {} if message is None else message
     text = choice["text"] if message is None else message.get("content")
     if isinstance(text, list):  # some servers return parts
         text = "".join(part["text"] for part in text if part.get("type") == "text")
     if not isinstance(text, str | None):
         raise TypeError(f"text is {type(text).__name__}")
-    return choice_of(text or "", _reason(choice), choice.get("logprobs"))
+    return choice_of(
+        text or "",
+        _reason(choice),
+        choice.get("logprobs"),
+        # DeepSeek's name, which vLLM had, too, and other servers still have
+        beside.get("reasoning") or beside.get("reasoning_content"),
+        beside.get("tool_calls"),
+    )
 
 
 def _reason(choice: Mapping[str, Any]) -> Any:

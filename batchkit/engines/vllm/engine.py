@@ -25,9 +25,10 @@ from batchkit.engines.process.launcher import SCRATCH
 from batchkit.engines.process.startup import explain
 from batchkit.engines.request_checks import cause
 from batchkit.engines.vllm.options import limits_of, llm_options, lora_request
+from batchkit.engines.vllm.parsing import AnswerParser
 from batchkit.engines.vllm.pooling import PoolingRenderer
 from batchkit.engines.vllm.pooling_task import check_task
-from batchkit.engines.vllm.renderer import Prepared, VllmRenderer, refusal
+from batchkit.engines.vllm.renderer import Input, Prepared, VllmRenderer, refusal
 from batchkit.engines.vllm.stats import follow_stats
 from batchkit.engines.vllm.stepper import Stepper
 from batchkit.errors import JobError, RequestError, RowError, RowTimeoutError
@@ -47,6 +48,18 @@ class _Unprepared(NamedTuple):
     request: Request
     unknown_images: Sequence[str] = ()
     tries: int = 0
+
+
+class _Ended(NamedTuple):
+    """A request whose answer is complete, with vLLM's outputs of it.
+
+    If the answer has to be parsed, that is done while the device works on the next step, which long
+    reasoning would otherwise delay by milliseconds.
+    """
+
+    prepared: Prepared
+    outputs: Sequence[Any]
+    latency_s: float
 
 
 class VllmEngine:
@@ -72,7 +85,7 @@ class VllmEngine:
         config = self._engine.vllm_config
         self._limits = limits_of(config)
         self._renderer = _renderer_of(job, self._llm)
-        self._stepper = Stepper(self._engine, meanwhile=self._admit)
+        self._stepper = Stepper(self._engine, meanwhile=self._while_the_device_works)
         self._stats = follow_stats(self._engine)
         self._inbox: queue.SimpleQueue[_Unprepared | None] = queue.SimpleQueue()
         self._prepared: queue.SimpleQueue[Prepared | Completion] = queue.SimpleQueue()
@@ -80,7 +93,9 @@ class VllmEngine:
         self._rendering: tuple[Request, float] | None = None
         self._closing = False
         self._failed = False
+        self._death: EngineDied | None = None
         self._done: list[Completion] = []
+        self._ended: list[_Ended] = []
         self._running: dict[str, _Running] = {}
         self._numbers = itertools.count()
         self._next_stuck_check = time.monotonic() + _STUCK_CHECK_S
@@ -109,13 +124,18 @@ class VllmEngine:
 
     def poll(self, timeout_s: float) -> Sequence[Completion]:
         self._check_rendering()
+        if self._death is not None:
+            raise self._death
         deadline = time.monotonic() + timeout_s
         if not self._running:
             self._admit_burst(timeout_s)
-        while self._running and not self._done:
+        while (self._running or self._ended) and not self._done:
             if len(self._running) < self.max_num_seqs:
                 self._admit()  # the others can wait until the device works
-            self._step()
+            if self._running:
+                self._step()
+            else:
+                self._complete()
             if not self._done:  # what is done is paid for: it is handed on before anything else
                 self._abort_stuck()
             if time.monotonic() >= deadline:
@@ -225,15 +245,15 @@ class VllmEngine:
         from vllm.exceptions import VLLMValidationError
 
         running = _Running(prepared, [str(next(self._numbers)) for _ in prepared.inputs])
-        for number, (prompt, params) in zip(running.numbers, prepared.inputs, strict=True):
+        for number, one in zip(running.numbers, prepared.inputs, strict=True):
             try:
-                self._engine.add_request(number, prompt, params, lora_request=self._lora)
+                self._add_input(number, one, prepared.parser)
             except VLLMValidationError as error:
                 self._engine.abort_request(running.numbers)
                 return refusal(error)
             except Exception as error:  # no forward pass has run: any error is the row's own
                 self._engine.abort_request(running.numbers)
-                unknown = unknown_images(error, prompt)
+                unknown = unknown_images(error, one.prompt)
                 if not unknown or prepared.tries > _MOST_TRIES:
                     return RequestError(cause(error))
                 self._queue(_Unprepared(prepared.request, unknown, prepared.tries))
@@ -241,13 +261,36 @@ class VllmEngine:
         self._running.update(dict.fromkeys(running.numbers, running))
         return None
 
+    def _add_input(self, number: str, one: Input, parser: AnswerParser | None) -> None:
+        prompt, params = one
+        if parser is None or params.structured_outputs is None:
+            self._engine.add_request(number, prompt, params, lora_request=self._lora)
+            return
+        request = self._engine.input_processor.process_inputs(
+            number,
+            prompt,
+            params,
+            supported_tasks=self._engine.get_supported_tasks(),
+            lora_request=self._lora,
+        )
+        parser.open_grammar(request)
+        self._engine.add_request(number, request, params, prompt_text=prompt.get("prompt"))
+
+    def _while_the_device_works(self) -> None:
+        self._complete()
+        self._admit()
+
     def _step(self) -> None:
         try:
             outputs = self._stepper.step()
         except Exception as error:
             # After any error in the forward pass, the engine's state can't be trusted.
             self._failed = True
-            raise EngineDied(fault_of(error)) from error
+            self._complete()
+            self._death = EngineDied(fault_of(error))
+            if self._done:
+                return
+            raise self._death from error
         for output in outputs:
             if output.finished:
                 self._end(output)
@@ -258,12 +301,18 @@ class VllmEngine:
         if len(running.outputs) < len(running.numbers):
             running.last_token_at = time.monotonic()
             return
-        latency_s = time.monotonic() - running.since
         outputs = [running.outputs[number] for number in running.numbers]
-        completion = self._renderer.completion(running.prepared, outputs, latency_s)
-        if completion.usage is not None:
-            self._unfinished_tokens -= completion.usage.completion_tokens
-        self._done.append(completion)
+        self._ended.append(_Ended(running.prepared, outputs, time.monotonic() - running.since))
+        if running.prepared.parser is None:
+            self._complete()
+
+    def _complete(self) -> None:
+        ended, self._ended = self._ended, []
+        for prepared, outputs, latency_s in ended:
+            completion = self._renderer.completion(prepared, outputs, latency_s)
+            if completion.usage is not None:
+                self._unfinished_tokens -= completion.usage.completion_tokens
+            self._done.append(completion)
 
     def _abort_stuck(self) -> None:
         """Abort requests that were scheduled and then got no token for ``run.row_timeout_s``."""

@@ -13,6 +13,7 @@ from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.startup import explain
 from batchkit.engines.request_checks import chat_template, missing_folder
+from batchkit.engines.vllm.parsing import unknown_parsers
 from batchkit.engines.vllm.pooling_task import check_pooling, pooling_params
 from batchkit.errors import JobError, RequestError
 
@@ -47,6 +48,12 @@ def check_config(job: JobConfig) -> Any:
             f"engine.options.data_parallel_size: {copies} copies of the model are {copies} workers:"
             f" leave it out and set run.workers = {copies}"
         )
+    if "reasoning_parser" in options:
+        problems.append(
+            "engine.options.reasoning_parser: write it as engine.reasoning_parser, which also takes"
+            " the reasoning out of the answers"
+        )
+    problems += unknown_parsers(job)
     for check in (partial(_check_params, job), partial(chat_template, options)):
         try:
             check()
@@ -83,6 +90,9 @@ def llm_options(job: JobConfig) -> dict[str, Any]:
         options.setdefault("enable_lora", True)
     if job.task != "generate":
         options.setdefault("runner", "pooling")
+    if job.engine.reasoning_parser is not None:
+        # A grammar then applies to the answer behind the reasoning; thinking_token_budget needs it, too.
+        options["reasoning_parser"] = job.engine.reasoning_parser
     # The stats carry the scheduler's load; printing them is switched off by the log level.
     return {"model": job.engine.model_source, **options, "disable_log_stats": False}
 

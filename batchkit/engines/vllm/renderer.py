@@ -16,6 +16,7 @@ from batchkit.engines.request_checks import (
     template_kwargs,
 )
 from batchkit.engines.vllm.options import sampling_params
+from batchkit.engines.vllm.parsing import AnswerParser, Parsing
 from batchkit.engines.vllm.tools import tools_of
 from batchkit.errors import MediaError, PromptTooLongError, RequestError, RowError
 from batchkit.types import Choice, Completion, Request, Usage
@@ -39,6 +40,7 @@ class Prepared(NamedTuple):
     request: Request
     inputs: Sequence[Input]
     text: str | None = None
+    parser: AnswerParser | None = None
     tries: int = 0
 
 
@@ -51,6 +53,7 @@ class VllmRenderer:
         self._renderer = renderer
         self._model_config = vllm_config.model_config
         self._max_model_len: int = self._model_config.max_model_len
+        self._parsing = _parsing(job, renderer, self._model_config)
         self._is_limited = job.retry.on_too_long == "fail"  # else a cut needs the full count
         self._job = job
         self._chat_params = ChatParams(
@@ -69,11 +72,13 @@ class VllmRenderer:
         Raises:
             RowError: vLLM refuses it.
         """
-        params = sampling_params(request.sampling)
+        params, parser = sampling_params(request.sampling), None
         with refusing(request):
+            if self._parsing is not None:
+                parser = self._parsing.parser_of(request, params, self._template_kwargs(request))
             prompt = self.prompt(request)
         check_length(request, len(prompt.get("prompt_token_ids") or ()), self._max_model_len)
-        return Prepared(request, [Input(prompt, params)])
+        return Prepared(request, [Input(prompt, params)], parser=parser)
 
     def forget(self, images: Iterable[str]) -> None:
         """Send these images (given by their hashes) in full when they are used next.
@@ -100,7 +105,11 @@ class VllmRenderer:
         usage = Usage(
             len(output.prompt_token_ids or ()), sum(len(c.token_ids) for c in output.outputs)
         )
-        return Completion(prepared.request, choices, usage, latency_s, prompt=output.prompt)
+        done = Completion(prepared.request, choices, usage, latency_s, prompt=output.prompt)
+        if prepared.parser is None:
+            return done
+        token_ids = [c.token_ids for c in output.outputs]
+        return prepared.parser.parsed(done, output.prompt_token_ids or (), token_ids)
 
     def prompt(self, request: Request) -> Any:
         """Of messages, or of a plain prompt."""
@@ -123,16 +132,21 @@ class VllmRenderer:
         params = replace(
             self._chat_params,
             chat_template_kwargs={
-                "add_generation_prompt": self._job.task == "generate",
-                "continue_final_message": False,
                 "tools": None if tools is None else [tool.model_dump() for tool in tools],
                 "tokenize": False,
-                **template_kwargs(self._job, request),
+                **self._template_kwargs(request),
             },
         )
         if tools is None or not hasattr(params, "tool_choice"):  # vLLM 0.26
             return params
         return replace(params, tool_choice=request.tool_choice or "auto")
+
+    def _template_kwargs(self, request: Request) -> dict[str, Any]:
+        return {
+            "add_generation_prompt": self._job.task == "generate",
+            "continue_final_message": False,
+            **template_kwargs(self._job, request),
+        }
 
     def counting_all(self, tokenization: Any) -> Any:
         """vLLM stops counting at its limit, which is enough to refuse a prompt but not to cut it."""
@@ -154,6 +168,12 @@ def refusing(request: Request) -> Iterator[None]:
         # The model's own processor runs here, and may raise anything for an unusual image.
         kind = MediaError if request.media_bytes else RequestError
         raise kind(cause(error)) from error
+
+
+def _parsing(job: JobConfig, renderer: Any, model_config: Any) -> Parsing | None:
+    if job.engine.reasoning_parser is None and job.engine.tool_call_parser is None:
+        return None
+    return Parsing(job, renderer.get_tokenizer(), model_config)
 
 
 def refusal(error: Any) -> RowError:
