@@ -139,6 +139,45 @@ def test_a_method_is_no_text(source: str, words: str, before: str) -> None:
     assert template(before + "{{ order['items'] }}").text(fields) == "[1]"
 
 
+@pytest.mark.parametrize("before", ["", "{% macro m() %}{% endmacro %}"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ad.copy | upper }}",
+        "{{ 'ad: ' ~ ad.copy }}",
+        "{{ '%s' % ad.copy }}",
+        "{{ [ad.copy] }}",
+        "{{ [ad.copy] | join }}",
+        "{% if ad.copy %}yes{% endif %}",
+        "{{ 'yes' if ad.copy else 'no' }}",
+        "{{ ad.copy == 'x' }}",
+    ],
+)
+def test_a_method_is_no_value(source: str, before: str) -> None:
+    """It is as in ``test_a_method_is_no_text``, before it becomes text."""
+    with pytest.raises(TemplateError, match=r"a method of dict; .* write \['copy'\]"):
+        template(before + source).text({"ad": {"copy": "Buy!"}})
+
+
+@pytest.mark.parametrize("before", ["", "{% macro m() %}{% endmacro %}"])
+def test_a_key_in_brackets_is_never_a_method(before: str) -> None:
+    row = {"ads": [{"copy": "Buy!"}, {"copy": "Now!"}], "none": {}}
+    assert (
+        template(before + "{{ ads | map(attribute='copy') | join(' ') }}").text(row) == "Buy! Now!"
+    )
+    assert template(before + "{{ ads[0].copy()['copy'] | upper }}").text(row) == "BUY!"
+    assert template(before + "{{ none['copy'] | default('-') }}").text(row) == "-"
+    with pytest.raises(TemplateError, match="no attribute 'copy'"):
+        template(before + "{{ none['copy'] | upper }}").text(row)
+
+
+@pytest.mark.parametrize("keeps_type", [False, True])
+def test_a_field_called_self_is_refused(keeps_type: bool) -> None:
+    """Jinja would fill in an object of its own, in every row."""
+    with pytest.raises(JobError, match=r"prompt\.user: .*self is a name of Jinja's own"):
+        RowTemplate("prompt.user", "{{ self }}", timeout_s=1, keeps_type=keeps_type)
+
+
 def test_an_image_expression_from_a_process_keeps_its_type() -> None:
     source = RowTemplate("prompt.images.0", "{{ [image] * n }}", timeout_s=60, keeps_type=True)
     assert source.value({"image": b"\x89PNG", "n": 2}) == [b"\x89PNG", b"\x89PNG"]

@@ -23,7 +23,13 @@ from batchkit.rendering.row_size import size_of
 from batchkit.rendering.templates.leaves import leaves_of, with_leaves
 from batchkit.rendering.templates.linear import has_operators, is_linear, most_growth
 from batchkit.rendering.templates.process import Refused, rendered_apart
-from batchkit.rendering.templates.sandbox import Unbounded, bounded, names_read, reading
+from batchkit.rendering.templates.sandbox import (
+    Unbounded,
+    bounded,
+    names_in_order,
+    names_read,
+    reading,
+)
 
 _LONE_EXPRESSION = re.compile(r"\A\s*\{\{[-+]?(?P<expression>[^{}]+?)[-+]?\}\}\s*\Z")
 _MOST_HERE = 64_000_000  # bytes that a rendering may need in the run's own process
@@ -54,6 +60,8 @@ class RowTemplate:
             self.is_apart = not is_linear(tree)
             self.may_take_long = self.is_apart or has_operators(tree)
             self.names = names_read(tree)
+            if "self" in names_in_order(source):  # Jinja fills in an object that lists its blocks
+                raise JinjaError("self is a name of Jinja's own; rename the row's field")
             growth = 0 if self.is_apart else most_growth(tree)
             self._most = _MOST_HERE // growth if growth else None
             self._here = None if self.is_apart else self._compiled()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from functools import cache
 from types import BuiltinMethodType, MethodType
 from typing import Any
@@ -31,10 +32,39 @@ class Unbounded(Exception):
     """An operation may be too much for the run's own process."""
 
 
+class _Method:
+    """A method that a template found. It can only be called: its text would be an address."""
+
+    def __init__(self, method: Any) -> None:
+        self._method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._method(*args, **kwargs)
+
+    def _refuse(self, *args: Any) -> Any:
+        """For ``data.items``, Jinja takes the method of dict, not the field."""
+        name = self._method.__name__
+        raise TypeError(
+            f"{name} is a method of {type(self._method.__self__).__name__}; to read a field of that"
+            f" name, write [{name!r}] instead of .{name}"
+        )
+
+    __str__ = __repr__ = __bool__ = __len__ = __iter__ = __hash__ = __eq__ = _refuse
+
+
 class _Sandbox(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
-        super().__init__(finalize=_checked, **options)
+        super().__init__(**options)
         self.filters = {**self.filters, "indent": _indented}
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        return _only_called(super().getattr(obj, attribute))
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Of a table, only its keys: Jinja would go on to its methods."""
+        if isinstance(obj, Mapping) and isinstance(argument, str) and argument not in obj:
+            return self.undefined(obj=obj, name=argument)
+        return _only_called(super().getitem(obj, argument))
 
 
 class _Bounded(_Sandbox):
@@ -69,15 +99,8 @@ def _indented(value: Any, *args: Any, **kwargs: Any) -> str:
     return do_indent(value if isinstance(value, str) else str(value), *args, **kwargs)
 
 
-def _checked(value: Any) -> Any:
-    """Raises TypeError for a method: for ``data.items``, Jinja takes that of dict, not the field."""
-    if isinstance(value, MethodType | BuiltinMethodType):
-        name = value.__name__
-        raise TypeError(
-            f"{name} is a method of {type(value.__self__).__name__}; to read a field of that name,"
-            f" write [{name!r}] instead of .{name}"
-        )
-    return value
+def _only_called(value: Any) -> Any:
+    return _Method(value) if isinstance(value, MethodType | BuiltinMethodType) else value
 
 
 @cache
