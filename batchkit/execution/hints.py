@@ -13,14 +13,16 @@ _NEED_NO_REFERENCE = {"reward", "judge"}
 
 
 def hints(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
-    """A line per likely mistake in lengths, ``output.keep`` or the scoring; ``first``: a row's
-    fields."""
+    """A line per likely mistake in lengths, ``sampling_column``, ``output.keep`` or the scoring;
+    ``first``: a row's fields."""
     most, wanted = job.engine.options.get("max_model_len"), job.sampling.max_tokens
     if job.task == "generate" and isinstance(most, int) and wanted >= most:
         yield (
             f"sampling.max_tokens: {wanted} leaves no room for a prompt, as engine.options.max_model_len"
             f" is {most}, for prompt and answer together; an answer ends where they reach it"
         )
+    if (column := job.sampling.sampling_column) is not None:
+        yield from _absent("sampling.sampling_column", [column], first)
     yield from _absent("output.keep", job.output.keep, first)
     if job.scoring.is_on:
         yield from scoring_hints(job.scoring, first)

@@ -156,6 +156,8 @@ class Loop:
         first = next(rows, None)
         if first is None:
             self._check_complete()
+            if self._total.wait() == 0 and not self._resumed and self._input.if_empty:
+                raise InputError(self._input.if_empty)
             self._progress.event("nothing left to run: every row has a record")
             return Outcome(self._summary(self._total.wait()))
         self._look_at(first)

@@ -21,6 +21,7 @@ from batchkit.scoring.extract import extracted
 from batchkit.scoring.overlap import OVERLAPS, Pair, overlap, pair, preload
 from batchkit.scoring.reward import parse_reward
 from batchkit.scoring.values import choice, numeric
+from batchkit.sources.where import compile_where
 
 T = TypeVar("T")
 
@@ -59,10 +60,12 @@ class Scoring:
         self._say = say
         self._table = table
         self._rules = [
-            (rule.where, _laid_over(table, rule.model_dump(exclude={"where"}, exclude_none=True)))
+            (
+                compile_where(rule.where),
+                _laid_over(table, rule.model_dump(exclude={"where"}, exclude_none=True)),
+            )
             for rule in table.rules
         ]
-        self._rules.append(({}, table))
         self._references = references
         for name in self.scorers:
             preload(name)
@@ -79,7 +82,7 @@ class Scoring:
 
     def table_for(self, fields: Mapping[str, Any]) -> ScoringTable:
         """The scoring of a row: its first matching rule, merged over the rest."""
-        return next(table for where, table in self._rules if _fits(where, fields))
+        return next((table for fits, table in self._rules if fits(fields)), self._table)
 
     def score(self, text: str, fields: Mapping[str, Any], row_id: str) -> Scored:
         """The prediction in ``text`` and its scores; never raises for what a model wrote.
@@ -219,14 +222,3 @@ def _as_text(value: Any) -> str:
 
 def _laid_over(table: ScoringTable, changes: Mapping[str, Any]) -> ScoringTable:
     return table.model_copy(update=dict(changes))
-
-
-def _fits(where: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
-    """Like ``input.where``, but a missing field just does not match."""
-    for name, wanted in where.items():
-        values = wanted if isinstance(wanted, list) else [wanted]
-        if name not in fields or (
-            fields[name] not in values and str(fields[name]) not in map(str, values)
-        ):
-            return False
-    return True

@@ -13,11 +13,11 @@ from batchkit.config.shard import parse_shard
 from batchkit.config.tables import InputTable
 from batchkit.sources.finding import Listing, input_files, listing
 from batchkit.sources.fingerprint import changed_files, content_hash, fingerprint
-from batchkit.sources.formats import ROWS_ARE_FILES, format_of, load_counter, load_reader
+from batchkit.sources.formats import ROWS_ARE_FILES, TABLES, format_of, load_counter, load_reader
 from batchkit.sources.ids import is_fallback, row_of
 from batchkit.sources.python_rows import PLACE, python_rows
 from batchkit.sources.reader import Broken
-from batchkit.sources.where import compile_where
+from batchkit.sources.where import check_fields, compile_where
 from batchkit.types import Row
 
 __all__ = [
@@ -99,15 +99,18 @@ def _rows(
         format_name = format_of(path, table)
         key = _id_key(path, table)
         read = load_reader(format_name)
+        must_check = filtered and (not checked or format_name in TABLES)
         for found in read(path, table, passes_over if filtered else skip, index):
             if format_name in ROWS_ARE_FILES and isinstance(found, dict | Broken):
                 sha256 = sha256 or content_hash(path)
                 (found.fields if isinstance(found, Broken) else found)["sha256"] = sha256
-            if not filtered or not isinstance(found, dict) or keeps(found, path):
+            if must_check and isinstance(found, dict):
+                check_fields(table.where, found, path)
+                must_check, checked = False, True
+            if not filtered or not isinstance(found, dict) or keeps(found):
                 n_kept += 1
                 if found is not None and not (filtered and skip(index)):
                     yield row_of(index, found, key, path, others_have_ids=some_have_ids)
-            checked = checked or isinstance(found, dict)
             index += 1
             if n_kept == table.limit:
                 return

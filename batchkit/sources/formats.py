@@ -24,6 +24,7 @@ READERS = {
     "files": "batchkit.sources.one_file:read",
     "pdf": "batchkit.sources.pdf:read",
 }
+TABLES = ("csv", "parquet", "xlsx")  # every row of a file has the same fields
 ROWS_ARE_FILES = ("files", "pdf")  # a file is a row, or each of its pages is
 COUNTERS = {  # formats whose rows can be counted without parsing them
     "jsonl": "batchkit.sources.lines:count_lines",

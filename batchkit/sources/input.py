@@ -28,6 +28,7 @@ from batchkit.sources import (
     python_rows,
     read_rows,
 )
+from batchkit.sources.reader import shown
 from batchkit.sources.rowhash import input_hash, known_hashes
 from batchkit.storage.identity import CHANGING
 from batchkit.storage.manifest import FileFingerprint, read_manifest
@@ -48,7 +49,8 @@ class Input(NamedTuple):
     depend on their position. ``changes`` says, by path, how the input now differs from ``files``;
     if its argument is true, by a thorough check that may take as long as making ``files``.
     ``labels``: pandas' index of the rows, if they have one.
-    ``left_out`` says what the input's folder has besides them.
+    ``left_out`` says what the input's folder has besides them; ``if_empty`` what is wrong if there
+    are none, empty if that may be.
     """
 
     files: list[FileFingerprint] | None
@@ -59,6 +61,7 @@ class Input(NamedTuple):
     changes: Callable[[bool], Mapping[str, str]] = lambda thorough: {}
     labels: Any = None
     left_out: str = ""
+    if_empty: str = ""
 
 
 def from_job(job: JobConfig) -> Input:
@@ -74,6 +77,7 @@ def from_job(job: JobConfig) -> Input:
         has_ids=has_ids(job.input, paths),
         changes=lambda thorough: changed_files(job.input, files, thorough=thorough),
         left_out=listing(job.input).left_out,
+        if_empty=_if_empty(job.input),
     )
 
 
@@ -173,6 +177,15 @@ def distrusted(files: list[FileFingerprint], changed: Collection[str]) -> list[F
         replace(file, mtime_ns=0, ctime_ns=0, sha256=CHANGING) if file.path in paths else file
         for file in files
     ]
+
+
+def _if_empty(table: InputTable) -> str:
+    """A mistyped filter must not pass for a finished run; but of a few rows, a shard may have none."""
+    if table.shard is not None:
+        return ""
+    wanted = ", ".join(f"{name} = {shown(value)}" for name, value in table.where.items())
+    reason = f"no row has what input.where asks for: {wanted}" if wanted else "has no rows"
+    return f"{table.path}: {reason}"
 
 
 def _known_files(folder: Path) -> list[FileFingerprint]:

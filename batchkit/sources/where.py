@@ -10,27 +10,19 @@ from batchkit.errors import InputError
 from batchkit.sources.reader import one_of
 
 
-def compile_where(where: Mapping[str, Any]) -> Callable[[Mapping[str, Any], str], bool]:
-    """``keeps(fields, path)``: every field equals its value, or one value of its list.
+def compile_where(where: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], bool]:
+    """``keeps(fields)``: every field is there, and equals its value, or one value of its list.
 
     A value also matches as text: CSV has no numbers, and ``year = 2020`` must find "2020". A midnight
     matches as its day: Excel has no other dates.
-
-    ``keeps`` raises InputError if the first row it sees lacks a field, so that a typo can't empty
-    the input; a later row that lacks it is left out.
     """
     allowed = {
         key: (values, {text for value in values for text in _texts(value)})
         for key, value in where.items()
         for values in [value if isinstance(value, list) else [value]]
     }
-    is_first = True
 
-    def keeps(fields: Mapping[str, Any], path: str) -> bool:
-        nonlocal is_first
-        if is_first:
-            _check_fields(where, fields, path)
-            is_first = False
+    def keeps(fields: Mapping[str, Any]) -> bool:
         for key, (values, texts) in allowed.items():
             if key not in fields:
                 return False
@@ -42,6 +34,17 @@ def compile_where(where: Mapping[str, Any]) -> Callable[[Mapping[str, Any], str]
     return keeps
 
 
+def check_fields(where: Mapping[str, Any], fields: Mapping[str, Any], path: str) -> None:
+    """Raises InputError if ``fields``, of the first readable row, lack one of ``where``: a typo must
+    not empty the input."""
+    for key in where:
+        if key not in fields:
+            raise InputError(
+                f"{path}: input.where names {key!r}, which its first readable row lacks;"
+                f" {one_of(key, fields)}"
+            )
+
+
 def _texts(value: Any) -> set[str]:
     """How ``value`` is written, in Python and elsewhere."""
     text = str(value)
@@ -50,12 +53,3 @@ def _texts(value: Any) -> set[str]:
     if isinstance(value, datetime) and value.time() == time.min:
         return {text, str(value.date())}
     return {text}
-
-
-def _check_fields(where: Mapping[str, Any], fields: Mapping[str, Any], path: str) -> None:
-    for key in where:
-        if key not in fields:
-            raise InputError(
-                f"{path}: input.where names {key!r}, which its first readable row lacks;"
-                f" {one_of(key, fields)}"
-            )

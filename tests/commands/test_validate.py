@@ -32,6 +32,13 @@ def test_field_that_the_first_row_lacks_is_found() -> None:
     assert "no field 'keyy'; did you mean 'key'?" in batchkit("validate", "job.toml").stdout
 
 
+def test_a_misspelt_sampling_column_is_found() -> None:
+    """Each row would be answered with the job's parameters, and not with its own."""
+    prepare(3, sampling={"sampling_column": "keyy"})
+    hint = "sampling.sampling_column: the first row has no field 'keyy'; did you mean 'key'?"
+    assert hint in batchkit("validate", "job.toml").stdout
+
+
 def test_job_without_mistakes_has_no_hints() -> None:
     prepare(3)
     assert batchkit("validate", "job.toml", "--json").json["hints"] == []

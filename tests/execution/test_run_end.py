@@ -40,6 +40,32 @@ def test_a_run_without_failures_says_nothing_of_them() -> None:
     assert "show --failed" not in found.stderr
 
 
+def test_a_filter_that_no_row_fits_is_no_finished_run() -> None:
+    write_rows(3)
+    write_job(input={"where": {"key": ["K1", "K2"]}})
+    for _ in range(2):
+        ended = run()
+        assert ended.exit_code == 2
+        assert "in.jsonl: no row has what input.where asks for: key = ['K1', 'K2']" in ended.stderr
+    assert run("--set", 'input.where.key=["k1", "k2"]').json["ok"] == 2
+
+
+def test_a_table_without_rows_is_no_finished_run() -> None:
+    Path("in.csv").write_text("q\n")
+    write_job(input={"path": "in.csv"})
+    ended = run()
+    assert ended.exit_code == 2
+    assert "in.csv: has no rows" in ended.stderr
+
+
+def test_a_shard_may_have_no_row() -> None:
+    write_rows(1)
+    write_job()
+    ended = [run("--shard", f"{number}/2") for number in range(2)]
+    assert [one.exit_code for one in ended] == [0, 0]
+    assert sum(one.json["ok"] for one in ended) == 1
+
+
 def test_failures_of_an_earlier_start_are_listed() -> None:
     write_rows([{"q": "x"}, {"other": 1}, {"q": "x"}])
     write_job()

@@ -248,6 +248,14 @@ def test_the_first_rule_that_fits_a_row_is_its_rule() -> None:
     assert scoring.fields == {"a", "b", "kind"}
 
 
+@pytest.mark.parametrize("found", [True, "true", "TRUE"])
+def test_a_rule_finds_what_the_filter_of_the_input_finds(found: Any) -> None:
+    rule = {"where": {"is_number": True}, "scorers": ["numeric"]}
+    table = {"reference": "a", "scorers": ["em"], "rules": [rule]}
+    scoring = Scoring(ScoringTable.model_validate(table))
+    assert scoring.score("1.0", {"a": "1", "is_number": found}, "1").scores == {"numeric": 1.0}
+
+
 def test_charts_and_judgements_wait() -> None:
     scoring = Scoring(ScoringTable(reference="a", scorers=["em", "chart", "judge"]))
     scored = scoring.score("x", {"a": "x"}, "1").scores

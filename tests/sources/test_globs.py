@@ -14,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from batchkit.config.loading import load_job
 from batchkit.errors import InputError
-from batchkit.sources import input_files
+from batchkit.sources import input_files, read_rows
 from tests.support.sources import table, write_rows
 
 
@@ -111,3 +111,18 @@ def test_brackets_in_the_name_of_the_jobs_folder_lead_to_no_other_folder(
     assert input_files(load_job(job).input) == [str(rows)]
     job.write_text(job.read_text().replace(name, "*.png"))
     assert load_job(job).media.root == str(job.parent)
+
+
+def test_where_finds_its_column_in_each_table(tmp_path: Path) -> None:
+    """All rows of the second one would be missing. Rows of JSON may lack a field."""
+    (tmp_path / "1.csv").write_text("q,lang\na,en\nb,de\n")
+    (tmp_path / "2.csv").write_text("q,Lang\na,en\n")
+    of_tables = table(tmp_path / "*.csv", where={"lang": "en"})
+    with pytest.raises(
+        InputError, match=r"2\.csv: input\.where names 'lang'.* did you mean 'Lang'"
+    ):
+        list(read_rows(of_tables))
+    (tmp_path / "1.jsonl").write_text('{"lang": "en"}\n{}\n')
+    (tmp_path / "2.jsonl").write_text('{}\n{"lang": "en"}\n')
+    of_json = table(tmp_path / "*.jsonl", where={"lang": "en"})
+    assert [row.index for row in read_rows(of_json)] == [0, 3]
