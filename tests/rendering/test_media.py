@@ -354,3 +354,21 @@ def test_a_failed_image_is_tried_by_each_who_names_it() -> None:
         with pytest.raises(MediaError, match="broken"):
             shared.get("a.png", fail)
     assert shared.get("a.png", lambda: Image.new("RGB", (8, 8))).size == (8, 8)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_a_text_in_another_encoding_is_refused(encoding: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("Grüße\n".encode(encoding))
+    with pytest.raises(MediaError, match=r"a\.txt: is (UTF-16|not) text.*; save it as .*UTF-8"):
+        load_text("a.txt", media_table(tmp_path))
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    gradient().save(tmp_path / "a.png")
+    with pytest.raises(MediaError, match=r"a\.png: is not text: it has NUL bytes"):
+        load_text("a.png", media_table(tmp_path))
+
+
+def test_a_text_with_some_bytes_that_are_not_utf_8_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("Grüße\n".encode("latin-1"))
+    assert load_text("a.txt", media_table(tmp_path)) == "Gr\ufffd\ufffde\n"

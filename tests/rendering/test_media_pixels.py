@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from PIL import Image, PngImagePlugin
+from PIL import Image, PngImagePlugin, TiffImagePlugin
 
 from batchkit.config.tables import MediaTable
 from batchkit.errors import MediaError
@@ -183,6 +183,28 @@ def test_of_an_animation_the_first_frame_is_taken(format: str) -> None:
     options = {"lossless": True} if format == "WEBP" else {}
     data = encoded(first, format, save_all=True, append_images=[second] * 3, **options)
     assert near(load_image(data, media_table()).getpixel((5, 5)), RED)
+
+
+def tiff(*subfile_types: int) -> bytes:
+    """A red image and, for each of ``subfile_types``, a blue one of that type."""
+    kinds = [TiffImagePlugin.ImageFileDirectory_v2() for _ in subfile_types]
+    others = [Image.new("RGB", (32, 32), "blue") for _ in subfile_types]
+    for kind, other, subfile_type in zip(kinds, others, subfile_types, strict=True):
+        kind[254] = subfile_type
+        other.encoderinfo = {"tiffinfo": kind}
+    return encoded(Image.new("RGB", (32, 32), "red"), "TIFF", save_all=True, append_images=others)
+
+
+@pytest.mark.parametrize("subfile_types", [[0], [2], [2, 2]])
+def test_a_tiff_of_several_pages_is_refused(subfile_types: list[int]) -> None:
+    """A scan: only its first page would be read."""
+    with pytest.raises(MediaError, match="is a TIFF of several pages"):
+        load_image(tiff(*subfile_types), media_table())
+
+
+@pytest.mark.parametrize("subfile_types", [[], [1], [1, 1], [4], [5]])
+def test_smaller_copies_and_masks_in_a_tiff_are_no_pages(subfile_types: list[int]) -> None:
+    assert near(load_image(tiff(*subfile_types), media_table()).getpixel((5, 5)), RED)
 
 
 # Sizes

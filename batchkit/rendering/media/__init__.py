@@ -9,6 +9,7 @@ a PDF, ``size`` holds the size rule. ``shared`` lets several rows use one image.
 from __future__ import annotations
 
 import os
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +37,8 @@ __all__ = [
     "target_size",
 ]
 
+_BEGINNING = 8000  # bytes in which git, too, takes a NUL as a sign that a file is no text
+
 Source = str | os.PathLike[str] | bytes | bytearray | memoryview | Mapping[str, Any] | Image.Image
 
 
@@ -47,7 +50,7 @@ def load_image(source: Source, media: MediaTable) -> Image.Image:
     ``media.allow_urls``, the bytes of an image file, ``{"bytes": …, "path": …}`` as Hugging Face
     datasets store it, or an image (which is not modified).
     PNG, JPEG, WebP, GIF, BMP and TIFF are read, recognised by their content; of an animation, the
-    first frame. Of a PDF, the page that ``#page=3`` after its path or URL names, or the only one. Transparency becomes white; gray of more than 8 bits is scaled to 8, not clipped.
+    first frame, and no TIFF of several pages. Of a PDF, the page that ``#page=3`` after its path or URL names, or the only one. Transparency becomes white; gray of more than 8 bits is scaled to 8, not clipped.
 
     Safe to call from many threads. Memory, without the result, stays within
     ``media.max_decode_bytes``, twice ``media.max_bytes`` and 64 MiB; N threads need N - 1 times
@@ -69,9 +72,15 @@ def load_text(path: str, media: MediaTable) -> str:
     """The text of the file at ``path``, below ``media.root``; invalid UTF-8 becomes U+FFFD.
 
     Raises:
-        MediaError: missing, outside the root, over ``media.max_bytes``. The only exception.
+        MediaError: missing, outside the root, over ``media.max_bytes``, or not text, as UTF-16 is
+            not to a model. The only exception.
     """
-    return _read(path, shown(path), media).decode("utf-8-sig", errors="replace")
+    data = _read(path, shown(path), media)
+    if data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+        raise MediaError(f"{shown(path)}: is UTF-16 text; save it as UTF-8")
+    if b"\0" in data[:_BEGINNING]:
+        raise MediaError(f"{shown(path)}: is not text: it has NUL bytes; save it as text, in UTF-8")
+    return data.decode("utf-8-sig", errors="replace")
 
 
 def load_bytes(source: object, media: MediaTable) -> bytes:

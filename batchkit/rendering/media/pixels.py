@@ -42,6 +42,9 @@ _OPENERS: dict[re.Pattern[bytes], Callable[[IO[bytes]], ImageFile]] = {
 }
 _READABLE = "PNG, JPEG, WebP, GIF, BMP or TIFF"
 
+_NEW_SUBFILE_TYPE = 254  # TIFF 6.0, section 8: bit 0 for a smaller copy, bit 2 for a mask
+_OF_ANOTHER = 0b101
+
 # How many copies of the pixels a decoder holds at its peak (measured at 60 MP): WebP two canvases,
 # the bytes and the image; TIFF the image and either a strip, which may be all of it, or the image
 # turned upright; GIF and run-length BMP a second frame.
@@ -81,6 +84,10 @@ def decode(data: bytes, name: str, media: MediaTable) -> Image.Image:
         raise MediaError(f"{name}: is empty; give {_READABLE}")
     with _translated(name, f"its {len(data)} bytes begin with {data[:16]!r}"):
         image = _open(data, name)
+        if isinstance(image, TiffImageFile) and _has_pages(data):
+            raise MediaError(
+                f"{name}: is a TIFF of several pages; save each as an image of its own"
+            )
         full = Size(*image.size)
         target = target_of(full, name, media)
         drafted = image.draft(None, (_REDUCING_GAP * target.width, _REDUCING_GAP * target.height))
@@ -164,6 +171,16 @@ def _open(data: bytes, name: str) -> ImageFile:
         f"{name}: is not an image that can be read: its {len(data)} bytes begin with"
         f" {data[:16]!r}; give {_READABLE}"
     )
+
+
+def _has_pages(data: bytes) -> bool:
+    """Whether a second image in a TIFF is a page, and no smaller copy or mask of the first."""
+    second = TiffImageFile(io.BytesIO(data))
+    try:
+        second.seek(1)
+    except Exception:  # there is none, or it is broken; what counts is the first
+        return False
+    return not second.tag_v2.get(_NEW_SUBFILE_TYPE, 0) & _OF_ANOTHER
 
 
 def _need_bytes(image: ImageFile, full: Size, target: Size, data: bytes) -> int:
