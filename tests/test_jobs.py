@@ -12,9 +12,11 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -175,6 +177,32 @@ def test_every_job_that_ships_validates(path: Path, root: Path) -> None:
     assert found.rows > 0
     missing = {"media": 1} if path.stem.startswith("reward") else {}  # on purpose
     assert found.failed_by_kind == missing
+
+
+def run_on_vllm(name: str, cwd: Path) -> list[dict[str, Any]]:
+    """The job as it ships, in a folder without batchkit's files; its records in input order."""
+    done = batchkit("run", JOBS / f"{name}.toml", cwd=cwd, start=Fork)
+    assert done.returncode == 0, done.stderr
+    return sorted(read_jsonl(cwd / f"output/{name}/results.jsonl"), key=itemgetter("index"))
+
+
+def test_reviews_get_vectors_from_vllm(tmp_path: Path) -> None:
+    records = run_on_vllm("embed_reviews", tmp_path)
+    assert batchkit("export", "--npy", "reviews.npy", cwd=tmp_path).returncode == 0
+    vectors = np.load(tmp_path / "reviews.npy")
+    ids = json.loads((tmp_path / "reviews.ids.json").read_text())
+    assert ids == [record["id"] for record in records]
+    assert vectors.shape == (40, records[0]["embedding"]["dimensions"])
+    assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    assert len({vector.tobytes() for vector in vectors}) == 40
+
+
+def test_passages_get_scores_and_an_order_from_vllm(tmp_path: Path) -> None:
+    for record in run_on_vllm("rerank", tmp_path):
+        scores, order = record["score"], record["order"]
+        assert len(scores) == len(record["fields"]["passages"])
+        assert [scores[place] for place in order] == sorted(scores, reverse=True)
+        assert record["fields"]["best"] in order
 
 
 # RealHiTBench: the prompts

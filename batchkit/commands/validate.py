@@ -70,14 +70,18 @@ class Validation:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """One row as the engine would get it, or the error it would fail with."""
+    """One row as the engine would get it, or the error it would fail with.
+
+    ``params`` are of the job's table ``[sampling]`` or ``[pooling]``; ``table`` is its name.
+    """
 
     index: int
     id: str
     prompt: str | None
     prompt_tokens: int | None
     images: list[tuple[int, int]]
-    sampling: dict[str, Any]
+    table: str
+    params: dict[str, Any]
     error: str | None
 
     def to_text(self) -> str:
@@ -88,7 +92,7 @@ class Preview:
         tokens = "uncounted" if self.prompt_tokens is None else f"{self.prompt_tokens:,}"
         return (
             f"{head}\n{tokens} prompt tokens, images: {sizes or 'none'}\n"
-            f"sampling: {json.dumps(masked(self.sampling, 'sampling'))}\n{self.prompt}"
+            f"{self.table}: {json.dumps(masked(self.params, self.table))}\n{self.prompt}"
         )
 
 
@@ -148,13 +152,13 @@ def preview(job: JobConfig, rows: int) -> Iterator[Preview]:
         JobError: the job itself is invalid.
     """
     renderer, preflight = PromptRenderer(job), open_preflight(job)
+    table = "sampling" if job.task == "generate" else "pooling"
     for row in islice(read_rows(job.input), rows):
         try:
             request, prompt = _fitted(renderer.render(row), renderer, preflight)
         except RowError as error:
-            yield Preview(
-                row.index, row.id, None, None, [], {}, f"{error.kind}: {masked_text(str(error))}"
-            )
+            message = f"{error.kind}: {masked_text(str(error))}"
+            yield Preview(row.index, row.id, None, None, [], table, {}, message)
             continue
         yield Preview(
             row.index,
@@ -162,6 +166,7 @@ def preview(job: JobConfig, rows: int) -> Iterator[Preview]:
             prompt.text,
             prompt.prompt_tokens,
             [image.size for image in request.images],
+            table,
             dict(request.sampling),
             None,
         )

@@ -123,5 +123,5 @@ def test_a_finite_answer_is_kept() -> None:
 def test_validate_and_dry_run_show_the_pair() -> None:
     write_rows([{"q": "tea?", "d": ["one", "two"]}])
     write_job("score", pair=PAIR)
-    assert "query: tea?\ndocument: one\ndocument: two" in run("--dry-run").stdout
+    assert "\npooling: {}\nquery: tea?\ndocument: one\ndocument: two" in run("--dry-run").stdout
     assert batchkit("validate", "job.toml").exit_code == 0
