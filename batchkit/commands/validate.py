@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -83,6 +83,8 @@ class Preview:
     table: str
     params: dict[str, Any]
     error: str | None
+    tools: Sequence[str] = ()
+    tool_choice: Any = None
 
     def to_text(self) -> str:
         head = f"--- row {self.index} (id {self.id})"
@@ -91,9 +93,17 @@ class Preview:
         sizes = ", ".join(f"{width}x{height}" for width, height in self.images)
         tokens = "uncounted" if self.prompt_tokens is None else f"{self.prompt_tokens:,}"
         return (
-            f"{head}\n{tokens} prompt tokens, images: {sizes or 'none'}\n"
+            f"{head}\n{tokens} prompt tokens, images: {sizes or 'none'}{self._tools}\n"
             f"{self.table}: {json.dumps(masked(self.params, self.table))}\n{self.prompt}"
         )
+
+    @property
+    def _tools(self) -> str:
+        if not self.tools:
+            return ""
+        choice = self.tool_choice or "auto"
+        named = choice["function"]["name"] if isinstance(choice, dict) else choice
+        return f", tools: {', '.join(self.tools)} (tool_choice: {named})"
 
 
 def validate(job: JobConfig, rows: int | None = None) -> Validation:
@@ -169,6 +179,8 @@ def preview(job: JobConfig, rows: int) -> Iterator[Preview]:
             table,
             dict(request.sampling),
             None,
+            [tool["function"]["name"] for tool in request.tools or ()],
+            request.tool_choice,
         )
 
 

@@ -79,6 +79,17 @@ def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]] | None) -> Any:
     return {"type": "function", "function": {"name": name}}
 
 
+def why_not_forced(choice: Any, kind: str, tool_call_parser: str | None) -> str | None:
+    """Why an engine of ``kind`` can't make the model call what ``tool_choice`` requires, if so."""
+    if choice in (None, "auto", "none"):
+        return None
+    if kind == "transformers":
+        return 'only a grammar of vLLM forces a call: set engine.kind = "vllm", or "auto" here'
+    if kind == "vllm" and tool_call_parser is None:
+        return "forcing a call needs engine.tool_call_parser, which has the grammar; or set auto"
+    return None
+
+
 def tools_in(path: str) -> list[dict[str, Any]]:
     """The definitions in a JSON file.
 

@@ -1,7 +1,8 @@
 """An engine without a model: it answers every request at once with a fixed sentence.
 
 For trying a job's input, templates, media and ledger at full speed. Its answers mean nothing, and
-say so; with ``output.parse`` they are JSON that fits the schema. Vectors, probabilities and scores
+say so; with ``output.parse`` they are JSON that fits the schema, and a required tool call fits its
+parameters. Vectors, probabilities and scores
 are made from the row's hash. Options: ``latency_s`` (how long each request takes) and
 ``max_num_seqs``.
 """
@@ -85,12 +86,17 @@ class DryRunEngine:
             pooled = _pooled(request, self._task)
             return Completion(request, usage=usage, latency_s=self._latency_s, pooled=pooled)
         text = f"dry-run: no model answered row {request.row.index}"
+        if (call := _forced_call(request, text)) is not None:
+            return self._completion(request, Choice("", "tool_calls", tool_calls=[call]))
         if self._in_json:
             schema = schema_in(request.sampling)
             value = {"answer": text} if schema is None else example(schema, text)
             text = orjson.dumps(value).decode()
-        usage = Usage(len(as_text(request).split()), len(text.split()))
-        return Completion(request, [Choice(text, "stop")], usage, self._latency_s)
+        return self._completion(request, Choice(text, "stop"))
+
+    def _completion(self, request: Request, choice: Choice) -> Completion:
+        usage = Usage(len(as_text(request).split()), len(choice.text.split()))
+        return Completion(request, [choice], usage, self._latency_s)
 
 
 class DryRunPreflight:
@@ -111,6 +117,18 @@ def open_engine(job: JobConfig) -> DryRunEngine:
 def open_preflight(job: JobConfig) -> DryRunPreflight:
     open_engine(job)
     return DryRunPreflight()
+
+
+def _forced_call(request: Request, text: str) -> dict[str, Any] | None:
+    """A call that fits the schema, if ``tool_choice`` requires one."""
+    choice = request.tool_choice
+    if not request.tools or choice in (None, "auto", "none"):
+        return None
+    tools = {tool["function"]["name"]: tool["function"] for tool in request.tools}
+    named = choice["function"]["name"] if isinstance(choice, Mapping) else next(iter(tools))
+    arguments = example(tools[named].get("parameters") or {"type": "object"}, text)
+    function = {"name": named, "arguments": orjson.dumps(arguments).decode()}
+    return {"id": f"call_{request.row.index}", "type": "function", "function": function}
 
 
 def _pooled(request: Request, task: TaskName) -> Pooled:

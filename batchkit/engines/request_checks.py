@@ -10,8 +10,9 @@ from pydantic import ValidationError
 
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import DEMO_MODEL, JobConfig, Table
+from batchkit.config.tool_definitions import why_not_forced
 from batchkit.config.type_names import in_words
-from batchkit.errors import JobError, PromptTooLongError
+from batchkit.errors import JobError, PromptTooLongError, RequestError
 from batchkit.types import Request
 
 
@@ -33,6 +34,13 @@ def check_length(
     error = PromptTooLongError(f"{tokens} {limit}")
     error.prompt_tokens, error.max_model_len = prompt_tokens, max_model_len
     raise error
+
+
+def check_forced_call(request: Request, job: JobConfig) -> None:
+    """Raises RequestError if the row's ``tool_choice`` requires a call that nothing would enforce."""
+    engine = job.engine
+    if reason := why_not_forced(request.tool_choice, engine.kind, engine.tool_call_parser):
+        raise RequestError(f"tool_choice: {reason}")
 
 
 def missing_folder(model: str) -> str | None:

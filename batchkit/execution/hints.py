@@ -23,6 +23,9 @@ def hints(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
         )
     if (column := job.sampling.sampling_column) is not None:
         yield from _absent("sampling.sampling_column", [column], first)
+    has_parser = job.engine.kind != "vllm" or job.engine.tool_call_parser is not None
+    if job.prompt.tools is not None and not has_parser:
+        yield "prompt.tools: without engine.tool_call_parser, calls stay in the text of the answer"
     yield from _absent("output.keep", job.output.keep, first)
     if job.scoring.is_on:
         yield from scoring_hints(job.scoring, first)

@@ -321,6 +321,34 @@ def test_openais_own_types_read_every_line(reason: Any, known: str, native: Any)
     assert [(top.token, top.logprob) for top in token.top_logprobs] == [("", -9999.0), ("é", -1.0)]
 
 
+def test_tool_calls_and_reasoning_are_exported_as_vllms_server_sends_them() -> None:
+    chat = pytest.importorskip("openai.types.chat")
+    function = {"name": "clock", "arguments": "{}"}
+    calls = [{"id": "a", "type": "function", "function": function}]
+    called = replace(OK, text="", finish_reason="tool_calls", tool_calls=calls)
+    run_of(
+        replace(called, usage=Usage(3, 9, 4), reasoning="so"),
+        replace(called, index=1, text="one moment", choices=[Choice("b", "stop", reasoning="c")]),
+        replace(OK, index=2, text="", reasoning="hm"),
+    )
+    export("job.toml", "--openai")
+    lines = read_jsonl(RUN / "results.openai.jsonl")
+    first, second, third = [
+        chat.ChatCompletion.model_validate(line["response"]["body"]) for line in lines
+    ]
+    message = first.choices[0].message
+    assert (message.content, message.reasoning) == (None, "so")
+    assert [call.model_dump() for call in message.tool_calls] == calls
+    assert first.choices[0].finish_reason == "tool_calls"
+    assert first.usage.completion_tokens_details.reasoning_tokens == 4
+    assert first.usage.total_tokens == 12
+    assert "reasoning_tokens" not in first.usage.model_extra
+    message = second.choices[0].message
+    assert (message.content, message.reasoning, message.tool_calls) == ("b", "c", None)
+    assert second.usage.completion_tokens_details is None
+    assert (third.choices[0].message.content, third.choices[0].message.reasoning) == ("", "hm")
+
+
 def test_a_reason_that_is_not_text_is_exported_as_json() -> None:
     """As older versions wrote down what a server answered."""
     odd = [{"x": 1}, [1, None], 3, True]

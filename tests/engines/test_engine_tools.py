@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tomlkit
 
-from batchkit.engines.registry import open_preflight
+from batchkit.config.tables import JobConfig
+from batchkit.engines.registry import open_engine, open_preflight
+from batchkit.errors import RequestError
 from batchkit.types import Request, Row
 from tests.support.chat_server import serving
 from tests.support.forks import Fork
@@ -26,7 +30,7 @@ CALL = {
 }
 TALK = [
     {"role": "user", "content": "What time is it?"},
-    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hm"},
     {"role": "tool", "tool_call_id": "a", "content": "noon"},
 ]
 BODY = {"messages": TALK, "tools": [CLOCK], "tool_choice": "none", "reasoning_effort": "low"}
@@ -34,13 +38,11 @@ TEMPLATE = """\
 {%- for tool in tools or [] %}[{{ tool | tojson }}]{% endfor %}
 {%- for m in messages -%}
 {%- set text = m.content if m.content is string else m.content | map(attribute="text") | join %}
-{{- "|" ~ m.role ~ ":" ~ text }}
+{{- "|" ~ m.role ~ ":" ~ text ~ (m.reasoning_content or "") }}
 {%- for call in m.tool_calls or [] %}{{ call.function.name }}@{{ call.function.arguments.zone }}
 {%- endfor %}
 {%- endfor %}|thinking {{ enable_thinking }}, {{ reasoning_effort }}"""
-SHOWN = (
-    f"[{json.dumps(CLOCK)}]|user:What time is it?|assistant:clock@UTC|tool:noon|thinking True, low"
-)
+SHOWN = f"[{json.dumps(CLOCK)}]|user:What time is it?|assistant:hmclock@UTC|tool:noon|thinking True, low"
 
 
 def _request(**body: Any) -> Request:
@@ -57,6 +59,7 @@ def test_vllms_chat_template_gets_what_a_batch_line_says(text_model: Path, tmp_p
             {"custom_id": "a", "body": BODY},
             {"custom_id": "b", "body": {**BODY, "chat_template_kwargs": {"enable_thinking": 0}}},
             {"custom_id": "c", "body": {**BODY, "reasoning_effort": "none"}},
+            {"custom_id": "d", "body": {**BODY, "tool_choice": "required"}},
         ],
     )
     tables = {
@@ -64,17 +67,24 @@ def test_vllms_chat_template_gets_what_a_batch_line_says(text_model: Path, tmp_p
         "engine": {"model": str(text_model), "options": options},
     }
     (tmp_path / "job.toml").write_text(tomlkit.dumps(tables))
-    done = batchkit("run", "job.toml", "--dry-run", cwd=tmp_path, start=Fork)
+    done = batchkit("run", "job.toml", "--dry-run", "--limit", "4", cwd=tmp_path, start=Fork)
     assert done.returncode == 0, done.stderr
-    _, first, second, third = done.stdout.split("--- row ")
+    _, first, second, third, forced = done.stdout.split("--- row ")
+    assert "images: none, tools: clock (tool_choice: none)" in first
     assert SHOWN in first
     assert SHOWN.replace("thinking True", "thinking 0") in second
     assert SHOWN.replace("thinking True, low", "thinking False, none") in third
+    assert "tool_choice: forcing a call needs engine.tool_call_parser" in forced
 
 
 def test_the_template_of_transformers_gets_the_same(text_model: Path) -> None:
     made = make_job(text_model, chat_template=TEMPLATE)
     assert open_preflight(made).render(_request()).text == SHOWN
+
+
+def test_a_batch_line_that_forces_a_call_fails_where_nothing_enforces_it(text_model: Path) -> None:
+    with pytest.raises(RequestError, match="tool_choice: only a grammar of vLLM"):
+        open_preflight(make_job(text_model)).render(_request(tool_choice="required"))
 
 
 def test_a_server_gets_tools_and_reasoning_effort_as_openai_has_them() -> None:
@@ -87,6 +97,20 @@ def test_a_server_gets_tools_and_reasoning_effort_as_openai_has_them() -> None:
     assert (body["tool_choice"], body["parallel_tool_calls"]) == ("none", False)
     assert body["reasoning_effort"] == "low"
     assert body["chat_template_kwargs"] == {"mood": "calm"}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_dry_run_makes_the_call_that_is_required(choice: Any) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 3}}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": schema}}, CLOCK]
+    engine = open_engine(JobConfig(engine={"kind": "dry-run"}))
+    (done,) = ask(engine, [replace(_request(), tools=tools, tool_choice=choice)])
+    (made,) = done.choices
+    assert (made.text, made.finish_reason) == ("", "tool_calls")
+    assert made.tool_calls is not None
+    assert [call["function"] for call in made.tool_calls] == [
+        {"name": "add", "arguments": '{"n":3}'}
+    ]
 
 
 def test_the_preview_of_a_server_shows_the_tools() -> None:

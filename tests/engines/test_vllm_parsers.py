@@ -81,10 +81,20 @@ def with_grammar() -> list[Request]:
     """Calls that the model would not make, forced by a grammar behind the reasoning or at once."""
     _, asked, *_ = requests()
     named = {"type": "function", "function": {"name": "price"}}
+    strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    sampling = {**asked.sampling, "structured_outputs": {"choice": ["the lake", "the roof"]}}
     return [
-        replace(asked, tool_choice=choice, chat_template_kwargs=kwargs)
-        for choice in ("required", named)
-        for kwargs in ({}, {"enable_thinking": False})
+        *(
+            replace(asked, tool_choice=choice, chat_template_kwargs=kwargs)
+            for choice in ("required", named)
+            for kwargs in ({}, {"enable_thinking": False})
+        ),
+        *(
+            replace(one, sampling=sampling, tools=tools)
+            for one in requests()[1:13:6]
+            for tools in (TOOLS, strict)
+        ),
+        replace(asked, tool_choice="required", parallel_tool_calls=False),
     ]
 
 

@@ -172,6 +172,16 @@ def test_choices_that_fit_no_tool_are_job_errors(prompt: dict[str, Any], words: 
     assert words in refusal(JobError, {}, user="x", **prompt)
 
 
+@pytest.mark.parametrize("choice", ["required", "clock", NAMED])
+def test_a_forced_call_needs_a_grammar(choice: Any) -> None:
+    prompt = {"tools": TOOLS, "tool_choice": choice}
+    with pytest.raises(JobError, match=r"prompt\.tool_choice: .* needs engine\.tool_call_parser"):
+        renderer(prompt, engine={"kind": "vllm", "model": "m"})
+    with pytest.raises(JobError, match=r"prompt\.tool_choice: only a grammar of vLLM"):
+        renderer(prompt, engine={"kind": "transformers", "model": "m"})
+    renderer(prompt, engine={"kind": "vllm", "model": "m", "tool_call_parser": "hermes"})
+
+
 def test_tools_are_for_generated_text() -> None:
     with pytest.raises(JobError, match=r'prompt\.tools: is for task = "generate"'):
         renderer({"user": "x", "tools": TOOLS}, task="embed")

@@ -67,7 +67,7 @@ def _choice(number: int, choice: Mapping[str, Any]) -> dict[str, Any]:
     tokens = choice.get("logprobs")
     made = {
         "index": number,
-        "message": {"role": "assistant", "content": choice.get("text"), "refusal": None},
+        "message": _message(choice),
         "logprobs": None
         if tokens is None
         else {"content": [_token(token) for token in tokens], "refusal": None},
@@ -78,6 +78,17 @@ def _choice(number: int, choice: Mapping[str, Any]) -> dict[str, Any]:
         made["native_finish_reason"] = made["finish_reason"]
         made["finish_reason"] = "length" if made["finish_reason"] in _CUT_OFF else "stop"
     return made
+
+
+def _message(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """As vLLM's server has it: ``reasoning`` under that name, no content beside tool calls alone."""
+    text, calls = choice.get("text"), choice.get("tool_calls")
+    message = {"role": "assistant", "content": (text or None) if calls else text, "refusal": None}
+    if calls:
+        message["tool_calls"] = calls
+    if reasoning := choice.get("reasoning"):
+        message["reasoning"] = reasoning
+    return message
 
 
 def _token(token: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,10 +105,14 @@ def _one(token: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _usage(usage: Mapping[str, int] | None) -> dict[str, int] | None:
+def _usage(usage: Mapping[str, int] | None) -> dict[str, Any] | None:
     if not usage:
         return None
-    return {**usage, "total_tokens": usage["prompt_tokens"] + usage["completion_tokens"]}
+    found: dict[str, Any] = {**usage}
+    found["total_tokens"] = found["prompt_tokens"] + found["completion_tokens"]
+    if (tokens := found.pop("reasoning_tokens", None)) is not None:
+        found["completion_tokens_details"] = {"reasoning_tokens": tokens}
+    return found
 
 
 def _unix_s(finished_at: str | None) -> int:

@@ -22,6 +22,7 @@ from batchkit.config.tables.prompt import MediaTable, PromptTable
 from batchkit.config.tables.run import OutputTable, RetryTable, RunTable
 from batchkit.config.tables.scoring import ScoringTable
 from batchkit.config.tables.task import PairTable, PoolingTable, TaskName, misfits
+from batchkit.config.tool_definitions import why_not_forced
 from batchkit.config.values import check_values
 from batchkit.errors import JobError
 
@@ -126,6 +127,13 @@ class JobConfig(Table):
     def _fits_its_task(self) -> JobConfig:
         if found := [*misfits(self)]:
             raise ValueError("\n".join(found))
+        return self
+
+    @model_validator(mode="after")
+    def _can_force_calls(self) -> JobConfig:
+        engine = self.engine
+        if reason := why_not_forced(self.prompt.tool_choice, engine.kind, engine.tool_call_parser):
+            raise ValueError(f"prompt.tool_choice: {reason}")
         return self
 
     @model_validator(mode="after")

@@ -50,7 +50,8 @@ class PromptTable(Table):
     )
     tool_choice: Identity[str | dict[str, Any] | None] = Field(
         None,
-        description="`auto` (default), `none`, `required`, or the name of the function to call.",
+        description="`auto` (default), `none`, `required`, or the name of the function to call."
+        " vLLM's grammars enforce the last two, for which it needs `engine.tool_call_parser`.",
     )
 
     @field_validator("tools")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import RenderedPrompt
 from batchkit.engines.process.startup import explain
-from batchkit.engines.request_checks import cause, check_length, template_kwargs
+from batchkit.engines.request_checks import cause, check_forced_call, check_length, template_kwargs
 from batchkit.engines.transformers.options import Options
 from batchkit.engines.transformers.sampling import Sampling, sampling_of
 from batchkit.errors import JobError, MediaError, RequestError, RowError
@@ -73,6 +73,7 @@ class TransformersRenderer:
         Raises:
             RowError: the model can't take it.
         """
+        check_forced_call(request, self._job)
         sampling = sampling_of(request.sampling)
         for token_id in sampling.token_ids:
             if token_id >= self._vocab_size:

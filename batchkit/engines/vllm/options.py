@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from pydantic import ValidationError
+
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.startup import explain
@@ -93,8 +95,22 @@ def llm_options(job: JobConfig) -> dict[str, Any]:
     if job.engine.reasoning_parser is not None:
         # A grammar then applies to the answer behind the reasoning; thinking_token_budget needs it, too.
         options["reasoning_parser"] = job.engine.reasoning_parser
+    if isinstance(given := options.get("reasoning_config"), Mapping):
+        options["reasoning_config"] = _reasoning_config(given)
     # The stats carry the scheduler's load; printing them is switched off by the log level.
     return {"model": job.engine.model_source, **options, "disable_log_stats": False}
+
+
+def _reasoning_config(given: Mapping[str, Any]) -> Any:
+    """vLLM takes most of its tables as they are, but not this one."""
+    from vllm.config.reasoning import ReasoningConfig
+
+    try:
+        return ReasoningConfig(**given)
+    except ValidationError as error:
+        (first, *_) = error.errors(include_url=False)
+        place = ".".join(["engine.options.reasoning_config", *map(str, first["loc"])])
+        raise JobError(f"{place}: {first['msg']}") from error
 
 
 def sampling_params(sampling: Mapping[str, Any]) -> Any:

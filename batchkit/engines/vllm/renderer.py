@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from batchkit.engines.base import RenderedPrompt
 from batchkit.engines.request_checks import (
     cause,
     chat_template,
+    check_forced_call,
     check_length,
     template_kwargs,
 )
@@ -72,6 +73,7 @@ class VllmRenderer:
         Raises:
             RowError: vLLM refuses it.
         """
+        check_forced_call(request, self._job)
         params, parser = sampling_params(request.sampling), None
         with refusing(request):
             if self._parsing is not None:
@@ -122,7 +124,7 @@ class VllmRenderer:
         tokenization = self.counting_all(
             self._renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)
         )
-        conversation = [dict(message) for message in request.messages]
+        conversation = [_with_reasoning(message) for message in request.messages]
         params = self._params_of_chat(request)
         _, prompts = self._renderer.render_chat([conversation], params, tokenization)
         return prompts[0]
@@ -174,6 +176,15 @@ def _parsing(job: JobConfig, renderer: Any, model_config: Any) -> Parsing | None
     if job.engine.reasoning_parser is None and job.engine.tool_call_parser is None:
         return None
     return Parsing(job, renderer.get_tokenizer(), model_config)
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """An earlier answer's reasoning, under the name that vLLM's server gives it."""
+    found = dict(message)
+    reasoning = found.pop("reasoning_content", None)
+    if reasoning is not None and found.get("reasoning") is None:
+        found["reasoning"] = reasoning
+    return found
 
 
 def refusal(error: Any) -> RowError:
