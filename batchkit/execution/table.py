@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
+from batchkit.execution.answer_columns import Column, answer_columns
 from batchkit.execution.parsed_columns import parsed_columns
 from batchkit.execution.vector_column import (
     EMBEDDING,
@@ -41,8 +42,9 @@ _FEW = 500  # batches this small are read record by record, not halved again
 
 
 class Layout(NamedTuple):
-    """The columns of a table of records besides the record's own.
+    """The columns of a table of records besides those of every record.
 
+    ``answer``: those for what the job's answers hold besides text.
     ``embedding``: the type of the vectors; None: no column for them.
     ``scores``: one column ``scores.<name>`` each, and one for the prediction; None: not scored.
     ``keep``: the kept fields, as text. ``parsed``: the type of each key of the parsed answers. A
@@ -54,19 +56,21 @@ class Layout(NamedTuple):
     keep: Sequence[str]
     parsed: Mapping[str, str] = MappingProxyType({})
     embedding: VectorType | None = None
+    answer: Mapping[str, Column] = MappingProxyType({})
 
     @classmethod
     def of(cls, folder: Path) -> Layout:
         """Fixed by the job, so that every export of a run has the same columns; those of parsed
-        answers also depend on the answers."""
+        answers and of scores also depend on the answers."""
         job = job_of_run(folder)
         scores = score_names(job.scoring) if job.scoring.is_on else None
         parsed = parsed_columns(folder / RESULTS, job)
-        return cls(scores, kept_fields(job), parsed, vector_type(folder, job))
+        answer = answer_columns(folder / RESULTS, job)
+        return cls(scores, kept_fields(job), parsed, vector_type(folder, job), answer)
 
     def columns(self) -> dict[str, str]:
         """The columns' names and Arrow types, in order; for a vector, those that name its place."""
-        found = {name: column.type for name, column in _COLUMNS.items()}
+        found = {name: column.type for name, column in {**_COLUMNS, **self.answer}.items()}
         if self.embedding is not None:
             found |= dict.fromkeys(PLACE, "int64")
         if self.scores is not None:
@@ -82,7 +86,7 @@ class Layout(NamedTuple):
 
     def keys(self) -> list[tuple[str, ...]]:
         """The keys of each column's value in a record, in the order of ``columns``."""
-        found: list[tuple[str, ...]] = [column.keys for column in _COLUMNS.values()]
+        found = [column.keys for column in {**_COLUMNS, **self.answer}.values()]
         if self.embedding is not None:
             found += PLACE.values()
         if self.scores is not None:
@@ -102,36 +106,29 @@ class Layout(NamedTuple):
                 value = record.get(key)
                 if inner:
                     value = value.get(inner[0]) if isinstance(value, Mapping) else None
-                values.append(_as_text(value) if kind == "string" else value)
+                values.append(_of_type(kind, value))
             return values
 
         return read
 
 
-class _Column(NamedTuple):
-    """Its Arrow type, and the keys of its value in a record."""
-
-    type: str
-    keys: tuple[str, ...]
-
-
 _COLUMNS = {
-    "index": _Column("int64", ("index",)),
-    "id": _Column("string", ("id",)),
-    "status": _Column("string", ("status",)),
-    "attempt": _Column("int32", ("attempt",)),
-    "text": _Column("string", ("text",)),
-    "finish_reason": _Column("string", ("finish_reason",)),
-    "prompt_tokens": _Column("int64", ("usage", "prompt_tokens")),
-    "completion_tokens": _Column("int64", ("usage", "completion_tokens")),
-    "latency_s": _Column("double", ("latency_s",)),
-    "finished_at": _Column("string", ("finished_at",)),
-    "error_kind": _Column("string", ("error", "kind")),
-    "error_type": _Column("string", ("error", "type")),
-    "error_message": _Column("string", ("error", "message")),
-    "choices": _Column("string", ("choices",)),
-    "prompt": _Column("string", ("prompt",)),
-    "truncated_tokens": _Column("int64", ("truncated_tokens",)),
+    "index": Column("int64", ("index",)),
+    "id": Column("string", ("id",)),
+    "status": Column("string", ("status",)),
+    "attempt": Column("int32", ("attempt",)),
+    "text": Column("string", ("text",)),
+    "finish_reason": Column("string", ("finish_reason",)),
+    "prompt_tokens": Column("int64", ("usage", "prompt_tokens")),
+    "completion_tokens": Column("int64", ("usage", "completion_tokens")),
+    "latency_s": Column("double", ("latency_s",)),
+    "finished_at": Column("string", ("finished_at",)),
+    "error_kind": Column("string", ("error", "kind")),
+    "error_type": Column("string", ("error", "type")),
+    "error_message": Column("string", ("error", "message")),
+    "choices": Column("string", ("choices",)),
+    "prompt": Column("string", ("prompt",)),
+    "truncated_tokens": Column("int64", ("truncated_tokens",)),
 }
 
 
@@ -254,7 +251,8 @@ class _Log:
             for keys, field in zip(self._layout.keys(), self._schema, strict=True)
         ]
         for column in columns:  # Arrow's parser also takes NaN and Infinity
-            if column.type == "double" and not pc.all(pc.is_finite(column), min_count=0).as_py():
+            flat = pc.list_flatten(column) if pa.types.is_list(column.type) else column
+            if flat.type == "double" and not pc.all(pc.is_finite(flat), min_count=0).as_py():
                 raise pa.ArrowInvalid("not a number")
         table = pa.Table.from_arrays(columns, schema=self._schema)
         _check_values(table)
@@ -272,7 +270,7 @@ class _Log:
 
 def _json_schema(layout: Layout, first: Mapping[str, Any]) -> pa.Schema:
     """What Arrow should find in lines like that of the record ``first``: its kept fields, and no
-    choices, whose JSON Arrow couldn't keep.
+    choices or tool calls, whose JSON Arrow couldn't keep.
     """
     import pyarrow as pa
 
@@ -280,7 +278,7 @@ def _json_schema(layout: Layout, first: Mapping[str, Any]) -> pa.Schema:
     found: dict[str, Any] = {}
     for (key, *inner), field in zip(layout.keys(), _schema_of_records(layout), strict=True):
         kind = field.type
-        if key == "choices":
+        if key in ("choices", "tool_calls"):
             kind = pa.null()
         elif key == "fields":
             kind = {int: pa.int64(), bool: pa.bool_()}.get(type(fields.get(*inner)), kind)
@@ -314,7 +312,8 @@ def _check_values(table: pa.Table) -> None:
     ]
     places = [name for name in PLACE if name in table.column_names]
     fits += [table[name].is_null().equals(table[places[0]].is_null()) for name in places]
-    for name in ("index", "attempt", "prompt_tokens", "completion_tokens", *places):
+    counts = ["index", "attempt", "prompt_tokens", "completion_tokens", "reasoning_tokens", *places]
+    for name in (name for name in counts if name in table.column_names):
         within = pc.min_max(table[name]).as_py()
         fits.append(within["min"] is None or 0 <= within["min"] <= within["max"] < COUNT_LIMIT)
     if not all(fits):
@@ -336,6 +335,14 @@ def _arrow_type(kind: str) -> pa.DataType:
     inner = kind.removeprefix("list<").removesuffix(">")
     found = pa.type_for_alias(inner)
     return found if inner == kind else pa.list_(found)
+
+
+def _of_type(kind: str, value: Any) -> Any:
+    if kind == "string":
+        return _as_text(value)
+    if kind.startswith("list<") and isinstance(value, float | int):
+        return [value]  # the score of a row with one document, among rows with lists
+    return value
 
 
 def _as_text(value: Any) -> str | None:
