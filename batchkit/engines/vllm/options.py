@@ -79,7 +79,7 @@ def _check_params(job: JobConfig) -> None:
     if job.task == "generate":
         sampling_params(job.params())
     else:
-        pooling_params(job.params())
+        pooling_params(job.params(), of_pair=job.task == "score")
 
 
 def llm_options(job: JobConfig) -> dict[str, Any]:

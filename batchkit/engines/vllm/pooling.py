@@ -42,7 +42,11 @@ class PoolingRenderer:
 
     def prepare(self, request: Request) -> Prepared:
         """As ``VllmRenderer.prepare``, which may be several inputs."""
-        params = pooling_params(request.sampling, self._vllm_task)
+        is_pair = request.pair is not None
+        params = pooling_params(request.sampling, self._vllm_task, of_pair=is_pair)
+        if is_pair and request.chat_template_kwargs:
+            extra = {"chat_template_kwargs": dict(request.chat_template_kwargs)}
+            params.extra_kwargs = {**(params.extra_kwargs or {}), **extra}
         if request.messages is not None:
             with refusing(request):
                 inputs = [Input(self._prompts.prompt(request), params)]

@@ -10,6 +10,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError, RequestError
 
 _INTERNAL = ("task", "requires_token_ids", "late_interaction_params", "output_kind")
+_LIMITS = ("max_tokens_per_query", "max_tokens_per_doc")
 # What vLLM calls the tasks of a model that can do the job's.
 _NEEDED = {
     "embed": ("embed",),
@@ -18,8 +19,11 @@ _NEEDED = {
 }
 
 
-def pooling_params(given: Mapping[str, Any], task: str | None = None) -> Any:
-    """``vllm.PoolingParams`` from a dict, with its names and types checked.
+def pooling_params(
+    given: Mapping[str, Any], task: str | None = None, *, of_pair: bool = False
+) -> Any:
+    """``vllm.PoolingParams`` from a dict, with its names and types checked. ``of_pair``: it may also
+    have the limits of a pair's texts, which are parameters of vLLM's server.
 
     Raises:
         RequestError: naming the parameter.
@@ -29,6 +33,9 @@ def pooling_params(given: Mapping[str, Any], task: str | None = None) -> Any:
 
     types = get_type_hints(PoolingParams)
     known = [name for name in PoolingParams.__struct_fields__ if name not in _INTERNAL]
+    limits = dict.fromkeys(_LIMITS if of_pair else (), int)
+    types |= limits
+    known += limits
     for name, value in given.items():
         if name not in known:
             hint = did_you_mean(name, known) or f"; it knows {', '.join(known)}"
@@ -37,7 +44,11 @@ def pooling_params(given: Mapping[str, Any], task: str | None = None) -> Any:
             msgspec.convert(value, types[name], strict=True)
         except msgspec.ValidationError as error:
             raise RequestError(f"pooling.{name}: {error}") from error
-    return PoolingParams(**given, task=task)
+    extra = {name: value for name, value in given.items() if name in limits}
+    params = PoolingParams(**{k: v for k, v in given.items() if k not in extra}, task=task)
+    if extra:
+        params.extra_kwargs = {**(params.extra_kwargs or {}), **extra}  # where LLM.score looks
+    return params
 
 
 def check_pooling(job: JobConfig, model_config: Any) -> None:
@@ -53,7 +64,8 @@ def check_pooling(job: JobConfig, model_config: Any) -> None:
         check_task(job, converted, model_config)
     task = job.task if job.task != "score" else task_by_config(model_config)
     try:
-        pooling_params(job.params(), task).verify(model_config)
+        params = pooling_params(job.params(), task, of_pair=job.task == "score")
+        params.verify(model_config)
     except VLLMValidationError as error:
         raise JobError(f"pooling: {error}") from error
 
