@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from batchkit.config.tables import JobConfig
 from batchkit.storage.ledger import RESULTS
@@ -12,7 +12,6 @@ from batchkit.storage.newest import read_newest
 from batchkit.storage.vectors import VectorPlace, Vectors, VectorType, segments_of
 
 if TYPE_CHECKING:
-    import numpy as np
     import pyarrow as pa
 
 EMBEDDING = "embedding"
@@ -52,33 +51,36 @@ def with_vectors(tables: Iterable[pa.Table], folder: Path, kind: VectorType) -> 
     Raises:
         StoreError: a vector is not there, is damaged, or is another row's.
     """
-    import pyarrow as pa
-
     vectors = Vectors(folder)
     for table in tables:
-        names = ["index", "embedding.segment", "embedding", "embedding.dimensions"]
-        places = zip(*(table[name].to_pylist() for name in names), strict=True)
-        found = [
-            None if row is None else vectors.read(index, VectorPlace(segment, row, dimensions))
-            for index, segment, row, dimensions in places
-        ]
-        column = table.column_names.index(EMBEDDING)
-        field = pa.field(EMBEDDING, arrow_type(kind))
-        yield table.set_column(column, field, _column(found, kind)).drop_columns(
-            [name for name in PLACE if name != EMBEDDING]
-        )
+        column = _column(table, vectors, kind)
+        at = table.column_names.index(EMBEDDING)
+        others = [name for name in PLACE if name != EMBEDDING]
+        yield table.set_column(at, EMBEDDING, column).drop_columns(others)
 
 
-def _column(found: list[np.ndarray[Any, Any] | None], kind: VectorType) -> pa.Array:
+def _column(table: pa.Table, vectors: Vectors, kind: VectorType) -> pa.Array:
     import numpy as np
     import pyarrow as pa
 
     if kind.dimensions is None:
-        return pa.array(found, arrow_type(kind))
-    matrix = np.zeros((len(found), kind.dimensions), kind.dtype)
-    for row, vector in zip(matrix, found, strict=True):
-        if vector is not None:
-            row[:] = vector
-    is_null = pa.array([vector is None for vector in found], pa.bool_())
+        lists = [None if at is None else vectors.read(*at).tolist() for at in _places(table)]
+        return pa.array(lists, arrow_type(kind))
+    matrix = np.zeros((len(table), kind.dimensions), kind.dtype)
+    is_null = np.zeros(len(table), bool)
+    for number, at in enumerate(_places(table)):
+        if at is None:
+            is_null[number] = True
+        else:
+            matrix[number] = vectors.read(*at)
     values = pa.array(matrix.reshape(-1))
-    return pa.FixedSizeListArray.from_arrays(values, kind.dimensions, mask=is_null)
+    return pa.FixedSizeListArray.from_arrays(values, kind.dimensions, mask=pa.array(is_null))
+
+
+def _places(table: pa.Table) -> Iterator[tuple[int, VectorPlace] | None]:
+    """Each record's index and the place of its vector; None for a record without one."""
+    names = ["index", "embedding.segment", "embedding", "embedding.dimensions"]
+    for index, segment, row, dimensions in zip(
+        *(table[name].to_pylist() for name in names), strict=True
+    ):
+        yield None if row is None else (index, VectorPlace(segment, row, dimensions))

@@ -160,13 +160,13 @@ class Vectors:
         self._read_bytes = 0
 
     def of(self, record: Mapping[str, Any]) -> Vector:
-        """The vector that ``record`` names, as ``read``."""
+        """A copy of the vector that ``record`` names. Raises StoreError as ``read``."""
         named = record["embedding"]
         place = VectorPlace(named["segment"], named["row"], named["dimensions"])
-        return self.read(record["index"], place)
+        return self.read(record["index"], place).copy()
 
     def read(self, index: int, place: VectorPlace) -> Vector:
-        """The vector at ``place``, which is that of the row ``index``.
+        """The vector at ``place``, which is that of the row ``index``; a view of the segment's file.
 
         Raises:
             StoreError: it is not there, is damaged, or is another row's.
@@ -187,7 +187,7 @@ class Vectors:
             self._read_bytes = 0
             for opened in self._segments.values():
                 opened.release()
-        return vector.copy()
+        return vector
 
     def fault_in(self, record: Mapping[str, Any]) -> str | None:
         """What is wrong with the vector of ``record``; None if nothing is, or it has none."""
