@@ -70,6 +70,15 @@ def test_rows_from_python_are_answered_in_a_ray_that_is_there(
     assert ray_here.is_initialized()
 
 
+def test_vectors_of_workers_are_those_of_one_machine(in_a_folder: Path) -> None:
+    tables = {"task": "embed", "pooling": {"dimensions": 64}, "output": {"vector_dtype": "float16"}}
+    rows = [f"cup {n}" for n in range(3000)]
+    here = process(job(**tables, name="here", run={"workers": None}), rows).to_arrow()
+    there = process(job(**tables, name="there"), rows).to_arrow()
+    assert there["embedding"].null_count == 0
+    assert there["embedding"].equals(here["embedding"])
+
+
 def test_a_function_that_no_worker_would_use_is_refused() -> None:
     with pytest.raises(JobError, match=r"adjust_sampling: is a function, which workers on Ray"):
         ProductionBatchProcessor(job(), adjust_sampling=dict)

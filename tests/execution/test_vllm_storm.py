@@ -6,12 +6,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +16,8 @@ from batchkit.storage.ledger import RESULTS
 from batchkit.storage.newest import read_newest
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit
-from tests.support.paths import ROOT
 from tests.support.rows import write_jsonl
+from tests.support.storm import kill_once
 
 N_ROWS = 160
 # What a run is killed after: the file of its folder that grew or was replaced, and the longest delay.
@@ -74,7 +69,7 @@ def test_a_storm_of_kills_loses_nothing_and_changes_nothing(
 
     done_at_kill = []
     for name, most_s in PHASES * 2:
-        _kill_once(tmp_path, log.with_name(name) if name else None, instants.uniform(0, most_s))
+        kill_once(tmp_path, log.with_name(name) if name else None, instants.uniform(0, most_s))
         done_at_kill.append(len(list(read_newest(log))) if log.exists() else 0)
     assert done_at_kill == sorted(done_at_kill), "a kill took finished rows away"
     assert 0 < done_at_kill[-1] < N_ROWS, f"the kills missed the run: {done_at_kill}"
@@ -90,36 +85,6 @@ def test_a_storm_of_kills_loses_nothing_and_changes_nothing(
     undisturbed = batchkit("run", "job.toml", "--set", "name=calm", cwd=tmp_path, start=Fork)
     assert undisturbed.returncode == 0, undisturbed.stderr
     assert _exported(tmp_path, "storm") == _exported(tmp_path, "calm")
-
-
-def _kill_once(folder: Path, awaited: Path | None, delay_s: float) -> None:
-    """Start the run and kill it ``delay_s`` after its start, or after ``awaited`` was written to."""
-    before = _state(awaited)
-    process = Fork(
-        [sys.executable, "-m", "batchkit", "run", "job.toml"],
-        cwd=folder,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while awaited is not None and _state(awaited) == before:
-            assert process.poll() is None, "the run ended before it could be killed"
-            assert time.monotonic() < deadline, f"{awaited} is as before after two minutes"
-            time.sleep(0.002)
-        time.sleep(delay_s)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _state(path: Path | None) -> tuple[int, int]:
-    if path is None or not path.exists():
-        return 0, 0
-    found = path.stat()
-    return found.st_ino, found.st_size
 
 
 def _exported(folder: Path, name: str) -> list[dict[str, Any]]:

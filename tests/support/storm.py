@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -12,6 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import orjson
+
+from tests.support.forks import Fork
+from tests.support.paths import ROOT
 
 
 class Blow(NamedTuple):
@@ -61,6 +66,37 @@ def kill_often(
             return Storm(kills, lines, code)
         kills += 1
     return Storm(kills, lines, None)
+
+
+def kill_once(folder: Path, awaited: Path | None, delay_s: float) -> None:
+    """Start ``job.toml`` in ``folder``, on real vLLM, and kill it with its engine: ``delay_s`` after its
+    start, or after ``awaited`` was written to."""
+    before = _state(awaited)
+    process = Fork(
+        [sys.executable, "-m", "batchkit", "run", "job.toml"],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while awaited is not None and _state(awaited) == before:
+            assert process.poll() is None, "the run ended before it could be killed"
+            assert time.monotonic() < deadline, f"{awaited} is as before after two minutes"
+            time.sleep(0.002)
+        time.sleep(delay_s)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _state(path: Path | None) -> tuple[int, int]:
+    if path is None or not path.exists():
+        return 0, 0
+    found = path.stat()
+    return found.st_ino, found.st_size
 
 
 def _size(log: Path) -> int:
