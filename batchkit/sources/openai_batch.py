@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 import orjson
 
@@ -12,6 +13,8 @@ from batchkit.sources.jsonl import parse_object
 from batchkit.sources.lines import read_lines
 from batchkit.sources.reader import Found, Skip, fault, shown
 
+_LOOKED_AT = 1000  # lines
+
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
     """See ``Reader``; the fields are ``custom_id``, ``body`` and ``url`` (None if left out)."""
@@ -19,18 +22,19 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
 
 
 def is_batch(path: str) -> bool:
-    """Whether the first line that isn't blank is a batch request.
+    """Whether the first line that is JSON is a batch request: a broken one takes no id from the others.
 
     Raises:
         InputError: as ``open_input``.
     """
     with open_input(path) as file:
-        line = next((line for line in file if not line.isspace()), b"")
-    try:
-        request = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return False
-    return isinstance(request, dict) and "custom_id" in request and "body" in request
+        for line in islice(file, _LOOKED_AT):
+            try:
+                request = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                continue
+            return isinstance(request, dict) and "custom_id" in request and "body" in request
+    return False
 
 
 def _parse(line: bytes, path: str, number: int) -> Found:

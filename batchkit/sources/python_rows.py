@@ -107,7 +107,8 @@ def _of_table(rows: Any) -> _Values | None:
     elif hasattr(rows, "to_pylist") and hasattr(rows, "schema"):  # pyarrow
         names, read = rows.schema.names, lambda: _of_pyarrow(rows)
     elif hasattr(rows, "column_names") and hasattr(rows, "__len__"):  # Hugging Face
-        plain = rows.with_format(None)  # values of Python, not of torch or numpy
+        is_computed = getattr(rows, "format", {}).get("type") == "custom"  # by with_transform
+        plain = rows if is_computed else rows.with_format(None)  # not of torch or numpy
         names, read = rows.column_names, lambda: iter(plain)
     else:
         return None

@@ -121,6 +121,17 @@ def test_rows_of_a_table_are_rows_and_resume(name: str) -> None:
         process(FRAME.iloc[:2], **tables)
 
 
+def test_a_dataset_gives_what_its_transform_makes_of_the_rows() -> None:
+    class Transformed(Dataset):
+        format = {"type": "custom"}  # noqa: RUF012 - it is only read
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {**FIELDS[index], "q": "new" if self._form else "as stored"}
+
+    summary = process(Transformed("custom"), prompt={"user": "{{ q }}"}, output={"keep": ["q"]})
+    assert kept(summary) == [{"q": "new"}] * 3
+
+
 def test_every_kind_of_missing_value_of_a_table_is_none() -> None:
     frame = pd.DataFrame(
         {

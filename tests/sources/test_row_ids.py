@@ -173,3 +173,18 @@ def test_requeue_names_rows_as_they_are_named_without_the_files_that_had_ids(
     assert "3 records kept" in ended.stderr
     assert [record["id"] for record in records(tmp_path)] == ["0", "1", "2"]
     assert batchkit("verify", "output/a", cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "first", [b'{"custom_id": "a", "body": {"mess', b"// made by a script", b"\xff"]
+)
+def test_a_broken_first_request_of_a_batch_takes_no_id_from_the_others(
+    tmp_path: Path, first: bytes
+) -> None:
+    """Their answers would be named by index, and not in OpenAI's format."""
+    request = {"custom_id": "b", "body": {"messages": [{"role": "user", "content": "hi"}]}}
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(first + b"\n" + json.dumps(request).encode() + b"\n")
+    broken, whole = read_rows(InputTable(path=str(path)))
+    assert (broken.id, whole.id) == ("no-id:0", "b")
+    assert "line 1: not " in str(broken.error)
