@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -124,3 +125,48 @@ def test_a_retry_after_of_any_value_costs_no_row(value: str) -> None:
     with serving(before) as server, opened(server) as engine:
         (done,) = ask(engine, [request(0)])
     assert done.error is None
+
+
+LLAMA_CPP = {"owned_by": "llamacpp"}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [
+        (
+            {"repetition_penalty": 1.1},
+            r"or use its own engine\.options\.extra_body\.repeat_penalty",
+        ),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, r"extra_body\.grammar"),
+        ({"min_tokens": 5}, "would answer without it; leave it out"),
+    ],
+)
+def test_what_llama_cpp_would_ignore_is_refused(sampling: dict[str, Any], words: str) -> None:
+    (name,) = sampling
+    with serving(model=LLAMA_CPP) as server:
+        write_job(server, 3, sampling=sampling)
+        ended = batchkit("run", "job.toml")
+        assert (ended.exit_code, server.bodies) == (2, [])
+        assert f"sampling.{name}: llama.cpp's server lacks it" in ended.stderr
+        assert re.search(words, ended.stderr)
+        with opened(server) as engine:
+            refused, answered = ask(engine, [request(0, **sampling), request(1)])
+    assert f"sampling.{name}: " in str(refused.error)
+    assert answered.error is None
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"repetition_penalty": 1.0, "min_tokens": 0, "stop_token_ids": [], "bad_words": []},
+        {"skip_special_tokens": True, "include_stop_str_in_output": False, "top_k": 5},
+        {"structured_outputs": {"json": {"type": "object"}}},
+    ],
+)
+def test_what_changes_nothing_for_llama_cpp_is_sent(sampling: dict[str, Any]) -> None:
+    with serving(model=LLAMA_CPP) as server:
+        write_job(server, 3, sampling=sampling)
+        assert batchkit("run", "job.toml").exit_code == 0
+    with serving() as server:  # another server has it
+        write_job(server, 3, name="b", sampling={"repetition_penalty": 1.1})
+        assert batchkit("run", "job.toml").exit_code == 0

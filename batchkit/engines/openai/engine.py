@@ -45,6 +45,7 @@ from batchkit.engines.openai.rate_limiter import MOST_FAULTS, Away, RateLimiter,
 from batchkit.engines.openai.remote import Barred, Remote
 from batchkit.errors import (
     EngineError,
+    JobError,
     RequestError,
     RowError,
     RowTimeoutError,
@@ -98,6 +99,8 @@ class OpenAIServerEngine:
             if self._own is not None:
                 self._own.start()
             asyncio.run_coroutine_threadsafe(self._reach(), self._loop).result()
+            if job.task == "generate":
+                self._check(job.params())
         except BaseException:
             self.close()
             raise
@@ -149,6 +152,13 @@ class OpenAIServerEngine:
             self._thread.join(_CLOSE_S)
         if self._own is not None:
             self._own.stop()
+
+    def _check(self, params: Mapping[str, Any]) -> None:
+        """Raises JobError if no request with these parameters can be sent to the server."""
+        try:
+            self._remote.body_of(Request(Row(-1, "", {}), None, "Hi", params, ""))
+        except RequestError as error:
+            raise JobError(str(error)) from None
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:

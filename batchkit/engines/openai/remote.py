@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from batchkit.config.tables import JobConfig
-from batchkit.engines.openai import api, pooling
+from batchkit.engines.openai import api, llama_cpp, pooling
 from batchkit.engines.openai.connections import (
     CONNECT_S,
     Connections,
@@ -142,6 +142,16 @@ class Remote:
                     ) from None
             await asyncio.sleep(_START_PAUSE_S)
 
+    def body_of(self, request: Request) -> dict[str, Any]:
+        """
+        Raises:
+            RequestError: it can't be sent to this server.
+        """
+        body = self._endpoint.body_of(request)
+        if llama_cpp.serves(self.models):
+            llama_cpp.check(body)
+        return {**body, **self._extra_body}
+
     async def ask(self, request: Request) -> Completion:
         """Send the request once.
 
@@ -151,7 +161,7 @@ class Remote:
             TurnedAway, ServerFault: try again.
         """
         url = self._endpoint.url(self.base_url, request)
-        body = {**self._endpoint.body_of(request), **self._extra_body}
+        body = self.body_of(request)
         content = await _encoded(body)
         self.doubt(LIST_EVERY_S)
         is_known = await self.serves_the_same_model()
