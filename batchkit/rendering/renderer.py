@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 from zlib import crc32
@@ -305,7 +306,9 @@ class PromptRenderer:
         column = self._job.sampling.sampling_column
         with_body = self._user is None
         found = row_sampling(self._sampling, fields, column=column, with_body=with_body)
-        return found if self._adjust_sampling is None else self._adjust_sampling(found)
+        if self._adjust_sampling is None:
+            return found
+        return self._adjust_sampling(deepcopy(found))  # it may change what it gets; rows share it
 
 
 def _known_by(source: Any) -> str:

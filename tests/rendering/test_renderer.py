@@ -442,6 +442,23 @@ def test_sampling_that_is_no_table_fails_its_row(own: Any) -> None:
     assert message.startswith(f"params: found {own!r}, expected a table")
 
 
+def test_an_adjustment_in_place_stays_with_its_row() -> None:
+    def adjust(sampling: Any) -> Any:
+        sampling["max_tokens"] *= 2
+        sampling["stop"].append("x")
+        return sampling
+
+    sampling = {"sampling_column": "params", "max_tokens": 8, "stop": ["."]}
+    row = {"params": {"top_k": 3}}
+    made = make_job(
+        {"engine": {"kind": "dry-run"}, "prompt": {"user": "u"}, "sampling": sampling}, "t"
+    )
+    renderer = PromptRenderer(made, adjust_sampling=adjust)
+    for index in range(3):
+        found = renderer.render(Row(index, str(index), row)).sampling
+        assert (found["max_tokens"], found["stop"]) == (16, [".", "x"])
+
+
 def test_temperature_follows_the_attempt() -> None:
     tables = {"prompt": {"user": "u"}, "retry": {"temperatures": [0.1, 0.7]}}
     found = [render({}, attempt, **tables) for attempt in (1, 2, 3)]
