@@ -67,7 +67,10 @@ class Status:
                     f"    {self.cut_off_in_reasoning:,} of them cut off inside the reasoning: raise"
                     " sampling.max_tokens, or limit it with sampling.thinking_token_budget"
                 )
-        yield f"tokens: {self.prompt_tokens:,} prompt, {self.completion_tokens:,} completion"
+        tokens = f"tokens: {self.prompt_tokens:,} prompt"
+        yield (
+            f"{tokens}, {self.completion_tokens:,} completion" if self.completion_tokens else tokens
+        )
         yield f"starts: {self.starts}, engine restarts: {self.engine_restarts}"
         yield from (f"  {event}" for event in self.engine_events[-5:])
         yield from map(self._worker_line, self.workers)

@@ -39,6 +39,12 @@ from batchkit.storage.store import RecordLine, Store
 from batchkit.types import Completion, Request, Row, Task, Usage
 
 WorkerPool = Worker | RayWorkerPool
+_BEGUN = {
+    "generate": "generating",
+    "embed": "embedding",
+    "classify": "classifying",
+    "score": "scoring pairs",
+}
 _SHARE_FROM = 20  # a share of failed rows says nothing before this many are settled
 
 
@@ -289,7 +295,7 @@ class Loop:
         began, engine = time.monotonic(), pool.engine_facts
         self._manifest.last_start.engine = dict(engine.versions)
         self._progress.event(
-            f"generating; model loaded in {self._load_s:.0f} s,"
+            f"{_BEGUN[self._job.task]}; model loaded in {self._load_s:.0f} s,"
             f" up to {engine.max_num_seqs} requests run at once"
         )
         try:
@@ -449,6 +455,7 @@ class Loop:
             failures=failures,
             source=self._input,
             run=self._manifest.created_at,
+            generates=self._job.task == "generate",
         )
 
 

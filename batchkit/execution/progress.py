@@ -59,6 +59,7 @@ class Progress:
 
     Shows a tqdm bar on a terminal and in a notebook, otherwise one plain line per ``interval_s``;
     run.log gets every event and the plain lines in both cases. With ``quiet``, only run.log is written.
+    Without ``generates``, the rate of output tokens is left out: there are none.
     """
 
     def __init__(
@@ -67,11 +68,13 @@ class Progress:
         *,
         interval_s: float,
         quiet: bool = False,
+        generates: bool = True,
     ) -> None:
         self._path = folder / LOG
         self._log = TextIOWrapper(open_log(self._path), encoding="utf-8", line_buffering=True)
         self._stream = sys.stderr
         self._quiet = quiet
+        self._generates = generates
         self._has_bar = not quiet and (self._stream.isatty() or _IS_NOTEBOOK)
         self._interval_s = interval_s
         self._meter: RateMeter | None = None
@@ -96,10 +99,10 @@ class Progress:
             self._next_line = now + self._interval_s
         if self._has_bar and (force or now >= self._next_bar):
             self._next_bar = now + _BAR_INTERVAL_S
-            self._draw(state, self._meter.per_s(now, state.counts))
+            self._draw(state, self._parts(state, now, self._meter))
         if force or now >= self._next_line:
             self._next_line = now + self._interval_s
-            line = ", ".join(_parts(state, self._meter.per_s(now, state.counts)))
+            line = ", ".join(self._parts(state, now, self._meter))
             self._write(line)
             if not self._has_bar:
                 self._say(line)
@@ -128,7 +131,10 @@ class Progress:
         except OSError as error:
             raise StoreError(f"{self._path}: can't write: {error.strerror}") from error
 
-    def _draw(self, state: State, per_s: Sequence[float]) -> None:
+    def _parts(self, state: State, now: float, meter: RateMeter) -> list[str]:
+        return _parts(state, meter.per_s(now, state.counts), generates=self._generates)
+
+    def _draw(self, state: State, parts: Sequence[str]) -> None:
         if self._bar is None:
             self._bar = tqdm(
                 total=state.total,
@@ -140,7 +146,7 @@ class Progress:
         bar = self._bar
         bar.total = state.total
         bar.n = state.settled
-        text = _fitting(_parts(state, per_s), self._columns() - _LEAST_BAR)
+        text = _fitting(parts, self._columns() - _LEAST_BAR)
         try:
             bar.set_description_str(text)
         except OSError:
@@ -170,7 +176,7 @@ class Progress:
             return _NOTEBOOK_COLUMNS
 
 
-def _parts(state: State, per_s: Sequence[float]) -> list[str]:
+def _parts(state: State, per_s: Sequence[float], *, generates: bool) -> list[str]:
     """For example ``2 failed``, ``1,200 of 3,071 rows``, ``6 min left``, …: what matters most comes
     first. ``per_s``: the rates of ``state.counts`` over the last minute."""
     of = "" if state.total is None else f" of {state.total:,}"
@@ -178,9 +184,10 @@ def _parts(state: State, per_s: Sequence[float]) -> list[str]:
     parts = [f"{state.failed:,} failed", f"{state.settled:,}{of} rows"]
     if state.total is not None and rows_per_s > 0:
         parts.append(f"{duration((state.total - state.settled) / rows_per_s)} left")
+    if generates:
+        parts.append(f"{completion_per_s:,.0f} output tok/s")
     return [
         *parts,
-        f"{completion_per_s:,.0f} output tok/s",
         f"{rows_per_s:.1f} rows/s",
         f"{state.in_flight} in flight",
         f"{prompt_per_s:,.0f} prompt tok/s",

@@ -81,7 +81,12 @@ def start_run(
                 )
             )
             renderer.check_files()  # the manifest must describe the same templates
-            progress = Progress(job.folder, interval_s=job.run.checkpoint_interval_s, quiet=quiet)
+            progress = Progress(
+                job.folder,
+                interval_s=job.run.checkpoint_interval_s,
+                quiet=quiet,
+                generates=job.task == "generate",
+            )
             stack.enter_context(closing(progress))
             for text in filter(None, [source.left_out, *run.messages]):
                 progress.event(text)

@@ -29,6 +29,7 @@ class RunSummary:
     rows ok, 3 some failed, 1 stopped by an error or rows without a record remain, 130 and 143
     interrupted. ``failures``: of the whole job, unless something stopped it. ``source``: where its
     rows came from. ``run``: when the run began, which tells it from another one in the same folder.
+    ``generates``: False if the task gives no text.
     """
 
     name: str
@@ -49,6 +50,7 @@ class RunSummary:
     failures: Sequence[Failure] = field(default=(), repr=False, compare=False)
     source: Input | None = field(default=None, repr=False, compare=False)
     run: str = field(default="", repr=False, compare=False)
+    generates: bool = field(default=True, repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         names = [field.name for field in fields(self) if field.repr]
@@ -57,7 +59,11 @@ class RunSummary:
     def to_text(self, *, was_retry: bool = False) -> str:
         """A few lines. Another retry is not advised if it ``was_retry``."""
         done = f"{self.ok:,} ok, {self.failed:,} failed of {self.total:,} rows"
-        rates = f"{self.rows_per_s:.1f} rows/s, {self.completion_tokens_per_s:,.0f} output tok/s"
+        tokens = f"{self.completion_tokens_per_s:,.0f} output tok/s"
+        if not self.generates:
+            per_s = self.prompt_tokens / self.seconds if self.seconds else 0
+            tokens = f"{per_s:,.0f} prompt tok/s"
+        rates = f"{self.rows_per_s:.1f} rows/s, {tokens}"
         lines = [f"{done}; {self.skipped:,} were done before; {self.seconds:.1f} s, {rates}"]
         if self.exit in (130, 143):
             lines.append("interrupted; run the same command to continue")
