@@ -55,6 +55,7 @@ LONGEST = (
     "test_vllm_parsers",
     "test_vllm_pooling",
     "test_vllm_pooling_server",
+    "test_vllm_pooling_faults",
     "test_tuning_vllm",
     "test_vllm_server",
     "test_tuning",

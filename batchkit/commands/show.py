@@ -14,6 +14,7 @@ from batchkit.config.terminal import cut_in_the_middle
 from batchkit.errors import JobError, MediaError, RowError
 from batchkit.rendering.media import load_image, shown
 from batchkit.rendering.messages import as_text, short
+from batchkit.storage.answers import answers_in_words
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.job_toml import job_of_run, without_masked
 from batchkit.storage.ledger import failure_kind
@@ -69,12 +70,11 @@ class ShownRow(NamedTuple):
             yield cut_in_the_middle(self.prompt, _MOST_SHOWN)
         else:
             yield from (f"{name} = {short(value)}" for name, value in self.fields.items())
-        error, choices = record.get("error"), record.get("choices") or [record]
-        if error:
+        if error := record.get("error"):
             yield f"error {error.get('kind')}: {error.get('message')}"
         else:
-            for choice in choices:
-                yield f"→ {cut_in_the_middle(choice.get('text') or '', _MOST_SHOWN)}"
+            for answer in answers_in_words(record):
+                yield f"→ {cut_in_the_middle(answer, _MOST_SHOWN)}"
         yield f"({', '.join(self._facts())})"
 
     def _facts(self) -> Iterator[str]:

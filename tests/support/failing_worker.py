@@ -68,7 +68,7 @@ class FailingWorker(CPUWorker):
         self.began = self.began or time.monotonic()
         running = scheduler_output.num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
-            extra = new.sampling_params.extra_args or {}
+            extra = getattr(new.sampling_params, "extra_args", None) or {}
             if "poison" in extra:
                 self.poison[new.req_id] = extra["poison"]
             if len(new.prompt_token_ids) > self.faults.get("prompt_over", 10**9):

@@ -23,7 +23,7 @@ _BATCH = 4096  # rows
 class NewestRecord(NamedTuple):
     """The record of a row that counts, as the line ``raw`` of the log number ``log``.
 
-    ``answers``: how many logs have an answer for the row; ``agree``: their texts are equal.
+    ``answers``: how many logs have an answer for the row; ``agree``: their texts, labels and scores are equal.
     """
 
     log: int
@@ -103,9 +103,10 @@ def _newest_of(found: list[NewestRecord]) -> NewestRecord:
         return found[0]
     answers = [line for line in found if failure_kind(line.record) is None]
     newest = max(answers or found, key=lambda line: str(line.record.get("finished_at")))
-    texts = {_texts(line.record) for line in answers}
+    texts = {_answer(line.record) for line in answers}
     return newest._replace(answers=len(answers), agree=len(texts) < 2)
 
 
-def _texts(record: dict[str, Any]) -> bytes:
-    return orjson.dumps([choice.get("text") for choice in record.get("choices") or [record]])
+def _answer(record: dict[str, Any]) -> bytes:
+    texts = [choice.get("text") for choice in record.get("choices") or [record]]
+    return orjson.dumps([texts, record.get("label"), record.get("score")])

@@ -37,6 +37,8 @@ def parity(
         InputError: the rows can't be read, there are none, or the sides got different ones.
         EngineError: a side could not start, or died; it names the side and the engine's log.
     """
+    if job.task != "generate":
+        raise JobError(f'task = "{job.task}": parity compares generated texts; there are none')
     limit = rows if job.input.limit is None else min(rows, job.input.limit)
     job = job.model_copy(update={"input": job.input.model_copy(update={"limit": limit})})
     stop = StopRequest(drain_s=0)

@@ -24,6 +24,7 @@ from batchkit.rendering.renderer import PromptRenderer
 from batchkit.scoring import Scoring, kept_fields
 from batchkit.scoring.metrics import group_name
 from batchkit.sources.join import with_group
+from batchkit.storage.answers import answers_in_words
 from batchkit.storage.job_toml import job_of_run, without_masked
 from batchkit.storage.ledger import failure_kind
 from batchkit.storage.score_store import read_scored, references_of
@@ -162,12 +163,11 @@ def clipped(text: Any, limit: int) -> str | None:
 
 
 def _answer(record: Mapping[str, Any], limit: int) -> str | None:
-    """The answer; all choices if there are several."""
-    choices = record.get("choices") or []
-    if len(choices) < 2:
-        return clipped(record.get("text"), limit)
-    share = limit // len(choices)
-    texts = [clip(choice.get("text") or "", share) for choice in choices]
+    """The answer; all choices if there are several. None of a failed row."""
+    answers = answers_in_words(record)
+    if len(answers) < 2:
+        return clip(answers[0], limit) if answers[0] or record.get("text") is not None else None
+    texts = [clip(answer, limit // len(answers)) for answer in answers]
     return "\n\n".join(f"[choice {n}]\n{text}" for n, text in enumerate(texts, start=1))
 
 

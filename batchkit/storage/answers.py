@@ -1,0 +1,34 @@
+"""A record's answer as people see it: in a terminal, in a report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_MOST_SCORES = 20
+
+
+def answers_in_words(record: Mapping[str, Any]) -> list[str]:
+    """One for each choice: its text and its tool calls; of a pooling task, what the model found."""
+    if (label := record.get("label")) is not None:
+        likeliest = max(record.get("probabilities") or [], default=None)
+        return [label if likeliest is None else f"{label} ({likeliest:.3g})"]
+    if (score := record.get("score")) is not None:
+        return [_scores(score, record.get("order")) if isinstance(score, list) else f"{score:.4g}"]
+    if (place := record.get("embedding")) is not None:
+        return [f"embedding of {place['dimensions']:,} dimensions"]
+    return [_of_choice(choice) for choice in record.get("choices") or [record]]
+
+
+def _scores(scores: Sequence[float], order: Sequence[int] | None) -> str:
+    """The best first."""
+    numbers = list(range(len(scores)) if order is None else order)
+    shown = [f"document {n}: {scores[n]:.4g}" for n in numbers[:_MOST_SCORES]]
+    more = len(numbers) - len(shown)
+    return ", ".join([*shown, *([f"… and {more:,} more"] if more else [])])
+
+
+def _of_choice(choice: Mapping[str, Any]) -> str:
+    calls = [call.get("function") or {} for call in choice.get("tool_calls") or ()]
+    named = [f"{call.get('name')}({call.get('arguments') or ''})" for call in calls]
+    return "\n".join([*filter(None, [choice.get("text")]), *named])
