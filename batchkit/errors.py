@@ -10,6 +10,7 @@ BatchkitError                  exit code
 │   └── LostLockError          1   … because its lock was lost: another process may have it
 ├── EngineError                1   the engine is dead, or never started
 ├── TooManyFailuresError       1   run.fail_on_error was reached
+├── BudgetError                1   a budget was used up before the judge had read all answers
 └── RowError                   –   one row failed; the run continues
     ├── TemplateError          template
     ├── MediaError             media
@@ -86,6 +87,10 @@ class EngineError(BatchkitError):
 
 class TooManyFailuresError(BatchkitError):
     """More rows failed than ``run.fail_on_error`` allows."""
+
+
+class BudgetError(BatchkitError):
+    """A budget of ``[run]`` was used up before the judge had read all answers."""
 
 
 class RowError(BatchkitError):

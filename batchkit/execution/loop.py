@@ -18,6 +18,7 @@ from batchkit.errors import (
     TooManyFailuresError,
 )
 from batchkit.execution import engine_notes
+from batchkit.execution.budgets import Budgets
 from batchkit.execution.cluster.worker_pool import RayWorkerPool
 from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Line, Note
 from batchkit.execution.failures import Failure, failures_of
@@ -105,6 +106,9 @@ class Loop:
         self._tokens_before = _tokens(run.store)
         self._pool: WorkerPool | None = None
         self._stopping = self._all_read = False
+        earlier = sum(start.gpu_seconds for start in run.manifest.starts)
+        self._budgets = Budgets(job, stop.began, earlier)
+        self._stopped_by = ""
         self._settled = self._failed = 0
         self._next_sync = 0.0
         self._load_s = 0.0
@@ -170,6 +174,10 @@ class Loop:
         if self._resumed:
             of = "" if (total := self._total.wait(timeout_s=1)) is None else f" of {total:,}"
             self._progress.event(f"resumed {self._resumed:,}{of} rows")
+        if announced := self._budgets.announced(self._tokens_before):
+            self._progress.event(announced)
+        if self._takes_no_more():  # before the model is loaded
+            return self._stopped()
         try:
             rows = chain([first], rows)
             may_wait = self._source.files is None
@@ -177,12 +185,19 @@ class Loop:
                 rows, self._rendered = checked(rows, self._job, self._renderer)
             with self._opened_pool(rows) as self._pool:
                 self._generate(self._pool)
-                if self._stop.signum is not None:
-                    return Outcome(self._summary(self._total.now(), 128 + self._stop.signum))
+                if self._stop.signum is not None or (self._stopped_by and not self._pool.is_done):
+                    return self._stopped()
+                self._stopped_by = ""
                 self._check_complete()
                 return Outcome(self._summary(self._total.wait()))
         except BatchkitError as error:
             return Outcome(self._summary(self._total.now(), error.exit_code), error)
+
+    def _stopped(self) -> Outcome:
+        """A signal or a used-up budget has ended this start; the next one continues."""
+        self._store.sync()
+        code = 1 if self._stop.signum is None else 128 + self._stop.signum
+        return Outcome(self._summary(self._total.now(), code))
 
     def _changed_prompts(self) -> dict[str, str]:
         """How files that all prompts include differ, by key. Some rows are rendered after the last
@@ -318,8 +333,9 @@ class Loop:
         """Fill, poll and write until every row is settled or a stop is due."""
         try:
             while True:
-                self._write(pool.fill(taking=self._stop.signum is None))
-                if self._stop.signum is not None and self._must_stop(pool):
+                takes_no_more = self._takes_no_more()
+                self._write(pool.fill(taking=not takes_no_more))
+                if takes_no_more and self._must_stop(pool):
                     break
                 if pool.is_done:
                     break
@@ -352,15 +368,26 @@ class Loop:
                 engine_notes.remember(self._job, self._manifest, event)
                 self._save_manifest()  # at once: the next start needs it
 
+    def _takes_no_more(self) -> bool:
+        """A stop was requested, or a budget is used up: no new row begins."""
+        if not self._stopped_by:
+            unfinished = self._pool.unfinished_tokens if self._pool else 0
+            self._stopped_by = self._budgets.used_up(_tokens(self._store, unfinished))
+        return self._stop.signum is not None or bool(self._stopped_by)
+
     def _must_stop(self, pool: WorkerPool) -> bool:
-        """A stop was requested: report it once; True when the loop must not wait any longer."""
-        if not self._stopping and pool.in_flight and not self._stop.is_due:
+        """No new row begins: report it once; True when the loop must not wait any longer."""
+        drain_s = DRAIN_S if self._stop.signum is not None else self._budgets.drain_s
+        is_due = self._stop.is_due or drain_s == 0
+        if not self._stopping and pool.in_flight and not is_due:
             self._stopping = True
+            cause = f" at {self._stopped_by}" if self._stopped_by else ""
+            time_left = "waiting" if drain_s is None else f"up to {drain_s:.0f} s"
             self._progress.event(
-                f"stopping: up to {DRAIN_S:.0f} s for {pool.in_flight} rows in flight;"
+                f"stopping{cause}: {time_left} for {pool.in_flight} rows in flight;"
                 " interrupt again to stop now"
             )
-        return self._stop.is_due or not pool.in_flight
+        return is_due or not pool.in_flight
 
     def _write(self, lines: Sequence[RecordLine]) -> None:
         """Write settled rows to the log; then check whether too many failed."""
@@ -393,14 +420,14 @@ class Loop:
         """
         self._progress.update(self._state())
         if self._manifest.total is None and (total := self._total.now()) is not None:
-            self._manifest.total = total  # so that status need not count the rows
+            self._manifest.total = self._input.sample_of or total  # status need not count the rows
             self._save_manifest()
         now = time.monotonic()
         if now >= self._next_sync:
             took = self._store.sync()
             interval = max(self._job.run.checkpoint_interval_s, 50 * took)
             self._next_sync = now + took + interval
-            if self._note_workers(pool):
+            if self._note_workers(pool) | self._note_gpus():
                 self._save_manifest()
 
     def _note_workers(self, pool: WorkerPool) -> bool:
@@ -408,6 +435,12 @@ class Loop:
         if workers := pool.workers():
             self._manifest.last_start.workers = workers
         return bool(workers)
+
+    def _note_gpus(self) -> bool:
+        """Note for how long GPUs were held, if the job has a price for them."""
+        if self._budgets.count_gpus:
+            self._manifest.last_start.gpu_seconds = round(self._budgets.gpu_seconds, 3)
+        return self._budgets.count_gpus
 
     def _state(self) -> State:
         totals, before = self._store.totals, self._tokens_before
@@ -425,16 +458,18 @@ class Loop:
 
     def _summary(self, total: int | None, code: int | None = None) -> RunSummary:
         """How the run ended; without ``code``, it depends on rows left (retry) or failed."""
-        if code is None or code > 128:
+        if code is None:
             self._store.sync()  # after an error, closing the store writes what it can
         state, failures = self._state(), list[Failure]()
         if code is None:
             failures = failures_of(self._folder / RESULTS, self._store.totals, self._job)
             code = 1 if self._is_retry and self._some_remain() else 3 if state.failed else 0
-        self._manifest.total = total
+        self._note_gpus()
+        self._manifest.total = self._input.sample_of or total
         self._manifest.skipped_elsewhere = self._elsewhere
         self._manifest.last_start.exit = code
         self._manifest.last_start.seconds = round(self._seconds, 3)
+        price = self._budgets.price(_tokens(self._store))
         per_s = 1 / self._seconds if self._seconds else 0.0
         return RunSummary(
             name=self._job.name,
@@ -451,6 +486,8 @@ class Loop:
             rows_per_s=round(self._settled * per_s, 3),
             completion_tokens_per_s=round(state.completion_tokens * per_s, 3),
             exit=code,
+            stopped_by=self._stopped_by,
+            price=None if price is None else round(price, 6),
             failed_by_kind=self._store.totals.count_by_kind(),
             failures=failures,
             source=self._input,
@@ -459,5 +496,5 @@ class Loop:
         )
 
 
-def _tokens(store: Store) -> Usage:
-    return Usage(store.totals.prompt_tokens, store.totals.completion_tokens)
+def _tokens(store: Store, unfinished: int = 0) -> Usage:
+    return Usage(store.totals.prompt_tokens, store.totals.completion_tokens + unfinished)

@@ -30,6 +30,8 @@ class StopRequest:
 
     def __init__(self, *, drain_s: float = DRAIN_S) -> None:
         self._drain_s = drain_s
+        self.began = time.monotonic()
+        """When the command began: ``run.max_seconds`` counts from then."""
         self.signum: int | None = None
         self._deadline = float("inf")
         self._deferred = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
 from batchkit.config.tables import JobConfig
@@ -19,6 +20,7 @@ from batchkit.rendering.renderer import AdjustSampling, PromptRenderer
 from batchkit.sources import is_fallback
 from batchkit.sources.input import Input, from_job
 from batchkit.sources.rowhash import known_hashes
+from batchkit.sources.sample import check_countable, sampled
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import engine_identity
 from batchkit.storage.job_toml import check_secrets
@@ -59,6 +61,9 @@ def start_run(
     """
     check_secrets(job)
     source = from_job(job) if source is None else source
+    size = job.run.sample if attempts is None else None
+    if size is not None:
+        check_countable(source)
     renderer = PromptRenderer(job, adjust_sampling=adjust_sampling)
     references = references_of(job) if job.scoring.is_on else None
     if fresh or on_change == "new":
@@ -80,6 +85,9 @@ def start_run(
                     on_change=on_change,
                 )
             )
+            rows = source
+            if size is not None:
+                rows = sampled(source, job.input, size, seed=job.run.seed, settled=run.store.totals)
             renderer.check_files()  # the manifest must describe the same templates
             progress = Progress(
                 job.folder,
@@ -88,7 +96,7 @@ def start_run(
                 generates=job.task == "generate",
             )
             stack.enter_context(closing(progress))
-            for text in filter(None, [source.left_out, *run.messages]):
+            for text in filter(None, [source.left_out, *run.messages, _sample_of(rows, job)]):
                 progress.event(text)
             loop = Loop(
                 job,
@@ -96,7 +104,7 @@ def start_run(
                 renderer,
                 progress,
                 stop,
-                source,
+                rows,
                 references,
                 engine,
                 prompt_files,
@@ -108,11 +116,24 @@ def start_run(
                 outcome = loop.run(lambda row: False)
             else:
                 outcome = loop.run(_done_in(skip_from, job.input.id))
+            if size is not None:  # the table of its answers has all rows
+                summary = replace(outcome.summary, source=source)
+                outcome = outcome._replace(summary=summary)
             outcome.checked()  # what closes the run must know of the error
     except BatchkitError as error:
         if outcome is None or error is not outcome.error:
             raise
     return outcome
+
+
+def _sample_of(source: Input, job: JobConfig) -> str:
+    if source.sample_of is None:
+        return ""
+    n_rows, size = source.sample_of, min(job.run.sample or 0, source.sample_of)
+    return (
+        f"run.sample: {size:,} of {n_rows:,} rows, drawn at random with run.seed = {job.run.seed}; a start"
+        " without it runs the rest"
+    )
 
 
 def _still_due(log: Path, attempts: Mapping[int, int]) -> dict[int, int]:

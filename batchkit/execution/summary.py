@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchkit.config.numbers import number
 from batchkit.errors import StoreError
 from batchkit.execution.failures import Failure, lines_of
 from batchkit.execution.joined_table import joined_table
@@ -27,7 +28,8 @@ class RunSummary:
     ``skipped`` rows were settled before it began; ``retried`` counts further attempts within it;
     ``seconds`` is the time with the engine up, without loading. ``exit`` is the exit code: 0 all
     rows ok, 3 some failed, 1 stopped by an error or rows without a record remain, 130 and 143
-    interrupted. ``failures``: of the whole job, unless something stopped it. ``source``: where its
+    interrupted. ``stopped_by``: the budget that is used up, as ``run.max_seconds = 60``; empty if none is.
+    ``price``: of the run so far, over all starts; None if the job has no price. ``failures``: of the whole job, unless something stopped it. ``source``: where its
     rows came from. ``run``: when the run began, which tells it from another one in the same folder.
     ``generates``: False if the task gives no text.
     """
@@ -47,6 +49,8 @@ class RunSummary:
     completion_tokens_per_s: float
     failed_by_kind: Mapping[str, int]
     exit: int
+    stopped_by: str = ""
+    price: float | None = None
     failures: Sequence[Failure] = field(default=(), repr=False, compare=False)
     source: Input | None = field(default=None, repr=False, compare=False)
     run: str = field(default="", repr=False, compare=False)
@@ -65,12 +69,24 @@ class RunSummary:
             tokens = f"{per_s:,.0f} prompt tok/s"
         rates = f"{self.rows_per_s:.1f} rows/s, {tokens}"
         lines = [f"{done}; {self.skipped:,} were done before; {self.seconds:.1f} s, {rates}"]
+        if self.price is not None:
+            lines.append(f"price so far: {number(self.price)}")
         if self.exit in (130, 143):
             lines.append("interrupted; run the same command to continue")
+        elif self.stopped_by:
+            lines.append(f"stopped by {self.stopped_by}: {self._left()}")
         elif self.exit == 1:
             lines.append("rows without a record remain; next: batchkit run")
         lines += lines_of(self.failures, self.folder, was_retry=was_retry)
         return "\n".join([*lines, f"results in {self.folder}/{RESULTS}"])
+
+    def _left(self) -> str:
+        """How a run continues that a budget has stopped."""
+        rows = f"{max(0, self.total - self.ok - self.failed):,} rows are left"
+        key = self.stopped_by.partition(" ")[0]
+        if key == "run.max_seconds":
+            return f"{rows}; the same command continues"
+        return f"{rows}; to continue, raise it: --set {key}=…"
 
     def records(self) -> Iterator[dict[str, Any]]:
         """The newest record of each row, in the order of the input.

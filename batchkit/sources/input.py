@@ -50,7 +50,8 @@ class Input(NamedTuple):
     if its argument is true, by a thorough check that may take as long as making ``files``.
     ``labels``: pandas' index of the rows, if they have one.
     ``left_out`` says what the input's folder has besides them; ``if_empty`` what is wrong if there
-    are none, empty if that may be.
+    are none, empty if that may be. ``sample_of``: the rows of the whole input, if only a sample of
+    them is read.
     """
 
     files: list[FileFingerprint] | None
@@ -62,6 +63,7 @@ class Input(NamedTuple):
     labels: Any = None
     left_out: str = ""
     if_empty: str = ""
+    sample_of: int | None = None
 
 
 def from_job(job: JobConfig) -> Input:

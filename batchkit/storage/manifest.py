@@ -75,7 +75,8 @@ class WorkerState(_Part):
 class Start(_Part):
     """One start of the run. ``ended_at`` and ``seconds`` are None while it runs, or if it was killed.
 
-    ``seconds``: with the engine up. ``engine``: what the engine reports about itself. ``run``: in a merged
+    ``seconds``: with the engine up. ``gpu_seconds``: of all GPUs that the job asks for, loading included,
+    as of the last checkpoint; only if the job has a price for them. ``engine``: what the engine reports about itself. ``run``: in a merged
     run, the folder of the run that this start belongs to.
     """
 
@@ -93,6 +94,7 @@ class Start(_Part):
     engine_events: list[str] = []
     workers: list[WorkerState] = []
     seconds: float | None = None
+    gpu_seconds: float = 0.0
     run: str | None = None
 
     @classmethod

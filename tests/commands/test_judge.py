@@ -137,6 +137,28 @@ def test_a_judge_that_is_away_costs_nothing_and_is_asked_later(tmp_path: Path) -
     assert judge.asked.total() == 3
 
 
+def test_a_judge_has_the_budget_of_tokens_for_itself_and_no_price(tmp_path: Path) -> None:
+    judge = Judge({})
+
+    def wordy(text: str, body: dict[str, Any]) -> str:
+        try:
+            return judge(text, body)
+        except Refused as answer:
+            answer.body["usage"]["completion_tokens"] = 20
+            raise
+
+    prices = {"max_price": 40.0, "price_per_million_tokens": [0.0, 2e6]}
+    tables = {"max_in_flight": 1, "sample": 3, **prices}
+    with serving(wordy) as server:
+        made = judged_job(tmp_path, server, run={"max_completion_tokens": 19, **tables})
+        stopped = run_job(made, say=quiet)
+        assert (stopped.summary.ok, stopped.summary.exit) == (3, 1)
+        assert "the judge was stopped by run.max_completion_tokens = 19" in str(stopped.error)
+        assert judge.asked.total() == 1
+        run(judged_job(tmp_path, server, run={"max_completion_tokens": 99, **tables}))
+    assert judge.asked == {"q0": 1, "q1": 1, "q2": 1}
+
+
 def test_a_judgement_that_failed_is_tried_again_by_the_next_score(tmp_path: Path) -> None:
     judge = Judge({"q1": [Refused(400, error("not now")), "[Score]: 60"]})
     with serving(judge) as server:

@@ -79,6 +79,14 @@ def test_vectors_of_workers_are_those_of_one_machine(in_a_folder: Path) -> None:
     assert there["embedding"].equals(here["embedding"])
 
 
+def test_workers_stop_at_a_budget(in_a_folder: Path) -> None:
+    budget = {"max_in_flight": 2, "max_completion_tokens": 120}
+    slow = {"kind": "dry-run", "options": {"latency_s": 0.02}}
+    found = process(job(engine=slow, run=budget), [f"q{n}" for n in range(400)])
+    assert (found.exit, found.stopped_by) == (1, "run.max_completion_tokens = 120")
+    assert 20 <= found.ok < 400
+
+
 def test_a_function_that_no_worker_would_use_is_refused() -> None:
     with pytest.raises(JobError, match=r"adjust_sampling: is a function, which workers on Ray"):
         ProductionBatchProcessor(job(), adjust_sampling=dict)

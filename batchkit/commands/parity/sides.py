@@ -112,7 +112,7 @@ def sides_of(
             "scoring": ScoringTable(),
             # A retry would change the prompt, for example by using fewer pixels.
             "retry": RetryTable(attempts=1, on_too_long=job.retry.on_too_long),
-            "run": job.run.model_copy(update={"workers": None, "fail_on_error": False}),
+            "run": job.run.of_part(workers=None, max_seconds=None, max_completion_tokens=None),
         }
     )
     first, second = (

@@ -20,6 +20,7 @@ import orjson
 from batchkit.commands.score.answer import Answered, Say
 from batchkit.config.loading import resolve_paths
 from batchkit.config.tables import JobConfig, JudgeTable
+from batchkit.errors import BudgetError
 from batchkit.execution.signals import Interrupted, StopRequest
 from batchkit.execution.start import start_run
 from batchkit.rendering.constant_files import constant_files
@@ -121,7 +122,7 @@ def _job(job: JobConfig, table: JudgeTable, folder: Path) -> JobConfig:
             "media": job.media,
             "engine": table.engine,
             "sampling": table.sampling,
-            "run": job.run.model_copy(update={"fail_on_error": False}),
+            "run": job.run.of_part(),
             "retry": {
                 "attempts": job.retry.attempts,
                 "on_too_long": "truncate-middle",
@@ -185,6 +186,12 @@ def _ask(judging: JobConfig, questions: Mapping[str, Mapping[str, Any]], stop: S
     ).checked()
     if summary.exit >= 128:
         raise Interrupted(summary.exit - 128)
+    if summary.stopped_by:
+        raise BudgetError(
+            f"{judging.folder}: the judge was stopped by {summary.stopped_by}; all rows are answered, and"
+            " every judgement that was made is kept. `batchkit score` continues, with a larger budget"
+            " unless it is that of a start"
+        )
 
 
 def _growing(rows: Sequence[Row], size: int) -> Input:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,15 @@ class JobConfig(Table):
         """The run folder."""
         return Path(self.output.dir) / self.name
 
+    @property
+    def gpus(self) -> float:
+        """How many GPUs the run holds: those of one engine, times its workers."""
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        given = [self.engine.options.get(size) for size in sizes]
+        of_engine = math.prod(size for size in given if isinstance(size, int))
+        of_worker = self.run.worker_gpus
+        return (of_engine if of_worker is None else of_worker) * (self.run.workers or 1)
+
     def params(self) -> dict[str, Any]:
         """The parameters of a request, by the names of ``vllm.SamplingParams``, or of
         ``vllm.PoolingParams`` if the task is not ``generate``."""
@@ -143,6 +153,15 @@ class JobConfig(Table):
             raise ValueError(
                 'retry.reask: no answer lacks what scoring.extract = "text" looks for; say what to'
                 ' look for, as extract = "final-answer", or set output.parse'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _knows_its_gpus(self) -> JobConfig:
+        if self.run.price_per_gpu_hour is not None and self.engine.base_url is not None:
+            raise ValueError(
+                "run.price_per_gpu_hour: how many GPUs are behind engine.base_url is not known; give"
+                " run.price_per_million_tokens"
             )
         return self
 

@@ -15,6 +15,8 @@ from pydantic import (
 
 from batchkit.config.tables.base import Free, Identity, Table
 
+_InAndOut = Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)]
+
 
 class RunTable(Table):
     """How the run behaves."""
@@ -86,7 +88,53 @@ class RunTable(Table):
         description="Cores of one worker, and its OpenMP threads; by default 1 with a GPU, else its"
         " share of all cores.",
     )
-    seed: Identity[int] = Field(0, description="The engine's seed.")
+    seed: Identity[int] = Field(0, description="The engine's seed, and that of `run.sample`.")
+    sample: Free[PositiveInt | None] = Field(
+        None,
+        description="Run only so many rows, drawn at random from those of the input; a start without it"
+        " runs the rest, and one with a larger number adds to them.",
+    )
+    max_seconds: Free[PositiveFloat | None] = Field(
+        None,
+        description="Budget of each start, loading included: then no new row begins, and rows in flight get 10"
+        " seconds more. The run ends with exit code 1, and the same command continues it.",
+    )
+    max_completion_tokens: Free[PositiveInt | None] = Field(
+        None,
+        description="Budget of the run, over all its starts: at so many tokens of answers no new row begins; rows in"
+        " flight, which are paid for, are finished. Exit code 1; a larger budget continues the run.",
+    )
+    max_price: Free[PositiveFloat | None] = Field(
+        None,
+        description="Budget of the run, over all its starts, in the currency of the prices below; it ends like"
+        " `max_completion_tokens`.",
+    )
+    price_per_gpu_hour: Free[PositiveFloat | None] = Field(
+        None,
+        description="What an hour of one GPU costs, loading included; the run pays for"
+        " `tensor_parallel_size` × `pipeline_parallel_size` × `data_parallel_size` of them, or"
+        " `run.worker_gpus`, times `run.workers`.",
+    )
+    price_per_million_tokens: Free[_InAndOut | None] = Field(
+        None,
+        description="What a million tokens of prompts and of answers cost: `[0.15, 0.60]`.",
+    )
+
+    def of_part(self, **update: None) -> RunTable:
+        """For a run that is a part of this one, with an engine of its own: the judge's, for example.
+        ``update``: further keys to leave out."""
+        ours = ("sample", "max_price", "price_per_gpu_hour", "price_per_million_tokens")
+        return self.model_copy(update={"fail_on_error": False, **dict.fromkeys(ours), **update})
+
+    @model_validator(mode="after")
+    def _has_a_price(self) -> RunTable:
+        prices = self.price_per_gpu_hour, self.price_per_million_tokens
+        if self.max_price is not None and not any(prices):
+            raise ValueError(
+                "max_price needs a price: price_per_gpu_hour, or price_per_million_tokens ="
+                " [of prompts, of answers]"
+            )
+        return self
 
 
 class RetryTable(Table):

@@ -1,0 +1,56 @@
+"""``run.sample``: some rows of the input, chosen at random."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from random import Random
+
+from batchkit.config.tables import InputTable
+from batchkit.errors import JobError
+from batchkit.sources.input import Input
+from batchkit.storage.checkpoint import Totals
+from batchkit.storage.index_set import IndexSet
+
+
+def sampled(source: Input, table: InputTable, size: int, *, seed: int, settled: Totals) -> Input:
+    """``source``, of which only ``size`` rows are read. The same rows for the same ``seed``; a larger
+    sample has all rows of a smaller one. Rows that are ``settled`` count beside them.
+
+    Raises:
+        InputError: as ``read_rows``.
+    """
+    indexes = _indexes(source, table)
+    chosen = IndexSet(indexes[place] for place in _draw(len(indexes), size, Random(seed)))
+    in_all = len(chosen | settled.completed | settled.failed_rows)
+    return source._replace(
+        read=lambda skip: source.read(lambda index: index not in chosen or skip(index)),
+        size=lambda: in_all,
+        sample_of=len(indexes),
+    )
+
+
+def check_countable(source: Input) -> None:
+    """Raises JobError if the rows can be read only once."""
+    if source.files is None:
+        raise JobError(
+            "run.sample: rows that come from an iterator can't be counted before they are read, so none can"
+            " be chosen at random. Give a list, a table or a file, or leave run.sample out"
+        )
+
+
+def _indexes(source: Input, table: InputTable) -> Sequence[int]:
+    """Those of the rows to choose from; all rows are read only if some are filtered out."""
+    if table.where or table.shard:
+        return array("L", (row.index for row in source.read(lambda index: False)))
+    return range(source.size() or 0)
+
+
+def _draw(n: int, size: int, random: Random) -> Iterator[int]:
+    """The first ``size`` of 0 … n-1 in random order: Fisher and Yates' shuffle, of which only the
+    numbers that have moved are in memory."""
+    moved: dict[int, int] = {}
+    for place in range(min(size, n)):
+        other = random.randrange(place, n)
+        yield moved.get(other, other)
+        moved[other] = moved.get(place, place)

@@ -1,0 +1,274 @@
+"""Runs that end before their rows do: budgets of time, tokens and money, and random samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchkit.config.loading import make_job
+from batchkit.errors import JobError
+from batchkit.execution.budgets import Budgets
+from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.types import Usage
+from tests.support.command_line import batchkit
+from tests.support.dry_runs import (
+    RUN,
+    manifest,
+    prepare,
+    records,
+    run,
+    settled,
+    status,
+    verify,
+    write_job,
+)
+from tests.support.rows import write_jsonl
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+TOKENS = 6  # of an answer of the dry-run engine
+ONE_AT_A_TIME: dict[str, Any] = {"max_in_flight": 1}
+
+
+def test_tokens_are_a_budget_of_the_run_and_a_larger_one_continues_it() -> None:
+    prepare(30, run=ONE_AT_A_TIME | {"max_completion_tokens": 10 * TOKENS})
+    found = run()
+    assert (found.exit_code, found.json["exit"]) == (1, 1)
+    assert found.json["stopped_by"] == "run.max_completion_tokens = 60"
+    assert settled() == dict.fromkeys(range(10), "ok")
+    assert "budget: run.max_completion_tokens = 60, 60 left" in found.stderr
+    assert (
+        "20 rows are left; to continue, raise it: --set run.max_completion_tokens=…" in found.stderr
+    )
+    assert manifest()["starts"][-1]["exit"] == 1
+    assert verify() | {"lost": 0, "pending": 20, "checkpoint_matches": True} == verify()
+
+    again = run()
+    assert (again.exit_code, again.json["ok"]) == (1, 10)
+    assert "loading model" not in again.stderr  # it is said before that takes minutes
+
+    more = run("--set", f"run.max_completion_tokens={20 * TOKENS}")
+    assert (more.exit_code, more.json["ok"]) == (1, 20)
+    assert "run.max_completion_tokens = 120, 60 left" in more.stderr
+    rest = run("--set", "run.max_completion_tokens=100_000")
+    assert (rest.exit_code, rest.json["ok"], rest.json["stopped_by"]) == (0, 30, "")
+
+
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [
+        ({"max_seconds": 1}, "stopping at run.max_seconds = 1: up to 10 s for 12 rows in flight"),
+        (
+            {"max_price": 1, "price_per_gpu_hour": 3600},
+            "stopping at run.max_price = 1: waiting for 12 rows in flight",
+        ),
+    ],
+)
+def test_rows_in_flight_are_paid_for_and_finished(budget: dict[str, Any], said: str) -> None:
+    prepare(40, engine={"options": {"latency_s": 1.2}}, run={"max_in_flight": 12} | budget)
+    found = run()
+    assert found.exit_code == 1
+    assert settled() == dict.fromkeys(range(12), "ok")
+    assert said in found.stderr
+
+
+def test_a_budget_that_is_used_up_by_the_last_row_stops_nothing() -> None:
+    prepare(10, run=ONE_AT_A_TIME | {"max_completion_tokens": 10 * TOKENS})
+    found = run()
+    assert (found.exit_code, found.json["ok"], found.json["stopped_by"]) == (0, 10, "")
+    assert run().exit_code == 0
+
+
+def test_seconds_are_a_budget_of_each_start() -> None:
+    prepare(
+        200,
+        engine={"options": {"latency_s": 0.05}},
+        run=ONE_AT_A_TIME | {"max_seconds": 0.8},
+    )
+    done = 0
+    for _ in range(2):
+        found = run()
+        assert (found.exit_code, found.json["stopped_by"]) == (1, "run.max_seconds = 0.8")
+        assert "run.max_seconds = 0.8 for this start" in found.stderr
+        assert "the same command continues" in found.stderr
+        assert done < found.json["ok"] < 200
+        done = found.json["ok"]
+    assert settled() == dict.fromkeys(range(done), "ok")
+
+
+def test_price_of_tokens_is_that_of_all_starts() -> None:
+    prices = {"price_per_million_tokens": [1.0, 500_000.0], "max_price": 15.0}
+    prepare(30, run=ONE_AT_A_TIME | prices)  # 3 a row, and 0.000003 for its prompt
+    found = run()
+    assert (found.exit_code, found.json["ok"], found.json["price"]) == (1, 5, 15.000015)
+    assert "run.max_price = 15, 15 left" in found.stderr
+    assert "price so far: 15" in found.stderr
+    more = run("--set", "run.max_price=30")
+    assert (more.json["ok"], more.json["price"]) == (10, 30.00003)
+
+
+def test_price_of_gpus_is_that_of_all_starts() -> None:
+    """Loading included, and what an earlier start has used is known to the next."""
+    prepare(
+        200,
+        engine={"options": {"latency_s": 0.05, "max_num_seqs": 2}},
+        run=ONE_AT_A_TIME | {"price_per_gpu_hour": 3600.0, "max_price": 0.6},
+    )
+    found = run()
+    assert (found.exit_code, found.json["stopped_by"]) == (1, "run.max_price = 0.6")
+    assert 0.6 <= found.json["price"] < 5
+    assert 0.6 <= manifest()["starts"][-1]["gpu_seconds"] < 5
+    assert "loading model" not in run().stderr
+
+
+@pytest.mark.parametrize(
+    ("tables", "gpus"),
+    [
+        ({}, 1),
+        ({"engine": {"options": {"tensor_parallel_size": 4, "data_parallel_size": 2}}}, 8),
+        ({"engine": {"options": {"tensor_parallel_size": 2}}, "run": {"workers": 3}}, 6),
+        ({"run": {"workers": 4, "worker_gpus": 0.5}}, 2),
+    ],
+)
+def test_each_gpu_of_the_job_is_paid_for(tables: dict[str, Any], gpus: float) -> None:
+    job: dict[str, Any] = {"engine": {"kind": "vllm", "model": "m"}, "run": {}}
+    for name, table in tables.items():
+        job[name] |= table
+    job["run"] |= {"price_per_gpu_hour": 2.0}
+    budgets = Budgets(make_job(job, "the test"), 0.0, 1800.0, clock=lambda: 3600.0)
+    assert budgets.price(Usage(0, 0)) == 2.0 * (0.5 + gpus)
+
+
+def test_retry_has_the_budget_of_the_run() -> None:
+    write_jsonl(Path("in.jsonl"), [{"other": 1}] * 6 + [{"q": "x"}] * 6)
+    write_job(run={"check_rows": 0})
+    assert run().exit_code == 3
+    retry, key = ["retry-failed", str(RUN)], "run.max_completion_tokens"
+    found = batchkit(*retry, "--set", f"{key}={6 * TOKENS}")
+    assert found.exit_code == 1
+    assert f"raise it: --set {key}=…" in found.stderr
+    assert len(records()) == 12
+    assert batchkit(*retry, "--set", f"{key}={6 * TOKENS + 1}").exit_code == 3
+    assert len(records()) == 18
+
+
+def test_max_price_without_a_price_is_refused() -> None:
+    prepare(3, run={"max_price": 5})
+    found = run()
+    assert found.exit_code == 2
+    assert (
+        "max_price needs a price: price_per_gpu_hour, or price_per_million_tokens" in found.stderr
+    )
+
+
+def test_gpus_of_a_server_elsewhere_have_no_known_price() -> None:
+    prepare(
+        3,
+        engine={"kind": "openai-server", "model": "m", "base_url": "http://localhost:1/v1"},
+        run={"price_per_gpu_hour": 2},
+    )
+    found = run()
+    assert found.exit_code == 2
+    assert "give run.price_per_million_tokens" in found.stderr
+
+
+def test_python_gets_the_summary_of_a_stopped_run() -> None:
+    job = {
+        "name": "a",
+        "engine": {"kind": "dry-run"},
+        "run": ONE_AT_A_TIME | {"max_completion_tokens": TOKENS},
+    }
+    summary = ProductionBatchProcessor(make_job(job, "the test"), quiet=True).process(["x", "y"])
+    assert (summary.exit, summary.ok, summary.total) == (1, 1, 2)
+    assert summary.stopped_by == "run.max_completion_tokens = 6"
+
+
+def sample_of(*args: str) -> dict[str, Any]:
+    found = run(*args)
+    assert found.exit_code == 0, found.stderr
+    return found.json
+
+
+def test_a_sample_is_random_and_a_later_start_runs_the_rest() -> None:
+    prepare(200, run={"sample": 20})
+    found = run()
+    assert (found.exit_code, found.json["ok"], found.json["total"]) == (0, 20, 20)
+    assert "run.sample: 20 of 200 rows, drawn at random with run.seed = 0" in found.stderr
+    chosen = set(settled())
+    assert len(chosen) == 20
+    assert not chosen <= set(range(100))
+    assert chosen & set(range(100))
+    assert status() | {"total": 200, "pending": 180} == status()
+    assert verify() | {"pending": 180, "lost": 0} == verify()
+
+    assert sample_of()["skipped"] == 20  # the same rows: nothing is left to do
+    more = sample_of("--set", "run.sample=50")
+    assert (more["ok"], more["skipped"], more["total"]) == (50, 20, 50)
+    assert chosen < set(settled())
+
+    whole = sample_of("--set", "run.sample=1_000")
+    assert (whole["ok"], whole["total"]) == (200, 200)
+    assert settled() == dict.fromkeys(range(200), "ok")
+
+
+def test_the_rest_of_a_sample_needs_no_key() -> None:
+    prepare(40, run={"sample": 5})
+    run()
+    Path("job.toml").write_text(Path("job.toml").read_text().replace("sample = 5", ""))
+    rest = sample_of()
+    assert (rest["ok"], rest["skipped"], rest["total"]) == (40, 5, 40)
+
+
+def test_another_seed_draws_other_rows() -> None:
+    chosen = []
+    for seed in (1, 2):
+        prepare(200, run={"sample": 20, "seed": seed})
+        sample_of("--fresh")
+        chosen.append(set(settled()))
+    assert chosen[0] != chosen[1]
+
+
+def test_a_sample_is_of_the_rows_that_the_filter_keeps() -> None:
+    prepare(60, input={"where": {"key": [f"k{n}" for n in range(0, 60, 3)]}}, run={"sample": 8})
+    found = run()
+    assert (found.exit_code, found.json["ok"], found.json["total"]) == (0, 8, 8)
+    assert {index % 3 for index in settled()} == {0}
+    assert "8 of 20 rows" in found.stderr
+
+
+def test_rows_that_are_done_count_beside_the_sample() -> None:
+    prepare(100, run=ONE_AT_A_TIME)
+    assert run("--limit", "10").exit_code == 0
+    found = sample_of("--set", "run.sample=20")
+    assert found["skipped"] == 10
+    assert found["ok"] == found["total"] == len(settled())
+
+
+def test_a_sample_of_a_table_keeps_its_index() -> None:
+    pd = pytest.importorskip("pandas")
+    frame = pd.DataFrame({"prompt": [f"q{n}" for n in range(50)]}, index=range(100, 150))
+    job = make_job(
+        {
+            "name": "a",
+            "engine": {"kind": "dry-run"},
+            "prompt": {"user": "{{ prompt }}"},
+            "run": {"sample": 10},
+        },
+        "the test",
+    )
+    summary = ProductionBatchProcessor(job, quiet=True).process(frame)
+    answers = summary.to_pandas()
+    assert list(answers.index) == list(range(100, 150))
+    assert answers["text"].notna().sum() == 10
+
+
+def test_a_sample_of_an_iterator_is_refused_before_the_earlier_run_is_moved() -> None:
+    job = make_job({"name": "a", "engine": {"kind": "dry-run"}, "run": {"sample": 2}}, "the test")
+    processor = ProductionBatchProcessor(job, quiet=True)
+    processor.process(["a", "b", "c"])
+    with pytest.raises(JobError, match=r"run\.sample: rows that come from an iterator"):
+        processor.process(iter(["a", "b", "c"]))
+    assert json.loads((RUN / "manifest.json").read_text())["total"] == 3
