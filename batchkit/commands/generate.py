@@ -12,6 +12,7 @@ from batchkit.execution.signals import StopRequest
 from batchkit.execution.start import start_run
 from batchkit.execution.summary import RunSummary
 from batchkit.sources.input import from_python
+from batchkit.storage.answers import answers_in_words
 
 
 class Answer(NamedTuple):
@@ -22,7 +23,7 @@ class Answer(NamedTuple):
 
     def to_text(self) -> str:
         error = self.record["error"]
-        reply = self.record["text"] if error is None else f"({error['message']})"
+        reply = answers_in_words(self.record)[0] if error is None else f"({error['message']})"
         return f"> {self.prompt}\n{reply}\n"
 
 

@@ -23,6 +23,7 @@ from batchkit.storage.score_store import read_scored
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+_MOST_THOUGHT = 300
 _MOST_SHOWN = 4_000  # characters of a prompt or an answer; --json has all of it
 
 
@@ -71,9 +72,12 @@ class ShownRow(NamedTuple):
         else:
             yield from (f"{name} = {short(value)}" for name, value in self.fields.items())
         if error := record.get("error"):
+            yield from _reasoning_line(record)
             yield f"error {error.get('kind')}: {error.get('message')}"
         else:
-            for answer in answers_in_words(record):
+            choices = record.get("choices") or [record]
+            for choice, answer in zip(choices, answers_in_words(record), strict=True):
+                yield from _reasoning_line(choice)
                 yield f"→ {cut_in_the_middle(answer, _MOST_SHOWN)}"
         yield f"({', '.join(self._facts())})"
 
@@ -84,9 +88,18 @@ class ShownRow(NamedTuple):
         if usage := record.get("usage"):
             yield f"{usage['prompt_tokens']:,} prompt tokens"
             yield f"{usage['completion_tokens']:,} completion tokens"
+            if thought := usage.get("reasoning_tokens"):
+                yield f"{thought:,} of them reasoning"
         if reason := record.get("finish_reason"):
             yield f"finish_reason {reason}"
         yield f"attempt {record.get('attempt')}"
+
+
+def _reasoning_line(answer: Mapping[str, Any]) -> Iterator[str]:
+    """Only its beginning: it may be far longer than the answer."""
+    if thought := " ".join((answer.get("reasoning") or "").split()):
+        more = "…" if len(thought) > _MOST_THOUGHT else ""
+        yield f"(thought: {thought[:_MOST_THOUGHT]}{more})"
 
 
 class ShownRows(NamedTuple):

@@ -11,6 +11,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,26 @@ def test_same_text_is_double_and_differing_text_conflicts(
     assert reported(found, "exit", "double", "conflicting", "ok") == (0, 8, 2, 10)
     assert found.json["conflicting_ids"] == ["k8", "k9"]
     assert text_of_merged(9) == "another", "the newest counts"
+
+
+def test_tool_calls_are_compared_by_function_and_arguments(
+    base_and_later: tuple[Path, Path],
+) -> None:
+    """Their ids are random."""
+
+    def calling(town: Callable[[int], str]) -> Callable[[dict[str, Any]], None]:
+        def change(record: dict[str, Any]) -> None:
+            function = {"name": "weather", "arguments": town(record["index"])}
+            call = {"id": f"call-{town(0)}", "type": "function", "function": function}
+            record.update(text="", tool_calls=[call])
+
+        return change
+
+    for folder, town in zip(base_and_later, ("north", "south"), strict=True):
+        rewrite(folder, calling(lambda index, town=town: town if index == 3 else "here"))
+    found = merge(*base_and_later)
+    assert reported(found, "double", "conflicting") == (9, 1)
+    assert found.json["conflicting_ids"] == ["k3"]
 
 
 def test_newest_answer_counts_wherever_its_run_stands(base_and_later: tuple[Path, Path]) -> None:

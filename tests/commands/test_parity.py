@@ -22,7 +22,7 @@ from batchkit.config.loading import load_job
 from batchkit.config.tables import JobConfig
 from batchkit.engines.registry import open_preflight
 from batchkit.errors import EngineError, InputError, JobError
-from tests.support.chat_server import MODEL, serving
+from tests.support.chat_server import MODEL, Refused, serving
 from tests.support.command_line import batchkit as in_this_process
 from tests.support.own_process import batchkit, begin
 from tests.support.rows import write_jsonl
@@ -297,9 +297,10 @@ def test_keys_of_a_server_stay_with_it(write: Write) -> None:
     assert (two.job.engine.base_url, two.job.engine.lora) == (None, "x")
     assert two.left_out == ["engine.base_url", "engine.options.drop"]
 
-    job = load_job(write(Path("m"), options={}), ["engine.lora=x"])
-    two = sides_of(job, "vllm,openai-server", ((), server[1:2]), Path("/nowhere"))[1]
-    assert two.left_out == ["engine.lora"]
+    own = {"engine.lora": "x", "engine.reasoning_parser": "qwen3"}
+    job = load_job(write(Path("m"), options={}), [f"{key}={value}" for key, value in own.items()])
+    one, two = sides_of(job, "vllm,openai-server", ((), server[1:2]), Path("/nowhere"))
+    assert (one.left_out, set(two.left_out)) == ([], set(own))
 
 
 @pytest.mark.parametrize("kind", ["vllm", "transformers"])
@@ -449,6 +450,26 @@ def test_servers_are_compared_by_their_tokens(write: Write) -> None:
     text = found.to_text()
     assert "row 7 (id q7), token 2, gap 1.5000 or more" in text
     assert 'a: "three" -0.5000, the other not among its likeliest: one two three [stop]' in text
+
+
+def test_reasoning_and_tool_calls_are_compared(write: Write) -> None:
+    def answer(reasoning: str, arguments: str) -> Any:
+        call = {"id": reasoning, "function": {"name": "f", "arguments": arguments}}
+        message = {"content": None, "reasoning": reasoning, "tool_calls": [call]}
+        return {"choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}]}
+
+    def one(text: str, body: Any) -> None:
+        raise Refused(200, answer("a", "{}"))
+
+    def two(text: str, body: Any) -> None:
+        is_other = "question 7 " in text, "question 8 " in text
+        raise Refused(200, answer("ab"[is_other[0]], "{}" if not is_other[1] else "[]"))
+
+    with serving(one) as first, serving(two) as second:
+        settings = [f"engine.base_url={first.url}", f"engine.model={MODEL}"]
+        job = load_job(write(None, options={}), ["engine.kind=openai-server", *settings])
+        found = compare(job, "openai-server,openai-server", f"engine.base_url={second.url}")
+    assert sorted(each.index for each in found.differences) == [7, 8]
 
 
 def test_without_logprobs_words_are_compared(write: Write) -> None:

@@ -91,6 +91,20 @@ def test_model_output_is_in_the_page_as_data_only(page: str) -> None:
     assert HOSTILE in texts
 
 
+def test_tool_calls_are_shown_as_the_answer_and_reasoning_beside_it(tmp_path: Path) -> None:
+    function = {"name": "look_up", "arguments": '{"cell": 3}'}
+    call = {"id": "c", "type": "function", "function": function}
+
+    def answer(index: int, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"text": "", "tool_calls": [call], "reasoning": "It is <b>cell 3</b>."}
+
+    draw_tables(tmp_path / "image", 1)
+    run = make_run(tmp_path, rows(1, 1), answer)
+    (row,) = embedded(write_report(run).read_text(encoding="utf-8"), "data")["rows"]
+    assert (row["ok"], row["text"]) == (True, 'look_up({"cell": 3})')
+    assert row["reasoning"] == "It is <b>cell 3</b>."
+
+
 def test_each_image_is_embedded_once_and_small(page: str) -> None:
     pictures = embedded(page, "pictures")
     assert [picture["name"] for picture in pictures] == [f"table{n}.png" for n in range(4)]

@@ -90,6 +90,20 @@ def test_an_answer_cut_off_inside_its_reasoning_says_so() -> None:
     assert note in batchkit("status", "job.toml").stdout
 
 
+def test_show_has_calls_and_the_beginning_of_the_reasoning() -> None:
+    body = answer(None, "tool_calls", reasoning="Well,\n" + "so " * 500, tool_calls=[CALL, CALL])
+    body["usage"]["completion_tokens_details"] = {"reasoning_tokens": 3}
+    run(body, answer(None, "length", reasoning="Hm"))
+    shown = batchkit("show", "job.toml").stdout.splitlines()
+    at = shown.index('→ weather({"city": "Paris"})')
+    assert shown[at + 1] == 'weather({"city": "Paris"})'
+    assert shown[at - 1].startswith("(thought: Well, so so")
+    assert shown[at - 1].endswith("…)")
+    assert len(shown[at - 1]) < 400
+    assert "4 completion tokens, 3 of them reasoning" in shown[at + 2]
+    assert "(thought: Hm)" in shown
+
+
 @pytest.mark.parametrize(
     ("calls", "kept"),
     [

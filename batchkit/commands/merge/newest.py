@@ -108,5 +108,9 @@ def _newest_of(found: list[NewestRecord]) -> NewestRecord:
 
 
 def _answer(record: dict[str, Any]) -> bytes:
-    texts = [choice.get("text") for choice in record.get("choices") or [record]]
-    return orjson.dumps([texts, record.get("label"), record.get("score")])
+    """What two answers have to have in common to be the same; ids of tool calls are random."""
+    parts = [
+        (choice.get("text"), [call["function"] for call in choice.get("tool_calls") or ()])
+        for choice in record.get("choices") or [record]
+    ]
+    return orjson.dumps([parts, record.get("label"), record.get("score")])

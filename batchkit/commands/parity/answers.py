@@ -10,6 +10,7 @@ from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BrokenInputError, EmptyTextError, EngineError, InputError, JobError
 from batchkit.execution.signals import Interrupted, StopRequest
 from batchkit.execution.start import start_run
+from batchkit.storage.answers import answers_in_words
 from batchkit.storage.manifest import read_manifest
 from batchkit.types import ErrorInfo
 
@@ -23,9 +24,9 @@ class Token(NamedTuple):
 
 
 class SideAnswer(NamedTuple):
-    """A row's answer or its ``error``. ``tokens`` is None if the engine gives none.
+    """A row's answer or its ``error``. ``text`` has its reasoning and tool calls, too.
 
-    ``input_hash`` is the row's, as in its record.
+    ``tokens`` is None if the engine gives none. ``input_hash`` is the row's, as in its record.
     """
 
     id: str
@@ -98,7 +99,7 @@ def _answer(record: Mapping[str, Any]) -> SideAnswer:
     return SideAnswer(
         record["id"],
         record["input_hash"],
-        record["text"] or "",
+        "\n".join(filter(None, [record.get("reasoning"), answers_in_words(record)[0]])),
         finish_reason,
         _tokens(record["choices"][0]["logprobs"]) if "choices" in record else None,
         None if record["usage"] is None else record["usage"]["prompt_tokens"],

@@ -39,8 +39,10 @@ _OPTIONS = {
     "openai-server": ("max_num_seqs", "max_model_len"),
     "dry-run": ("max_num_seqs",),
 }
-# Keys of any engine. `lora` is only for engines that load a model; other keys describe a server.
-_KEYS = ("kind", "model", "options", "in_process")
+# A server loads its adapter and parses its answers itself.
+_NOT_OF_SERVER = ("lora", "reasoning_parser", "tool_call_parser")
+# Keys of the other engines; those not named here describe a server.
+_KEYS = ("kind", "model", "options", "in_process", *_NOT_OF_SERVER)
 # Only OpenAI has this one. For an unknown name, vLLM itself reports the error.
 _NOT_VLLM = "reasoning_effort"
 # Greedy decoding does not use these, or they are set here.
@@ -147,7 +149,7 @@ def _side(name: str, kind: str, job: JobConfig, settings: Sequence[str], greedy:
 def _table_for(kind: str, engine: EngineTable) -> tuple[dict[str, Any], list[str]]:
     """The job's own table without the keys that ``kind`` does not have; and those keys."""
     given = engine.model_dump(exclude_unset=True)
-    known = given.keys() - {"lora"} if kind == "openai-server" else {*_KEYS, "lora"}
+    known = given.keys() - {*_NOT_OF_SERVER} if kind == "openai-server" else {*_KEYS}
     table: dict[str, Any] = {key: given[key] for key in given if key in known} | {"kind": kind}
     left_out = [f"engine.{key}" for key in given if key not in known]
     if kind != engine.kind:

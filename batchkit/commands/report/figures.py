@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from batchkit.storage.answers import answers_in_words
 from batchkit.storage.ledger import failure_kind
 
 if TYPE_CHECKING:
@@ -63,7 +64,9 @@ class RunStats:
         self.shortened += bool(record.get("truncated_tokens"))
         self.retried += (record.get("attempt") or 1) > 1
         self.has_scores = self.has_scores or "scores" in record
-        self.text_lengths.append(len(record.get("text") or ""))
+        self.text_lengths.append(
+            len(answers_in_words(record)[0]) + len(record.get("reasoning") or "")
+        )
         usage, latency_s = record.get("usage"), record.get("latency_s")
         if usage is None or not isinstance(latency_s, int | float):
             return

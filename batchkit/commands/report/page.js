@@ -206,7 +206,7 @@
     }
     detail.replaceChildren(...[
       headOf(row), errorOf(row), picturesOf(row), questionOf(row), pairOf(row), scoresOf(row),
-      ...answerOf(row), fieldsOf(row), promptOf(row),
+      ...answerOf(row), reasoningOf(row), fieldsOf(row), promptOf(row),
     ].filter(Boolean));
     highlight();
   }
@@ -336,6 +336,13 @@
     if (!row.ok) return [];
     const text = make("div", row.text ? "full" : "full nothing", row.text ?? "(none)");
     return [make("h3", "", "Whole answer"), text];
+  }
+
+  function reasoningOf(row) {
+    if (!row.reasoning) return null;
+    const box = make("details");
+    box.append(make("summary", "", "Reasoning"), make("div", "prompt", row.reasoning));
+    return box;
   }
 
   function fieldsOf(row) {

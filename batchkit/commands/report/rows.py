@@ -125,6 +125,7 @@ class _Reader(NamedTuple):
             "kind": failure_kind(record),
             "group": group_name(kept.get(group_by)) if group_by else None,
             "text": _answer(record, self.text_limit),
+            "reasoning": clipped(record.get("reasoning"), self.text_limit),
             "prediction": clipped(record.get("prediction"), self.text_limit),
             "reference": clipped(reference, 4_000),
             "scores": record.get("scores"),
