@@ -20,7 +20,8 @@ CONTENT = frozenset(
     [
         "input.where",
         *(f"{table}.{key}" for table in ("prompt", "scoring.judge.prompt") for key in (
-            "system", "user", "captions", "texts")),
+            "system", "user", "captions", "texts", "tools", "tool_choice")),
+        *(f"{table}.structured_outputs" for table in ("sampling", "scoring.judge.sampling")),
         *(f"{table}.options.chat_template" for table in ("engine", "scoring.judge.engine")),
         "engine.chat_template_text",
         *("pair.query", "pair.documents"),

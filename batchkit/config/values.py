@@ -43,9 +43,10 @@ def check_values(table: Mapping[str, Any]) -> None:
             remedy = f'write it as a text: "{value}"' if is_text else "expected a finite number"
             raise ValueError(f"{_dotted(path)}: found {value}; {remedy}")
         if value is None and _must_be_kept(path):
+            in_tools = _below(path, (("prompt", "tools"),))
+            remedy = "give tools as a JSON file" if in_tools else 'write it as a text: "None"'
             raise ValueError(
-                f"{_dotted(path)}: found None, which a job file can't hold; leave it out, or write it"
-                ' as a text: "None"'
+                f"{_dotted(path)}: found None, which a job file can't hold; leave it out, or {remedy}"
             )
         if isinstance(value, str) and not _is_unicode(value):
             raise ValueError(f"{_dotted(path)}: found text that is no valid UTF-8")

@@ -26,6 +26,8 @@ def hints(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
     has_parser = job.engine.kind != "vllm" or job.engine.tool_call_parser is not None
     if job.prompt.tools is not None and not has_parser:
         yield "prompt.tools: without engine.tool_call_parser, calls stay in the text of the answer"
+    if job.prompt.tools is None and "messages" in first and "tools" in first:
+        yield 'prompt.tools: rows have a field "tools", which is not used; set tools = "{{ tools }}"'
     yield from _absent("output.keep", job.output.keep, first)
     if job.scoring.is_on:
         yield from scoring_hints(job.scoring, first)

@@ -23,6 +23,7 @@ from batchkit.errors import JobError
             {"prompt": {"chat_template_kwargs": {"tools": None}}},
             "prompt.chat_template_kwargs.tools",
         ),
+        ({"prompt": {"tools": [{"function": {"name": None}}]}}, "prompt.tools.0.function.name"),
         ({"sampling": {"logit_bias": {"5": None}}}, "sampling.logit_bias.5"),
         (
             {"engine": {"kind": "dry-run", "options": {"a": {"b": None}}}},

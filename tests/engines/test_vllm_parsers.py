@@ -15,7 +15,7 @@ from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG, Launcher
 from batchkit.engines.registry import open_engine, open_preflight
-from batchkit.errors import JobError
+from batchkit.errors import JobError, RequestError
 from batchkit.types import Choice, Completion, Request
 from tests.support.engine_requests import ask, request
 from tests.support.small_vllm import SMALL
@@ -98,6 +98,15 @@ def with_grammar() -> list[Request]:
     ]
 
 
+def bounded() -> list[Request]:
+    """Reasoning that is ended before its own end, or not needed to be."""
+    return [
+        replace(one, sampling={**one.sampling, "thinking_token_budget": budget})
+        for one in requests()[:8:7]
+        for budget in (0, 3, 50)
+    ]
+
+
 def body_of(request: Request) -> dict[str, Any]:
     names = ("tools", "tool_choice", "parallel_tool_calls")
     given = {name: getattr(request, name) for name in names}
@@ -155,7 +164,7 @@ def test_answers_equal_those_of_the_server(model: Path, launcher: Launcher) -> N
     # The parser that a grammar waits for is the engine's, and all groups have one engine.
     options = {**OPTIONS, "model": str(model), "reasoning_parser": "qwen3"}
     asked_of = {
-        parsers: requests() + (with_grammar() if parsers[0] == "qwen3" else [])
+        parsers: requests() + (with_grammar() + bounded() if parsers[0] == "qwen3" else [])
         for parsers in PARSERS
     }
     groups = [
@@ -185,6 +194,10 @@ def test_answers_equal_those_of_the_server(model: Path, launcher: Launcher) -> N
         ),
         ({"tool_call_parser": "hermess"}, "did you mean 'hermes'?"),
         ({"tool_call_parser": "x"}, "qwen3_coder"),
+        (
+            {"options": {**OPTIONS, "reasoning_config": {"reasoning_end": "x"}}},
+            "engine.options.reasoning_config.reasoning_end: Unexpected keyword argument",
+        ),
         ({"tool_call_parser": "jamba"}, "engine: tool_call_parser jamba cannot be used with"),
         (
             {"options": {**OPTIONS, "reasoning_parser": "qwen3"}},
@@ -197,6 +210,18 @@ def test_a_parser_that_cannot_be_used_is_named(
 ) -> None:
     with pytest.raises(JobError, match=re.escape(message)):
         open_preflight(a_job(model, **engine))
+
+
+def test_a_budget_for_thinking_needs_to_know_where_it_ends(model: Path) -> None:
+    job = a_job(model)
+    sampling = job.sampling.model_copy(update={"thinking_token_budget": 9})
+    with pytest.raises(JobError, match=r"sampling\.thinking_token_budget: vLLM has to know"):
+        open_preflight(job.model_copy(update={"sampling": sampling}))
+    with pytest.raises(RequestError, match=r"thinking_token_budget: vLLM has to know"):
+        open_preflight(job).render(request(0, thinking_token_budget=9))
+    ends = {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
+    known = a_job(model, options={**OPTIONS, "reasoning_config": ends})
+    assert open_preflight(known).render(request(0, thinking_token_budget=9)).text
 
 
 @pytest.mark.parametrize("kind", ["openai-server", "transformers"])

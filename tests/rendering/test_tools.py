@@ -15,6 +15,7 @@ from batchkit.rendering.messages import as_text, with_note
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.rendering.templates.prompt import names_in
 from batchkit.storage.identity import differences, identity
+from batchkit.storage.job_toml import job_of_run, write_job
 from batchkit.types import Request, Row
 
 PLACE = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
@@ -87,6 +88,26 @@ def test_the_definitions_and_their_order_are_the_runs_identity(tmp_path: Path) -
     assert line.startswith("prompt.tools: ")
     (line,) = differences(then, found(TOOLS, tool_choice="required"))
     assert line.startswith("prompt.tool_choice: ")
+
+
+def test_parameters_with_the_name_of_a_secret_are_kept(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"password": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "log_in", "parameters": schema}}]
+    job = make_job(
+        {
+            "engine": {"kind": "dry-run"},
+            "prompt": {"user": "x", "tools": tools},
+            "sampling": {"structured_outputs": {"json": schema}},
+            "output": {"dir": str(tmp_path)},
+        },
+        "job.toml",
+    )
+    assert identity(job)["prompt.tools"] == tools
+    assert identity(job)["sampling.structured_outputs"] == {"json": schema}
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write_job(folder, job)
+    assert job_of_run(folder).prompt.tools == tools
 
 
 def test_without_tools_the_identity_is_that_of_earlier_versions() -> None:

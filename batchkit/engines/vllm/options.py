@@ -72,7 +72,21 @@ def check_config(job: JobConfig) -> Any:
         raise JobError(f"engine: {explain(error, job.engine.model)}") from error
     if job.task != "generate":
         check_pooling(job, config.model_config)
+    elif reason := why_not_bounded(job.sampling.params(), config):
+        raise JobError(reason)
     return config
+
+
+def why_not_bounded(sampling: Mapping[str, Any], vllm_config: Any) -> str | None:
+    """Why vLLM can't end the reasoning after ``thinking_token_budget``, if it is set."""
+    found = getattr(vllm_config, "reasoning_config", None)
+    if sampling.get("thinking_token_budget") is None or (found is not None and found.enabled):
+        return None
+    return (
+        "sampling.thinking_token_budget: vLLM has to know where the model's reasoning begins and ends;"
+        " set engine.reasoning_parser, or reasoning_start_str and reasoning_end_str in"
+        " engine.options.reasoning_config"
+    )
 
 
 def _check_params(job: JobConfig) -> None:

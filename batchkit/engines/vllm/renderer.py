@@ -16,7 +16,7 @@ from batchkit.engines.request_checks import (
     check_length,
     template_kwargs,
 )
-from batchkit.engines.vllm.options import sampling_params
+from batchkit.engines.vllm.options import sampling_params, why_not_bounded
 from batchkit.engines.vllm.parsing import AnswerParser, Parsing
 from batchkit.engines.vllm.tools import tools_of
 from batchkit.errors import MediaError, PromptTooLongError, RequestError, RowError
@@ -52,7 +52,7 @@ class VllmRenderer:
         from vllm.renderers import ChatParams
 
         self._renderer = renderer
-        self._model_config = vllm_config.model_config
+        self._vllm_config, self._model_config = vllm_config, vllm_config.model_config
         self._max_model_len: int = self._model_config.max_model_len
         self._parsing = _parsing(job, renderer, self._model_config)
         self._is_limited = job.retry.on_too_long == "fail"  # else a cut needs the full count
@@ -74,6 +74,8 @@ class VllmRenderer:
             RowError: vLLM refuses it.
         """
         check_forced_call(request, self._job)
+        if reason := why_not_bounded(request.sampling, self._vllm_config):
+            raise RequestError(reason)
         params, parser = sampling_params(request.sampling), None
         with refusing(request):
             if self._parsing is not None:
