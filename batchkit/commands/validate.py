@@ -151,7 +151,7 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
         failed_by_kind={kind: count for kind, count in by_kind.items() if count},
         problems=sorted(problems)[:SHOWN],
         prompt_tokens=_spread(tokens),
-        hints=[] if first is None else [*hints(job, first.fields)],
+        hints=[] if first is None else [masked_text(hint) for hint in hints(job, first.fields)],
     )
 
 
