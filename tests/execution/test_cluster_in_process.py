@@ -161,6 +161,17 @@ def test_images_are_opened_and_answers_scored_by_the_workers(in_a_folder: Path) 
     assert found["scores"]["f1"] > 0
 
 
+def test_vectors_of_two_workers_are_those_of_one_process(in_a_folder: Path) -> None:
+    rows = [f"row {n}" for n in range(60)]
+    found = process(job(task="embed"), rows).to_pandas()
+    alone = job(task="embed", name="alone", run={"workers": None})
+    expected = process(alone, rows).to_pandas()
+    assert [vector.tolist() for vector in found["embedding"]] == [
+        vector.tolist() for vector in expected["embedding"]
+    ]
+    assert len({vector.tobytes() for vector in found["embedding"]}) == 60
+
+
 def test_an_input_that_breaks_off_stops_the_run_with_all_before_it_done(in_a_folder: Path) -> None:
     def rows() -> Iterator[str]:
         yield from ("tea" for _ in range(50))
