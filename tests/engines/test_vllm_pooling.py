@@ -246,6 +246,26 @@ def test_images_are_embedded_as_a_chat(demo_model: Path, run: Any, tmp_path: Pat
     assert kinds(records) == {3: "media"}
 
 
+def test_images_of_documents_are_scored(demo_model: Path, run: Any, tmp_path: Path) -> None:
+    for n in range(2):
+        Image.new("RGB", (128 + 32 * n, 96), (n * 80, 80, 140)).save(tmp_path / f"{n}.png")
+    rows = [
+        {"q": "a cat", "d": ["one", "two"], "files": ["0.png", "1.png"]},
+        {"q": "a cat", "d": ["one", "two"], "files": ["0.png", "none.png"]},
+    ]
+    pair = {**PAIR, "document_images": ["{{ files }}"]}
+    records = run(rows, demo_model, 3, SMALL, task="score", pair=pair)
+    documents = [
+        {"text": text, "image": str(tmp_path / name)}
+        for text, name in zip(rows[0]["d"], rows[0]["files"], strict=True)
+    ]
+    calls = [{"method": "score", "query": "a cat", "documents": documents, "params": {}}]
+    (expected,) = pooled({**SMALL, "model": str(demo_model)}, calls)
+    assert expected[0] != pytest.approx(expected[1], abs=1e-3)
+    assert records[0]["score"] == pytest.approx(expected, **NEAR)
+    assert kinds(records) == {1: "media"}
+
+
 def test_the_texts_of_a_pair_are_shown_as_the_model_gets_them(
     models: Models, tmp_path: Path
 ) -> None:

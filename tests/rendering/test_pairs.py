@@ -11,6 +11,7 @@ from PIL import Image
 
 from batchkit.config.loading import make_job
 from batchkit.errors import PromptTooLongError, RequestError, RowError
+from batchkit.execution.attempts import with_smaller_images
 from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.types import Pair, Request, Row
@@ -101,6 +102,15 @@ def test_each_document_needs_its_image(pictures: dict[str, Any]) -> None:
     pair = {**TEXTS, "document_images": ["{{ b }}"]}
     with pytest.raises(RequestError, match=r"document_images\.0: found 1 images for 2 documents"):
         render({"q": "x", "d": ["one", "two"], "b": "1.png"}, pair, **pictures)
+
+
+def test_a_row_that_ran_out_of_memory_gets_smaller_images(pictures: dict[str, Any]) -> None:
+    pair = {**TEXTS, "query_images": ["{{ a }}"], "document_images": ["{{ b }}"]}
+    row = {"q": "x", "a": "0.png", "d": ["one"], "b": "1.png"}
+    smaller = with_smaller_images(render(row, pair, **pictures)).pair
+    assert smaller is not None
+    assert (widths(smaller.query), widths(smaller.documents[0])) == ([28], [29])
+    assert smaller.documents[0][-1] == {"type": "text", "text": "one"}
 
 
 def test_an_image_of_all_rows_is_compared_at_the_next_start(pictures: dict[str, Any]) -> None:

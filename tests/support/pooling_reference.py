@@ -2,7 +2,7 @@
 
 Input: {"options": for vllm.LLM, "calls": [{"method": "embed", "texts": […], "params": {…}}, …]}; a call
 of ``score`` has "query" and "documents" instead of "texts". A text with an image is {"prompt": its
-text with the image's place in it, "image": path}. The output has a list for each call.
+text with the image's place in it, "image": path}, a document {"text": …, "image": path}. The output has a list for each call.
 """
 
 from __future__ import annotations
@@ -46,7 +46,12 @@ def _answer(llm: Any, method: str, params: dict[str, Any], **given: Any) -> list
 
     made = PoolingParams(**params)
     if method == "score":
-        outputs = llm.score(given["query"], given["documents"], pooling_params=made, use_tqdm=False)
+        outputs = llm.score(
+            given["query"],
+            [_document(document) for document in given["documents"]],
+            pooling_params=made,
+            use_tqdm=False,
+        )
         return [output.outputs.score for output in outputs]
     prompts = [_prompt(text) for text in given["texts"]]
     outputs = getattr(llm, method)(prompts, pooling_params=made, use_tqdm=False)
@@ -55,9 +60,19 @@ def _answer(llm: Any, method: str, params: dict[str, Any], **given: Any) -> list
 
 
 def _prompt(text: Any) -> Any:
-    from PIL import Image
-
     if isinstance(text, str):
         return text
-    image = Image.open(text["image"]).convert("RGB")
-    return {"prompt": text["prompt"], "multi_modal_data": {"image": image}}
+    return {"prompt": text["prompt"], "multi_modal_data": {"image": _image(text["image"])}}
+
+
+def _document(text: Any) -> Any:
+    if isinstance(text, str):
+        return text
+    image = {"type": "image_pil", "image_pil": _image(text["image"])}
+    return {"content": [image, {"type": "text", "text": text["text"]}]}
+
+
+def _image(path: str) -> Any:
+    from PIL import Image
+
+    return Image.open(path).convert("RGB")

@@ -78,20 +78,21 @@ class PoolingRenderer:
         """What vLLM's processor makes prompts of, each of which it has to render."""
         from vllm.entrypoints.pooling import typing as contexts
 
-        common = {"pooling_params": params, "tokenization_kwargs": None, "lora_request": None}
+        common: dict[str, Any] = {
+            "pooling_task": self._vllm_task,
+            "pooling_params": params,
+            "tokenization_kwargs": None,
+            "lora_request": None,  # the engine gets it with each input
+            "priorities": None,
+        }
         context: Any
-        if request.pair is None:
-            context = contexts.OfflineEncodeInputsContext(
-                pooling_task=self._vllm_task, prompts=[request.prompt], priorities=None, **common
-            )
+        if (pair := request.pair) is None:
+            context = contexts.OfflineEncodeInputsContext(prompts=[request.prompt], **common)
         else:
-            data = [[_score_input(part)] for part in (request.pair.query, *request.pair.documents)]
-            query, documents = data[0], [document for (document,) in data[1:]]
+            query, documents = _score_input(pair.query), [*map(_score_input, pair.documents)]
             context = contexts.OfflineScoringInputsContext(
-                pooling_task=self._vllm_task,
                 scoring_data=self._processor.valid_inputs(query, documents),
                 chat_template=self._chat_template,
-                priorities=None,
                 **common,
             )
         make, _ = self._processor.get_request_factory_offline(context)

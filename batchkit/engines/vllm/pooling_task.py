@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, get_type_hints
 
 from batchkit.config.suggest import did_you_mean
@@ -31,14 +33,11 @@ def pooling_params(
     import msgspec
     from vllm import PoolingParams
 
-    types = get_type_hints(PoolingParams)
-    known = [name for name in PoolingParams.__struct_fields__ if name not in _INTERNAL]
-    limits = dict.fromkeys(_LIMITS if of_pair else (), int)
-    types |= limits
-    known += limits
+    limits: dict[str, Any] = dict.fromkeys(_LIMITS if of_pair else (), int)
+    types = {**_types(), **limits} if given else {}
     for name, value in given.items():
-        if name not in known:
-            hint = did_you_mean(name, known) or f"; it knows {', '.join(known)}"
+        if name not in types:
+            hint = did_you_mean(name, types) or f"; it knows {', '.join(types)}"
             raise RequestError(f"pooling.{name}: vLLM has no such parameter{hint}")
         try:
             msgspec.convert(value, types[name], strict=True)
@@ -51,14 +50,26 @@ def pooling_params(
     return params
 
 
+@cache
+def _types() -> dict[str, Any]:
+    """The parameters that a user may set, with their types."""
+    from vllm import PoolingParams
+
+    hints = get_type_hints(PoolingParams)
+    return {n: hints[n] for n in PoolingParams.__struct_fields__ if n not in _INTERNAL}
+
+
 def check_pooling(job: JobConfig, model_config: Any) -> None:
     """What can be known without the model's weights.
 
     Raises:
         JobError: the model can't do the job's task, or has no such parameter.
     """
+    import vllm
     from vllm.exceptions import VLLMValidationError
 
+    if find_spec("vllm.entrypoints.pooling.offline") is None:
+        raise JobError(f'task = "{job.task}": needs vLLM 0.32 or newer; found {vllm.__version__}')
     converted = {"embed": "embed", "classify": "classify"}.get(model_config.convert_type)
     if converted is not None and getattr(model_config.pooler_config, "task", None) is None:
         check_task(job, converted, model_config)
