@@ -87,7 +87,8 @@ class ShownRow(NamedTuple):
             yield f"{name} {'unscored' if score is None else f'{score:.3g}'}"
         if usage := record.get("usage"):
             yield f"{usage['prompt_tokens']:,} prompt tokens"
-            yield f"{usage['completion_tokens']:,} completion tokens"
+            if usage["completion_tokens"]:
+                yield f"{usage['completion_tokens']:,} completion tokens"
             if thought := usage.get("reasoning_tokens"):
                 yield f"{thought:,} of them reasoning"
         if reason := record.get("finish_reason"):
