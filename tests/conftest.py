@@ -87,6 +87,7 @@ SLOW = {
     "test_judge",
     "test_kept_engine",
     "test_llama_build",
+    "test_llama_pooling",
     "test_llama_server",
     "test_media",
     "test_media_pixels",

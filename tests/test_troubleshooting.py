@@ -54,6 +54,20 @@ def of_input(message: str, name: str, content: bytes) -> Mistake:
     )
 
 
+def of_batch(
+    message: str,
+    line: dict[str, Any],
+    args: tuple[str, ...] = ("run", "job.toml"),
+    exit_code: int = 2,
+    **job: Any,
+) -> Mistake:
+    def before() -> None:
+        write_jsonl(Path("batch.jsonl"), [{"custom_id": "a", **line}])
+
+    tables = {"input": {"path": "batch.jsonl"}, "prompt": {"user": None}, **job}
+    return Mistake(message, args, tables, before, exit_code)
+
+
 def in_run(message: str, *args: str, exit_code: int = 2, **job: Any) -> Mistake:
     """After a run of the job."""
     return Mistake(message, args, job, lambda: batchkit("run", "job.toml"), exit_code)
@@ -121,7 +135,23 @@ MISTAKES = [
     ),
     of_input("…: is a zip archive or an Excel workbook; …", "rows.csv", b"PK\x03\x04xx"),
     of_input("…: is UTF-16 text; save it as UTF-8", "rows.csv", "q\nü".encode("utf-16")),
+    of_batch(
+        '… url: … is for task = "…", and the job has task = "…": …',
+        {"url": "/v1/embeddings", "body": {"input": "tea"}},
+    ),
     # rows
+    of_row(
+        "nothing to compare: pair.query and pair.documents are not set…",
+        task="score",
+        prompt={"user": None},
+    ),
+    of_batch(
+        "body: has … texts; a row has one answer…",
+        {"url": "/v1/embeddings", "body": {"input": ["tea", "coffee"]}},
+        ("validate", "job.toml"),
+        exit_code=3,
+        task="embed",
+    ),
     of_row("… is undefined; the row has …", prompt={"user": "{{ qestion }}"}),
     of_row("nothing to send: prompt.user is not set…", prompt={"user": None}),
     of_row("…: no such file under media.root …", prompt={"images": ["no.png"]}),
