@@ -123,7 +123,11 @@ MISTAKES = [
     Mistake("init …: known kinds are …", ("init", "txt")),
     # input
     of_job("…: no file matches; check input.path…", input={"path": "row.jsonl"}),
-    of_job("…: no row has what input.where asks for: …", input={"where": {"q": "none"}}),
+    Mistake(
+        "…: no row has what input.where asks for: …",
+        job={"input": {"where": {"q": "none"}}},
+        exit_code=0,
+    ),
     of_job("input.path is not set; …", input={"path": None}),
     of_input("…: the suffix … names no format; set input.format to one of …", "rows.dat", b"x\n"),
     of_input("…: is empty; …", "rows.csv", b""),

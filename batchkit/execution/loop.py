@@ -166,9 +166,9 @@ class Loop:
         first = next(rows, None)
         if first is None:
             self._check_complete()
-            if self._total.wait() == 0 and not self._resumed and self._input.if_empty:
-                raise InputError(self._input.if_empty)
-            self._progress.event("nothing left to run: every row has a record")
+            is_empty = self._total.wait() == 0 and not self._resumed
+            done = "nothing left to run: every row has a record"
+            self._progress.event(self._input.if_empty if is_empty else done)
             return Outcome(self._summary(self._total.wait()))
         self._look_at(first)
         if self._resumed:

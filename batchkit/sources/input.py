@@ -49,9 +49,8 @@ class Input(NamedTuple):
     depend on their position. ``changes`` says, by path, how the input now differs from ``files``;
     if its argument is true, by a thorough check that may take as long as making ``files``.
     ``labels``: pandas' index of the rows, if they have one.
-    ``left_out`` says what the input's folder has besides them; ``if_empty`` what is wrong if there
-    are none, empty if that may be. ``sample_of``: the rows of the whole input, if only a sample of
-    them is read.
+    ``left_out`` says what the input's folder has besides them; ``if_empty`` why there are none, if
+    there are none. ``sample_of``: the rows of the whole input, if only a sample of them is read.
     """
 
     files: list[FileFingerprint] | None
@@ -62,7 +61,7 @@ class Input(NamedTuple):
     changes: Callable[[bool], Mapping[str, str]] = lambda thorough: {}
     labels: Any = None
     left_out: str = ""
-    if_empty: str = ""
+    if_empty: str = "there are no rows"
     sample_of: int | None = None
 
 
@@ -182,9 +181,8 @@ def distrusted(files: list[FileFingerprint], changed: Collection[str]) -> list[F
 
 
 def _if_empty(table: InputTable) -> str:
-    """A mistyped filter must not pass for a finished run; but of a few rows, a shard may have none."""
     if table.shard is not None:
-        return ""
+        return f"shard {table.shard} of {table.path} has no rows"
     wanted = ", ".join(f"{name} = {shown(value)}" for name, value in table.where.items())
     reason = f"no row has what input.where asks for: {wanted}" if wanted else "has no rows"
     return f"{table.path}: {reason}"
