@@ -9,6 +9,7 @@ from typing import Any
 
 from batchkit.config.terminal import shortened
 from batchkit.errors import RequestError
+from batchkit.storage.answers import calls_in_words
 from batchkit.types import Content, Request
 
 Message = Mapping[str, Any]
@@ -76,10 +77,8 @@ def _lines(request: Request, image: str) -> Iterator[str]:
 
 
 def _said(message: Message, image: str) -> str:
-    calls = [call["function"] for call in message.get("tool_calls") or ()]
-    called = [f"{call['name']}({call.get('arguments') or ''})" for call in calls]
     text = _plain(message["content"] or "", image)
-    return " ".join([text, *called] if text else called)
+    return " ".join([*filter(None, [text]), *calls_in_words(message)])
 
 
 def _plain(content: Content, image: str) -> str:

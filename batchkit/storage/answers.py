@@ -28,7 +28,11 @@ def _scores(scores: Sequence[float], order: Sequence[int] | None) -> str:
     return ", ".join([*shown, *([f"… and {more:,} more"] if more else [])])
 
 
+def calls_in_words(message: Mapping[str, Any]) -> list[str]:
+    """``name(arguments)`` for each tool call of a choice or a message."""
+    calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+    return [f"{call.get('name')}({call.get('arguments') or ''})" for call in calls]
+
+
 def _of_choice(choice: Mapping[str, Any]) -> str:
-    calls = [call.get("function") or {} for call in choice.get("tool_calls") or ()]
-    named = [f"{call.get('name')}({call.get('arguments') or ''})" for call in calls]
-    return "\n".join([*filter(None, [choice.get("text")]), *named])
+    return "\n".join([*filter(None, [choice.get("text")]), *calls_in_words(choice)])

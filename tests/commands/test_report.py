@@ -174,6 +174,23 @@ def test_chat_messages_of_a_row_show_their_text_and_images(tmp_path: Path) -> No
     assert data["rows"][0]["fields"][data["question"]] == "user: [image]\nWhat colour?"
 
 
+def test_chat_messages_of_a_row_show_their_tool_calls(tmp_path: Path) -> None:
+    call = {"id": "a", "function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}
+    said = {"role": "assistant", "content": "One moment.", "tool_calls": [call]}
+    silent = {"role": "assistant", "tool_calls": [call]}
+    wrong = {"role": "assistant", "content": None, "tool_calls": ["clock"]}
+    write_jsonl(tmp_path / "rows.jsonl", [{"messages": [said, silent]}, {"messages": [wrong]}])
+    job = '[input]\npath = "rows.jsonl"\n[engine]\nkind = "dry-run"\n[output]\ndir = "{}"\n'
+    (tmp_path / "job.toml").write_text(job.format(tmp_path / "output"), encoding="utf-8")
+    batchkit("run", tmp_path / "job.toml")
+    page = write_report(tmp_path / "output" / "batch").read_text(encoding="utf-8")
+    data = embedded(page, "data")
+    first, second = (row["fields"][data["question"]] for row in data["rows"])
+    called = 'clock({"zone": "UTC"})'
+    assert first == f"assistant: One moment.\n{called}\n\nassistant: {called}"
+    assert second == 'assistant: ["clock"]'
+
+
 def test_wheel_brings_the_page(tmp_path: Path) -> None:
     pytest.importorskip("hatchling.build", reason="needs hatchling")
     build = "import sys, hatchling.build as b; print(b.build_wheel(sys.argv[1]))"

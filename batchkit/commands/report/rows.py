@@ -24,7 +24,7 @@ from batchkit.rendering.renderer import PromptRenderer
 from batchkit.scoring import Scoring, kept_fields
 from batchkit.scoring.metrics import group_name
 from batchkit.sources.join import with_group
-from batchkit.storage.answers import answers_in_words
+from batchkit.storage.answers import answers_in_words, calls_in_words
 from batchkit.storage.job_toml import job_of_run, without_masked
 from batchkit.storage.ledger import failure_kind
 from batchkit.storage.score_store import read_scored, references_of
@@ -235,7 +235,7 @@ def _as_text(value: Any) -> str:
     if isinstance(value, Mapping) and isinstance(value.get("messages"), list):
         value = value["messages"]
     if isinstance(value, list) and value and all(_is_message(part) for part in value):
-        return "\n\n".join(f"{part['role']}: {_content(part['content'])}" for part in value)
+        return "\n\n".join(f"{part['role']}: {_said(part)}" for part in value)
     try:
         return orjson.dumps(value, default=_foreign, option=orjson.OPT_NON_STR_KEYS).decode()
     except orjson.JSONEncodeError:  # a number or a text that JSON can't represent
@@ -243,7 +243,21 @@ def _as_text(value: Any) -> str:
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and {"role", "content"} <= set(value)
+    return (
+        isinstance(value, Mapping)
+        and "role" in value
+        and bool({"content", "tool_calls"} & set(value))
+    )
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    text = "" if content is None else _content(content)
+    try:
+        calls = calls_in_words(message)
+    except (AttributeError, TypeError):  # the row failed: its calls have another shape
+        calls = [_as_text(message["tool_calls"])]
+    return "\n".join([*filter(None, [text]), *calls])
 
 
 def _content(content: Any) -> str:
