@@ -29,6 +29,7 @@ SCRIPTS = [
     "checkpoint",
     "ledger",
     "parquet",
+    "vectors",
     "merge",
     "text",
     "images",

@@ -63,16 +63,18 @@ import pyarrow.parquet as pq
 
 paths = sorted(glob(sys.argv[1] + "/vectors/*.arrow"))
 table = pa.concat_tables([pa.ipc.open_stream(path).read_all() for path in paths])
-table = table.select(["index", "vector"])
+order = np.argsort(table["index"].to_numpy())
+matrix = np.concatenate([chunk.flatten().to_numpy() for chunk in table["vector"].chunks])
+matrix = matrix.reshape(len(order), -1)[order]
 """
 BY_HAND = {
     "npy": """
-order = np.argsort(table["index"].to_numpy())
-matrix = np.concatenate([chunk.flatten().to_numpy() for chunk in table["vector"].chunks])
-np.save(sys.argv[2], matrix.reshape(len(order), -1)[order])
+np.save(sys.argv[2], matrix)
 """,
     "parquet": """
-pq.write_table(table.sort_by("index"), sys.argv[2], compression="zstd")
+vectors = pa.FixedSizeListArray.from_arrays(matrix.ravel(), matrix.shape[1])
+columns = {"index": table["index"].take(order), "vector": vectors}
+pq.write_table(pa.table(columns), sys.argv[2], row_group_size=10_000)
 """,
 }
 EQUAL = {
