@@ -206,7 +206,7 @@ def test_vector_that_is_not_there_stops_an_export_and_is_named(flag: str) -> Non
     embed()
     Path("old").write_text("kept")
     segment = segment_path(RUN, 0)
-    segment.write_bytes(segment.read_bytes()[:-200])
+    segment.write_bytes(segment.read_bytes()[:100])  # not even its schema
     done = batchkit("export", flag, "old")
     assert done.exit_code == 1
     assert (
