@@ -1,6 +1,6 @@
 """A vLLM worker that waits and computes nothing, as if an accelerator did the work.
 
-    worker_cls = "accelerator.SimulatedWorker"
+    worker_cls = "accelerator.SimulatedWorker"      (embed.py: SimulatedEmbedder)
 
 A step takes ``step_ms``, ``token_us`` for each token in it and ``image_ms`` for each image that it
 encodes (``SIMULATED_ACCELERATOR``, JSON), and leaves the host's cores alone meanwhile. Its output is
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
+import torch
 from models import FIRST_WORD, WORDS
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
@@ -110,6 +111,45 @@ class SimulatedWorker(CPUWorker):
         self.steps += 1
         if self.costs.get("steps"):
             os.pwrite(self.counter, self.steps.to_bytes(8, "little"), 0)
+
+
+class SimulatedEmbedder(SimulatedWorker):
+    """The same for a pooling model: one of ``VECTORS`` vectors, chosen by the row's tokens."""
+
+    VECTORS = 1024
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        draw = torch.Generator().manual_seed(0)
+        size = self.model_config.get_hidden_size()
+        drawn = torch.randn((self.VECTORS, size), generator=draw)
+        self.vectors = torch.nn.functional.normalize(drawn)
+        self.prompts: dict[str, tuple[int, torch.Tensor]] = {}  # tokens, and their vector
+
+    def execute_model(self, scheduled: Any, *_: Any, **__: Any) -> Any:
+        began = time.monotonic()
+        for number in scheduled.finished_req_ids:
+            self.prompts.pop(number, None)
+        if not scheduled.total_num_scheduled_tokens:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        for new in scheduled.scheduled_new_reqs:
+            vector = self.vectors[_checksum(new) % self.VECTORS]
+            self.prompts[new.req_id] = len(new.prompt_token_ids), vector
+        cached = scheduled.scheduled_cached_reqs
+        computed |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        pooled = []
+        for number, before in computed.items():
+            prompt_tokens, vector = self.prompts[number]
+            is_whole = before + scheduled.num_scheduled_tokens[number] >= prompt_tokens
+            pooled.append(vector if is_whole else None)
+        output = ModelRunnerOutput(
+            req_ids=list(computed),
+            req_id_to_index=dict(zip(computed, range(len(computed)), strict=True)),
+            pooler_output=pooled,
+        )
+        self._count()
+        return Later(output, began + self._costs_s(scheduled))
 
 
 def _checksum(new: Any) -> int:

@@ -34,6 +34,7 @@ SCRIPTS = [
     "text",
     "images",
     "order",
+    "embed",
     "run_batch",
     "ray_data",
     "own_process",

@@ -1,6 +1,6 @@
 """batchkit against plain scripts: same rows, same vLLM, a fresh program for each run.
 
-Shared by text.py and images.py; as a program (task as JSON on stdin) it is one such run.
+Shared by text.py, images.py, order.py and embed.py; as a program (task as JSON on stdin) it is one such run.
 The clock runs from the loaded model to the last record written: it includes reading rows, loading
 images, chat template, tokenizer and image processor. batchkit could decode images while the model
 loads; its rows are held back until then (all but the first, which it reads earlier). It writes its
@@ -10,12 +10,14 @@ OMP_NUM_THREADS is unset, as for most users: the scripts' vLLM has its engine co
 own, and on a CPU its worker in another. Nobody is told how long an answer will be.
 
 Host CPU is that of all processes of a side, from the loaded model on (sampled, so right to about
-0.2 s), by tokens answered and, on the simulated accelerator, by its steps.
+0.2 s), by tokens answered (embed.py: tokens of the prompts) and, on the simulated accelerator, by its
+steps.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -35,6 +37,8 @@ GENERATE_ALL = "generate(all)"
 BATCHES_OF_64 = "batches of 64"
 IN_ORDER = "batchkit, in order"  # … of its input: run.look_ahead = 0
 BATCHES = {GENERATE_ALL: None, BATCHES_OF_64: 64}
+EMBED_ALL = "embed(all)"
+SHOWN = 8  # numbers of a vector that are compared
 TIME_LIMIT_S = 900
 
 
@@ -152,7 +156,8 @@ def _run(
     if setting.costs is not None:
         steps = setting.rows.parent / f"{name}.steps"
         environment[COSTS] = json.dumps({**setting.costs, "steps": str(steps)})
-        worker = {"worker_cls": "accelerator.SimulatedWorker"}
+        kind = "Embedder" if job.get("task") == "embed" else "Worker"
+        worker = {"worker_cls": f"accelerator.Simulated{kind}"}
         job["engine"] = {**job["engine"], "options": {**job["engine"]["options"], **worker}}
     task = {
         "side": side,
@@ -180,9 +185,9 @@ def _run(
 
 
 def check(where: str, found: Sequence[Any], expected: Sequence[Any]) -> None:
-    """An answer is its text and the number of its tokens."""
+    """An answer is its text, or the first numbers of its vector, and the number of its tokens."""
     different = [
-        n for n, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]
+        n for n, pair in enumerate(zip(found, expected, strict=False)) if not are_equal(*pair)
     ]
     if len(found) != len(expected) or different:
         counts = f"{len(found)} answers of {len(expected)}, {len(different)} differ"
@@ -192,6 +197,14 @@ def check(where: str, found: Sequence[Any], expected: Sequence[Any]) -> None:
         raise SystemExit(f"{where}: {counts}{example}")
 
 
+def are_equal(found: Sequence[Any], expected: Sequence[Any]) -> bool:
+    """Numbers of vectors may differ by 1e-4: batches differ, and so do their roundings."""
+    (answer, tokens), (wanted, wanted_tokens) = found, expected
+    if isinstance(answer, str):
+        return found == expected
+    return tokens == wanted_tokens and math.dist(answer, wanted) < 1e-4
+
+
 def main() -> None:
     task = json.load(sys.stdin)
     rows, cpu = Path(task["rows"]), HostCpu()
@@ -199,6 +212,8 @@ def main() -> None:
         in_order = ["run.look_ahead=0"] if task["side"] == IN_ORDER else []
         overrides = task["overrides"] + in_order
         found = run_batchkit(task["job"], rows, overrides, hold_back=task["hold_back"])
+    elif task["side"] == EMBED_ALL:
+        found = run_embed(task["job"], rows)
     else:
         found = run_script(task["job"], rows, BATCHES[task["side"]])
     loaded_at = found.pop("loaded_at")
@@ -250,8 +265,18 @@ def run_batchkit(
         "seconds": summary.seconds,
         "load_s": summary.load_seconds,
         "loaded_at": loaded.wait(),
-        "answers": [[record["text"], record["usage"]["completion_tokens"]] for record in records],
+        "answers": vectors_of(summary) if job.task == "embed" else texts_of(records),
     }
+
+
+def texts_of(records: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    return [[record["text"], record["usage"]["completion_tokens"]] for record in records]
+
+
+def vectors_of(summary: Any) -> list[list[Any]]:
+    frame = summary.to_pandas()
+    pairs = zip(frame["embedding"], frame["prompt_tokens"], strict=True)
+    return [[vector[:SHOWN].tolist(), int(tokens)] for vector, tokens in pairs]
 
 
 class Loaded:
@@ -268,7 +293,7 @@ class Loaded:
         return self._at
 
     def _watch(self) -> None:
-        while not self._log.exists() or "generating;" not in self._log.read_text():
+        while not self._log.exists() or "; model loaded in" not in self._log.read_text():
             time.sleep(0.005)
         self._at = time.monotonic()
 
@@ -312,6 +337,29 @@ def run_script(table: Mapping[str, Any], rows: Path, size: int | None) -> dict[s
     }
     llm.llm_engine.engine_core.shutdown()  # its processes would outlive os._exit
     return found
+
+
+def run_embed(table: Mapping[str, Any], rows: Path) -> dict[str, Any]:
+    """One ``LLM.embed`` of all rows, then one file for numpy."""
+    import numpy as np
+    from vllm import LLM
+
+    began = time.monotonic()
+    llm = LLM(table["engine"]["model"], runner="pooling", **table["engine"]["options"])
+    loaded = time.monotonic()
+    outputs = llm.embed([row["q"] for row in read(rows)], use_tqdm=False)
+    vectors = np.array([output.outputs.embedding for output in outputs], np.float32)
+    np.save(f"{table['name']}.npy", vectors)
+    seconds = time.monotonic() - loaded
+    llm.llm_engine.engine_core.shutdown()
+    counts = [len(output.prompt_token_ids) for output in outputs]
+    answers = zip(vectors[:, :SHOWN].tolist(), counts, strict=True)
+    return {
+        "seconds": seconds,
+        "load_s": loaded - began,
+        "loaded_at": loaded,
+        "answers": [list(answer) for answer in answers],
+    }
 
 
 def prompt(tokenizer: Any, row: Mapping[str, Any]) -> Any:
