@@ -7,8 +7,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from batchkit.config.tables import JobConfig as JobConfig
-    from batchkit.execution.loop import Outcome as Outcome
     from batchkit.execution.processor import ProductionBatchProcessor as ProductionBatchProcessor
+    from batchkit.execution.summary import Outcome as Outcome
     from batchkit.execution.summary import RunSummary as RunSummary
 
 __version__ = "0.1.0"
@@ -16,7 +16,7 @@ __all__ = ["JobConfig", "Outcome", "ProductionBatchProcessor", "RunSummary"]
 
 _HOMES = {
     "JobConfig": "batchkit.config.tables",
-    "Outcome": "batchkit.execution.loop",
+    "Outcome": "batchkit.execution.summary",
     "ProductionBatchProcessor": "batchkit.execution.processor",
     "RunSummary": "batchkit.execution.summary",
 }

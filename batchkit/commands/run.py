@@ -17,11 +17,10 @@ from batchkit.config.loading import load_job, masked_override
 from batchkit.config.masking import masked_keys
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, EngineCrashError, JobError, RowOutOfMemoryError
-from batchkit.execution.loop import Outcome
 from batchkit.execution.resume import OnChange
 from batchkit.execution.signals import Interrupted, StopRequest
 from batchkit.execution.start import start_run
-from batchkit.execution.summary import RunSummary
+from batchkit.execution.summary import Outcome, RunSummary
 from batchkit.rendering.constant_files import constant_files
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import differences, identity

@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from batchkit.storage.metrics import GpuLoad
+
 LOOK_S = 1.0
 RECENT_S = 10.0
 LITTLE_FREE = 0.05
@@ -66,6 +68,30 @@ def gpu_bytes() -> int | None:
     if not found or any(gpu.total_gib is None or gpu.free_gib is None for gpu in found):
         return None
     return int(sum((gpu.total_gib or 0) - (gpu.free_gib or 0) for gpu in found) * 2**30)
+
+
+def gpu_loads() -> list[GpuLoad]:
+    """The NVIDIA GPUs of this machine; empty if nvidia-ml-py is not installed, or no driver answers."""
+    try:
+        import pynvml
+    except ImportError:
+        return []
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        try:
+            numbers = range(pynvml.nvmlDeviceGetCount())
+            return [_nvml_load(pynvml, pynvml.nvmlDeviceGetHandleByIndex(n)) for n in numbers]
+        finally:
+            pynvml.nvmlShutdown()
+    return []
+
+
+def _nvml_load(pynvml: Any, device: Any) -> GpuLoad:
+    used = int(pynvml.nvmlDeviceGetMemoryInfo(device).used)
+    try:
+        return GpuLoad(used, pynvml.nvmlDeviceGetUtilizationRates(device).gpu / 100)
+    except pynvml.NVMLError:
+        return GpuLoad(used, None)
 
 
 def gpus() -> list[Gpu]:

@@ -45,5 +45,21 @@ class Found(NamedTuple):
     found: Mapping[str, Mapping[str, Any]]
 
 
+class PoolLoad(NamedTuple):
+    """How busy the engines are: summed over all of them, but for ``kv_cache_usage``, the fullest
+    one's. ``preemptions`` are counted since the start."""
+
+    window: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_cache_usage: float = 0.0
+    preemptions: int = 0
+
+    def __add__(self, other: PoolLoad) -> PoolLoad:  # type: ignore[override]
+        fullest = max(self.kv_cache_usage, other.kv_cache_usage)
+        summed = (mine + its for mine, its in zip(self, other, strict=True))
+        return PoolLoad(*summed)._replace(kv_cache_usage=fullest)  # type: ignore[arg-type]
+
+
 Event = Line | EngineLine | Note | EngineHistory | Found
 Hear = Callable[[Event], None]

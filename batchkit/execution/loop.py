@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
@@ -26,9 +26,10 @@ from batchkit.execution.first_rows import checked
 from batchkit.execution.hints import hints
 from batchkit.execution.kept_engine import KeptEngine
 from batchkit.execution.progress import Progress, State
+from batchkit.execution.recorder import Recorder
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.signals import DRAIN_S, Interrupted, StopRequest
-from batchkit.execution.summary import RunSummary
+from batchkit.execution.summary import Outcome, RunSummary
 from batchkit.execution.worker import Worker, render_ahead
 from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.ordering import well_ordered
@@ -49,19 +50,6 @@ _BEGUN = {
 _SHARE_FROM = 20  # a share of failed rows says nothing before this many are settled
 
 
-class Outcome(NamedTuple):
-    """How a start ended: what is done, and the error that stopped it, if one did."""
-
-    summary: RunSummary
-    error: BatchkitError | None = None
-
-    def checked(self) -> RunSummary:
-        """The summary. Raises the error instead if there is one."""
-        if self.error is not None:
-            raise self.error
-        return self.summary
-
-
 class Loop:
     """One start of a run. Only its own thread uses the worker pool and the store."""
 
@@ -71,6 +59,7 @@ class Loop:
         run: OpenRun,
         renderer: PromptRenderer,
         progress: Progress,
+        recorder: Recorder,
         stop: StopRequest,
         source: Input,
         references: Mapping[str, str | None] | None,
@@ -82,7 +71,7 @@ class Loop:
         self._store, self._manifest, self._folder = run.store, run.manifest, run.folder
         self._save_manifest = run.save
         self._renderer = renderer
-        self._progress = progress
+        self._progress, self._recorder = progress, recorder
         self._stop = stop
         self._prompt_files = prompt_files
         self._input = source
@@ -348,7 +337,7 @@ class Loop:
         finally:
             self._store.flush()
             self._note_workers(pool)
-            self._progress.update(self._state(), force=True)
+            self._show(pool, force=True)
 
     def _hear(self, event: Event) -> None:
         match event:
@@ -418,7 +407,7 @@ class Loop:
         The interval grows if checkpoints are slow, so that they cost at most a fiftieth of the
         time: the checkpoint is a cache, and an old one only makes a resume read more of the log.
         """
-        self._progress.update(self._state())
+        self._show(pool)
         if self._manifest.total is None and (total := self._total.now()) is not None:
             self._manifest.total = self._input.sample_of or total  # status need not count the rows
             self._save_manifest()
@@ -429,6 +418,11 @@ class Loop:
             self._next_sync = now + took + interval
             if self._note_workers(pool) | self._note_gpus():
                 self._save_manifest()
+
+    def _show(self, pool: WorkerPool, *, force: bool = False) -> None:
+        state = self._state()
+        self._progress.update(state, force=force)
+        self._recorder.update(state, pool, force=force)
 
     def _note_workers(self, pool: WorkerPool) -> bool:
         """Note the state of each of several workers for ``status``; False if there is only one."""

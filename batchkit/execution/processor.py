@@ -11,10 +11,9 @@ from batchkit.config.loading import load_job, parse_job, resolve_paths
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, JobError
 from batchkit.execution.kept_engine import KeptEngine
-from batchkit.execution.loop import Outcome
 from batchkit.execution.resume import OnChange
 from batchkit.execution.start import start_run
-from batchkit.execution.summary import RunSummary
+from batchkit.execution.summary import Outcome, RunSummary
 from batchkit.rendering.renderer import AdjustSampling
 from batchkit.sources.input import Input, from_python
 from batchkit.storage.job_toml import check_secrets

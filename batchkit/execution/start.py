@@ -11,10 +11,12 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.registry import open_preflight
 from batchkit.errors import BatchkitError, JobError
 from batchkit.execution.kept_engine import KeptEngine
-from batchkit.execution.loop import Loop, Outcome
+from batchkit.execution.loop import Loop
 from batchkit.execution.progress import Progress
+from batchkit.execution.recorder import Recorder
 from batchkit.execution.resume import OnChange, open_run
 from batchkit.execution.signals import StopRequest
+from batchkit.execution.summary import Outcome
 from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.renderer import AdjustSampling, PromptRenderer
 from batchkit.sources import is_fallback
@@ -96,6 +98,8 @@ def start_run(
                 generates=job.task == "generate",
             )
             stack.enter_context(closing(progress))
+            recorder = Recorder(run, stop.began, progress.event)
+            stack.enter_context(closing(recorder))
             for text in filter(None, [source.left_out, *run.messages, _sample_of(rows, job)]):
                 progress.event(text)
             loop = Loop(
@@ -103,6 +107,7 @@ def start_run(
                 run,
                 renderer,
                 progress,
+                recorder,
                 stop,
                 rows,
                 references,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchkit.config.numbers import number
-from batchkit.errors import StoreError
+from batchkit.errors import BatchkitError, StoreError
 from batchkit.execution.failures import Failure, lines_of
 from batchkit.execution.joined_table import joined_table
 from batchkit.sources.input import Input
@@ -135,3 +135,16 @@ class RunSummary:
                 " of its own"
             )
         return folder
+
+
+class Outcome(NamedTuple):
+    """How a start ended: what is done, and the error that stopped it, if one did."""
+
+    summary: RunSummary
+    error: BatchkitError | None = None
+
+    def checked(self) -> RunSummary:
+        """The summary. Raises the error instead if there is one."""
+        if self.error is not None:
+            raise self.error
+        return self.summary

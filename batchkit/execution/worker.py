@@ -20,7 +20,7 @@ from batchkit.engines.process.launcher import Launcher
 from batchkit.engines.registry import open_engine
 from batchkit.errors import EngineError
 from batchkit.execution.attempts import Attempts
-from batchkit.execution.events import EngineHistory, Found, Hear, Line
+from batchkit.execution.events import EngineHistory, Found, Hear, Line, PoolLoad
 from batchkit.execution.feeder import AHEAD, Feeder
 from batchkit.execution.kept_engine import KeptEngine, Loaded
 from batchkit.execution.records import to_record
@@ -155,6 +155,7 @@ class Worker:
         self._feeder = Feeder(job, self._engine, rows, self._attempts)
         self.unfinished_tokens = 0
         """Of the answers that have not ended, as of the last poll."""
+        self.load = PoolLoad(self._feeder.window.size)
         self.engine_facts = EngineFacts(self._engine.max_num_seqs, self._engine.versions)
 
     def fill(self, *, taking: bool = True) -> list[RecordLine]:
@@ -169,6 +170,10 @@ class Worker:
         load = self._engine.load()
         self.unfinished_tokens = load.unfinished_tokens
         change = change or window.adapt(load, self.in_flight)
+        preemptions = self.load.preemptions + load.preempted
+        self.load = PoolLoad(
+            window.size, load.running, load.waiting, load.kv_cache_usage, preemptions
+        )
         if change is not None:
             self._hear(Line(f"window {change.old} → {change.new}: {change.reason}"))
         return lines

@@ -16,6 +16,7 @@ from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.files import replacing
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.manifest import read_manifest
+from batchkit.storage.metrics import METRICS
 from batchkit.storage.runfolder import JOB, LOCK, MANIFEST, is_run
 from batchkit.storage.score_store import SCORES
 from batchkit.storage.vectors import VECTORS, segments_of
@@ -27,6 +28,7 @@ _OWN_FILES = {
     JOB: "job",
     LOG: "log",
     SCORES: "scores",
+    METRICS: "metrics",
     LOCK: "lock",
 }
 _SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".csv": "csv", ".npy": "npy"}

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, JobError
-from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Line, Note
+from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Line, Note, PoolLoad
 from batchkit.execution.feeder import POLL_S
 from batchkit.execution.worker import EngineFacts, Worker, render_ahead
 from batchkit.rendering.renderer import PromptRenderer
@@ -51,12 +51,13 @@ class WorkerFailure(NamedTuple):
 
 class Load(NamedTuple):
     """``in_flight``: rows that its engine works on. ``capacity``: rows it can use at a time.
-    ``unfinished_tokens``: of the answers that have not ended."""
+    ``unfinished_tokens``: of the answers that have not ended. ``engine``: what its engine does."""
 
     in_flight: int
     retried: int
     capacity: int
     unfinished_tokens: int
+    engine: PoolLoad = PoolLoad()
 
 
 IDLE = Load(0, 0, 0, 0)
@@ -186,7 +187,11 @@ class Actor:
     def _bring(self, worker: Worker, lines: Sequence[RecordLine]) -> None:
         with self._changed:
             self._load = Load(
-                worker.in_flight, worker.retried, worker.capacity, worker.unfinished_tokens
+                worker.in_flight,
+                worker.retried,
+                worker.capacity,
+                worker.unfinished_tokens,
+                worker.load,
             )
             for line in lines:
                 reported = {name: line.record[name] for name in _REPORTED}

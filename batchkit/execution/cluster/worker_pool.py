@@ -19,7 +19,7 @@ from batchkit.execution.cluster.affinity import PrefixAffinity
 from batchkit.execution.cluster.leases import Leases
 from batchkit.execution.cluster.ray_worker import RayWorker
 from batchkit.execution.cluster.session import cause_of, needs, session
-from batchkit.execution.events import EngineHistory, EngineLine, Found, Hear, Line
+from batchkit.execution.events import EngineHistory, EngineLine, Found, Hear, Line, PoolLoad
 from batchkit.execution.feeder import POLL_S
 from batchkit.execution.records import to_record
 from batchkit.execution.signals import Interrupted
@@ -154,6 +154,10 @@ class RayWorkerPool:
     @property
     def unfinished_tokens(self) -> int:
         return sum(worker.life.load.unfinished_tokens for worker in self._at_work())
+
+    @property
+    def load(self) -> PoolLoad:
+        return sum((worker.life.load.engine for worker in self._at_work()), PoolLoad())
 
     @property
     def retried(self) -> int:
