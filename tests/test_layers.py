@@ -61,6 +61,7 @@ FOREIGN_HOMES = {  # who alone may import it; never when the module itself is im
     "torchvision": {"commands.doctor.torchvision_fix"},
     "httpx": {"engines.openai.connections", "rendering.media.download"},
     "pandas": set(),
+    "prometheus_client": {"execution.exporter"},
     "ray": {
         "execution.cluster.actor",
         "execution.cluster.worker_pool",

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from batchkit.engines.memory import family_bytes, gpu_loads
 from batchkit.execution.events import PoolLoad
+from batchkit.execution.exporter import Show
 from batchkit.execution.progress import State
 from batchkit.execution.resume import OpenRun
 from batchkit.storage.metrics import GpuLoad, Metrics, MetricsLog
@@ -37,7 +38,7 @@ class Recorder:
         run: OpenRun,
         began: float,
         say: Callable[[str], None],
-        show: Callable[[Metrics], None] = lambda metrics: None,
+        show: Show,
     ) -> None:
         self._run, self._began, self._show = run, began, show
         self._log = MetricsLog(run.folder, is_lost=lambda: run.lock.is_lost, say=say)

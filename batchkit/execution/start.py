@@ -10,6 +10,7 @@ from pathlib import Path
 from batchkit.config.tables import JobConfig
 from batchkit.engines.registry import open_preflight
 from batchkit.errors import BatchkitError, JobError
+from batchkit.execution.exporter import exporting
 from batchkit.execution.kept_engine import KeptEngine
 from batchkit.execution.loop import Loop
 from batchkit.execution.progress import Progress
@@ -77,6 +78,7 @@ def start_run(
         with ExitStack() as stack:
             if stop is None:
                 stop = stack.enter_context(StopRequest().installed())
+            show = stack.enter_context(exporting(job))
             run = stack.enter_context(
                 open_run(
                     begun_with or job,
@@ -98,7 +100,7 @@ def start_run(
                 generates=job.task == "generate",
             )
             stack.enter_context(closing(progress))
-            recorder = Recorder(run, stop.began, progress.event)
+            recorder = Recorder(run, stop.began, progress.event, show)
             stack.enter_context(closing(recorder))
             for text in filter(None, [source.left_out, *run.messages, _sample_of(rows, job)]):
                 progress.event(text)

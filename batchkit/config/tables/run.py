@@ -120,10 +120,24 @@ class RunTable(Table):
         description="What a million tokens of prompts and of answers cost: `[0.15, 0.60]`.",
     )
 
+    metrics_port: Free[int | None] = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="Prometheus finds the run's metrics at `http://127.0.0.1:PORT/metrics`; needs the extra"
+        " `metrics`.",
+    )
+
     def of_part(self, **update: None) -> RunTable:
         """For a run that is a part of this one, with an engine of its own: the judge's, for example.
         ``update``: further keys to leave out."""
-        ours = ("sample", "max_price", "price_per_gpu_hour", "price_per_million_tokens")
+        ours = (
+            "sample",
+            "max_price",
+            "price_per_gpu_hour",
+            "price_per_million_tokens",
+            "metrics_port",
+        )
         return self.model_copy(update={"fail_on_error": False, **dict.fromkeys(ours), **update})
 
     @model_validator(mode="after")

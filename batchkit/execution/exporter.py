@@ -1,0 +1,171 @@
+"""``run.metrics_port``: the run's newest metrics, for Prometheus.
+
+Names are vLLM's where vLLM has one (``vllm:num_requests_running``), with Prometheus' base units; labels
+of ``batchkit_run_info`` are OpenTelemetry's for generative AI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import batchkit
+from batchkit.config.masking import masked
+from batchkit.config.tables import JobConfig
+from batchkit.engines.registry import require
+from batchkit.errors import JobError
+from batchkit.storage.metrics import Metrics
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+HOST = "127.0.0.1"
+Show = Callable[[Metrics], None]
+_OPERATIONS = {"embed": "embeddings"}  # gen_ai.operation.name has none for the other pooling tasks
+
+
+class Family(NamedTuple):
+    """One metric; ``values`` are by the value of its ``label``, the empty one if it has none."""
+
+    kind: Literal["counter", "gauge"]
+    text: str
+    values: Callable[[Metrics], Mapping[str, float | None]]
+    label: str = ""
+
+
+def _one(name: str) -> Callable[[Metrics], Mapping[str, float | None]]:
+    return lambda metrics: {"": getattr(metrics, name)}
+
+
+def _by_gpu(name: str) -> Callable[[Metrics], Mapping[str, float | None]]:
+    return lambda metrics: {str(n): getattr(gpu, name) for n, gpu in enumerate(metrics.gpus)}
+
+
+# A retry makes failed rows fewer, so rows are gauges.
+FAMILIES = {
+    "batchkit_rows": Family(
+        "gauge",
+        "Rows that have a record.",
+        lambda metrics: {"ok": metrics.rows_ok, "failed": metrics.rows_failed},
+        "status",
+    ),
+    "batchkit_rows_expected": Family("gauge", "Rows of the job.", _one("rows_total")),
+    "batchkit_rows_retried_total": Family(
+        "counter", "Further attempts of rows in this start.", _one("retried")
+    ),
+    "batchkit_run_seconds_total": Family(
+        "counter", "For how long the run's starts have run.", _one("seconds")
+    ),
+    "batchkit_prompt_tokens_total": Family(
+        "counter", "Tokens of prompts of all records.", _one("prompt_tokens")
+    ),
+    "batchkit_generation_tokens_total": Family(
+        "counter", "Tokens of answers of all records.", _one("completion_tokens")
+    ),
+    "batchkit_num_requests_in_flight": Family(
+        "gauge", "Requests handed to the engines.", _one("in_flight")
+    ),
+    "batchkit_num_requests_allowed": Family(
+        "gauge", "The window: how many may be in flight.", _one("window")
+    ),
+    "batchkit_num_requests_running": Family(
+        "gauge", "Requests that the engines run.", _one("running")
+    ),
+    "batchkit_num_requests_waiting": Family(
+        "gauge", "Requests in the engines' queues.", _one("waiting")
+    ),
+    "batchkit_kv_cache_usage_ratio": Family(
+        "gauge", "KV cache in use, of the fullest engine.", _one("kv_cache_usage")
+    ),
+    "batchkit_num_preemptions_total": Family(
+        "counter", "Requests preempted in this start.", _one("preemptions")
+    ),
+    "batchkit_engine_restarts_total": Family(
+        "counter", "Engines started again in this start.", _one("engine_restarts")
+    ),
+    "batchkit_host_memory_bytes": Family(
+        "gauge", "Resident memory of the run's processes on this machine.", _one("host_bytes")
+    ),
+    "batchkit_gpu_memory_bytes": Family(
+        "gauge", "Memory in use on each GPU of this machine.", _by_gpu("memory_bytes"), "gpu"
+    ),
+    "batchkit_gpu_utilization_ratio": Family(
+        "gauge", "Share of the time that a kernel ran.", _by_gpu("utilization"), "gpu"
+    ),
+}
+
+
+@contextmanager
+def exporting(job: JobConfig) -> Iterator[Show]:
+    """Inside, Prometheus gets what the function was last called with, at ``run.metrics_port``;
+    without one, nobody does.
+
+    Raises:
+        JobError: the port is taken, or prometheus_client is not installed.
+    """
+    port = job.run.metrics_port
+    if port is None:
+        yield lambda metrics: None
+        return
+    require(["prometheus_client"], user="run.metrics_port", extra="metrics")
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    newest = _Newest(job)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(newest)
+    try:
+        server, thread = start_http_server(port, addr=HOST, registry=registry)
+    except OSError as error:
+        raise JobError(
+            f"run.metrics_port = {port}: can't listen on {HOST}: {error.strerror or error}; another run or"
+            " program may have the port: give this one another (--set run.metrics_port=…)"
+        ) from error
+    try:
+        yield newest.show
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Newest:
+    """What ``prometheus_client`` collects. The run's thread replaces ``_metrics`` as a whole, while
+    the server's threads read it."""
+
+    def __init__(self, job: JobConfig) -> None:
+        self._run = job.name
+        self._info = {
+            "version": batchkit.__version__,
+            "gen_ai_operation_name": _operation(job),
+            "gen_ai_request_model": str(masked(job.engine.model)),
+            "engine": job.engine.kind,
+        }
+        self._metrics: Metrics | None = None
+
+    def show(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        """All families; before the model is loaded, only what the run is."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        info = GaugeMetricFamily("batchkit_run_info", "What runs.", labels=["run", *self._info])
+        info.add_metric([self._run, *self._info.values()], 1)
+        yield info
+        if (metrics := self._metrics) is None:
+            return
+        for name, family in FAMILIES.items():
+            labels = ["run", family.label] if family.label else ["run"]
+            made: Any = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+            metric = made(name, family.text, labels=labels)
+            for value_of_label, value in family.values(metrics).items():
+                if value is not None:
+                    metric.add_metric([self._run, value_of_label][: len(labels)], value)
+            yield metric
+
+
+def _operation(job: JobConfig) -> str:
+    if job.task == "generate":
+        return "chat" if job.prompt.chat else "text_completion"
+    return _OPERATIONS.get(job.task, job.task)
