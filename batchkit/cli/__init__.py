@@ -89,6 +89,7 @@ def cli() -> None:
     metavar="ADDRESS",
     help="The cluster for --workers; by default RAY_ADDRESS, or else this machine alone.",
 )
+@options.NOTIFY
 @SET
 @click.option("--fresh", is_flag=True, help="Start a new run; the old folder is kept as <name>.1 …")
 @click.option(
@@ -120,6 +121,7 @@ def run(
     shard: str | None,
     workers: int | None,
     ray_address: str | None,
+    notify: str | None,
     overrides: Texts,
     dry_run: bool,
     **how: Any,
@@ -146,6 +148,7 @@ def run(
         "input.limit": limit,
         "run.workers": workers,
         "run.ray_address": ray_address,
+        "run.on_end": notify,
     }
     given = {key: value for key, value in keys.items() if value is not None}
     has_engine = model is not None or any(text.startswith("engine.") for text in overrides)
@@ -217,9 +220,10 @@ def validate(job: Path, rows: int | None, overrides: Texts) -> Result:
     multiple=True,
     help="Only failures of this kind (template, media, prompt_too_long, …). May be repeated.",
 )
+@options.NOTIFY
 @SET
 @printed
-def retry_failed(run: str | None, kinds: Texts, overrides: Texts) -> Result:
+def retry_failed(run: str | None, kinds: Texts, notify: str | None, overrides: Texts) -> Result:
     """Run the rows of RUN again that failed or came back empty.
 
     New results are appended; rows that are ok are not touched. --set applies to this start only.
@@ -231,6 +235,8 @@ def retry_failed(run: str | None, kinds: Texts, overrides: Texts) -> Result:
     for kind in kinds:
         if kind not in ERROR_KINDS:
             raise JobError(f"--kind {kind}: known kinds are {', '.join(ERROR_KINDS)}")
+    if notify is not None:
+        overrides += (f"run.on_end={json.dumps(notify, ensure_ascii=False)}",)
     folder = find_to_read(run)
     found = again(folder, kinds=kinds, overrides=overrides, job_file=job_file(run), say=say)
     if found.summary is not None:

@@ -55,6 +55,12 @@ SET = setting(
     "overrides",
     "Override one key of the job, dotted: sampling.temperature=0. May be repeated.",
 )
+NOTIFY = click.option(
+    "--notify",
+    metavar="COMMAND",
+    help="When the run has ended or was stopped, run COMMAND with the last line of JSON on its stdin"
+    " (run.on_end).",
+)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 
 

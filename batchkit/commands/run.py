@@ -17,6 +17,7 @@ from batchkit.config.loading import load_job, masked_override
 from batchkit.config.masking import masked_keys
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, EngineCrashError, JobError, RowOutOfMemoryError
+from batchkit.execution.notify import notifying
 from batchkit.execution.resume import OnChange
 from batchkit.execution.signals import Interrupted, StopRequest
 from batchkit.execution.start import start_run
@@ -58,15 +59,25 @@ def run_job(
             f"--output {output}: the rows that {skip_from} has would be missing there; leave it out, and"
             " `batchkit export` both runs"
         )
-    with StopRequest().installed() as stop:
-        outcome = start_run(
-            job, fresh=fresh, on_change=on_change, skip_from=skip_from, stop=stop, command="run"
-        )
-        outcome = _finished(outcome, job, stop, say)
-    if output_format is None or outcome.error is not None or outcome.summary.exit not in (0, 3):
+    with notifying(job, say) as ended:
+        with StopRequest().installed() as stop:
+            outcome = start_run(
+                job, fresh=fresh, on_change=on_change, skip_from=skip_from, stop=stop, command="run"
+            )
+            ended(outcome.summary)
+            outcome = _finished(outcome, job, stop, say)
+        if output is not None and output_format is not None:
+            outcome = _exported(outcome, output_format, output, say)
+        ended(outcome.summary)
+    return outcome
+
+
+def _exported(outcome: Outcome, name: str, output: Path, say: Say) -> Outcome:
+    """Once all rows have finished, write them to ``output``."""
+    if outcome.error is not None or outcome.summary.exit not in (0, 3):
         return outcome
     try:
-        for file in export(Path(outcome.summary.folder), output_format, output):
+        for file in export(Path(outcome.summary.folder), name, output):
             say(file.to_text())
     except BatchkitError as error:
         return Outcome(replace(outcome.summary, exit=error.exit_code), error)
@@ -178,7 +189,7 @@ def retry_failed(
             f" answers of {folder}; to try the job, give it another name: batchkit run"
             f" {folder / JOB} --set engine.kind=dry-run --set name=trial"
         )
-    with StopRequest().installed() as stop:
+    with notifying(job, say) as ended, StopRequest().installed() as stop:
         outcome = start_run(
             _with_secrets(job, given, say),
             attempts=attempts,
@@ -188,8 +199,11 @@ def retry_failed(
             stop=stop,
             command="retry-failed",
         )
+        ended(outcome.summary)
         outcome.checked()
-        summary = _finished(outcome, job_of_run(folder), stop, say).checked()
+        outcome = _finished(outcome, job_of_run(folder), stop, say)
+        ended(outcome.summary)
+        summary = outcome.checked()
     recovered = sum(
         record["index"] in attempts and failure_kind(record) is None
         for record in read_newest(folder / RESULTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +12,7 @@ from batchkit.config.loading import load_job, parse_job, resolve_paths
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, JobError
 from batchkit.execution.kept_engine import KeptEngine
+from batchkit.execution.notify import notifying
 from batchkit.execution.resume import OnChange
 from batchkit.execution.start import start_run
 from batchkit.execution.summary import Outcome, RunSummary
@@ -148,23 +150,30 @@ class ProductionBatchProcessor:
             raise JobError("no rows: give some to process(), or set the job's input.path")
         source: Input | None = None if rows is None else from_python(rows, job.input)
         try:
-            return start_run(
-                job,
-                source,
-                attempts=attempts,
-                fresh=self._fresh,
-                on_change=self._on_change,
-                skip_from=self._skip_from,
-                adjust_sampling=self._adjust_sampling,
-                kept=self._kept,
-                quiet=self._quiet,
-            )
+            with notifying(job, self._say) as ended:
+                outcome = start_run(
+                    job,
+                    source,
+                    attempts=attempts,
+                    fresh=self._fresh,
+                    on_change=self._on_change,
+                    skip_from=self._skip_from,
+                    adjust_sampling=self._adjust_sampling,
+                    kept=self._kept,
+                    quiet=self._quiet,
+                )
+                ended(outcome.summary)
+            return outcome
         except BatchkitError as error:
             message = str(error)
             for flag, argument in _ARGUMENTS.items():
                 message = message.replace(flag, argument)
             error.args = (message,)
             raise
+
+    def _say(self, text: str) -> None:
+        if not self._quiet:
+            print(f"batchkit: {text}", file=sys.stderr)
 
 
 def _named(job: JobConfig, name: str) -> JobConfig:

@@ -10,9 +10,11 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_validator,
     model_validator,
 )
 
+from batchkit.config.command import words_of
 from batchkit.config.tables.base import Free, Identity, Table
 
 _InAndOut = Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)]
@@ -128,6 +130,20 @@ class RunTable(Table):
         " `metrics`.",
     )
 
+    on_end: Free[str | list[str] | None] = Field(
+        None,
+        description="A command that is run when a run has ended or was stopped, with the run's last line of JSON on"
+        " its stdin, for at most a minute; no shell reads it: `notify-send batchkit`, or"
+        ' `["sh", "-c", "…"]`.',
+    )
+
+    @field_validator("on_end")
+    @classmethod
+    def _is_a_command(cls, command: str | list[str] | None) -> str | list[str] | None:
+        if command is not None:
+            words_of(command)
+        return command
+
     def of_part(self, **update: None) -> RunTable:
         """For a run that is a part of this one, with an engine of its own: the judge's, for example.
         ``update``: further keys to leave out."""
@@ -137,6 +153,7 @@ class RunTable(Table):
             "price_per_gpu_hour",
             "price_per_million_tokens",
             "metrics_port",
+            "on_end",
         )
         return self.model_copy(update={"fail_on_error": False, **dict.fromkeys(ours), **update})
 
