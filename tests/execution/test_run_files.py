@@ -79,7 +79,8 @@ def test_run_folder_holds_its_files_and_nothing_else() -> None:
     prepare(3)
     run()
     names = {path.name for path in RUN.iterdir() if path.name != ".lock"}
-    assert names == {"job.toml", "manifest.json", "results.jsonl", "checkpoint.json", "run.log"}
+    expected = {"job.toml", "manifest.json", "results.jsonl", "checkpoint.json", "run.log"}
+    assert names == expected | {"metrics.jsonl"}
 
 
 def test_manifest_says_what_the_run_was_made_from() -> None:
