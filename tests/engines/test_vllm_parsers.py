@@ -19,7 +19,7 @@ from batchkit.errors import JobError, RequestError
 from batchkit.types import Choice, Completion, Request
 from tests.support.engine_requests import ask, request
 from tests.support.small_vllm import SMALL
-from tests.support.taught_model import LESSONS, TOOLS, teach
+from tests.support.taught_model import LESSONS, TOOLS, build_taught_model
 from tests.support.vllm_chat_reference import chat_reference
 
 OPTIONS = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
@@ -35,11 +35,8 @@ LONG, SHORT = 120, 6  # tokens: enough for each answer, and too few for most
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from batchkit.commands.demo_model import build_demo_model
-
     path = tmp_path_factory.mktemp("models") / "taught"
-    build_demo_model(path, text_only=True)
-    teach(path)
+    build_taught_model(path)
     return path
 
 
@@ -179,10 +176,24 @@ def test_answers_equal_those_of_the_server(model: Path, launcher: Launcher) -> N
             ours = [answered(done) for done in ask(engine, *asked)]
         for one, mine, body in zip(asked, ours, bodies, strict=True):
             assert mine == as_answered(body), (reasoning, tools, one)
+        if tools == "hermes":
+            _check_transformers(job, launcher.log, bodies)
         calls += sum(bool(c["tool_calls"]) for answer in ours for c in answer["choices"])
         thoughts += sum(bool(c["reasoning"]) for answer in ours for c in answer["choices"])
     assert calls > 5
     assert thoughts > 10
+
+
+def _check_transformers(job: JobConfig, log: Path, bodies: list[dict[str, Any]]) -> None:
+    """The same answers, where no grammar limits the calls to one."""
+    options = {name: OPTIONS[name] for name in ("dtype", "max_model_len", "max_num_seqs")}
+    engine = job.engine.model_copy(update={"kind": "transformers", "options": options})
+    job, asked = job.model_copy(update={"engine": engine}), requests()
+    with closing(Launcher(log)) as launcher, closing(open_engine(job, launcher)) as opened:
+        answers = ask(opened, *asked)
+    for one, mine, body in zip(asked, answers, bodies, strict=False):
+        if one.parallel_tool_calls is None:
+            assert answered(mine) == as_answered(body), one
 
 
 @pytest.mark.parametrize(
@@ -224,10 +235,8 @@ def test_a_budget_for_thinking_needs_to_know_where_it_ends(model: Path) -> None:
     assert open_preflight(known).render(request(0, thinking_token_budget=9)).text
 
 
-@pytest.mark.parametrize("kind", ["openai-server", "transformers"])
-def test_an_engine_without_parsers_refuses_them(kind: str) -> None:
-    engine = {"kind": kind, "model": "m", "reasoning_parser": "qwen3"}
-    if kind == "openai-server":
-        engine["base_url"] = "http://localhost:8000/v1"
-    with pytest.raises(JobError, match="engine: reasoning_parser: the"):
+def test_a_server_parses_its_answers_itself() -> None:
+    url = "http://localhost:8000/v1"
+    engine = {"kind": "openai-server", "model": "m", "base_url": url, "reasoning_parser": "qwen3"}
+    with pytest.raises(JobError, match="engine: reasoning_parser: the server parses"):
         make_job({"engine": engine}, "test")

@@ -1,13 +1,17 @@
 """A tiny Qwen2 that has learned by heart what to answer, so that parsers read what a model generated.
 
-It knows each question of ``LESSONS`` and answers it in the format of a model family.
+It knows each question of ``LESSONS`` and answers it in the format of a model family. ``main`` is a
+program that makes it.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
+
+from tests.support.forks import Fork
 
 TOOLS = [
     {
@@ -50,8 +54,21 @@ TEMPLATE = """\
 _STEPS, _RATE, _GOOD_ENOUGH = 400, 1e-2, 0.002
 
 
-def teach(folder: Path) -> None:
-    """Train the demo model in ``folder``, a Qwen2, until it knows its lessons."""
+def build_taught_model(folder: Path) -> None:
+    """Made by this program, in a process that has imported what that takes."""
+    with Fork([sys.executable, "-m", __name__, str(folder)], text=True) as process:
+        assert process.wait(timeout=240) == 0
+
+
+def main() -> None:
+    from batchkit.commands.demo_model import build_demo_model
+
+    folder = Path(sys.argv[1])
+    build_demo_model(folder, text_only=True)
+    _teach(folder)
+
+
+def _teach(folder: Path) -> None:
     import torch
     from tokenizers import AddedToken
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -102,3 +119,7 @@ def _prompt(tokenizer: Any, question: str, tools: Any) -> str:
         tokenize=False,
     )
     return text
+
+
+if __name__ == "__main__":
+    main()

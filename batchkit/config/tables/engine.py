@@ -21,12 +21,11 @@ from batchkit.config.tables.base import Free, Identity, Table
 
 EngineKind = Literal["vllm", "transformers", "openai-server", "dry-run"]
 
-_PARSES_ELSEWHERE = {
-    "openai-server": "the server parses its answers, and its fields are in the records; leave it out,"
-    " and start the server with its own option, as vllm serve --reasoning-parser NAME or"
-    " --enable-auto-tool-choice --tool-call-parser NAME",
-    "transformers": 'the parsers are part of vLLM: take kind = "vllm", or leave it out',
-}
+_THE_SERVER_PARSES = (
+    "the server parses its answers, and its fields are in the records; leave it out, and start the"
+    " server with its own option, as vllm serve --reasoning-parser NAME or --enable-auto-tool-choice"
+    " --tool-call-parser NAME"
+)
 DEMO_MODEL = "batchkit-demo"  # comes with the package
 
 
@@ -115,7 +114,7 @@ class EngineTable(Table):
         None,
         description="The name of vLLM's parser for the model's reasoning, as in `vllm serve"
         " --reasoning-parser`, for example `qwen3`: the record has it as `reasoning`, and `text` is the"
-        " answer alone. A server parses its answers itself.",
+        " answer alone. `transformers` needs vLLM installed for it; a server parses its answers itself.",
     )
     tool_call_parser: Identity[str | None] = Field(
         None,
@@ -178,8 +177,8 @@ class EngineTable(Table):
         if is_server and self.lora is not None:
             raise ValueError("lora: the server loads it; give the name it has there as model")
         for key in ("reasoning_parser", "tool_call_parser"):
-            if getattr(self, key) is not None and self.kind in ("openai-server", "transformers"):
-                raise ValueError(f"{key}: {_PARSES_ELSEWHERE[self.kind]}")
+            if is_server and getattr(self, key) is not None:
+                raise ValueError(f"{key}: {_THE_SERVER_PARSES}")
         if self.base_url is not None and not _is_base_url(self.base_url):
             raise ValueError(
                 "base_url: expected http(s)://host[:port]/path and nothing more; a key or password"

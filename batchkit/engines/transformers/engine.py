@@ -203,13 +203,17 @@ def _are_finished(answers: Iterable[Answer]) -> bool:
 
 def _completion(answers: Sequence[Answer]) -> Completion:
     prepared = answers[0].prepared
-    return Completion(
+    done = Completion(
         prepared.request,
         [answer.to_choice() for answer in answers],
         Usage(prepared.prompt_tokens, sum(len(answer.token_ids) for answer in answers)),
         time.monotonic() - answers[0].since,
         prompt=prepared.text,
     )
+    if prepared.parser is None:
+        return done
+    prompt_ids = prepared.inputs["input_ids"][0].tolist()
+    return prepared.parser.parsed(done, prompt_ids, [answer.token_ids for answer in answers])
 
 
 def _row_error(fault: Fault, *, is_refusal: bool) -> RowError:

@@ -11,6 +11,8 @@ from batchkit.config.tables import JobConfig, Table
 from batchkit.engines import request_checks
 from batchkit.engines.registry import MAX_NUM_SEQS
 from batchkit.engines.transformers.sampling import sampling_of
+from batchkit.engines.vllm.options import set_environment
+from batchkit.engines.vllm.parsing import unknown_parsers
 from batchkit.errors import JobError, RequestError
 
 
@@ -48,12 +50,20 @@ def options_of(job: JobConfig) -> Options:
         problems.append(str(error))
     if (missing := request_checks.missing_folder(job.engine.model)) is not None:
         problems.append(missing)
+    parsers = {
+        f"engine.{name}": getattr(job.engine, name)
+        for name in ("reasoning_parser", "tool_call_parser")
+    }
     for key, value, package in (
+        *((key, value, "vllm") for key, value in parsers.items()),
         ("engine.lora", job.engine.lora, "peft"),
         ("engine.options.device_map", given.get("device_map"), "accelerate"),
     ):
         if value is not None and find_spec(package) is None:
             problems.append(f"{key} needs the package {package}: pip install {package}")
+    if any(parsers.values()) and not problems:
+        set_environment()
+        problems = unknown_parsers(job)
     if problems:
         raise JobError("\n".join(problems))
     return Options(**{**given, "chat_template": template})

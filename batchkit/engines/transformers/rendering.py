@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from batchkit.config.tables import JobConfig
@@ -12,6 +13,7 @@ from batchkit.engines.process.startup import explain
 from batchkit.engines.request_checks import cause, check_forced_call, check_length, template_kwargs
 from batchkit.engines.transformers.options import Options
 from batchkit.engines.transformers.sampling import Sampling, sampling_of
+from batchkit.engines.vllm.parsing import ADJUSTED, AnswerParser, parsing_of
 from batchkit.errors import JobError, MediaError, RequestError, RowError
 from batchkit.types import Request
 
@@ -28,6 +30,7 @@ class Prepared(NamedTuple):
     text: str
     inputs: Mapping[str, Any]
     max_tokens: int
+    parser: AnswerParser | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -60,6 +63,7 @@ class TransformersRenderer:
         self._vocab_size: int = text_config.vocab_size
         self.max_model_len = _max_model_len(text_config, options.max_model_len)
         own = getattr(self._processor, "chat_template", None) or self.tokenizer.chat_template
+        self._parsing = parsing_of(job, self.tokenizer)
         self._job, self._chat_template = job, options.chat_template or own
         self._processor_kwargs = options.mm_processor_kwargs
 
@@ -74,7 +78,7 @@ class TransformersRenderer:
             RowError: the model can't take it.
         """
         check_forced_call(request, self._job)
-        sampling = sampling_of(request.sampling)
+        sampling, parser = self._sampling(request)
         for token_id in sampling.token_ids:
             if token_id >= self._vocab_size:
                 known = f"the model's vocabulary ends at {self._vocab_size - 1}"
@@ -93,7 +97,18 @@ class TransformersRenderer:
             raise RequestError("the prompt is empty")
         check_length(request, prompt_tokens, self.max_model_len)
         room = self.max_model_len - prompt_tokens
-        return Prepared(request, sampling, text, inputs, min(room, sampling.max_tokens or room))
+        max_tokens = min(room, sampling.max_tokens or room)
+        return Prepared(request, sampling, text, inputs, max_tokens, parser)
+
+    def _sampling(self, request: Request) -> tuple[Sampling, AnswerParser | None]:
+        """As the parser of its answers, if it has one, needs it."""
+        sampling = sampling_of(request.sampling)
+        if self._parsing is None:
+            return sampling, None
+        params = SimpleNamespace(**{name: getattr(sampling, name, None) for name in ADJUSTED})
+        parser = self._parsing.parser_of(request, params, self._template_kwargs(request))
+        changed = {"skip_special_tokens": params.skip_special_tokens}
+        return sampling.model_copy(update=changed), parser
 
     def _text(self, request: Request) -> str:
         if request.messages is None:
@@ -107,13 +122,15 @@ class TransformersRenderer:
             conversation,
             **{
                 "chat_template": self._chat_template,
-                "add_generation_prompt": True,
                 "tools": None if request.tools is None else list(request.tools),
-                **template_kwargs(self._job, request),
+                **self._template_kwargs(request),
                 "tokenize": False,
             },
         )
         return text
+
+    def _template_kwargs(self, request: Request) -> dict[str, Any]:
+        return {"add_generation_prompt": True, **template_kwargs(self._job, request)}
 
     def _inputs(self, request: Request, text: str) -> Mapping[str, Any]:
         images = {"images": request.images or None, **self._processor_kwargs}

@@ -18,7 +18,7 @@ from batchkit.errors import InvalidOutputError, JobError, RequestError
 from batchkit.types import Choice, Completion, Request
 
 # Parameters of the generation that a parser may change.
-_ADJUSTED = ("skip_special_tokens", "spaces_between_special_tokens", "structured_outputs")
+ADJUSTED = ("skip_special_tokens", "spaces_between_special_tokens", "structured_outputs")
 
 
 def unknown_parsers(job: JobConfig) -> list[str]:
@@ -42,18 +42,29 @@ def unknown_parsers(job: JobConfig) -> list[str]:
     ]
 
 
-class Parsing:
-    """The job's parsers. ``tokenizer`` and ``model_config`` are vLLM's.
+def parsing_of(job: JobConfig, tokenizer: Any, model_config: Any = None) -> Parsing | None:
+    """None if the job names no parser. ``model_config`` is vLLM's, or None with another engine.
 
     Raises:
-        JobError: they can't be used with each other, or with the model's tokenizer.
+        JobError: the parsers can't be used with each other, or with the model's tokenizer.
     """
+    if job.engine.reasoning_parser is None and job.engine.tool_call_parser is None:
+        return None
+    return Parsing(job, tokenizer, model_config)
+
+
+class Parsing:
+    """The job's parsers. Raises as ``parsing_of``."""
 
     def __init__(self, job: JobConfig, tokenizer: Any, model_config: Any) -> None:
         from vllm.parser import ParserManager
         from vllm.utils.mistral import is_mistral_tokenizer, is_mistral_tool_parser
 
-        engine = job.engine
+        if model_config is None:
+            from vllm.tokenizers.hf import get_cached_tokenizer
+
+            tokenizer = get_cached_tokenizer(tokenizer)  # each parser asks for its vocabulary
+        engine, hf_config = job.engine, getattr(model_config, "hf_config", None)
         self._tokenizer, self._model_config = tokenizer, model_config
         try:
             self._parser_cls = ParserManager.get_parser(
@@ -61,7 +72,7 @@ class Parsing:
                 reasoning_parser_name=engine.reasoning_parser,
                 enable_auto_tools=True,
                 model_name=engine.model,
-                is_harmony=model_config.hf_config.model_type == "gpt_oss",
+                is_harmony=getattr(hf_config, "model_type", None) == "gpt_oss",
                 tokenizer=tokenizer,
             )
         except TypeError as error:
@@ -81,8 +92,9 @@ class Parsing:
     def parser_of(
         self, request: Request, params: Any, chat_template_kwargs: Mapping[str, Any]
     ) -> AnswerParser:
-        """The parser of the answers to ``request``. It changes ``params``, vLLM's SamplingParams, as
-        it needs: special tokens in the text, or a grammar for the calls that ``tool_choice`` requires.
+        """The parser of the answers to ``request``. It changes ``params``, which has attributes of
+        vLLM's SamplingParams (``ADJUSTED``), as it needs: special tokens in the text, or a grammar for
+        the calls that ``tool_choice`` requires.
 
         Raises:
             RequestError: vLLM refuses the tools, or what they are combined with.
@@ -100,7 +112,7 @@ class Parsing:
 
         if self._always_adjusts or chat.tool_choice != "none":
             chat = make().adjust_request(request=chat)
-            for name in _ADJUSTED[:-1]:
+            for name in ADJUSTED[:-1]:
                 setattr(params, name, getattr(chat, name))
             params.structured_outputs = chat.extract_structured_outputs()
         return AnswerParser(make, chat, kwargs)
@@ -177,7 +189,7 @@ def _chat_request(request: Request, params: Any) -> Any:
         "tools": request.tools,
         "tool_choice": request.tool_choice,
         "parallel_tool_calls": request.parallel_tool_calls,
-        **{name: getattr(params, name) for name in _ADJUSTED},
+        **{name: getattr(params, name) for name in ADJUSTED},
     }
     # Of the messages parsers read only the calls: some number theirs on from there.
     calls = [

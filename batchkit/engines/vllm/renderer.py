@@ -17,7 +17,7 @@ from batchkit.engines.request_checks import (
     template_kwargs,
 )
 from batchkit.engines.vllm.options import sampling_params, why_not_bounded
-from batchkit.engines.vllm.parsing import AnswerParser, Parsing
+from batchkit.engines.vllm.parsing import AnswerParser, parsing_of
 from batchkit.engines.vllm.tools import tools_of
 from batchkit.errors import MediaError, PromptTooLongError, RequestError, RowError
 from batchkit.types import Choice, Completion, Request, Usage
@@ -54,7 +54,7 @@ class VllmRenderer:
         self._renderer = renderer
         self._vllm_config, self._model_config = vllm_config, vllm_config.model_config
         self._max_model_len: int = self._model_config.max_model_len
-        self._parsing = _parsing(job, renderer, self._model_config)
+        self._parsing = parsing_of(job, renderer.get_tokenizer(), self._model_config)
         self._is_limited = job.retry.on_too_long == "fail"  # else a cut needs the full count
         self._job = job
         self._chat_params = ChatParams(
@@ -172,12 +172,6 @@ def refusing(request: Request) -> Iterator[None]:
         # The model's own processor runs here, and may raise anything for an unusual image.
         kind = MediaError if request.media_bytes else RequestError
         raise kind(cause(error)) from error
-
-
-def _parsing(job: JobConfig, renderer: Any, model_config: Any) -> Parsing | None:
-    if job.engine.reasoning_parser is None and job.engine.tool_call_parser is None:
-        return None
-    return Parsing(job, renderer.get_tokenizer(), model_config)
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
