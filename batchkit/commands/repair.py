@@ -45,7 +45,8 @@ def repair(folder: Path) -> Repair:
     of a row are moved to ``results.jsonl.broken-<n>``. Rows without a record left are pending: the next start runs them.
 
     Raises:
-        StoreError: another process holds the folder, the log is missing, or the disk refuses.
+        StoreError: another process holds the folder, the log is missing, a file of vectors can't be read, or
+            the disk refuses.
     """
     with claim(folder) as lock:
         finish_requeue(folder)

@@ -136,7 +136,7 @@ def verify(folder: Path) -> Verification:
     """Read the whole log, and compare it with the checkpoint and the input.
 
     Raises:
-        StoreError: not a run folder, or its log is missing.
+        StoreError: not a run folder, or its log is missing, or a file of vectors can't be read.
     """
     manifest = read_manifest(folder)
     checkpoint = read_checkpoint(folder)  # before the log, which grows

@@ -190,14 +190,18 @@ class Vectors:
         return vector
 
     def fault_in(self, record: Mapping[str, Any]) -> str | None:
-        """What is wrong with the vector of ``record``; None if nothing is, or it has none."""
+        """What is wrong with the vector of ``record``; None if nothing is, or it has none.
+
+        Raises:
+            StoreError: its file can't be read, which says nothing about the vector.
+        """
         import numpy as np
 
         if record.get("embedding") is None:
             return None
         try:
             is_finite = np.isfinite(self.of(record)).all()
-        except StoreError as error:
+        except _BadVectorError as error:
             return str(error)
         return None if is_finite else f"the vector of row {record['index']} is not finite"
 
@@ -215,14 +219,20 @@ class Vectors:
             found = self._segments[number] = _Segment(segment_path(self._folder, number))
         return found
 
-    def _error(self, segment: _Segment, index: int, place: VectorPlace, fault: str) -> StoreError:
+    def _error(
+        self, segment: _Segment, index: int, place: VectorPlace, fault: str
+    ) -> _BadVectorError:
         fault = fault.format(segment.n_rows) if segment.path.exists() else "is missing"
-        return StoreError(
+        return _BadVectorError(
             f"{segment.path}: {fault}; the record of row {index} names vector {place.row} of this file,"
             f" with {place.dimensions:,} dimensions. Restore the file, if there is a copy; `batchkit"
             f" verify --repair {self._folder}` sets such records aside, and the next start runs their"
             " rows"
         )
+
+
+class _BadVectorError(StoreError):
+    """A record's vector is not there, is damaged, or is another row's."""
 
 
 _SHORT = "has {:,} whole vectors"

@@ -251,6 +251,23 @@ def test_verify_finds_vectors_that_are_not_there_and_repair_sets_their_records_a
     assert verify()["duplicates"] == 0
 
 
+def test_file_that_cannot_be_read_is_no_reason_to_set_records_aside() -> None:
+    prepare(10)
+    assert run().exit_code == 0
+    segment = segment_path(RUN, 0)
+    segment.rename("aside")
+    segment.symlink_to(segment.name)  # as after a lost mount, or without permission
+    log = LOG.read_bytes()
+    for options in ([], ["--repair"]):
+        refused = batchkit("verify", *options, str(RUN))
+        assert refused.exit_code == 1
+        assert "vectors/000000.arrow: can't be read" in refused.stderr
+    assert LOG.read_bytes() == log
+    segment.unlink()
+    Path("aside").rename(segment)
+    assert verify()["bad_vectors"] == 0
+
+
 def test_one_changed_byte_of_a_vector_is_found() -> None:
     prepare(10, pooling={"dimensions": 64})
     assert run().exit_code == 0

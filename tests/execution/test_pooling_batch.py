@@ -87,10 +87,12 @@ def test_lines_for_scores_and_rerank_are_exported_in_their_shapes() -> None:
         line(3, "/v1/rerank", query="tea", documents=documents, top_n=2),
         line(4, "/v1/rerank", query="tea", documents="one"),
         line(5, "/v1/score", queries=["tea", "coffee"], documents=["one", "two"]),
+        line(6, "/v1/rerank", query="tea", documents=documents, top_n="2"),
+        line(7, "/v1/rerank", query="tea", documents=documents, top_n=-1),
     )
     assert run().exit_code == 3
     assert "has 2 queries" in errors().pop(5)
-    one, several, ranked, best, alone = [r for r in records() if not r["error"]]
+    one, several, ranked, best, alone, *odd = [r for r in records() if not r["error"]]
     bodies = exported()
     assert [item["score"] for item in bodies[0]["data"]] == [one["score"]]
     assert [item["score"] for item in bodies[1]["data"]] == several["score"]
@@ -103,6 +105,8 @@ def test_lines_for_scores_and_rerank_are_exported_in_their_shapes() -> None:
     assert shown[1] == {"text": None, "multi_modal": [{"type": "text", "text": "two"}]}
     assert [item["index"] for item in bodies[3]["results"]] == best["order"][:2]
     assert [item["relevance_score"] for item in bodies[4]["results"]] == [alone["score"]]
+    for record, body in zip(odd, bodies[5:], strict=True):  # a count that is none: all of them
+        assert [item["index"] for item in body["results"]] == record["order"]
     for body in bodies:
         assert body["usage"]["prompt_tokens"] == body["usage"]["total_tokens"] > 0
 

@@ -64,7 +64,9 @@ def _scores(record: Mapping[str, Any], line: Mapping[str, Any]) -> Answer:
         return _listed("score", record, data)
     body = line["body"]
     documents = sides_of(body).documents
-    best_first = (record.get("order") or [0])[: body.get("top_n") or None]
+    top_n = body.get("top_n")
+    most = top_n if isinstance(top_n, int) and top_n > 0 else len(documents)
+    best_first = (record.get("order") or [0])[:most]
     results = [
         {"index": n, "document": _document(documents[n]), "relevance_score": scores[n]}
         for n in best_first
