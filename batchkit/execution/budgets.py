@@ -66,8 +66,8 @@ class Budgets:
             parts.append(f"run.max_price = {run.max_price:g}, {number(left_of_price)} left")
         return f"budget: {'; '.join(parts)}" if parts else ""
 
-    def used_up(self, tokens: Usage) -> str:
-        """The first budget that is used up, as ``run.max_seconds = 60``; empty if none is.
+    def used_up(self, tokens: Usage) -> str | None:
+        """The first budget that is used up, as ``run.max_seconds = 60``; None if none is.
 
         ``tokens`` include those of answers that have not ended: they are paid for, too.
         """
@@ -79,7 +79,7 @@ class Budgets:
             return f"run.max_completion_tokens = {most:,}"
         if run.max_price is not None and (self.price(tokens) or 0.0) >= run.max_price:
             return f"run.max_price = {run.max_price:g}"
-        return ""
+        return None
 
     @property
     def drain_s(self) -> float | None:

@@ -97,7 +97,7 @@ class Loop:
         self._stopping = self._all_read = False
         earlier = sum(start.gpu_seconds for start in run.manifest.starts)
         self._budgets = Budgets(job, stop.began, earlier)
-        self._stopped_by = ""
+        self._stopped_by: str | None = None
         self._settled = self._failed = 0
         self._next_sync = 0.0
         self._load_s = 0.0
@@ -176,7 +176,7 @@ class Loop:
                 self._generate(self._pool)
                 if self._stop.signum is not None or (self._stopped_by and not self._pool.is_done):
                     return self._stopped()
-                self._stopped_by = ""
+                self._stopped_by = None
                 self._check_complete()
                 return Outcome(self._summary(self._total.wait()))
         except BatchkitError as error:
@@ -359,10 +359,10 @@ class Loop:
 
     def _takes_no_more(self) -> bool:
         """A stop was requested, or a budget is used up: no new row begins."""
-        if not self._stopped_by:
+        if self._stopped_by is None:
             unfinished = self._pool.unfinished_tokens if self._pool else 0
             self._stopped_by = self._budgets.used_up(_tokens(self._store, unfinished))
-        return self._stop.signum is not None or bool(self._stopped_by)
+        return self._stop.signum is not None or self._stopped_by is not None
 
     def _must_stop(self, pool: WorkerPool) -> bool:
         """No new row begins: report it once; True when the loop must not wait any longer."""

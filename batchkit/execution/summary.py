@@ -28,10 +28,11 @@ class RunSummary:
     ``skipped`` rows were settled before it began; ``retried`` counts further attempts within it;
     ``seconds`` is the time with the engine up, without loading. ``exit`` is the exit code: 0 all
     rows ok, 3 some failed, 1 stopped by an error or rows without a record remain, 130 and 143
-    interrupted. ``stopped_by``: the budget that is used up, as ``run.max_seconds = 60``; empty if none is.
-    ``price``: of the run so far, over all starts; None if the job has no price. ``failures``: of the whole job, unless something stopped it. ``source``: where its
-    rows came from. ``run``: when the run began, which tells it from another one in the same folder.
-    ``generates``: False if the task gives no text.
+    interrupted. ``stopped_by``: the budget that stopped it, as ``run.max_seconds = 60``; None if none
+    did. ``price``: of the run so far, over all starts; None if the job has no price. ``failures``: of
+    the whole job, unless something stopped it. ``source``: where its rows came from. ``run``: when the
+    run began, which tells it from another one in the same folder. ``generates``: False if the task
+    gives no text.
     """
 
     name: str
@@ -49,7 +50,7 @@ class RunSummary:
     completion_tokens_per_s: float
     failed_by_kind: Mapping[str, int]
     exit: int
-    stopped_by: str = ""
+    stopped_by: str | None = None
     price: float | None = None
     failures: Sequence[Failure] = field(default=(), repr=False, compare=False)
     source: Input | None = field(default=None, repr=False, compare=False)
@@ -74,16 +75,18 @@ class RunSummary:
         if self.exit in (130, 143):
             lines.append("interrupted; run the same command to continue")
         elif self.stopped_by:
-            lines.append(f"stopped by {self.stopped_by}: {self._left()}")
+            lines.append(f"stopped by {self.stopped_by}: {self._left(self.stopped_by, was_retry)}")
         elif self.exit == 1:
             lines.append("rows without a record remain; next: batchkit run")
         lines += lines_of(self.failures, self.folder, was_retry=was_retry)
         return "\n".join([*lines, f"results in {self.folder}/{RESULTS}"])
 
-    def _left(self) -> str:
-        """How a run continues that a budget has stopped."""
+    def _left(self, budget: str, was_retry: bool) -> str:
+        """How a run continues that ``budget`` has stopped."""
         rows = f"{max(0, self.total - self.ok - self.failed):,} rows are left"
-        key = self.stopped_by.partition(" ")[0]
+        if was_retry:
+            rows = f"{self.failed:,} failed rows are left"
+        key = budget.partition(" ")[0]
         if key == "run.max_seconds":
             return f"{rows}; the same command continues"
         return f"{rows}; to continue, raise it: --set {key}=…"
