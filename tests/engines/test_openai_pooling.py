@@ -289,6 +289,51 @@ def test_a_run_embeds_its_rows_and_what_can_be_no_vector_of_its_model_fails_its_
     assert "7 dimensions, and those of other rows have 8" in records()[-1]["error"]["message"]
 
 
+@pytest.mark.usefixtures("in_an_empty_folder", "short_pauses")
+def test_a_server_whose_vectors_have_another_size_at_the_next_start_stops_the_run() -> None:
+    sizes = [8]
+
+    def before(asked: str, body: dict[str, Any]) -> None:
+        raise Refused(200, embedded(packed(vector(asked, sizes[0]))))
+
+    with pooling(before) as server:
+        write_run(server, "embed", [{"q": f"{n}"} for n in range(6)], prompt={"user": "{{ q }}"})
+        assert batchkit("run", "job.toml", "--limit", "3").exit_code == 0
+        sizes[0] = 16
+        stopped = batchkit("run", "job.toml")
+        assert stopped.exit_code == 1
+        assert '{"dimensions":8} → {"dimensions":16}' in stopped.stderr
+        assert len(records()) == 3
+        sizes[0] = 8
+        assert batchkit("run", "job.toml").exit_code == 0
+    assert len(records()) == 6
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+@pytest.mark.parametrize(
+    ("task", "pooling_table", "hint"),
+    [
+        ("embed", {"normalize": False}, "extra_body.embd_normalize"),
+        ("embed", {"truncate_prompt_tokens": 8}, "leave it out"),
+        ("score", {"use_activation": True}, "leave it out"),
+        ("score", {"instruction": "Find it"}, "leave it out"),
+    ],
+)
+def test_what_llama_cpp_would_ignore_is_refused(
+    task: str, pooling_table: dict[str, Any], hint: str
+) -> None:
+    tables = {"pair": PAIR} if task == "score" else {"prompt": {"user": "{{ q }}"}}
+    with pooling(model={"owned_by": "llamacpp"}) as server:
+        write_run(server, task, [{"q": "tea", "d": "a"}], pooling=pooling_table, **tables)
+        refused = batchkit("run", "job.toml")
+        assert (refused.exit_code, server.bodies) == (2, [])
+        assert "llama.cpp's server lacks it" in refused.stderr
+        assert hint in refused.stderr
+        if task == "embed":  # its vectors have the length 1 anyway
+            write_run(server, task, [{"q": "tea"}], pooling={"normalize": True}, **tables)
+            assert batchkit("run", "job.toml").exit_code == 0
+
+
 def classified(**item: Any) -> dict[str, Any]:
     return {"data": [{"index": 0, **item}], "model": MODEL}
 

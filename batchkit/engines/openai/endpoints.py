@@ -42,6 +42,10 @@ class Endpoint(Protocol):
     def hint(self) -> str:
         """Which servers have the endpoint."""
 
+    @property
+    def seen(self) -> Mapping[str, Any]:
+        """What the answers so far have shown of the model."""
+
 
 class Chat:
     """``/chat/completions``, and ``/completions`` for a plain prompt."""
@@ -74,6 +78,7 @@ class Chat:
         return False
 
     hint = ""
+    seen: Mapping[str, Any] = {}
 
 
 def endpoint_of(job: JobConfig, drop: Sequence[str]) -> Endpoint:

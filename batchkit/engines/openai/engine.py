@@ -99,8 +99,7 @@ class OpenAIServerEngine:
             if self._own is not None:
                 self._own.start()
             asyncio.run_coroutine_threadsafe(self._reach(), self._loop).result()
-            if job.task == "generate":
-                self._check(job.params())
+            self._check(job.params())
         except BaseException:
             self.close()
             raise
@@ -156,7 +155,8 @@ class OpenAIServerEngine:
     def _check(self, params: Mapping[str, Any]) -> None:
         """Raises JobError if no request with these parameters can be sent to the server."""
         try:
-            self._remote.body_of(Request(Row(-1, "", {}), None, "Hi", params, ""))
+            pair = Pair("Hi", ["Hi"], is_list=False)
+            self._remote.body_of(Request(Row(-1, "", {}), None, "Hi", params, "", pair=pair))
         except RequestError as error:
             raise JobError(str(error)) from None
 

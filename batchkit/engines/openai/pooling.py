@@ -81,6 +81,10 @@ class _Endpoint:
     def moved(self, url: str, status: int) -> bool:
         return False
 
+    @property
+    def seen(self) -> Mapping[str, Any]:
+        return {}
+
     def _input(self, request: Request) -> dict[str, Any]:
         if request.messages is None:
             return {"input": request.prompt}
@@ -103,6 +107,11 @@ class Embeddings(_Endpoint):
 
     def url(self, base_url: str, request: Request) -> str:
         return f"{base_url}/embeddings"
+
+    @property
+    def seen(self) -> Mapping[str, Any]:
+        """The size of the model's vectors, if one was answered that no parameter shortens."""
+        return {"dimensions": self._sizes[None]} if None in self._sizes else {}
 
     def _input(self, request: Request) -> dict[str, Any]:
         return {**super()._input(request), "encoding_format": "base64"}

@@ -101,7 +101,7 @@ class Remote:
     def served(self) -> Mapping[str, Any]:
         """What the server has said so far of the model: in its lists, and in its answers."""
         answers_as = {} if self._answered_as is None else {"answers_as": self._answered_as}
-        return {**self._known, **answers_as}
+        return {**self._known, **answers_as, **self._endpoint.seen}
 
     async def close(self) -> None:
         """Close the connections; no request may be in flight."""
