@@ -262,22 +262,21 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """The record in the documented format; optional fields only if they are set."""
         usage, error = self.usage, self.error
-        scored: dict[str, Any] = {"prediction": self.prediction, "scores": self.scores}
-        if self.unscored is not None:
-            scored["unscored"] = self.unscored
         line: dict[str, Any] = {
             "index": self.index,
             "id": self.id,
             "status": self.status,
             "attempt": self.attempt,
             "text": self.text,
-            **_if_set(reasoning=self.reasoning, tool_calls=self.tool_calls, parsed=self.parsed),
+            "reasoning": self.reasoning,
+            "tool_calls": self.tool_calls,
+            "parsed": self.parsed,
             "finish_reason": self.finish_reason,
             "usage": usage
             and {
                 "prompt_tokens": usage.prompt_tokens,
                 "completion_tokens": usage.completion_tokens,
-                **_if_set(reasoning_tokens=usage.reasoning_tokens),
+                "reasoning_tokens": usage.reasoning_tokens,
             },
             "latency_s": round(self.latency_s, 4),
             "finished_at": self.finished_at,
@@ -288,30 +287,47 @@ class Record:
                 "message": error.message,
                 "retryable": error.retryable,
             },
-            **(scored if self.scores is not None else {}),
+            "prediction": self.prediction,
+            "scores": self.scores,
+            "unscored": self.unscored,
             "fields": self.fields,
             "input_hash": self.input_hash,
+            "choices": self.choices and [_of_choice(choice) for choice in self.choices],
+            "label": self.label,
+            "probabilities": self.probabilities,
+            "score": self.score,
+            "order": self.order,
+            "prompt": self.prompt,
+            "truncated_tokens": self.truncated_tokens,
         }
-        if self.choices is not None:
-            line["choices"] = [
-                {
-                    "text": c.text,
-                    **_if_set(reasoning=c.reasoning, tool_calls=c.tool_calls),
-                    "finish_reason": c.finish_reason,
-                    "logprobs": c.logprobs,
-                }
-                for c in self.choices
-            ]
-        for name in ("label", "probabilities", "score", "order", "prompt"):
-            if (value := getattr(self, name)) is not None:
-                line[name] = value
-        if self.truncated_tokens is not None:
-            line["truncated_tokens"] = self.truncated_tokens
+        if self.scores is None:
+            del line["prediction"]
+        if usage is not None and usage.reasoning_tokens is None:
+            del line["usage"]["reasoning_tokens"]
+        for name in _OPTIONAL:
+            if line[name] is None:
+                del line[name]
         return line
 
 
-def _if_set(**fields: Any) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
+_OPTIONAL = (
+    *("reasoning", "tool_calls", "parsed", "scores", "unscored", "choices"),
+    *("label", "probabilities", "score", "order", "prompt", "truncated_tokens"),
+)
+
+
+def _of_choice(choice: Choice) -> dict[str, Any]:
+    line = {
+        "text": choice.text,
+        "reasoning": choice.reasoning,
+        "tool_calls": choice.tool_calls,
+        "finish_reason": choice.finish_reason,
+        "logprobs": choice.logprobs,
+    }
+    for name in ("reasoning", "tool_calls"):
+        if line[name] is None:
+            del line[name]
+    return line
 
 
 def utc_now() -> str:

@@ -78,6 +78,8 @@ def _lines(request: Request, image: str) -> Iterator[str]:
 
 def _said(message: Message, image: str) -> str:
     text = _plain(message["content"] or "", image)
+    if not message.get("tool_calls"):
+        return text
     return " ".join([*filter(None, [text]), *calls_in_words(message)])
 
 
