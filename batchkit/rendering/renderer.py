@@ -276,8 +276,9 @@ class PromptRenderer:
 
     def _tools(self, fields: Mapping[str, Any], body: Mapping[str, Any]) -> RequestTools:
         """Those of the row's body, else of the job."""
-        own = tools_of_body(body)
-        return own if own.tools else self._templates.tools.of_row(self._templates.with_vars(fields))
+        return tools_of_body(
+            body, lambda: self._templates.tools.of_row(self._templates.with_vars(fields))
+        )
 
     def _user_content(self, text: str, names: Mapping[str, Any]) -> str | list[dict[str, Any]]:
         if not self._images:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import orjson
@@ -67,8 +67,8 @@ class JobTools:
         return _checked(found, self._choice, "prompt.tools", "prompt.tool_choice")
 
 
-def tools_of_body(body: Mapping[str, Any]) -> RequestTools:
-    """The tools in the body of an OpenAI batch line.
+def tools_of_body(body: Mapping[str, Any], of_job: Callable[[], RequestTools]) -> RequestTools:
+    """The tools in the body of an OpenAI batch line, else those ``of_job``, with the body's choice.
 
     Raises:
         RequestError: they are wrong.
@@ -78,7 +78,11 @@ def tools_of_body(body: Mapping[str, Any]) -> RequestTools:
         raise RequestError(
             f"body.parallel_tool_calls: found {short(at_once)}, expected true or false"
         )
-    found = _checked(body.get("tools"), body.get("tool_choice"), "body.tools", "body.tool_choice")
+    tools, choice = body.get("tools"), body.get("tool_choice")
+    if not tools:
+        tools, own_choice, _ = of_job()
+        choice = own_choice if choice is None else choice
+    found = _checked(tools, choice, "body.tools", "body.tool_choice")
     return found._replace(parallel_tool_calls=at_once) if found.tools else found
 
 

@@ -258,6 +258,15 @@ def test_a_body_without_tools_gets_those_of_the_job() -> None:
     assert render({"body": {**CHAT, "tool_choice": "none"}}).tools is None
 
 
+def test_a_body_without_tools_chooses_among_those_of_the_job() -> None:
+    body = {**CHAT, "tool_choice": "none", "parallel_tool_calls": False}
+    request = render({"body": body}, tools=TOOLS, tool_choice="auto")
+    assert (request.tools, request.tool_choice) == (TOOLS, "none")
+    assert request.parallel_tool_calls is False
+    request = render({"body": CHAT}, tools=TOOLS, tool_choice="none")
+    assert (request.tool_choice, request.parallel_tool_calls) == ("none", None)
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
