@@ -51,8 +51,8 @@ class ProductionBatchProcessor:
         skip_from: Skip rows that have an answer in this run folder.
         quiet: Print nothing.
         adjust_sampling: Changes the sampling parameters of each row, its own included; not for
-            ``run.workers``. A resume can't compare functions: give a job with another one another
-            name.
+            ``run.workers`` or a pooling task. A resume can't compare functions: give a job with
+            another one another name.
 
     Raises:
         JobError: the job file can't be read, or its keys are wrong.
@@ -85,6 +85,11 @@ class ProductionBatchProcessor:
             raise JobError(
                 "adjust_sampling: is a function, which workers on Ray don't get; leave run.workers out, or"
                 " give each row its own parameters (sampling.sampling_column)"
+            )
+        if adjust_sampling is not None and self.job.task != "generate":
+            raise JobError(
+                f'adjust_sampling: is for task = "generate", and task is "{self.job.task}", which has no'
+                " sampling parameters; leave it out"
             )
         self._fresh = fresh
         self._on_change: OnChange = on_change

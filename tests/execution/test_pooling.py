@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import tomlkit
 
+from batchkit import ProductionBatchProcessor
+from batchkit.errors import JobError
 from batchkit.execution.records import failed_unless_whole, to_record
 from batchkit.storage.ledger import failure_kind
 from batchkit.storage.store import line_of
@@ -44,6 +46,13 @@ def test_classified_rows_have_label_and_probabilities() -> None:
         assert record["usage"] == {"prompt_tokens": 2, "completion_tokens": 0}
         assert failure_kind(record) is None
     assert (status()["ok"], verify()["ok"]) == (20, 20)
+
+
+def test_sampling_cannot_be_adjusted_where_nothing_is_sampled() -> None:
+    write_rows(1)
+    write_job("classify", prompt={"user": "{{ q }}"})
+    with pytest.raises(JobError, match=r'adjust_sampling: is for task = "generate", and task is'):
+        ProductionBatchProcessor("job.toml", adjust_sampling=dict)
 
 
 def test_a_document_gets_a_score_and_a_list_an_order() -> None:
