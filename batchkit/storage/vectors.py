@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 VECTORS = "vectors"
 DTYPES = ("float32", "float16")
 _NAME = re.compile(r"(\d{6,})\.arrow", re.ASCII)
-MOST_OPEN = 64  # segments of a run at a time: each is an open file
+MOST_OPEN = 64  # segments of a run at a time, for reading or writing: each is an open file
 _RELEASE_BYTES = 64 << 20
 
 
@@ -123,6 +123,8 @@ class VectorWriter:
         ]
 
     def _begin(self, kind: VectorType) -> _OpenSegment:
+        if len(self._open) >= MOST_OPEN:
+            os.close(self._open.pop(next(iter(self._open))).file)
         number = max([self._first, *(known + 1 for known in segments_of(self._folder))])
         path = segment_path(self._folder, number)
         path.parent.mkdir(exist_ok=True)

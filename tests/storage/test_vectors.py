@@ -17,7 +17,7 @@ from batchkit.errors import StoreError
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.newest import read_newest
 from batchkit.storage.store import Store, line_of
-from batchkit.storage.vectors import Vectors, VectorType, segment_path, segments_of
+from batchkit.storage.vectors import MOST_OPEN, Vectors, VectorType, segment_path, segments_of
 from tests.support.forks import LightFork
 from tests.support.killed_store import ROWS
 from tests.support.mounts import small_disk
@@ -104,6 +104,20 @@ def test_vectors_of_several_lengths_go_to_several_segments(tmp_path: Path) -> No
         (1, 1, 2),
     ]
     assert Vectors(tmp_path).type_of(1) == VectorType("float32", 2)
+
+
+def test_any_number_of_lengths_needs_few_open_files(tmp_path: Path) -> None:
+    before = len([*Path("/proc/self/fd").iterdir()])
+    store = Store(tmp_path)
+    for row in range(2 * MOST_OPEN):
+        store.copy(line_of(with_vector(row, 1 + row)))
+    store.flush()
+    assert len([*Path("/proc/self/fd").iterdir()]) - before <= MOST_OPEN + 5
+    store.copy(line_of(with_vector(2 * MOST_OPEN, 1)))  # of a length whose segment was closed
+    store.close()
+    vectors = Vectors(tmp_path)
+    found = [vectors.of(one) for one in read_newest(tmp_path / RESULTS)]
+    assert [len(one) for one in found] == [*range(1, 2 * MOST_OPEN + 1), 1]
 
 
 def test_vectors_of_a_second_share_an_fsync(tmp_path: Path) -> None:
