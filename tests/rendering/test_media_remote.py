@@ -278,6 +278,9 @@ def test_a_fork_of_a_process_that_has_read_it_reads_it_too(many: str) -> None:
     assert color(table, 3) == (3, 0, 0)
     with multiprocessing.get_context("fork").Pool(1) as pool:
         assert pool.apply(color, (table, 5)) == (5, 0, 0)
+        # Not terminated: where Ray has run before, a fork has its handler of SIGTERM, which waits.
+        pool.close()
+        pool.join()
 
 
 def test_no_more_is_kept_than_max_bytes_whatever_the_store_says(serve: Any) -> None:
