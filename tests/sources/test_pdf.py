@@ -7,12 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import psutil
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from batchkit.config.installation import how_to_install
 from batchkit.errors import MediaError
@@ -127,9 +129,16 @@ def test_a_change_of_the_resolution_is_a_change_of_the_job() -> None:
     assert (ended.exit_code, "media.pdf_dpi" in ended.stderr) == (2, True)
 
 
-def test_pdfs_at_a_url_are_read() -> None:
+def test_pdfs_at_a_url_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     store = fsspec.filesystem("memory")
     store.pipe({"/scans/a.pdf": pdf("one", "two"), "/scans/b.pdf": b"", "/scans/c.pdf": pdf("3")})
+    shared = MemoryFileSystem._open
+
+    def own(*args: Any, **kwargs: Any) -> BytesIO:
+        """As any other store does: this one gives all who open a file one object."""
+        return BytesIO(shared(*args, **kwargs).getvalue())
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", own)
     try:
         write_job("memory://scans/*.pdf")
         assert run().exit_code == 3
