@@ -40,20 +40,25 @@ def example(schema: Any, text: str) -> Any:
     return _example(schema, schema, text, depth=0)
 
 
-def check_schema(schema: Any) -> None:
-    """Raises ValueError if ``schema``, unless it is None, is not a JSON schema."""
-    if schema is None:
-        return
+def fault_in_schema(schema: Any) -> str | None:
+    """Why ``schema`` is not a JSON schema, and where; None if it is one."""
     from jsonschema import SchemaError
     from jsonschema.validators import Draft202012Validator, validator_for
 
     try:
         validator_for(schema, default=Draft202012Validator).check_schema(schema)
     except SchemaError as error:
+        return f"{error.json_path}: {shortened(error.message, 200)}"
+    return None
+
+
+def check_schema(schema: Any) -> None:
+    """Raises ValueError if ``schema``, unless it is None, is not a JSON schema."""
+    if schema is not None and (fault := fault_in_schema(schema)) is not None:
         raise ValueError(
-            f"sampling.structured_outputs.json is no JSON schema, so answers can't be checked:"
-            f" {error.json_path}: {shortened(error.message, 200)}"
-        ) from None
+            "sampling.structured_outputs.json is no JSON schema, so answers can't be checked:"
+            f" {fault}"
+        )
 
 
 def _example(schema: Any, root: Any, text: str, depth: int) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 
 import orjson
 
+from batchkit.config.answer_schema import fault_in_schema
 from batchkit.config.regular_file import read_text
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.terminal import shortened
@@ -41,18 +42,10 @@ def check_tools(tools: Any) -> None:
 
 def check_parameters(tools: Sequence[Mapping[str, Any]]) -> None:
     """Raises ValueError if the parameters of one of ``tools`` are not a JSON schema."""
-    from jsonschema import SchemaError
-    from jsonschema.validators import Draft202012Validator, validator_for
-
     for n, tool in enumerate(tools):
-        schema = tool["function"].get("parameters") or {}
-        try:
-            validator_for(schema, default=Draft202012Validator).check_schema(schema)
-        except SchemaError as error:
-            raise ValueError(
-                f"[{n}].function.parameters: no JSON schema: {error.json_path}:"
-                f" {shortened(error.message, 200)}"
-            ) from None
+        fault = fault_in_schema(tool["function"].get("parameters") or {})
+        if fault is not None:
+            raise ValueError(f"[{n}].function.parameters: no JSON schema: {fault}")
 
 
 def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]] | None) -> Any:

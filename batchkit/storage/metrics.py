@@ -23,7 +23,7 @@ _PER_AGE = 500
 
 
 class GpuLoad(msgspec.Struct, frozen=True):
-    """One GPU of the machine: memory in use, by whomever, and the share of the time that it worked."""
+    """One GPU of the machine: memory in use by any process, and the share of the time it was busy."""
 
     memory_bytes: int
     utilization: float | None = None
