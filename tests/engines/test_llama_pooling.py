@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import tomlkit
 
 from batchkit.storage.vectors import Vectors
-from tests.support.llama_cpp import NONE_FOUND, llama_server, write_gguf
+from tests.support.llama_cpp import NONE_FOUND, kill_servers, llama_server, write_gguf
 from tests.support.own_process import batchkit, begin
 from tests.support.rows import read_jsonl, write_jsonl
 
@@ -55,16 +53,9 @@ def test_each_row_has_its_vector_once_though_the_server_is_killed(
     rows[7]["q"] = TOO_LONG
     prompt = {"user": "{{ q }}"}
     write(tmp_path, model, {"command": command}, rows, task="embed", prompt=prompt)
-    process, killed = begin("run", "job.toml", cwd=tmp_path), 0
+    process = begin("run", "job.toml", cwd=tmp_path)
     log = tmp_path / "output/a/results.jsonl"
-    deadline = time.monotonic() + 60
-    while not killed and process.poll() is None and time.monotonic() < deadline:
-        if log.exists() and log.read_bytes().count(b"\n") >= 20:
-            for server in psutil.Process(process.pid).children(recursive=True):
-                if server.name() == "llama-server":
-                    server.kill()
-                    killed += 1
-        time.sleep(0.005)
+    killed = kill_servers(process, log, at=[20])
     _, err = process.communicate(timeout=120)
     assert process.returncode == 3, err
     assert killed

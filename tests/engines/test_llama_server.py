@@ -6,17 +6,15 @@ import json
 import os
 import re
 import subprocess
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import tomlkit
 
 from tests.support.jobs import with_tables
-from tests.support.llama_cpp import NONE_FOUND, llama_server, write_gguf
+from tests.support.llama_cpp import NONE_FOUND, kill_servers, llama_server, write_gguf
 from tests.support.own_process import batchkit, begin
 from tests.support.rows import read_jsonl, write_jsonl
 
@@ -144,15 +142,7 @@ def test_a_server_killed_in_the_middle_is_replaced_and_no_row_lost_or_twice(
     folder = write(tmp_path, model, prompts(100), sampling={"max_tokens": 100})
     log = folder / "results.jsonl"
     process = begin("run", "job.toml", cwd=tmp_path)
-    killed = 0
-    deadline = time.monotonic() + 120
-    while killed < 2 and process.poll() is None and time.monotonic() < deadline:
-        if log.exists() and log.read_bytes().count(b"\n") >= 20 + 40 * killed:
-            for server in psutil.Process(process.pid).children(recursive=True):
-                if server.name() == "llama-server":
-                    server.kill()
-                    killed += 1
-        time.sleep(0.005)
+    killed = kill_servers(process, log, at=[20, 60])
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert killed == 2

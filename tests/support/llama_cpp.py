@@ -10,8 +10,10 @@ import json
 import os
 import shutil
 import struct
+import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,22 @@ def llama_server() -> str | None:
         or shutil.which("llama-server")
         or shutil.which("llama-server", path=_BESIDE_PYTHON)
     )
+
+
+def kill_servers(run: subprocess.Popen[str], log: Path, at: Sequence[int]) -> int:
+    """Kill the server of ``run`` each time its log has the next number of lines in ``at``; how often
+    that was, when the run ends or after two minutes."""
+    import psutil
+
+    killed, deadline = 0, time.monotonic() + 120
+    while killed < len(at) and run.poll() is None and time.monotonic() < deadline:
+        if log.exists() and log.read_bytes().count(b"\n") >= at[killed]:
+            for server in psutil.Process(run.pid).children(recursive=True):
+                if server.name() == "llama-server":
+                    server.kill()
+                    killed += 1
+        time.sleep(0.005)
+    return killed
 
 
 def write_gguf(folder: Path, path: Path) -> Path:
