@@ -371,37 +371,13 @@ def test_nothing_new_leaves_the_checkpoint_alone(tmp_path: Path) -> None:
 
 # A full disk
 
-WRITER = """
-import resource, signal, sys
-from pathlib import Path
-sys.path.insert(0, {repository!r})
-from tests.support.records import record
-from batchkit.errors import StoreError
-from batchkit.storage.store import Store
-
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
-store = Store(Path({folder!r}))
-flushed = 0
-try:
-    for index in range(1000):
-        store.append(record(index, "x" * 50))
-        if index % 7 == 6:
-            store.flush()
-            flushed = index + 1
-except StoreError as error:
-    print(flushed, store.totals.ok, error)
-    sys.exit(error.exit_code)
-"""
-
 
 @pytest.mark.parametrize("limit", [10_000, 10_001, 10_240])
 def test_full_disk_leaves_whole_records_and_says_so(tmp_path: Path, limit: int) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    repository = str(ROOT)
-    script = WRITER.format(repository=repository, limit=limit, folder=str(folder))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    command = [sys.executable, "-m", "tests.support.full_disk", str(folder), str(limit), "records"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     flushed, counted, message = done.stdout.split(" ", 2)
     assert int(flushed) == int(counted) > 0

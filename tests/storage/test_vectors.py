@@ -304,37 +304,12 @@ def test_kill_at_any_step_of_a_flush_costs_nothing(tmp_path: Path) -> None:
     assert len(seen) > 3
 
 
-WRITER = """
-import resource, signal, sys
-from pathlib import Path
-sys.path.insert(0, {repository!r})
-from tests.support.records import with_vector
-from batchkit.errors import StoreError
-from batchkit.storage.store import Store
-
-import pyarrow
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
-store = Store(Path({folder!r}))
-flushed = 0
-try:
-    for index in range(1000):
-        store.append(with_vector(index))
-        if index % 7 == 6:
-            store.flush()
-            flushed = index + 1
-except StoreError as error:
-    print(flushed, store.totals.ok, error)
-    sys.exit(error.exit_code)
-"""
-
-
 @pytest.mark.parametrize("limit", [4000, 6001, 20_000])
 def test_disk_that_fills_up_leaves_whole_records_and_says_so(tmp_path: Path, limit: int) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    script = WRITER.format(repository=str(ROOT), limit=limit, folder=str(folder))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    command = [sys.executable, "-m", "tests.support.full_disk", str(folder), str(limit), "vectors"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     flushed, counted, message = done.stdout.split(" ", 2)
     assert int(flushed) == int(counted) > 0
