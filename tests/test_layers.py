@@ -68,6 +68,8 @@ FOREIGN_HOMES = {  # who alone may import it; never when the module itself is im
         "execution.cluster.local",
         "execution.cluster.session",
     },
+    "starlette": {"commands.view.server"},
+    "uvicorn": {"commands.view"},
 }
 
 

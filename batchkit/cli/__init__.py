@@ -30,7 +30,7 @@ from batchkit.cli.options import (
     load,
     printed,
 )
-from batchkit.cli.rows import show_rows, status
+from batchkit.cli.rows import show_rows, status, view
 from batchkit.cli.tuning import bench, find_bs, parity
 from batchkit.errors import JobError
 
@@ -458,7 +458,7 @@ def doctor() -> Result:
     return diagnose()
 
 
-for command in (status, show_rows, find_bs, bench, parity):
+for command in (status, show_rows, view, find_bs, bench, parity):
     cli.add_command(command)
 
 

@@ -1,4 +1,4 @@
-"""``batchkit show`` and ``batchkit status``: what is in a run so far."""
+"""``batchkit show``, ``status`` and ``view``: what is in a run so far."""
 
 from __future__ import annotations
 
@@ -66,3 +66,21 @@ def status(run: str | None, watch: bool, as_json: bool) -> None:
     if watch:
         click.clear()
     show(found, as_json)
+
+
+@click.command()
+@click.argument("run", required=False, type=click.Path(), metavar="[RUN|DIR]")
+@click.option("--host", default="127.0.0.1", help="The address to listen on.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), help="By default 8484, or any if it is taken."
+)
+@click.option("--no-browser", is_flag=True, help="Only print the address.")
+def view(run: str | None, host: str, port: int | None, no_browser: bool) -> None:
+    """Show RUN, or the runs in DIR, on a web page that follows them live.
+
+    By default, the runs in output/. Nothing in a run is changed. Whoever can reach the address can
+    read the runs. Ctrl-C ends it.
+    """
+    from batchkit.commands.view import view as serve
+
+    serve(run, host=host, port=port, browser=not no_browser, ready=echo)

@@ -77,7 +77,8 @@ class Start(_Part):
 
     ``seconds``: with the engine up. ``gpu_seconds``: of all GPUs that the job asks for, loading included,
     as of the last checkpoint; only if the job has a price for them. ``engine``: what the engine reports about itself. ``run``: in a merged
-    run, the folder of the run that this start belongs to.
+    run, the folder of the run that this start belongs to. ``engine_event_times``: when each of
+    ``engine_events`` happened; older versions did not note it.
     """
 
     command: str = ""
@@ -92,6 +93,7 @@ class Start(_Part):
     engine: dict[str, Any] = {}
     engine_restarts: int = 0
     engine_events: list[str] = []
+    engine_event_times: list[str] = []
     workers: list[WorkerState] = []
     seconds: float | None = None
     gpu_seconds: float = 0.0
@@ -115,6 +117,7 @@ class Start(_Part):
     def note_event(self, text: str) -> None:
         """Add a line about the engine; only the newest ones are kept."""
         self.engine_events = [*self.engine_events, text][-MOST_EVENTS:]
+        self.engine_event_times = [*self.engine_event_times, utc_now()][-MOST_EVENTS:]
 
     @field_serializer("engine_events")
     def _without_secrets(self, events: list[str]) -> list[str]:

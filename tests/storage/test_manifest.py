@@ -143,6 +143,9 @@ def test_only_the_newest_events_are_kept_and_no_secret_in_them(tmp_path: Path) -
     events = written(tmp_path)["starts"][0]["engine_events"]
     assert len(events) == MOST_EVENTS
     assert events[-1].startswith(f"event {MOST_EVENTS + 4} ")
+    times = written(tmp_path)["starts"][0]["engine_event_times"]
+    assert len(times) == MOST_EVENTS
+    assert times[-1] > manifest.created_at
     assert "correct-horse-battery" not in (tmp_path / "manifest.json").read_text()
 
 

@@ -1,0 +1,92 @@
+"""``batchkit view``: runs on a web page, live."""
+
+from __future__ import annotations
+
+import os
+import socket
+import webbrowser
+from collections.abc import Callable
+from pathlib import Path
+
+from batchkit.commands.run import find_run
+from batchkit.commands.view.runs import Runs
+from batchkit.engines.registry import require
+from batchkit.errors import JobError
+from batchkit.storage.runfolder import is_run
+
+PORT = 8484  # if it is taken and no other was asked for, any free one
+_OUTPUT = Path("output")
+
+
+def view(
+    target: str | None,
+    *,
+    host: str,
+    port: int | None,
+    browser: bool,
+    ready: Callable[[str], None],
+) -> None:
+    """Serve the page of a run (a folder or a job file), or of the runs below a folder; by default
+    ``output``. ``ready`` gets its address. Returns when the process is told to stop.
+
+    Raises:
+        JobError: there is nothing to show, the port is taken, or a package is missing.
+    """
+    require(["starlette", "uvicorn"], user="batchkit view", extra="view")
+    import uvicorn
+
+    from batchkit.commands.view.server import make_app
+
+    runs = _runs(target)
+    with _bound(host, port) as listening:
+        app = make_app(runs, host)
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                http="h11",
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=0,  # a page that listens for events would never leave
+            )
+        )
+        address = _address(host, listening.getsockname()[1])
+        ready(address)
+        if browser and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+            webbrowser.open(address)
+        server.run(sockets=[listening])
+
+
+def _runs(target: str | None) -> Runs:
+    folder = _OUTPUT if target is None else Path(target)
+    if not folder.is_dir():
+        if target is None:
+            raise JobError(f"{folder}/: no such folder; name a folder with runs, or a run")
+        folder = find_run(target)  # a job file
+    if is_run(folder):
+        return Runs(folder.resolve(), is_single=True)
+    return Runs(folder.resolve(), is_single=False)
+
+
+def _bound(host: str, port: int | None) -> socket.socket:
+    try:
+        return _listening(host, PORT if port is None else port)
+    except OSError as error:
+        if port is None:
+            return _listening(host, 0)
+        raise JobError(
+            f"--host {host} --port {port}: can't listen there: {error.strerror}; another --port may"
+            " be free, and --port 0 takes any"
+        ) from error
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family)
+
+
+def _address(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"

@@ -1,0 +1,155 @@
+"""The runs that a view shows: the list, and the state of each."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from batchkit.commands.status import Status, status
+from batchkit.errors import BatchkitError, StoreError
+from batchkit.storage.checkpoint import CHECKPOINT
+from batchkit.storage.ledger import RESULTS
+from batchkit.storage.manifest import Manifest, Start, read_manifest
+from batchkit.storage.runfolder import LOCK, MANIFEST, held_by, is_run
+
+_PLAIN = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
+_FINISHED = (0, 3)  # exit codes: all rows are settled
+
+
+class Look(NamedTuple):
+    """A run at one moment."""
+
+    status: Status
+    manifest: Manifest
+
+    @property
+    def state(self) -> str:
+        """running, finished, "failed to start" or stopped."""
+        now, last = self.status, self.manifest.starts[-1] if self.manifest.starts else None
+        if now.held_by is not None:
+            return "running"
+        settled = now.ok + now.failed
+        if now.pending == 0 or (now.pending is None and last and last.exit in _FINISHED):
+            return "finished"
+        if not settled and last is not None and last.exit in (1, 2):
+            return "failed to start"
+        return "stopped"
+
+    def summary(self) -> dict[str, Any]:
+        """What the list of runs shows."""
+        now, manifest = self.status, self.manifest
+        return {
+            "name": now.name,
+            "state": self.state,
+            "total": now.total,
+            "ok": now.ok,
+            "failed": now.failed,
+            "pending": now.pending,
+            "started_at": manifest.starts[-1].started_at if manifest.starts else None,
+            "model": manifest.model.name,
+            "kind": manifest.identity.get("engine.kind"),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """The dict of ``batchkit status --json``, the state, and all starts."""
+        starts = [*map(_start, range(1, len(self.manifest.starts) + 1), self.manifest.starts)]
+        return {**self.status.to_json(), "state": self.state, "starts": starts}
+
+
+@dataclass
+class Runs:
+    """The runs below a folder, or the one run that ``target`` is.
+
+    A run is found by its key, which is looked up among those that are there: no part of a request
+    becomes a path.
+    """
+
+    target: Path
+    is_single: bool
+    _looks: dict[Path, tuple[Any, Look]] = field(default_factory=dict)
+
+    def folders(self) -> dict[str, Path]:
+        """By key; the newest run first. Empty if the folder is gone."""
+        if self.is_single:
+            return {key_of(self.target.name): self.target} if is_run(self.target) else {}
+        manifests = sorted(self.target.glob(f"*/{MANIFEST}"), key=_changed_at, reverse=True)
+        return {key_of(path.parent.name): path.parent for path in manifests}
+
+    def folder(self, key: str) -> Path:
+        """Raises KeyError if there is no such run, or no longer."""
+        return self.folders()[key]
+
+    def listed(self) -> Iterator[dict[str, Any]]:
+        """A run that can't be read has an ``error`` instead of its counts."""
+        folders = self.folders()
+        for folder in self._looks.keys() - folders.values():
+            self._looks.pop(folder, None)
+        for key, folder in folders.items():
+            head = {"run": key, "folder": str(folder)}
+            try:
+                yield head | self.look(folder).summary()
+            except (BatchkitError, OSError) as error:
+                yield head | {"name": folder.name, "state": "stopped", "error": str(error)}
+
+    def look(self, folder: Path) -> Look:
+        """The run now. Its files are read again only if they changed.
+
+        Raises:
+            StoreError: the run can't be read.
+        """
+        is_held = held_by(folder) is not None
+        files = (*map(_stamp, (folder / n for n in (MANIFEST, RESULTS, CHECKPOINT, LOCK))), is_held)
+        known = self._looks.get(folder)
+        if known is None or known[0] != files:
+            try:
+                known = files, Look(status(folder), read_manifest(folder))
+            except OSError as error:
+                raise StoreError(f"{folder}: can't be read: {error.strerror}") from error
+            self._looks[folder] = known
+        return known[1]
+
+
+def key_of(name: str) -> str:
+    """The run's key in URLs: its folder's name, or a hash of a name that a URL would change."""
+    if _PLAIN.fullmatch(name):
+        return name
+    return "~" + sha256(os.fsencode(name)).hexdigest()[:20]
+
+
+def _start(number: int, start: Start) -> Mapping[str, Any]:
+    texts, times = start.engine_events, start.engine_event_times
+    unknown = [None] * (len(texts) - len(times))  # older versions noted none
+    return {
+        "number": number,
+        "command": start.command,
+        "started_at": start.started_at,
+        "ended_at": start.ended_at,
+        "exit": start.exit,
+        "host": start.host,
+        "seconds": start.seconds,
+        "engine_restarts": start.engine_restarts,
+        "events": [
+            {"at": at, "text": text} for at, text in zip([*unknown, *times], texts, strict=False)
+        ],
+        "workers": [worker.model_dump() for worker in start.workers],
+    }
+
+
+def _changed_at(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns

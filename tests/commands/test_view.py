@@ -1,0 +1,123 @@
+"""``batchkit view`` over HTTP: the runs, their state, and what protects them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.command_line import batchkit
+from tests.support.dry_runs import prepare, rows_that_fail, run
+from tests.support.view_server import viewing
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_list_has_all_runs_and_a_run_says_what_status_says(tmp_path: Path) -> None:
+    prepare(10, engine={"model": "a/model"})
+    rows_that_fail(10, 5)
+    assert run().exit_code == 3
+    assert run("--set", "name='b'", "--limit", "4").exit_code == 0
+    Path("output/b").rename("output/b c")
+    with viewing(cwd=tmp_path) as view:
+        found = {Path(each["folder"]).name: each for each in view.get("runs")}
+        assert {*found} == {"a", "b c"}
+        wanted = {"total": 10, "ok": 8, "failed": 2, "pending": 0, "state": "finished"}
+        assert wanted.items() <= found["a"].items()
+        assert found["a"]["model"] == "a/model"
+        assert found["a"]["kind"] == "dry-run"
+        assert view.get(f"runs/{found['b c']['run']}")["ok"] == 4
+        one = view.get(f"runs/{found['a']['run']}")
+    status = batchkit("status", "output/a", "--json").json
+    own = {"folder": one["folder"], "starts": one["starts"]}
+    assert {**one, **status, **own} == one
+    (start,) = one["starts"]
+    assert (start["exit"], start["number"], start["events"]) == (3, 1, [])
+
+
+def test_rows_by_page(tmp_path: Path) -> None:
+    prepare(10)
+    run()
+    with viewing("job.toml", cwd=tmp_path) as view:
+        found = view.get("runs/a/rows", offset=3, limit=4)
+    assert found["total"] == 10
+    assert [row["index"] for row in found["rows"]] == [3, 4, 5, 6]
+    row = found["rows"][0]
+    assert row["id"] == "3"
+    assert row["text"]
+
+
+def test_a_single_run_is_its_own_home_page(tmp_path: Path) -> None:
+    prepare(3)
+    run()
+    with viewing("output/a", cwd=tmp_path) as view:
+        home = view.client.get("/", follow_redirects=False)
+        assert home.headers["location"] == "/run/a"
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8484", "127.0.0.1.evil.example", "", "localhost.evil"]
+)
+def test_a_request_by_another_name_is_refused(tmp_path: Path, host: str) -> None:
+    prepare(3)
+    run()
+    with viewing("output/a", cwd=tmp_path) as view:
+        for path in ("/", "/api/runs", "/assets/page.css"):
+            answer = view.client.get(path, headers={"host": host})
+            assert answer.status_code == 403
+        for own in ("localhost", "127.0.0.1:80", "[::1]:9", "LOCALHOST:1"):
+            assert view.client.get("/api/runs", headers={"host": own}).status_code == 200
+
+
+def test_every_answer_has_the_headers_that_protect_a_page(tmp_path: Path) -> None:
+    prepare(3)
+    run()
+    with viewing("output/a", cwd=tmp_path) as view:
+        for path in ("/api/runs", "/assets/page.css", "/api/no", "/assets/no", "/"):
+            answer = view.client.get(path)
+            policy = answer.headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe" not in policy
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert answer.headers["cache-control"] == "no-store"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/assets/..%2fserver.py",
+        "/assets/server.py",
+        "/assets/../../etc/passwd",
+        "/run/..",
+        "/api/runs/..%2F..%2Fetc",
+        "/api/runs/a%2F..%2Fa",
+        "/api/runs/a%00",
+        "/api/runs/%2e%2e",
+    ],
+)
+def test_no_path_leads_out(tmp_path: Path, path: str) -> None:
+    prepare(3)
+    run()
+    with viewing("output", cwd=tmp_path) as view:
+        request = httpx.Request("GET", view.url)
+        request.url = request.url.copy_with(raw_path=path.encode())
+        answer = view.client.send(request)
+        assert answer.status_code == 404
+        assert "error" in answer.json()
+
+
+def test_what_is_not_there_and_what_is_wrong_are_named(tmp_path: Path) -> None:
+    prepare(3)
+    run()
+    with viewing("output", cwd=tmp_path) as view:
+        assert "'gone'" in view.get("runs/gone", 404)["error"]
+        assert "limit=x" in view.get("runs/a/rows", 400, limit="x")["error"]
+        assert "offset=-1" in view.get("runs/a/rows", 400, offset="-1")["error"]
+        assert view.client.post("/api/runs").status_code == 405
+    ended = batchkit("view", "nothing")
+    assert ended.exit_code == 2
+    assert "nothing: neither a run folder nor a job file" in ended.stderr
