@@ -24,8 +24,10 @@ BatchkitError                  exit code
     ├── ServerError            server
     │   └── AnswerTooLargeError  server
     ├── EmptyTextError         empty
-    └── InvalidOutputError     invalid_output
-        └── TruncatedOutputError  invalid_output
+    ├── InvalidOutputError     invalid_output
+    │   └── TruncatedOutputError  invalid_output
+    └── RolloutError           rollout
+        └── ReplayError        rollout
 
 A RowError becomes a failed record; every other error stops the run with the store consistent.
 """
@@ -192,6 +194,16 @@ class InvalidOutputError(RowError):
 
 class TruncatedOutputError(InvalidOutputError):
     """The answer was cut off by ``max_tokens`` before its JSON ended."""
+
+
+class RolloutError(RowError):
+    """The rollout's function raised an error on this row, or returned what is no answer."""
+
+    kind = "rollout"
+
+
+class ReplayError(RolloutError):
+    """A function asked for something else than what the ledger has at that place."""
 
 
 def limit_reached(error: RecursionError | MemoryError) -> str:

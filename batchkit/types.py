@@ -26,6 +26,7 @@ ERROR_KINDS = (
     "server",
     "empty",
     "invalid_output",
+    "rollout",
 )
 
 
@@ -49,11 +50,27 @@ class Task(NamedTuple):
     """A row to answer, and the number of the attempt, from 1.
 
     ``group`` is the same for rows that follow each other and begin alike; 0 if that is unknown.
+    ``known``: what the ledger has of the row's generations, in its order (``storage/steps.py``).
     """
 
     row: Row
     attempt: int
     group: int = 0
+    known: Sequence[Mapping[str, Any]] = ()
+
+
+class Call(NamedTuple):
+    """Which of its row's generations a request is, in a job with several per row.
+
+    ``number`` counts the calls of a ``step`` from 0; a rollout's step is "" unless it names one.
+    ``request_hash`` is the same for requests that ask the same (``execution/rollouts/replay.py``).
+    ``engine``: the name of one of ``[engines]``, "" for ``[engine]``.
+    """
+
+    step: str
+    number: int
+    request_hash: str
+    engine: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +103,9 @@ class Pair(NamedTuple):
     is_list: bool
 
 
+Key = int | tuple[int, str, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One row, ready for an engine.
@@ -100,7 +120,7 @@ class Request:
     functions that the model may call, and ``tool_choice``: "auto", "none", "required" or OpenAI's
     object that names one; ``parallel_tool_calls`` is False if it may call only one at a time.
     ``chat_template_kwargs``: the row's own, which override the job's; ``reasoning_effort`` among them
-    is the parameter of OpenAI's API.
+    is the parameter of OpenAI's API. ``call`` is None if the row has only this one generation.
     """
 
     row: Row
@@ -117,6 +137,14 @@ class Request:
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     pair: Pair | None = None
+    call: Call | None = None
+
+    @property
+    def key(self) -> Key:
+        """What no other request in flight has."""
+        if self.call is None:
+            return self.row.index
+        return self.row.index, self.call.step, self.call.number
 
     @property
     def images(self) -> list[Image]:
@@ -204,7 +232,9 @@ class Completion:
     """An engine's reply to a request: ``choices`` or ``pooled``, and ``usage``; or ``error``.
 
     ``prompt`` is the text that the engine saw, including special tokens, if the engine knows it.
-    ``parsed`` is the first choice's JSON value, if ``output.parse`` asks for it.
+    ``parsed`` is the first choice's JSON value, if ``output.parse`` asks for it. ``generations`` is
+    set on the outcome of a whole row that had several: their number, and ``steps``, what each of
+    ``[[steps]]`` answered, as the record has it.
     """
 
     request: Request
@@ -215,6 +245,30 @@ class Completion:
     prompt: str | None = None
     parsed: Any = None
     pooled: Pooled | None = None
+    generations: int | None = None
+    steps: Mapping[str, Any] | None = None
+
+    @property
+    def text(self) -> str:
+        """Of the first choice, without its reasoning and its tool calls; empty if there is none."""
+        return self.choices[0].text if self.choices else ""
+
+    @property
+    def reasoning(self) -> str | None:
+        return self.choices[0].reasoning if self.choices else None
+
+    @property
+    def tool_calls(self) -> Sequence[Mapping[str, Any]]:
+        """In OpenAI's shape; empty if the model called no tool."""
+        return (self.choices[0].tool_calls if self.choices else None) or ()
+
+    @property
+    def logprobs(self) -> Any:
+        return self.choices[0].logprobs if self.choices else None
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.choices[0].finish_reason if self.choices else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +283,8 @@ class Record:
     says why some of them could not be computed. Of a pooling task, ``text`` is None, and set are
     ``label`` and ``probabilities`` (classify); ``score``, a list if the row gives a list of documents,
     with ``order``, their numbers, best first (score); or ``vector`` as in ``Pooled`` (embed), which
-    is stored beside the log.
+    is stored beside the log. Of a row with several ``generations``, these are their number and
+    ``steps``, by name, what each of ``[[steps]]`` answered; ``usage`` and ``latency_s`` are sums.
     """
 
     index: int
@@ -258,6 +313,8 @@ class Record:
     score: float | Sequence[float] | None = None
     order: Sequence[int] | None = None
     vector: bytes | None = None
+    generations: int | None = None
+    steps: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The record in the documented format; optional fields only if they are set."""
@@ -292,11 +349,13 @@ class Record:
             "unscored": self.unscored,
             "fields": self.fields,
             "input_hash": self.input_hash,
-            "choices": self.choices and [_of_choice(choice) for choice in self.choices],
+            "choices": self.choices and [line_of_choice(choice) for choice in self.choices],
             "label": self.label,
             "probabilities": self.probabilities,
             "score": self.score,
             "order": self.order,
+            "generations": self.generations,
+            "steps": self.steps,
             "prompt": self.prompt,
             "truncated_tokens": self.truncated_tokens,
         }
@@ -312,11 +371,12 @@ class Record:
 
 _OPTIONAL = (
     *("reasoning", "tool_calls", "parsed", "scores", "unscored", "choices"),
-    *("label", "probabilities", "score", "order", "prompt", "truncated_tokens"),
+    *("label", "probabilities", "score", "order", "generations", "steps"),
+    *("prompt", "truncated_tokens"),
 )
 
 
-def _of_choice(choice: Choice) -> dict[str, Any]:
+def line_of_choice(choice: Choice) -> dict[str, Any]:
     line = {
         "text": choice.text,
         "reasoning": choice.reasoning,

@@ -7,7 +7,7 @@ from typing import Any
 
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, JobError
-from batchkit.rendering.renderer import PromptRenderer
+from batchkit.rendering.steps import Renderer, renderer_of
 from batchkit.sources import read_rows
 from batchkit.sources.rowhash import known_hashes
 from batchkit.types import Row
@@ -21,11 +21,11 @@ class InputRows:
 
     def __init__(self, job: JobConfig, chosen: Collection[int] | None) -> None:
         self.problem: str | None = None
-        self.renderer: PromptRenderer | None = None
+        self.renderer: Renderer | None = None
         self._next: Row | None = None
         self._rows: Iterator[Row] = iter(())
         try:
-            self.renderer = PromptRenderer(job)
+            self.renderer = renderer_of(job)
         except JobError as error:
             self.problem = str(error)
         if job.input.path is None:

@@ -18,7 +18,7 @@ from batchkit.engines.registry import open_preflight
 from batchkit.errors import PromptTooLongError, RowError
 from batchkit.execution.hints import hints
 from batchkit.rendering.prefetch import Prefetch
-from batchkit.rendering.renderer import PromptRenderer
+from batchkit.rendering.steps import Renderer, renderer_of
 from batchkit.sources import read_rows
 from batchkit.types import Completion, Request, Row
 
@@ -114,7 +114,7 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
     Raises:
         JobError: the job itself is invalid.
     """
-    renderer, preflight = PromptRenderer(job), open_preflight(job)
+    renderer, preflight = renderer_of(job), open_preflight(job)
     problems: list[Problem] = []
     by_kind: Counter[str] = Counter()
     tokens: list[int] = []
@@ -161,7 +161,7 @@ def preview(job: JobConfig, rows: int) -> Iterator[Preview]:
     Raises:
         JobError: the job itself is invalid.
     """
-    renderer, preflight = PromptRenderer(job), open_preflight(job)
+    renderer, preflight = renderer_of(job), open_preflight(job)
     table = "sampling" if job.task == "generate" else "pooling"
     for row in islice(read_rows(job.input), rows):
         try:
@@ -185,7 +185,7 @@ def preview(job: JobConfig, rows: int) -> Iterator[Preview]:
 
 
 def _fitted(
-    request: Request, renderer: PromptRenderer, preflight: Preflight
+    request: Request, renderer: Renderer, preflight: Preflight
 ) -> tuple[Request, RenderedPrompt]:
     """The request as the engine would answer it, shortened if too long and the job allows it."""
     while True:
@@ -199,7 +199,7 @@ def _fitted(
 
 
 def _rendered(
-    job: JobConfig, renderer: PromptRenderer, rows: int | None, repeats: dict[int, int]
+    job: JobConfig, renderer: Renderer, rows: int | None, repeats: dict[int, int]
 ) -> Iterator[Request | Completion]:
     """In any order; ``repeats`` maps a row with a repeated id to the first row that has it."""
     prefetch = Prefetch(

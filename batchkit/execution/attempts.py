@@ -23,7 +23,7 @@ from batchkit.errors import (
 )
 from batchkit.rendering.messages import loaded, with_note, with_parts
 from batchkit.rendering.sampling import with_temperature
-from batchkit.types import Completion, Request
+from batchkit.types import Completion, Key, Request
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -59,8 +59,8 @@ class Attempts:
         self._shorter = shorter
         self._finds_nothing = finds_nothing if retry.reask else None
         self._waiting = Waiting()
-        self._tries: dict[int, int] = {}
-        self._asked: dict[int, _Asked] = {}
+        self._tries: dict[Key, int] = {}
+        self._asked: dict[Key, _Asked] = {}
         self.retried = 0
 
     def __len__(self) -> int:
@@ -79,8 +79,8 @@ class Attempts:
         """The completion that settles the row, or None if the row is tried again."""
         if self._is_shortened(completion) or self._is_retried(completion):
             return None
-        index = completion.request.row.index
-        asked = self._asked.pop(index, None)
+        key = completion.request.key
+        asked = self._asked.pop(key, None)
         best, times = completion, 0 if asked is None else asked.times
         if completion.error is not None and asked is not None and asked.answer.error is None:
             best = asked.answer
@@ -92,20 +92,20 @@ class Attempts:
         shorter = self._shorter(completion.request, completion.error)
         if shorter is None:
             return False
-        if shorter.row.index in self._asked:  # rendered again, without the note
+        if shorter.key in self._asked:  # rendered again, without the note
             shorter = with_note(shorter) or shorter
         self._waiting.add(shorter, wait_s=0)
         return True
 
     def _is_retried(self, completion: Completion) -> bool:
-        index = completion.request.row.index
-        tries = self._tries.pop(index, 0) + 1
+        key = completion.request.key
+        tries = self._tries.pop(key, 0) + 1
         if self._retry.reask and isinstance(completion.error, InvalidOutputError):
             return False  # it is asked again, with the note
         again = next_attempt(completion, tries, self._retry)
         if again is None:
             return False
-        self._tries[index] = tries
+        self._tries[key] = tries
         self._submit(again, wait_s(tries, self._retry))
         return True
 
@@ -115,7 +115,7 @@ class Attempts:
         again = with_note(completion.request) if times == 0 else completion.request
         if again is None:
             return False
-        self._asked[completion.request.row.index] = _Asked(times + 1, best)
+        self._asked[completion.request.key] = _Asked(times + 1, best)
         self._submit(next_sampling(again, self._retry), 0)
         return True
 

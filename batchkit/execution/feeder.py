@@ -6,40 +6,57 @@ A run's Worker, and the trials of ``find-bs`` and ``bench``, call ``fill`` and `
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Protocol
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine
 from batchkit.execution.attempts import Attempts
 from batchkit.execution.records import failed_unless_whole, parsed_or_failed
 from batchkit.execution.window import Window
-from batchkit.rendering.prefetch import Prefetch
-from batchkit.types import Completion, Request
+from batchkit.types import Completion, Key, Request
 
 POLL_S = 0.05
 AHEAD = 256
 
 
-class Feeder:
-    """Every row of ``prefetch`` comes back once, as the completion that settled it.
+class Rendered(Protocol):
+    """Where requests come from: a ``Prefetch`` of rendered rows, or ``Rollouts``."""
 
-    ``in_flight`` holds the requests that the engine works on, by row index. Used by one thread.
+    def get(self, timeout_s: float) -> Request | Completion | None: ...
+
+    def release(self, request: Request, /) -> None: ...
+
+    @property
+    def exhausted(self) -> bool: ...
+
+    @property
+    def broken(self) -> bool: ...
+
+
+class Feeder:
+    """Every request of ``prefetch`` comes back once, as the completion that settled it.
+
+    ``in_flight`` holds the requests that the engine works on. ``parses``: whether the answer to a
+    request has to be JSON. Used by one thread.
     """
 
     def __init__(
         self,
         job: JobConfig,
         engine: Engine,
-        prefetch: Prefetch[Any, Request | Completion],
+        prefetch: Rendered,
         attempts: Attempts,
+        parses: Callable[[Request], bool] | None = None,
     ) -> None:
         fixed = job.run.max_in_flight
         self._engine = engine
         self._prefetch = prefetch
         self._attempts = attempts
         self._output = job.output
+        self._parses = parses or (lambda request: job.output.parse is not None)
         self.window = Window(engine.max_num_seqs, fixed=None if fixed == "auto" else fixed)
-        self.in_flight: dict[int, Request] = {}
+        self.in_flight: dict[Key, Request] = {}
 
     def fill(self) -> list[Completion]:
         """Submit rendered rows while there is room; wait only if the engine has nothing to do.
@@ -58,7 +75,7 @@ class Feeder:
                 settled += self.settle(rendered)
             else:
                 self._engine.submit(rendered)
-                self.in_flight[rendered.row.index] = rendered
+                self.in_flight[rendered.key] = rendered
         return settled
 
     def poll(self) -> list[Completion]:
@@ -66,7 +83,7 @@ class Feeder:
         settled: list[Completion] = []
         if self.in_flight:
             for completion in self._engine.poll(POLL_S):
-                del self.in_flight[completion.request.row.index]
+                del self.in_flight[completion.request.key]
                 settled += self.settle(completion)
         elif self._attempts:
             time.sleep(POLL_S)  # all remaining rows wait for their next attempt
@@ -95,9 +112,11 @@ class Feeder:
         self._attempts.put_back(request)
 
     def settle(self, completion: Completion) -> list[Completion]:
-        """The completion that settles the row; nothing if the row is tried again."""
+        """The completion that settles the request; nothing if it is tried again."""
+        if completion.generations is not None:  # the outcome of a row, whose requests were settled
+            return [completion]
         whole = failed_unless_whole(completion, self._output.vector_dtype)
-        parses = self._output.parse is not None
+        parses = self._parses(completion.request)
         settled = self._attempts.settle(parsed_or_failed(whole) if parses else whole)
         if settled is None:
             return []

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError, MediaError, RowError, WrongTaskError
-from batchkit.rendering.renderer import PromptRenderer
+from batchkit.rendering.steps import Renderer
 from batchkit.types import Completion, Request, Row
 
 
@@ -19,7 +19,7 @@ class Checked(NamedTuple):
     rendered: dict[int, Request | Completion]
 
 
-def checked(rows: Iterator[Row], job: JobConfig, renderer: PromptRenderer) -> Checked:
+def checked(rows: Iterator[Row], job: JobConfig, renderer: Renderer) -> Checked:
     """All ``rows``, if one of the first ``run.check_rows`` can be rendered, or fails as no other does.
 
     Usually the first one can, and no other is read yet. Workers on Ray may see media that this
@@ -28,6 +28,8 @@ def checked(rows: Iterator[Row], job: JobConfig, renderer: PromptRenderer) -> Ch
     Raises:
         JobError: they all fail alike.
     """
+    if job.rollout is not None:  # what it asks is known once it runs
+        return Checked(rows, {})
     taken: list[Row] = []
     all_rendered: dict[int, Request | Completion] = {}
     error: RowError | None = None

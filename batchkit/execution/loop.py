@@ -30,10 +30,10 @@ from batchkit.execution.recorder import Recorder
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.signals import DRAIN_S, Interrupted, StopRequest
 from batchkit.execution.summary import Outcome, RunSummary
-from batchkit.execution.worker import Worker, render_ahead
+from batchkit.execution.worker import LogLine, Worker, render_ahead
 from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.ordering import well_ordered
-from batchkit.rendering.renderer import PromptRenderer
+from batchkit.rendering.steps import Renderer
 from batchkit.sources.input import Input, Total, check_unchanged, distrusted, watched
 from batchkit.storage.identity import CHANGING, check_found, names_same_model
 from batchkit.storage.ledger import RESULTS
@@ -57,7 +57,7 @@ class Loop:
         self,
         job: JobConfig,
         run: OpenRun,
-        renderer: PromptRenderer,
+        renderer: Renderer,
         progress: Progress,
         recorder: Recorder,
         stop: StopRequest,
@@ -238,10 +238,14 @@ class Loop:
         ordered: Iterator[tuple[Row, int]] = ((row, 0) for row in rows)
         if look_ahead > 1 and not may_wait:  # an iterator may give its rows slowly
             ordered = well_ordered(rows, self._renderer.hint, look_ahead)
-        tasks = (Task(row, self._attempts.get(row.index, 0) + 1, group) for row, group in ordered)
+        known = self._store.steps.known
+        tasks = (
+            Task(row, self._attempts.get(row.index, 0) + 1, group, known(row.index))
+            for row, group in ordered
+        )
         self._announce()
         loading = "loading the model" if self._job.run.workers is None else "waiting for a worker"
-        known = engine_notes.known(self._job, self._manifest, self._may_come, self._hear)
+        history = engine_notes.known(self._job, self._manifest, self._may_come, self._hear)
         with ExitStack() as held:
             pool: WorkerPool
             self._progress.start_clock(loading)
@@ -251,7 +255,7 @@ class Loop:
                     self._renderer.job,
                     tasks,
                     self._hear,
-                    known,
+                    history,
                     left=self._left,
                     # Workers on other machines read these files there.
                     engine_identity={**self._engine_identity, "prompt.files": self._prompt_files},
@@ -269,7 +273,7 @@ class Loop:
                     self._renderer,
                     held.enter_context(closing(ahead)),
                     self._hear,
-                    known,
+                    history,
                     log=self._folder / LOG,
                     engine_identity=self._engine_identity,
                     references=self._references,
@@ -323,7 +327,7 @@ class Loop:
         try:
             while True:
                 takes_no_more = self._takes_no_more()
-                self._write(pool.fill(taking=not takes_no_more))
+                self._write(pool.fill(taking=not takes_no_more), pool)
                 if takes_no_more and self._must_stop(pool):
                     break
                 if pool.is_done:
@@ -332,7 +336,7 @@ class Loop:
                     lines = pool.poll()
                 except Interrupted:  # during an engine restart: nothing is in flight
                     break
-                self._write(lines)
+                self._write(lines, pool)
                 self._housekeeping(pool)
         finally:
             self._store.flush()
@@ -378,13 +382,17 @@ class Loop:
             )
         return is_due or not pool.in_flight
 
-    def _write(self, lines: Sequence[RecordLine]) -> None:
-        """Write settled rows to the log; then check whether too many failed."""
+    def _write(self, lines: Sequence[LogLine], pool: WorkerPool) -> None:
+        """Write settled rows to the log, and generations; then check whether too many failed."""
         for line in lines:
-            self._store.copy(line)
-            self._failed += line.record["status"] != "ok"
-        self._settled += len(lines)
+            if isinstance(line, RecordLine):
+                self._store.copy(line)
+                self._settled += 1
+                self._failed += line.record["status"] != "ok"
+            else:
+                self._store.copy_generation(line)
         self._store.flush_if_due()
+        pool.written()
         if self._failed and self._too_many_failed(self._job.run.fail_on_error):
             raise TooManyFailuresError(
                 f"{self._failed} of {self._settled} rows failed; run.fail_on_error ="
@@ -491,4 +499,6 @@ class Loop:
 
 
 def _tokens(store: Store, unfinished: int = 0) -> Usage:
-    return Usage(store.totals.prompt_tokens, store.totals.completion_tokens + unfinished)
+    totals, of_open = store.totals, store.steps.open_usage
+    completion_tokens = totals.completion_tokens + of_open.completion_tokens + unfinished
+    return Usage(totals.prompt_tokens + of_open.prompt_tokens, completion_tokens)

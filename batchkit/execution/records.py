@@ -55,6 +55,8 @@ def to_record(
         choices=completion.choices if several and error is None else None,
         prompt=completion.prompt if with_prompt else None,
         truncated_tokens=_truncated_tokens(completion),
+        generations=completion.generations,
+        steps=completion.steps,
         prediction=None if scored is None else scored.prediction,
         scores=None if scored is None else scored.scores,
         unscored=None if scored is None else scored.unscored,

@@ -19,7 +19,8 @@ from batchkit.execution.resume import OnChange, open_run
 from batchkit.execution.signals import StopRequest
 from batchkit.execution.summary import Outcome
 from batchkit.rendering.constant_files import constant_files
-from batchkit.rendering.renderer import AdjustSampling, PromptRenderer
+from batchkit.rendering.renderer import AdjustSampling
+from batchkit.rendering.steps import renderer_of
 from batchkit.sources import is_fallback
 from batchkit.sources.input import Input, from_job
 from batchkit.sources.rowhash import known_hashes
@@ -67,7 +68,7 @@ def start_run(
     size = job.run.sample if attempts is None else None
     if size is not None:
         check_countable(source)
-    renderer = PromptRenderer(job, adjust_sampling=adjust_sampling)
+    renderer = renderer_of(job, adjust_sampling=adjust_sampling)
     references = references_of(job) if job.scoring.is_on else None
     if fresh or on_change == "new":
         open_preflight(job)  # before the folder is moved: an option may be mistyped

@@ -31,7 +31,7 @@ from batchkit.errors import (
 )
 from batchkit.execution.bisection import Expected, Group, Suspects, Suspicion
 from batchkit.execution.events import EngineHistory, EngineLine, Found, Hear, Note
-from batchkit.types import Completion, Request
+from batchkit.types import Completion, Key, Request
 
 GROWTH_SHARE = 0.05
 """At most this share of the time is spent on restarts that only try a larger setting."""
@@ -77,7 +77,7 @@ class SupervisedEngine:
         self._expected = Expected(suspicions)
         self._is_search_remembered = False
         self._quarantined = set(quarantined)
-        self._in_flight: dict[int, Request] = {}  # by row index: an engine has a row once
+        self._in_flight: dict[Key, Request] = {}
         self._held: deque[Request] = deque()
         self._answered: Request | None = None
         self._probe: Request | None = None
@@ -124,7 +124,7 @@ class SupervisedEngine:
         except EngineDied as death:
             return self._bury(death)
         for completion in done:
-            del self._in_flight[completion.request.row.index]
+            del self._in_flight[completion.request.key]
         self._count_success(done)
         return [completion for completion in done if not self._is_probe(completion)]
 
@@ -152,7 +152,7 @@ class SupervisedEngine:
         return bool(self._suspects or self._restart_due or self._held)
 
     def _hand_over(self, request: Request) -> None:
-        self._in_flight[request.row.index] = request
+        self._in_flight[request.key] = request
         self._engine.submit(request)
 
     def _go_on(self) -> None:

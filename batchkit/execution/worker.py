@@ -7,6 +7,7 @@ one in each process that Ray starts (``cluster/``). The run's loop uses both in 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
@@ -24,19 +25,23 @@ from batchkit.execution.events import EngineHistory, Found, Hear, Line, PoolLoad
 from batchkit.execution.feeder import AHEAD, Feeder
 from batchkit.execution.kept_engine import KeptEngine, Loaded
 from batchkit.execution.records import to_record
+from batchkit.execution.rollouts.begun import begun
+from batchkit.execution.rollouts.rollouts import Rollouts
 from batchkit.execution.supervisor import SupervisedEngine
 from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.prefetch import Prefetch
-from batchkit.rendering.renderer import PromptRenderer
+from batchkit.rendering.steps import Renderer
 from batchkit.scoring import Scored, Scoring, kept_fields
 from batchkit.storage import identity
 from batchkit.storage.manifest import WorkerState
+from batchkit.storage.steps import GenerationLine, generation_line
 from batchkit.storage.store import RecordLine, line_of
 from batchkit.types import Completion, Request, Task
 
 READ_AT_ONCE = 16
 
-RenderedTasks = Prefetch[Task, Request | Completion]
+LogLine = RecordLine | GenerationLine
+RenderedTasks = Prefetch[Task, Request | Completion] | Rollouts
 
 
 class EngineFacts(NamedTuple):
@@ -48,7 +53,7 @@ class EngineFacts(NamedTuple):
 
 def render_ahead(
     job: JobConfig,
-    renderer: PromptRenderer,
+    renderer: Renderer,
     tasks: Iterator[Task],
     *,
     may_wait: bool,
@@ -56,6 +61,8 @@ def render_ahead(
 ) -> RenderedTasks:
     """Begins to render ``tasks``. ``may_wait``: reading them may block. ``rendered``: rows that
     have been, by index; each is taken out of it."""
+    if job.has_several:
+        return begun(job, renderer, tasks, may_wait=may_wait)
     ready = {} if rendered is None else rendered
 
     def render(task: Task) -> Request | Completion:
@@ -91,7 +98,7 @@ class Worker:
     def __init__(
         self,
         job: JobConfig,
-        renderer: PromptRenderer,
+        renderer: Renderer,
         rows: RenderedTasks,
         hear: Hear,
         known: EngineHistory,
@@ -151,18 +158,33 @@ class Worker:
             held.callback(self._release, kept)
             self._engine.load()  # it says which model a server serves, before it gets a row
             self._held = held.pop_all()
+        self._rollouts = rows if isinstance(rows, Rollouts) else None
+        self._unwritten = deque[Completion]()
+        self._steps = {step.name: step for step in job.steps}
+        self._step_scoring = {
+            name: Scoring(step.scoring) for name, step in self._steps.items() if step.scoring.is_on
+        }
         self._attempts = Attempts(job.retry, renderer.shortened, self._finds_nothing)
-        self._feeder = Feeder(job, self._engine, rows, self._attempts)
+        self._feeder = Feeder(job, self._engine, rows, self._attempts, self._parses)
         self.unfinished_tokens = 0
         """Of the answers that have not ended, as of the last poll."""
         self.load = PoolLoad(self._feeder.window.size)
         self.engine_facts = EngineFacts(self._engine.max_num_seqs, self._engine.versions)
 
-    def fill(self, *, taking: bool = True) -> list[RecordLine]:
+    def fill(self, *, taking: bool = True) -> list[LogLine]:
         """Submit rows while there is room, none if not ``taking``; returns rows settled by it."""
-        return self._lines(self._feeder.fill()) if taking else []
+        if taking:
+            return self._lines(self._feeder.fill())
+        return [] if self._rollouts is None else self._lines(self._rollouts.ended())
 
-    def poll(self) -> list[RecordLine]:
+    def written(self, count: int | None = None) -> None:
+        """So many of the generations that were returned, or all, are in the ledger: their rows may
+        ask further."""
+        if self._rollouts is not None:
+            n_written = len(self._unwritten) if count is None else count
+            self._rollouts.answer([self._unwritten.popleft() for _ in range(n_written)])
+
+    def poll(self) -> list[LogLine]:
         """The rows that the engine has finished; then adapts the window to its load."""
         lines = self._lines(self._feeder.poll())
         window = self._feeder.window
@@ -212,19 +234,31 @@ class Worker:
         else:
             kept.idle = self._loaded
 
-    def _lines(self, settled: Iterable[Completion]) -> list[RecordLine]:
+    def _lines(self, settled: Iterable[Completion]) -> list[LogLine]:
         return [
-            line_of(
-                to_record(
-                    completion,
-                    self._kept_fields,
-                    with_prompt=self._job.output.prompt,
-                    scored=self._scored(completion),
-                ),
-                self._job.output.vector_dtype,
-            )
+            self._record_line(completion)
+            if completion.request.call is None
+            else self._generation_line(completion)
             for completion in settled
         ]
+
+    def _record_line(self, completion: Completion) -> RecordLine:
+        record = to_record(
+            completion,
+            self._kept_fields,
+            with_prompt=self._job.output.prompt,
+            scored=self._scored(completion),
+        )
+        return line_of(record, self._job.output.vector_dtype)
+
+    def _generation_line(self, completion: Completion) -> GenerationLine:
+        self._unwritten.append(completion)
+        return generation_line(completion)
+
+    def _parses(self, request: Request) -> bool:
+        if request.call is None or request.call.step not in self._steps:
+            return self._job.output.parse is not None
+        return self._steps[request.call.step].parse is not None
 
     def _scored(self, completion: Completion) -> Scored | None:
         if self._scoring is None:
@@ -235,17 +269,18 @@ class Worker:
         return self._scoring.score(_scored_text(completion), row.fields, row.id)
 
     def _finds_nothing(self, completion: Completion) -> bool:
-        if self._scoring is None:
+        call, row = completion.request.call, completion.request.row
+        scoring = self._scoring if call is None else self._step_scoring.get(call.step)
+        if scoring is None:
             return False
-        row = completion.request.row
-        return self._scoring.finds_nothing(_scored_text(completion), row.fields, row.id)
+        return scoring.finds_nothing(_scored_text(completion), row.fields, row.id)
 
 
 def _scored_text(completion: Completion) -> str:
     """What the scoring reads of an answer: its text, or the label of a class."""
     if completion.pooled is not None:
         return completion.pooled.label or ""
-    return completion.choices[0].text
+    return completion.text
 
 
 def _check_unchanged(job: JobConfig, then: Mapping[str, Any]) -> None:

@@ -69,6 +69,14 @@ class PromptRenderer:
         """Raises JobError if a template file changed since it was read."""
         self._templates.check_files()
 
+    def messages(self, messages: Any) -> list[Message]:
+        """Chat messages with their images opened.
+
+        Raises:
+            RowError: they are no messages, or an image can't be opened.
+        """
+        return loaded(messages, self._image_part)
+
     def render(self, row: Row, attempt: int = 1) -> Request:
         """The request for ``row``, its images decoded.
 

@@ -18,7 +18,7 @@ import orjson
 from batchkit.config.masking import FINGERPRINT, MASK, masked, secrets_in
 from batchkit.config.regular_file import exists, is_file, read_text
 from batchkit.config.server_command import files_named, slots, what_decides_answers
-from batchkit.config.tables import JobConfig, MediaTable, Table
+from batchkit.config.tables import JobConfig, MediaTable, StepTable, Table
 from batchkit.config.tables.base import Mark
 from batchkit.config.terminal import shortened
 from batchkit.config.tool_definitions import is_template, tools_in
@@ -82,6 +82,10 @@ _ABSENT_IF_NOT_SET = (  # manifests of older versions lack them
     "prompt.tool_choice",
     "engine.reasoning_parser",
     "engine.tool_call_parser",
+    "output.choices",
+    "select.by",
+    "select.scorer",
+    "select.step",
 )
 CHANGING = "changing"  # in place of the hash of a file that changed while a run read it
 _WHOLE_BYTES = 8 * 2**20  # a larger file is read in blocks
@@ -92,6 +96,7 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
     """Everything that decides the answers, flat, by dotted key. ``prompt_files``: hashes of the
     files that the prompts of all rows include."""
     found = dict(_marked(job))
+    del found["steps"], found["engines"]
     found |= {f"vars.{name}": value for name, value in found.pop("vars").items()}
     found |= {
         f"engine.options.{name}": value
@@ -109,6 +114,11 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
         "retry.reask": _reask(job, found.pop("retry.reask_note")),
     }
     # These are absent if not set: manifests of older versions lack them.
+    for step in job.steps:
+        found |= _of_step(job, step)
+    for name, engine in job.engines.items():
+        its = of_engine(identity(JobConfig(engine=engine)))
+        found |= {f"engines.{name}.{key.removeprefix('engine.')}": its[key] for key in its}
     if (command := found.pop("engine.server.command", None)) is not None:
         found["engine.server.command"] = what_decides_answers(command)
         found["server.slots"] = {"-np": slots(command)}
@@ -129,6 +139,16 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
         del found["media.pdf_dpi"]
     plain: dict[str, Any] = orjson.loads(orjson.dumps(found, default=str))
     return _without_secrets(plain)
+
+
+def _of_step(job: JobConfig, step: StepTable) -> Iterator[tuple[str, Any]]:
+    """What decides the answers of one step."""
+    its = identity(job.of_step(step))
+    of_prompt = ("prompt.", "sampling.", "retry.", "output.parse")
+    yield from ((f"steps.{step.name}.{k}", v) for k, v in its.items() if k.startswith(of_prompt))
+    yield f"steps.{step.name}.place", job.steps.index(step)
+    yield f"steps.{step.name}.when", step.when
+    yield f"steps.{step.name}.engine", step.engine
 
 
 def _is_of_another_task(key: str, value: Any, job: JobConfig) -> bool:

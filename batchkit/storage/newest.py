@@ -87,6 +87,18 @@ def _newest(log: BinaryIO) -> tuple[np.ndarray[Any, Any], ...]:
     """``bounds``, ``lines`` and ``rows`` of a NewestLog, in one pass."""
     import numpy as np
 
+    bounds, by_row = line_rows(log)
+    order = np.argsort(by_row, kind="stable")  # stable: the newest of a row stays the last
+    by_row = by_row[order]
+    is_newest = np.append(by_row[1:] != by_row[:-1], True)[: len(by_row)] & (by_row >= 0)
+    return bounds, order[is_newest], by_row[is_newest]
+
+
+def line_rows(log: BinaryIO) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The byte positions at which lines begin, and the last one's end; and the row index of each
+    line, -1 if it is broken. A torn last line is left out."""
+    import numpy as np
+
     offset, ends, indexes = 0, [np.zeros(1, np.int64)], [np.zeros(0, np.int64)]
     for block in _blocks(log):
         ends_here = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + 1
@@ -96,11 +108,7 @@ def _newest(log: BinaryIO) -> tuple[np.ndarray[Any, Any], ...]:
         ends.append(ends_here + offset)
         indexes.append(found)
         offset += len(block)
-    by_row = np.concatenate(indexes)
-    order = np.argsort(by_row, kind="stable")  # stable: the newest of a row stays the last
-    by_row = by_row[order]
-    is_newest = np.append(by_row[1:] != by_row[:-1], True)[: len(by_row)] & (by_row >= 0)
-    return np.concatenate(ends), order[is_newest], by_row[is_newest]
+    return np.concatenate(ends), np.concatenate(indexes)
 
 
 def _blocks(log: BinaryIO) -> Iterator[bytes]:

@@ -144,6 +144,8 @@ class _Line(_Part):
     score: float | list[float] | None = None
     order: list[_Count] | None = None
     embedding: _Embedding | None = None
+    generations: _Count | None = None
+    steps: dict[str, dict[str, Any]] | None = None
 
 
 def _tool_call(found: Any) -> dict[str, Any] | None:

@@ -3,7 +3,8 @@
 The log is the truth; the checkpoint is a cache of what the log says up to ``offset``. A row counts
 as settled only once its record is in the log, and the checkpoint moves only after an fsync. So a
 kill at any time loses nothing that was written, and a power cut nothing before the checkpoint.
-A record's vector survives both before the record is written, which therefore always finds it.
+A record's vector survives both before the record is written, which therefore always finds it; a row's
+generations (``steps.py``) are written before its record.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from batchkit.storage.checksum import Checksum
 from batchkit.storage.files import free_name, open_private, write_all, write_atomically
 from batchkit.storage.ledger import RESULTS, read_lines, record_of
 from batchkit.storage.plain_json import encoded
+from batchkit.storage.steps import GenerationLine, StepsLog
 from batchkit.storage.vectors import VectorPlace, VectorWriter
 from batchkit.types import Record
 
@@ -93,7 +95,10 @@ class Store:
             self._checksum.extend(self.path, self._end)
         except OSError as error:
             raise StoreError(f"{self.path}: {error.strerror or error}") from error
+        self.steps = StepsLog(folder, self.totals)
+        self.salvaged_bytes += self.steps.salvaged_bytes
         self._pending: list[RecordLine] = []
+        self._generations: list[GenerationLine] = []
         self._vectors = VectorWriter(folder, first_segment)
         self._vector_bytes = 0
         self._next_vectors = 0.0
@@ -108,6 +113,10 @@ class Store:
         self._pending.append(line)
         if line.vector is not None:
             self._vector_bytes += line.vector.nbytes
+
+    def copy_generation(self, line: GenerationLine) -> None:
+        """Collect a generation of a row with several; it is written before the records."""
+        self._generations.append(line)
 
     def copy_all(self, lines: Iterable[RecordLine]) -> None:
         """Write lines that were made elsewhere; only a thousand, or 64 MiB of vectors, are in memory
@@ -128,9 +137,12 @@ class Store:
 
     def flush(self) -> None:
         """Write what was appended; after this the rows count as settled."""
-        if not self._pending:
+        if not (self._pending or self._generations):
             return
         self._check_lock()
+        if self._generations:
+            self.steps.write(self._generations)
+            self._generations = []
         block = b"".join(self._lines())
         try:
             write_all(self._file, block)
@@ -149,6 +161,7 @@ class Store:
             ) from error
         for line in pending:
             self.totals.add(line.record)
+            self.steps.settle(line.record["index"])
 
     def _lines(self) -> Iterator[bytes]:
         """The collected lines, whose vectors have survived a power cut by then.
@@ -170,9 +183,10 @@ class Store:
         self._check_file()
         self.flush()
         started = time.monotonic()
-        if self._synced_end == self._end:
+        if self._synced_end == self._end and self.steps.is_synced:
             return 0.0
         try:
+            self.steps.sync()  # before the records that follow from it
             os.fsync(self._file)
             self.checkpoint()
         except OSError as error:
@@ -189,6 +203,7 @@ class Store:
             self.sync()
         finally:
             os.close(self._file)
+            self.steps.close()
             self._vectors.close()
 
     def checkpoint(self) -> None:

@@ -20,7 +20,7 @@ from batchkit.config.masking import masked_text
 from batchkit.config.tables import JobConfig
 from batchkit.config.terminal import cut_in_the_middle
 from batchkit.errors import BatchkitError, RowError
-from batchkit.rendering.renderer import PromptRenderer
+from batchkit.rendering.steps import Renderer
 from batchkit.scoring import Scoring, kept_fields
 from batchkit.scoring.metrics import group_name
 from batchkit.sources.join import with_group
@@ -105,7 +105,7 @@ class _Reader(NamedTuple):
     job: JobConfig
     scoring: Scoring | None
     pictures: Pictures | None
-    renderer: PromptRenderer | None
+    renderer: Renderer | None
     text_limit: int
     n_rows: int
 

@@ -137,7 +137,8 @@ class Feed:
         return False
 
     def _watch_first_wave(self) -> None:
-        for index, request in self._feeder.in_flight.items():
+        for request in self._feeder.in_flight.values():
+            index = request.row.index
             if self._to_come_first and request.attempt == 1 and index not in self._first_wave:
                 self._to_come_first -= 1
                 self._first_wave.add(index)

@@ -22,6 +22,7 @@ from batchkit.config.tables.scoring import (
     ScoringRule,
     ScoringTable,
 )
+from batchkit.config.tables.steps import RolloutTable, SelectTable, StepTable
 from batchkit.config.tables.task import PairTable, PoolingTable, TaskName
 
 __all__ = [
@@ -39,12 +40,15 @@ __all__ = [
     "PoolingTable",
     "PromptTable",
     "RetryTable",
+    "RolloutTable",
     "RunTable",
     "SamplingTable",
     "ScorerName",
     "ScoringRule",
     "ScoringTable",
+    "SelectTable",
     "ServerTable",
+    "StepTable",
     "Table",
     "TaskName",
 ]

@@ -22,6 +22,7 @@ from batchkit.config.tables.input import InputTable
 from batchkit.config.tables.prompt import MediaTable, PromptTable
 from batchkit.config.tables.run import OutputTable, RetryTable, RunTable
 from batchkit.config.tables.scoring import ScoringTable
+from batchkit.config.tables.steps import RolloutTable, SelectTable, StepTable, misfits_of_steps
 from batchkit.config.tables.task import PairTable, PoolingTable, TaskName, misfits
 from batchkit.config.tool_definitions import why_not_forced
 from batchkit.config.values import check_values
@@ -58,6 +59,10 @@ class JobConfig(Table):
         retry: What is tried again within a run: ``attempts``, ``on_too_long``, ``reask``.
         output: What is written, and where: ``dir``, and ``keep``, the fields that a record keeps.
         scoring: How answers are scored: ``extract``, ``scorers``, ``reference``.
+        steps: Several generations for a row, one after another, each with its ``name`` and ``prompt``.
+        rollout: … or a ``function`` that asks for them.
+        select: Which of ``sampling.n`` answers is the row's.
+        engines: Further models, by name, for steps that don't use ``engine``.
     """
 
     name: Free[str] = Field(
@@ -83,6 +88,15 @@ class JobConfig(Table):
     retry: RetryTable = RetryTable()
     output: OutputTable = OutputTable()
     scoring: Free[ScoringTable] = ScoringTable()
+    steps: Identity[list[StepTable]] = Field(
+        [], description="Several generations for a row, one after another."
+    )
+    rollout: RolloutTable | None = Field(None, description="… or a function that asks for them.")
+    select: SelectTable = SelectTable()
+    engines: Identity[dict[str, EngineTable]] = Field(
+        {},
+        description="Further models for steps: `[engines.NAME]`, each with the keys of `[engine]`.",
+    )
 
     @property
     def folder(self) -> Path:
@@ -102,6 +116,30 @@ class JobConfig(Table):
         """The parameters of a request, by the names of ``vllm.SamplingParams``, or of
         ``vllm.PoolingParams`` if the task is not ``generate``."""
         return self.sampling.params() if self.task == "generate" else self.pooling.params()
+
+    @property
+    def has_several(self) -> bool:
+        """True if a row may have several generations."""
+        return bool(self.steps) or self.rollout is not None
+
+    def of_step(self, step: StepTable) -> JobConfig:
+        """A job whose rows have one generation: that of ``step``."""
+        given = {name: getattr(step.sampling, name) for name in step.sampling.model_fields_set}
+        prompt = step.prompt
+        if not prompt.chat_template_kwargs:
+            kwargs = {"chat_template_kwargs": self.prompt.chat_template_kwargs}
+            prompt = prompt.model_copy(update=kwargs)
+        return self.model_copy(
+            update={
+                "steps": [],
+                "select": SelectTable(),
+                "prompt": prompt,
+                "sampling": self.sampling.model_copy(update=given),
+                "engine": self.engines[step.engine] if step.engine else self.engine,
+                "output": self.output.model_copy(update={"parse": step.parse}),
+                "scoring": step.scoring,
+            }
+        )
 
     def of_shard(self, shard: Shard) -> JobConfig:
         """The job of one shard, with its own run folder: ``<name>.shard-<number>-of-<of>``."""
@@ -136,6 +174,12 @@ class JobConfig(Table):
     @model_validator(mode="after")
     def _fits_its_task(self) -> JobConfig:
         if found := [*misfits(self)]:
+            raise ValueError("\n".join(found))
+        return self
+
+    @model_validator(mode="after")
+    def _fits_its_steps(self) -> JobConfig:
+        if found := [*misfits_of_steps(self)]:
             raise ValueError("\n".join(found))
         return self
 

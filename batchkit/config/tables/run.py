@@ -223,6 +223,15 @@ class OutputTable(Table):
         " and its keys are columns of Parquet and CSV. Any other answer is the failure"
         " `invalid_output`.",
     )
+    choices: Identity[bool | None] = Field(
+        None,
+        description="Whether a record has all `n` answers of its row; by default, unless `[select]` picks one.",
+    )
+    replay: Free[Literal["strict", "fresh"]] = Field(
+        "strict",
+        description="What a row's recorded generations are good for if its function asks for something else"
+        " than before: the row fails with `rollout`, or goes on with new generations from there.",
+    )
     vector_dtype: Identity[Literal["float32", "float16"]] = Field(
         "float32", description='For `task = "embed"`: the type that vectors are stored with.'
     )

@@ -23,8 +23,8 @@ from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, JobError
 from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Line, Note, PoolLoad
 from batchkit.execution.feeder import POLL_S
-from batchkit.execution.worker import EngineFacts, Worker, render_ahead
-from batchkit.rendering.renderer import PromptRenderer
+from batchkit.execution.worker import EngineFacts, LogLine, Worker, render_ahead
+from batchkit.rendering.steps import renderer_of
 from batchkit.storage.store import RecordLine
 from batchkit.types import Task
 
@@ -66,7 +66,7 @@ IDLE = Load(0, 0, 0, 0)
 class Report(NamedTuple):
     """A worker's answer to a call; ``history`` is the newest one, ``events`` are the others."""
 
-    lines: Sequence[RecordLine]
+    lines: Sequence[LogLine]
     events: Sequence[Line | EngineLine | Note | Found]
     history: EngineHistory | None
     engine: EngineFacts | None
@@ -98,7 +98,7 @@ class Actor:
         self._taking = True
         self._closed = False
         self._unsettled = 0
-        self._lines: list[RecordLine] = []
+        self._lines: list[LogLine] = []
         self._events: list[Line | EngineLine | Note | Found] = []
         self._history: EngineHistory | None = None
         self._engine: EngineFacts | None = None
@@ -139,7 +139,7 @@ class Actor:
                 )
             lines, self._lines = self._lines, []
             events, self._events = self._events, []
-            self._unsettled -= len(lines)
+            self._unsettled -= sum(isinstance(line, RecordLine) for line in lines)
             return Report(lines, events, self._history, self._engine, self._failure, self._load)
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ class Actor:
 
     def _work(self, known: EngineHistory) -> None:
         try:
-            renderer = PromptRenderer(self._job)
+            renderer = renderer_of(self._job)
             tasks = iter(self._inbox.get, None)
             with closing(render_ahead(self._job, renderer, tasks, may_wait=True)) as rows:
                 try:
@@ -184,7 +184,7 @@ class Actor:
             if not taking and not worker.in_flight:
                 time.sleep(POLL_S)
 
-    def _bring(self, worker: Worker, lines: Sequence[RecordLine]) -> None:
+    def _bring(self, worker: Worker, lines: Sequence[LogLine]) -> None:
         with self._changed:
             self._load = Load(
                 worker.in_flight,
@@ -194,8 +194,10 @@ class Actor:
                 worker.load,
             )
             for line in lines:
-                reported = {name: line.record[name] for name in _REPORTED}
-                self._lines.append(RecordLine(line.raw, reported, line.vector))
+                if isinstance(line, RecordLine):
+                    reported = {name: line.record[name] for name in _REPORTED}
+                    line = RecordLine(line.raw, reported, line.vector)
+                self._lines.append(line)
             if lines:
                 self._changed.notify_all()
 

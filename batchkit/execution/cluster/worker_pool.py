@@ -23,7 +23,7 @@ from batchkit.execution.events import EngineHistory, EngineLine, Found, Hear, Li
 from batchkit.execution.feeder import POLL_S
 from batchkit.execution.records import to_record
 from batchkit.execution.signals import Interrupted
-from batchkit.execution.worker import READ_AT_ONCE, EngineFacts
+from batchkit.execution.worker import READ_AT_ONCE, EngineFacts, LogLine
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.rendering.row_size import size_of
 from batchkit.scoring import Scored, kept_fields
@@ -96,7 +96,7 @@ class RayWorkerPool:
                 self.engine_facts = self._first_engine()
             self._held = held.pop_all()
 
-    def fill(self, *, taking: bool) -> list[RecordLine]:
+    def fill(self, *, taking: bool) -> list[LogLine]:
         """Call every worker that has no pending call, with as many rows as it may have.
 
         Raises:
@@ -122,10 +122,10 @@ class RayWorkerPool:
                 worker.called_at = time.monotonic()
         return []
 
-    def poll(self) -> list[RecordLine]:
+    def poll(self) -> list[LogLine]:
         """The records of all workers whose calls have returned."""
         workers = {worker.call: worker for worker in self._workers if worker.call is not None}
-        lines: list[RecordLine] = []
+        lines: list[LogLine] = []
         if not workers:
             time.sleep(POLL_S)
             return lines
@@ -137,6 +137,9 @@ class RayWorkerPool:
             lines += self._received(workers[call], call)
         self._watch()
         return lines
+
+    def written(self) -> None:
+        """Nothing waits for it yet."""
 
     @property
     def is_done(self) -> bool:
@@ -217,7 +220,7 @@ class RayWorkerPool:
         left = self._left()
         return None if left is None else max(1, left - self._leases.n_held)
 
-    def _received(self, worker: RayWorker, call: Any) -> list[RecordLine]:
+    def _received(self, worker: RayWorker, call: Any) -> list[LogLine]:
         import ray
         from ray.exceptions import ActorUnavailableError, RayError
 
@@ -235,7 +238,7 @@ class RayWorkerPool:
             return []
         return self._take_in(worker, answer)
 
-    def _take_in(self, worker: RayWorker, report: Report) -> list[RecordLine]:
+    def _take_in(self, worker: RayWorker, report: Report) -> list[LogLine]:
         holder = self._leases.holders[worker.number]
         for event in report.events:
             if isinstance(event, Found):
@@ -250,8 +253,9 @@ class RayWorkerPool:
             self._hear(Line(f"worker {worker.number} is up{life.where}"))
         life.load = report.load
         holder.capacity = report.load.capacity
-        worker.rows += len(report.lines)
-        for task in holder.settle([line.record["index"] for line in report.lines]):
+        settled = [line.record["index"] for line in report.lines if isinstance(line, RecordLine)]
+        worker.rows += len(settled)
+        for task in holder.settle(settled):
             self._tasks.release(task)
         if report.failure is not None:
             self._give_up(worker, report.failure)
@@ -270,7 +274,7 @@ class RayWorkerPool:
             self._known = learned
             self._hear(learned)
 
-    def _bury(self, worker: RayWorker, error: Exception | None) -> list[RecordLine]:
+    def _bury(self, worker: RayWorker, error: Exception | None) -> list[LogLine]:
         """Handle the death of a worker, or a lost connection: Ray starts another in its place.
         ``error`` is None if no call failed, because it died before its first."""
         from ray.exceptions import ActorDiedError, ActorUnavailableError
@@ -285,7 +289,7 @@ class RayWorkerPool:
         )
         worker.bury()
         poison = holder.die("worker died")
-        lines = [] if poison is None else [self._quarantine(poison, cause)]
+        lines: list[LogLine] = [] if poison is None else [self._quarantine(poison, cause)]
         if poison is not None:
             holder.deaths_in_a_row = 0
         elif isinstance(error, ActorDiedError):  # Ray will not restart it

@@ -1,0 +1,142 @@
+"""``[[steps]]``, ``[rollout]`` and ``[select]``: several generations for a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
+
+from batchkit.config.tables.base import Free, Identity, Table
+from batchkit.config.tables.engine import SamplingTable
+from batchkit.config.tables.prompt import PromptTable
+from batchkit.config.tables.scoring import Extract, ScorerName, ScoringTable
+
+if TYPE_CHECKING:
+    from batchkit.config.tables.job import JobConfig
+
+SCORING_OF_STEP = ("extract", "pattern", "key", "choices", "reference", "scorers", "tolerance")
+
+
+class StepTable(Table):
+    """One generation of a row, in the order of the file; the last one that runs is the row's answer.
+
+    Its templates see the row's fields, and what the steps before it answered: `steps.NAME.text`,
+    `.reasoning`, `.tool_calls`, `.json` (the text's JSON value), `.prediction` and `.scores`, `.choices`
+    (the texts of all `n`) and `.skipped`.
+    """
+
+    name: Identity[str] = Field(
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+        description="Its name in templates, in `steps.jsonl` and in tables.",
+    )
+    prompt: PromptTable = Field(PromptTable(), description="As `[prompt]`.")
+    sampling: SamplingTable = Field(
+        SamplingTable(), description="As `[sampling]`, which gives what is not set here."
+    )
+    engine: Identity[str] = Field(
+        "", description="The name of one of `[engines]`; by default `[engine]`."
+    )
+    when: Identity[str | None] = Field(
+        None,
+        description="A template; the step is skipped if it gives nothing, `false`, `no`, `none` or `0`.",
+    )
+    parse: Identity[Literal["json"] | None] = Field(None, description="As `output.parse`.")
+    extract: Free[Extract | None] = Field(None, description="As `scoring.extract`.")
+    pattern: Free[str | None] = Field(None, description="As `scoring.pattern`.")
+    key: Free[str | None] = Field(None, description="As `scoring.key`.")
+    choices: Free[list[str] | None] = Field(None, description="As `scoring.choices`.")
+    reference: Free[str | None] = Field(None, description="As `scoring.reference`.")
+    scorers: Free[list[ScorerName] | None] = Field(None, description="As `scoring.scorers`.")
+    tolerance: Free[NonNegativeFloat | None] = Field(None, description="As `scoring.tolerance`.")
+
+    @property
+    def scoring(self) -> ScoringTable:
+        """What is read from its answers."""
+        given = {name: getattr(self, name) for name in SCORING_OF_STEP}
+        return ScoringTable(**{name: value for name, value in given.items() if value is not None})
+
+    @model_validator(mode="after")
+    def _coherent(self) -> StepTable:
+        _ = self.scoring  # raises what does not fit
+        return self
+
+
+class RolloutTable(Table):
+    """A function instead of `[prompt]` and `[[steps]]`: `async def solve(row, generate)`, which is
+    called for each row and returns its answer, a text or a dict (docs/steps.md). Its code is trusted."""
+
+    function: Identity[str] = Field(
+        pattern=r"^.+:[A-Za-z_][A-Za-z0-9_]*$",
+        description="`module:name`, or `path/to/file.py:name`; a module is looked for beside the job file, too.",
+    )
+    concurrency: Free[PositiveInt] = Field(
+        4096,
+        description="Rows that are begun at a time, those that wait for something else included.",
+    )
+
+
+class SelectTable(Table):
+    """Which of the `n` answers of `sampling.n` is the row's."""
+
+    by: Identity[Literal["majority", "scorer", "step"] | None] = Field(
+        None,
+        description="`majority`: the first of those whose prediction (`scoring.extract`) most of them have;"
+        " `scorer`: the first with the highest score; `step`: the one whose number, from 1, the step"
+        " `select.step` answers; its templates see `candidates`, the texts.",
+    )
+    scorer: Identity[ScorerName | None] = Field(
+        None, description="For `scorer`: one of `scoring.scorers`; by default the only one."
+    )
+    step: Identity[str | None] = Field(None, description="For `step`: the last of `[[steps]]`.")
+
+
+def misfits_of_steps(job: JobConfig) -> Iterator[str]:
+    """A line for each key of ``job`` that does not fit its steps, rollout or selection."""
+    names = [step.name for step in job.steps]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"steps: two are named {name!r}; give each a name of its own"
+    several = "[[steps]]" if job.steps else "[rollout]" if job.rollout is not None else None
+    if job.steps and job.rollout is not None:
+        yield "[rollout]: its function asks for all of a row's generations, so leave [[steps]] out"
+    if several is not None:
+        if job.task != "generate":
+            yield f'{several}: is for task = "generate"; task is "{job.task}"'
+        given = [name for name in _OF_ROW if getattr(job.prompt, name)]
+        if given:
+            yield f"prompt.{given[0]}: {several} has prompts of its own; leave [prompt] out"
+        if job.output.parse is not None:
+            yield f"output.parse: belongs to a step, as parse; {several} is given"
+    if job.rollout is not None:
+        if job.retry.reask:
+            yield "retry.reask: a function asks again itself; leave it out with [rollout]"
+        if job.retry.on_too_long == "truncate-middle":
+            yield "retry.on_too_long: a function shortens its prompts itself; leave it out with [rollout]"
+    for step in job.steps:
+        if step.engine and step.engine not in job.engines:
+            known = ", ".join(job.engines) or "none is given"
+            yield f"steps.{step.name}.engine: found {step.engine!r}, expected one of [engines]: {known}"
+    yield from _misfits_of_select(job)
+
+
+def _misfits_of_select(job: JobConfig) -> Iterator[str]:
+    select, scorers = job.select, job.scoring.scorers
+    if select.by is None:
+        if select.scorer is not None or select.step is not None:
+            yield 'select.by: is missing: "majority", "scorer" or "step"'
+        return
+    if select.by == "majority" and job.scoring.extract == "text":
+        yield (
+            'select.by: "majority" counts predictions; say what they are, as scoring.extract ='
+            ' "final-answer"'
+        )
+    if select.by == "scorer":
+        if select.scorer is None and len(scorers) != 1:
+            yield f"select.scorer: is missing; scoring.scorers has {len(scorers)}: name one of them"
+        elif select.scorer is not None and select.scorer not in scorers:
+            yield f"select.scorer: found {select.scorer!r}, expected one of scoring.scorers"
+    if select.by == "step" and (len(job.steps) < 2 or select.step != job.steps[-1].name):
+        yield "select.step: expected the name of the last of [[steps]], behind the one whose answers it judges"
+
+
+_OF_ROW = ("system", "system_file", "user", "user_file", "images", "captions", "texts", "tools")

@@ -1,0 +1,35 @@
+"""Begins the rows of a job that has several generations for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from batchkit.config.tables import JobConfig
+from batchkit.execution.rollouts.function import Rollout, loaded_function
+from batchkit.execution.rollouts.rollouts import Rollouts
+from batchkit.execution.rollouts.steps import Steps
+from batchkit.rendering.prefetch import Prefetch
+from batchkit.rendering.steps import Renderer, StepsRenderer
+from batchkit.types import Task
+
+_READ_AHEAD = 1024
+_STEPS_BEGUN = 4096
+
+
+def begun(job: JobConfig, renderer: Renderer, tasks: Iterator[Task], *, may_wait: bool) -> Rollouts:
+    """The rows of ``tasks``, as coroutines. ``may_wait``: reading them may block."""
+    ahead = Prefetch[Task, Task](
+        tasks,
+        lambda task: task,
+        threads=1,
+        ahead=_READ_AHEAD,
+        max_bytes=job.media.max_memory_bytes,
+        at_once=1 if may_wait else 16,
+        weigh=lambda task: 0,
+    )
+    if isinstance(renderer, StepsRenderer):
+        return Rollouts(job, ahead, Steps(job, renderer).solve, concurrency=_STEPS_BEGUN)
+    assert job.rollout is not None
+    function = loaded_function(job.rollout.function)
+    solve = Rollout(job, renderer, function).solve
+    return Rollouts(job, ahead, solve, concurrency=job.rollout.concurrency)

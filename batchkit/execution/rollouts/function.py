@@ -1,0 +1,104 @@
+"""``[rollout]``: the user's function, called for each row."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from batchkit.config.tables import JobConfig
+from batchkit.errors import JobError, RolloutError, RowError
+from batchkit.execution.rollouts.generate import Generate
+from batchkit.execution.rollouts.open_row import OpenRow
+from batchkit.rendering.messages import short
+from batchkit.rendering.steps import Renderer
+from batchkit.types import Choice, Completion
+
+Function = Callable[[Mapping[str, Any], Generate], Awaitable[str | dict[str, Any]]]
+_DEEPEST = 12
+
+
+class Rollout:
+    """Answers rows with ``function``."""
+
+    def __init__(self, job: JobConfig, renderer: Renderer, function: Function) -> None:
+        self._job, self._renderer, self._function = job, renderer, function
+
+    async def solve(self, row: OpenRow) -> Completion:
+        """The outcome of the row: what the function returned, or its error."""
+        generate = Generate(row, self._job, self._renderer)
+        try:
+            value = await self._function(dict(row.row.fields), generate)
+            text, parsed = _answer(value)
+        except RowError as error:
+            return replace(row.outcome(None, ()), error=error)
+        except Exception as error:
+            failure = RolloutError(_shown(error))
+            return replace(row.outcome(None, ()), error=failure)
+        return replace(row.outcome(None, [Choice(text, None)]), parsed=parsed)
+
+
+def loaded_function(name: str) -> Function:
+    """The function that ``rollout.function`` names.
+
+    Raises:
+        JobError: there is none, or its module can't be imported.
+    """
+    place, _, attribute = name.rpartition(":")
+    try:
+        module = _of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise JobError(f"rollout.function: {place} can't be imported:\n{_shown(error)}") from error
+    function = getattr(module, attribute, None)
+    if not inspect.iscoroutinefunction(function):
+        found = "nothing" if function is None else short(function)
+        raise JobError(
+            f"rollout.function: found {found} as {attribute} in {place}, expected a function `async def"
+            f" {attribute}(row, generate)`"
+        )
+    return function
+
+
+def _of_file(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _answer(value: Any) -> tuple[str, Any]:
+    """The text of what a function returned, and the value of a dict.
+
+    Raises:
+        RolloutError: it is no answer.
+    """
+    if isinstance(value, str):
+        return value, None
+    if isinstance(value, dict):
+        try:
+            return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode(), value
+        except TypeError as error:
+            raise RolloutError(f"the function returned a dict that is no JSON: {error}") from None
+    raise RolloutError(
+        f"the function returned {short(value)} ({type(value).__name__}), expected a text or a dict"
+    )
+
+
+def _shown(error: BaseException) -> str:
+    """The error with its traceback, without our own frames."""
+    tail = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    lines = traceback.format_exception(type(error), error, tail, limit=-_DEEPEST)
+    return "".join(lines).strip()
