@@ -234,7 +234,8 @@ class Completion:
     ``prompt`` is the text that the engine saw, including special tokens, if the engine knows it.
     ``parsed`` is the first choice's JSON value, if ``output.parse`` asks for it. ``generations`` is
     set on the outcome of a whole row that had several: their number, and ``steps``, what each of
-    ``[[steps]]`` answered, as the record has it.
+    ``[[steps]]`` answered, as the record has it. ``earlier_usage``: of other attempts in this start,
+    which are paid for, too; None if there were none.
     """
 
     request: Request
@@ -245,6 +246,7 @@ class Completion:
     prompt: str | None = None
     parsed: Any = None
     pooled: Pooled | None = None
+    earlier_usage: Usage | None = None
     generations: int | None = None
     steps: Mapping[str, Any] | None = None
 
@@ -280,11 +282,12 @@ class Record:
     JSON value of the text, if ``output.parse`` asks for it.
     ``input_hash`` shows whether a later input holds the same row. ``truncated_tokens``: by how many
     tokens the prompt was cut to fit. ``scores`` is None if the job scores nothing; ``unscored``
-    says why some of them could not be computed. Of a pooling task, ``text`` is None, and set are
-    ``label`` and ``probabilities`` (classify); ``score``, a list if the row gives a list of documents,
-    with ``order``, their numbers, best first (score); or ``vector`` as in ``Pooled`` (embed), which
-    is stored beside the log. Of a row with several ``generations``, these are their number and
-    ``steps``, by name, what each of ``[[steps]]`` answered; ``usage`` and ``latency_s`` are sums.
+    says why some of them could not be computed. ``earlier_usage`` as in ``Completion``. Of a pooling
+    task, ``text`` is None, and set are ``label`` and ``probabilities`` (classify); ``score``, a list
+    if the row gives a list of documents, with ``order``, their numbers, best first (score); or
+    ``vector`` as in ``Pooled`` (embed), which is stored beside the log. Of a row with several
+    ``generations``, these are their number and ``steps``, by name, what each of ``[[steps]]``
+    answered; ``usage`` and ``latency_s`` are sums.
     """
 
     index: int
@@ -312,6 +315,7 @@ class Record:
     probabilities: Sequence[float] | None = None
     score: float | Sequence[float] | None = None
     order: Sequence[int] | None = None
+    earlier_usage: Usage | None = None
     vector: bytes | None = None
     generations: int | None = None
     steps: Mapping[str, Any] | None = None
@@ -358,6 +362,7 @@ class Record:
             "steps": self.steps,
             "prompt": self.prompt,
             "truncated_tokens": self.truncated_tokens,
+            "earlier_usage": self.earlier_usage and _of_usage(self.earlier_usage),
         }
         if self.scores is None:
             del line["prediction"]
@@ -372,7 +377,7 @@ class Record:
 _OPTIONAL = (
     *("reasoning", "tool_calls", "parsed", "scores", "unscored", "choices"),
     *("label", "probabilities", "score", "order", "generations", "steps"),
-    *("prompt", "truncated_tokens"),
+    *("prompt", "truncated_tokens", "earlier_usage"),
 )
 
 
@@ -388,6 +393,13 @@ def line_of_choice(choice: Choice) -> dict[str, Any]:
         if line[name] is None:
             del line[name]
     return line
+
+
+def _of_usage(usage: Usage) -> dict[str, int]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+    }
 
 
 def utc_now() -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +23,7 @@ from batchkit.errors import (
 )
 from batchkit.rendering.messages import loaded, with_note, with_parts
 from batchkit.rendering.sampling import with_temperature
-from batchkit.types import Completion, Key, Request
+from batchkit.types import Completion, Key, Request, Usage
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -61,6 +61,7 @@ class Attempts:
         self._waiting = Waiting()
         self._tries: dict[Key, int] = {}
         self._asked: dict[Key, _Asked] = {}
+        self._spent: dict[Key, list[Usage]] = {}
         self.retried = 0
 
     def __len__(self) -> int:
@@ -77,6 +78,20 @@ class Attempts:
 
     def settle(self, completion: Completion) -> Completion | None:
         """The completion that settles the row, or None if the row is tried again."""
+        key, settled = completion.request.key, self._settled(completion)
+        if settled is None:
+            if completion.usage is not None:
+                self._spent.setdefault(key, []).append(completion.usage)
+            return None
+        spent = self._spent.pop(key, None)
+        if spent is None:
+            return settled
+        if settled is not completion and settled.usage is not None:  # an earlier answer is kept
+            spent.remove(settled.usage)
+            spent += filter(None, [completion.usage])
+        return replace(settled, earlier_usage=_sum(spent))
+
+    def _settled(self, completion: Completion) -> Completion | None:
         if self._is_shortened(completion) or self._is_retried(completion):
             return None
         key = completion.request.key
@@ -149,6 +164,15 @@ class Waiting:
         if not self._heap or self._heap[0][0] > self._clock():
             return None
         return heapq.heappop(self._heap)[2]
+
+
+def _sum(spent: Sequence[Usage]) -> Usage | None:
+    if not spent:
+        return None
+    return Usage(
+        sum(usage.prompt_tokens for usage in spent),
+        sum(usage.completion_tokens for usage in spent),
+    )
 
 
 def next_attempt(completion: Completion, tries: int, retry: RetryTable) -> Request | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from batchkit.config.tables import JobConfig
@@ -148,6 +148,7 @@ class Loop:
         try:
             return self._settle(rows)
         finally:
+            self._note_gpus()  # also of a start that a signal ends while the model loads
             changed = self._changed_prompts() if self._all_read else self._source.changes(False)
             self._distrust(changed.keys())
 
@@ -174,7 +175,7 @@ class Loop:
                 rows, self._rendered = checked(rows, self._job, self._renderer)
             with self._opened_pool(rows) as self._pool:
                 self._generate(self._pool)
-                if self._stop.signum is not None or (self._stopped_by and not self._pool.is_done):
+                if self._stop.signum is not None or (self._stopped_by and self._some_are_left()):
                     return self._stopped()
                 self._stopped_by = None
                 self._check_complete()
@@ -223,7 +224,16 @@ class Loop:
     def _some_remain(self) -> bool:
         """Whether rows have no record. Past the limit others may have one, so it takes a look at each."""
         pending = self._source.read(self._store.totals.is_settled)
-        return sum(1 for _ in pending) > self._elsewhere
+        return next(islice(pending, self._elsewhere, None), None) is not None
+
+    def _some_are_left(self) -> bool:
+        """Whether this start has left some of its rows. The pool may not know yet that it had the last
+        row: the input's end takes a last check."""
+        if self._pool is None or self._pool.is_done:
+            return False
+        if self._is_retry:
+            return len(self._attempts) > self._settled
+        return self._source.files is None or self._some_remain()
 
     def _look_at(self, first: Row) -> None:
         if first.error is None:
@@ -466,7 +476,6 @@ class Loop:
         if code is None:
             failures = failures_of(self._folder / RESULTS, self._store.totals, self._job)
             code = 1 if self._is_retry and self._some_remain() else 3 if state.failed else 0
-        self._note_gpus()
         self._manifest.total = self._input.sample_of or total
         self._manifest.skipped_elsewhere = self._elsewhere
         self._manifest.last_start.exit = code

@@ -18,7 +18,7 @@ from batchkit.errors import (
 from batchkit.scoring import Scored
 from batchkit.scoring.parsed import NotJson, parsed
 from batchkit.storage.schema import error_of, is_count, seconds_of, usage_of
-from batchkit.types import BROKEN_OFF, Choice, Completion, Pooled, Record, utc_now
+from batchkit.types import BROKEN_OFF, Choice, Completion, Pooled, Record, Usage, utc_now
 
 
 def to_record(
@@ -42,8 +42,8 @@ def to_record(
         attempt=request.attempt,
         text=first.text if error is None and first is not None else None,
         finish_reason=first.finish_reason if first is not None else None,
-        usage=usage
-        and usage_of(usage.prompt_tokens, usage.completion_tokens, usage.reasoning_tokens),
+        usage=_possible(usage),
+        earlier_usage=_possible(completion.earlier_usage),
         latency_s=seconds_of(completion.latency_s),
         finished_at=utc_now(),
         error=None if error is None else error_of(error),
@@ -62,6 +62,10 @@ def to_record(
         unscored=None if scored is None else scored.unscored,
         **({} if completion.pooled is None or error is not None else _of_pooled(completion)),
     )
+
+
+def _possible(usage: Usage | None) -> Usage | None:
+    return usage and usage_of(usage.prompt_tokens, usage.completion_tokens, usage.reasoning_tokens)
 
 
 def _of_pooled(completion: Completion) -> dict[str, Any]:

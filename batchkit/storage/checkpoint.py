@@ -69,9 +69,10 @@ class Totals:
         """Count one line; the newest record of a row decides whether it is ok or failed."""
         index = record["index"]
         self.records += 1
-        if usage := record.get("usage"):
-            self.prompt_tokens += usage["prompt_tokens"]
-            self.completion_tokens += usage["completion_tokens"]
+        for name in ("usage", "earlier_usage"):
+            if usage := record.get(name):
+                self.prompt_tokens += usage["prompt_tokens"]
+                self.completion_tokens += usage["completion_tokens"]
         for rows in self.failed_by_kind.values():
             rows.discard(index)
         self.cut_off_in_reasoning.discard(index)

@@ -146,6 +146,7 @@ class _Line(_Part):
     embedding: _Embedding | None = None
     generations: _Count | None = None
     steps: dict[str, dict[str, Any]] | None = None
+    earlier_usage: _Usage | None = None
 
 
 def _tool_call(found: Any) -> dict[str, Any] | None:

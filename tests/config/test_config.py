@@ -120,7 +120,10 @@ def test_near_miss_of_a_key_is_suggested() -> None:
 
 def test_unknown_key_without_a_neighbour_lists_the_known_ones() -> None:
     (line,) = problems(output={"zzz": 1})
-    assert line == "output.zzz: unknown key; known: dir, keep, prompt, parse, choices, replay, vector_dtype"
+    assert (
+        line
+        == "output.zzz: unknown key; known: dir, keep, prompt, parse, choices, replay, vector_dtype"
+    )
 
 
 @pytest.mark.parametrize("table", [name for name in TABLES if name not in ("sampling", "pooling")])

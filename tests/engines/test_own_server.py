@@ -518,7 +518,8 @@ def test_a_server_ends_with_a_run_that_is_interrupted(
 def test_a_server_ends_with_a_run_that_is_interrupted_while_it_loads(
     tmp_path: Path, begin: Callable[[], subprocess.Popen[str]]
 ) -> None:
-    write(tmp_path, 10, f"{SERVER} --loads-s 300")
+    prices = {"price_per_gpu_hour": 2.0}
+    folder = write(tmp_path, 10, f"{SERVER} --loads-s 300", run=prices)
     run = begin()
     until(lambda: len(servers(tmp_path)) == 1)
     (server,) = servers(tmp_path)
@@ -526,6 +527,7 @@ def test_a_server_ends_with_a_run_that_is_interrupted_while_it_loads(
     _, err = run.communicate(timeout=60)
     assert run.returncode == 130, err
     assert not server.is_running()
+    assert json.loads((folder / "manifest.json").read_text())["starts"][-1]["gpu_seconds"] > 0
 
 
 def test_a_server_ends_with_a_run_that_is_killed(

@@ -13,6 +13,7 @@ from batchkit.errors import JobError
 from batchkit.execution.budgets import Budgets
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.types import Usage
+from tests.support.chat_server import Refused, serving
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import (
     RUN,
@@ -26,6 +27,8 @@ from tests.support.dry_runs import (
     write_job,
 )
 from tests.support.rows import write_jsonl
+from tests.support.server_runs import said
+from tests.support.server_runs import write_job as write_server_job
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -80,6 +83,52 @@ def test_a_budget_that_is_used_up_by_the_last_row_stops_nothing() -> None:
     found = run()
     assert (found.exit_code, found.json["ok"], found.json["stopped_by"]) == (0, 10, None)
     assert run().exit_code == 0
+
+
+def test_a_budget_that_is_used_up_before_the_end_of_the_input_is_seen_stops_nothing() -> None:
+    """A last check of the input goes on for a while after its last row was handed out."""
+    rows: list[dict[str, Any]] = [{"q": f"question {n}"} for n in range(17)]
+    rows[0]["pad"] = "x" * 15_000_000
+    write_jsonl(Path("in.jsonl"), rows)
+    write_job(
+        run={**ONE_AT_A_TIME, "look_ahead": 0, "render_threads": 1, "check_rows": 0}
+        | {"max_completion_tokens": 17 * TOKENS}
+    )
+    found = run()
+    assert (found.exit_code, found.json["ok"], found.json["stopped_by"]) == (0, 17, None)
+    assert run().exit_code == 0
+
+
+def test_tokens_of_attempts_that_were_not_the_last_are_paid_for() -> None:
+    """Two answers are no JSON; each answer has 4 tokens, for a prompt of 3."""
+    answers = iter(['{"a": 1}', "no", "no", '{"a": 2}', '{"a": 3}'])
+
+    def answer(text: str, body: dict[str, Any]) -> None:
+        if text.startswith("row "):
+            raise Refused(200, said(next(answers)))
+
+    with serving(answer) as server:
+        write_server_job(
+            server,
+            3,
+            output={"parse": "json"},
+            retry={"reask": 2, "reask_note": "JSON, please."},
+            run=ONE_AT_A_TIME | {"max_completion_tokens": 16, "price_per_million_tokens": [1e6, 0]},
+        )
+        found = run()
+        assert (found.exit_code, found.json["ok"]) == (1, 2), found.stderr
+        assert (found.json["completion_tokens"], found.json["price"]) == (16, 12)
+        assert [record.get("earlier_usage") for record in records()] == [
+            None,
+            {"prompt_tokens": 6, "completion_tokens": 8},
+        ]
+        assert status()["completion_tokens"] == 16
+        assert (
+            "run.max_completion_tokens = 20, 4 left"
+            in (rest := run("--set", "run.max_completion_tokens=20")).stderr
+        )
+        assert (rest.json["ok"], rest.json["stopped_by"]) == (3, None)
+        assert verify() | {"checkpoint_matches": True, "torn_bytes": 0} == verify()
 
 
 def test_seconds_are_a_budget_of_each_start() -> None:

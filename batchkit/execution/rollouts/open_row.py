@@ -134,5 +134,4 @@ class OpenRow:
     def _count(self, completion: Completion) -> None:
         self._n_answered += 1
         self._latency_s += completion.latency_s
-        if completion.usage is not None:
-            self._usages.append(completion.usage)
+        self._usages += filter(None, (completion.usage, completion.earlier_usage))
