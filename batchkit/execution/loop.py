@@ -267,6 +267,7 @@ class Loop:
                     self._hear,
                     history,
                     left=self._left,
+                    generations=known,
                     # Workers on other machines read these files there.
                     engine_identity={**self._engine_identity, "prompt.files": self._prompt_files},
                     references=self._references,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -107,6 +107,8 @@ class StepsLog:
         self._end = self.count = self.salvaged_bytes = 0
         self._synced_end = 0
         self._open: defaultdict[int, list[Usage]] = defaultdict(list)
+        # Of rows without a record: where the lines of this start begin and end.
+        self._written: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         try:
             if self.path.exists():
                 self._open_file()
@@ -114,13 +116,9 @@ class StepsLog:
             raise StoreError(f"{self.path}: {error.strerror or error}") from error
 
     def known(self, index: int) -> list[dict[str, Any]]:
-        """What earlier starts recorded of the row, in the order of the log."""
-        if self._file is None or not self._known_rows.size:
-            return []
-        import numpy as np
-
-        first, last = np.searchsorted(self._known_rows, [index, index + 1])
-        return [self._line(int(at)) for at in self._known_lines[first:last]]
+        """What is recorded of the row, in the order of the log. Another thread may ask for rows of
+        which nothing is being written."""
+        return [self._line(*place) for place in self._places(index)]
 
     def write(self, lines: Sequence[GenerationLine]) -> None:
         """Append ``lines``; from now on they survive a kill."""
@@ -139,14 +137,17 @@ class StepsLog:
                 f"{self.path}: can't write: {error.strerror}; every generation before is on disk."
                 " Make room, then run the same command again"
             ) from error
-        self._end += len(block)
         self.count += len(lines)
         for line in lines:
-            self._open[line.generation["index"]].append(_usage_of(line.generation))
+            index, start = line.generation["index"], self._end
+            self._end += len(line.raw)
+            self._written[index].append((start, self._end))
+            self._open[index].append(_usage_of(line.generation))
 
     def settle(self, index: int) -> None:
         """The row has its record now."""
         self._open.pop(index, None)
+        self._written.pop(index, None)
 
     @property
     def open_usage(self) -> Usage:
@@ -197,8 +198,17 @@ class StepsLog:
             if index >= 0 and not self._totals.is_settled(index):
                 self._open[index] = [*map(_usage_of, self.known(index))]
 
-    def _line(self, number: int) -> dict[str, Any]:
-        start, end = int(self._bounds[number]), int(self._bounds[number + 1])
+    def _places(self, index: int) -> Iterator[tuple[int, int]]:
+        """Where the row's lines begin and end."""
+        if self._file is not None and self._known_rows.size:
+            import numpy as np
+
+            first, last = np.searchsorted(self._known_rows, [index, index + 1])
+            for at in self._known_lines[first:last]:
+                yield int(self._bounds[at]), int(self._bounds[at + 1])
+        yield from self._written.get(index, ())
+
+    def _line(self, start: int, end: int) -> dict[str, Any]:
         line: dict[str, Any] = orjson.loads(os.pread(self._descriptor, end - start, start))
         return line
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -25,6 +26,7 @@ from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, L
 from batchkit.execution.feeder import POLL_S
 from batchkit.execution.worker import EngineFacts, LogLine, Worker, render_ahead
 from batchkit.rendering.steps import renderer_of
+from batchkit.storage.steps import GenerationLine
 from batchkit.storage.store import RecordLine
 from batchkit.types import Task
 
@@ -84,7 +86,10 @@ class Actor:
         engine_identity: Mapping[str, Any],
         references: Mapping[str, str | None] | None,
         quarantined: Collection[int],
+        import_from: Sequence[str] = (),
     ) -> None:
+        if job.rollout is not None:  # its module may be in a folder that only the run looks in
+            sys.path += [place for place in import_from if place not in sys.path]
         self._number = number
         self._job = job
         self._engine_identity = engine_identity
@@ -97,7 +102,7 @@ class Actor:
         self._thread: threading.Thread | None = None
         self._taking = True
         self._closed = False
-        self._unsettled = 0
+        self._unsettled = self._written = 0
         self._lines: list[LogLine] = []
         self._events: list[Line | EngineLine | Note | Found] = []
         self._history: EngineHistory | None = None
@@ -116,8 +121,10 @@ class Actor:
         self._thread.start()
         return Place(socket.gethostname(), ray.get_gpu_ids())
 
-    def exchange(self, tasks: Sequence[Task], taking: bool) -> Report:
+    def exchange(self, tasks: Sequence[Task], taking: bool, written: int) -> Report:
         """Take ``tasks``; return what has been settled since, after a wait for it.
+
+        ``written``: how many further generations that were returned are in the ledger now.
 
         Raises:
             RuntimeError: Ray has restarted this process since ``begin`` and the run did not notice.
@@ -128,6 +135,7 @@ class Actor:
         for task in tasks:
             self._inbox.put(task)
         with self._changed:
+            self._written += written
             self._unsettled += len(tasks)
             self._changed.wait_for(
                 lambda: self._lines or self._events or self._failure, self._heartbeat_s
@@ -181,6 +189,9 @@ class Actor:
             taking = self._taking
             self._bring(worker, worker.fill(taking=taking))
             self._bring(worker, worker.poll())
+            with self._changed:
+                written, self._written = self._written, 0
+            worker.written(written)
             if not taking and not worker.in_flight:
                 time.sleep(POLL_S)
 
@@ -194,10 +205,7 @@ class Actor:
                 worker.load,
             )
             for line in lines:
-                if isinstance(line, RecordLine):
-                    reported = {name: line.record[name] for name in _REPORTED}
-                    line = RecordLine(line.raw, reported, line.vector)
-                self._lines.append(line)
+                self._lines.append(_brief(line))
             if lines:
                 self._changed.notify_all()
 
@@ -213,6 +221,15 @@ class Actor:
         with self._changed:
             self._failure = failure
             self._changed.notify_all()
+
+
+def _brief(line: LogLine) -> LogLine:
+    """``line`` with no more of its table than the run reads: the rest is in its bytes."""
+    if isinstance(line, RecordLine):
+        reported = {name: line.record[name] for name in _REPORTED}
+        return RecordLine(line.raw, reported, line.vector)
+    known = line.generation
+    return GenerationLine(line.raw, {name: known.get(name) for name in ("index", "usage")})
 
 
 def _engine_log(folder: Path, number: int) -> Path:

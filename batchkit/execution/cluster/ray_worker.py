@@ -18,7 +18,8 @@ from batchkit.storage.manifest import WorkerState
 class Life:
     """One life of a worker: from its wait for a place to its death. ``steps``: down the ladder.
 
-    ``suspicions``: the state of its own search for a poison row.
+    ``suspicions``: the state of its own search for a poison row. ``returned``: generations that are
+    not in the ledger yet; ``written``: those that are, which the worker does not know yet.
     """
 
     began_at: float
@@ -29,6 +30,8 @@ class Life:
     load: Load = IDLE
     engine_restarts: int = 0
     is_said_to_wait: bool = False
+    returned: int = 0
+    written: int = 0
 
     @property
     def where(self) -> str:

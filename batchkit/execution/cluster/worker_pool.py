@@ -5,6 +5,7 @@ Rows that a worker held when it died are answered by another worker.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
@@ -43,7 +44,8 @@ class RayWorkerPool:
     """The workers of a run with ``run.workers``, used like a Worker. Made once the first worker is
     ready; the others follow.
 
-    ``left`` returns how many rows of this start have no record yet. ``opening`` is entered while
+    ``left`` returns how many rows of this start have no record yet, ``generations`` what the ledger
+    has of a row by now. ``opening`` is entered while
     the first model loads; other arguments are as Worker's.
 
     Raises:
@@ -58,6 +60,7 @@ class RayWorkerPool:
         known: EngineHistory,
         *,
         left: Callable[[], int | None],
+        generations: Callable[[int], Sequence[Mapping[str, Any]]],
         engine_identity: Mapping[str, Any],
         references: Mapping[str, str | None] | None = None,
         quarantined: Collection[int] = (),
@@ -67,6 +70,7 @@ class RayWorkerPool:
         self._job = job
         self._hear = hear
         self._left = left
+        self._generations = generations
         self._engine_identity = engine_identity
         self._references = references
         self._quarantined = quarantined
@@ -117,8 +121,11 @@ class RayWorkerPool:
                     tasks: Sequence[Task] = []
                     if taking:
                         next_task = partial(self._waiting.get, worker.number)
-                        tasks = self._leases.lease(worker.number, self._unread(), next_task)
-                    worker.call = worker.actor.exchange.remote(tasks, taking)
+                        leased = self._leases.lease(worker.number, self._unread(), next_task)
+                        # Another worker may have held the row and died since it was read.
+                        tasks = [t._replace(known=self._generations(t.row.index)) for t in leased]
+                    written, worker.life.written = worker.life.written, 0
+                    worker.call = worker.actor.exchange.remote(tasks, taking, written)
                 worker.called_at = time.monotonic()
         return []
 
@@ -139,7 +146,10 @@ class RayWorkerPool:
         return lines
 
     def written(self) -> None:
-        """Nothing waits for it yet."""
+        """The generations that were returned are in the ledger: the next calls tell their workers."""
+        for worker in self._workers:
+            worker.life.written += worker.life.returned
+            worker.life.returned = 0
 
     @property
     def is_done(self) -> bool:
@@ -193,7 +203,7 @@ class RayWorkerPool:
         references = None if self._references is None else ray.put(self._references)
         for number in self._leases.holders:
             actor = hire.remote(
-                number, self._job, self._engine_identity, references, self._quarantined
+                number, self._job, self._engine_identity, references, self._quarantined, sys.path
             )
             self._workers.append(RayWorker(number, actor))
 
@@ -255,6 +265,7 @@ class RayWorkerPool:
         holder.capacity = report.load.capacity
         settled = [line.record["index"] for line in report.lines if isinstance(line, RecordLine)]
         worker.rows += len(settled)
+        life.returned += len(report.lines) - len(settled)
         for task in holder.settle(settled):
             self._tasks.release(task)
         if report.failure is not None:

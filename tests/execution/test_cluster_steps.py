@@ -1,0 +1,126 @@
+"""Rows with several generations on workers of a real Ray, and what a dead worker costs them.
+
+A small server answers in place of a model, so that a test sees what it is asked.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchkit.commands.verify import verify
+from batchkit.storage.steps import STEPS
+from tests.support.chat_server import MODEL, serving
+from tests.support.faulty_runs import question_rows, running, start
+from tests.support.ray_head import RayHead
+from tests.support.rows import read_jsonl
+
+STEPS_JOB = """
+name = "faulty"
+input.path = "rows.jsonl"
+engine.kind = "openai-server"
+engine.options.max_num_seqs = 8
+[[steps]]
+name = "draft"
+prompt.user_file = "draft.txt"
+[[steps]]
+name = "judge"
+prompt.user = "judge: {{ steps.draft.text }}"
+[[steps]]
+name = "revise"
+prompt.user = "revise: {{ steps.judge.text }}"
+"""
+ROLLOUT_JOB = """
+name = "faulty"
+input.path = "rows.jsonl"
+engine.kind = "openai-server"
+engine.options.max_num_seqs = 8
+[rollout]
+function = "FUNCTION"
+"""
+SOLVER = """
+async def solve(row, generate):
+    drafts = await generate.many([f"{row['q']}, way {n}" for n in range(3)], step="draft")
+    text = " and ".join(draft.text for draft in drafts)
+    for n in range(2):
+        text = (await generate(f"revise: {text}", step="revise")).text
+    return text
+"""
+
+
+@pytest.fixture
+def settings(ray_head: RayHead) -> list[str]:
+    return [
+        *("run.workers=2", f"run.ray_address={ray_head.address}", "run.worker_gpus=0"),
+        f"engine.model={MODEL}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("job", "generations", "lost_of_a_row"),
+    [(STEPS_JOB, 3, 1), (ROLLOUT_JOB.replace("FUNCTION", "solver:solve"), 5, 3)],
+    ids=["steps", "rollout"],
+)
+def test_rows_of_a_worker_that_is_killed_keep_the_generations_that_they_have(
+    job: str,
+    generations: int,
+    lost_of_a_row: int,
+    ray_head: RayHead,
+    settings: list[str],
+    tmp_path: Path,
+) -> None:
+    rows = question_rows({})
+    (tmp_path / "draft.txt").write_text("draft: {{ q }}")
+    (tmp_path / "solver.py").write_text(SOLVER)
+    asked = count(1)
+
+    def kill_once_in_the_middle(text: str, body: dict[str, Any]) -> str:
+        if next(asked) == len(rows) * generations // 2:
+            ray_head.worker_that_asks(server).kill()
+        return f"answered {text}"
+
+    with serving(kill_once_in_the_middle) as server:
+        ended = start(
+            tmp_path, tmp_path, rows, {}, [*settings, f"engine.base_url={server.url}"], job=job
+        )
+    assert ended.exit == 0, ended.stderr
+    output = tmp_path / "output/faulty"
+    lines = read_jsonl(output / STEPS)
+    assert len(lines) == generations * len(rows)
+    assert max(Counter((li["index"], li["step"], li["call"]) for li in lines).values()) == 1
+    assert [record["text"] for record in ended.records] == [expected(row["q"], job) for row in rows]
+    assert "died" in ended.log
+    again = server.answered.total() - len(lines)
+    held = int(ended.log.partition(" rows:")[0].rpartition(" ")[2])
+    assert again <= lost_of_a_row * held
+    assert max(server.answered.values()) <= 2
+    assert verify(output).is_sound
+
+
+def expected(question: str, job: str) -> str:
+    if job == STEPS_JOB:
+        return f"answered revise: answered judge: answered draft: {question}"
+    drafts = " and ".join(f"answered {question}, way {n}" for n in range(3))
+    return f"answered revise: answered revise: {drafts}"
+
+
+def test_a_function_that_a_worker_does_not_find_stops_the_run(
+    settings: list[str], tmp_path: Path
+) -> None:
+    """As on another machine: each process has its own file under this name."""
+    (tmp_path / "solver.py").write_text(SOLVER)
+    job = ROLLOUT_JOB.replace("FUNCTION", "/proc/self/cwd/solver.py:solve")
+    with serving() as server:
+        at = f"engine.base_url={server.url}"
+        with running(
+            tmp_path, tmp_path, question_rows({}), {}, [*settings, at], job=job
+        ) as process:
+            _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "/proc/self/cwd/solver.py can't be imported" in stderr
+    assert "no such file" in stderr
+    assert server.answered.total() == 0
