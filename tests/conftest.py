@@ -47,6 +47,7 @@ LONGEST = (
     "test_benchmarks",
     "test_vllm_engine",
     "test_vllm_storm",
+    "test_steps_storm",
     "test_process_engine",
     "test_engine_contract",
     "test_transformers_engine",
