@@ -68,7 +68,7 @@ FOREIGN_HOMES = {  # who alone may import it; never when the module itself is im
         "execution.cluster.local",
         "execution.cluster.session",
     },
-    "starlette": {"commands.view.server"},
+    "starlette": {"commands.view.api", "commands.view.server"},
     "uvicorn": {"commands.view"},
 }
 

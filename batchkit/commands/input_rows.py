@@ -7,6 +7,8 @@ from typing import Any
 
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, JobError
+from batchkit.rendering.media import load_image
+from batchkit.rendering.renderer import LoadImage
 from batchkit.rendering.steps import Renderer, renderer_of
 from batchkit.sources import read_rows
 from batchkit.sources.rowhash import known_hashes
@@ -16,16 +18,19 @@ from batchkit.types import Row
 class InputRows:
     """Reads the input along with the records, which come in the same order.
 
-    ``problem`` says why rows are missing, once one was.
+    ``problem`` says why rows are missing, once one was. The ``renderer`` gets its images from
+    ``load``.
     """
 
-    def __init__(self, job: JobConfig, chosen: Collection[int] | None) -> None:
+    def __init__(
+        self, job: JobConfig, chosen: Collection[int] | None, load: LoadImage = load_image
+    ) -> None:
         self.problem: str | None = None
         self.renderer: Renderer | None = None
         self._next: Row | None = None
         self._rows: Iterator[Row] = iter(())
         try:
-            self.renderer = renderer_of(job)
+            self.renderer = renderer_of(job, load=load)
         except JobError as error:
             self.problem = str(error)
         if job.input.path is None:

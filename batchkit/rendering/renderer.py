@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from batchkit.config.tables import JobConfig
+from batchkit.config.tables import JobConfig, MediaTable
 from batchkit.errors import PromptTooLongError, RequestError, RowError, TemplateError
 from batchkit.rendering.media import SharedImages, check_root, load_image, load_text
 from batchkit.rendering.messages import (
@@ -36,22 +36,33 @@ from batchkit.rendering.truncation import Place, cut_at, longest_text, next_cut
 from batchkit.sources.rowhash import input_hash
 from batchkit.types import Completion, Pair, Request, Row, RowHint
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 _BYTES_PER_PIXEL = 4  # what Pillow uses for RGB
 _BEGINNING = 4096  # characters by which prompts are compared
 
 AdjustSampling = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+LoadImage = Callable[[Any, MediaTable], "Image"]
 
 
 class PromptRenderer:
-    """Renders rows for one job. Several threads may share it, and call ``adjust_sampling``.
+    """Renders rows for one job. Several threads may share it, and call ``adjust_sampling`` and
+    ``load``, which makes the image of a source.
 
     Raises:
         JobError: a template or template file of the job can't be used, or its ``media.root`` is a
             URL that can't be opened.
     """
 
-    def __init__(self, job: JobConfig, *, adjust_sampling: AdjustSampling | None = None) -> None:
-        self._adjust_sampling = adjust_sampling
+    def __init__(
+        self,
+        job: JobConfig,
+        *,
+        adjust_sampling: AdjustSampling | None = None,
+        load: LoadImage = load_image,
+    ) -> None:
+        self._adjust_sampling, self._load = adjust_sampling, load
         self._job = job
         self._templates = PromptTemplates(job)
         if self._templates.images or self._templates.texts:
@@ -303,9 +314,9 @@ class PromptRenderer:
 
     def _image_part(self, source: Any) -> dict[str, Any]:
         if isinstance(source, str) and len(source) < _BEGINNING:  # a path or a URL
-            image = self._shared.get(source, lambda: load_image(source, self._job.media))
+            image = self._shared.get(source, lambda: self._load(source, self._job.media))
         else:
-            image = load_image(source, self._job.media)
+            image = self._load(source, self._job.media)
         return {"type": "image_pil", "image_pil": image}
 
     def _row_sampling(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:

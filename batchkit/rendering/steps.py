@@ -8,8 +8,9 @@ from typing import Any
 
 from batchkit.config.tables import JobConfig
 from batchkit.errors import PromptTooLongError
+from batchkit.rendering.media import load_image
 from batchkit.rendering.messages import Message
-from batchkit.rendering.renderer import AdjustSampling, PromptRenderer
+from batchkit.rendering.renderer import AdjustSampling, LoadImage, PromptRenderer
 from batchkit.rendering.templates.prompt import PathTemplate
 from batchkit.types import Completion, Request, Row, RowHint
 
@@ -23,9 +24,15 @@ class StepsRenderer:
         JobError: a template or template file of a step can't be used.
     """
 
-    def __init__(self, job: JobConfig, *, adjust_sampling: AdjustSampling | None = None) -> None:
+    def __init__(
+        self,
+        job: JobConfig,
+        *,
+        adjust_sampling: AdjustSampling | None = None,
+        load: LoadImage = load_image,
+    ) -> None:
         self._by_name = {
-            step.name: PromptRenderer(job.of_step(step), adjust_sampling=adjust_sampling)
+            step.name: PromptRenderer(job.of_step(step), adjust_sampling=adjust_sampling, load=load)
             for step in job.steps
         }
         self._first = self._by_name[job.steps[0].name]
@@ -86,10 +93,15 @@ class StepsRenderer:
 Renderer = PromptRenderer | StepsRenderer
 
 
-def renderer_of(job: JobConfig, *, adjust_sampling: AdjustSampling | None = None) -> Renderer:
+def renderer_of(
+    job: JobConfig,
+    *,
+    adjust_sampling: AdjustSampling | None = None,
+    load: LoadImage = load_image,
+) -> Renderer:
     """What renders the rows of ``job``; raises JobError if a template of it can't be used."""
     made = StepsRenderer if job.steps else PromptRenderer
-    return made(job, adjust_sampling=adjust_sampling)
+    return made(job, adjust_sampling=adjust_sampling, load=load)
 
 
 def with_answers(row: Row, answers: Mapping[str, Any]) -> Row:

@@ -35,20 +35,9 @@ def test_the_list_has_all_runs_and_a_run_says_what_status_says(tmp_path: Path) -
     status = batchkit("status", "output/a", "--json").json
     own = {"folder": one["folder"], "starts": one["starts"]}
     assert {**one, **status, **own} == one
+    assert one["failures"][0].items() >= {"kind": "template", "count": 2, "index": 4}.items()
     (start,) = one["starts"]
     assert (start["exit"], start["number"], start["events"]) == (3, 1, [])
-
-
-def test_rows_by_page(tmp_path: Path) -> None:
-    prepare(10)
-    run()
-    with viewing("job.toml", cwd=tmp_path) as view:
-        found = view.get("runs/a/rows", offset=3, limit=4)
-    assert found["total"] == 10
-    assert [row["index"] for row in found["rows"]] == [3, 4, 5, 6]
-    row = found["rows"][0]
-    assert row["id"] == "3"
-    assert row["text"]
 
 
 def test_a_single_run_is_its_own_home_page(tmp_path: Path) -> None:

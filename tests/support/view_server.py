@@ -22,10 +22,10 @@ class Viewed(NamedTuple):
     url: str
     client: httpx.Client
 
-    def get(self, path: str, status: int = 200, **params: Any) -> Any:
+    def get(self, path: str, code: int = 200, **params: Any) -> Any:
         """The JSON at ``/api/`` + ``path``."""
         answer = self.client.get(f"/api/{path}", params=params)
-        assert answer.status_code == status, answer.text
+        assert answer.status_code == code, answer.text
         return answer.json()
 
     def rows(self, run: str = "a", **params: Any) -> dict[str, Any]:

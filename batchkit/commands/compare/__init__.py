@@ -78,6 +78,18 @@ def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) ->
     )
 
 
+def flipped(
+    scorer: str, before: NDArray[np.floating], after: NDArray[np.floating]
+) -> NDArray[np.int8]:
+    """1 better, -1 worse, 0 neither; for each row. nan: not scored."""
+    change = np.nan_to_num(after - before)
+    is_binary = all(np.isin(found[~np.isnan(found)], (0, 1)).all() for found in (before, after))
+    graded = REWARD_STEP if scorer in OUT_OF_TEN else GRADED_STEP
+    step = 1.0 if is_binary and scorer not in OUT_OF_TEN else graded
+    found: NDArray[np.int8] = (np.sign(change) * (np.abs(change) >= step - 1e-9)).astype(np.int8)
+    return found
+
+
 @dataclass
 class _Side:
     """One run's scores. ``places``: the row's place by its id and how often that came before."""
@@ -114,13 +126,7 @@ class _Found(NamedTuple):
         return 1.0 if self.scorer in OUT_OF_TEN else 100.0
 
     def flipped(self) -> NDArray[np.int8]:
-        """1 better, -1 worse, 0 neither; for each pair."""
-        before, after = self.scores
-        change = np.nan_to_num(after - before)
-        is_binary = all(np.isin(found[~np.isnan(found)], (0, 1)).all() for found in (before, after))
-        graded = REWARD_STEP if self.scorer in OUT_OF_TEN else GRADED_STEP
-        step = 1.0 if is_binary and self.scorer not in OUT_OF_TEN else graded
-        return (np.sign(change) * (np.abs(change) >= step - 1e-9)).astype(np.int8)
+        return flipped(self.scorer, *self.scores)
 
 
 @dataclass

@@ -73,10 +73,14 @@ class Runs:
     is_single: bool
     _looks: dict[Path, tuple[Any, Look]] = field(default_factory=dict)
 
+    @property
+    def single_key(self) -> str:
+        return key_of(self.target.name)
+
     def folders(self) -> dict[str, Path]:
         """By key; the newest run first. Empty if the folder is gone."""
         if self.is_single:
-            return {key_of(self.target.name): self.target} if is_run(self.target) else {}
+            return {self.single_key: self.target} if is_run(self.target) else {}
         manifests = sorted(self.target.glob(f"*/{MANIFEST}"), key=_changed_at, reverse=True)
         return {key_of(path.parent.name): path.parent for path in manifests}
 

@@ -14,36 +14,54 @@ Everything is GET. What is not there is 404, what can't be read 409, a wrong par
 ``/api/runs/{run}``
     The dict of ``batchkit status --json``, and {state, model, kind, started_at, starts: [{number,
     command, started_at, ended_at, exit, host, seconds, engine_restarts, events: [{at, text}],
-    workers}]}. ``at`` is null in runs of older versions.
-``/api/runs/{run}/rows?offset=0&limit=50``
+    workers}], failures: [{kind, count, message, index}], groups: [name], group_by, scorers: [{name,
+    head, scale}], problem, indexed}. ``at`` is null in runs of older versions. A failure's ``message``
+    and ``index`` are of its first row. ``scale``: what a score is multiplied by to be shown.
+    ``problem``: what is wrong with the log, or null. ``indexed``: the share of the log that failures,
+    groups and scorers are of, from 0 to 1.
+``/api/runs/{run}/metrics?points=600``
+    Columns of equal length, thinned to some ``points``: {at, seconds, start, rows_ok, rows_failed,
+    rows_per_s, prompt_tokens_per_s, completion_tokens_per_s, window, in_flight, running, waiting,
+    kv_cache_usage, preemptions, engine_restarts, host_bytes, gpu_bytes, gpu_utilization}.
+    ``seconds``: of work, over all starts. A rate is since the line before, null at a start's first.
+``/api/runs/{run}/rows?offset=0&limit=50&status=&kind=&group=&scorer=&min=&max=&text=&sort=&order=``
     {total, offset, rows: [{index, id, status, kind, text, prediction, scores, group, usage,
-    latency_s, attempt}], indexed, next}. ``text`` is cut to 500 characters; ``next`` is the offset
-    of the next page or null; ``indexed``: the share of the log that is in the index.
+    latency_s, attempt}], indexed, next}. ``text`` is cut to 500 characters. ``min`` and ``max`` limit
+    the score of ``scorer``; ``text`` is searched for as it is, upper and lower case being equal;
+    ``sort``: index, latency, tokens, length or score; ``order``: asc or desc. ``indexed``: the share of
+    the log that the answer is over; ask again if it is below 1. ``total`` is null while the search has
+    not seen all of it. ``next``: the offset of the next page, or null.
+``/api/runs/{run}/rows/{index}``
+    {record, answers, reference, attempts, prompt, steps}: the newest record; its answers in words,
+    one for each choice; the right answer or null; the row's older records; what it was asked:
+    {messages: [{role, content}]} or {text} or {error}, and {images: [url]}; and the lines of
+    ``steps.jsonl`` that are of this row.
+``/api/runs/{run}/rows/{index}/images/{n}``
+    An image of the prompt as WebP, scaled down to 3 megapixels; 404 if it can't be opened.
+``/api/runs/{run}/events``
+    Server-sent events: "status" (as above) and "metrics" (one value for each column) when they have
+    changed, "problem" ({error}) while the run can't be read; a comment as a heartbeat.
+``/api/compare?a=RUN&b=RUN&only=changed&offset=0&limit=50``
+    {total, counts, rows: [{id, group, a, b}], offset, indexed}: rows that have the same id, as
+    in the list; ``a`` or ``b`` is null if the run has no such row. ``only`` and ``counts``: changed,
+    fixed, broken, all; ``counts`` also has only_a and only_b.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
-from contextlib import closing
 from importlib.resources import files
-from typing import Any
 
-import orjson
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batchkit.commands.view.runs import Runs
 from batchkit.config.masking import masked_text
 from batchkit.errors import BatchkitError
-from batchkit.scoring.metrics import group_name
-from batchkit.storage.answers import answers_in_words
-from batchkit.storage.job_toml import job_of_run
-from batchkit.storage.ledger import RESULTS, failure_kind, whole_record
-from batchkit.storage.newest import NewestLog
 
 _TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _HEADERS = {
@@ -56,42 +74,39 @@ _HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-_MOST_ROWS = 500
-_MOST_TEXT = 500
-
-
-class _Refused(Exception):
-    """A request that gets an error: the status code and what it says."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
 
 
 def make_app(runs: Runs, host: str) -> ASGIApp:
     """The application; ``host`` is the name or address that it listens on."""
-    routes = _Routes(runs)
+    from batchkit.commands.view.api import Api
+
+    pages, api = _Pages(runs), Api(runs)
     app = Starlette(
         routes=[
-            Route("/", routes.home),
-            Route("/run/{run}", routes.run_page),
-            Route("/compare", routes.compare_page),
-            Route("/assets/{name}", routes.asset),
-            Route("/api/runs", routes.runs),
-            Route("/api/runs/{run}", routes.status),
-            Route("/api/runs/{run}/rows", routes.rows),
+            Route("/", pages.home),
+            Route("/run/{run}", pages.run),
+            Route("/compare", pages.compare),
+            Route("/assets/{name}", pages.asset),
+            Route("/api/runs", api.runs),
+            Route("/api/runs/{run}", api.status),
+            Route("/api/runs/{run}/metrics", api.metrics),
+            Route("/api/runs/{run}/rows", api.rows),
+            Route("/api/runs/{run}/rows/{row}", api.row),
+            Route("/api/runs/{run}/rows/{row}/images/{n}", api.image),
+            Route("/api/runs/{run}/events", api.events),
+            Route("/api/compare", api.compare),
         ],
         exception_handlers={
-            _Refused: _on_refused,
+            HTTPException: _on_refused,
             BatchkitError: _on_problem,
-            404: lambda request, error: _json({"error": f"{request.url.path}: not here"}, 404),
+            OSError: _on_problem,
         },
     )
     return _guarded(app, host)
 
 
-class _Routes:
-    """The handlers. Starlette calls those that are not ``async`` in threads."""
+class _Pages:
+    """The pages, and what they load."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
@@ -99,89 +114,26 @@ class _Routes:
 
     def home(self, request: Request) -> Response:
         if self._runs.is_single:
-            (key,) = self._runs.folders() or [""]
-            if key:
-                return RedirectResponse(f"/run/{key}")
+            return RedirectResponse(f"/run/{self._runs.single_key}")
         return self._page("runs.html")
 
-    def run_page(self, request: Request) -> Response:
-        self._folder(request)
+    def run(self, request: Request) -> Response:
         return self._page("run.html")
 
-    def compare_page(self, request: Request) -> Response:
+    def compare(self, request: Request) -> Response:
         return self._page("compare.html")
 
     def asset(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in self._assets or name.endswith(".html"):
-            raise _Refused(404, f"no asset {name!r}")
-        return self._asset(name)
-
-    def runs(self, request: Request) -> Response:
-        return _json([*self._runs.listed()])
-
-    def status(self, request: Request) -> Response:
-        look = self._runs.look(self._folder(request))
-        return _json({**look.summary(), **look.to_json()})
-
-    def rows(self, request: Request) -> Response:
-        folder = self._folder(request)
-        offset = _whole(request, "offset", 0, 2**32)
-        limit = _whole(request, "limit", 50, _MOST_ROWS)
-        group_by = job_of_run(folder).scoring.group_by
-        path = folder / RESULTS
-        with closing(NewestLog(path)) as log:
-            here = slice(offset, offset + limit)
-            places = zip(log.starts[here].tolist(), log.ends[here].tolist(), strict=True)
-            found = [whole_record(log.view[start:end], path, start) for start, end in places]
-            total = len(log.rows)
-        shown = [_row(record, group_by) for record in found]
-        following = offset + limit if offset + limit < total else None
-        page = {"total": total, "offset": offset, "rows": shown, "indexed": 1, "next": following}
-        return _json(page)
-
-    def _folder(self, request: Request) -> Any:
-        key = request.path_params["run"]
-        try:
-            return self._runs.folder(key)
-        except KeyError:
-            raise _Refused(404, f"no run {key!r} here; it may have been moved or deleted") from None
+        if name.endswith(".html"):
+            raise HTTPException(404, f"no asset {name!r}")
+        return self._page(name)
 
     def _page(self, name: str) -> Response:
         if name not in self._assets:
-            raise _Refused(404, f"no page {name!r}")
-        return self._asset(name)
-
-    def _asset(self, name: str) -> Response:
+            raise HTTPException(404, f"no asset {name!r}")
         content, media_type = self._assets[name]
         return Response(content, media_type=media_type)
-
-
-def _row(record: Mapping[str, Any], group_by: str | None) -> dict[str, Any]:
-    """What the list shows of a row."""
-    answer = answers_in_words(record)[0] or (record.get("error") or {}).get("message") or ""
-    return {
-        "index": record["index"],
-        "id": record["id"],
-        "status": record["status"],
-        "kind": failure_kind(record),
-        "text": answer if len(answer) <= _MOST_TEXT else answer[: _MOST_TEXT - 1] + "…",
-        "prediction": record.get("prediction"),
-        "scores": record.get("scores"),
-        "group": group_name((record.get("fields") or {}).get(group_by)) if group_by else None,
-        "usage": record.get("usage"),
-        "latency_s": record.get("latency_s"),
-        "attempt": record.get("attempt"),
-    }
-
-
-def _whole(request: Request, name: str, default: int, most: int) -> int:
-    text = request.query_params.get(name, "")
-    if not text:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) < 11 and int(text) <= most):
-        raise _Refused(400, f"{name}={text}: expected a whole number of at most {most}")
-    return int(text)
 
 
 def _assets() -> dict[str, tuple[bytes, str]]:
@@ -197,18 +149,13 @@ def _assets() -> dict[str, tuple[bytes, str]]:
     }
 
 
-def _json(value: Any, status: int = 200) -> Response:
-    content = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
-    return Response(content, status, media_type="application/json")
-
-
 def _on_refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, _Refused)
-    return _json({"error": str(error)}, error.status)
+    assert isinstance(error, HTTPException)
+    return JSONResponse({"error": error.detail}, error.status_code)
 
 
 def _on_problem(request: Request, error: Exception) -> Response:
-    return _json({"error": masked_text(str(error))}, 409)
+    return JSONResponse({"error": masked_text(str(error))}, 409)
 
 
 def _guarded(app: ASGIApp, host: str) -> ASGIApp:
@@ -225,7 +172,7 @@ def _guarded(app: ASGIApp, host: str) -> ASGIApp:
         named = Request(scope).headers.get("host", "")
         if not _is_own(named, host):
             text = f"Host {named!r} is not this server's; it is {host!r}, or started with --host"
-            await _json({"error": text}, 403)(scope, receive, send_guarded)
+            await JSONResponse({"error": text}, 403)(scope, receive, send_guarded)
             return
         await app(scope, receive, send_guarded)
 

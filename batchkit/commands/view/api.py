@@ -1,0 +1,239 @@
+"""What ``/api/`` answers; ``server.py`` says what each address means."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import orjson
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from batchkit.commands.view.detail import Details
+from batchkit.commands.view.index import Index, Indexes, Snapshot
+from batchkit.commands.view.pairs import ONLY, Pairs, page_of, pairs_of
+from batchkit.commands.view.rows import SORTS, Query, failures, row_of
+from batchkit.commands.view.runs import Runs
+from batchkit.commands.view.search import Searches
+from batchkit.commands.view.timeline import newest_point, timeline
+from batchkit.config.masking import masked_text
+from batchkit.errors import BatchkitError, MediaError
+from batchkit.scoring.metrics import OUT_OF_TEN, head
+from batchkit.storage.metrics import read_metrics
+
+_MOST_ROWS, _MOST_POINTS, _MOST_GROUPS = 500, 10_000, 1_000
+_GROW_S = 0.5  # a request lets the index grow so long
+_SEARCH_S = 1.0
+_EVERY_S = 1.0  # between events; five times as long as it takes to look, if that is more
+
+
+class Api:
+    """The handlers. Starlette calls those that are not ``async`` in threads."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._indexes, self._searches, self._details = Indexes(), Searches(), Details()
+        self._pairs: tuple[Snapshot, Snapshot, Pairs] | None = None  # of the last comparison
+
+    def runs(self, request: Request) -> Response:
+        return _json([*self._runs.listed()])
+
+    def status(self, request: Request) -> Response:
+        return _json(self._status(self._folder(request)))
+
+    def metrics(self, request: Request) -> Response:
+        points = max(2, _whole(request, "points", 600, _MOST_POINTS))
+        return _json(timeline(read_metrics(self._folder(request)), points))
+
+    def rows(self, request: Request) -> Response:
+        offset = _whole(request, "offset", 0, 2**32)
+        limit = _whole(request, "limit", 50, _MOST_ROWS)
+        query = _query(request)
+        index, snapshot = self._grown(self._folder(request))
+        share, has_words = snapshot.share, None
+        if query.text:
+            search = self._searches.of(index, query.text)
+            has_words, searched = search.advance(snapshot, _SEARCH_S)
+            share = min(share, searched)
+        found = query.rows(snapshot, has_words)
+        page = found[offset : offset + limit]
+        is_last = offset + limit >= len(found)
+        return _json(
+            {
+                "total": None if query.text and share < 1 else len(found),
+                "offset": offset,
+                "rows": [row_of(index, entry) for entry in snapshot.entries[page]],
+                "indexed": share,
+                "next": None if is_last else offset + limit,
+            }
+        )
+
+    def row(self, request: Request) -> Response:
+        row = _number(request, "row")
+        index, snapshot = self._grown(self._folder(request))
+        try:
+            return _json(self._details.row(index, snapshot, row, request.url.path))
+        except KeyError:
+            raise HTTPException(404, f"row {row} has no record") from None
+
+    def image(self, request: Request) -> Response:
+        row, n = _number(request, "row"), _number(request, "n")
+        index, snapshot = self._grown(self._folder(request))
+        try:
+            content = self._details.image(index, snapshot, row, n)
+        except KeyError:
+            raise HTTPException(404, f"row {row} has no image {n}") from None
+        except MediaError as error:
+            raise HTTPException(404, masked_text(str(error))) from None
+        return Response(content, media_type="image/webp")
+
+    async def events(self, request: Request) -> Response:
+        key = request.path_params["run"]
+        await run_in_threadpool(self._folder, request)  # 404 at once
+        return StreamingResponse(self._events(key), media_type="text/event-stream")
+
+    def compare(self, request: Request) -> Response:
+        offset = _whole(request, "offset", 0, 2**32)
+        limit = _whole(request, "limit", 50, _MOST_ROWS)
+        only = _one_of(request, "only", ONLY) or "changed"
+        keys = [request.query_params.get(name, "") for name in ("a", "b")]
+        a, b = (self._grown(self._found(key)) for key in keys)
+        if self._pairs is None or self._pairs[0] is not a[1] or self._pairs[1] is not b[1]:
+            self._pairs = a[1], b[1], pairs_of(a[1], b[1])
+        pairs = self._pairs[2]
+        counts = pairs.counts()
+        return _json(
+            {
+                "total": counts[only],
+                "counts": counts,
+                "rows": page_of(pairs, only, offset, limit, a, b),
+                "offset": offset,
+                "indexed": min(a[1].share, b[1].share),
+            }
+        )
+
+    def _folder(self, request: Request) -> Path:
+        return self._found(request.path_params["run"])
+
+    def _found(self, key: str) -> Path:
+        try:
+            return self._runs.folder(key)
+        except KeyError:
+            raise HTTPException(
+                404, f"no run {key!r} here; it may have been moved or deleted"
+            ) from None
+
+    def _grown(self, folder: Path) -> tuple[Index, Snapshot]:
+        index = self._indexes.of(folder)
+        return index, index.grow(_GROW_S)
+
+    def _status(self, folder: Path) -> dict[str, Any]:
+        look = self._runs.look(folder)
+        index, snapshot = self._grown(folder)
+        return {
+            **look.summary(),
+            **look.to_json(),
+            "failures": failures(index, snapshot),
+            "groups": sorted(snapshot.groups)[:_MOST_GROUPS],
+            "group_by": index.group_by,
+            "scorers": [
+                {"name": name, "head": head(name), "scale": 1 if name in OUT_OF_TEN else 100}
+                for name in snapshot.scorers
+            ],
+            "problem": index.problem and masked_text(index.problem),
+            "indexed": snapshot.share,
+        }
+
+    async def _events(self, key: str) -> AsyncIterator[bytes]:
+        """Until the client goes: then Starlette cancels it."""
+        sent: dict[str, bytes] = {}
+        while True:
+            began = time.monotonic()
+            news = await run_in_threadpool(self._news, key)
+            changed = {name: data for name, data in news.items() if sent.get(name) != data}
+            sent |= changed
+            if "problem" not in news:
+                sent.pop("problem", None)
+            for name, data in changed.items():
+                yield b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+            if not changed:
+                yield b": still here\n\n"
+            await asyncio.sleep(max(_EVERY_S, 5 * (time.monotonic() - began)))
+
+    def _news(self, key: str) -> dict[str, bytes]:
+        """The newest events by name."""
+        try:
+            folder = self._found(key)
+            point = newest_point(read_metrics(folder))
+            news = {"status": self._status(folder), **({"metrics": point} if point else {})}
+        except (HTTPException, BatchkitError, OSError) as error:
+            text = error.detail if isinstance(error, HTTPException) else str(error)
+            news = {"problem": {"error": masked_text(text)}}
+        return {name: _encoded(value) for name, value in news.items()}
+
+
+def _json(value: Any) -> Response:
+    return Response(_encoded(value), media_type="application/json")
+
+
+def _encoded(value: Any) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
+
+
+def _query(request: Request) -> Query:
+    given = request.query_params
+    query = Query(
+        status=_one_of(request, "status", ("ok", "failed")),
+        kind=given.get("kind", ""),
+        group=given.get("group", ""),
+        scorer=given.get("scorer", ""),
+        least=_score(request, "min"),
+        most=_score(request, "max"),
+        text=given.get("text", ""),
+        sort=_one_of(request, "sort", ("index", "score", *SORTS)) or "index",
+        descending=_one_of(request, "order", ("asc", "desc")) == "desc",
+    )
+    needs_score = query.least is not None or query.most is not None or query.sort == "score"
+    if needs_score and not query.scorer:
+        raise HTTPException(400, "scorer is missing: min, max and sort=score are about one")
+    return query
+
+
+def _whole(request: Request, name: str, default: int, most: int) -> int:
+    text = request.query_params.get(name, "")
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 11 and int(text) <= most):
+        raise HTTPException(400, f"{name}={text}: expected a whole number of at most {most}")
+    return int(text)
+
+
+def _number(request: Request, name: str) -> int:
+    text: str = request.path_params[name]
+    if not (text.isascii() and text.isdigit() and len(text) < 11):
+        raise HTTPException(404, f"{text!r} is not a number")
+    return int(text)
+
+
+def _score(request: Request, name: str) -> float | None:
+    text = request.query_params.get(name, "")
+    try:
+        found = float(text) if text else None
+    except ValueError:
+        found = float("nan")
+    if found is not None and not isfinite(found):
+        raise HTTPException(400, f"{name}={text}: expected a number")
+    return found
+
+
+def _one_of(request: Request, name: str, known: tuple[str, ...]) -> str:
+    text = request.query_params.get(name, "")
+    if text and text not in known:
+        raise HTTPException(400, f"{name}={text}: expected {', '.join(known)}")
+    return text

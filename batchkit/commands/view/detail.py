@@ -1,0 +1,179 @@
+"""One row: its records, and its prompt and images as the input has them now."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+from PIL import Image
+
+from batchkit.commands.input_rows import InputRows
+from batchkit.commands.view.index import Index, Snapshot
+from batchkit.config.masking import masked_text
+from batchkit.config.tables import JobConfig, MediaTable
+from batchkit.errors import MediaError, RowError
+from batchkit.rendering.media import load_image, shown
+from batchkit.rendering.messages import as_text
+from batchkit.scoring import Scoring
+from batchkit.storage.answers import answers_in_words
+from batchkit.storage.job_toml import job_of_run, without_masked
+from batchkit.storage.steps import STEPS
+from batchkit.types import Request, Row
+
+MOST_IMAGE_BYTES = 4 << 20
+_MAX_PIXELS, _MAX_SIDE = 3_000_000, 3_000
+_KEPT = 8  # rows whose images may be asked for next
+_BLOCK_BYTES = 1 << 20
+
+
+class Prompt(NamedTuple):
+    """What a row was asked, or the ``problem`` with showing it. ``sources``: of its images."""
+
+    request: Request | None
+    sources: Sequence[Any]
+    fields: Mapping[str, Any]
+    problem: str = ""
+
+
+class Details:
+    """Rows of runs. Opens the input, and keeps the sources of the last rows' images."""
+
+    def __init__(self) -> None:
+        self._sources: OrderedDict[tuple[Path, int], Sequence[Any]] = OrderedDict()
+        self._lock = threading.Lock()  # requests, in several threads
+
+    def row(self, index: Index, snapshot: Snapshot, row: int, url: str) -> dict[str, Any]:
+        """All about the row with this index; its images are at ``url``/images/0 and so on.
+
+        Raises:
+            KeyError: it has no record.
+            StoreError: the log was changed.
+        """
+        *older, newest = [index.record(snapshot.entries[n]) for n in _entries(snapshot, row)]
+        job = _job(index.folder)
+        prompt = _prompt(newest, job)
+        self._keep((index.folder, row), prompt.sources)
+        return {
+            "record": newest,
+            "answers": answers_in_words(newest),
+            "reference": _reference(job, newest, prompt.fields),
+            "attempts": older,
+            "prompt": _shown(newest, prompt, url),
+            "steps": [*_steps(index.folder / STEPS, row)],
+        }
+
+    def image(self, index: Index, snapshot: Snapshot, row: int, n: int) -> bytes:
+        """Image ``n`` of a row as WebP, of at most ``MOST_IMAGE_BYTES``.
+
+        Raises:
+            KeyError: there is no such row or image.
+            MediaError: it can't be opened, or is not on this machine.
+        """
+        job = _job(index.folder)
+        with self._lock:
+            sources = self._sources.get((index.folder, row))
+        if sources is None:
+            record = index.record(snapshot.entries[_entries(snapshot, row)[-1]])
+            sources = _prompt(record, job).sources
+            self._keep((index.folder, row), sources)
+        if n >= len(sources):
+            raise KeyError(n)
+        return _encoded(sources[n], job.media)
+
+    def _keep(self, key: tuple[Path, int], sources: Sequence[Any]) -> None:
+        with self._lock:
+            self._sources[key] = sources
+            self._sources.move_to_end(key)
+            while len(self._sources) > _KEPT:
+                self._sources.popitem(last=False)
+
+
+def _entries(snapshot: Snapshot, row: int) -> list[int]:
+    found = snapshot.of_row(row)
+    if not found:
+        raise KeyError(row)
+    return found
+
+
+def _job(folder: Path) -> JobConfig:
+    """The run's job, with images of a size for a page."""
+    job = without_masked(job_of_run(folder))
+    small = {"max_pixels": min(job.media.max_pixels, _MAX_PIXELS), "min_pixels": 0}
+    return job.model_copy(update={"media": job.media.model_copy(update=small)})
+
+
+def _prompt(record: Mapping[str, Any], job: JobConfig) -> Prompt:
+    """Renders the row again as the run did, without opening an image."""
+    kept = record.get("fields") or {}
+    inputs = InputRows(job, {record["index"]}, load=lambda source, media: Image.new("RGB", (1, 1)))
+    row = inputs.row(record)
+    if row is None or inputs.renderer is None:
+        return Prompt(None, [], kept, masked_text(inputs.problem or "its row is not there"))
+    try:
+        sources = inputs.renderer.image_sources(row)
+        return Prompt(inputs.renderer.render(row), sources, row.fields)
+    except RowError as error:
+        return Prompt(None, _sources(inputs, row), row.fields, masked_text(str(error)))
+
+
+def _sources(inputs: InputRows, row: Row) -> Sequence[Any]:
+    try:
+        return inputs.renderer.image_sources(row) if inputs.renderer else []
+    except RowError:
+        return []
+
+
+def _shown(record: Mapping[str, Any], prompt: Prompt, url: str) -> dict[str, Any]:
+    images = [f"{url}/images/{n}" for n in range(len(prompt.sources))]
+    request, stored = prompt.request, record.get("prompt")
+    if request is None:
+        found = {"text": stored} if stored else {"error": prompt.problem}
+    elif request.messages is None or stored:
+        found = {"text": stored or as_text(request, "[image]")}
+    else:
+        found = {"messages": [*map(_message, request.messages)]}
+    return {**found, "images": images}
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    one = Request(Row(0, "", {}), [message], None, {}, "")
+    role = message["role"]
+    return {"role": role, "content": as_text(one, "[image]").removeprefix(f"{role}: ")}
+
+
+def _reference(job: JobConfig, record: Mapping[str, Any], fields: Mapping[str, Any]) -> str | None:
+    """The right answer, if a field of the row has it."""
+    if not job.scoring.is_on or job.scoring.reference_run is not None:
+        return None
+    kept = record.get("fields") or {}
+    return Scoring(job.scoring, None).reference({**kept, **fields}, record["id"])
+
+
+def _steps(path: Path, row: int) -> Iterator[dict[str, Any]]:
+    """The steps of a row that took several, in their order."""
+    if not path.is_file():
+        return
+    head = b'{"index":%d,' % row
+    with path.open("rb") as file:
+        for block in iter(lambda: file.read(_BLOCK_BYTES) + file.readline(), b""):
+            if head in block:
+                lines = (raw for raw in io.BytesIO(block) if raw.startswith(head))
+                yield from (orjson.loads(raw) for raw in lines if raw.endswith(b"\n"))
+
+
+def _encoded(source: Any, media: MediaTable) -> bytes:
+    if isinstance(source, str) and source[:8].lower().startswith(("http://", "https://")):
+        raise MediaError(f"{shown(source)}: not fetched: a view reads nothing from the network")
+    image = load_image(source, media)
+    image.thumbnail((_MAX_SIDE, _MAX_SIDE))
+    for quality in (85, 60, 30):
+        file = io.BytesIO()
+        image.save(file, "WEBP", quality=quality, method=2)
+        if file.tell() <= MOST_IMAGE_BYTES:
+            return file.getvalue()
+    raise MediaError(f"{shown(source)}: too large for a page")

@@ -1,0 +1,107 @@
+"""Two runs side by side: the same rows in both, found by their ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from batchkit.commands.compare import flipped
+from batchkit.commands.view.columns import Table
+from batchkit.commands.view.index import Index, Snapshot
+from batchkit.commands.view.rows import row_of
+
+ONLY = ("changed", "fixed", "broken", "all")
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Pairs(NamedTuple):
+    """The newest entries of the same rows in both runs, by number, in the order of the first; -1: the
+    run has no such row. The masks say which pairs ``ONLY`` means."""
+
+    before: Table
+    after: Table
+    masks: Mapping[str, Table]
+
+    def counts(self) -> dict[str, int]:
+        """By the names of ``ONLY``, and the rows of one run only."""
+        found = {name: int(mask.sum()) for name, mask in self.masks.items()}
+        return {
+            **found,
+            "only_a": int((self.after < 0).sum()),
+            "only_b": int((self.before < 0).sum()),
+        }
+
+
+def pairs_of(a: Snapshot, b: Snapshot) -> Pairs:
+    """Rows that share an id are paired in their order. "fixed": a failure that is an answer now, or a
+    score that became better, as ``report`` counts it; "broken": the reverse; "changed": these, and
+    those with another answer or kind of failure."""
+    keys_a, keys_b = _keys(a), _keys(b)
+    _, in_a, in_b = np.intersect1d(keys_a, keys_b, return_indices=True)
+    order = np.argsort(in_a)
+    in_a, in_b = in_a[order], in_b[order]
+    before, after = a.newest[in_a], b.newest[in_b]
+    old, new = a.entries[before], b.entries[after]
+    fixed, broken = (old["kind"] > 0) & (new["kind"] == 0), (old["kind"] == 0) & (new["kind"] > 0)
+    for scorer in set(a.scorers) & set(b.scorers):
+        columns = (
+            a.scores[before, a.scorers.index(scorer)],
+            b.scores[after, b.scorers.index(scorer)],
+        )
+        way = flipped(scorer, *columns)
+        fixed, broken = fixed | (way > 0), broken | (way < 0)
+    kinds = np.array([b.kinds.index(kind) if kind in b.kinds else -1 for kind in a.kinds])
+    differs = (old["answer"] != new["answer"]) | (kinds[old["kind"]] != new["kind"])
+    rest_a, rest_b = _rest(a, in_a), _rest(b, in_b)
+    more = np.zeros(len(rest_a) + len(rest_b), bool)
+    masks = {"changed": differs | fixed | broken, "fixed": fixed, "broken": broken}
+    none_a, none_b = np.full(len(rest_b), -1), np.full(len(rest_a), -1)
+    return Pairs(
+        np.concatenate([before, rest_a, none_a]),
+        np.concatenate([after, none_b, rest_b]),
+        {name: np.concatenate([mask, more]) for name, mask in masks.items()}
+        | {"all": np.ones(len(before) + len(more), bool)},
+    )
+
+
+def page_of(
+    pairs: Pairs,
+    only: str,
+    offset: int,
+    limit: int,
+    a: tuple[Index, Snapshot],
+    b: tuple[Index, Snapshot],
+) -> list[dict[str, Any]]:
+    """The rows of a page; a side without the row is None."""
+    places = np.flatnonzero(pairs.masks[only])[offset : offset + limit].tolist()
+    found = []
+    for place in places:
+        sides = [
+            None if number < 0 else row_of(index, snapshot.entries[number])
+            for number, (index, snapshot) in ((pairs.before[place], a), (pairs.after[place], b))
+        ]
+        one = next(side for side in sides if side is not None)
+        found.append({"id": one["id"], "group": one["group"], "a": sides[0], "b": sides[1]})
+    return found
+
+
+def _keys(snapshot: Snapshot) -> Table:
+    """For each row, a number that is equal for the n-th row with an id in both runs."""
+    ids = snapshot.entries["id"][snapshot.newest]
+    order = np.argsort(ids, kind="stable")
+    ordered, places = ids[order], np.arange(len(ids))
+    is_first = np.append(True, ordered[1:] != ordered[:-1])[: len(ids)]
+    nth = places - np.maximum.accumulate(np.where(is_first, places, 0))
+    keys = np.empty_like(ids)
+    keys[order] = ordered + nth.astype(np.uint64) * _GOLDEN
+    return keys
+
+
+def _rest(snapshot: Snapshot, paired: Table) -> Table:
+    """The newest entries of the rows that are in no pair."""
+    is_left = np.ones(len(snapshot.newest), bool)
+    is_left[paired] = False
+    found: Table = snapshot.newest[is_left]
+    return found

@@ -1,0 +1,231 @@
+"""``batchkit view`` over HTTP: rows by page, filter, order and words; one row; two runs."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.support.command_line import batchkit
+from tests.support.made_runs import draw_tables, failure, make_run, rows
+from tests.support.view_server import Viewed, viewing
+
+N = 61
+TABLE = rows(N, 4)
+TABLE[7]["FileName"] = "gone"
+HOSTILE = '<script>alert(1)</script> "quoted" \\ straße ÄRGER\nsecond line'
+
+
+def answer(index: int, row: Mapping[str, Any]) -> Any:
+    """Row 1 is hostile; 2, 5 and 7 fail; 8 is half right; 0, 10 … are wrong."""
+    text = f"Reading the table.\n[Final Answer]: {row['FinalAnswer']}"
+    special: dict[int, Any] = {
+        1: HOSTILE,
+        2: failure("timeout"),
+        5: failure("oom"),
+        8: {"finish_reason": "length", "text": text, "scores": {"f1": 0.5, "em": 0.0}},
+    }
+    return special.get(index, "[Final Answer]: nothing" if index % 10 == 0 else text)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("view")
+    draw_tables(place / "image", 4)
+    make_run(place, TABLE, answer)
+    return place
+
+
+@pytest.fixture(scope="module")
+def view(place: Path) -> Iterator[Viewed]:
+    with viewing("output", cwd=place) as view:
+        yield view
+
+
+def newest(place: Path) -> dict[int, dict[str, Any]]:
+    """The newest record of each row, by index: what the log says."""
+    lines = (place / "output/tables/results.jsonl").read_text().splitlines()
+    return {record["index"]: record for record in map(json.loads, lines)}
+
+
+def test_rows_by_page(view: Viewed, place: Path) -> None:
+    records = newest(place)
+    found = view.rows("tables", offset=50, limit=9)
+    assert (found["total"], found["offset"], found["next"]) == (N, 50, 59)
+    assert [row["index"] for row in found["rows"]] == [*range(50, 59)]
+    for row in found["rows"]:
+        record = records[row["index"]]
+        for name in ("id", "status", "text", "prediction", "scores", "usage", "attempt"):
+            assert row[name] == record[name]
+        assert row["group"] == record["fields"]["QuestionType"]
+    assert view.rows("tables", offset=59)["next"] is None
+    assert view.rows("tables", offset=999)["rows"] == []
+
+
+@pytest.mark.parametrize(
+    ("params", "wanted"),
+    [
+        ({"status": "failed"}, [2, 5, 7]),
+        ({"kind": "timeout"}, [2]),
+        ({"kind": "media"}, [7]),
+        ({"kind": "unheard of"}, []),
+        ({"group": "Fact Checking", "limit": 3}, [1, 4, 7]),
+        ({"group": "nothing"}, []),
+        ({"scorer": "f1", "min": 0.3, "max": 0.7}, [8]),
+        ({"scorer": "em", "max": 0}, [0, 1, 8, 10, 20, 30, 40, 50, 60]),
+        ({"scorer": "none", "max": 0}, []),
+        ({"group": "Data Analysis", "scorer": "f1", "max": 0}, [0, 30, 60]),
+        ({"text": "ALERT(1)"}, [1]),
+        ({"text": '"quoted" \\ str'}, [1]),
+        ({"text": "straße"}, [1]),
+        ({"text": "ärger"}, [1]),
+        ({"text": "Ä"}, [1]),
+        ({"text": "Q33"}, [33]),
+        ({"text": "it was oom"}, [5]),
+        ({"text": "cell 12 of"}, [12]),
+        ({"text": "second line"}, [1]),
+        ({"text": "results.jsonl"}, []),
+        ({"text": '"index"'}, []),
+        ({"text": "final answer", "group": "Fact Checking", "limit": 3}, [4, 10, 13]),
+        ({"order": "desc", "limit": 3}, [60, 59, 58]),
+        ({"sort": "score", "scorer": "f1", "order": "desc", "limit": 2}, [3, 4]),
+        ({"sort": "score", "scorer": "f1", "min": 0.1, "limit": 2}, [8, 3]),
+        ({"sort": "length", "status": "ok", "limit": 2}, [0, 10]),
+        ({"sort": "length", "order": "desc", "limit": 1}, [1]),
+        ({"sort": "latency", "order": "desc", "limit": 3}, [4, 9, 14]),
+        ({"sort": "tokens", "order": "desc", "limit": 1}, [1]),
+    ],
+    ids=str,
+)
+def test_filters_and_orders(view: Viewed, params: dict[str, Any], wanted: list[int]) -> None:
+    assert view.indexes("tables", **params) == wanted
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"min": "x", "scorer": "f1"}, "min=x"),
+        ({"min": "nan", "scorer": "f1"}, "min=nan"),
+        ({"min": "1"}, "scorer is missing"),
+        ({"sort": "score"}, "scorer is missing"),
+        ({"sort": "size"}, "sort=size: expected index, score"),
+        ({"order": "up"}, "order=up"),
+        ({"status": "bad"}, "status=bad"),
+        ({"limit": "100000"}, "limit=100000"),
+    ],
+    ids=str,
+)
+def test_a_wrong_parameter_is_named(view: Viewed, params: dict[str, Any], words: str) -> None:
+    assert words in view.get("runs/tables/rows", 400, **params)["error"]
+
+
+def test_the_status_says_by_what_rows_can_be_chosen(view: Viewed) -> None:
+    found = view.get("runs/tables")
+    assert found["groups"] == ["Data Analysis", "Fact Checking", "Numerical Reasoning"]
+    assert found["group_by"] == "QuestionType"
+    scorers = {"f1": ("F1", 100), "em": ("EM", 100)}
+    assert {s["name"]: (s["head"], s["scale"]) for s in found["scorers"]} == scorers
+    failures = {each["kind"]: each for each in found["failures"]}
+    assert {*failures} == {"timeout", "oom", "media"}
+    assert failures["timeout"] == {
+        "kind": "timeout",
+        "count": 1,
+        "message": "it was timeout",
+        "index": 2,
+    }
+    assert found["problem"] is None
+
+
+def test_a_row_with_its_prompt_its_images_and_its_attempts(view: Viewed, place: Path) -> None:
+    found = view.get("runs/tables/rows/4")
+    assert found["record"] == newest(place)[4]
+    assert found["reference"] == TABLE[4]["FinalAnswer"]
+    assert found["answers"] == [found["record"]["text"]]
+    (older,) = found["attempts"]
+    assert older["index"] == 4
+    assert older["text"] != found["record"]["text"]
+    (message,) = found["prompt"]["messages"]
+    assert message == {"role": "user", "content": "[image]Look.\nWhat is cell 4 of the table?"}
+    (url,) = found["prompt"]["images"]
+    image = view.client.get(url)
+    assert image.headers["content-type"] == "image/webp"
+    assert Image.open(io.BytesIO(image.content)).size == (900, 600)
+    assert view.client.get(url[:-1] + "1").status_code == 404
+    assert view.client.get(url[:-1] + "x").status_code == 404
+
+
+def test_a_row_without_its_image_says_so(view: Viewed) -> None:
+    found = view.get("runs/tables/rows/7")
+    (url,) = found["prompt"]["images"]
+    answer = view.client.get(url)
+    assert answer.status_code == 404
+    assert "gone.png" in answer.json()["error"]
+
+
+def test_a_copied_run_without_its_input_says_so(view: Viewed, place: Path) -> None:
+    (place / "qa.json").rename(place / "elsewhere.json")
+    try:
+        found = view.get("runs/tables/rows/3")
+    finally:
+        (place / "elsewhere.json").rename(place / "qa.json")
+    assert "qa.json" in found["prompt"]["error"]
+    assert found["prompt"]["images"] == []
+    assert found["record"]["index"] == 3
+
+
+def test_a_row_that_has_no_record(view: Viewed) -> None:
+    assert "row 999 has no record" in view.get("runs/tables/rows/999", 404)["error"]
+    assert "'x'" in view.get("runs/tables/rows/x", 404)["error"]
+
+
+def test_scores_that_came_later_count(tmp_path: Path) -> None:
+    place = tmp_path
+    draw_tables(place / "image", 4)
+    run = make_run(place, TABLE, answer)
+    with viewing("output", cwd=place) as view:
+        right = view.indexes("tables", scorer="em", min=1, limit=500)
+        assert 8 not in right
+        ended = batchkit("score", run)
+        assert ended.exit_code == 0, ended.stderr
+        assert view.indexes("tables", scorer="em", min=1, limit=500) == sorted([*right, 8])
+        (row,) = view.rows("tables", text="q8", sort="index", limit=1)["rows"]
+        assert row["scores"] == {"f1": 1.0, "em": 1.0}
+        assert view.get("runs/tables/rows/8")["record"]["scores"] == {"f1": 1.0, "em": 1.0}
+        (run / "scores.jsonl").unlink()
+        assert view.indexes("tables", scorer="em", min=1, limit=500) == right
+
+
+def test_two_runs_side_by_side(tmp_path: Path) -> None:
+    draw_tables(tmp_path / "image", 4)
+    make_run(tmp_path, TABLE, answer)
+
+    def better(index: int, row: Mapping[str, Any]) -> Any:
+        """Row 2 is answered, 10 right, 11 wrong, 3 fails, and 1 has other words."""
+        changed = {2: answer(3, row), 10: answer(3, row), 11: answer(10, row), 1: "other words"}
+        return failure("oom") if index == 3 else changed.get(index) or answer(index, row)
+
+    make_run(tmp_path, TABLE[:40], better, name="other")
+    with viewing("output", cwd=tmp_path) as view:
+        found = view.get("compare", a="tables", b="other")
+        ids = [row["id"] for row in found["rows"]]
+        assert ids == ["q1", "q2", "q3", "q10", "q11"]
+        assert found["counts"] == {
+            "changed": 5,
+            "fixed": 2,
+            "broken": 2,
+            "all": N,
+            "only_a": N - 40,
+            "only_b": 0,
+        }
+        assert found["rows"][2]["b"]["kind"] == "oom"
+        fixed = view.get("compare", a="tables", b="other", only="fixed")
+        assert [row["id"] for row in fixed["rows"]] == ["q2", "q10"]
+        everything = view.get("compare", a="other", b="tables", only="all", offset=38, limit=4)
+        assert [row["id"] for row in everything["rows"]] == ["q38", "q39", "q40", "q41"]
+        assert everything["rows"][3]["a"] is None
+        assert view.get("compare", a="tables", b="gone", code=404)["error"]
