@@ -12,13 +12,16 @@ reached the engine, in any batch. It ends by a stop token, after a number of tok
 with the median ``median_tokens``; only the worker knows it. The tokens are drawn when a request
 arrives, so a step costs the host next to nothing here.
 
-Steps are counted in the file ``steps``, if it is given.
+Steps are counted in the file ``steps``, if it is given. Engines that are given the same file ``device``
+share one accelerator: a step begins when those before it, of any of them, have ended.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import struct
 import time
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -87,7 +90,7 @@ class SimulatedWorker(CPUWorker):
             sampled_token_ids=[list(tokens) for tokens in sampled],
         )
         self._count()
-        return Later(output, began + self._costs_s(scheduled))
+        return Later(output, self._ends_at(began, self._costs_s(scheduled)))
 
     def _answer(self, new: Any) -> Answer:
         params = new.sampling_params
@@ -96,6 +99,17 @@ class SimulatedWorker(CPUWorker):
         length = min(max(length, params.min_tokens, 1), params.max_tokens)
         words = draw.integers(FIRST_WORD, FIRST_WORD + WORDS, length).tolist()
         return Answer(len(new.prompt_token_ids), [[word] for word in [*words, self.stop_token]])
+
+    def _ends_at(self, began: float, costs_s: float) -> float:
+        if "device" not in self.costs:
+            return began + costs_s
+        with open(self.costs["device"], "r+b") as device:
+            fcntl.flock(device, fcntl.LOCK_EX)
+            (busy_until,) = struct.unpack("d", device.read(8))
+            ends_at: float = max(began, busy_until) + costs_s
+            device.seek(0)
+            device.write(struct.pack("d", ends_at))
+        return ends_at
 
     def _costs_s(self, scheduled: Any) -> float:
         images = sum(map(len, scheduled.scheduled_encoder_inputs.values()))

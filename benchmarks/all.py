@@ -37,6 +37,7 @@ SCRIPTS = [
     "embed",
     "run_batch",
     "ray_data",
+    "steps",
     "own_process",
     "window",
     "restarts",
@@ -44,7 +45,7 @@ SCRIPTS = [
     "llama_slots",
     "transformers_batch",
 ]
-NEEDS = {"ray_data": "ray", "workers": "ray"}
+NEEDS = {"ray_data": "ray", "steps": "ray", "workers": "ray"}
 
 
 class Ran(NamedTuple):

@@ -2,6 +2,9 @@
 
     python ray_script.py ROWS RESULTS '{"model": …, "options": {…}, "stages": {…}, "sampling": {…}}'
 
+With ``"then": "…"`` each answer goes through a second stage, behind that text (steps.py); its engine is
+another one, and its rows are those blocks of which the first stage has answered every row.
+
 Ray is started for this script alone, on 127.0.0.1, without dashboard and usage statistics.
 ``num_cpus`` is more than the machine has: with its two cores there would be no room for the actors,
 and with a few more the last blocks would wait to be written. The engine asks for one of them and no
@@ -64,8 +67,16 @@ def generate(rows: str, results: str, table: dict[str, Any]) -> None:
         messages = [{"role": "user", "content": row["q"]}]
         return {"messages": messages, "sampling_params": sampling}
 
-    processor = build_processor(config, preprocess=asked, postprocess=answered)
-    processor(ray.data.read_json(rows, lines=True)).write_json(Path(results).absolute().as_uri())
+    def asked_then(row: dict[str, Any]) -> dict[str, Any]:
+        messages = [{"role": "user", "content": table["then"] + row["text"]}]
+        return {"q": row["q"], "messages": messages, "sampling_params": sampling}
+
+    found = build_processor(config, preprocess=asked, postprocess=answered)(
+        ray.data.read_json(rows, lines=True)
+    )
+    if "then" in table:
+        found = build_processor(config, preprocess=asked_then, postprocess=answered)(found)
+    found.write_json(Path(results).absolute().as_uri())
 
 
 def answered(row: dict[str, Any]) -> dict[str, Any]:

@@ -89,6 +89,11 @@ class Prefetch(Generic[Given, Made]):
             return not self._ready and not self._working and self._error is None
 
     @property
+    def all_read(self) -> bool:
+        """True once no row will come that was not read yet."""
+        return not self._working
+
+    @property
     def broken(self) -> bool:
         """True once the next ``get`` raises what reading the rows raised."""
         with self._changed:

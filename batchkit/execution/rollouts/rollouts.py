@@ -33,7 +33,8 @@ class Rollouts:
     Completion with ``generations``. ``solve`` is the coroutine of a row.
 
     Rows are begun as the engine has room, at most ``concurrency`` at a time, and none while
-    ``media.max_memory_bytes`` of decoded pixels are held. Requests of rows that are further come first.
+    ``media.max_memory_bytes`` of decoded pixels are held. Requests of rows that are further come first,
+    and last once the input has been read: then the rows that begin last end soonest.
 
     Threads: the event loop's runs the coroutines; ``run.render_threads`` render; the worker's calls
     ``get``, ``answer`` and ``release``. ``_changed`` guards what the first and the last share.
@@ -71,7 +72,9 @@ class Rollouts:
             if self._ended:
                 return self._ended.popleft()
             while self._further or self._first:
-                request = (self._further or self._first).popleft()
+                # Near the end of the input every row should begin soon: its generations follow each other.
+                line = self._first if self._tasks.all_read else self._further
+                request = (line or self._first or self._further).popleft()
                 if request.row.index in self._open:
                     return request
                 self._held_bytes -= request.media_bytes  # its row has ended without it
@@ -147,7 +150,7 @@ class Rollouts:
         tasks: list[Task] = []
         with self._changed:
             room = min(_BEGUN_AT_ONCE, self._concurrency - len(self._open))
-            if len(self._first) + len(self._further) >= _AHEAD:
+            if len(self._first) >= _AHEAD:
                 room = 0
             if self._held_bytes >= self._job.media.max_memory_bytes:
                 room = 0
