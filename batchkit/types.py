@@ -232,10 +232,12 @@ class Completion:
     """An engine's reply to a request: ``choices`` or ``pooled``, and ``usage``; or ``error``.
 
     ``prompt`` is the text that the engine saw, including special tokens, if the engine knows it.
-    ``parsed`` is the first choice's JSON value, if ``output.parse`` asks for it. ``generations`` is
-    set on the outcome of a whole row that had several: their number, and ``steps``, what each of
-    ``[[steps]]`` answered, as the record has it. ``earlier_usage``: of other attempts in this start,
-    which are paid for, too; None if there were none.
+    ``parsed`` is the JSON value of the choice that counts, if ``output.parse`` asks for it.
+    ``generations`` is set on the outcome of a whole row that had several: their number, and ``steps``,
+    what each of ``[[steps]]`` answered, as the record has it. ``earlier_usage``: of other attempts in
+    this start, which are paid for, too; None if there were none. ``selected``: the number of the choice
+    that counts, if ``[select]`` picked one; ``votes``: how many choices have each prediction, if it
+    counted them.
     """
 
     request: Request
@@ -249,28 +251,35 @@ class Completion:
     earlier_usage: Usage | None = None
     generations: int | None = None
     steps: Mapping[str, Any] | None = None
+    selected: int | None = None
+    votes: Mapping[str, int] | None = None
+
+    @property
+    def choice(self) -> Choice | None:
+        """The one that counts: the first, unless another was selected; None if there is none."""
+        return self.choices[self.selected or 0] if self.choices else None
 
     @property
     def text(self) -> str:
-        """Of the first choice, without its reasoning and its tool calls; empty if there is none."""
-        return self.choices[0].text if self.choices else ""
+        """Without its reasoning and its tool calls; empty if there is none."""
+        return "" if self.choice is None else self.choice.text
 
     @property
     def reasoning(self) -> str | None:
-        return self.choices[0].reasoning if self.choices else None
+        return None if self.choice is None else self.choice.reasoning
 
     @property
     def tool_calls(self) -> Sequence[Mapping[str, Any]]:
         """In OpenAI's shape; empty if the model called no tool."""
-        return (self.choices[0].tool_calls if self.choices else None) or ()
+        return (None if self.choice is None else self.choice.tool_calls) or ()
 
     @property
     def logprobs(self) -> Any:
-        return self.choices[0].logprobs if self.choices else None
+        return None if self.choice is None else self.choice.logprobs
 
     @property
     def finish_reason(self) -> str | None:
-        return self.choices[0].finish_reason if self.choices else None
+        return None if self.choice is None else self.choice.finish_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +297,7 @@ class Record:
     ``vector`` as in ``Pooled`` (embed), which is stored beside the log. Of a row with several
     ``generations``, these are their number and ``steps``, by name, what each of ``[[steps]]``
     answered; ``usage`` and ``latency_s`` are sums.
+    ``selected`` and ``votes`` as in ``Completion``.
     """
 
     index: int
@@ -319,6 +329,8 @@ class Record:
     vector: bytes | None = None
     generations: int | None = None
     steps: Mapping[str, Any] | None = None
+    selected: int | None = None
+    votes: Mapping[str, int] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The record in the documented format; optional fields only if they are set."""
@@ -354,6 +366,8 @@ class Record:
             "fields": self.fields,
             "input_hash": self.input_hash,
             "choices": self.choices and [line_of_choice(choice) for choice in self.choices],
+            "selected": self.selected,
+            "votes": self.votes,
             "label": self.label,
             "probabilities": self.probabilities,
             "score": self.score,
@@ -376,6 +390,7 @@ class Record:
 
 _OPTIONAL = (
     *("reasoning", "tool_calls", "parsed", "scores", "unscored", "choices"),
+    *("selected", "votes"),
     *("label", "probabilities", "score", "order", "generations", "steps"),
     *("prompt", "truncated_tokens", "earlier_usage"),
 )

@@ -1,7 +1,8 @@
 """An engine without a model: it answers every request at once with a fixed sentence.
 
 For trying a job's input, templates, media and ledger at full speed. Its answers mean nothing, and
-say so; with ``output.parse`` they are JSON that fits the schema, and a required tool call fits its
+say so; ``n`` of them are the same. The step of ``select.step`` picks the first candidate. With
+``output.parse`` they are JSON that fits the schema, and a required tool call fits its
 parameters. Vectors, probabilities and scores
 are made from the row's hash. Options: ``latency_s`` (how long each request takes) and
 ``max_num_seqs``.
@@ -41,8 +42,14 @@ class DryRunEngine:
     """Answers in the order of submission, each request after ``latency_s``."""
 
     def __init__(
-        self, options: Options, *, task: TaskName = "generate", in_json: bool = False
+        self,
+        options: Options,
+        *,
+        task: TaskName = "generate",
+        in_json: bool = False,
+        judge: str | None = None,
     ) -> None:
+        self._judge = judge
         self._task = task
         self._in_json = in_json
         self._latency_s = options.latency_s
@@ -86,6 +93,8 @@ class DryRunEngine:
             pooled = _pooled(request, self._task)
             return Completion(request, usage=usage, latency_s=self._latency_s, pooled=pooled)
         text = f"dry-run: no model answered row {request.row.index}"
+        if request.call is not None and request.call.step == self._judge:
+            return self._completion(request, Choice("1", "stop"))
         if (call := _forced_call(request, text)) is not None:
             return self._completion(request, Choice("", "tool_calls", tool_calls=[call]))
         if self._in_json:
@@ -95,8 +104,9 @@ class DryRunEngine:
         return self._completion(request, Choice(text, "stop"))
 
     def _completion(self, request: Request, choice: Choice) -> Completion:
-        usage = Usage(len(as_text(request).split()), len(choice.text.split()))
-        return Completion(request, [choice], usage, self._latency_s)
+        n = request.sampling.get("n") or 1
+        usage = Usage(len(as_text(request).split()), n * len(choice.text.split()))
+        return Completion(request, [choice] * n, usage, self._latency_s)
 
 
 class DryRunPreflight:
@@ -111,7 +121,8 @@ def open_engine(job: JobConfig) -> DryRunEngine:
     given = job.engine.options
     if problems := problems_with("engine.options", Options, given, job.engine.kind):
         raise JobError("\n".join(problems))
-    return DryRunEngine(Options(**given), task=job.task, in_json=job.output.parse is not None)
+    in_json, judge = job.output.parse is not None, job.select.step
+    return DryRunEngine(Options(**given), task=job.task, in_json=in_json, judge=judge)
 
 
 def open_preflight(job: JobConfig) -> DryRunPreflight:

@@ -13,6 +13,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine
 from batchkit.execution.attempts import Attempts
 from batchkit.execution.records import failed_unless_whole, parsed_or_failed
+from batchkit.execution.selection import Selection
 from batchkit.execution.window import Window
 from batchkit.types import Completion, Key, Request
 
@@ -38,7 +39,7 @@ class Feeder:
     """Every request of ``prefetch`` comes back once, as the completion that settled it.
 
     ``in_flight`` holds the requests that the engine works on. ``parses``: whether the answer to a
-    request has to be JSON. Used by one thread.
+    request has to be JSON. ``selection`` chooses among several. Used by one thread.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Feeder:
         prefetch: Rendered,
         attempts: Attempts,
         parses: Callable[[Request], bool] | None = None,
+        selection: Selection | None = None,
     ) -> None:
         fixed = job.run.max_in_flight
         self._engine = engine
@@ -55,6 +57,7 @@ class Feeder:
         self._attempts = attempts
         self._output = job.output
         self._parses = parses or (lambda request: job.output.parse is not None)
+        self._selection = selection or Selection(job)
         self.window = Window(engine.max_num_seqs, fixed=None if fixed == "auto" else fixed)
         self.in_flight: dict[Key, Request] = {}
 
@@ -115,8 +118,9 @@ class Feeder:
         """The completion that settles the request; nothing if it is tried again."""
         if completion.generations is not None:  # the outcome of a row, whose requests were settled
             return [completion]
-        whole = failed_unless_whole(completion, self._output.vector_dtype)
         parses = self._parses(completion.request)
+        chosen = self._selection.chosen(completion, parses=parses)
+        whole = failed_unless_whole(chosen, self._output.vector_dtype)
         settled = self._attempts.settle(parsed_or_failed(whole) if parses else whole)
         if settled is None:
             return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,22 +26,24 @@ def to_record(
     keep: Iterable[str],
     *,
     with_prompt: bool = False,
+    with_choices: bool = True,
     scored: Scored | None = None,
 ) -> Record:
     """The record of the row that ``completion`` settled, with the row's fields in ``keep``.
 
-    ``scored`` is None if nothing is scored.
+    ``scored`` is None if nothing is scored. ``with_choices``: all of them, if there are several.
     """
     request, error, usage = completion.request, completion.error, completion.usage
-    row, first = request.row, completion.choices[0] if completion.choices else None
-    several = len(completion.choices) > 1 or (first is not None and first.logprobs is not None)
+    row, choice = request.row, completion.choice
+    kept = completion.choices if with_choices or choice is None else [choice]
+    several = len(kept) > 1 or (choice is not None and choice.logprobs is not None)
     return Record(
         index=row.index,
         id=row.id,
         status="ok" if error is None else "failed",
         attempt=request.attempt,
-        text=first.text if error is None and first is not None else None,
-        finish_reason=first.finish_reason if first is not None else None,
+        text=choice.text if error is None and choice is not None else None,
+        finish_reason=choice.finish_reason if choice is not None else None,
         usage=_possible(usage),
         earlier_usage=_possible(completion.earlier_usage),
         latency_s=seconds_of(completion.latency_s),
@@ -49,12 +51,14 @@ def to_record(
         error=None if error is None else error_of(error),
         fields={name: row.fields.get(name) for name in keep},
         input_hash=request.input_hash,
-        reasoning=first.reasoning if first is not None else None,
-        tool_calls=first.tool_calls if error is None and first is not None else None,
+        reasoning=choice.reasoning if choice is not None else None,
+        tool_calls=choice.tool_calls if error is None and choice is not None else None,
         parsed=completion.parsed if error is None else None,
-        choices=completion.choices if several and error is None else None,
+        choices=kept if several and error is None else None,
         prompt=completion.prompt if with_prompt else None,
         truncated_tokens=_truncated_tokens(completion),
+        selected=completion.selected if error is None else None,
+        votes=completion.votes if error is None else None,
         generations=completion.generations,
         steps=completion.steps,
         prediction=None if scored is None else scored.prediction,
@@ -103,9 +107,10 @@ def failed_unless_whole(completion: Completion, vector_dtype: str = "float32") -
         if not _is_finite(completion.pooled):
             return _not_finite(completion)
         return _unless_too_large(completion, completion.pooled.vector, vector_dtype)
-    reasons = [choice.finish_reason for choice in completion.choices]
-    for reason in reasons:
-        if reason in BROKEN_OFF:
+    if completion.selected is not None:  # among those that are whole
+        return completion
+    for choice in completion.choices:
+        if (reason := choice.finish_reason) in BROKEN_OFF:
             broken = ServerError(f"the answer broke off in the middle (finish_reason {reason})")
             return replace(completion, error=broken)
     if any(choice.is_answer for choice in completion.choices):
@@ -156,26 +161,32 @@ def _unless_too_large(completion: Completion, vector: bytes | None, dtype: str) 
 
 
 def parsed_or_failed(completion: Completion) -> Completion:
-    """The completion with the JSON value of its answer, or with an error if it is not such JSON.
-
-    An answer that is a tool call has no value.
-    """
-    if completion.error is not None:
-        return completion
-    first, sampling = completion.choices[0], completion.request.sampling
-    if first.tool_calls and not first.text.strip():
+    """The completion with the JSON value of its answer, or with an error if it is not such JSON."""
+    if completion.error is not None or completion.choice is None:
         return completion
     try:
-        if first.finish_reason == "length" and first.text[-1:].isdigit():
-            raise NotJson(f"the number {first.text[-20:]!r} may have had more digits")
-        return replace(completion, parsed=parsed(first.text, schema_in(sampling)))
+        value = value_of(completion.choice, completion.request.sampling)
+    except InvalidOutputError as error:
+        return replace(completion, error=error)
+    return replace(completion, parsed=value)
+
+
+def value_of(choice: Choice, sampling: Mapping[str, Any]) -> Any:
+    """The JSON value of an answer; None if it is a tool call.
+
+    Raises:
+        InvalidOutputError: it is not JSON, or does not fit the schema of ``sampling``.
+    """
+    if choice.tool_calls and not choice.text.strip():
+        return None
+    try:
+        if choice.finish_reason == "length" and choice.text[-1:].isdigit():
+            raise NotJson(f"the number {choice.text[-20:]!r} may have had more digits")
+        return parsed(choice.text, schema_in(sampling))
     except NotJson as reason:
-        error = InvalidOutputError(f"the answer is not JSON: {reason}")
-        if first.finish_reason == "length":
-            error = TruncatedOutputError(
+        if choice.finish_reason == "length":
+            raise TruncatedOutputError(
                 f"the answer was cut off (finish_reason length) before its JSON ended: {reason};"
                 " raise sampling.max_tokens"
-            )
-    except InvalidOutputError as misfit:
-        error = misfit
-    return replace(completion, error=error)
+            ) from None
+        raise InvalidOutputError(f"the answer is not JSON: {reason}") from None

@@ -27,6 +27,7 @@ from batchkit.execution.kept_engine import KeptEngine, Loaded
 from batchkit.execution.records import to_record
 from batchkit.execution.rollouts.begun import begun
 from batchkit.execution.rollouts.rollouts import Rollouts
+from batchkit.execution.selection import Selection
 from batchkit.execution.supervisor import SupervisedEngine
 from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.prefetch import Prefetch
@@ -165,7 +166,8 @@ class Worker:
             name: Scoring(step.scoring) for name, step in self._steps.items() if step.scoring.is_on
         }
         self._attempts = Attempts(job.retry, renderer.shortened, self._finds_nothing)
-        self._feeder = Feeder(job, self._engine, rows, self._attempts, self._parses)
+        selection = Selection(job, references)
+        self._feeder = Feeder(job, self._engine, rows, self._attempts, self._parses, selection)
         self.unfinished_tokens = 0
         """Of the answers that have not ended, as of the last poll."""
         self.load = PoolLoad(self._feeder.window.size)
@@ -247,6 +249,7 @@ class Worker:
             completion,
             self._kept_fields,
             with_prompt=self._job.output.prompt,
+            with_choices=self._job.keeps_choices,
             scored=self._scored(completion),
         )
         return line_of(record, self._job.output.vector_dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from batchkit.rendering.renderer import AdjustSampling, LoadImage, PromptRendere
 from batchkit.rendering.templates.prompt import PathTemplate
 from batchkit.types import Completion, Request, Row, RowHint
 
+CANDIDATES = "candidates"
 _NO = ("", "false", "no", "none", "0")
 
 
@@ -104,6 +105,10 @@ def renderer_of(
     return made(job, adjust_sampling=adjust_sampling, load=load)
 
 
-def with_answers(row: Row, answers: Mapping[str, Any]) -> Row:
-    """``row`` with ``answers`` of its steps, by name, as templates see them."""
-    return replace(row, fields={**row.fields, "steps": answers})
+def with_answers(
+    row: Row, answers: Mapping[str, Any], candidates: Sequence[str] | None = None
+) -> Row:
+    """``row`` with ``answers`` of its steps, by name, as templates see them, and for a step that judges
+    the ``candidates``."""
+    seen = {"steps": answers} if candidates is None else {"steps": answers, CANDIDATES: candidates}
+    return replace(row, fields={**row.fields, **seen})

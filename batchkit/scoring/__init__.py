@@ -120,12 +120,16 @@ class Scoring:
 
     def finds_nothing(self, text: str, fields: Mapping[str, Any], row_id: str = "?") -> bool:
         """True if the answer lacks what its extractor looks for."""
-        table = self.table_for(fields)
-        if table.extract == "final-answer" and text.startswith(_NO_ANSWER):
+        if self.table_for(fields).extract == "final-answer" and text.startswith(_NO_ANSWER):
             return False  # the official code accepts it, so that its calls can be compared
+        return self.found(text, fields, row_id) is None
+
+    def found(self, text: str, fields: Mapping[str, Any], row_id: str = "?") -> str | None:
+        """What the extractor looks for in the answer; None if it is not there."""
+        table = self.table_for(fields)
         if table.default_reward is not None:  # it would replace what is looked for
             table = _laid_over(table, {"default_reward": None})
-        return self._extracted(text, table, row_id, []) is None
+        return self._extracted(text, table, row_id, [])
 
     def reference(self, fields: Mapping[str, Any], row_id: str) -> str | None:
         """The right answer, as text; None if there is none."""

@@ -42,6 +42,19 @@ def choice(prediction: str, reference: str, choices: Sequence[str]) -> float | N
     return None if right is None else float(_chosen(prediction, choices) == right)
 
 
+def vote_of(prediction: str, choices: Sequence[str]) -> str | None:
+    """Equal for predictions that say the same: the same one of ``choices``, if there are any, and None
+    for none of them; else the same number, or the same text but for case, white space, brackets and
+    quotation marks around it, and a full stop.
+    """
+    if choices:
+        return _chosen(prediction, choices)
+    words = " ".join(prediction.split()).replace("\u2212", "-").casefold()
+    plain = words.lstrip("([\"'*` ").rstrip(".)]\"'*` ")
+    numbers = numbers_in(plain) if _NUMBER.fullmatch(plain) else []
+    return f"{numbers[0]:.15g}" if numbers else plain
+
+
 def _chosen(text: str, choices: Sequence[str]) -> str | None:
     """The choice that ``text`` is, else the only one that it contains as a separate word.
 

@@ -87,6 +87,10 @@ _ABSENT_IF_NOT_SET = (  # manifests of older versions lack them
     "select.scorer",
     "select.step",
 )
+_READ_TO_SELECT = {
+    *("extract", "pattern", "key", "choices", "reference", "reference_run"),
+    *("mode", "tolerance", "default_reward", "rules"),
+}
 CHANGING = "changing"  # in place of the hash of a file that changed while a run read it
 _WHOLE_BYTES = 8 * 2**20  # a larger file is read in blocks
 _BLOCKS, _BLOCK_BYTES = 64, 2**16
@@ -114,6 +118,8 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
         "retry.reask": _reask(job, found.pop("retry.reask_note")),
     }
     # These are absent if not set: manifests of older versions lack them.
+    if job.select.by is not None:
+        found["select.scoring"] = _read_to_select(job)
     for step in job.steps:
         found |= _of_step(job, step)
     for name, engine in job.engines.items():
@@ -359,6 +365,12 @@ def _reask(job: JobConfig, note: str) -> Any:
         for part in job.scoring.parts
     ]
     return [job.retry.reask, note, looked_for]
+
+
+def _read_to_select(job: JobConfig) -> list[dict[str, Any]]:
+    """The parts of the scoring that decide which of several answers counts."""
+    tables = [job.scoring, *(step.scoring for step in job.steps)]
+    return [table.model_dump(include=_READ_TO_SELECT, exclude_defaults=True) for table in tables]
 
 
 def _without_secrets(found: Mapping[str, Any]) -> dict[str, Any]:

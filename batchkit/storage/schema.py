@@ -137,6 +137,8 @@ class _Line(_Part):
     fields: dict[str, Any] | None = None
     input_hash: str | None = None
     choices: list[_Choice] | None = None
+    selected: _Count | None = None
+    votes: dict[str, _Count] | None = None
     prompt: str | None = None
     truncated_tokens: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     label: str | None = None

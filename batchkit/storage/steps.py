@@ -42,8 +42,8 @@ def generation_line(completion: Completion) -> GenerationLine:
     request, usage, error = completion.request, completion.usage, completion.error
     call = request.call
     assert call is not None
-    first = completion.choices[0] if completion.choices else None
-    several = len(completion.choices) > 1 or (first is not None and first.logprobs is not None)
+    choice = completion.choice
+    several = len(completion.choices) > 1 or (choice is not None and choice.logprobs is not None)
     table: dict[str, Any] = {
         "index": request.row.index,
         "step": call.step,
@@ -53,10 +53,10 @@ def generation_line(completion: Completion) -> GenerationLine:
         "attempt": request.attempt,
         "engine": call.engine or None,
         "request_hash": call.request_hash,
-        "text": None if first is None else first.text,
-        "reasoning": None if first is None else first.reasoning,
-        "tool_calls": None if first is None else first.tool_calls,
-        "finish_reason": None if first is None else first.finish_reason,
+        "text": None if choice is None else choice.text,
+        "reasoning": None if choice is None else choice.reasoning,
+        "tool_calls": None if choice is None else choice.tool_calls,
+        "finish_reason": None if choice is None else choice.finish_reason,
         "usage": None
         if usage is None
         else {
@@ -68,6 +68,8 @@ def generation_line(completion: Completion) -> GenerationLine:
         "finished_at": utc_now(),
         "error": None if error is None else asdict(error_of(error)),
         "choices": [*map(line_of_choice, completion.choices)] if several else None,
+        "selected": completion.selected,
+        "votes": completion.votes,
     }
     kept = {key: value for key, value in table.items() if value is not None}
     return GenerationLine(encoded(kept), kept)
@@ -86,6 +88,8 @@ def completion_of(line: Mapping[str, Any], request: Request) -> Completion:
         None if usage is None else Usage(**usage),
         line.get("latency_s", 0.0),
         _error(line["error"]) if line["status"] == "failed" else None,
+        selected=line.get("selected"),
+        votes=line.get("votes"),
     )
 
 

@@ -122,6 +122,11 @@ class JobConfig(Table):
         """True if a row may have several generations."""
         return bool(self.steps) or self.rollout is not None
 
+    @property
+    def keeps_choices(self) -> bool:
+        """True if a record has all ``n`` answers of its row."""
+        return self.select.by is None if self.output.choices is None else self.output.choices
+
     def of_step(self, step: StepTable) -> JobConfig:
         """A job whose rows have one generation: that of ``step``."""
         given = {name: getattr(step.sampling, name) for name in step.sampling.model_fields_set}

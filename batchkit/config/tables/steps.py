@@ -23,7 +23,7 @@ class StepTable(Table):
 
     Its templates see the row's fields, and what the steps before it answered: `steps.NAME.text`,
     `.reasoning`, `.tool_calls`, `.json` (the text's JSON value), `.prediction` and `.scores`, `.choices`
-    (the texts of all `n`) and `.skipped`.
+    (the texts of all `n`), `.selected` (with `[select]`: the number of the one that counts, from 0) and `.skipped`.
     """
 
     name: Identity[str] = Field(
@@ -77,13 +77,15 @@ class RolloutTable(Table):
 
 
 class SelectTable(Table):
-    """Which of the `n` answers of `sampling.n` is the row's."""
+    """Which of the `n` answers of `sampling.n` counts: of the row's, and of those of each step, which its own
+    `extract` and `scorers` read if it has any, else those of `[scoring]`. Only whole answers are chosen."""
 
     by: Identity[Literal["majority", "scorer", "step"] | None] = Field(
         None,
-        description="`majority`: the first of those whose prediction (`scoring.extract`) most of them have;"
-        " `scorer`: the first with the highest score; `step`: the one whose number, from 1, the step"
-        " `select.step` answers; its templates see `candidates`, the texts.",
+        description="`majority`: the first of those whose prediction (`scoring.extract`) most of them have:"
+        " the same one of `scoring.choices`, number or words; `scorer`: the first with the highest score;"
+        " `step`: the one whose number, from 1, the step `select.step` answers; its templates see"
+        " `candidates`, the texts, and its `extract` is `number` by default.",
     )
     scorer: Identity[ScorerName | None] = Field(
         None, description="For `scorer`: one of `scoring.scorers`; by default the only one."
@@ -120,23 +122,60 @@ def misfits_of_steps(job: JobConfig) -> Iterator[str]:
 
 
 def _misfits_of_select(job: JobConfig) -> Iterator[str]:
-    select, scorers = job.select, job.scoring.scorers
+    select = job.select
     if select.by is None:
         if select.scorer is not None or select.step is not None:
             yield 'select.by: is missing: "majority", "scorer" or "step"'
         return
-    if select.by == "majority" and job.scoring.extract == "text":
+    if job.task != "generate":
+        yield f'[select]: is for task = "generate"; task is "{job.task}"'
+    if job.rollout is not None:
+        yield "[select]: a function chooses itself; leave it out with [rollout]"
+    for name in ("scorer", "step"):
+        if select.by != name and getattr(select, name) is not None:
+            yield f'select.{name}: is for by = "{name}"; by is "{select.by}"'
+    if select.by == "step":
+        yield from _misfits_of_judge(job)
+        return
+    for place, table in _read_for_choice(job):
+        if select.by == "majority" and table.extract == "text" and not table.choices:
+            yield (
+                f'select.by: "majority" counts predictions; say what they are, as {place}.extract ='
+                f' "final-answer", or list them as {place}.choices'
+            )
+        if select.by == "scorer":
+            yield from _misfits_of_scorer(select.scorer, table.scorers, f"{place}.scorers")
+
+
+def _read_for_choice(job: JobConfig) -> Iterator[tuple[str, ScoringTable]]:
+    """The scoring of each generation that may have several answers, and its place in the job file."""
+    for step in job.steps:
+        if step.scoring.is_on and job.of_step(step).params().get("n", 1) != 1:
+            yield f"steps.{step.name}", step.scoring
+    if not all(step.scoring.is_on for step in job.steps) or not job.steps:
+        yield "scoring", job.scoring
+
+
+def _misfits_of_scorer(
+    name: ScorerName | None, scorers: list[ScorerName], place: str
+) -> Iterator[str]:
+    if name is None and len(scorers) != 1:
+        yield f"select.scorer: is missing; {place} has {len(scorers)}: name one of them"
+    elif name is not None and name not in scorers:
+        yield f"select.scorer: found {name!r}, expected one of {place}"
+    elif (chosen := name or scorers[0]) in ("chart", "judge"):
         yield (
-            'select.by: "majority" counts predictions; say what they are, as scoring.extract ='
-            ' "final-answer"'
+            f"select.scorer: {chosen} is computed when all rows are settled, so it can't choose; a step"
+            ' can judge (by = "step")'
         )
-    if select.by == "scorer":
-        if select.scorer is None and len(scorers) != 1:
-            yield f"select.scorer: is missing; scoring.scorers has {len(scorers)}: name one of them"
-        elif select.scorer is not None and select.scorer not in scorers:
-            yield f"select.scorer: found {select.scorer!r}, expected one of scoring.scorers"
-    if select.by == "step" and (len(job.steps) < 2 or select.step != job.steps[-1].name):
-        yield "select.step: expected the name of the last of [[steps]], behind the one whose answers it judges"
+
+
+def _misfits_of_judge(job: JobConfig) -> Iterator[str]:
+    if len(job.steps) < 2 or job.select.step != job.steps[-1].name:
+        yield (
+            f"select.step: found {job.select.step!r}, expected the name of the last of [[steps]], behind"
+            " the one whose answers it judges"
+        )
 
 
 _OF_ROW = ("system", "system_file", "user", "user_file", "images", "captions", "texts", "tools")

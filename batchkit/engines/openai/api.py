@@ -209,13 +209,16 @@ def completion_of(request: Request, answer: Any, latency_s: float, n: int) -> Co
     return Completion(request, choices, _usage(answer), latency_s) if choices else None
 
 
-def failure_in(answer: Mapping[str, Any]) -> str | None:
-    """What went wrong, if an answer with choices reports that its text is incomplete."""
+def failure_in(answer: Mapping[str, Any], *, one_will_do: bool = False) -> str | None:
+    """What went wrong, if an answer with choices reports that a text of it is incomplete, or each of
+    them if ``one_will_do``."""
     failures = [
         (f"finish_reason is {_reason(choice)}", choice.get("error"))
         for choice in answer["choices"]
         if choice.get("error") or _reason(choice) in BROKEN_OFF
     ]
+    if one_will_do and len(failures) < len(answer["choices"]):
+        failures = []
     if answer.get("error"):
         failures.append(("the answer has an error", answer["error"]))
     return (
@@ -436,6 +439,6 @@ def _choice(choice: Mapping[str, Any]) -> Choice:
 
 def _reason(choice: Mapping[str, Any]) -> Any:
     """The finish_reason; SGLang's internal one is an object, ``{"type": "abort", …}``, which a
-    proxy may pass on."""
-    reason = choice.get("finish_reason")
+    proxy may pass on. A router gives a choice an ``error`` instead."""
+    reason = "error" if choice.get("error") else choice.get("finish_reason")
     return reason.get("type") if isinstance(reason, Mapping) else reason

@@ -53,6 +53,7 @@ class Chat:
     def __init__(self, job: JobConfig, drop: Sequence[str]) -> None:
         self._model, self._drop = job.engine.model, drop
         self._chat_template_kwargs = job.prompt.chat_template_kwargs
+        self._selects = job.select.by is not None
 
     def url(self, base_url: str, request: Request) -> str:
         return base_url + api.path_of(request)
@@ -72,7 +73,7 @@ class Chat:
         return completion
 
     def failure_in(self, answer: Mapping[str, Any]) -> str | None:
-        return api.failure_in(answer)
+        return api.failure_in(answer, one_will_do=self._selects)
 
     def moved(self, url: str, status: int) -> bool:
         return False

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from batchkit.config.tables import JobConfig, StepTable
 from batchkit.errors import EmptyTextError, InvalidOutputError, RowError
+from batchkit.execution.records import parsed_or_failed
 from batchkit.execution.rollouts.open_row import OpenRow
+from batchkit.execution.selection import Selection, eligible
 from batchkit.rendering.steps import StepsRenderer, with_answers
 from batchkit.scoring import Scoring
 from batchkit.scoring.parsed import NotJson, parsed
-from batchkit.types import Choice, Completion, Row
+from batchkit.types import Completion, Row
 
 
 class Steps:
@@ -21,31 +23,58 @@ class Steps:
     def __init__(self, job: JobConfig, renderer: StepsRenderer) -> None:
         self._steps = job.steps
         self._renderer = renderer
+        self._keeps_choices = job.keeps_choices
+        self._judge = job.select.step
+        self._selection = Selection(job)
+        self._parsing = {step.name for step in job.steps if step.parse is not None}
         self._scoring = {
             step.name: Scoring(step.scoring) for step in job.steps if step.scoring.is_on
         }
 
     async def solve(self, row: OpenRow) -> Completion:
-        """The outcome of the row: that of its last step, or of the one that failed."""
+        """The outcome of the row: that of its last step, of the one that failed, or what the step
+        that judges picked."""
         answers: dict[str, dict[str, Any]] = {}
+        done: list[Completion] = []
         last: Completion | None = None
         try:
             for step in self._steps:
-                seen = with_answers(row.row, answers)
+                candidates: list[Completion] | None = None
+                if step.name == self._judge and done:
+                    candidates = self._candidates(done)
+                    last = candidates[0]
+                seen = with_answers(row.row, answers, _texts(candidates))
                 completion = await self._asked(step, row, seen)
                 if completion is None:
                     answers[step.name] = {"skipped": True}
                     continue
                 if completion.error is not None:
                     raise completion.error
-                last = completion
                 answers[step.name] = self._answer(step, completion, row.row)
+                done.append(completion)
+                last = completion
+                if candidates is not None:
+                    last = candidates[self._selection.named(completion) or 0]
             if last is None:
                 raise EmptyTextError("no step was run: the when of each gave false")
         except RowError as error:
             failed = row.outcome(last, ())
-            return replace(failed, error=error, steps=_recorded(answers))
-        return replace(row.outcome(last, last.choices), steps=_recorded(answers))
+            return replace(failed, error=error, steps=self._recorded(answers))
+        outcome = row.outcome(last, last.choices)
+        return replace(
+            outcome, selected=last.selected, votes=last.votes, steps=self._recorded(answers)
+        )
+
+    def _candidates(self, done: Sequence[Completion]) -> list[Completion]:
+        """The answers to choose from: of the newest step that has several, each as its completion."""
+        judged = next((each for each in reversed(done) if len(each.choices) > 1), done[-1])
+        parses = self._parses(judged)
+        chosen = [replace(judged, selected=number) for number in eligible(judged, parses=parses)]
+        return [parsed_or_failed(each) if parses else each for each in chosen]
+
+    def _parses(self, completion: Completion) -> bool:
+        call = completion.request.call
+        return call is not None and call.step in self._parsing
 
     async def _asked(self, step: StepTable, row: OpenRow, seen: Row) -> Completion | None:
         """None if the step is skipped."""
@@ -57,39 +86,46 @@ class Steps:
             )
 
         request = await row.in_thread(render)
-        return None if request is None else await row.ask(request, step.name, step.engine)
+        if request is None:
+            return None
+        completion = await row.ask(request, step.name, step.engine)
+        return parsed_or_failed(completion) if self._parses(completion) else completion
 
     def _answer(self, step: StepTable, completion: Completion, row: Row) -> dict[str, Any]:
         """What templates of later steps see; names without a value are left out."""
-        first = completion.choices[0]
         found: dict[str, Any] = {
-            "text": first.text,
-            "reasoning": first.reasoning,
-            "tool_calls": first.tool_calls,
-            "json": completion.parsed if step.parse is not None else _json(first),
+            "text": completion.text,
+            "reasoning": completion.reasoning,
+            "tool_calls": completion.tool_calls or None,
+            "json": completion.parsed if step.parse is not None else _json(completion.text),
             "choices": [choice.text for choice in completion.choices],
-            "finish_reason": first.finish_reason,
+            "selected": completion.selected,
+            "votes": completion.votes,
+            "finish_reason": completion.finish_reason,
         }
         if (scoring := self._scoring.get(step.name)) is not None:
-            scored = scoring.score(first.text, row.fields, row.id)
+            scored = scoring.score(completion.text, row.fields, row.id)
             found |= {"prediction": scored.prediction, "scores": scored.scores}
         return {name: value for name, value in found.items() if value is not None}
 
+    def _recorded(self, answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """``answers`` as a record has them: ``json`` is in the text, and one choice is the text."""
+        return {
+            name: {
+                key: value
+                for key, value in answer.items()
+                if key != "json" and (key != "choices" or (self._keeps_choices and len(value) > 1))
+            }
+            for name, answer in answers.items()
+        }
 
-def _json(choice: Choice) -> Any:
+
+def _texts(candidates: Sequence[Completion] | None) -> list[str] | None:
+    return None if candidates is None else [candidate.text for candidate in candidates]
+
+
+def _json(text: str) -> Any:
     try:
-        return parsed(choice.text)
+        return parsed(text)
     except (NotJson, InvalidOutputError):
         return None
-
-
-def _recorded(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """``answers`` as a record has them: ``json`` is in the text, and one choice is the text."""
-    return {
-        name: {
-            key: value
-            for key, value in answer.items()
-            if key != "json" and not (key == "choices" and len(value) == 1)
-        }
-        for name, answer in answers.items()
-    }

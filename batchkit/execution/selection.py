@@ -1,0 +1,127 @@
+"""``[select]``: which of the ``n`` answers to a request counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from batchkit.config.tables import JobConfig, ScoringTable
+from batchkit.errors import InvalidOutputError
+from batchkit.execution.records import value_of
+from batchkit.rendering.steps import CANDIDATES
+from batchkit.scoring import Scoring
+from batchkit.scoring.values import vote_of
+from batchkit.types import BROKEN_OFF, Completion
+
+
+class Selection:
+    """Chooses among the answers to a row's request, or to each of ``[[steps]]``. Immutable.
+
+    A step's answers are read as its own ``extract`` and ``scorers`` say, if it has any, else as those
+    of ``[scoring]``. ``references`` as in Scoring.
+    """
+
+    def __init__(self, job: JobConfig, references: Mapping[str, str | None] | None = None) -> None:
+        self._select = job.select
+        self._scoring = {"": Scoring(self._needed(job.scoring), references)}
+        for step in job.steps:
+            table = step.scoring if step.scoring.is_on else job.scoring
+            if step.name == job.select.step and step.extract is None:
+                table = table.model_copy(update={"extract": "number", "rules": []})
+            self._scoring[step.name] = Scoring(self._needed(table), references)
+
+    def chosen(self, completion: Completion, *, parses: bool) -> Completion:
+        """The completion with ``selected``, if it has several choices of which one is an answer.
+
+        The completion of the step that judges has an error if it names none of the candidates.
+        """
+        call = completion.request.call
+        if self._select.by is None or completion.error is not None:
+            return completion
+        if call is not None and call.step == self._select.step:
+            return self._unless_it_names_none(completion)
+        numbers = eligible(completion, parses=parses)
+        if len(completion.choices) == 1 or not numbers:
+            return completion
+        if self._select.by == "majority":
+            return self._majority(completion, numbers)
+        best = numbers[0]
+        if self._select.by == "scorer":
+            best = max(numbers, key=lambda number: self._score(completion, number))
+        return replace(completion, selected=best)
+
+    def named(self, completion: Completion) -> int | None:
+        """The place, from 0, of the candidate that the step's answer names; None if there is none."""
+        row = completion.request.row
+        found = self._of(completion).found(completion.text, row.fields, row.id)
+        try:
+            place = int(found or "") - 1
+        except ValueError:
+            return None
+        return place if 0 <= place < len(row.fields[CANDIDATES]) else None
+
+    def _needed(self, table: ScoringTable) -> ScoringTable:
+        """``table`` with only the scorer that the choice depends on."""
+        name = self._select.scorer
+        scorers = [] if self._select.by != "scorer" else table.scorers if name is None else [name]
+        rules = [rule.model_copy(update={"scorers": None}) for rule in table.rules]
+        return table.model_copy(update={"scorers": scorers, "rules": rules})
+
+    def _of(self, completion: Completion) -> Scoring:
+        call = completion.request.call
+        return self._scoring["" if call is None else call.step]
+
+    def _majority(self, completion: Completion, numbers: list[int]) -> Completion:
+        """The first of those that most agree with; the first one if none has a prediction."""
+        row, scoring = completion.request.row, self._of(completion)
+        choices = scoring.table_for(row.fields).choices
+        counts: dict[str, int] = {}  # of a vote: how many, which is the first, and in which words
+        first: dict[str, int] = {}
+        words: dict[str, str] = {}
+        for number in numbers:
+            found = scoring.found(completion.choices[number].text, row.fields, row.id)
+            vote = vote_of(found, choices) if found else None
+            if found and vote is not None:
+                counts[vote] = counts.get(vote, 0) + 1
+                first.setdefault(vote, number)
+                words.setdefault(vote, found)
+        most = max(counts, key=counts.__getitem__, default=None)  # of equal ones, the first
+        selected = numbers[0] if most is None else first[most]
+        votes = {words[vote]: count for vote, count in counts.items()}
+        return replace(completion, selected=selected, votes=votes)
+
+    def _score(self, completion: Completion, number: int) -> float:
+        row = completion.request.row
+        text = completion.choices[number].text
+        scores = self._of(completion).score(text, row.fields, row.id).scores
+        score = next(iter(scores.values()), None)
+        return float("-inf") if score is None else score
+
+    def _unless_it_names_none(self, completion: Completion) -> Completion:
+        if not eligible(completion, parses=False) or self.named(completion) is not None:
+            return completion
+        n_candidates = len(completion.request.row.fields[CANDIDATES])
+        message = (
+            f"select.step: the answer has no number from 1 to {n_candidates}; the extract of step"
+            f" {self._select.step!r} says where it is looked for"
+        )
+        return replace(completion, error=InvalidOutputError(message))
+
+
+def eligible(completion: Completion, *, parses: bool) -> list[int]:
+    """The numbers of the choices that are whole answers, and JSON if it ``parses``."""
+    return [
+        number
+        for number, choice in enumerate(completion.choices)
+        if choice.is_answer
+        and choice.finish_reason not in BROKEN_OFF
+        and (not parses or _is_json(completion, number))
+    ]
+
+
+def _is_json(completion: Completion, number: int) -> bool:
+    try:
+        value_of(completion.choices[number], completion.request.sampling)
+    except InvalidOutputError:
+        return False
+    return True

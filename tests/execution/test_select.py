@@ -1,0 +1,371 @@
+"""``[select]``: which of the ``n`` answers is the row's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomlkit
+
+from tests.support.chat_server import MODEL, ChatServer, Refused, serving
+from tests.support.command_line import Ended, batchkit
+from tests.support.dry_runs import LOG, RUN
+from tests.support.jobs import with_tables
+from tests.support.rows import read_jsonl, write_jsonl
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+NUMBER = {"extract": "number", "reference": "a", "scorers": ["em"]}
+Said = str | dict[str, Any]
+
+
+def answering(said: dict[str, list[list[Said]]]) -> Callable[[str, dict[str, Any]], None]:
+    """A prompt that begins with a name is answered with that name's choices, call after call; the last
+    ones are repeated. A choice is a text, or what is not as always in OpenAI's object."""
+    calls = dict.fromkeys(said, 0)
+
+    def before(text: str, body: dict[str, Any]) -> None:
+        name = text.split()[0]
+        if name in said:
+            found = said[name][min(calls[name], len(said[name]) - 1)]
+            calls[name] += 1
+            raise Refused(200, {"choices": [*map(_choice, range(len(found)), found)], **_USAGE})
+
+    return before
+
+
+_USAGE = {"usage": {"prompt_tokens": 1, "completion_tokens": 5}}
+
+
+def _choice(number: int, said: Said) -> dict[str, Any]:
+    more = {"message": {"content": said}} if isinstance(said, str) else said
+    return {"index": number, "finish_reason": "stop", **more}
+
+
+def run(server: ChatServer, rows: list[dict[str, Any]], **tables: Any) -> Ended:
+    write_jsonl(Path("rows.jsonl"), rows)
+    job: dict[str, Any] = {
+        "name": "a",
+        "input": {"path": "rows.jsonl", "id": "id"},
+        "engine": {"kind": "openai-server", "model": MODEL, "base_url": server.url},
+        "prompt": {"user": "{{ id }} {{ q }}"},
+        "sampling": {"n": 3, "temperature": 1.0},
+    }
+    if "steps" in tables:
+        del job["prompt"]
+    made = with_tables(job, tables)
+    Path("job.toml").write_text(tomlkit.dumps(made))
+    return batchkit("run", "job.toml")
+
+
+def records() -> dict[str, dict[str, Any]]:
+    """The newest by id."""
+    return {record["id"]: record for record in read_jsonl(LOG)}
+
+
+def one_row(said: list[list[Said]], *, a: str = "7", **tables: Any) -> dict[str, Any]:
+    """The record of a row that is answered so."""
+    with serving(answering({"r": said})) as server:
+        ended = run(server, [{"id": "r", "q": "?", "a": a}], **tables)
+    assert ended.exit_code in (0, 3), ended.stderr
+    return records()["r"]
+
+
+def test_the_answer_that_most_agree_with_is_the_rows() -> None:
+    record = one_row([["so 5", "it is 7", "7.0 then"]], select={"by": "majority"}, scoring=NUMBER)
+    chosen = {key: record[key] for key in ("text", "prediction", "selected", "votes", "scores")}
+    assert chosen == {
+        "text": "it is 7",
+        "prediction": "7",
+        "selected": 1,
+        "votes": {"5": 1, "7": 2},
+        "scores": {"em": 1.0},
+    }
+    assert "choices" not in record
+
+
+@pytest.mark.parametrize(
+    ("said", "scoring", "selected", "votes"),
+    [
+        pytest.param(["4", "5", "5", "4"], NUMBER, 0, {"4": 2, "5": 2}, id="of a tie the first"),
+        pytest.param(["none", "x", "6"], NUMBER, 2, {"6": 1}, id="without a prediction no vote"),
+        pytest.param(["none", "x", "y"], NUMBER, 0, {}, id="no prediction at all"),
+        pytest.param(["1,000", "$1000", "9"], NUMBER, 0, {"1000": 2, "9": 1}, id="numbers"),
+        pytest.param(["-5", "5", "5"], NUMBER, 1, {"-5": 1, "5": 2}, id="a sign"),
+        pytest.param(
+            ["Final Answer: no", "Final Answer: The Yes", 'Final Answer: "the  yes."', "the yes"],
+            {"extract": "final-answer"},
+            1,
+            {"no": 1, "The Yes": 2},
+            id="words",
+        ),
+        pytest.param(
+            ["maybe", "I say yes.", "no", "Yes", "neither yes nor no"],
+            {"choices": ["yes", "no"]},
+            1,
+            {"I say yes.": 2, "no": 1},
+            id="choices",
+        ),
+        pytest.param(
+            [
+                {"message": {"content": "8"}, "finish_reason": "error"},
+                {"message": {"content": "8"}, "error": {"message": "overloaded"}},
+                "9",
+                {"message": {"content": "  "}},
+            ],
+            NUMBER,
+            2,
+            {"9": 1},
+            id="only whole answers",
+        ),
+    ],
+)
+def test_who_votes_and_what_counts_as_the_same(
+    said: list[Said], scoring: dict[str, Any], selected: int, votes: dict[str, int]
+) -> None:
+    record = one_row([said], select={"by": "majority"}, scoring=scoring, sampling={"n": len(said)})
+    assert record["status"] == "ok"
+    assert (record["selected"], record["votes"]) == (selected, votes)
+
+
+def test_a_row_whose_answers_all_broke_off_fails() -> None:
+    broken: Said = {"message": {"content": "8"}, "finish_reason": "abort"}
+    record = one_row([[broken] * 3], select={"by": "majority"}, scoring=NUMBER)
+    assert (record["status"], record["error"]["kind"]) == ("failed", "server")
+
+
+def test_the_best_by_a_scorer() -> None:
+    scoring = {"extract": "number", "reference": "a", "scorers": ["em", "numeric"]}
+    record = one_row(
+        [["it is 8", "none", "it is 7"]],
+        select={"by": "scorer", "scorer": "numeric"},
+        scoring=scoring,
+    )
+    assert (record["text"], record["selected"]) == ("it is 7", 2)
+    assert record["scores"] == {"em": 1.0, "numeric": 1.0}
+    assert "votes" not in record
+
+
+def test_all_choices_are_kept_if_asked_for() -> None:
+    record = one_row(
+        [["5", "7", "7"]],
+        select={"by": "majority"},
+        scoring=NUMBER,
+        output={"choices": True},
+    )
+    assert [choice["text"] for choice in record["choices"]] == ["5", "7", "7"]
+    assert record["text"] == record["choices"][record["selected"]]["text"] == "7"
+
+
+def test_choices_can_be_left_out_without_a_selection() -> None:
+    record = one_row([["5", "7", "7"]], output={"choices": False})
+    assert record["text"] == "5"
+    assert not {"choices", "selected", "votes"} & record.keys()
+
+
+@pytest.mark.parametrize(
+    ("said", "attempt", "text"),
+    [
+        ([["x", "y", "7"], ["never", "asked", "for"]], 1, "7"),
+        ([["x", "y", "z"], ["x", "8", "8"]], 2, "8"),
+    ],
+    ids=["one has it", "none has it"],
+)
+def test_a_row_is_asked_again_only_if_no_answer_has_a_prediction(
+    said: list[list[Said]], attempt: int, text: str
+) -> None:
+    again = {"reask": 1, "reask_note": "A number!"}
+    record = one_row(said, select={"by": "majority"}, scoring=NUMBER, retry=again)
+    assert (record["attempt"], record["text"]) == (attempt, text)
+
+
+def test_answers_that_are_not_json_do_not_vote() -> None:
+    said: list[Said] = ["so 5", "so 5", '{"n": 7}', '{"n": 7, "b": 1}', '{"n": 5}']
+    record = one_row(
+        [said],
+        select={"by": "majority"},
+        scoring={"extract": "json", "key": "n"},
+        output={"parse": "json"},
+        sampling={"n": 5},
+    )
+    assert (record["parsed"], record["selected"]) == ({"n": 7}, 2)
+    assert record["votes"] == {"7": 2, "5": 1}
+
+
+DRAFT = {"name": "draft", "prompt": {"user": "{{ id }} {{ q }}"}}
+JUDGE = {
+    "name": "judge",
+    "prompt": {
+        "user": "judge{{ id }} {% for text in candidates %}{{ loop.index }}: {{ text }}; {% endfor %}"
+    },
+    "sampling": {"n": 1},
+}
+
+
+def judged(
+    draft: list[Said], verdicts: list[list[Said]], judge: dict[str, Any] = JUDGE, **tables: Any
+) -> tuple[dict[str, Any], list[str]]:
+    """The record of a row, and what the judge was asked."""
+    with serving(answering({"r": [draft], "judger": verdicts})) as server:
+        ended = run(
+            server,
+            [{"id": "r", "q": "?", "a": "7"}],
+            steps=[DRAFT, judge],
+            select={"by": "step", "step": "judge"},
+            **tables,
+        )
+        asked = [body["messages"][0]["content"] for body in server.bodies]
+    assert ended.exit_code in (0, 3), ended.stderr
+    return records()["r"], [text for text in asked if text.startswith("judge")]
+
+
+def test_a_step_picks_one_of_the_candidates() -> None:
+    record, asked = judged(["a 5", "b 6", "c 7"], [["the third, so 3"]], scoring=NUMBER)
+    assert asked == ["judger 1: a 5; 2: b 6; 3: c 7; "]
+    assert (record["text"], record["selected"], record["generations"]) == ("c 7", 2, 2)
+    assert (record["prediction"], record["scores"]) == ("7", {"em": 1.0})
+    assert record["steps"]["judge"]["text"] == "the third, so 3"
+    assert record["usage"]["completion_tokens"] == 10
+    assert "choices" not in record
+    assert "choices" not in record["steps"]["draft"]
+
+
+def test_a_judge_sees_only_whole_answers() -> None:
+    broken: Said = {"message": {"content": "8"}, "finish_reason": "abort"}
+    record, asked = judged([broken, "b 6", "c 7"], [["2"]], output={"choices": True})
+    assert asked == ["judger 1: b 6; 2: c 7; "]
+    assert (record["text"], record["selected"]) == ("c 7", 2)
+    assert [choice["text"] for choice in record["choices"]] == ["8", "b 6", "c 7"]
+    assert record["steps"]["draft"]["choices"] == ["8", "b 6", "c 7"]
+
+
+@pytest.mark.parametrize("verdict", ["none is good", "the fourth: 4", "0", "-1", "1.5"])
+def test_a_judge_that_names_none_is_asked_again_and_then_fails_its_row(verdict: str) -> None:
+    failed, asked = judged(["5", "6", "7"], [[verdict]])
+    assert (failed["status"], failed["error"]["kind"]) == ("failed", "invalid_output")
+    assert "from 1 to 3" in failed["error"]["message"]
+    assert "'judge'" in failed["error"]["message"]
+    assert len(asked) == 2  # retry.attempts
+
+
+def test_a_judge_is_asked_again_like_an_answer_that_is_not_json() -> None:
+    record, asked = judged(["5", "6", "7"], [["who knows"], ["2"]])
+    assert (record["status"], record["text"], len(asked)) == ("ok", "6", 2)
+
+
+def test_where_the_judge_is_skipped_the_first_candidate_is_the_rows() -> None:
+    judge = {**JUDGE, "when": "{{ candidates | unique | list | length > 1 }}"}
+    record, asked = judged(["6", "6", "6"], [["2"]], judge)
+    assert (record["text"], record["selected"], asked) == ("6", 0, [])
+    assert record["steps"]["judge"] == {"skipped": True}
+
+
+def test_steps_choose_each_by_what_it_looks_for() -> None:
+    """The draft by its own number, the answer by [scoring]."""
+    steps = [
+        {**DRAFT, "extract": "number"},
+        {"name": "end", "prompt": {"user": "end {{ steps.draft.text }}"}},
+    ]
+    said: dict[str, list[list[Said]]] = {
+        "r": [["x 5", "x 7", "y 7"]],
+        "end": [["Final Answer: no", "Final Answer: yes", "Final Answer: Yes"]],
+    }
+    with serving(answering(said)) as server:
+        ended = run(
+            server,
+            [{"id": "r", "q": "?"}],
+            steps=steps,
+            select={"by": "majority"},
+            scoring={"extract": "final-answer"},
+        )
+        asked = [body["messages"][0]["content"] for body in server.bodies][-1]
+    assert ended.exit_code == 0, ended.stderr
+    record = records()["r"]
+    assert asked == "end x 7"
+    assert record["steps"]["draft"]["votes"] == {"5": 1, "7": 2}
+    assert (record["text"], record["votes"]) == ("Final Answer: yes", {"no": 1, "yes": 2})
+    lines = read_jsonl(RUN / "steps.jsonl")
+    assert [(line["step"], line["selected"], line["text"]) for line in lines] == [
+        ("draft", 1, "x 7"),
+        ("end", 1, "Final Answer: yes"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"select": {"by": "majority"}}, "scoring.extract"),
+        (
+            {"select": {"by": "scorer"}, "scoring": {"scorers": ["em", "f1"], "reference": "a"}},
+            "select.scorer: is missing; scoring.scorers has 2",
+        ),
+        (
+            {
+                "select": {"by": "scorer", "scorer": "f1"},
+                "scoring": {"scorers": ["em"], "reference": "a"},
+            },
+            "select.scorer: found 'f1', expected one of scoring.scorers",
+        ),
+        (
+            {
+                "select": {"by": "scorer"},
+                "scoring": {
+                    "scorers": ["judge"],
+                    "judge": {"engine": {"kind": "dry-run"}, "prompt": {"user": "?"}},
+                },
+            },
+            "judge is computed when all rows are settled",
+        ),
+        ({"select": {"by": "step", "step": "judge"}}, "select.step: found 'judge', expected"),
+        (
+            {"select": {"by": "majority", "step": "x"}, "scoring": {"extract": "number"}},
+            'select.step: is for by = "step"',
+        ),
+        (
+            {
+                "select": {"by": "majority"},
+                "scoring": {"extract": "number"},
+                "rollout": {"function": "a:b"},
+                "prompt": {},
+            },
+            "[select]: a function chooses itself",
+        ),
+    ],
+)
+def test_a_selection_that_does_not_fit_is_refused(tables: dict[str, Any], message: str) -> None:
+    job = with_tables({"name": "a", "engine": {"kind": "dry-run"}}, tables)
+    Path("job.toml").write_text(tomlkit.dumps(job))
+    ended = batchkit("validate", "job.toml")
+    assert ended.exit_code == 2
+    assert message in ended.stderr, ended.stderr
+
+
+def test_a_dry_run_of_a_judging_step_passes() -> None:
+    write_jsonl(Path("rows.jsonl"), [{"id": "r", "q": "?"}])
+    job = {
+        "name": "a",
+        "input": {"path": "rows.jsonl", "id": "id"},
+        "engine": {"kind": "dry-run"},
+        "sampling": {"n": 3, "temperature": 1.0},
+        "steps": [DRAFT, JUDGE],
+        "select": {"by": "step", "step": "judge"},
+    }
+    Path("job.toml").write_text(tomlkit.dumps(job))
+    ended = batchkit("run", "job.toml")
+    assert ended.exit_code == 0, ended.stderr
+    assert records()["r"]["selected"] == 0
+
+
+def test_what_decides_the_choice_is_part_of_the_runs_identity() -> None:
+    tables: dict[str, Any] = {"select": {"by": "majority"}, "scoring": NUMBER}
+    one_row([["5", "7", "7"]], **tables)
+    with serving() as server:
+        changed = run(
+            server, [{"id": "r", "q": "?", "a": "7"}], **tables | {"scoring": {"choices": ["5"]}}
+        )
+    assert changed.exit_code == 2
+    assert "select.scoring" in changed.stderr
+    assert json.loads((RUN / "manifest.json").read_text())["identity"]["select.by"] == "majority"
