@@ -9,12 +9,21 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from batchkit.config.tables import JobConfig, JudgeTable, ScoringRule, ServerTable, Table
+from batchkit.config.tables import (
+    JobConfig,
+    JudgeTable,
+    RolloutTable,
+    ScoringRule,
+    ServerTable,
+    StepTable,
+    Table,
+)
 from batchkit.config.type_names import in_words
 
 _CODE = re.compile(r'"[^"]*"|\btrue\b|\bfalse\b|\^\S+')
@@ -75,9 +84,9 @@ JOB.toml --dry-run` prints the first rows as the model would get them.
 - **Overrides.** `--set KEY=VALUE` lays one value over the file, for any key and as often as needed:
   `--set sampling.temperature=0 --set engine.options.max_num_seqs=64 --set vars.language=French`.
   The value is read as TOML (`0`, `true`, `["a", "b"]`), and what isn't TOML is text.
-- **Paths.** `input.path`, `media.root`, `prompt.system_file`, `user_file` and `tools` are looked up
-  beside the job file first, then in the working directory. `engine.model`, `engine.lora` and
-  `output.dir` start from the working directory.
+- **Paths.** `input.path`, `media.root`, `prompt.system_file`, `user_file` and `tools`, also of a step, and the
+  file or module of `rollout.function` are looked up beside the job file first, then in the working
+  directory. `engine.model`, `engine.lora` and `output.dir` start from the working directory.
 - **Templates.** `{{{{ name }}}}` in `prompt.system`, `user`, `images`, `captions`, `texts` and `tools`, and in
   `[pair]`, is a
   field of the row or a name from `[vars]`; where both have it, the row's field counts. They are
@@ -108,27 +117,52 @@ keys that they have at top level: `[scoring.judge.engine]`, `[scoring.judge.samp
 )
 
 
+STEPS = """
+`prompt` and `sampling` are tables with the keys that they have at top level: `[steps.prompt]` and
+`[steps.sampling]` below their `[[steps]]`. Only the first step may have no `user`, `user_file` or
+`images`: it sends a row's own prompt. `--set` names a step by its name: `--set
+steps.draft.sampling.temperature=0`. docs/steps.md is the guide.
+"""
+
+ENGINES = """
+## `[engines.NAME]`
+
+A further model, for steps with `engine = "NAME"`, and for a function's `generate(…, engine="NAME")`.
+Its keys are those of `[engine]`, with `[engines.NAME.options]` and `[engines.NAME.server]`. `--set
+engines.NAME.kind=dry-run` tries the job without it.
+"""
+
+
+_OF_THEIR_OWN = ("vars", "steps", "rollout", "engines")  # sections
+
+
 def document() -> str:
     """The page."""
     fields = JobConfig.model_fields
     plain = {name: field for name, field in fields.items() if not _is_table(field)}
+    of_top = {name: plain[name] for name in plain if name not in _OF_THEIR_OWN}
     sections = [
         _section(name, field.annotation)
         + (_section("engine.server", ServerTable) * (name == "engine"))
         for name, field in fields.items()
         if _is_table(field)
     ]
-    top = _table({name: field for name, field in plain.items() if name != "vars"})
+    top = _table(of_top)
     return (
         HEAD.format(example=EXAMPLE, top=top)
         + "".join(sections)
+        + _section("[steps]", StepTable, leave_out=("prompt", "sampling"))
+        + STEPS
+        + _section("rollout", RolloutTable)
+        + ENGINES
         + JUDGE
         + _section("[scoring.rules]", ScoringRule)
     )
 
 
-def _section(name: str, table: Any) -> str:
-    return f"\n## `[{name}]`\n\n{_sentence(table)}\n\n{_table(table.model_fields)}"
+def _section(name: str, table: Any, leave_out: Collection[str] = ()) -> str:
+    fields = {key: field for key, field in table.model_fields.items() if key not in leave_out}
+    return f"\n## `[{name}]`\n\n{_sentence(table)}\n\n{_table(fields)}"
 
 
 def _table(fields: dict[str, FieldInfo]) -> str:
@@ -145,6 +179,8 @@ def _table(fields: dict[str, FieldInfo]) -> str:
 
 
 def _default(name: str, field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
     if field.default is None or field.default == "":
         return "not set"
     shown = f"`{json.dumps(field.default)}`"

@@ -37,7 +37,8 @@ def test_every_key_is_described_on_the_page(script: ModuleType) -> None:
     page = script.document()
     for name, field in JobConfig.model_fields.items():
         keys = getattr(field.annotation, "model_fields", {})
-        assert f"`[{name}]`" in page or f"| `{name}` |" in page
+        title = {"steps": "[[steps]]", "engines": "[engines.NAME]"}.get(name, f"[{name}]")
+        assert f"\n## `{title}`\n" in page or f"| `{name}` |" in page
         for key, key_field in keys.items():
             assert key_field.description, f"{name}.{key} has no description"
             assert f"| `{key}` |" in page

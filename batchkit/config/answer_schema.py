@@ -52,11 +52,12 @@ def fault_in_schema(schema: Any) -> str | None:
     return None
 
 
-def check_schema(schema: Any) -> None:
-    """Raises ValueError if ``schema``, unless it is None, is not a JSON schema."""
+def check_schema(schema: Any, place: str = "") -> None:
+    """Raises ValueError if ``schema``, unless it is None, is not a JSON schema. ``place`` precedes
+    its key."""
     if schema is not None and (fault := fault_in_schema(schema)) is not None:
         raise ValueError(
-            "sampling.structured_outputs.json is no JSON schema, so answers can't be checked:"
+            f"{place}sampling.structured_outputs.json is no JSON schema, so answers can't be checked:"
             f" {fault}"
         )
 

@@ -16,7 +16,14 @@ from typing import Any
 from batchkit.config.masking import learn, learn_secret, masked, masked_text
 from batchkit.config.problems import annotation_of, homes_of, shown
 from batchkit.config.suggest import did_you_mean
-from batchkit.config.tables import InputTable, JobConfig, PromptTable, ScoringTable
+from batchkit.config.tables import (
+    InputTable,
+    JobConfig,
+    PromptTable,
+    RolloutTable,
+    ScoringTable,
+    StepTable,
+)
 from batchkit.config.terminal import shortened
 from batchkit.config.toml_problems import problem_in
 from batchkit.config.tool_definitions import is_template
@@ -159,11 +166,12 @@ def _override(table: dict[str, Any], override: str) -> None:
 def _leave_out_engine(table: Any, override: str) -> None:
     """``--set engine.kind=dry-run`` tries any job: what only its own engine knows is left out.
 
-    So does ``--set scoring.judge.engine.kind=dry-run`` for the judge's.
+    So does ``--set scoring.judge.engine.kind=dry-run`` for the judge's, and ``engines.NAME.kind``.
     """
     key, _, kind = override.partition("=")
     *parts, last = key.strip().split(".")
-    if (parts[-1:], last, kind.strip()) != (["engine"], "kind", "dry-run"):
+    is_engine = parts[-1:] == ["engine"] or (parts[:1] == ["engines"] and len(parts) == 2)
+    if not is_engine or (last, kind.strip()) != ("kind", "dry-run"):
         return
     for part in parts:
         table = table.get(part) if isinstance(table, dict) else None
@@ -172,13 +180,35 @@ def _leave_out_engine(table: Any, override: str) -> None:
             del table[name]
 
 
-def _put(table: dict[str, Any], parts: list[str], value: Any, origin: str) -> None:
+def _put(table: Any, parts: list[str], value: Any, origin: str) -> None:
     """Set the key that ``parts`` name; ``origin`` names the setting in errors."""
-    for depth, part in enumerate(parts[:-1], start=1):
-        table = table.setdefault(part, {})
-        if not isinstance(table, dict):
-            raise JobError(f"{origin}: {'.'.join(parts[:depth])} is a value, not a table")
+    for depth, part in enumerate(parts[:-1]):
+        key = ".".join(parts[:depth])
+        table = (
+            _one_of(table, part, key, origin)
+            if isinstance(table, list)
+            else table.setdefault(part, {})
+        )
+        if not isinstance(table, dict) and not _are_tables(table):
+            raise JobError(f"{origin}: {'.'.join(parts[: depth + 1])} is a value, not a table")
+    if isinstance(table, list):
+        raise JobError(f"{origin}: {'.'.join(parts)} is a table; name one of its keys")
     table[parts[-1]] = value
+
+
+def _are_tables(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(v, dict) for v in value)
+
+
+def _one_of(tables: list[dict[str, Any]], part: str, key: str, origin: str) -> dict[str, Any]:
+    """The one of ``tables``, a list of them at ``key``, with the name or the number ``part``."""
+    names = [str(table.get("name", number)) for number, table in enumerate(tables)]
+    if part in names:
+        return tables[names.index(part)]
+    if part.isdecimal() and int(part) < len(tables):
+        return tables[int(part)]
+    hint = did_you_mean(part, names) or f"; {key} has {', '.join(names)}"
+    raise JobError(f"{origin}: {key} has no {part!r}{hint}")
 
 
 def _wants_text(parts: list[str]) -> bool:
@@ -192,6 +222,8 @@ def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
         "prompt": _with_files_found(job.prompt, base, "prompt"),
         "scoring": _scoring_resolved(job.scoring, base),
         "output": job.output.model_copy(update={"dir": str(Path(job.output.dir).resolve())}),
+        "steps": [_step_resolved(step, base) for step in job.steps],
+        "rollout": job.rollout and _rollout_resolved(job.rollout, base),
     }
     if job.input.path is not None:
         path = _fill(job.input.path, job, "input.path")
@@ -204,7 +236,8 @@ def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
     update["input"] = input_table.below(root)
     job = job.model_copy(update=update)
     learn(os.environ, job.model_dump())
-    learn_secret(os.environ.get(job.engine.api_key_env, "").strip())
+    for engine in (job.engine, *job.engines.values()):
+        learn_secret(os.environ.get(engine.api_key_env, "").strip())
     return job
 
 
@@ -268,6 +301,22 @@ def _scoring_resolved(scoring: ScoringTable, base: Path) -> ScoringTable:
         prompt = _with_files_found(scoring.judge.prompt, base, "scoring.judge.prompt")
         update["judge"] = scoring.judge.model_copy(update={"prompt": prompt})
     return scoring.model_copy(update=update)
+
+
+def _step_resolved(step: StepTable, base: Path) -> StepTable:
+    prompt = _with_files_found(step.prompt, base, f"steps.{step.name}.prompt")
+    return step.model_copy(update={"prompt": prompt})
+
+
+def _rollout_resolved(rollout: RolloutTable, base: Path) -> RolloutTable:
+    """A file's path made absolute; a module that is a file beside the job file, or in the working
+    directory, becomes that file."""
+    place, _, name = rollout.function.rpartition(":")
+    is_file = place.endswith(".py")
+    path = _find(place if is_file else f"{place.replace('.', '/')}.py", base, "rollout.function")
+    if not is_file and not path.is_file():  # an installed one
+        return rollout
+    return rollout.model_copy(update={"function": f"{path}:{name}"})
 
 
 def _fill(template: str, job: JobConfig, key: str) -> str:

@@ -28,6 +28,7 @@ CONTENT = frozenset(
         *("retry.reask", "retry.reask_note"),
         "output.keep",
         *("scoring.pattern", "scoring.choices", "scoring.rules"),
+        *("steps.when", "steps.pattern", "steps.choices"),
     ]
 )  # fmt: skip
 
@@ -43,6 +44,10 @@ _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _IN_QUERIES = re.compile(
     r"(?:^|_)(?:sig|signature|key|code|hmac|policy|key_pair_id|google_?access_?id)$"
 )
+_OF_STEP = re.compile(  # as a job has it, and as the identity of a run does: with the step's name
+    r"steps\.(?:(?!prompt\.|sampling\.)\w+\.)?((?:prompt|sampling|retry|output)\..*|[^.]+)"
+)
+_OF_ENGINE = re.compile(r"engines\.[^.]+(.*)")
 _PATH = re.compile(r"(?:/|%2F)|\.[a-z]\w{1,4}$", re.IGNORECASE)  # ?key=few-shot/example-0001.png
 _RANDOM = re.compile(r"(?=.*[a-z])(?=.*[A-Z])(?=.*\d)[\w+/=%.~-]{20,}", re.ASCII)
 
@@ -82,7 +87,8 @@ def masked(
     header or ``NAME=value``, only the secret is replaced, by what ``mask_part`` makes of it; by
     ``mask`` if it only looks like one.
     """
-    return _masked(value, key, any(map(is_secret, key.split("."))), mask, mask_part)
+    is_own = any(map(is_secret, _home(key).split(".")))
+    return _masked(value, key, is_own, mask, mask_part)
 
 
 def secrets_in(value: Any, key: str = "") -> list[str]:
@@ -93,7 +99,7 @@ def secrets_in(value: Any, key: str = "") -> list[str]:
         found.append(secret)
         return MASK
 
-    _masked(value, key, any(map(is_secret, key.split("."))), note, note)
+    _masked(value, key, any(map(is_secret, _home(key).split("."))), note, note)
     return found
 
 
@@ -167,14 +173,14 @@ def _say_without(said: re.Match[str]) -> str:
 
 
 def _masked(value: Any, key: str, is_own: bool, mask: Mask, mask_part: Mask) -> Any:
-    if key in CONTENT:
+    if _home(key) in CONTENT:
         return value
     if isinstance(value, Mapping):
         return {
             name: _masked(
                 part,
                 f"{key}.{name}" if key else str(name),
-                is_own or is_secret(str(name)),
+                is_own or (key != "engines" and is_secret(str(name))),
                 mask,
                 mask_part,
             )
@@ -185,6 +191,15 @@ def _masked(value: Any, key: str, is_own: bool, mask: Mask, mask_part: Mask) -> 
     if is_own and isinstance(value, str | int | float) and not isinstance(value, bool):
         return mask(str(value)) if value != "" else value
     return _in_text(value, mask_part, mask) if isinstance(value, str) else value
+
+
+def _home(key: str) -> str:
+    """``key``; of a step or of a named engine the key of the table that it is like."""
+    if found := _OF_ENGINE.fullmatch(key):
+        return f"engine{found[1]}"
+    if found := _OF_STEP.fullmatch(key):
+        return found[1] if "." in found[1] else f"steps.{found[1]}"
+    return key
 
 
 def _in_text(text: str, mask: Mask, mask_alike: Mask) -> str:

@@ -12,14 +12,25 @@ from batchkit.config.terminal import shortened
 from batchkit.config.type_names import in_words
 
 
-def problems_in(details: Iterable[Mapping[str, Any]]) -> list[str]:
-    """One line per key; pydantic reports an error for every member of a union."""
+def problems_in(details: Iterable[Mapping[str, Any]], tables: Any = None) -> list[str]:
+    """One line per key; pydantic reports an error for every member of a union. ``tables``: the job
+    that they are in, which has the names of its steps."""
     lines: dict[tuple[Any, ...], str] = {}
     for detail in details:
         location = _location(detail["loc"])
-        key = f"{'.'.join(map(_printed, location))}: " if location else ""
-        lines.setdefault(location, key + _problem(detail, location))
+        key = ".".join(map(_printed, _with_name_of_step(location, tables)))
+        lines.setdefault(location, f"{key}: " * bool(key) + _problem(detail, location))
     return list(lines.values())
+
+
+def _with_name_of_step(location: tuple[Any, ...], tables: Any) -> tuple[Any, ...]:
+    """``location`` with the name of a step, if it has one of its own, in place of its number."""
+    if location[:1] != ("steps",) or len(location) < 2 or not isinstance(tables, Mapping):
+        return location
+    names = [step.get("name") if isinstance(step, Mapping) else None for step in tables["steps"]]
+    name = names[location[1]]
+    is_good = isinstance(name, str) and name.isidentifier() and names.count(name) == 1
+    return ("steps", name, *location[2:]) if is_good else location
 
 
 def _printed(part: Any) -> str:
@@ -30,15 +41,13 @@ def _printed(part: Any) -> str:
 
 def _location(loc: Iterable[Any]) -> tuple[Any, ...]:
     """The keys and list positions of ``loc``, without the members of unions between them."""
-    table: Any = JobConfig
+    annotation: Any = JobConfig
     location: list[Any] = []
     for part in loc:
-        if isinstance(part, int):
+        has_keys = _table_in(annotation) is not None or _entry(annotation) is not None
+        if has_keys or isinstance(part, int):
             location.append(part)
-        elif table is not None:
-            location.append(part)
-            field = table.model_fields.get(part)
-            table = _table_in(field.annotation) if field else None
+            annotation = _below(annotation, part)
     return tuple(location)
 
 
@@ -46,7 +55,7 @@ def _problem(detail: Mapping[str, Any], location: tuple[Any, ...]) -> str:
     """What one of pydantic's error details says about the key at ``location``."""
     kind, found = detail["type"], detail["input"]
     if kind == "extra_forbidden":
-        return f"unknown key{_hint(location)}"
+        return f"unknown key{_hint(location, found)}"
     if kind == "missing":
         return f"this {'table' if len(location) == 1 else 'key'} is missing"
     if kind == "value_error":
@@ -57,39 +66,46 @@ def _problem(detail: Mapping[str, Any], location: tuple[Any, ...]) -> str:
     return f"found {shown(found)}, expected {expected}{hint}"
 
 
-def _hint(location: tuple[Any, ...]) -> str:
-    """What an unknown key at ``location`` probably should have been."""
+def _hint(location: tuple[Any, ...], found: Any) -> str:
+    """What an unknown key at ``location``, with the value ``found``, probably should have been."""
     key, known = str(location[-1]), _known_keys(location[:-1])
-    if homes := homes_of(key):
+    homes = homes_of(key)
+    if isinstance(found, list) and all(isinstance(part, Mapping) for part in found):
+        homes = [home for home in homes if "tables" in in_words(annotation_of(home.split(".")))]
+    if homes:
         return f"; did you mean {' or '.join(map(repr, homes))}?"
     if near := did_you_mean(key, known):
         return near
     hint = f"; known: {', '.join(known)}"
-    if len(location) == 1 or location[0] == "engine":
+    if len(location) == 1 or location[0] in ("engine", "engines"):
         hint += "; vLLM's options belong in [engine.options], its sampling parameters in [sampling]"
     return hint
 
 
 def homes_of(key: str) -> list[str]:
     """The dotted keys of the job's tables whose last part is ``key``."""
-    tables = {name: _table_in(field.annotation) for name, field in JobConfig.model_fields.items()}
+    tables = {
+        name: _table_in(field.annotation)
+        for name, field in JobConfig.model_fields.items()
+        if _entry(field.annotation) is None
+    }
     return [
         f"{name}.{key}" for name, table in tables.items() if table and key in table.model_fields
     ]
 
 
 def _known_keys(location: Iterable[Any]) -> list[str]:
-    keys = [part for part in location if isinstance(part, str)]
-    return list(getattr(_table_in(annotation_of(keys)), "model_fields", {}))
+    return list(getattr(_table_in(annotation_of(location)), "model_fields", {}))
 
 
 def _type(location: tuple[Any, ...]) -> tuple[Any, Sequence[Any]]:
     """The type and limits of the key at ``location``, or of a member of the list there."""
-    keys = [part for part in location if isinstance(part, str)]
-    table = _table_in(annotation_of(keys[:-1]))
-    assert table is not None  # a problem is always at a key of a table
-    field = table.model_fields[keys[-1]]
-    if location[-1] == keys[-1]:
+    place = max(n for n, part in enumerate(location) if isinstance(part, str))
+    table = _table_in(annotation_of(location[:place]))
+    if table is None:  # it is a table, named by its key
+        return annotation_of(location), ()
+    field = table.model_fields[location[place]]
+    if place == len(location) - 1:
         return field.annotation, field.metadata
     lists = [field.annotation, *get_args(field.annotation)]
     return next(get_args(part)[0] for part in lists if get_origin(part) is list), ()
@@ -102,21 +118,34 @@ def _literals(annotation: Any) -> list[str]:
     return [choice for part in parts for choice in _literals(part)]
 
 
-def annotation_of(parts: Iterable[str]) -> Any:
-    """The type of a dotted key, or None if any key is allowed there (``vars``, ``options``)."""
+def annotation_of(parts: Iterable[Any]) -> Any:
+    """The type of a dotted key, or None if any key is allowed there (``vars``, ``options``). Within a
+    list of tables, a part is a number or a name."""
     annotation: Any = JobConfig
     for part in parts:
-        fields = getattr(_table_in(annotation), "model_fields", {})
-        if part not in fields:
-            return None
-        annotation = fields[part].annotation
+        annotation = _below(annotation, part)
     return annotation
 
 
+def _below(annotation: Any, part: Any) -> Any:
+    """The type of what ``part`` names in a value of the type ``annotation``; None if it has none."""
+    if (entry := _entry(annotation)) is not None:
+        return entry
+    field = getattr(_table_in(annotation), "model_fields", {}).get(part)
+    return None if field is None else field.annotation
+
+
+def _entry(annotation: Any) -> type[Table] | None:
+    """The table that is each value of a list, or of a dict, of tables."""
+    return _table_in(get_args(annotation)[-1]) if get_origin(annotation) in (list, dict) else None
+
+
 def _table_in(annotation: Any) -> type[Table] | None:
-    """The table that a value of this type is, or is a list of; None if it is not a table."""
+    """The table that a value of this type is; None if it is not a table."""
     if isinstance(annotation, type) and issubclass(annotation, Table):
         return annotation
+    if get_origin(annotation) in (list, dict):
+        return None
     return next(filter(None, map(_table_in, get_args(annotation))), None)
 
 

@@ -13,7 +13,7 @@ import tomlkit
 from batchkit.config import masking
 from batchkit.config.loading import load_job
 from batchkit.config.masking import MASK, masked
-from batchkit.config.tables import JobConfig, Table
+from batchkit.config.tables import EngineTable, JobConfig, Table
 from batchkit.errors import JobError, StoreError
 from batchkit.storage.files import write_atomically
 from batchkit.storage.runfolder import JOB
@@ -58,10 +58,14 @@ def job_of_run(folder: Path, overrides: Sequence[str] = ()) -> JobConfig:
 def without_masked(job: JobConfig) -> JobConfig:
     """``job`` without the secrets that were masked in its ``job.toml``: the environment may have
     them; a template that uses one fails and names it."""
-    options = masking.without_masked(job.engine.options, "engine.options")
+
+    def plain(engine: EngineTable) -> EngineTable:
+        options = masking.without_masked(engine.options, "engine.options")
+        return engine.model_copy(update={"options": options})
+
+    engines = {name: plain(engine) for name, engine in job.engines.items()}
     names = masking.without_masked(job.vars, "vars")
-    engine = job.engine.model_copy(update={"options": options})
-    return job.model_copy(update={"engine": engine, "vars": names})
+    return job.model_copy(update={"engine": plain(job.engine), "engines": engines, "vars": names})
 
 
 def with_secrets_of(job: JobConfig, source: JobConfig) -> JobConfig:
@@ -106,12 +110,17 @@ def _in_order_of(then: Any, value: Any) -> Any:
 def _sections(table: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """``values`` of ``table``, whose free tables, in which order may count, are in one line: in a
     section, TOML has plain values before tables."""
-    return {
-        name: _sections(getattr(table, name), value)
-        if isinstance(getattr(table, name, None), Table)
-        else tomlkit.item(value, _parent=tomlkit.inline_table())
-        for name, value in values.items()
-    }
+    return {name: _section(getattr(table, name, None), value) for name, value in values.items()}
+
+
+def _section(part: Any, value: Any) -> Any:
+    if isinstance(part, Table):
+        return _sections(part, value)
+    if isinstance(part, dict) and any(isinstance(entry, Table) for entry in part.values()):
+        return {name: _section(part[name], entry) for name, entry in value.items()}
+    if isinstance(part, list) and any(isinstance(entry, Table) for entry in part):
+        return [_section(*pair) for pair in zip(part, value, strict=True)]
+    return tomlkit.item(value, _parent=tomlkit.inline_table())
 
 
 def _without_none(value: Any) -> Any:

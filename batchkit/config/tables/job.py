@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,14 @@ class JobConfig(Table):
             }
         )
 
+    def of_each_step(self) -> Iterator[tuple[str, JobConfig]]:
+        """What precedes the keys of each step in names (``steps.draft.``), and ``of_step``; without
+        steps the job itself, whose keys nothing precedes."""
+        for step in self.steps:
+            yield f"steps.{step.name}.", self.of_step(step)
+        if not self.steps:
+            yield "", self
+
     def of_shard(self, shard: Shard) -> JobConfig:
         """The job of one shard, with its own run folder: ``<name>.shard-<number>-of-<of>``."""
         return self.model_copy(
@@ -190,34 +199,44 @@ class JobConfig(Table):
 
     @model_validator(mode="after")
     def _can_force_calls(self) -> JobConfig:
-        engine = self.engine
-        if reason := why_not_forced(self.prompt.tool_choice, engine.kind, engine.tool_call_parser):
-            raise ValueError(f"prompt.tool_choice: {reason}")
+        for place, job in self.of_each_step():
+            engine, choice = job.engine, job.prompt.tool_choice
+            if reason := why_not_forced(choice, engine.kind, engine.tool_call_parser):
+                raise ValueError(f"{place}prompt.tool_choice: {reason}")
         return self
 
     @model_validator(mode="after")
     def _looks_for_what_it_asks_for(self) -> JobConfig:
-        extracts = {self.scoring.extract, *(rule.extract for rule in self.scoring.rules)}
-        if self.retry.reask and extracts <= {"text", None} and self.output.parse is None:
+        jobs = [job for _, job in self.of_each_step()]
+        extracts = {part.extract for job in jobs for part in job.scoring.parts}
+        parses = any(job.output.parse is not None for job in jobs)
+        if self.retry.reask and extracts <= {"text", None} and not parses:
+            found, parse = (
+                ("extract", "parse") if self.steps else ("scoring.extract", "output.parse")
+            )
+            of_step = " in one of [[steps]]" if self.steps else ""
             raise ValueError(
-                'retry.reask: no answer lacks what scoring.extract = "text" looks for; say what to'
-                ' look for, as extract = "final-answer", or set output.parse'
+                f'retry.reask: no answer lacks what {found} = "text" looks for; say what to look for,'
+                f' as extract = "final-answer"{of_step}, or set {parse}'
             )
         return self
 
     @model_validator(mode="after")
     def _knows_its_gpus(self) -> JobConfig:
-        if self.run.price_per_gpu_hour is not None and self.engine.base_url is not None:
-            raise ValueError(
-                "run.price_per_gpu_hour: how many GPUs are behind engine.base_url is not known; give"
-                " run.price_per_million_tokens"
-            )
+        engines = {"engine": self.engine} | {f"engines.{n}": of for n, of in self.engines.items()}
+        for name, engine in engines.items():
+            if self.run.price_per_gpu_hour is not None and engine.base_url is not None:
+                raise ValueError(
+                    f"run.price_per_gpu_hour: how many GPUs are behind {name}.base_url is not known;"
+                    " give run.price_per_million_tokens"
+                )
         return self
 
     @model_validator(mode="after")
     def _can_check_answers(self) -> JobConfig:
-        if self.output.parse is not None:
-            check_schema(schema_in(self.sampling.params()))
+        for place, job in self.of_each_step():
+            if job.output.parse is not None:
+                check_schema(schema_in(job.sampling.params()), place)
         return self
 
     @model_validator(mode="wrap")
@@ -234,7 +253,7 @@ class JobConfig(Table):
         except ValidationError as error:
             from batchkit.config.problems import problems_in  # it knows all tables
 
-            found = problems_in(error.errors(include_url=False))
+            found = problems_in(error.errors(include_url=False), tables)
             problems = [line for problem in found for line in problem.splitlines()]
             count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
             lines = "\n".join(f"  {problem}" for problem in problems)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
+from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables.base import Free, Identity, Table
 from batchkit.config.tables.engine import SamplingTable
 from batchkit.config.tables.prompt import PromptTable
@@ -15,6 +24,8 @@ from batchkit.config.tables.scoring import Extract, ScorerName, ScoringTable
 if TYPE_CHECKING:
     from batchkit.config.tables.job import JobConfig
 
+_NAME_OF_ENGINE = re.compile(r"[A-Za-z0-9_-]+")
+_COMPUTED_LATER = {"chart", "judge"}
 SCORING_OF_STEP = ("extract", "pattern", "key", "choices", "reference", "scorers", "tolerance")
 
 
@@ -61,6 +72,13 @@ class StepTable(Table):
         _ = self.scoring  # raises what does not fit
         return self
 
+    @model_serializer(mode="wrap")
+    def _without_sampling_of_job(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A default written down would replace what ``[sampling]`` says."""
+        given = self.sampling.model_dump(exclude_unset=True)
+        found = {name: value for name, value in dump(self).items() if name != "sampling"}
+        return {**found, "sampling": given} if given else found
+
 
 class RolloutTable(Table):
     """A function instead of `[prompt]` and `[[steps]]`: `async def solve(row, generate)`, which is
@@ -101,24 +119,63 @@ def misfits_of_steps(job: JobConfig) -> Iterator[str]:
     several = "[[steps]]" if job.steps else "[rollout]" if job.rollout is not None else None
     if job.steps and job.rollout is not None:
         yield "[rollout]: its function asks for all of a row's generations, so leave [[steps]] out"
-    if several is not None:
-        if job.task != "generate":
-            yield f'{several}: is for task = "generate"; task is "{job.task}"'
-        given = [name for name in _OF_ROW if getattr(job.prompt, name)]
-        if given:
-            yield f"prompt.{given[0]}: {several} has prompts of its own; leave [prompt] out"
+    if several is not None and job.task != "generate":
+        yield f'{several}: is for task = "generate"; task is "{job.task}"'
+    elif several is not None:
+        for name, field in PromptTable.model_fields.items():
+            if getattr(job.prompt, name) != field.default and name != "chat_template_kwargs":
+                yield f"prompt.{name}: {several} has prompts of its own; leave it out here"
         if job.output.parse is not None:
-            yield f"output.parse: belongs to a step, as parse; {several} is given"
+            where = "a step, as its parse" if job.steps else "[[steps]]"
+            yield f"output.parse: belongs to {where}; {several} is given"
     if job.rollout is not None:
-        if job.retry.reask:
-            yield "retry.reask: a function asks again itself; leave it out with [rollout]"
-        if job.retry.on_too_long == "truncate-middle":
-            yield "retry.on_too_long: a function shortens its prompts itself; leave it out with [rollout]"
-    for step in job.steps:
-        if step.engine and step.engine not in job.engines:
-            known = ", ".join(job.engines) or "none is given"
-            yield f"steps.{step.name}.engine: found {step.engine!r}, expected one of [engines]: {known}"
+        yield from _misfits_of_rollout(job)
+    for place, step in enumerate(job.steps):
+        yield from _misfits_of_step(job, step, is_first=place == 0)
+    for name in job.engines:
+        if not _NAME_OF_ENGINE.fullmatch(name):
+            yield f"engines.{name!r}: name it with letters, digits, - and _"
+    used = {step.engine for step in job.steps} - {""}
+    if job.rollout is None and used <= job.engines.keys():  # a function names them as it runs
+        for name in job.engines.keys() - used:
+            yield f"engines.{name}: no step uses it; give one engine = {name!r}, or leave it out"
+    if job.steps and "steps" in job.vars:
+        yield "vars.steps: templates know the answers of [[steps]] by that name; choose another"
     yield from _misfits_of_select(job)
+
+
+def _misfits_of_rollout(job: JobConfig) -> Iterator[str]:
+    """What a function does itself."""
+    if job.retry.reask:
+        yield "retry.reask: a function asks again itself; leave it out with [rollout]"
+    if job.retry.on_too_long == "truncate-middle":
+        yield "retry.on_too_long: a function shortens its prompts itself; leave it out with [rollout]"
+    if job.sampling.sampling_column is not None:
+        yield (
+            "sampling.sampling_column: a function gives a row's parameters itself, as generate(…,"
+            " temperature=row[…]); leave it out with [rollout]"
+        )
+
+
+def _misfits_of_step(job: JobConfig, step: StepTable, *, is_first: bool) -> Iterator[str]:
+    key, prompt = f"steps.{step.name}", step.prompt
+    if hasattr(dict, step.name):
+        yield f"{key}: a template can't read steps.{step.name}, a method of Python's dict; name it otherwise"
+    for name in _COMPUTED_LATER & {*(step.scorers or ())}:
+        yield (
+            f"{key}.scorers: {name} is computed once the run has ended, and later steps could not see"
+            " it; name it in scoring.scorers"
+        )
+    if step.engine and step.engine not in job.engines:
+        known = ", ".join(job.engines) or "none is given"
+        hint = did_you_mean(step.engine, job.engines)
+        yield f"{key}.engine: found {step.engine!r}, expected one of [engines]: {known}{hint}"
+    has_prompt = prompt.user is not None or prompt.user_file is not None or prompt.images
+    if not is_first and not has_prompt:
+        yield (
+            f"{key}.prompt: has no user, user_file or images; only the first step can send a row's own"
+            " prompt or messages"
+        )
 
 
 def _misfits_of_select(job: JobConfig) -> Iterator[str]:
@@ -163,7 +220,7 @@ def _misfits_of_scorer(
         yield f"select.scorer: is missing; {place} has {len(scorers)}: name one of them"
     elif name is not None and name not in scorers:
         yield f"select.scorer: found {name!r}, expected one of {place}"
-    elif (chosen := name or scorers[0]) in ("chart", "judge"):
+    elif (chosen := name or scorers[0]) in _COMPUTED_LATER:
         yield (
             f"select.scorer: {chosen} is computed when all rows are settled, so it can't choose; a step"
             ' can judge (by = "step")'
@@ -176,6 +233,3 @@ def _misfits_of_judge(job: JobConfig) -> Iterator[str]:
             f"select.step: found {job.select.step!r}, expected the name of the last of [[steps]], behind"
             " the one whose answers it judges"
         )
-
-
-_OF_ROW = ("system", "system_file", "user", "user_file", "images", "captions", "texts", "tools")

@@ -70,11 +70,23 @@ def loaded_function(name: str) -> Function:
 
 
 def _of_file(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.is_file():
+    """The module in ``path``, which may import what is beside it, as a script may; that of a package
+    is imported from the folder of the package."""
+    if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
+    folder, name = path.parent, path.stem
+    while (folder / "__init__.py").is_file():
+        folder, name = folder.parent, f"{folder.name}.{name}"
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    if "." in name:
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None  # the file's name ends with .py
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    if name not in sys.stdlib_module_names:
+        sys.modules[name] = module  # what is defined there can be pickled
     spec.loader.exec_module(module)
     return module
 

@@ -1,0 +1,411 @@
+"""``[[steps]]``, ``[rollout]`` and ``[engines.NAME]`` in a job file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomlkit
+
+from batchkit.config.loading import load_job, make_job
+from batchkit.config.masking import masked
+from batchkit.config.tables import JobConfig
+from batchkit.errors import JobError
+from batchkit.storage.job_toml import job_of_run, with_secrets_of, write_job
+from tests.support.command_line import batchkit
+from tests.support.rows import write_jsonl
+
+CANARY = "c4nary-Xy7-of-a-coal-mine"
+DRY = {"kind": "dry-run"}
+TOOL = {"type": "function", "function": {"name": "add"}}
+FORCED = {"user": "x", "tools": [TOOL], "tool_choice": "required"}
+NO_SCHEMA = {"structured_outputs": {"json": {"type": "x"}}}
+
+
+def step(name: str = "draft", **keys: Any) -> dict[str, Any]:
+    return {"name": name, "prompt": {"user": "{{ q }}"}, **keys}
+
+
+def made(*overrides: str, **tables: Any) -> JobConfig:
+    return make_job({"engine": DRY, **tables}, "job.toml", overrides)
+
+
+def problems(*overrides: str, **tables: Any) -> list[str]:
+    with pytest.raises(JobError) as refused:
+        made(*overrides, **tables)
+    return [line.strip() for line in str(refused.value).splitlines()[1:]]
+
+
+def write_toml(**tables: Any) -> None:
+    given = {"name": "a", "input": {"path": "in.jsonl"}, "engine": DRY, **tables}
+    Path("job.toml").write_text(tomlkit.dumps(given))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "in.jsonl", [{"q": "a"}])
+    return tmp_path
+
+
+# What is wrong is named
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown": (
+        {"steps": [step(), step("b", smapling={})]},
+        "steps.b.smapling: unknown key; did you mean 'sampling'?",
+    ),
+    "type": (
+        {"steps": [step(sampling={"temperature": "x"})]},
+        'steps.draft.sampling.temperature: found "x", expected number ≥ 0',
+    ),
+    "in another table": (
+        {"steps": [step(user="x")]},
+        "steps.draft.user: unknown key; did you mean 'prompt.user'?",
+    ),
+    "no name": ({"steps": [{"prompt": {}}]}, "steps.0.name: this key is missing"),
+    "bad name": (
+        {"steps": [step("a b")]},
+        'steps.0.name: found "a b", expected text matching ^[A-Za-z_][A-Za-z0-9_]*$',
+    ),
+    "one name twice": (
+        {"steps": [step(), step("draft")]},
+        "steps: two are named 'draft'; give each a name of its own",
+    ),
+    "a name that templates can't read": (
+        {"steps": [step("items")]},
+        "steps.items: a template can't read steps.items, a method of Python's dict; name it otherwise",
+    ),
+    "no table": ({"steps": [3]}, "steps.0: found 3, expected table"),
+    "no list": ({"steps": {}}, "steps: found {}, expected list of tables"),
+    "nearly its name": ({"step": [step()]}, "step: unknown key; did you mean 'steps'?"),
+    "no pattern": (
+        {"steps": [step(extract="regex")]},
+        'steps.draft: extract = "regex" needs a pattern, here or in each rule that has it',
+    ),
+    "no prompt": (
+        {"steps": [step(), step("b", prompt={"system": "x"})]},
+        (
+            "steps.b.prompt: has no user, user_file or images; only the first step can send a row's"
+            " own prompt or messages"
+        ),
+    ),
+    "two prompts": (
+        {"steps": [step()], "prompt": {"user": "x"}},
+        "prompt.user: [[steps]] has prompts of its own; leave it out here",
+    ),
+    "parse": (
+        {"steps": [step()], "output": {"parse": "json"}},
+        "output.parse: belongs to a step, as its parse; [[steps]] is given",
+    ),
+    "schema": (
+        {"steps": [step(parse="json", sampling=NO_SCHEMA)]},
+        (
+            "steps.draft.sampling.structured_outputs.json is no JSON schema, so answers can't be"
+            " checked: $.type: 'x' is not valid under any of the given schemas"
+        ),
+    ),
+    "schema of the job": (
+        {"steps": [step(parse="json")], "sampling": NO_SCHEMA},
+        (
+            "steps.draft.sampling.structured_outputs.json is no JSON schema, so answers can't be"
+            " checked: $.type: 'x' is not valid under any of the given schemas"
+        ),
+    ),
+    "forced call": (
+        {
+            "steps": [step(prompt=FORCED, engine="judge")],
+            "engines": {"judge": {"model": "m"}},
+        },
+        (
+            "steps.draft.prompt.tool_choice: forcing a call needs engine.tool_call_parser, which has"
+            " the grammar; or set auto"
+        ),
+    ),
+    "nothing to look for": (
+        {"steps": [step()], "retry": {"reask": 1, "reask_note": "x"}},
+        (
+            'retry.reask: no answer lacks what extract = "text" looks for; say what to look for, as'
+            ' extract = "final-answer" in one of [[steps]], or set parse'
+        ),
+    ),
+    "scored after the run": (
+        {"steps": [step(extract="code", scorers=["chart"])]},
+        (
+            "steps.draft.scorers: chart is computed once the run has ended, and later steps could not"
+            " see it; name it in scoring.scorers"
+        ),
+    ),
+    "task": (
+        {"steps": [step()], "task": "embed"},
+        '[[steps]]: is for task = "generate"; task is "embed"',
+    ),
+    "its name is taken": (
+        {"steps": [step()], "vars": {"steps": 1}},
+        "vars.steps: templates know the answers of [[steps]] by that name; choose another",
+    ),
+    "engine of a step": (
+        {"steps": [step(engine="jugde")], "engines": {"judge": DRY}},
+        "steps.draft.engine: found 'jugde', expected one of [engines]: judge; did you mean 'judge'?",
+    ),
+    "unknown key of an engine": (
+        {"engines": {"judge": {"mdel": "x"}}},
+        "engines.judge.mdel: unknown key; did you mean 'model'?",
+    ),
+    "kind of an engine": (
+        {"engines": {"judge": {"kind": "dryrun"}}},
+        (
+            'engines.judge.kind: found "dryrun", expected "vllm", "transformers", "openai-server" or'
+            " \"dry-run\"; did you mean 'dry-run'?"
+        ),
+    ),
+    "server of an engine": (
+        {"engines": {"judge": {"model": "x", "server": {"comand": "x"}}}},
+        "engines.judge.server.comand: unknown key; did you mean 'command'?",
+    ),
+    "no model": (
+        {"engines": {"judge": {}}},
+        (
+            "engines.judge: model is missing: give a folder, a name on the hub, or batchkit-demo, the"
+            " tiny model that comes with batchkit"
+        ),
+    ),
+    "no engine": ({"engines": {"judge": 3}}, "engines.judge: found 3, expected table"),
+    "unused engine": (
+        {"steps": [step()], "engines": {"judge": DRY}},
+        "engines.judge: no step uses it; give one engine = 'judge', or leave it out",
+    ),
+    "name of an engine": (
+        {"steps": [step(engine="a.b")], "engines": {"a.b": DRY}},
+        "engines.'a.b': name it with letters, digits, - and _",
+    ),
+    "price of a server": (
+        {
+            "steps": [step(engine="judge")],
+            "engines": {
+                "judge": {"kind": "openai-server", "model": "m", "base_url": "http://a/v1"}
+            },
+            "run": {"price_per_gpu_hour": 2.0},
+        },
+        (
+            "run.price_per_gpu_hour: how many GPUs are behind engines.judge.base_url is not known;"
+            " give run.price_per_million_tokens"
+        ),
+    ),
+    "no function": ({"rollout": {}}, "rollout.function: this key is missing"),
+    "function without module": (
+        {"rollout": {"function": "solve"}},
+        'rollout.function: found "solve", expected text matching ^.+:[A-Za-z_][A-Za-z0-9_]*$',
+    ),
+    "unknown key of a rollout": (
+        {"rollout": {"function": "a:b", "concurency": 1}},
+        "rollout.concurency: unknown key; did you mean 'concurrency'?",
+    ),
+    "both": (
+        {"steps": [step()], "rollout": {"function": "a:b"}},
+        "[rollout]: its function asks for all of a row's generations, so leave [[steps]] out",
+    ),
+    "asked again": (
+        {
+            "rollout": {"function": "a:b"},
+            "scoring": {"extract": "number"},
+            "retry": {"reask": 1, "reask_note": "x"},
+        },
+        "retry.reask: a function asks again itself; leave it out with [rollout]",
+    ),
+    "sampling of a row": (
+        {"rollout": {"function": "a:b"}, "sampling": {"sampling_column": "s"}},
+        (
+            "sampling.sampling_column: a function gives a row's parameters itself, as generate(…,"
+            " temperature=row[…]); leave it out with [rollout]"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("tables", "found"), WRONG.values(), ids=WRONG.keys())
+def test_what_is_wrong_is_named(tables: dict[str, Any], found: str) -> None:
+    assert problems(**tables) == [found]
+
+
+def test_all_problems_of_steps_come_at_once() -> None:
+    bad = {"prompt": {"user": 3}, "sampling": {"max_tokens": 0}}
+    assert problems(steps=[step(**bad), {"prompt": {"images": [1]}}]) == [
+        "steps.draft.prompt.user: found 3, expected text",
+        "steps.draft.sampling.max_tokens: found 0, expected whole number ≥ 1",
+        "steps.1.name: this key is missing",
+        "steps.1.prompt.images.0: found 1, expected text",
+    ]
+
+
+# What a step is
+
+
+def test_a_step_has_the_sampling_of_the_job_where_it_has_none_of_its_own() -> None:
+    job = made(
+        steps=[step(), step("b", sampling={"temperature": 0.0, "top_p": 0.5})],
+        sampling={"temperature": 0.7, "max_tokens": 9, "top_k": 3},
+    )
+    draft, revise = (job.of_step(each).sampling.params() for each in job.steps)
+    assert draft == {"temperature": 0.7, "max_tokens": 9, "top_k": 3}
+    assert revise == {"temperature": 0.0, "max_tokens": 9, "top_k": 3, "top_p": 0.5}
+
+
+@pytest.mark.parametrize("key", ["steps.b", "steps.1"])
+def test_a_setting_reaches_one_step(key: str) -> None:
+    job = made(f"{key}.sampling.temperature=1", f"{key}.when=1", steps=[step(), step("b")])
+    assert [dict(each.sampling.params())["temperature"] for each in job.steps] == [0.0, 1.0]
+    assert [each.when for each in job.steps] == [None, "1"]
+
+
+def test_a_setting_reaches_a_named_engine() -> None:
+    judge = {"kind": "openai-server", "model": "m", "base_url": "http://a/v1"}
+    tables: dict[str, Any] = {"steps": [step(engine="judge")], "engines": {"judge": judge}}
+    assert made("engines.judge.model=2024", **tables).engines["judge"].model == "2024"
+    tried = made("engines.judge.kind=dry-run", **tables).engines["judge"]
+    assert (tried.kind, tried.base_url) == ("dry-run", None)
+
+
+@pytest.mark.parametrize(
+    ("override", "found"),
+    [
+        ("steps.draf.when=1", "steps has no 'draf'; did you mean 'draft'?"),
+        ("steps.7.when=1", "steps has no '7'; steps has draft"),
+        ("steps.draft=1", "steps.draft is a table; name one of its keys"),
+        ("steps.draft.when.x=1", "steps.draft.when is a value, not a table"),
+    ],
+)
+def test_a_setting_that_reaches_no_step_is_refused(override: str, found: str) -> None:
+    with pytest.raises(JobError) as refused:
+        made(override, steps=[step(when="1")])
+    assert str(refused.value).endswith(f": {found}")
+
+
+# Paths
+
+
+def test_files_of_steps_are_found_beside_the_job_file(folder: Path) -> None:
+    for name in ("s.j2", "u.j2", "t.json", "solve.py"):
+        (folder / name).write_text("[]")
+    files = {"system_file": "s.j2", "user_file": "u.j2", "tools": "t.json"}
+    write_toml(steps=[{"name": "a", "prompt": files}])
+    prompt = load_job(Path("job.toml")).steps[0].prompt
+    assert [prompt.system_file, prompt.user_file, prompt.tools] == [
+        str(folder / name) for name in ("s.j2", "u.j2", "t.json")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("function", "file"),
+    [
+        ("solve.py:go", "jobs/solve.py"),
+        ("solve:go", "jobs/solve.py"),
+        ("pkg.solve:go", "jobs/pkg/solve.py"),
+        ("elsewhere.py:go", "elsewhere.py"),
+        ("elsewhere:go", "elsewhere.py"),
+    ],
+)
+def test_a_function_is_found_beside_the_job_file_first(
+    folder: Path, function: str, file: str
+) -> None:
+    for name in ("jobs/solve.py", "solve.py", "jobs/pkg/solve.py", "elsewhere.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("")
+    write_toml(rollout={"function": function})
+    Path("job.toml").rename("jobs/job.toml")
+    rollout = load_job(Path("jobs/job.toml")).rollout
+    assert rollout is not None
+    assert rollout.function == f"{folder / file}:go"
+
+
+def test_a_function_of_an_installed_module_stays_one(folder: Path) -> None:
+    write_toml(rollout={"function": "asyncio.tasks:sleep"})
+    rollout = load_job(Path("job.toml")).rollout
+    assert rollout is not None
+    assert rollout.function == "asyncio.tasks:sleep"
+
+
+@pytest.mark.parametrize("function", ["solve.py:solve", "solve:solve", "pkg.solve:solve"])
+def test_a_function_imports_what_is_beside_it(folder: Path, function: str) -> None:
+    is_package = function.startswith("pkg")
+    place = folder / "pkg" if is_package else folder
+    place.mkdir(exist_ok=True)
+    if is_package:
+        (place / "__init__.py").write_text("")
+    helper = f"{folder.name}_helper".replace("-", "_")  # no other test has imported it
+    (place / f"{helper}.py").write_text("WORD = 'yes'")
+    (place / "solve.py").write_text(
+        f"from {'.' * is_package}{helper} import WORD\n"
+        "async def solve(row, generate):\n"
+        "    return f'{WORD} {(await generate(row[\"q\"])).text}'\n"
+    )
+    write_toml(rollout={"function": function})
+    done = batchkit("run", "job.toml")
+    assert done.exit_code == 0, done.stderr
+    (record,) = map(json.loads, Path("output/a/results.jsonl").read_text().splitlines())
+    assert record["text"].startswith("yes ")
+
+
+# job.toml
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_job_of_a_run_is_read_back_as_it_was() -> None:
+    job = made(
+        name="a",
+        steps=[
+            step(prompt={"user": "x", "texts": {"z": "a", "b": "c"}, "tools": [TOOL]}),
+            step(
+                "b", sampling={"temperature": 0.0}, when="{{ q }}", engine="judge", extract="number"
+            ),
+            step("c", sampling={"structured_outputs": {"json": {"z": {}, "a": {}}}}),
+        ],
+        sampling={"temperature": 0.7},
+        engines={"judge": {"model": "m", "options": {"z": 1, "a": {"y": 1, "b": 2}}}},
+    )
+    Path("a").mkdir()
+    write_job(Path("a"), job)
+    back = job_of_run(Path("a"))
+    for table in ("steps", "engines", "sampling"):
+        then, now = (json.dumps(each.model_dump()[table]) for each in (job, back))
+        assert now == then
+    for one, other in zip(job.steps, back.steps, strict=True):
+        assert other.sampling.model_fields_set == one.sampling.model_fields_set
+        assert back.of_step(other).sampling == job.of_step(one).sampling
+
+
+@pytest.mark.usefixtures("folder")
+def test_secrets_of_named_engines_are_masked_and_come_back() -> None:
+    job = made(
+        name="a",
+        steps=[
+            step("b", engine="auth", prompt={"user": f"Bearer {CANARY} is shown"}),
+            step("c", engine="auth", when=f"token={CANARY} is a text"),
+        ],
+        engines={"auth": {"kind": "vllm", "model": "m", "options": {"hf_token": CANARY}}},
+    )
+    Path("a").mkdir()
+    write_job(Path("a"), job)
+    text = Path("a/job.toml").read_text()
+    assert text.count(CANARY) == 2
+    assert 'model = "m"' in text
+    back = job_of_run(Path("a"))
+    assert back.engines["auth"].options == {"hf_token": "***"}
+    assert with_secrets_of(back, job).engines == job.engines
+    assert masked(f"Bearer {CANARY}", "steps.draft.prompt.user") == f"Bearer {CANARY}"
+
+
+@pytest.mark.usefixtures("folder")
+def test_no_secret_of_a_named_engine_is_written() -> None:
+    write_toml(
+        steps=[step(), step("b", engine="judge")],
+        engines={"judge": {**DRY, "options": {"api_key": CANARY}}},
+    )
+    for command in (["validate"], ["run", "--dry-run"]):
+        found = batchkit(*command, "job.toml")
+        assert CANARY not in found.stdout + found.stderr
+    write_job(Path(), load_job(Path("job.toml")))
+    assert CANARY not in Path("job.toml").read_text()
