@@ -204,7 +204,10 @@ def test_wheel_brings_the_page(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    page = ("base.html.j2", "page.html.j2", "page.js", "page.css", "compare.html.j2")
+    page = (
+        *("base.html.j2", "page.html.j2", "compare.html.j2"),
+        *("elements.js", "page.js", "page.css"),
+    )
     assert {f"batchkit/commands/report/{name}" for name in page} <= names
 
 

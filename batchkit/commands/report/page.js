@@ -1,9 +1,7 @@
-"use strict";
-// All text of the run gets onto the page through textContent and createTextNode alone.
+// After elements.js, in one script.
 (() => {
   const ITEM_PX = 68;
   const AHEAD = 6; // items rendered beyond what is seen
-  const byId = (id) => document.getElementById(id);
   const data = JSON.parse(byId("data").textContent);
   const pictures = JSON.parse(byId("pictures").textContent);
   const { rows, fields, question, scorers, total } = data;
@@ -13,18 +11,10 @@
   const controls = ["search", "group", "outcome", "scorer", "low", "high", "order"]
     .map(byId).filter(Boolean);
   const value = (id) => byId(id)?.value ?? "";
-  const number = new Intl.NumberFormat("en-US");
   let shown = []; // rows that pass the filters, in their order
   let at = -1; // the selected one's place in it
 
   // ---- elements
-
-  function make(tag, className, text) {
-    const element = document.createElement(tag);
-    if (className) element.className = className;
-    if (text !== undefined && text !== null) element.textContent = text;
-    return element;
-  }
 
   function picture(number) {
     const found = pictures[number];
@@ -38,23 +28,6 @@
     return image;
   }
 
-  function meter(share) {
-    const svg = "http://www.w3.org/2000/svg";
-    const root = document.createElementNS(svg, "svg");
-    root.setAttribute("class", "meter");
-    root.setAttribute("viewBox", "0 0 100 1");
-    root.setAttribute("preserveAspectRatio", "none");
-    root.setAttribute("aria-hidden", "true");
-    for (const [name, width] of [["track", 100], ["fill", 100 * Math.min(1, Math.max(0, share))]]) {
-      const rect = document.createElementNS(svg, "rect");
-      rect.setAttribute("class", name);
-      rect.setAttribute("width", width.toFixed(2));
-      rect.setAttribute("height", 1);
-      root.append(rect);
-    }
-    return root;
-  }
-
   // ---- what a row says
 
   const asked = (row) => (question === null ? null : row.fields[question]);
@@ -64,7 +37,6 @@
   };
   const isScored = (row) => Object.values(row.scores ?? {}).some((score) => score !== null);
   const shownScore = (score) => (score === null ? "–" : String(Math.round(score * 100) / 100));
-  const oneLine = (text) => (text ?? "").slice(0, 300).replace(/\s+/g, " ").trim();
 
   function textOf(row) {
     row.words ??= [row.id, row.group, row.kind, row.error, row.reference, row.prediction, row.text,
@@ -208,7 +180,7 @@
       headOf(row), errorOf(row), picturesOf(row), questionOf(row), pairOf(row), scoresOf(row),
       ...answerOf(row), reasoningOf(row), fieldsOf(row), promptOf(row),
     ].filter(Boolean));
-    highlight();
+    highlight(detail, value("search"));
   }
 
   function headOf(row) {
@@ -285,33 +257,6 @@
     return pair;
   }
 
-  function titled(title, element) {
-    const box = make("div");
-    box.append(make("h3", "", title), element);
-    return box;
-  }
-
-  // Words that the other text lacks are marked, where the two have some in common: a hint for the
-  // eye, no score.
-  function exact(text, other) {
-    const box = make("p", "exact", text);
-    if (!text) {
-      box.classList.add("nothing");
-      box.textContent = text === "" ? "(empty)" : "none";
-      return box;
-    }
-    if (!other || Math.max(text.length, other.length) > 2000) return box;
-    const plain = (word) => word.toLowerCase().replace(/^[\p{P}\p{S}]+|[\p{P}\p{S}]+$/gu, "");
-    const there = new Set(other.split(/\s+/).map(plain));
-    const lacks = (part) => plain(part.trim()) !== "" && !there.has(plain(part.trim()));
-    const parts = text.split(/(\s+)/);
-    const words = parts.filter((part) => plain(part.trim()));
-    if (words.every(lacks)) return box;
-    box.replaceChildren(...parts.map((part) =>
-      lacks(part) ? make("mark", "", part) : document.createTextNode(part)));
-    return box;
-  }
-
   function scoresOf(row) {
     if (!row.scores || !row.ok) return null;
     const box = make("dl", "values");
@@ -366,28 +311,6 @@
     const box = make("details");
     box.append(make("summary", "", "Prompt, as the engine saw it"), make("div", "prompt", row.prompt));
     return box;
-  }
-
-  function highlight() {
-    if (!globalThis.CSS?.highlights) return;
-    CSS.highlights.delete("found");
-    const words = value("search").toLowerCase().split(/\s+/).filter((word) => word.length > 1);
-    if (!words.length) return;
-    const ranges = [];
-    const walker = document.createTreeWalker(detail, NodeFilter.SHOW_TEXT);
-    for (let node = walker.nextNode(); node && ranges.length < 500; node = walker.nextNode()) {
-      const text = node.data.toLowerCase();
-      if (text.length !== node.data.length) continue; // a letter that changes its length
-      for (const word of words) {
-        for (let from = text.indexOf(word); from >= 0; from = text.indexOf(word, from + word.length)) {
-          const range = new Range();
-          range.setStart(node, from);
-          range.setEnd(node, from + word.length);
-          ranges.push(range);
-        }
-      }
-    }
-    CSS.highlights.set("found", new Highlight(...ranges));
   }
 
   function enlarge(number) {

@@ -111,7 +111,7 @@ def write_page(path: Path, pieces: Iterable[str]) -> Path:
 def page(template: str, **names: Any) -> Iterator[str]:
     """A template in a folder of ``commands/``, in pieces. Everything is escaped; its script and
     style are allowed by their hashes, and nothing else is allowed."""
-    script, style = _resource("page.js"), _resource("page.css")
+    script, style = _resource("elements.js") + _resource("page.js"), _resource("page.css")
     policy = (
         "default-src 'none'; img-src data:;"
         f" script-src '{_hash(script)}'; style-src '{_hash(style)}';"
