@@ -6,7 +6,7 @@ Everything is GET. What is not there is 404, what can't be read 409, a wrong par
 ``/``
     The list of runs; if one run was asked for, a redirect to its page.
 ``/run/{run}``, ``/compare?a=RUN&b=RUN``, ``/assets/{name}``
-    Pages, and what they load: this folder's CSS and JS, and the ``page.css`` of the report.
+    Pages, and what they load: this folder's CSS and JS, and what the report shares.
 ``/api/runs``
     [{run, name, folder, state, total, ok, failed, pending, started_at, model, kind}], the newest
     first. ``run`` is the run's key in all URLs; ``state``: running, finished, stopped or "failed to
@@ -142,7 +142,7 @@ def _assets() -> dict[str, tuple[bytes, str]]:
     found = [
         path for path in (commands / "view").iterdir() if path.name.endswith((*_TYPES, ".html"))
     ]
-    found.append(commands / "report" / "page.css")
+    found += [commands / "report" / name for name in ("page.css", "elements.js")]
     return {
         path.name: (path.read_bytes(), _TYPES.get(path.name[path.name.rfind(".") :], "text/html"))
         for path in found

@@ -1,0 +1,176 @@
+// Line charts over the time at work, drawn as the report draws its own: the SVG holds only shapes, so
+// that it may be stretched to any width; the labels around it are HTML.
+import { clock, short } from "./view.js";
+
+const GIB = 2 ** 30;
+const NEAR_PX = 6;
+
+// Each line: a column of the metrics, and its name if there are several.
+const CHARTS = [
+  { title: "Throughput", unit: "rows/s", lines: { rows_per_s: "" } },
+  { title: "Tokens written", unit: "tokens/s", lines: { completion_tokens_per_s: "" } },
+  { title: "Tokens read", unit: "tokens/s", lines: { prompt_tokens_per_s: "" } },
+  {
+    title: "Requests", unit: "requests",
+    lines: { running: "running", waiting: "waiting", window: "window" },
+  },
+  { title: "KV cache", unit: "%", lines: { kv_cache_usage: "" }, scale: 100, top: 100 },
+  {
+    title: "Memory", unit: "GiB", scale: 1 / GIB,
+    lines: { host_bytes: "host", gpu_bytes: "GPU" },
+  },
+];
+
+// The next number up that divides into four readable parts, as the report's charts have it.
+export function nice(value) {
+  if (!(value > 0)) return 1;
+  const power = 10 ** Math.floor(Math.log10(value));
+  const step = [1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10].find((one) => value <= one * power * (1 + 1e-9));
+  return Number((step * power).toPrecision(12));
+}
+
+// Where an event of a start is on the axis of seconds at work: its distance from the nearest point.
+export function placeOf(at, start, metrics) {
+  const moment = Date.parse(at);
+  let best = null;
+  metrics.start.forEach((number, place) => {
+    if (number !== start) return;
+    const away = moment - Date.parse(metrics.at[place]);
+    if (best === null || Math.abs(away) < Math.abs(best.away)) best = { away, place };
+  });
+  if (best === null || Number.isNaN(moment)) return null;
+  const before = metrics.start.findLastIndex((number) => number < start);
+  const lowest = before < 0 ? 0 : metrics.seconds[before];
+  const seconds = metrics.seconds[best.place] + best.away / 1000;
+  return Math.min(metrics.seconds.at(-1), Math.max(lowest, seconds));
+}
+
+// Draws all charts that have something to show into the box. Each mark: {seconds, text}.
+export function drawCharts(box, metrics, marks) {
+  const { seconds } = metrics;
+  const span = Math.max(1, seconds.at(-1) ?? 0);
+  const figures = seconds.length < 2 ? [] : CHARTS
+    .map((chart) => ({ ...chart, lines: linesOf(chart, metrics) }))
+    .filter(({ lines }) => lines.length)
+    .map((chart) => figureOf(chart, metrics, span, marks));
+  box.replaceChildren(...figures.map(({ figure }) => figure));
+  const showAll = (seconds) => figures.forEach(({ show }) => show(seconds));
+  for (const { plot } of figures) {
+    plot.addEventListener("pointermove", (event) => {
+      const { left, width } = plot.getBoundingClientRect();
+      showAll(Math.min(1, Math.max(0, (event.clientX - left) / width)) * span);
+    });
+    plot.addEventListener("pointerleave", () => showAll(null));
+  }
+}
+
+function linesOf({ lines, scale = 1 }, metrics) {
+  return Object.entries(lines)
+    .map(([column, name]) => ({
+      name,
+      values: (metrics[column] ?? []).map((value) => (value === null ? null : value * scale)),
+    }))
+    .filter(({ values }) => values.some((value) => value));
+}
+
+function figureOf(chart, metrics, span, marks) {
+  const { title, unit, lines } = chart, { seconds } = metrics;
+  const top = chart.top ?? nice(Math.max(...lines.flatMap(({ values }) => values)));
+  const figure = make("figure"), caption = make("figcaption"), text = make("p");
+  caption.append(make("h3", "", title), text);
+  figure.role = "group";
+  figure.ariaLabel = title;
+
+  const summary = lines.map((line) => legend(line, unit, seconds));
+  text.append(...summary);
+  const svg = shape("svg", {
+    role: "img", "aria-label": `${title}: ${text.textContent}`, viewBox: "0 0 1000 100",
+    preserveAspectRatio: "none",
+  });
+  const x = (at) => (1000 * at / span).toFixed(2), y = (value) => (100 - 100 * value / top).toFixed(2);
+  for (const height of [0, 50, 100]) {
+    svg.append(shape("line", { class: "grid", x1: 0, x2: 1000, y1: height, y2: height }));
+  }
+  lines.forEach(({ values }, nth) => {
+    for (const part of parts(values)) {
+      const points = part.map((place) => `${x(seconds[place])},${y(values[place])}`).join(" ");
+      const [first, last] = [part[0], part.at(-1)].map((place) => x(seconds[place]));
+      if (!nth) svg.append(shape("polygon", { class: "area", points: `${first},100 ${points} ${last},100` }));
+      svg.append(shape("polyline", { class: `edge nth-${nth}`, points }));
+    }
+  });
+  for (const place of boundaries(metrics)) {
+    svg.append(upright("pause", x(seconds[place])));
+  }
+  for (const mark of marks) svg.append(upright("event", x(mark.seconds), mark.text));
+  const cursor = upright("cursor", 0);
+  cursor.setAttribute("visibility", "hidden");
+  svg.append(cursor);
+
+  const plot = make("div", "plot"), axis = make("div", "x");
+  const label = make("span", "y", short(top, unit));
+  label.ariaHidden = axis.ariaHidden = "true";
+  plot.append(label, svg);
+  axis.append(...[0, 1, 2, 3, 4].map((part) => make("span", "", clock(span * part / 4))));
+  figure.append(caption, plot, axis);
+
+  function show(at) {
+    cursor.setAttribute("visibility", at === null ? "hidden" : "visible");
+    if (at === null) {
+      text.replaceChildren(...summary);
+      return;
+    }
+    const place = nearest(seconds, at), near = NEAR_PX * span / Math.max(1, plot.clientWidth);
+    const mark = marks.find((mark) => Math.abs(mark.seconds - at) < near);
+    for (const name of ["x1", "x2"]) cursor.setAttribute(name, x(mark?.seconds ?? seconds[place]));
+    const values = lines.map(({ name, values }) => `${short(values[place], unit) || "–"} ${name}`.trim());
+    text.textContent = mark
+      ? `${clock(mark.seconds)}: ${mark.text}`
+      : `${values.join(", ")} after ${clock(seconds[place])}`;
+  }
+  return { figure, plot, show };
+}
+
+// What a chart says while nobody points at it: of one line, its mean and its newest value.
+function legend({ name, values }, unit, seconds) {
+  const known = values.filter((value) => value !== null);
+  const newest = short(known.at(-1), unit === "requests" ? "" : unit);
+  if (name) return make("span", "key", `${name} ${newest}`);
+  let sum = 0, over = 0;
+  values.forEach((value, place) => {
+    if (value === null || !place) return;
+    sum += value * (seconds[place] - seconds[place - 1]);
+    over += seconds[place] - seconds[place - 1];
+  });
+  const mean = over ? `${short(sum / over)} on average, ` : "";
+  return make("span", "", `${newest} last, ${mean}${short(Math.max(...known))} at most`);
+}
+
+// Stretches of places that have a value.
+function parts(values) {
+  const found = [[]];
+  values.forEach((value, place) => {
+    if (value !== null) found.at(-1).push(place);
+    else if (found.at(-1).length) found.push([]);
+  });
+  return found.filter((part) => part.length);
+}
+
+const boundaries = ({ start }) => start.map((_, place) => place).filter((n) => n && start[n] !== start[n - 1]);
+
+function upright(className, at, text) {
+  const line = shape("line", { class: className, x1: at, x2: at, y1: 0, y2: 100 });
+  if (text) line.append(shape("title", {}));
+  if (text) line.firstChild.textContent = text;
+  return line;
+}
+
+function nearest(sorted, value) {
+  let low = 0, high = sorted.length - 1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (sorted[middle] < value) low = middle + 1;
+    else high = middle;
+  }
+  return low && value - sorted[low - 1] < sorted[low] - value ? low - 1 : low;
+}

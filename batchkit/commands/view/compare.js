@@ -1,0 +1,124 @@
+// Two runs side by side: their totals, and the rows that they answered in another way.
+import {
+  apiUrl, drawPager, fetchJson, link, listenToKeys, note, runUrl, shortCount, shownScore, stateBadge, table,
+} from "./view.js";
+
+const LIMIT = 20;
+const state = new URLSearchParams(location.search);
+const [a, b] = ["a", "b"].map((side) => state.get(side) ?? "");
+const only = byId("only"), pairs = byId("pairs");
+let offset = Number(state.get("offset")) || 0, total = 0, runs = {}, asking = null;
+
+async function loadRuns() {
+  try {
+    const [before, after] = await Promise.all([fetchJson(apiUrl(a)), fetchJson(apiUrl(b))]);
+    runs = { a: before, b: after };
+  } catch (error) {
+    note("problem", error.message);
+    return;
+  }
+  byId("name").textContent = `${runs.b.name} against ${runs.a.name}`;
+  document.title = `${runs.b.name} against ${runs.a.name} · batchkit view`;
+  const counts = (...names) => names.map(([head, key]) => [
+    head, ...[runs.a, runs.b].map((run) => (run[key] === null ? "?" : shortCount(run[key]))),
+  ]);
+  const named = [[a, runs.a], [b, runs.b]].map(([key, run]) => link(run.name, runUrl(key)));
+  byId("sides").replaceChildren(table(["", ...named], [
+    ["state", stateBadge(runs.a.state), stateBadge(runs.b.state)],
+    ["model", runs.a.model ?? "–", runs.b.model ?? "–"],
+    ...counts(["answered", "ok"], ["failed", "failed"], ["left", "pending"],
+      ["tokens read", "prompt_tokens"], ["tokens written", "completion_tokens"],
+      ["engine restarts", "engine_restarts"]),
+  ], "plain"));
+  await load();
+}
+
+async function load() {
+  asking?.abort();
+  asking = new AbortController();
+  const { signal } = asking;
+  const query = new URLSearchParams({ a, b, only: only.value, offset, limit: LIMIT });
+  history.replaceState(null, "", `/compare?${new URLSearchParams({ a, b, only: only.value, ...(offset && { offset }) })}`);
+  pairs.ariaBusy = "true";
+  try {
+    const found = await fetchJson(`/api/compare?${query}`, { signal });
+    note("problem", "");
+    draw(found);
+  } catch (error) {
+    if (signal.aborted) return;
+    note("problem", error.message);
+  }
+  pairs.ariaBusy = "false";
+}
+
+function draw({ rows, counts, ...found }) {
+  total = found.total;
+  byId("count").textContent = `${number.format(total)} rows`;
+  for (const option of only.options) {
+    const count = counts[option.value];
+    option.textContent = count === undefined ? option.value : `${option.value} (${number.format(count)})`;
+  }
+  pairs.replaceChildren(...(rows.length ? rows.map(pairOf) : [make("p", "empty", "No such row.")]));
+  drawPager(byId("pager"), { offset, limit: LIMIT, total, n: rows.length, go });
+}
+
+function pairOf(row) {
+  const box = make("article", "two"), head = make("header", "detail-head"), pair = make("div", "pair");
+  box.tabIndex = -1;
+  box.ariaLabel = `Row ${row.id}`;
+  head.append(make("strong", "", row.id), ...(row.group ? [make("span", "", row.group)] : []));
+  pair.append(sideOf(row.a, row.b, a, runs.a), sideOf(row.b, row.a, b, runs.b));
+  box.append(head, pair);
+  return box;
+}
+
+function sideOf(row, other, key, run) {
+  const title = make("h3"), box = make("div");
+  box.append(title);
+  if (!row) {
+    title.textContent = run.name;
+    box.append(make("p", "exact nothing", "no record"));
+    return box;
+  }
+  title.append(link(run.name, `${runUrl(key)}?${new URLSearchParams({ row: row.index })}`), ...scoresOf(row, run));
+  box.append(row.status === "ok" ? exact(row.text ?? "", other?.text) : make("p", "error", `${row.kind}\n${row.text ?? ""}`));
+  return box;
+}
+
+function scoresOf({ scores }, run) {
+  return Object.entries(scores ?? {}).map(([name, score]) => {
+    const scorer = run.scorers?.find((scorer) => scorer.name === name);
+    return make("span", "figure", `${scorer?.head ?? name} ${shownScore(score, scorer)}`);
+  });
+}
+
+function go(to) {
+  offset = to;
+  load().then(() => pairs.scrollIntoView());
+}
+
+function step(by) {
+  const all = [...pairs.querySelectorAll(".two")], at = all.indexOf(document.activeElement.closest(".two"));
+  const next = all[Math.min(all.length - 1, Math.max(0, at + by))];
+  next?.focus();
+}
+
+only.value = [...only.options].some(({ value }) => value === state.get("only")) ? state.get("only") : "changed";
+only.addEventListener("input", () => {
+  offset = 0;
+  load();
+});
+byId("filters").addEventListener("submit", (event) => event.preventDefault());
+byId("swap").addEventListener("click", () => location.assign(`/compare?${new URLSearchParams({ a: b, b: a })}`));
+listenToKeys({
+  list: pairs,
+  clear: () => pairs.focus(),
+  onKey: ({ key }) => {
+    if (key === "j" || key === "k") step(key === "j" ? 1 : -1);
+    else if (key === "n" && offset + LIMIT < total) go(offset + LIMIT);
+    else if (key === "p" && offset) go(Math.max(0, offset - LIMIT));
+    else return false;
+    return true;
+  },
+});
+loadRuns();

@@ -1,0 +1,200 @@
+// One row: its images, prompt, reasoning and answer, its steps and its earlier attempts.
+import { fetchJson, shownScore, when } from "./view.js";
+
+const LONG = 500; // characters: a longer prompt scrolls in its own box
+
+// found: as /api/runs/{run}/rows/{index} gives it. step(by): to another row; place: where the row is
+// among the total that pass the filters, or null.
+export function drawRow(detail, found, { scorers, step, place, total }) {
+  const { record, attempts = [], steps = [] } = found, held = focused(detail);
+  const open = new Set([...detail.querySelectorAll("details[open] > summary")].map(titleOf));
+  detail.replaceChildren(...[
+    headOf(record, { step, place, total }), errorOf(record), ...promptOf(found.prompt),
+    pairOf(record, found.reference), scoresOf(record, scorers), ...choicesOf(found),
+    ...steps.flatMap(stepOf), attemptsOf(attempts), fieldsOf(record), rawOf(record),
+  ].filter(Boolean));
+  for (const summary of detail.querySelectorAll("summary")) {
+    summary.parentElement.open = open.has(titleOf(summary));
+  }
+  detail.querySelector(`nav [aria-label="${held}"]`)?.focus();
+}
+
+// What is open and what has the focus stays so from row to row.
+const titleOf = (summary) => summary.textContent.replace(/\d/g, "");
+const focused = (detail) => (detail.contains(document.activeElement) ? document.activeElement.ariaLabel : null);
+
+function headOf(record, { step, place, total }) {
+  const head = make("header", "detail-head");
+  const { usage, latency_s: latency } = record;
+  const thought = usage?.reasoning_tokens;
+  const parts = [
+    `row ${number.format(record.index)}`,
+    typeof latency === "number" && `${Number(latency.toPrecision(3))} s`,
+    usage && `${number.format(usage.prompt_tokens)} + ${number.format(usage.completion_tokens)} tokens`,
+    thought && `${number.format(thought)} of them reasoning`,
+    record.finish_reason === "length" && "cut at max_tokens",
+    record.truncated_tokens && `prompt cut by ${number.format(record.truncated_tokens)} tokens`,
+    record.attempt > 1 && `attempt ${record.attempt}`,
+    when(record.finished_at, { seconds: true }),
+  ];
+  head.append(make("strong", "", record.id), ...parts.filter(Boolean).map((part) => make("span", "", part)));
+  const nav = make("nav"), at = place === null ? "not on this page" : number.format(place + 1);
+  nav.ariaLabel = "Rows";
+  nav.append(make("span", "", place === null || total === null ? `${at}\u2002` : `${at} of ${number.format(total)}\u2002`));
+  for (const [sign, by, name] of [["↑", -1, "Previous row"], ["↓", 1, "Next row"]]) {
+    const button = make("button", "", sign);
+    button.type = "button";
+    button.ariaLabel = name;
+    button.disabled = by < 0 ? !place : total !== null && place !== null && place + 1 >= total;
+    button.addEventListener("click", () => step(by));
+    nav.append(button);
+  }
+  head.append(nav);
+  return head;
+}
+
+function errorOf({ error }) {
+  return error ? make("p", "error", `${error.kind}\n${error.message ?? ""}`.trim()) : null;
+}
+
+// ---- the prompt
+
+function promptOf(prompt) {
+  if (!prompt) return [];
+  if (prompt.error) return [make("p", "missing", `The prompt can't be shown: ${prompt.error}`)];
+  const messages = prompt.messages ?? [{ role: "prompt", content: prompt.text }];
+  const said = messages.map(({ role, content }) => {
+    const text = wordsOf(content);
+    return titled(role === "prompt" ? "Prompt" : `Prompt: ${role}`, make("p", text.length > LONG ? "question long" : "question", text));
+  });
+  return [picturesOf(prompt.images ?? []), ...said];
+}
+
+function wordsOf(content) {
+  if (typeof content === "string") return content;
+  return (content ?? []).map((part) => part.text ?? `[${part.type}]`).join("\n");
+}
+
+function picturesOf(images) {
+  if (!images.length) return null;
+  const box = make("div", "pictures");
+  images.forEach((url, n) => {
+    if (!url.startsWith("/api/runs/")) return;
+    const image = make("img"), button = make("button");
+    image.alt = `Image ${n + 1} of the prompt`;
+    image.addEventListener("error", () => button.replaceWith(missing(url)));
+    image.src = url;
+    button.type = "button";
+    button.ariaLabel = `Image ${n + 1}, larger`;
+    button.append(image);
+    button.addEventListener("click", () => enlarge(image));
+    box.append(button);
+  });
+  return box;
+}
+
+// The server says why there is no image.
+function missing(url) {
+  const box = make("p", "missing", "…");
+  fetchJson(url).then(() => "not an image", (error) => error.message).then((text) => { box.textContent = text; });
+  return box;
+}
+
+function enlarge(image) {
+  const box = byId("lightbox"), large = box.querySelector("img");
+  large.src = image.src;
+  large.alt = image.alt;
+  box.showModal();
+}
+
+export function enlargeFirst(detail) {
+  const image = detail.querySelector(".pictures img");
+  if (image) enlarge(image);
+  return image !== null;
+}
+
+// ---- what the model said
+
+// answers: each choice in words, its tool calls among them; of a pooling task, what the model found.
+function choicesOf({ record, answers }) {
+  if (record.status !== "ok") return [];
+  const choices = record.choices ?? [record];
+  return choices.flatMap((choice, n) => said({
+    title: choices.length > 1 ? `Answer ${n + 1} of ${choices.length}` : "Answer",
+    reasoning: choice.reasoning, text: answers?.[n] ?? choice.text,
+  }));
+}
+
+function stepOf(step) {
+  const times = step.call > 1 ? `, call ${step.call}` : "";
+  const failed = errorOf(step);
+  return [
+    ...said({ title: `Step ${step.step}${times}`, reasoning: step.reasoning, text: step.text }),
+    failed,
+  ];
+}
+
+function said({ title, reasoning, text }) {
+  return [
+    reasoning ? folded(title === "Answer" ? "Reasoning" : `${title}: reasoning`, make("div", "prompt", reasoning)) : null,
+    titled(title, make("div", text ? "full" : "full nothing", text || "(none)")),
+  ];
+}
+
+function pairOf({ prediction }, reference) {
+  if (typeof prediction !== "string" && typeof reference !== "string") return null;
+  const pair = make("div", "pair");
+  if (typeof reference === "string") pair.append(titled("Reference", exact(reference, prediction)));
+  pair.append(titled("Prediction", exact(prediction ?? null, reference)));
+  return pair;
+}
+
+function scoresOf(record, scorers) {
+  if (record.status !== "ok" || !Object.keys(record.scores ?? {}).length) return null;
+  const box = make("dl", "values");
+  for (const [name, score] of Object.entries(record.scores)) {
+    const scorer = scorers.get(name), cell = make("div"), shown = shownScore(score, scorer);
+    cell.append(make("dt", "", scorer?.head ?? name), make("dd", "", shown === "–" ? "unscored" : shown));
+    if (typeof score === "number") cell.append(meter(scorer?.scale === 1 ? score / 10 : score));
+    box.append(cell);
+  }
+  if (record.unscored) {
+    const why = make("div");
+    why.append(make("dt", "", "unscored"), make("dd", "", record.unscored));
+    box.append(why);
+  }
+  return box;
+}
+
+// ---- folded away
+
+function folded(name, ...parts) {
+  const box = make("details"), summary = make("summary", "", name);
+  box.append(summary, ...parts);
+  return box;
+}
+
+function attemptsOf(attempts) {
+  if (!attempts.length) return null;
+  const parts = attempts.flatMap((record) => {
+    const head = [`attempt ${record.attempt}`, record.status, when(record.finished_at, { seconds: true })];
+    return [make("h3", "", head.filter(Boolean).join(", ")), errorOf(record)
+      ?? make("div", "full", record.text ?? "(none)")];
+  });
+  return folded(`Earlier records of this row: ${attempts.length}`, ...parts);
+}
+
+function fieldsOf({ fields }) {
+  const names = Object.entries(fields ?? {});
+  if (!names.length) return null;
+  const list = make("dl", "fields");
+  for (const [name, value] of names) {
+    const line = make("div");
+    line.append(make("dt", "", name), make("dd", "", inWords(value)));
+    list.append(line);
+  }
+  return folded(`Fields of the row: ${names.length}`, list);
+}
+
+const inWords = (value) => (typeof value === "string" ? value : JSON.stringify(value, null, 2));
+const rawOf = (record) => folded("Record, as it is in the log", make("div", "prompt", inWords(record)));

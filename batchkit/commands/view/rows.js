@@ -1,0 +1,238 @@
+// The rows of a run by page: the list, and the row that is open beside it. The address keeps both.
+import { openFilters } from "./filters.js";
+import { drawRow, enlargeFirst } from "./row.js";
+import { apiUrl, drawPager, fetchJson, listenToKeys, shownScore } from "./view.js";
+
+const LIMIT = 50;
+const HOLDING_MS = 60; // rows that j runs past while it is held down are not asked for
+const GAP_MS = 1500; // between two looks at a page of a live run; more where they take long
+
+// set({outcome, row, …}) puts other filters in place of all, and opens the row; runChanged is to be
+// called with each new status.
+export function openRows(run) {
+  const list = byId("list"), detail = byId("detail");
+  const filters = openFilters(() => go(0));
+  let page = { offset: 0, rows: [], total: 0 };
+  let at = -1; // the open row's place on the page
+  let open = null; // its index
+  let shown = ""; // which record of it the detail shows
+  let done = null; // rows of the run that have a record
+  let asking = null, askingRow = null, holding = null, refresh = null, tookMs = 0;
+
+  // ---- a page
+
+  // select: "first" or "last" of the page, or "open": the row that is open, if it is on it.
+  async function load(select) {
+    clearTimeout(refresh);
+    refresh = null;
+    asking?.abort();
+    asking = new AbortController();
+    const { signal } = asking, began = performance.now(), { offset } = page;
+    const query = new URLSearchParams({ ...filters.query(), offset, limit: LIMIT });
+    list.ariaBusy = "true";
+    try {
+      const found = await fetchJson(apiUrl(run, `/rows?${query}`), { signal });
+      if (!found.rows.length && offset && found.total) { // there are fewer pages than before
+        go(Math.floor((found.total - 1) / LIMIT) * LIMIT, select);
+        return;
+      }
+      tookMs = performance.now() - began;
+      page = found;
+      draw(select);
+      if (page.indexed < 1 || page.total === null) later();
+    } catch (error) {
+      if (signal.aborted) return;
+      list.replaceChildren(make("p", "empty", error.message));
+    }
+    list.ariaBusy = "false";
+  }
+
+  function go(offset, select = "first") {
+    page.offset = offset;
+    load(select);
+  }
+
+  function later() {
+    refresh ??= setTimeout(() => load("open"), Math.max(GAP_MS, 5 * tookMs));
+  }
+
+  function draw(select) {
+    const { rows, offset, total } = page;
+    count();
+    drawPager(byId("pager"), { offset, limit: LIMIT, total, n: rows.length, go });
+    const top = select === "open" ? list.scrollTop : 0;
+    const isFiltered = Object.keys(filters.query()).length > 0;
+    const nothing = isFiltered ? "No row passes these filters." : "No row has finished yet.";
+    list.replaceChildren(...(rows.length ? rows.map(item) : [make("p", "empty", nothing)]));
+    list.scrollTop = top;
+    const place = rows.findIndex((row) => row.index === open);
+    if (select === "open" && open !== null) {
+      mark(place);
+      openRow(open);
+    } else if (rows.length) choose(select === "last" ? rows.length - 1 : 0);
+    else close();
+    remember();
+  }
+
+  function count() {
+    const { total, rows, offset, indexed = 1 } = page;
+    const of = done === null || total === done ? "" : ` of ${number.format(done)}`;
+    const text = total === null
+      ? `${number.format(offset + rows.length)} rows found so far`
+      : `${number.format(total)}${of} rows`;
+    byId("count").textContent = indexed < 1 ? `${text}; ${Math.floor(100 * indexed)} % of the log is read` : text;
+  }
+
+  function item(row, place) {
+    const element = make("div", "item"), isOk = row.status === "ok";
+    element.id = `row-${row.index}`;
+    element.dataset.place = place;
+    element.role = "option";
+    element.ariaSelected = "false";
+    element.ariaPosInSet = page.offset + place + 1;
+    element.ariaSetSize = page.total ?? -1;
+    element.append(make("div", isOk ? "what" : "what failed", oneLine(row.text) || "(no answer)"));
+    element.append(make("div", "under", figures(row).filter(Boolean).join(" · ")));
+    if (!isOk) element.append(make("div", "score failed", row.kind));
+    else if (filters.scorers().size) {
+      const scorer = filters.scorer()
+        ?? [...filters.scorers().values()].find(({ name }) => typeof row.scores?.[name] === "number");
+      const score = shownScore(row.scores?.[scorer?.name], scorer);
+      element.append(make("div", score === "–" ? "score none" : "score", score));
+      element.lastChild.title = scorer?.head ?? "";
+    }
+    element.append(make("div", "id", row.id));
+    return element;
+  }
+
+  const figures = ({ group, latency_s: latency, usage, attempt }) => [
+    group,
+    typeof latency === "number" && `${latency.toFixed(latency < 10 ? 1 : 0)} s`,
+    usage && `${number.format(usage.prompt_tokens)} + ${number.format(usage.completion_tokens)} tokens`,
+    attempt > 1 && `attempt ${attempt}`,
+  ];
+
+  // ---- one row
+
+  function mark(place) {
+    at = place;
+    for (const element of list.children) element.ariaSelected = String(Number(element.dataset.place) === at);
+    if (at < 0) list.removeAttribute("aria-activedescendant");
+    else list.setAttribute("aria-activedescendant", `row-${page.rows[at].index}`);
+  }
+
+  function choose(place, into = true) {
+    mark(place);
+    const { offsetTop: top, offsetHeight: height } = list.children[place];
+    if (into) list.scrollTop = Math.min(top, Math.max(list.scrollTop, top + height - list.clientHeight));
+    open = page.rows[place].index;
+    remember();
+    clearTimeout(holding);
+    holding = setTimeout(() => openRow(open), shown ? HOLDING_MS : 0);
+  }
+
+  async function openRow(index) {
+    const row = page.rows[at];
+    const wanted = JSON.stringify([index, row?.attempt, row?.status, row?.scores]);
+    if (row && wanted === shown) return;
+    askingRow?.abort();
+    askingRow = new AbortController();
+    const { signal } = askingRow;
+    try {
+      const found = await fetchJson(apiUrl(run, `/rows/${index}`), { signal });
+      const isOther = detail.dataset.index !== String(index);
+      const place = at < 0 ? null : page.offset + at;
+      drawRow(detail, found, { scorers: filters.scorers(), step, place, total: page.total });
+      if (isOther) detail.scrollTop = 0;
+      detail.dataset.index = index;
+      highlight(detail, filters.values().search ?? "");
+      shown = wanted;
+    } catch (error) {
+      if (signal.aborted) return;
+      detail.replaceChildren(make("p", "error", error.message));
+      shown = "";
+    }
+  }
+
+  function close() {
+    askingRow?.abort();
+    clearTimeout(holding);
+    mark(-1);
+    open = null;
+    shown = "";
+    detail.replaceChildren(make("p", "empty", "Nothing to show."));
+  }
+
+  function step(by) {
+    const place = at + by;
+    if (place >= 0 && place < page.rows.length) choose(place);
+    else if (by < 0) turn(-1, "last");
+    else turn(1);
+  }
+
+  function turn(by, select = "first") {
+    const offset = page.offset + by * LIMIT;
+    const isThere = by < 0 ? offset >= 0 : page.total === null ? page.rows.length : offset < page.total;
+    if (isThere) go(offset, select);
+  }
+
+  // ---- the address, the keys, and what the rest of the page asks for
+
+  function remember() {
+    const state = new URLSearchParams(filters.values());
+    if (page.offset) state.set("offset", page.offset);
+    if (open !== null) state.set("row", open);
+    history.replaceState(null, "", location.pathname + (state.size ? `?${state}` : ""));
+  }
+
+  function recall() {
+    const state = new URLSearchParams(location.search);
+    const [offset, row] = ["offset", "row"].map((name) => (/^\d{1,10}$/.test(state.get(name)) ? Number(state.get(name)) : null));
+    filters.put(Object.fromEntries(state));
+    page.offset = Math.floor((offset ?? 0) / LIMIT) * LIMIT;
+    open = row;
+  }
+
+  function set({ row, ...values }) {
+    filters.put(values);
+    open = row;
+    go(0, "open");
+    byId("rows").scrollIntoView();
+    list.focus({ preventScroll: true });
+  }
+
+  function runChanged(status) {
+    filters.offer(status);
+    const before = done;
+    done = status.ok + status.failed;
+    if (before === null) load("open");
+    else if (before !== done) later();
+  }
+
+  list.addEventListener("click", (event) => {
+    const found = event.target.closest(".item");
+    if (found) choose(Number(found.dataset.place), false);
+  });
+  const steps = { j: 1, k: -1 }, turns = { n: 1, p: -1 };
+  listenToKeys({
+    list,
+    onEnter: filters.now,
+    clear: () => (detail.contains(document.activeElement) ? list.focus() : filters.clear()),
+    onKey: (event) => {
+      const { key } = event, last = page.rows.length - 1;
+      const screen = Math.max(1, Math.floor(list.clientHeight / (list.firstChild?.offsetHeight || 1)) - 1);
+      const places = {
+        ArrowDown: at + 1, ArrowUp: at - 1, PageDown: at + screen, PageUp: at - screen, Home: 0, End: last,
+      };
+      if (key in steps) step(steps[key]);
+      else if (key in turns) turn(turns[key]);
+      else if (event.target === list && key === "Enter") detail.focus();
+      else if (event.target === list && key.startsWith("Arrow")) step(places[key] - at);
+      else if (event.target === list && key in places && last >= 0) choose(Math.min(last, Math.max(0, places[key])));
+      else return key === "i" && enlargeFirst(detail);
+      return true;
+    },
+  });
+  recall();
+  return { set, runChanged };
+}

@@ -1,0 +1,213 @@
+// The page of a run: what it has done, over time, and its engine; rows.js has its rows.
+import { drawCharts, placeOf } from "./charts.js";
+import { openRows } from "./rows.js";
+import {
+  apiUrl, button, clock, duration, fetchJson, note, percent, short, shortCount, stateBadge, table, timeOf,
+  when,
+} from "./view.js";
+
+const MOST_POINTS = 900; // then they are asked for again, thinned
+const POINTS = 600;
+const AGAIN_MS = 3000;
+const run = decodeURIComponent(location.pathname.split("/")[2]);
+const rows = openRows(run);
+let status = null, metrics = null;
+
+// ---- what the server sends
+
+// A page that nobody sees gives its connection back: a browser has only six to a server.
+let source = null, timer = null;
+
+function connect() {
+  clearTimeout(timer);
+  source?.close();
+  source = null;
+  if (document.hidden) return;
+  source = new EventSource(apiUrl(run, "/events"));
+  source.addEventListener("open", loadMetrics);
+  source.addEventListener("status", (event) => {
+    note("lost", "");
+    drawStatus(JSON.parse(event.data));
+  });
+  source.addEventListener("metrics", (event) => addPoint(JSON.parse(event.data)));
+  source.addEventListener("error", () => {
+    explain();
+    if (source?.readyState === EventSource.CLOSED) timer = setTimeout(connect, AGAIN_MS);
+  });
+}
+
+async function explain() {
+  try {
+    drawStatus(await fetchJson(apiUrl(run)));
+    note("lost", "");
+  } catch (error) {
+    note("lost", error instanceof TypeError
+      ? "The server does not answer: the page shows what was known last, and tries again."
+      : `${error.message}. The page shows what was known last, and tries again.`);
+  }
+}
+
+async function loadMetrics() {
+  try {
+    metrics = await fetchJson(apiUrl(run, `/metrics?points=${POINTS}`));
+    draw();
+  } catch (error) {
+    byId("charts-note").textContent = error.message;
+  }
+}
+
+function addPoint(point) {
+  if (!metrics || metrics.at.at(-1) === point.at) return;
+  if (metrics.at.length >= MOST_POINTS || Date.parse(point.at) < Date.parse(metrics.at.at(-1))) {
+    loadMetrics();
+    return;
+  }
+  for (const [name, column] of Object.entries(metrics)) column.push(point[name] ?? null);
+  draw();
+}
+
+// ---- the run in numbers
+
+function drawStatus(found) {
+  status = found;
+  document.title = `${status.name} · ${status.state} · batchkit view`;
+  byId("name").textContent = status.name;
+  byId("subtitle").replaceChildren(...[
+    stateBadge(status.state), status.model, status.kind,
+    status.started_at && `started ${when(status.started_at)}`,
+  ].filter(Boolean).map((part) => (part instanceof Node ? part : make("span", "", part))));
+  byId("folder").textContent = status.folder;
+  const done = status.ok + status.failed, total = status.total ?? (status.pending === null ? 0 : done);
+  const bar = byId("progress");
+  bar.hidden = !total;
+  bar.replaceChildren(meter(status.ok / total, status.failed / total));
+  bar.ariaValueNow = total ? Math.floor(100 * done / total) : 0;
+  bar.ariaValueText = `${number.format(done)} of ${number.format(total)} rows`;
+  drawFailures();
+  drawEngine();
+  draw();
+  rows.runChanged(status);
+}
+
+function facts() {
+  const { ok, failed, total, pending, state } = status, done = ok + failed;
+  const worked = metrics?.seconds.at(-1) ?? 0, isRunning = state === "running";
+  const rate = isRunning ? status.rows_per_s ?? lastOf("rows_per_s") : worked ? done / worked : null;
+  const left = isRunning && status.eta_s !== null ? `about ${duration(status.eta_s)}` : "";
+  const over = worked ? `in ${duration(worked)}` : "";
+  const perSecond = (column, tokens) => {
+    const found = isRunning ? lastOf(column) : worked ? tokens / worked : null;
+    return found === null ? "" : `${short(found)} a second`;
+  };
+  return [
+    ["rows", number.format(done), total === null ? "" : done < total ? `of ${number.format(total)}` : "all of the input"],
+    ["answered", number.format(ok), percent(ok, done)],
+    ["failed", number.format(failed), failed ? percent(failed, done) : ""],
+    pending && ["left", number.format(pending), left],
+    rate !== null && ["rows/s", short(rate), isRunning ? over && `${over} so far` : over],
+    ["tokens written", shortCount(status.completion_tokens), perSecond("completion_tokens_per_s", status.completion_tokens)],
+    ["tokens read", shortCount(status.prompt_tokens), perSecond("prompt_tokens_per_s", status.prompt_tokens)],
+    status.engine_restarts && ["engine restarts", number.format(status.engine_restarts), ""],
+  ].filter(Boolean);
+}
+
+const lastOf = (column) => metrics?.[column]?.findLast((value) => value !== null) ?? null;
+
+// What both the status and the metrics change.
+function draw() {
+  if (!status) return;
+  byId("facts").replaceChildren(...facts().map(([name, value, below]) => {
+    const box = make("div", name === "failed" && value !== "0" ? "bad" : "");
+    const shown = make("dd", "", value);
+    shown.append(make("small", "", below));
+    box.append(make("dt", "", name), shown);
+    return box;
+  }));
+  if (!metrics) return;
+  drawCharts(byId("charts"), metrics, marks());
+  const starts = new Set(metrics.start).size;
+  byId("charts-note").textContent = metrics.at.length < 2
+    ? "Nothing has been measured yet."
+    : [
+      "Over the time at work, loading the model included.",
+      starts > 1 && "A broken line is a new start; the time between two is cut out.",
+      marks().length && "A red line is an event of the engine: point at it, or see the list below.",
+    ].filter(Boolean).join(" ");
+}
+
+function marks() {
+  return status.starts.flatMap((start) => start.events
+    .map(({ at, text }) => ({ seconds: at && metrics?.at.length ? placeOf(at, start.number, metrics) : null, text }))
+    .filter((mark) => mark.seconds !== null));
+}
+
+function drawFailures() {
+  const failures = status.failures ?? [];
+  const most = Math.max(...failures.map(({ count }) => count));
+  byId("failures").hidden = !failures.length;
+  byId("failure-list").replaceChildren(...failures.map(({ kind, count, message, index }) => {
+    const cell = button("", () => rows.set({ outcome: `kind:${kind}`, row: index ?? null }), "cell");
+    cell.append(make("span", "name", kind), make("span", "value", number.format(count)), meter(count / most));
+    const item = make("li");
+    item.append(cell, make("p", "caption", message));
+    return item;
+  }));
+}
+
+function drawEngine() {
+  const starts = status.starts;
+  byId("starts").replaceChildren(table(
+    ["", "began (UTC)", "ended with", "time at work", "engine restarts"],
+    starts.map((start) => [
+      `start ${start.number}`, when(start.started_at, { seconds: true }).replace(" UTC", ""), endOf(start),
+      start.seconds ? clock(start.seconds) : "–", String(start.engine_restarts),
+    ]).reverse(), "plain",
+  ));
+  const workers = starts.at(-1)?.workers ?? [];
+  byId("workers").replaceChildren(...(workers.length ? [table(
+    ["", "node", "GPUs", "state", "rows", "rows/s", "in flight", "restarts", "of its engine"],
+    workers.map((one) => [
+      `worker ${one.worker}`, one.node ?? "none", one.gpus.join(", ") || "–", one.state,
+      number.format(one.rows), short(one.rows_per_s), String(one.in_flight), String(one.restarts),
+      String(one.engine_restarts),
+    ]), "plain",
+  )] : []));
+  const events = starts.flatMap(({ number, events }) => events.map((event) => ({ ...event, number }))).reverse();
+  byId("no-events").hidden = events.length > 0;
+  byId("events").replaceChildren(...events.map(({ at, text, number }) => {
+    const item = make("li");
+    const time = make("time", "", `start ${number}${at ? `, ${timeOf(at)}` : ""}`);
+    if (at) time.dateTime = at;
+    item.append(time, make("span", "", text));
+    return item;
+  }));
+}
+
+function endOf(start) {
+  if (start.ended_at === null) {
+    const isLast = start.number === status.starts.length;
+    return isLast && status.state === "running" ? "still running" : "killed";
+  }
+  const words = {
+    0: "all rows ok", 1: "stopped", 2: "an error in the job", 3: "finished, some rows failed",
+    130: "interrupted", 143: "interrupted",
+  };
+  return words[start.exit] ?? `exit code ${start.exit}`;
+}
+
+// ---- the other runs, to compare with
+
+async function offerRuns() {
+  const others = (await fetchJson("/api/runs")).filter((one) => one.run !== run);
+  byId("all-runs").hidden = !others.length;
+  byId("compare").hidden = !others.length;
+  const select = byId("other");
+  select.append(...others.map((one) => new Option(one.name, one.run)));
+  select.addEventListener("change", () => {
+    if (select.value) location.assign(`/compare?${new URLSearchParams({ a: run, b: select.value })}`);
+  });
+}
+
+document.addEventListener("visibilitychange", connect);
+connect();
+offerRuns();
