@@ -123,6 +123,7 @@ SLOW = {
     "test_terminal",
     "test_engine_tools",
     "test_verify",
+    "test_view_browser",
     "test_vllm_stepper",
     "test_vllm_truncation",
 }
