@@ -44,9 +44,9 @@ class Viewed(NamedTuple):
 
 
 @contextmanager
-def viewing(*args: str | Path, cwd: Path) -> Iterator[Viewed]:
+def viewing(*args: str | Path, cwd: Path, port: int = 0) -> Iterator[Viewed]:
     """``args`` follow ``batchkit view``."""
-    process = begin("view", *args, "--port", "0", "--no-browser", cwd=cwd)
+    process = begin("view", *args, "--port", str(port), "--no-browser", cwd=cwd)
     try:
         assert process.stdout is not None
         url = process.stdout.readline().strip()

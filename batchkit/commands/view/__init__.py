@@ -39,7 +39,7 @@ def view(
 
     runs = _runs(target)
     with _bound(host, port) as listening:
-        app = make_app(runs, host)
+        app = make_app(runs, host, is_ending=lambda: server.should_exit)
         server = uvicorn.Server(
             uvicorn.Config(
                 app,
@@ -50,7 +50,7 @@ def view(
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_graceful_shutdown=0,  # a page that listens for events would never leave
+                timeout_graceful_shutdown=1,
             )
         )
         address = _address(host, listening.getsockname()[1])

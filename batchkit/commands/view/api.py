@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from math import isfinite
+from collections.abc import AsyncIterator, Callable
+from math import ceil, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,15 @@ from batchkit.storage.metrics import read_metrics
 _MOST_ROWS, _MOST_POINTS, _MOST_GROUPS = 500, 10_000, 1_000
 _GROW_S = 0.5  # a request lets the index grow so long
 _SEARCH_S = 1.0
+_END_WITHIN_S = 0.1
 _EVERY_S = 1.0  # between events; five times as long as it takes to look, if that is more
 
 
 class Api:
     """The handlers. Starlette calls those that are not ``async`` in threads."""
 
-    def __init__(self, runs: Runs) -> None:
-        self._runs = runs
+    def __init__(self, runs: Runs, is_ending: Callable[[], bool]) -> None:
+        self._runs, self._is_ending = runs, is_ending
         self._indexes, self._searches, self._details = Indexes(), Searches(), Details()
         self._pairs: tuple[Snapshot, Snapshot, Pairs] | None = None  # of the last comparison
 
@@ -151,20 +152,22 @@ class Api:
         }
 
     async def _events(self, key: str) -> AsyncIterator[bytes]:
-        """Until the client goes: then Starlette cancels it."""
+        """Until the client goes: then Starlette cancels it; or until the server does."""
         sent: dict[str, bytes] = {}
         while True:
             began = time.monotonic()
             news = await run_in_threadpool(self._news, key)
             changed = {name: data for name, data in news.items() if sent.get(name) != data}
-            sent |= changed
-            if "problem" not in news:
-                sent.pop("problem", None)
+            sent = news  # after a problem, all of it again
             for name, data in changed.items():
                 yield b"event: %b\ndata: %b\n\n" % (name.encode(), data)
             if not changed:
                 yield b": still here\n\n"
-            await asyncio.sleep(max(_EVERY_S, 5 * (time.monotonic() - began)))
+            pause_s = max(_EVERY_S, 5 * (time.monotonic() - began))
+            for _ in range(ceil(pause_s / _END_WITHIN_S)):
+                if self._is_ending():
+                    return
+                await asyncio.sleep(_END_WITHIN_S)
 
     def _news(self, key: str) -> dict[str, bytes]:
         """The newest events by name."""

@@ -29,6 +29,10 @@ function connect() {
     note("lost", "");
     drawStatus(JSON.parse(event.data));
   });
+  source.addEventListener("problem", (event) => {
+    const { error } = JSON.parse(event.data);
+    note("lost", `${error}. The page shows what was known last.`);
+  });
   source.addEventListener("metrics", (event) => addPoint(JSON.parse(event.data)));
   source.addEventListener("error", () => {
     explain();
@@ -77,6 +81,7 @@ function drawStatus(found) {
     status.started_at && `started ${when(status.started_at)}`,
   ].filter(Boolean).map((part) => (part instanceof Node ? part : make("span", "", part))));
   byId("folder").textContent = status.folder;
+  note("problem", status.problem ?? "");
   const done = status.ok + status.failed, total = status.total ?? (status.pending === null ? 0 : done);
   const bar = byId("progress");
   bar.hidden = !total;

@@ -50,6 +50,7 @@ Everything is GET. What is not there is 404, what can't be read 409, a wrong par
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Callable
 from importlib.resources import files
 
 from starlette.applications import Starlette
@@ -76,11 +77,12 @@ _HEADERS = {
 }
 
 
-def make_app(runs: Runs, host: str) -> ASGIApp:
-    """The application; ``host`` is the name or address that it listens on."""
+def make_app(runs: Runs, host: str, *, is_ending: Callable[[], bool]) -> ASGIApp:
+    """The application; ``host`` is the name or address that it listens on. Once it ``is_ending``,
+    so do its streams of events."""
     from batchkit.commands.view.api import Api
 
-    pages, api = _Pages(runs), Api(runs)
+    pages, api = _Pages(runs), Api(runs, is_ending)
     app = Starlette(
         routes=[
             Route("/", pages.home),
@@ -118,6 +120,9 @@ class _Pages:
         return self._page("runs.html")
 
     def run(self, request: Request) -> Response:
+        key = request.path_params["run"]
+        if key not in self._runs.folders():
+            raise HTTPException(404, f"no run {key!r} here; it may have been moved or deleted")
         return self._page("run.html")
 
     def compare(self, request: Request) -> Response:
