@@ -81,7 +81,7 @@ def test_every_answer_has_the_headers_that_protect_a_page(tmp_path: Path) -> Non
         "/assets/..%2fserver.py",
         "/assets/server.py",
         "/assets/../../etc/passwd",
-        "/run/..",
+        "/run/%2e%2e",
         "/api/runs/..%2F..%2Fetc",
         "/api/runs/a%2F..%2Fa",
         "/api/runs/a%00",

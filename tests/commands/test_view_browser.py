@@ -42,7 +42,7 @@ class Opened(NamedTuple):
 
     def lists(self, *ids: str) -> None:
         """Waits until the list begins with these rows."""
-        until(lambda: self.ids()[: len(ids)] == [*ids], 15)
+        until(lambda: self.ids()[: len(ids)] == [*ids])
 
     def sees(self, selector: str, text: str) -> None:
         """Waits until the first such element has the text."""
@@ -109,7 +109,7 @@ def visit(browser: Browser) -> Iterator[Open]:
     def visit(view: Viewed, path: str = "run/tables", **options: Any) -> Opened:
         options = {"viewport": {"width": 1280, "height": 900}, **options}
         page = browser.new_context(**options).new_page()
-        page.set_default_timeout(15_000)  # a busy machine
+        page.set_default_timeout(60_000)  # a busy machine
         found = Opened(page, [], [])
         page.on("console", lambda message: found.complaints.append(message.text))
         page.on("pageerror", lambda error: found.complaints.append(str(error)))
@@ -290,7 +290,8 @@ def test_two_runs_side_by_side(server: Viewed, visit: Open) -> None:
     opened.sees("h1", "^better against tables$")
     opened.page.locator("#only").select_option("broken")
     opened.sees(".two .error", "it was server")
-    assert opened.page.locator(".two > header strong").all_inner_texts() == ["q3"]
+    heads = opened.page.locator(".two > header strong")
+    until(lambda: heads.all_inner_texts() == ["q3"])
     opened.page.locator("#only").select_option("fixed")
     opened.sees(".two", "it was timeout")
     opened.page.locator(".two h3 a").first.click()
