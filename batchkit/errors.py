@@ -10,6 +10,7 @@ BatchkitError                  exit code
 │   └── LostLockError          1   … because its lock was lost: another process may have it
 ├── EngineError                1   the engine is dead, or never started
 ├── TooManyFailuresError       1   run.fail_on_error was reached
+├── BlockedError               1   a rollout's code lets no other row run
 ├── BudgetError                1   a budget was used up before the judge had read all answers
 └── RowError                   –   one row failed; the run continues
     ├── TemplateError          template
@@ -93,6 +94,10 @@ class TooManyFailuresError(BatchkitError):
 
 class BudgetError(BatchkitError):
     """A budget of ``[run]`` was used up before the judge had read all answers."""
+
+
+class BlockedError(BatchkitError):
+    """The code of one row of ``[rollout]`` blocks all others."""
 
 
 class RowError(BatchkitError):

@@ -75,6 +75,8 @@ class PromptRenderer:
         """The job with the texts of its template files, for a worker that starts later."""
         self.takes_long = self._templates.takes_long
         """True if a row's templates are rendered in a separate process."""
+        self.opens_files = bool(self._images or self._templates.texts) or self._user is None
+        """False if no row's prompt has an image or the text of a file."""
 
     def check_files(self) -> None:
         """Raises JobError if a template file changed since it was read."""

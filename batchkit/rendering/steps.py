@@ -62,6 +62,11 @@ class StepsRenderer:
         when = self._when.get(step)
         return when is None or when.render(row.fields).strip().lower() not in _NO
 
+    def step_takes_long(self, step: str) -> bool:
+        """True if ``runs`` and ``render_step`` open files, or wait for a process."""
+        when, renderer = self._when.get(step), self._by_name[step]
+        return renderer.takes_long or renderer.opens_files or bool(when and when.takes_long)
+
     def render_step(self, step: str, row: Row, attempt: int) -> Request:
         """The request of a step; ``row`` has what ``with_answers`` adds.
 

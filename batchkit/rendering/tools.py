@@ -64,7 +64,7 @@ class JobTools:
         if self.template is None:
             return self._of_all
         found = self.template.value(names)
-        return _checked(found, self._choice, "prompt.tools", "prompt.tool_choice")
+        return checked_tools(found, self._choice, "prompt.tools", "prompt.tool_choice")
 
 
 def tools_of_body(body: Mapping[str, Any], of_job: Callable[[], RequestTools]) -> RequestTools:
@@ -82,7 +82,7 @@ def tools_of_body(body: Mapping[str, Any], of_job: Callable[[], RequestTools]) -
     if not tools:
         tools, own_choice, _ = of_job()
         choice = own_choice if choice is None else choice
-    found = _checked(tools, choice, "body.tools", "body.tool_choice")
+    found = checked_tools(tools, choice, "body.tools", "body.tool_choice")
     return found._replace(parallel_tool_calls=at_once) if found.tools else found
 
 
@@ -108,7 +108,12 @@ def template_kwargs_of(body: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "reasoning_effort": effort}
 
 
-def _checked(tools: Any, choice: Any, key: str, choice_key: str) -> RequestTools:
+def checked_tools(tools: Any, choice: Any, key: str, choice_key: str) -> RequestTools:
+    """Those of one row; ``key`` and ``choice_key`` name them in errors.
+
+    Raises:
+        RequestError: they are wrong.
+    """
     if isinstance(tools, str):
         try:
             tools = orjson.loads(tools) if tools.strip() else None

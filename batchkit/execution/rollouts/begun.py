@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from batchkit.config.tables import JobConfig
-from batchkit.execution.rollouts.function import Rollout, loaded_function
-from batchkit.execution.rollouts.rollouts import Rollouts
+from batchkit.execution.rollouts.function import Function, Rollout, loaded_function
+from batchkit.execution.rollouts.rollouts import AHEAD, Rollouts
 from batchkit.execution.rollouts.steps import Steps
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.rendering.steps import Renderer, StepsRenderer
@@ -16,8 +16,26 @@ _READ_AHEAD = 1024
 _STEPS_BEGUN = 4096
 
 
-def begun(job: JobConfig, renderer: Renderer, tasks: Iterator[Task], *, may_wait: bool) -> Rollouts:
-    """The rows of ``tasks``, as coroutines. ``may_wait``: reading them may block."""
+def begun(
+    job: JobConfig,
+    renderer: Renderer,
+    tasks: Iterator[Task],
+    *,
+    may_wait: bool,
+    function: Function | None = None,
+) -> Rollouts:
+    """The rows of ``tasks``, as coroutines. ``may_wait``: reading them may block. ``function``: the
+    rollout's, if it is not the one that the job names.
+
+    Raises:
+        JobError: the job names no such function.
+    """
+    if isinstance(renderer, StepsRenderer):
+        solve, concurrency, most_busy = Steps(job, renderer).solve, _STEPS_BEGUN, AHEAD
+    else:
+        assert job.rollout is not None
+        solve = Rollout(job, renderer, function or loaded_function(job.rollout.function)).solve
+        concurrency = most_busy = job.rollout.concurrency
     ahead = Prefetch[Task, Task](
         tasks,
         lambda task: task,
@@ -27,9 +45,4 @@ def begun(job: JobConfig, renderer: Renderer, tasks: Iterator[Task], *, may_wait
         at_once=1 if may_wait else 16,
         weigh=lambda task: 0,
     )
-    if isinstance(renderer, StepsRenderer):
-        return Rollouts(job, ahead, Steps(job, renderer).solve, concurrency=_STEPS_BEGUN)
-    assert job.rollout is not None
-    function = loaded_function(job.rollout.function)
-    solve = Rollout(job, renderer, function).solve
-    return Rollouts(job, ahead, solve, concurrency=job.rollout.concurrency)
+    return Rollouts(job, ahead, solve, concurrency=concurrency, most_busy=most_busy)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Awaitable, Callable, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,16 @@ from typing import Any
 import orjson
 
 from batchkit.config.tables import JobConfig
-from batchkit.errors import JobError, RolloutError, RowError
+from batchkit.errors import EmptyTextError, JobError, RolloutError, RowError
 from batchkit.execution.rollouts.generate import Generate
 from batchkit.execution.rollouts.open_row import OpenRow
+from batchkit.execution.rollouts.shown import shown_error
 from batchkit.rendering.messages import short
 from batchkit.rendering.steps import Renderer
+from batchkit.storage.plain_json import valid
 from batchkit.types import Choice, Completion
 
-Function = Callable[[Mapping[str, Any], Generate], Awaitable[str | dict[str, Any]]]
-_DEEPEST = 12
+Function = Callable[[Mapping[str, Any], Generate], Awaitable[str | dict[str, Any] | Completion]]
 
 
 class Rollout:
@@ -35,14 +37,15 @@ class Rollout:
     async def solve(self, row: OpenRow) -> Completion:
         """The outcome of the row: what the function returned, or its error."""
         generate = Generate(row, self._job, self._renderer)
+        fields = {name: _own(value) for name, value in row.row.fields.items()}
         try:
-            value = await self._function(dict(row.row.fields), generate)
-            text, parsed = _answer(value)
-        except RowError as error:
-            return replace(row.outcome(None, ()), error=error)
-        except Exception as error:
-            failure = RolloutError(_shown(error))
-            return replace(row.outcome(None, ()), error=failure)
+            text, parsed = _answer(await self._function(fields, generate))
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:
+            return row.failed(row.diverged or _row_error(error))
+        if row.diverged is not None:  # whatever the function made of that error
+            return row.failed(row.diverged)
         return replace(row.outcome(None, [Choice(text, None)]), parsed=parsed)
 
 
@@ -58,7 +61,9 @@ def loaded_function(name: str) -> Function:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise JobError(f"rollout.function: {place} can't be imported:\n{_shown(error)}") from error
+        raise JobError(
+            f"rollout.function: {place} can't be imported:\n{shown_error(error)}"
+        ) from error
     function = getattr(module, attribute, None)
     if not inspect.iscoroutinefunction(function):
         found = "nothing" if function is None else short(function)
@@ -91,26 +96,42 @@ def _of_file(path: Path) -> Any:
     return module
 
 
+def _own(value: Any) -> Any:
+    """What the function may change: the row is scored and recorded as it was read."""
+    return deepcopy(value) if isinstance(value, list | dict) else value
+
+
 def _answer(value: Any) -> tuple[str, Any]:
     """The text of what a function returned, and the value of a dict.
 
     Raises:
-        RolloutError: it is no answer.
+        RowError: it is no answer.
     """
-    if isinstance(value, str):
-        return value, None
-    if isinstance(value, dict):
+    parsed = None
+    if isinstance(value, Completion):
+        text = value.text
+    elif isinstance(value, str):
+        text = valid(value)
+    elif isinstance(value, dict):
         try:
-            return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode(), value
-        except TypeError as error:
+            line = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+        except (TypeError, RecursionError) as error:
             raise RolloutError(f"the function returned a dict that is no JSON: {error}") from None
-    raise RolloutError(
-        f"the function returned {short(value)} ({type(value).__name__}), expected a text or a dict"
-    )
+        text, parsed = line.decode(), orjson.loads(line)
+    else:
+        raise RolloutError(
+            f"the function returned {short(value)} ({type(value).__name__}), expected a text, a dict or"
+            " a completion"
+        )
+    if not text.strip():
+        raise EmptyTextError("the function returned no text, or only white space")
+    return text, parsed
 
 
-def _shown(error: BaseException) -> str:
-    """The error with its traceback, without our own frames."""
-    tail = error.__traceback__.tb_next if error.__traceback__ is not None else None
-    lines = traceback.format_exception(type(error), error, tail, limit=-_DEEPEST)
-    return "".join(lines).strip()
+def _row_error(error: BaseException) -> RowError:
+    """``error`` itself if it is a row's, or a group of nothing else; others with their traceback."""
+    if isinstance(error, BaseExceptionGroup):
+        rest = error.subgroup(lambda one: not isinstance(one, RowError | BaseExceptionGroup))
+        if rest is None:
+            return _row_error(error.exceptions[0])
+    return error if isinstance(error, RowError) else RolloutError(shown_error(error))

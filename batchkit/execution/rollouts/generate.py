@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import orjson
+
 from batchkit.config.tables import JobConfig
-from batchkit.errors import RequestError
+from batchkit.errors import RequestError, RowError
 from batchkit.execution.rollouts.open_row import OpenRow
 from batchkit.rendering.messages import short
 from batchkit.rendering.steps import Renderer
+from batchkit.rendering.tools import checked_tools
+from batchkit.storage.plain_json import encoded
 from batchkit.types import Completion, Request
 
 Prompt = str | Sequence[Mapping[str, Any]]
+_BYTES_PER_PIXEL = 4  # what Pillow uses for RGB
 
 
 class Generate:
@@ -26,7 +32,6 @@ class Generate:
     def __init__(self, row: OpenRow, job: JobConfig, renderer: Renderer) -> None:
         self._row, self._job, self._renderer = row, job, renderer
         self._sampling = job.params()
-        self._kwargs = job.prompt.chat_template_kwargs
 
     async def __call__(
         self,
@@ -36,51 +41,96 @@ class Generate:
         engine: str = "",
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: Any = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> Completion:
         """One generation for ``prompt``: chat messages in OpenAI's shape, which may have images, or
-        a text, which is the user's message.
+        a text, which is the user's message (with ``prompt.chat = false``, the whole prompt).
 
         ``sampling``: parameters by the names of ``vllm.SamplingParams``, over those of the job's
-        ``[sampling]``. ``step`` names this generation in ``steps.jsonl`` and in tables.
+        ``[sampling]``. ``step`` names this generation in ``steps.jsonl`` and in tables, ``engine`` is
+        one of ``[engines]``. What was passed may be changed afterwards.
 
         Raises:
             RowError: this generation failed. A function that does not catch it fails the row with it.
         """
-        messages = _messages(prompt)
-        if any(isinstance(message.get("content"), list) for message in messages):
-            opened = await self._row.in_thread(lambda: self._renderer.messages(messages))
-        else:
-            opened = self._renderer.messages(messages)
+        if engine and engine not in self._job.engines:
+            known = ", ".join(self._job.engines) or "none is given"
+            raise RequestError(
+                f"generate: engine is {engine!r}, expected one of [engines]: {known}"
+            )
+        if not isinstance(step, str):
+            raise RequestError(f"generate: step is {short(step)}, expected a text")
+        wanted = checked_tools(_own(tools), _own(tool_choice), "tools", "tool_choice")
         request = Request(
             self._row.row,
-            opened,
             None,
-            {**self._sampling, **sampling},
+            None,
+            {**self._sampling, **_own(sampling)} if sampling else self._sampling,
             input_hash="",
-            tools=tools,
-            tool_choice=tool_choice,
-            chat_template_kwargs={},
+            tools=wanted.tools,
+            tool_choice=wanted.tool_choice,
+            chat_template_kwargs=_own(chat_template_kwargs or {}),
         )
-        completion = await self._row.ask(request, step, engine)
+        if isinstance(prompt, str) and not self._job.prompt.chat:
+            if wanted.tools:
+                raise RequestError("generate: tools need messages, and prompt.chat is false")
+            request = replace(request, prompt=prompt)
+            completion = await self._row.ask(lambda: request, step, engine, takes_long=False)
+        else:
+            messages = _messages(prompt)
+            has_parts = any(isinstance(one.get("content"), list) for one in messages)
+            completion = await self._row.ask(
+                lambda: self._with(request, messages), step, engine, takes_long=has_parts
+            )
+        assert completion is not None
         if completion.error is not None:
             raise completion.error
-        return completion
+        return replace(completion, prompt=None)  # a recorded one has none
 
-    async def many(self, prompts: Sequence[Prompt], **arguments: Any) -> list[Completion]:
+    async def many(
+        self, prompts: Sequence[Prompt], *, return_exceptions: bool = False, **arguments: Any
+    ) -> list[Any]:
         """The completions of all ``prompts``, in their order; ``arguments`` as for one.
+
+        With ``return_exceptions``, the RowError of one that failed is in its place.
 
         Raises:
             RowError: one of them failed; the others are cancelled.
         """
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self(prompt, **arguments)) for prompt in prompts]
-        return [task.result() for task in tasks]
+        tasks = [asyncio.ensure_future(self(prompt, **arguments)) for prompt in prompts]
+        try:
+            found = await asyncio.gather(*tasks, return_exceptions=return_exceptions)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            raise
+        for one in found:
+            if isinstance(one, BaseException) and not isinstance(one, RowError):
+                raise one
+        return found
+
+    def _with(self, request: Request, messages: Sequence[Mapping[str, Any]]) -> Request:
+        opened = self._renderer.messages(list(messages))
+        filled = replace(request, messages=opened)
+        if not (images := filled.images):
+            return replace(request, messages=_own(opened))
+        pixels = sum(image.width * image.height for image in images)
+        return replace(filled, media_bytes=_BYTES_PER_PIXEL * pixels)
 
 
-def _messages(prompt: Any) -> list[Mapping[str, Any]]:
+def _messages(prompt: Any) -> Sequence[Mapping[str, Any]]:
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
-    if isinstance(prompt, list) and all(isinstance(part, Mapping) for part in prompt):
-        return prompt
+    if (
+        isinstance(prompt, list | tuple)
+        and prompt
+        and all(isinstance(part, Mapping) for part in prompt)
+    ):
+        return [dict(message) for message in prompt]
     raise RequestError(f"generate: found {short(prompt)}, expected a text or a list of messages")
+
+
+def _own(value: Any) -> Any:
+    """A copy, in JSON's types, that the function can't change any more."""
+    return value if value is None else orjson.loads(encoded(value))

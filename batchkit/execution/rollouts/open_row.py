@@ -7,35 +7,44 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from batchkit.config.tables import JobConfig
+from batchkit.errors import ReplayError, RowError
 from batchkit.execution.rollouts.replay import Recorded, Replay, request_hash
 from batchkit.rendering.sampling import with_temperature
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.steps import completion_of
-from batchkit.types import Call, Choice, Completion, Request, Row, Task, Usage
+from batchkit.types import Call, Choice, Completion, Key, Request, Row, Task, Usage
 
 T = TypeVar("T")
 
 Answer = asyncio.Future[Completion]
 
+_ORDER_S = 0.05  # how long a recorded answer waits for those that came before it
+
 
 class Desk(Protocol):
     """What a row needs of ``Rollouts``."""
 
-    def queue(self, request: Request, answer: Answer) -> None:
+    def queue(self, row: OpenRow, request: Request) -> Answer:
         """Have ``request`` answered."""
+
+    def unqueue(self, row: OpenRow, request: Request) -> None:
+        """Forget that the row waits for it."""
+
+    def loading(self) -> AbstractAsyncContextManager[None]:
+        """Within it pixels are decoded and queued."""
 
     async def in_thread(self, do: Callable[[], T]) -> T:
         """The result of ``do``, which may take long."""
 
 
 class OpenRow:
-    """Used by the event loop's thread only; others may read ``waiting`` and ``since``.
-
-    ``waiting``: generations that it waits for. ``since``: when it last got one, or began.
+    """Used by the event loop's thread only; ``Rollouts`` guards ``pending``, the answers that the row
+    waits for. ``since``: when it last got one, or began.
     """
 
     def __init__(self, task: Task, job: JobConfig, desk: Desk) -> None:
@@ -44,12 +53,15 @@ class OpenRow:
         self._replay = Replay(task, strict=job.output.replay == "strict")
         self._calls = Counter[str]()
         self._recorded: list[tuple[int, Recorded, Request, Answer]] = []
+        self._next_place = 0
         self._usages: list[Usage] = []
         self._latency_s = 0.0
-        self._n_answered = 0
-        self.waiting = 0
+        self._n_answered = self._n_rendering = 0
+        self.pending: dict[Key, Answer] = {}
         self.since = time.monotonic()
         self.coroutine: asyncio.Task[None] | None = None
+        self.diverged: ReplayError | None = None
+        """Set if the row has asked for something else than before it was interrupted."""
 
     @property
     def has_begun(self) -> bool:
@@ -60,46 +72,56 @@ class OpenRow:
     def row(self) -> Row:
         return self.task.row
 
-    async def in_thread(self, do: Callable[[], T]) -> T:
-        return await self._desk.in_thread(do)
+    def idle_s(self, now: float) -> float:
+        """For how long it has waited for nothing that we do."""
+        return 0.0 if self.pending or self._n_rendering else now - self.since
 
-    async def ask(self, request: Request, step: str = "", engine: str = "") -> Completion:
-        """One generation; a failed one has its error. The engine gets ``request`` unless the ledger
-        has its answer.
+    async def ask(
+        self,
+        render: Callable[[], Request | None],
+        step: str = "",
+        engine: str = "",
+        *,
+        takes_long: bool = True,
+    ) -> Completion | None:
+        """One generation for what ``render`` makes, None if it makes nothing; a failed one has its
+        error. The engine gets the request unless the ledger has its answer. ``takes_long``:
+        ``render`` opens files, or waits.
 
         Raises:
             ReplayError: the ledger has the answer to another request at this place.
+            RowError: what ``render`` raises.
         """
         number = self._calls[step]
         self._calls[step] += 1
-        asked = (
-            await self.in_thread(lambda: request_hash(request, engine))
-            if request.media_bytes
-            else request_hash(request, engine)
-        )
-        attempt = self.task.attempt
-        request = replace(
-            request,
-            call=Call(step, number, asked, engine),
-            attempt=attempt,
-            sampling=with_temperature(request.sampling, attempt, self._job.retry),
-        )
-        loop = asyncio.get_running_loop()
-        answer: Answer = loop.create_future()
-        found = self._replay.find(step, number, asked)
-        if found is None:
-            self._desk.queue(request, answer)
+        if not takes_long:
+            request = self._named(render(), step, number, engine)
+            answer = None if request is None else self._begun(request)
         else:
-            heapq.heappush(self._recorded, (found.place, found, request, answer))
-            loop.call_soon(self._answer_recorded)
-        self.waiting += 1
+            self._n_rendering += 1
+            try:
+                async with self._desk.loading():
+                    request = await self._desk.in_thread(
+                        lambda: self._named(render(), step, number, engine)
+                    )
+                    answer = None if request is None else self._begun(request)
+            finally:
+                self._n_rendering -= 1
+                self.since = time.monotonic()
+        if request is None or answer is None:
+            return None
         try:
             completion = await answer
         finally:
-            self.waiting -= 1
-            self.since = time.monotonic()
+            self._desk.unqueue(self, request)
         self._count(completion)
+        if request.media_bytes:  # whoever keeps the completion must not keep the pixels
+            completion = replace(completion, request=replace(request, messages=None))
         return completion
+
+    def failed(self, error: RowError) -> Completion:
+        """The row's outcome, with ``error``."""
+        return replace(self.outcome(None, ()), error=error)
 
     def outcome(self, last: Completion | None, choices: Sequence[Choice]) -> Completion:
         """The row's, with ``choices`` as its answer; its other parts are those of ``last``."""
@@ -124,12 +146,51 @@ class OpenRow:
             generations=self._n_answered,
         )
 
+    def _named(
+        self, request: Request | None, step: str, number: int, engine: str
+    ) -> Request | None:
+        """``request`` as this row's generation of that number, at the row's attempt."""
+        if request is None:
+            return None
+        attempt, asked = self.task.attempt, request_hash(request, engine)
+        sampling = with_temperature(request.sampling, attempt, self._job.retry)
+        call = Call(step, number, asked, engine)
+        return replace(request, call=call, attempt=attempt, sampling=sampling, input_hash=asked)
+
+    def _begun(self, request: Request) -> Answer:
+        """The answer to ``request``: the recorded one, or one that the engine will give."""
+        call = request.call
+        assert call is not None
+        try:
+            found = self._replay.find(call.step, call.number, call.request_hash)
+        except ReplayError as error:
+            self.diverged = self.diverged or error
+            raise
+        if found is None:
+            return self._desk.queue(self, request)
+        answer: Answer = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._recorded, (found.place, found, request, answer))
+        self._answer_recorded()
+        return answer
+
     def _answer_recorded(self) -> None:
-        """One at a time, in the order in which they came then: calls that run side by side go on as
-        they did."""
-        _, found, request, answer = heapq.heappop(self._recorded)
-        if not answer.done():
-            answer.set_result(completion_of(found.line, request))
+        """In the order in which they came then: calls that run side by side go on as they did. One
+        that came after others which were not asked for again waits a moment for those."""
+        while self._recorded and self._recorded[0][0] <= self._next_place:
+            place, found, request, answer = heapq.heappop(self._recorded)
+            self._next_place = max(self._next_place, place + 1)
+            if not answer.done():
+                answer.set_result(completion_of(found.line, request))
+        if self._recorded:
+            asyncio.get_running_loop().call_later(
+                _ORDER_S, self._skip_to, self._next_place, self._recorded[0][0]
+            )
+
+    def _skip_to(self, was: int, place: int) -> None:
+        """Those before ``place`` are not asked for, if none has come since ``_next_place`` ``was``."""
+        if self._next_place == was:
+            self._next_place = place
+            self._answer_recorded()
 
     def _count(self, completion: Completion) -> None:
         self._n_answered += 1

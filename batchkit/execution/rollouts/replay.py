@@ -3,42 +3,55 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import orjson
 from PIL.Image import Image
 
 from batchkit.errors import ReplayError
+from batchkit.storage.plain_json import encoded
 from batchkit.types import Request, Task
-
-_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
 def request_hash(request: Request, engine: str = "") -> str:
     """16 hex digits that are the same for requests that ask the same of the same engine."""
+    messages: Any = request.messages
+    if request.media_bytes:
+        messages = [_with_hashes(message) for message in messages]
     asked = [
-        request.messages,
+        messages,
         request.prompt,
-        dict(request.sampling),
+        request.sampling,
         request.tools,
         request.tool_choice,
         request.parallel_tool_calls,
-        dict(request.chat_template_kwargs),
+        request.chat_template_kwargs,
         engine,
     ]
-    line = orjson.dumps(asked, option=_OPTIONS, default=_hashable)
-    return hashlib.blake2b(line, digest_size=8).hexdigest()
+    return hashlib.blake2b(encoded(asked), digest_size=8).hexdigest()
 
 
-def _hashable(value: Any) -> Any:
-    if isinstance(value, Image):
-        return [
-            value.mode,
-            *value.size,
-            hashlib.blake2b(value.tobytes(), digest_size=8).hexdigest(),
-        ]
-    return repr(value)
+def _with_hashes(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message["content"]
+    if content is None or isinstance(content, str):
+        return message
+    parts = [
+        _hash_of(part["image_pil"]) if part["type"] == "image_pil" else part for part in content
+    ]
+    return {**message, "content": parts}
+
+
+def _hash_of(image: Image) -> list[Any]:
+    pixels = hashlib.blake2b(image.tobytes(), digest_size=8).hexdigest()
+    return [image.mode, *image.size, pixels]
+
+
+class Recorded(NamedTuple):
+    """A line of the ledger, and its place among those of its row."""
+
+    place: int
+    line: Mapping[str, Any]
 
 
 class Replay:
@@ -51,9 +64,13 @@ class Replay:
 
     def __init__(self, task: Task, *, strict: bool) -> None:
         is_first = task.attempt == 1
-        known = [line for line in task.known if is_first or line["status"] == "ok"]
-        self._left = dict(enumerate(known))
         self._strict = strict and is_first
+        self._by_asked: defaultdict[tuple[str, str], list[Recorded]] = defaultdict(list)
+        self._left = Counter[tuple[str, int]]()
+        known = [line for line in task.known if is_first or line["status"] == "ok"]
+        for place, line in enumerate(known):
+            self._by_asked[line["step"], line["request_hash"]].append(Recorded(place, line))
+            self._left[line["step"], line["call"]] += 1
 
     def find(self, step: str, number: int, hash_now: str) -> Recorded | None:
         """The recorded generation for this request; None if it was not made yet.
@@ -61,17 +78,14 @@ class Replay:
         Raises:
             ReplayError: the ledger has another request at that place.
         """
-        same = [
-            place
-            for place, line in self._left.items()
-            if line["request_hash"] == hash_now and line["step"] == step
-        ]
-        if same:
-            place = next((n for n in same if self._left[n]["call"] == number), same[0])
-            return Recorded(place, self._left.pop(place))
-        if self._strict and any(
-            line["step"] == step and line["call"] == number for line in self._left.values()
-        ):
+        if not self._left:
+            return None
+        if same := self._by_asked.get((step, hash_now)):
+            found = next((one for one in same if one.line["call"] == number), same[0])
+            same.remove(found)
+            self._left[step, found.line["call"]] -= 1
+            return found
+        if self._strict and self._left[step, number] > 0:
             where = f"call {number}" + f" of step {step!r}" * bool(step)
             raise ReplayError(
                 f"{where} asks for something else than before this row was interrupted, so its function"
@@ -79,10 +93,3 @@ class Replay:
                 ' for random numbers, no clock), or set output.replay = "fresh"'
             )
         return None
-
-
-class Recorded(NamedTuple):
-    """A line of the ledger, and its place among those of its row."""
-
-    place: int
-    line: Mapping[str, Any]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from batchkit.execution.selection import Selection, eligible
 from batchkit.rendering.steps import StepsRenderer, with_answers
 from batchkit.scoring import Scoring
 from batchkit.scoring.parsed import NotJson, parsed
-from batchkit.types import Completion, Row
+from batchkit.types import Completion, Request, Row
 
 
 class Steps:
@@ -44,13 +45,14 @@ class Steps:
                     candidates = self._candidates(done)
                     last = candidates[0]
                 seen = with_answers(row.row, answers, _texts(candidates))
-                completion = await self._asked(step, row, seen)
-                if completion is None:
-                    answers[step.name] = {"skipped": True}
-                    continue
-                if completion.error is not None:
-                    raise completion.error
-                answers[step.name] = self._answer(step, completion, row.row)
+                try:
+                    completion = await self._asked(step, row, seen)
+                    if completion is None:
+                        answers[step.name] = {"skipped": True}
+                        continue
+                    answers[step.name] = self._answer(step, completion, row.row)
+                except RowError as error:
+                    raise _named(error, step.name) from error
                 done.append(completion)
                 last = completion
                 if candidates is not None:
@@ -77,19 +79,22 @@ class Steps:
         return call is not None and call.step in self._parsing
 
     async def _asked(self, step: StepTable, row: OpenRow, seen: Row) -> Completion | None:
-        """None if the step is skipped."""
-        renderer = self._renderer
+        """None if the step is skipped; raises RowError if it fails."""
+        renderer, name = self._renderer, step.name
 
-        def render() -> Any:
-            return (
-                renderer.render_step(step.name, seen, 1) if renderer.runs(step.name, seen) else None
-            )
+        def render() -> Request | None:
+            return renderer.render_step(name, seen, 1) if renderer.runs(name, seen) else None
 
-        request = await row.in_thread(render)
-        if request is None:
+        completion = await row.ask(
+            render, name, step.engine, takes_long=renderer.step_takes_long(name)
+        )
+        if completion is None:
             return None
-        completion = await row.ask(request, step.name, step.engine)
-        return parsed_or_failed(completion) if self._parses(completion) else completion
+        if completion.parsed is None and self._parses(completion):
+            completion = parsed_or_failed(completion)
+        if completion.error is not None:
+            raise completion.error
+        return completion
 
     def _answer(self, step: StepTable, completion: Completion, row: Row) -> dict[str, Any]:
         """What templates of later steps see; names without a value are left out."""
@@ -118,6 +123,13 @@ class Steps:
             }
             for name, answer in answers.items()
         }
+
+
+def _named(error: RowError, step: str) -> RowError:
+    """The same error, and the step that it is of."""
+    named = copy(error)
+    named.args = (f"step {step}: {error}",)
+    return named
 
 
 def _texts(candidates: Sequence[Completion] | None) -> list[str] | None:

@@ -21,6 +21,8 @@ class PathTemplate:
     def __init__(self, key: str, source: str, job: JobConfig) -> None:
         self._job = job
         self._template = RowTemplate(key, source, timeout_s=job.run.row_timeout_s)
+        self.takes_long = self._template.is_apart
+        """True if it is rendered in a separate process."""
 
     def render(self, fields: Mapping[str, Any]) -> str:
         """Raises RowError as ``RowTemplate`` does, for example if a name is missing."""
