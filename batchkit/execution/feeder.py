@@ -71,6 +71,8 @@ class Feeder:
         for _ in range(AHEAD):
             if len(self.in_flight) >= self.window.size:
                 break
+            if settled and self._prefetch.broken:
+                break  # the error is raised once these are written
             rendered = self.next_rendered()
             if rendered is None:
                 break
