@@ -103,6 +103,8 @@ SLOW = {
     "test_pdf",
     "test_quickstart",
     "test_reask",
+    "test_rollout_faults",
+    "test_steps",
     "test_progress",
     "test_report",
     "test_report_browser",

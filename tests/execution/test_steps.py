@@ -83,7 +83,11 @@ def test_a_retry_and_a_second_question_are_of_the_step_alone() -> None:
         assert run().exit_code == 0
     assert [one.split()[0] for one in asked] == ["draft", "judge", "judge", "judge", "revise"]
     assert records()[0]["text"] == "<revise 7>"
-    assert [line["attempt"] for line in generations()] == [1, 3, 1]
+    assert [line["attempt"] for line in generations()] == [
+        1,
+        2,
+        1,
+    ]  # the engine itself repeats what a server refuses for now
 
 
 def test_a_step_that_is_too_long_is_cut_and_the_others_are_not() -> None:
