@@ -14,7 +14,7 @@ import math
 import struct
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from hashlib import shake_128
 from typing import Any
 
@@ -39,14 +39,18 @@ class Options(Table):
 
 
 class DryRunEngine:
-    """Answers in the order of submission, each request after ``latency_s``."""
+    """Answers in the order of submission, each request after ``latency_s``.
+
+    ``in_json``: the steps whose answers are JSON, "" for a row without steps. ``judge``: the step that
+    picks a candidate.
+    """
 
     def __init__(
         self,
         options: Options,
         *,
         task: TaskName = "generate",
-        in_json: bool = False,
+        in_json: Collection[str] = (),
         judge: str | None = None,
     ) -> None:
         self._judge = judge
@@ -93,11 +97,12 @@ class DryRunEngine:
             pooled = _pooled(request, self._task)
             return Completion(request, usage=usage, latency_s=self._latency_s, pooled=pooled)
         text = f"dry-run: no model answered row {request.row.index}"
-        if request.call is not None and request.call.step == self._judge:
+        step = "" if request.call is None else request.call.step
+        if step and step == self._judge:
             return self._completion(request, Choice("1", "stop"))
         if (call := _forced_call(request, text)) is not None:
             return self._completion(request, Choice("", "tool_calls", tool_calls=[call]))
-        if self._in_json:
+        if step in self._in_json:
             schema = schema_in(request.sampling)
             value = {"answer": text} if schema is None else example(schema, text)
             text = orjson.dumps(value).decode()
@@ -121,8 +126,10 @@ def open_engine(job: JobConfig) -> DryRunEngine:
     given = job.engine.options
     if problems := problems_with("engine.options", Options, given, job.engine.kind):
         raise JobError("\n".join(problems))
-    in_json, judge = job.output.parse is not None, job.select.step
-    return DryRunEngine(Options(**given), task=job.task, in_json=in_json, judge=judge)
+    in_json = {step.name for step in job.steps if step.parse is not None}
+    if job.output.parse is not None:
+        in_json.add("")
+    return DryRunEngine(Options(**given), task=job.task, in_json=in_json, judge=job.select.step)
 
 
 def open_preflight(job: JobConfig) -> DryRunPreflight:

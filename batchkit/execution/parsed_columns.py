@@ -1,15 +1,19 @@
-"""The columns of parsed answers (``output.parse``): a key each, with the type of its values."""
+"""The columns of parsed answers (``output.parse``), or of the dicts that a function of ``[rollout]``
+returned: a key each, with the type of its values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from batchkit.config.answer_schema import resolved, schema_in
 from batchkit.config.tables import JobConfig
-from batchkit.storage.newest import read_newest
+from batchkit.storage.ledger import whole_record
+from batchkit.storage.newest import NewestLog
 
+_RELEASE_EVERY = 10_000  # records
 _MOST_COLUMNS = 1_000  # an answer may use names or dates as keys
 _TEXT = "string"  # also for what has no other type, as JSON
 _UNKNOWN = "null"
@@ -22,19 +26,29 @@ def parsed_columns(log: Path, job: JobConfig) -> dict[str, str]:
     Texts, numbers, true and false keep their type, also in a list; anything else is JSON as text.
     Keys past the first thousand have no column.
     """
-    if job.output.parse is None:
+    last = job.of_step(job.steps[-1]) if job.steps else job
+    if not (last.output.parse or job.rollout or any(step.parse for step in job.steps)):
         return {}
-    found = dict(_of_schema(schema_in(job.sampling.params())))
-    for record in read_newest(log):
-        parsed = record.get("parsed")
-        if not isinstance(parsed, Mapping):
-            continue
+    found = dict(_of_schema(schema_in(last.sampling.params()))) if last.output.parse else {}
+    for parsed in _parsed(log):
         for key, value in parsed.items():
             if key in found:
                 found[key] = _common(found[key], _type_of(value))
             elif len(found) < _MOST_COLUMNS:
                 found[key] = _type_of(value)
     return {key: kind.replace(_UNKNOWN, _TEXT) for key, kind in found.items()}
+
+
+def _parsed(log: Path) -> Iterator[Mapping[str, Any]]:
+    """Those of all rows that are objects."""
+    with closing(NewestLog(log)) as newest:
+        for number, line in enumerate(newest):
+            if number % _RELEASE_EVERY == 0:
+                newest.release()
+            if newest.view.find(b'"parsed":', line.start, line.end) >= 0:
+                record = whole_record(newest.view[line.start : line.end], log, line.start)
+                if isinstance(parsed := record.get("parsed"), Mapping):
+                    yield parsed
 
 
 def _type_of(value: Any) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
-from batchkit.execution.answer_columns import Column, answer_columns
+from batchkit.execution.answer_columns import Column, answer_columns, step_columns
 from batchkit.execution.parsed_columns import parsed_columns
 from batchkit.execution.vector_column import (
     EMBEDDING,
@@ -47,9 +47,9 @@ class Layout(NamedTuple):
     ``answer``: those for what the job's answers hold besides text.
     ``embedding``: the type of the vectors; None: no column for them.
     ``scores``: one column ``scores.<name>`` each, and one for the prediction; None: not scored.
-    ``keep``: the kept fields, as text. ``parsed``: the type of each key of the parsed answers. A
-    field or a key with the name of another column gets the prefix ``fields.`` or ``parsed.`` until
-    its name is free.
+    ``steps``: those of ``[[steps]]``. ``keep``: the kept fields, as text. ``parsed``: the type of each
+    key of the parsed answers. A field, a key or a step with the name of another column gets the prefix
+    ``fields.``, ``parsed.`` or ``steps.`` until its name is free.
     """
 
     scores: Sequence[str] | None
@@ -57,6 +57,7 @@ class Layout(NamedTuple):
     parsed: Mapping[str, str] = MappingProxyType({})
     embedding: VectorType | None = None
     answer: Mapping[str, Column] = MappingProxyType({})
+    steps: Mapping[str, Column] = MappingProxyType({})
 
     @classmethod
     def of(cls, folder: Path) -> Layout:
@@ -66,7 +67,8 @@ class Layout(NamedTuple):
         scores = score_names(job.scoring) if job.scoring.is_on else None
         parsed = parsed_columns(folder / RESULTS, job)
         answer = answer_columns(folder / RESULTS, job)
-        return cls(scores, kept_fields(job), parsed, vector_type(folder, job), answer)
+        vectors = vector_type(folder, job)
+        return cls(scores, kept_fields(job), parsed, vectors, answer, step_columns(job))
 
     def columns(self) -> dict[str, str]:
         """The columns' names and Arrow types, in order; for a vector, those that name its place."""
@@ -76,8 +78,9 @@ class Layout(NamedTuple):
         if self.scores is not None:
             found |= {"prediction": "string"}
             found |= {f"scores.{name}": "double" for name in self.scores}
+        steps = {name: column.type for name, column in self.steps.items()}
         fields = dict.fromkeys(self.keep, "string")
-        for prefix, columns in (("parsed.", self.parsed), ("fields.", fields)):
+        for prefix, columns in (("steps.", steps), ("parsed.", self.parsed), ("fields.", fields)):
             for name, kind in columns.items():
                 while name in found:
                     name = f"{prefix}{name}"
@@ -91,23 +94,16 @@ class Layout(NamedTuple):
             found += PLACE.values()
         if self.scores is not None:
             found += [("prediction",), *(("scores", name) for name in self.scores)]
+        found += [column.keys for column in self.steps.values()]
         found += [("parsed", name) for name in self.parsed]
         return found + [("fields", name) for name in self.keep]
 
     def reader(self) -> Callable[[Mapping[str, Any]], list[Any]]:
         """Reads a record's values in the order of ``columns``."""
-        plan = [
-            (*keys, kind) for keys, kind in zip(self.keys(), self.columns().values(), strict=True)
-        ]
+        plan = [*zip(self.keys(), self.columns().values(), strict=True)]
 
         def read(record: Mapping[str, Any]) -> list[Any]:
-            values = []
-            for key, *inner, kind in plan:
-                value = record.get(key)
-                if inner:
-                    value = value.get(inner[0]) if isinstance(value, Mapping) else None
-                values.append(_of_type(kind, value))
-            return values
+            return [_of_type(kind, _at(record, keys)) for keys, kind in plan]
 
         return read
 
@@ -243,12 +239,12 @@ class _Log:
                 explicit_schema=_json_schema(self._layout, first),
                 unexpected_field_behavior="ignore",
             ),
-        ).flatten()
+        )
         if found.num_rows != len(lines):
             raise pa.ArrowInvalid("two values in a line")
         columns = [
-            found[".".join(keys)].cast(field.type)
-            for keys, field in zip(self._layout.keys(), self._schema, strict=True)
+            (pc.struct_field(found[key], inner) if inner else found[key]).cast(field.type)
+            for (key, *inner), field in zip(self._layout.keys(), self._schema, strict=True)
         ]
         for column in columns:  # Arrow's parser also takes NaN and Infinity
             flat = pc.list_flatten(column) if pa.types.is_list(column.type) else column
@@ -270,25 +266,32 @@ class _Log:
 
 def _json_schema(layout: Layout, first: Mapping[str, Any]) -> pa.Schema:
     """What Arrow should find in lines like that of the record ``first``: its kept fields, and no
-    choices or tool calls, whose JSON Arrow couldn't keep.
+    choices, votes or tool calls, whose JSON Arrow couldn't keep.
     """
     import pyarrow as pa
 
-    fields = first.get("fields") or {}
     found: dict[str, Any] = {}
-    for (key, *inner), field in zip(layout.keys(), _schema_of_records(layout), strict=True):
+    for keys, field in zip(layout.keys(), _schema_of_records(layout), strict=True):
+        *outer, name = keys
         kind = field.type
-        if key in ("choices", "tool_calls"):
+        if name in ("choices", "votes", "tool_calls") and not outer:
             kind = pa.null()
-        elif key == "fields":
-            kind = {int: pa.int64(), bool: pa.bool_()}.get(type(fields.get(*inner)), kind)
-        if inner:
-            found.setdefault(key, []).append((*inner, kind))
-        else:
-            found[key] = kind
-    return pa.schema(
-        [(key, pa.struct(kind) if isinstance(kind, list) else kind) for key, kind in found.items()]
-    )
+        elif outer == ["fields"]:
+            value = (first.get("fields") or {}).get(name)
+            kind = {int: pa.int64(), bool: pa.bool_()}.get(type(value), kind)
+        place = found
+        for key in outer:
+            place = place.setdefault(key, {})
+        place[name] = kind
+    return pa.schema([(key, _nested(kind)) for key, kind in found.items()])
+
+
+def _nested(kind: Any) -> pa.DataType:
+    import pyarrow as pa
+
+    if not isinstance(kind, dict):
+        return kind
+    return pa.struct([(key, _nested(inner)) for key, inner in kind.items()])
 
 
 def _check_utf8(text: pa.Buffer) -> None:
@@ -312,7 +315,8 @@ def _check_values(table: pa.Table) -> None:
     ]
     places = [name for name in PLACE if name in table.column_names]
     fits += [table[name].is_null().equals(table[places[0]].is_null()) for name in places]
-    counts = ["index", "attempt", "prompt_tokens", "completion_tokens", "reasoning_tokens", *places]
+    counts = ["index", "attempt", "prompt_tokens", "completion_tokens", "reasoning_tokens"]
+    counts += ["generations", "selected", *places]
     for name in (name for name in counts if name in table.column_names):
         within = pc.min_max(table[name]).as_py()
         fits.append(within["min"] is None or 0 <= within["min"] <= within["max"] < COUNT_LIMIT)
@@ -335,6 +339,12 @@ def _arrow_type(kind: str) -> pa.DataType:
     inner = kind.removeprefix("list<").removesuffix(">")
     found = pa.type_for_alias(inner)
     return found if inner == kind else pa.list_(found)
+
+
+def _at(record: Any, keys: Sequence[str]) -> Any:
+    for key in keys:
+        record = record.get(key) if isinstance(record, Mapping) else None
+    return record
 
 
 def _of_type(kind: str, value: Any) -> Any:
