@@ -31,6 +31,7 @@ SCRIPTS = [
     "parquet",
     "vectors",
     "merge",
+    "view",
     "text",
     "images",
     "order",

@@ -12,6 +12,7 @@ from batchkit.commands.run import find_run
 from batchkit.commands.view.runs import Runs
 from batchkit.engines.registry import require
 from batchkit.errors import JobError
+from batchkit.execution.signals import Interrupted
 from batchkit.storage.runfolder import is_run
 
 PORT = 8484  # if it is taken and no other was asked for, any free one
@@ -48,6 +49,7 @@ def view(
                 loop="asyncio",
                 lifespan="off",
                 log_config=None,
+                log_level="critical",
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=1,
@@ -57,7 +59,10 @@ def view(
         ready(address)
         if browser and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
             webbrowser.open(address)
-        server.run(sockets=[listening])
+        try:
+            server.run(sockets=[listening])
+        except (Interrupted, KeyboardInterrupt):  # this is how it ends
+            return
 
 
 def _runs(target: str | None) -> Runs:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from hashlib import blake2b
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from math import nan
-from typing import Any, NamedTuple
-from zlib import crc32
+from typing import Any
 
 import numpy as np
 import orjson
 
-from batchkit.scoring.metrics import group_name
-from batchkit.storage.answers import answers_in_words
-from batchkit.storage.ledger import failure_kind, record_of
+from batchkit.commands.view.values import DAMAGE, Values, made_of
 
 Table = np.ndarray[Any, Any]
 
@@ -22,22 +18,22 @@ ENTRY = np.dtype(
     [
         ("start", "<i8"),  # of the line in the log
         ("length", "<u4"),  # of the line
-        ("row", "<u4"),
-        ("id", "<u8"),  # a hash
-        ("made", "<u4"),  # a hash of what a line of scores.jsonl has to agree in
-        ("scored_at", "<i8"),  # where that line begins; -1: the record's own scores count
-        ("answer", "<u4"),  # a hash
-        ("letters", "<u4"),  # of the answer
-        ("tokens", "<u4"),  # of the completion
-        ("latency", "<f4"),
+        ("scored_at", "<i8"),  # where its line of scores.jsonl begins; -1: it has its own scores
         ("group", "<u2"),  # a number in ``groups``
         ("kind", "u1"),  # a number in ``kinds``; 0 is an answer
+        ("row", "<u4"),  # from here on as in ``Values``
+        ("id", "<u8"),
+        ("made", "<u4"),
+        ("answer", "<u4"),
+        ("letters", "<u4"),
+        ("tokens", "<u4"),
+        ("latency", "<f4"),
         ("is_ok", "?"),
     ]
 )
 OTHERS = "(others)"
 _MOST = {"kinds": 250, "groups": 10_000, "scorers": 50}
-_DAMAGE = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError)
+_PLAIN = 8  # of ``Values``
 
 
 class Names:
@@ -57,13 +53,6 @@ class Names:
             if found == len(self.texts):
                 self.texts.append(text)
         return found
-
-
-class _Line(NamedTuple):
-    """What the columns have of a record."""
-
-    entry: tuple[Any, ...]
-    scores: Mapping[str, float]
 
 
 class Columns:
@@ -96,63 +85,37 @@ class Columns:
         self.groups = Names(groups or [], _MOST["groups"])
         self.scorers = Names(scorers or [], _MOST["scorers"])
 
-    def add(self, block: bytes, group_by: str | None, expected: int) -> bool:
+    def add(self, block: bytes, read: Callable[[bytes], Values], expected: int) -> bool:
         """Read ``block``, which begins at byte ``end`` of a log with some ``expected`` bytes. A broken
         line at its end is left for the next time: the run may cut it off. False if there was none."""
-        found = self._read(block, group_by, orjson.loads) or self._read(block, group_by, record_of)
-        if not found:
-            return False
-        lines = np.array([line.entry for line in found], ENTRY)
-        n, end = self.n + len(lines), int(lines[-1]["start"]) + int(lines[-1]["length"])
-        self._make_room(n, n * expected // end)
-        self.entries[self.n : n] = lines
-        self.scores[self.n : n] = nan
-        for number, line in enumerate(found, start=self.n):
-            self._put_scores(number, line.scores)
-        self.n, self.end = n, end
-        return True
-
-    def _read(
-        self, block: bytes, group_by: str | None, parse: Callable[[bytes], Any]
-    ) -> list[_Line]:
-        """Its whole records. If a line is damaged, those that ``record_of`` accepts; with another
-        ``parse``, none: it does not check what it parses."""
-        found, start = [], self.end
+        found: list[tuple[Any, ...]] = []
+        scored: dict[str, tuple[list[int], list[float | None]]] = {}
+        start = end = self.end
         for raw in BytesIO(block):
             try:
-                record = parse(raw) if raw.endswith(b"\n") else None
-                if record is not None:
-                    entry = self._entry(record, start, len(raw), group_by)
-                    found.append(_Line(entry, numbers(record.get("scores") or {})))
-            except _DAMAGE:
-                if parse is not record_of:
-                    return []
-            start += len(raw)
-        return found
-
-    def _entry(
-        self, record: dict[str, Any], start: int, length: int, group_by: str | None
-    ) -> tuple[Any, ...]:
-        answer = "\n".join(answers_in_words(record))
-        usage = record.get("usage") or {}
-        group = 0
-        if group_by is not None:
-            group = self.groups.number(group_name((record.get("fields") or {}).get(group_by)))
-        return (
-            start,
-            length,
-            _count(record["index"]),
-            hash_of_id(record["id"]),
-            made_of(record),
-            -1,
-            crc32(answer.encode()),
-            len(answer),
-            _count(usage.get("completion_tokens") or 0),
-            float(record.get("latency_s") or 0),
-            group,
-            self.kinds.number(failure_kind(record) or ""),
-            record["status"] == "ok",
-        )
+                values = read(raw)
+            except DAMAGE:
+                start += len(raw)
+                continue
+            for name, score in values.scores.items():
+                numbers, scores = scored.setdefault(name, ([], []))
+                numbers.append(self.n + len(found))
+                scores.append(score)
+            group = 0 if values.group is None else self.groups.number(values.group)
+            kind = self.kinds.number(values.kind)
+            found.append((start, len(raw), -1, group, kind, *values[:_PLAIN]))
+            start = end = start + len(raw)
+        if not found:
+            return False
+        n = self.n + len(found)
+        self._make_room(n, n * expected // end)
+        self.entries[self.n : n] = np.array(found, ENTRY)
+        self.scores[self.n : n] = nan
+        for name, (numbers, scores) in scored.items():
+            column = self._column(name)
+            self.scores[numbers, column] = np.array(scores, np.float32)
+        self.n, self.end = n, end
+        return True
 
     def add_scores(self, block: bytes, newest: Table) -> None:
         """Read ``block``: whole lines, from byte ``scored_end`` of scores.jsonl on.
@@ -164,25 +127,26 @@ class Columns:
         for raw in BytesIO(block):
             try:
                 line = orjson.loads(raw)
-                scores, row = numbers(line["scores"]), _count(line["index"])
-            except _DAMAGE as error:
+                row, scores = int(line["index"]), line["scores"]
+                made = made_of(line["input_hash"], line["finished_at"])
+                place = int(rows.searchsorted(row))
+                if place < len(rows) and rows[place] == row:
+                    number = newest[place]
+                    if self.entries["made"][number] == made:
+                        self.entries["scored_at"][number] = start
+                        self.scores[number] = nan
+                        for name, score in scores.items():
+                            self.scores[number, self._column(name)] = score
+            except DAMAGE as error:
                 raise ValueError(f"the line at byte {start} is damaged") from error
-            place = rows.searchsorted(row)
-            if place < len(rows) and rows[place] == row:
-                number = newest[place]
-                if self.entries["made"][number] == made_of(line):
-                    self.entries["scored_at"][number] = start
-                    self.scores[number] = nan
-                    self._put_scores(number, scores)
             start += len(raw)
         self.scored_end = start
 
-    def _put_scores(self, number: int, scores: Mapping[str, float]) -> None:
-        for name, score in scores.items():
-            column = self.scorers.number(name)
-            if column >= self.scores.shape[1]:
-                self.scores = np.pad(self.scores, ((0, 0), (0, 1)), constant_values=nan)
-            self.scores[number, column] = score
+    def _column(self, scorer: str) -> int:
+        column = self.scorers.number(scorer)
+        while column >= self.scores.shape[1]:
+            self.scores = np.pad(self.scores, ((0, 0), (0, 1)), constant_values=nan)
+        return column
 
     def _make_room(self, n: int, expected: int) -> None:
         """Memory that nobody has written to costs nothing."""
@@ -192,24 +156,3 @@ class Columns:
         entries, scores = np.empty(size, ENTRY), np.empty((size, self.scores.shape[1]), np.float32)
         entries[: self.n], scores[: self.n] = self.entries[: self.n], self.scores[: self.n]
         self.entries, self.scores = entries, scores
-
-
-def hash_of_id(row_id: str) -> int:
-    digest = blake2b(row_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
-
-
-def made_of(line: Mapping[str, Any]) -> int:
-    """Equal for a record and a line of scores.jsonl that was made from it; both of one row."""
-    return crc32(f"{line.get('input_hash')} {line.get('finished_at')}".encode())
-
-
-def numbers(scores: Mapping[str, Any]) -> dict[str, float]:
-    """Scores with nan for those that could not be computed."""
-    return {name: nan if score is None else float(score) for name, score in scores.items()}
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**32:
-        raise ValueError(f"{value!r} is not a count")
-    return value

@@ -21,6 +21,7 @@ import orjson
 
 from batchkit.commands.view.columns import Columns, Table
 from batchkit.commands.view.saved_columns import load, save
+from batchkit.commands.view.values import reader
 from batchkit.config.regular_file import open_regular
 from batchkit.errors import StoreError
 from batchkit.storage.checkpoint import CHECKPOINT, check_log, passed_over
@@ -72,6 +73,7 @@ class Index:
         self._stat = os.fstat(self._log.fileno())
         self._scores: FileIO | None = None
         self._growing = threading.Lock()  # held by the request that lets it grow
+        self._read = reader(group_by)
         self._columns = load(folder, self._log, group_by) or Columns()
         self._n_saved = self._columns.n
         self._snapshot = _snapshot(self._columns, 0.0)
@@ -140,7 +142,7 @@ class Index:
         length = _BLOCK_BYTES
         while columns.end < size:
             block = self.raw(columns.end, length)
-            if columns.add(block, self.group_by, size):
+            if columns.add(block, self._read, size):
                 length = _BLOCK_BYTES
             elif columns.end + len(block) >= size or length > _LONGEST_BYTES:
                 return True

@@ -1,0 +1,177 @@
+"""``batchkit view`` over a run of 1,000,000 rows: seconds until a page of rows is there, and memory.
+
+    python benchmarks/view.py [--rows 1000000] [--quick]
+
+The server is a fresh process: once without its index of the log, then again with the one that the
+first has saved. Times are those of whole HTTP requests, until the answer is over the whole log: a page
+asks again while it is not. Memory is the largest resident set of the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlencode, urlsplit
+
+import tomlkit
+from figures import Figure
+from parquet import make_run, records
+
+GROUP = "drinks"
+QUERIES: dict[str, tuple[dict[str, Any], float | None]] = {  # wanted seconds
+    "a page in the middle": ({"offset": 500_000}, 1),
+    "filter by kind of failure": ({"kind": "timeout"}, 2),
+    "filter by group": ({"group": GROUP}, 2),
+    "filter by score": ({"scorer": "f1", "min": 0.25, "max": 0.5}, 2),
+    "sort by latency": ({"sort": "latency", "order": "desc"}, 2),
+    "sort by score, filtered": ({"sort": "score", "scorer": "f1", "status": "ok"}, 2),
+    "search, one row has it": ({"text": "row 777799"}, 2),
+    "search, an id": ({"text": "q654321"}, 2),
+    "search, no row has it": ({"text": "Nowhere to be found"}, 2),
+    "search, half of the rows": ({"text": "so"}, None),
+}
+
+
+class Answer(NamedTuple):
+    """``first_s``: until the first answer; ``whole_s``: until one over the whole log."""
+
+    first_s: float
+    whole_s: float
+    total: int
+
+
+class Server(NamedTuple):
+    process: subprocess.Popen[str]
+    connection: HTTPConnection
+
+    def get(self, path: str, **params: Any) -> Any:
+        self.connection.request("GET", f"/api/runs/view{path}?{urlencode(params)}")
+        answer = self.connection.getresponse()
+        content = answer.read()
+        assert answer.status == 200, content
+        return json.loads(content)
+
+    def rows(self, **params: Any) -> Answer:
+        began, first = time.perf_counter(), None
+        while True:
+            page = self.get("/rows", **params)
+            first = first or time.perf_counter() - began
+            if page["indexed"] == 1:
+                return Answer(first, time.perf_counter() - began, page["total"])
+
+    def peak_mib(self) -> float:
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--quick", action="store_true", help="200,000 rows")
+    args = parser.parse_args()
+    n = 200_000 if args.quick else args.rows
+    with tempfile.TemporaryDirectory() as name:
+        log = write_run(Path(name), n)
+        print(f"{n:,} rows, {log.stat().st_size / 1e6:,.0f} MB of JSON lines")
+        with serving(log.parent) as server:
+            cold = server.rows()
+            figures = [
+                Figure("first page", cold.first_s, "s", 1, True),
+                Figure("until the log is indexed", cold.whole_s, "s"),
+                seconds("first page of the status", lambda: server.get(""), 1),
+                *queries(server),
+                Figure("largest resident set", server.peak_mib(), "MiB", 300, True),
+            ]
+        with serving(log.parent) as server:
+            warm = server.rows()
+            figures.append(Figure("first page, index saved", warm.whole_s, "s", 1, True))
+            figures.append(
+                Figure("largest resident set, index saved", server.peak_mib(), "MiB", 300, True)
+            )
+        assert (cold.total, warm.total) == (n, n)
+    for figure in figures:
+        wanted = "" if figure.wanted is None else f"≤ {figure.wanted:g}"
+        print(
+            f"{figure.what:<52} {figure.found:>8.2f} {figure.unit:<4} {wanted:>6}  {figure.outcome}"
+        )
+    found = [figure.to_json() for figure in figures]
+    print(json.dumps({"benchmark": "view", "rows": n, "figures": found}))
+
+
+def queries(server: Server) -> Iterator[Figure]:
+    for what, (params, wanted) in QUERIES.items():
+        answer = server.rows(limit=50, **params)
+        figure = f"{what} ({answer.total:,} rows)"
+        yield Figure(figure, answer.whole_s, "s", wanted, True)
+        if wanted is None:
+            yield Figure(f"{what}: its first page", answer.first_s, "s", 2, True)
+
+
+def seconds(what: str, act: Any, wanted: float) -> Figure:
+    began = time.perf_counter()
+    act()
+    return Figure(what, time.perf_counter() - began, "s", wanted, True)
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Server]:
+    command = ["view", str(folder), "--port", "0", "--no-browser"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "batchkit", *command], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        address = urlsplit(process.stdout.readline().strip())
+        assert address.hostname
+        yield Server(process, HTTPConnection(address.hostname, address.port))
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(30)
+
+
+def write_run(folder: Path, n: int) -> Path:
+    """A finished run of ``n`` rows, with scores, groups and failures; its log as a run writes it."""
+    from batchkit.storage.store import RecordLine, Store
+
+    first = make_run(folder, 1)
+    run = first.parent.rename(folder / "output" / "view")
+    job = tomlkit.parse((run / "job.toml").read_text())
+    scoring = {"reference": "topic", "scorers": ["f1", "em"], "group_by": "topic"}
+    job |= {"name": "view", "scoring": scoring}
+    (run / "job.toml").write_text(tomlkit.dumps(job))
+    record = json.loads((run / "results.jsonl").read_bytes())
+    (run / "results.jsonl").unlink()
+
+    def lines() -> Iterator[RecordLine]:
+        for made in records(record, n):
+            index = made["index"]
+            if index % 9 == 0:
+                made["fields"] = {"topic": GROUP}
+            if made["status"] == "ok":
+                made |= {
+                    "prediction": made["text"][:20],
+                    "scores": {"f1": index % 97 / 96, "em": 0},
+                }
+            raw = json.dumps(made, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+            yield RecordLine(raw, made)
+
+    store = Store(run)
+    store.copy_all(lines())
+    store.close()
+    manifest = json.loads((run / "manifest.json").read_bytes())
+    (run / "manifest.json").write_text(json.dumps({**manifest, "name": "view", "total": n}))
+    return run / "results.jsonl"
+
+
+if __name__ == "__main__":
+    main()
