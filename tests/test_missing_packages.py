@@ -105,6 +105,12 @@ def test_without_its_packages_demo_model_says_what_to_install(tmp_path: Path, na
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.parametrize("name", ["starlette", "uvicorn"])
+def test_without_its_packages_view_says_what_to_install(tmp_path: Path, name: str) -> None:
+    ended = command(tmp_path, WITHOUT.format(names=[name]), "view", ".")
+    assert_one_line(ended, f"{name} is not installed", f"pip install -e '{ROOT}[view]'")
+
+
 def test_a_package_that_can_not_be_imported_is_one_line_too(tmp_path: Path) -> None:
     words = "libcudart.so.12: cannot open shared object file"
     broken = WITHOUT.format(names=["vllm.env_override"]).replace(

@@ -11,10 +11,7 @@ from tests.support.command_line import batchkit
 from tests.support.dry_runs import prepare, rows_that_fail, run
 from tests.support.view_server import viewing
 
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 def test_the_list_has_all_runs_and_a_run_says_what_status_says(tmp_path: Path) -> None:

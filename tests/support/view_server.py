@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -38,6 +39,17 @@ class Viewed(NamedTuple):
 
         until(is_whole)
         return found
+
+    def events(self, run: str = "a") -> Iterator[tuple[str, Any]]:
+        """Names and data of the run's events, as they come."""
+        with self.client.stream("GET", f"/api/runs/{run}/events") as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            name = ""
+            for line in answer.iter_lines():
+                if line.startswith("event: "):
+                    name = line.removeprefix("event: ")
+                elif line.startswith("data: "):
+                    yield name, json.loads(line.removeprefix("data: "))
 
     def indexes(self, run: str = "a", **params: Any) -> list[int]:
         return [row["index"] for row in self.rows(run, **params)["rows"]]

@@ -1,0 +1,286 @@
+"""``batchkit view`` while something happens to the run: it is written, killed, replaced, damaged, gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.command_line import batchkit
+from tests.support.dry_runs import LOG, RUN, prepare, run, write_job
+from tests.support.mounts import mounted
+from tests.support.own_process import begin
+from tests.support.view_server import Viewed, viewing
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+SAVED = RUN / ".view/index"
+SLOW = {"options": {"latency_s": 0.1, "max_num_seqs": 4}}  # 40 rows a second
+MANY = 20_500  # rows of a run whose index is kept
+
+
+@pytest.fixture
+def view(tmp_path: Path) -> Iterator[Viewed]:
+    Path("output").mkdir()
+    with viewing("output", cwd=tmp_path) as view:
+        yield view
+
+
+def newest_texts() -> dict[int, str]:
+    return {(line := json.loads(raw))["index"]: line["text"] for raw in LOG.open("rb")}
+
+
+def test_a_run_that_is_killed_and_resumed_is_followed(view: Viewed, tmp_path: Path) -> None:
+    prepare(200, engine=SLOW, run={"checkpoint_interval_s": 0.2})
+    assert view.get("runs") == []
+    process = begin("run", "job.toml", cwd=tmp_path)
+    until(lambda: view.get("runs"))
+    states, counts, starts = [], [], set()
+    for name, data in view.events():
+        if name == "metrics":
+            starts.add(data["start"])
+            continue
+        assert name == "status", data
+        state = data["state"]
+        states += [state] if states[-1:] != [state] else []
+        counts.append(data["ok"])
+        if state == "running" and len(data["starts"]) == 1 and data["ok"] > 20:
+            process.kill()
+            process.wait(60)
+        elif state == "stopped":
+            assert data["ok"] < 200
+            assert data["held_by"] is None
+            process = begin("run", "job.toml", cwd=tmp_path)
+        elif state == "finished":
+            break
+    assert process.wait(60) == 0
+    assert states == ["running", "stopped", "running", "finished"]
+    assert counts == sorted(counts)
+    assert starts == {1, 2}
+    found = view.get("runs/a")
+    assert [start["exit"] for start in found["starts"]] == [None, 0]
+    assert view.indexes(limit=500) == [*range(200)]
+    metrics = view.get("runs/a/metrics")
+    assert len({len(column) for column in metrics.values()}) == 1
+    firsts = [metrics["start"].index(number) for number in (1, 2)]
+    assert [metrics["rows_per_s"][first] for first in firsts] == [None, None]
+    assert max(filter(None, metrics["rows_per_s"])) > 1
+    thinned = view.get("runs/a/metrics", points=2)
+    assert len(thinned["at"]) <= 5
+    assert (thinned["at"][0], thinned["at"][-1]) == (metrics["at"][0], metrics["at"][-1])
+
+
+def test_a_run_that_can_not_start_says_so(view: Viewed) -> None:
+    prepare(3, engine={"kind": "openai-server", "base_url": "http://127.0.0.1:9/v1", "model": "m"})
+    assert run().exit_code == 1
+    assert view.get("runs/a")["state"] == "failed to start"
+
+
+def test_a_line_appears_when_it_is_whole(view: Viewed) -> None:
+    prepare(5)
+    run()
+    whole = LOG.read_bytes()
+    last = json.loads(whole.splitlines()[-1])
+    line = json.dumps({**last, "index": 7, "id": "7"}).encode() + b"\n"
+    assert view.indexes() == [0, 1, 2, 3, 4]
+    with LOG.open("ab") as log:
+        log.write(line[:50])
+    assert view.indexes() == [0, 1, 2, 3, 4]
+    with LOG.open("ab") as log:
+        log.write(line[50:])
+    assert view.indexes() == [0, 1, 2, 3, 4, 7]
+
+
+def test_a_newer_record_takes_the_place_of_an_older(view: Viewed) -> None:
+    prepare(5)
+    run()
+    assert view.indexes(status="failed") == []
+    error = {"kind": "oom", "type": "RowOutOfMemoryError", "message": "too large"}
+    with LOG.open("a") as log:
+        record = json.loads(LOG.read_bytes().splitlines()[2])
+        log.write(json.dumps({**record, "status": "failed", "text": None, "error": error}) + "\n")
+    assert view.indexes(status="failed") == view.indexes(kind="oom") == [record["index"]]
+    assert view.rows()["total"] == 5
+    assert view.get("runs/a")["failures"][0]["message"] == "too large"
+
+
+def test_a_log_that_requeue_replaced(view: Viewed) -> None:
+    prepare(6)
+    run()
+    view.rows()
+    write_job(prompt={"user": "Now: {{ q }}"}, output={"keep": ["q"]})
+    assert run("--on-change", "requeue").exit_code == 0
+    assert view.indexes() == [0, 1, 2, 3, 4, 5]
+    assert view.indexes(text="question 4") == [4]
+    found = view.get("runs/a/rows/3")
+    assert found["record"] == json.loads(
+        next(raw for raw in LOG.open("rb") if b'"index":3,' in raw)
+    )
+
+
+def test_a_run_that_was_moved_aside(view: Viewed) -> None:
+    prepare(6)
+    run()
+    view.rows()
+    assert run("--fresh", "--limit", "2").exit_code == 0
+    assert view.indexes() == [0, 1]
+    assert {each["run"] for each in view.get("runs")} == {"a", "a.1"}
+    assert view.indexes("a.1") == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_run_that_was_deleted(view: Viewed) -> None:
+    prepare(6)
+    run()
+    view.rows()
+    for name, data in view.events():
+        if name == "problem":
+            assert "no run 'a' here" in data["error"]
+            break
+        if RUN.exists():
+            shutil.rmtree(RUN)
+    assert view.get("runs") == []
+    assert "no run 'a' here" in view.get("runs/a/rows", 404)["error"]
+    run()
+    assert view.indexes() == [0, 1, 2, 3, 4, 5]
+
+
+def test_damage_is_reported_until_it_is_repaired(view: Viewed) -> None:
+    prepare(40)
+    run()
+    raw = LOG.read_bytes()
+    lines = raw.splitlines(keepends=True)
+    LOG.write_bytes(b"".join([*lines[:3], b"x" * (len(lines[3]) - 1) + b"\n", *lines[4:]]))
+    lost = json.loads(lines[3])["index"]
+    until(lambda: view.get("runs/a")["problem"])
+    problem = view.get("runs/a")["problem"]
+    assert f"the record at byte {sum(map(len, lines[:3]))} is damaged" in problem
+    assert "batchkit verify --repair" in problem
+    assert view.indexes(limit=500) == sorted({*range(40)} - {lost})
+    batchkit("verify", "--repair", RUN)
+    until(lambda: view.get("runs/a")["problem"] is None)
+    run()
+    assert view.indexes(limit=500) == [*range(40)]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "job.toml", "results.jsonl"])
+def test_a_file_that_is_no_file_of_a_run(view: Viewed, name: str) -> None:
+    prepare(4)
+    run()
+    (RUN / name).write_bytes(b"\0\xff nothing\n")
+    answer = view.client.get("/api/runs/a/rows")
+    if name == "results.jsonl":
+        assert answer.json()["rows"] == []
+    elif name == "job.toml":
+        assert answer.status_code == 409
+        assert "job.toml" in answer.json()["error"]
+    else:
+        assert "manifest.json" in view.get("runs")[0]["error"]
+        assert "manifest.json" in view.get("runs/a", 409)["error"]
+
+
+def test_secrets_are_masked(view: Viewed) -> None:
+    prepare(3, engine={"options": {}}, vars={"api_key": "hush-hush-123"})
+    run()
+    for path in ("runs", "runs/a", "runs/a/rows", "runs/a/rows/1", "runs/a/metrics"):
+        assert "hush-hush-123" not in json.dumps(view.get(path))
+
+
+def test_the_index_of_a_large_run_is_kept_and_damage_to_it_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    prepare(MANY)
+    run()
+    params: dict[str, Any] = {"sort": "tokens", "order": "desc", "offset": MANY - 60, "limit": 99}
+
+    def answers() -> list[int]:
+        with viewing("output/a", cwd=tmp_path) as view:
+            assert view.rows()["total"] == MANY
+            return view.indexes(**params)
+
+    wanted = answers()
+    assert len(wanted) == 60
+    before = SAVED.stat()
+    assert answers() == wanted
+    assert SAVED.stat() == before, "it was used"
+    whole = SAVED.read_bytes()
+    head = whole.index(b"\n")
+    for content in (
+        b"",
+        b"{}\n",
+        whole[:-1],
+        whole[: head + 9],
+        whole[:-9] + bytes(9),
+        whole.replace(b'"n":20500', b'"n":20400'),
+        b'{"n":1' + b"0" * 18 + whole[6:],
+        os.urandom(5000),
+    ):
+        SAVED.write_bytes(content)
+        assert answers() == wanted
+
+
+def test_the_index_of_another_log_is_not_used(tmp_path: Path) -> None:
+    prepare(MANY)
+    run()
+    with viewing("output/a", cwd=tmp_path) as view:
+        view.rows()
+    assert SAVED.exists()
+    lines = LOG.read_bytes().splitlines(keepends=True)
+    (RUN / "checkpoint.json").unlink()
+    LOG.write_bytes(b"".join(lines[:-3]))  # the same file, shorter
+    with viewing("output/a", cwd=tmp_path) as view:
+        assert view.rows()["total"] == MANY - 3
+
+
+def test_a_run_that_can_not_be_written_is_shown(tmp_path: Path) -> None:
+    prepare(MANY)
+    run()
+    with mounted(RUN, "--bind", "-o", "ro", source=RUN), viewing(RUN, cwd=tmp_path) as view:
+        assert view.rows()["total"] == MANY
+        assert view.get("runs/a")["state"] == "finished"
+    assert not SAVED.exists()
+
+
+def test_clients_that_go_away_leave_nothing_behind(view: Viewed) -> None:
+    prepare(5)
+    run()
+    view.rows()
+
+    def descriptors() -> int:
+        return len([*Path(f"/proc/{view.process.pid}/fd").iterdir()])
+
+    before = descriptors()
+    for _ in range(30):
+        for name, _ in view.events():
+            assert name in ("status", "metrics")
+            break
+    until(lambda: descriptors() <= before + 2)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_it_ends_at_once_while_pages_listen(tmp_path: Path, signum: signal.Signals) -> None:
+    prepare(5)
+    run()
+    process = begin("view", "output/a", "--port", "0", cwd=tmp_path)
+    assert process.stdout is not None
+    url = process.stdout.readline().strip()
+    with httpx.stream("GET", f"{url}api/runs/a/events", trust_env=False) as answer:
+        next(answer.iter_lines())
+        process.send_signal(signum)
+        _, stderr = process.communicate(timeout=10)
+    assert process.returncode == (0 if signum == signal.SIGINT else -signum)
+    assert stderr == ""
+
+
+def test_a_port_that_is_taken(view: Viewed) -> None:
+    port = view.url.rstrip("/").rpartition(":")[2]
+    ended = batchkit("view", "output", "--port", port, "--no-browser")
+    assert ended.exit_code == 2
+    assert f"--port {port}: can't listen there" in ended.stderr
