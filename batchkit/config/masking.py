@@ -78,6 +78,15 @@ def is_secret(name: str) -> bool:
     return _NAME.search(plain) is not None and _NOT.search(plain) is None
 
 
+def home_of(key: str) -> str:
+    """``key``; of a step or of a named engine the key of the table that it is like."""
+    if found := _OF_ENGINE.fullmatch(key):
+        return f"engine{found[1]}"
+    if found := _OF_STEP.fullmatch(key):
+        return found[1] if "." in found[1] else f"steps.{found[1]}"
+    return key
+
+
 def masked(
     value: Any, key: str = "", mask: Mask = lambda _: MASK, mask_part: Mask = lambda _: MASK
 ) -> Any:
@@ -87,7 +96,7 @@ def masked(
     header or ``NAME=value``, only the secret is replaced, by what ``mask_part`` makes of it; by
     ``mask`` if it only looks like one.
     """
-    is_own = any(map(is_secret, _home(key).split(".")))
+    is_own = any(map(is_secret, home_of(key).split(".")))
     return _masked(value, key, is_own, mask, mask_part)
 
 
@@ -99,7 +108,7 @@ def secrets_in(value: Any, key: str = "") -> list[str]:
         found.append(secret)
         return MASK
 
-    _masked(value, key, any(map(is_secret, _home(key).split("."))), note, note)
+    _masked(value, key, any(map(is_secret, home_of(key).split("."))), note, note)
     return found
 
 
@@ -173,7 +182,7 @@ def _say_without(said: re.Match[str]) -> str:
 
 
 def _masked(value: Any, key: str, is_own: bool, mask: Mask, mask_part: Mask) -> Any:
-    if _home(key) in CONTENT:
+    if home_of(key) in CONTENT:
         return value
     if isinstance(value, Mapping):
         return {
@@ -191,15 +200,6 @@ def _masked(value: Any, key: str, is_own: bool, mask: Mask, mask_part: Mask) -> 
     if is_own and isinstance(value, str | int | float) and not isinstance(value, bool):
         return mask(str(value)) if value != "" else value
     return _in_text(value, mask_part, mask) if isinstance(value, str) else value
-
-
-def _home(key: str) -> str:
-    """``key``; of a step or of a named engine the key of the table that it is like."""
-    if found := _OF_ENGINE.fullmatch(key):
-        return f"engine{found[1]}"
-    if found := _OF_STEP.fullmatch(key):
-        return found[1] if "." in found[1] else f"steps.{found[1]}"
-    return key
 
 
 def _in_text(text: str, mask: Mask, mask_alike: Mask) -> str:

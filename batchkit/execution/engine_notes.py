@@ -9,7 +9,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.execution.bisection import Suspicion
 from batchkit.execution.events import EngineHistory, Hear, Line
 from batchkit.sources.rowhash import known_hashes
-from batchkit.storage.identity import LEARNED
+from batchkit.storage.identity import is_learned
 from batchkit.storage.manifest import Manifest, Suspects
 
 
@@ -44,7 +44,7 @@ def remember(job: JobConfig, manifest: Manifest, history: EngineHistory) -> None
 
 def _suspects_of(job: JobConfig, manifest: Manifest) -> str:
     """A hash of the settings that suspicions hold for; with others, rows may do no harm."""
-    begun = {key: value for key, value in manifest.identity.items() if key not in LEARNED}
+    begun = {key: value for key, value in manifest.identity.items() if not is_learned(key)}
     return _settings_hash({"identity": begun, "options": job.engine.options})
 
 

@@ -36,17 +36,19 @@ def constant_files(job: JobConfig) -> dict[str, str]:
 
 
 def _constant_templates(job: JobConfig) -> Iterator[RowTemplate]:
-    texts = {f"prompt.texts.{name}": text for name, text in job.prompt.texts.items()}
-    images = {
-        f"{key}.{n}": text
-        for key, images in (
-            ("prompt.images", job.prompt.images),
-            ("pair.query_images", job.pair.query_images),
-            ("pair.document_images", job.pair.document_images),
-        )
-        for n, text in enumerate(images)
-    }
-    for key, text in {**texts, **images}.items():
-        template = RowTemplate(key, text, timeout_s=job.run.row_timeout_s, keeps_type=key in images)
-        if fields_read(text) <= job.vars.keys():
-            yield template
+    timeout_s = job.run.row_timeout_s
+    for place, its in job.of_each_step():
+        texts = {f"prompt.texts.{name}": text for name, text in its.prompt.texts.items()}
+        images = {
+            f"{key}.{n}": text
+            for key, images in (
+                ("prompt.images", its.prompt.images),
+                ("pair.query_images", its.pair.query_images),
+                ("pair.document_images", its.pair.document_images),
+            )
+            for n, text in enumerate(images)
+        }
+        for key, text in {**texts, **images}.items():
+            if fields_read(text) <= job.vars.keys():
+                keeps_type = key in images
+                yield RowTemplate(place + key, text, timeout_s=timeout_s, keeps_type=keeps_type)

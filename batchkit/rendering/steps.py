@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from batchkit.config.tables import JobConfig
-from batchkit.errors import PromptTooLongError
+from batchkit.config.suggest import did_you_mean
+from batchkit.config.tables import JobConfig, StepTable
+from batchkit.errors import JobError, PromptTooLongError, RowError
 from batchkit.rendering.media import load_image
 from batchkit.rendering.messages import Message
 from batchkit.rendering.renderer import AdjustSampling, LoadImage, PromptRenderer
 from batchkit.rendering.templates.prompt import PathTemplate
+from batchkit.rendering.templates.sandbox import keys_read
 from batchkit.types import Completion, Request, Row, RowHint
 
 CANDIDATES = "candidates"
+ANSWER = (
+    *("text", "reasoning", "tool_calls", "json", "choices", "selected", "votes", "finish_reason"),
+    *("skipped", "prediction", "scores"),
+)
+"""What templates see of a step's answer."""
 _NO = ("", "false", "no", "none", "0")
 
 
@@ -32,10 +40,12 @@ class StepsRenderer:
         adjust_sampling: AdjustSampling | None = None,
         load: LoadImage = load_image,
     ) -> None:
-        self._by_name = {
-            step.name: PromptRenderer(job.of_step(step), adjust_sampling=adjust_sampling, load=load)
-            for step in job.steps
-        }
+        self._by_name = {}
+        for step in job.steps:
+            with _naming(step.name):
+                self._by_name[step.name] = PromptRenderer(
+                    job.of_step(step), adjust_sampling=adjust_sampling, load=load
+                )
         self._first = self._by_name[job.steps[0].name]
         self._when = {
             step.name: PathTemplate(f"steps.{step.name}.when", step.when, job)
@@ -47,6 +57,8 @@ class StepsRenderer:
             for step in job.steps
         ]
         self.job = job.model_copy(update={"steps": steps})
+        if found := [*_misread(self.job)]:
+            raise JobError("\n".join(found))
         self.takes_long = any(renderer.takes_long for renderer in self._by_name.values())
 
     def check_files(self) -> None:
@@ -60,7 +72,8 @@ class StepsRenderer:
             RowError: its template can't be rendered.
         """
         when = self._when.get(step)
-        return when is None or when.render(row.fields).strip().lower() not in _NO
+        with _naming(step):
+            return when is None or when.render(row.fields).strip().lower() not in _NO
 
     def step_takes_long(self, step: str) -> bool:
         """True if ``runs`` and ``render_step`` open files, or wait for a process."""
@@ -73,7 +86,8 @@ class StepsRenderer:
         Raises:
             RowError: as ``PromptRenderer.render``.
         """
-        return self._by_name[step].render(row, attempt)
+        with _naming(step):
+            return self._by_name[step].render(row, attempt)
 
     def render(self, row: Row, attempt: int = 1) -> Request:
         return self._first.render(with_answers(row, {}), attempt)
@@ -94,6 +108,66 @@ class StepsRenderer:
 
     def hint(self, row: Row) -> RowHint:
         return self._first.hint(with_answers(row, {}))
+
+
+@contextmanager
+def _naming(step: str) -> Iterator[None]:
+    """Errors name the step that they are about."""
+    try:
+        yield
+    except JobError as error:
+        if not str(error).startswith("prompt."):
+            raise
+        raise JobError(f"steps.{step}.{error}") from error
+    except RowError as error:
+        error.args = (f"step {step}: {error}",)
+        raise
+
+
+def _misread(job: JobConfig) -> Iterator[str]:
+    """A line for each name of a step, or of a part of its answer, that a template can't read."""
+    earlier: dict[str, StepTable] = {}
+    for step in job.steps:
+        for key, source in _templates(step):
+            for name, part in keys_read(source, "steps"):
+                place = f"steps.{step.name}.{key}"
+                if hasattr(dict, name):  # steps.items()
+                    continue
+                if name not in earlier:
+                    yield f"{place}: steps.{name} {_why_unknown(name, step.name, job, earlier)}"
+                elif part is not None and part not in ANSWER and not hasattr(dict, part):
+                    hint = did_you_mean(part, ANSWER) or f"; it has {', '.join(ANSWER)}"
+                    yield f"{place}: steps.{name} has no {part!r}{hint}"
+                elif part in ("prediction", "scores") and not earlier[name].scoring.is_on:
+                    yield (
+                        f"{place}: steps.{name} has no {part!r}, as the step has neither extract nor"
+                        " scorers"
+                    )
+        earlier[step.name] = step
+
+
+def _templates(step: StepTable) -> Iterator[tuple[str, str]]:
+    """The key and the text of each; files are read by now."""
+    prompt = step.prompt
+    lists = {"images": prompt.images, "captions": prompt.captions}
+    of_prompt = {
+        "system": prompt.system,
+        "user": prompt.user,
+        **{f"{key}.{n}": text for key, texts in lists.items() for n, text in enumerate(texts)},
+        **{f"texts.{name}": text for name, text in prompt.texts.items()},
+        "tools": prompt.tools if isinstance(prompt.tools, str) else None,
+    }
+    named = {"when": step.when, **{f"prompt.{key}": text for key, text in of_prompt.items()}}
+    yield from ((key, text) for key, text in named.items() if text is not None)
+
+
+def _why_unknown(name: str, step: str, job: JobConfig, earlier: Collection[str]) -> str:
+    known = f"a template sees the steps before its own: {', '.join(earlier) or 'none'}"
+    if name == step:
+        return f"is this step itself; {known}"
+    if name in [other.name for other in job.steps]:
+        return f"comes later; {known}"
+    return f"is not known{did_you_mean(name, earlier)}; {known}"
 
 
 Renderer = PromptRenderer | StepsRenderer

@@ -9,16 +9,17 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from batchkit.config.masking import FINGERPRINT, MASK, masked, secrets_in
+from batchkit.config.masking import FINGERPRINT, MASK, home_of, masked, secrets_in
 from batchkit.config.regular_file import exists, is_file, read_text
 from batchkit.config.server_command import files_named, slots, what_decides_answers
-from batchkit.config.tables import JobConfig, MediaTable, StepTable, Table
+from batchkit.config.tables import EngineTable, JobConfig, MediaTable, StepTable, Table
 from batchkit.config.tables.base import Mark
 from batchkit.config.terminal import shortened
 from batchkit.config.tool_definitions import is_template, tools_in
@@ -63,8 +64,11 @@ _FILE_OPTIONS = ("tokenizer", "generation_config", "hf_config_path")
 _LOAD_FORMATS = ("dummy", "bitsandbytes")
 # What was found behind names, by name. It is compared if both sides have found something: a newly
 # named file shows in the key that names it, and an older version looked at fewer of them.
-LEARNED = ("engine.commits", "engine.served")  # once an engine is loaded, or has answered
-_FOUND = (*LEARNED, "engine.files", "engine.blocks", "server.slots", "prompt.files")
+_LEARNED = ("engine.commits", "engine.served")  # once an engine is loaded, or has answered
+_FOUND = (
+    *_LEARNED,
+    *("engine.files", "engine.blocks", "server.slots", "engine.server.slots", "prompt.files"),
+)
 # Here the order of keys is part of a prompt, or of what a schema enforces.
 _ORDERED = (
     "vars.",
@@ -100,41 +104,22 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
     """Everything that decides the answers, flat, by dotted key. ``prompt_files``: hashes of the
     files that the prompts of all rows include."""
     found = dict(_marked(job))
-    del found["steps"], found["engines"]
+    for name in ("steps", "engines", "prompt.system_file", "prompt.user_file", "retry.reask_note"):
+        del found[name]
     found |= {f"vars.{name}": value for name, value in found.pop("vars").items()}
-    found |= {
-        f"engine.options.{name}": value
-        for name, value in found.pop("engine.options").items()
-        if name not in _SPEED_ONLY and (name != "load_format" or value in _LOAD_FORMATS)
-    }
-    found |= {
-        "engine.model_files": model_fingerprint(job.engine.model_source),
-        "engine.lora_files": model_fingerprint(job.engine.lora or ""),
-        "engine.chat_template_text": _chat_template(job.engine.options.get("chat_template")),
-        "prompt.system": _text(job.prompt.system, found.pop("prompt.system_file")),
-        "prompt.user": _text(job.prompt.user, found.pop("prompt.user_file")),
-        "prompt.texts": job.prompt.texts or None,
-        "prompt.tools": _tools(job.prompt.tools),
-        "retry.reask": _reask(job, found.pop("retry.reask_note")),
-    }
+    found |= {"prompt.texts": job.prompt.texts or None, **_of_texts(job), **_of_engine(job, found)}
     # These are absent if not set: manifests of older versions lack them.
-    if job.select.by is not None:
-        found["select.scoring"] = _read_to_select(job)
     for step in job.steps:
         found |= _of_step(job, step)
     for name, engine in job.engines.items():
-        its = of_engine(identity(JobConfig(engine=engine)))
-        found |= {f"engines.{name}.{key.removeprefix('engine.')}": its[key] for key in its}
-    if (command := found.pop("engine.server.command", None)) is not None:
-        found["engine.server.command"] = what_decides_answers(command)
-        found["server.slots"] = {"-np": slots(command)}
-    if files := [*_files(job)]:
-        found["engine.files"] = {name: model_fingerprint(name) for name in files}
-    models = {job.engine.model_source, job.engine.lora or "", *files}
-    if blocks := {name: of for name in models if (of := blocks_fingerprint(name)) is not None}:
-        found["engine.blocks"] = blocks
-    if commits := hub_commits(job):
-        found["engine.commits"] = commits
+        found |= _of_named_engine(name, engine)
+    if job.select.by is not None:
+        read = job.scoring.model_dump(include=_READ_TO_SELECT, exclude_defaults=True)
+        found["select.scoring"] = read
+    if job.rollout is not None:
+        place, _, name = job.rollout.function.rpartition(":")
+        found["rollout.function"] = f"{Path(place).name}:{name}"
+        found["rollout.source"] = source_of(job.rollout.function)
     if prompt_files:
         found["prompt.files"] = prompt_files
     for key in _ABSENT_IF_NOT_SET:
@@ -147,14 +132,75 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
     return _without_secrets(plain)
 
 
-def _of_step(job: JobConfig, step: StepTable) -> Iterator[tuple[str, Any]]:
-    """What decides the answers of one step."""
-    its = identity(job.of_step(step))
-    of_prompt = ("prompt.", "sampling.", "retry.", "output.parse")
-    yield from ((f"steps.{step.name}.{k}", v) for k, v in its.items() if k.startswith(of_prompt))
-    yield f"steps.{step.name}.place", job.steps.index(step)
-    yield f"steps.{step.name}.when", step.when
-    yield f"steps.{step.name}.engine", step.engine
+def _of_texts(job: JobConfig) -> dict[str, Any]:
+    """What decides the prompt, and may be in files of its own."""
+    return {
+        "prompt.system": _text(job.prompt.system, job.prompt.system_file),
+        "prompt.user": _text(job.prompt.user, job.prompt.user_file),
+        "prompt.tools": _tools(job.prompt.tools),
+        "retry.reask": _reask(job),
+    }
+
+
+def _of_engine(job: JobConfig, found: dict[str, Any]) -> dict[str, Any]:
+    """What decides the answers of ``job.engine``; takes the keys that it says in another way out of
+    ``found``."""
+    options = found.pop("engine.options")
+    its = {
+        f"engine.options.{name}": value
+        for name, value in options.items()
+        if name not in _SPEED_ONLY and (name != "load_format" or value in _LOAD_FORMATS)
+    }
+    its |= {
+        "engine.model_files": model_fingerprint(job.engine.model_source),
+        "engine.lora_files": model_fingerprint(job.engine.lora or ""),
+        "engine.chat_template_text": _chat_template(options.get("chat_template")),
+    }
+    if (command := found.pop("engine.server.command", None)) is not None:
+        its["engine.server.command"] = what_decides_answers(command)
+        its["server.slots"] = {"-np": slots(command)}
+    if files := [*_files(job)]:
+        its["engine.files"] = {name: model_fingerprint(name) for name in files}
+    models = {job.engine.model_source, job.engine.lora or "", *files}
+    if blocks := {name: of for name in models if (of := blocks_fingerprint(name)) is not None}:
+        its["engine.blocks"] = blocks
+    if commits := hub_commits(job):
+        its["engine.commits"] = commits
+    return its
+
+
+def _of_named_engine(name: str, engine: EngineTable) -> dict[str, Any]:
+    """As that of ``[engine]``; what is not set is left out."""
+    its = identity(JobConfig(engine=engine))
+    return {
+        f"engines.{name}.{key.removeprefix('engine.')}": value
+        for key, value in its.items()
+        if key.startswith(("engine.", "server.")) and value is not None
+    }
+
+
+def _of_step(job: JobConfig, step: StepTable) -> dict[str, Any]:
+    """What decides the answers of one step, and what later steps see of them."""
+    its = job.of_step(step)
+    of_both = ("prompt.", "sampling.")
+    found = {
+        "place": job.steps.index(step),
+        **{key: value for key, value in _marked(step) if not key.startswith(("name", *of_both))},
+        **{key: value for key, value in _marked(its) if key.startswith(of_both)},
+        **_of_texts(its),
+    }
+    found = {key: value for key, value in found.items() if not key.endswith("_file")}
+    return {f"steps.{step.name}.{k}": v for k, v in found.items() if v not in (None, [], {})}
+
+
+def source_of(function: str) -> str | None:
+    """A hash of the file of ``rollout.function``; None if there is none."""
+    place = function.rpartition(":")[0]
+    try:
+        path = place if place.endswith(".py") else getattr(find_spec(place), "origin", None)
+        return hashlib.sha256(Path(path or "").read_bytes()).hexdigest()[:16]
+    except (OSError, ImportError, ValueError):  # what loads the function reports it
+        return None
 
 
 def _is_of_another_task(key: str, value: Any, job: JobConfig) -> bool:
@@ -181,12 +227,18 @@ def engine_identity(job: JobConfig) -> dict[str, Any]:
 
     Without ``hub_commits``: loading a model may fetch a newer one.
     """
-    return {k: v for k, v in of_engine(identity(job)).items() if k not in LEARNED}
+    return {k: v for k, v in of_engine(identity(job)).items() if not is_learned(k)}
+
+
+def is_learned(key: str) -> bool:
+    """Whether a key of an identity is known only once an engine is loaded, or has answered."""
+    return home_of(key) in _LEARNED
 
 
 def of_engine(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of an identity that is about the engine."""
-    return {k: v for k, v in found.items() if k.startswith("engine.") and v is not None}
+    """The part of an identity that is about the engine, and about those that have names."""
+    is_of_one = ("engine.", "engines.")
+    return {k: v for k, v in found.items() if k.startswith(is_of_one) and v is not None}
 
 
 def names_same_model(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
@@ -272,7 +324,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     a run used it differs from every file, as some rows had one and some the other.
     """
     then, now = _without_secrets(then), dict(now)
-    for key in _FOUND:
+    for key in _found_in(then, now):
         old, new = then.pop(key, {}), now.pop(key, {})
         names = [name for name in old if name in new and CHANGING in (old[name], new[name])]
         new = {**new, **dict.fromkeys(names, f"not one content ({CHANGING})")}
@@ -282,8 +334,12 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [
         f"{key}: {_short(then.get(key))} → {_short(now.get(key))}"
         for key in sorted({*then, *now})
-        if _json(known_of(now.get(key), then.get(key), key), sort=not key.startswith(_ORDERED))
-        != _json(known_of(then.get(key), now.get(key), key), sort=not key.startswith(_ORDERED))
+        if _json(
+            known_of(now.get(key), then.get(key), key), sort=not home_of(key).startswith(_ORDERED)
+        )
+        != _json(
+            known_of(then.get(key), now.get(key), key), sort=not home_of(key).startswith(_ORDERED)
+        )
     ]
 
 
@@ -291,8 +347,13 @@ def continued(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]
     """The identity of a run that began as ``then`` and continues as ``now``: what only ``then``
     knows, of masked secrets and of files that can't be read now, is kept."""
     known: dict[str, Any] = known_of(dict(now), dict(then))
-    found = {key: {**then.get(key, {}), **now.get(key, {})} for key in _FOUND}
+    found = {key: {**then.get(key, {}), **now.get(key, {})} for key in _found_in(then, now)}
     return known | {key: names for key, names in found.items() if names}
+
+
+def _found_in(*identities: Mapping[str, Any]) -> set[str]:
+    """The keys of all that say what was found behind names."""
+    return {key for found in identities for key in found if home_of(key) in _FOUND}
 
 
 def known_of(value: Any, other: Any, key: str = "") -> Any:
@@ -356,21 +417,15 @@ def _files_of(model: str) -> list[Path] | None:
     return [place] if model and place.is_file() else None
 
 
-def _reask(job: JobConfig, note: str) -> Any:
-    """When a row is asked again, and what is added then; None if it never is."""
-    if not job.retry.reask:
+def _reask(job: JobConfig) -> Any:
+    """When a row is asked again, and what is added then; None if it never is, or if its steps are."""
+    if not job.retry.reask or job.steps:
         return None
     looked_for = [
         (getattr(part, "where", None), part.extract, part.pattern, part.key)
         for part in job.scoring.parts
     ]
-    return [job.retry.reask, note, looked_for]
-
-
-def _read_to_select(job: JobConfig) -> list[dict[str, Any]]:
-    """The parts of the scoring that decide which of several answers counts."""
-    tables = [job.scoring, *(step.scoring for step in job.steps)]
-    return [table.model_dump(include=_READ_TO_SELECT, exclude_defaults=True) for table in tables]
+    return [job.retry.reask, job.retry.reask_note, looked_for]
 
 
 def _without_secrets(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serial
 
 import batchkit
 from batchkit.config.loading import masked_override
-from batchkit.config.masking import masked, masked_text
+from batchkit.config.masking import home_of, masked, masked_text
 from batchkit.config.regular_file import open_regular
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError, StoreError
@@ -190,7 +190,9 @@ class Manifest(_Part):
             input=[replace(file, path=masked(file.path)) for file in files],
             identity=answers,
             fingerprints={
-                section: hash_of({k: v for k, v in answers.items() if k.startswith(section)})
+                section: hash_of(
+                    {k: v for k, v in answers.items() if home_of(k).startswith(section)}
+                )
                 for section in ("prompt", "sampling", "engine")
             },
             model=Model(name=masked(job.engine.model), revision=job.engine.options.get("revision")),

@@ -53,13 +53,15 @@ class StepTable(Table):
         description="A template; the step is skipped if it gives nothing, `false`, `no`, `none` or `0`.",
     )
     parse: Identity[Literal["json"] | None] = Field(None, description="As `output.parse`.")
-    extract: Free[Extract | None] = Field(None, description="As `scoring.extract`.")
-    pattern: Free[str | None] = Field(None, description="As `scoring.pattern`.")
-    key: Free[str | None] = Field(None, description="As `scoring.key`.")
-    choices: Free[list[str] | None] = Field(None, description="As `scoring.choices`.")
-    reference: Free[str | None] = Field(None, description="As `scoring.reference`.")
-    scorers: Free[list[ScorerName] | None] = Field(None, description="As `scoring.scorers`.")
-    tolerance: Free[NonNegativeFloat | None] = Field(None, description="As `scoring.tolerance`.")
+    extract: Identity[Extract | None] = Field(None, description="As `scoring.extract`.")
+    pattern: Identity[str | None] = Field(None, description="As `scoring.pattern`.")
+    key: Identity[str | None] = Field(None, description="As `scoring.key`.")
+    choices: Identity[list[str] | None] = Field(None, description="As `scoring.choices`.")
+    reference: Identity[str | None] = Field(None, description="As `scoring.reference`.")
+    scorers: Identity[list[ScorerName] | None] = Field(None, description="As `scoring.scorers`.")
+    tolerance: Identity[NonNegativeFloat | None] = Field(
+        None, description="As `scoring.tolerance`."
+    )
 
     @property
     def scoring(self) -> ScoringTable:

@@ -107,6 +107,7 @@ class Steps:
             "selected": completion.selected,
             "votes": completion.votes,
             "finish_reason": completion.finish_reason,
+            "skipped": False,
         }
         if (scoring := self._scoring.get(step.name)) is not None:
             scored = scoring.score(completion.text, row.fields, row.id)
@@ -119,7 +120,9 @@ class Steps:
             name: {
                 key: value
                 for key, value in answer.items()
-                if key != "json" and (key != "choices" or (self._keeps_choices and len(value) > 1))
+                if key != "json"
+                and (key, value) != ("skipped", False)
+                and (key != "choices" or (self._keeps_choices and len(value) > 1))
             }
             for name, answer in answers.items()
         }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from types import BuiltinMethodType, MethodType
 from typing import Any
@@ -135,6 +135,27 @@ def fields_read(source: str) -> set[str]:
     named = Counter(name.name for name in tree.find_all(nodes.Name))
     functions = {name for name in DEFAULT_NAMESPACE if called[name] == named[name]}
     return names_read(tree) - functions
+
+
+def keys_read(source: str, table: str) -> Iterator[tuple[str, str | None]]:
+    """For each ``table.key``, and ``table.key.part``: the key and the part. One that is computed is
+    not found."""
+    tree = reading().parse(source)
+    if table not in names_read(tree):
+        return
+    found: list[Any] = [*tree.find_all((nodes.Getattr, nodes.Getitem))]
+    part_of = {id(node.node): _key_of(node) for node in found}
+    for node in found:
+        key = _key_of(node)
+        if key is not None and isinstance(node.node, nodes.Name) and node.node.name == table:
+            yield key, part_of.get(id(node))
+
+
+def _key_of(node: Any) -> str | None:
+    """What ``value.key`` or ``value["key"]`` names."""
+    if isinstance(node, nodes.Getattr):
+        return node.attr
+    return str(node.arg.value) if isinstance(node.arg, nodes.Const) else None
 
 
 def is_plain_format(text: str, most_places: int = _MOST_PLACES) -> bool:

@@ -1,0 +1,129 @@
+"""What the templates of ``[[steps]]`` may name, and how their errors name the step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomlkit
+
+from tests.support.command_line import batchkit
+from tests.support.rows import read_jsonl, write_jsonl
+
+SEES = "a template sees the steps before its own: draft"
+ALL = (
+    "text, reasoning, tool_calls, json, choices, selected, votes, finish_reason, skipped, prediction,"
+    " scores"
+)
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "in.jsonl", [{"q": "a"}])
+
+
+def write_job(second: dict[str, Any], first: dict[str, Any] | None = None, **tables: Any) -> None:
+    draft = {"name": "draft", "prompt": {"user": "{{ q }}"}, **(first or {})}
+    revise = {"name": "revise", "prompt": {"user": "Shorten {{ steps.draft.text }}"}, **second}
+    last = {"name": "last", "prompt": {"user": "{{ q }}"}}
+    given = {"name": "a", "input": {"path": "in.jsonl"}, "engine": {"kind": "dry-run"}}
+    Path("job.toml").write_text(tomlkit.dumps({**given, "steps": [draft, revise, last], **tables}))
+
+
+@pytest.mark.parametrize("command", [("validate",), ("run",), ("run", "--dry-run")])
+@pytest.mark.parametrize(
+    ("second", "found"),
+    [
+        (
+            {"prompt": {"user": "{{ steps.darft.text }}"}},
+            f"steps.revise.prompt.user: steps.darft is not known; did you mean 'draft'?; {SEES}",
+        ),
+        (
+            {"when": "{{ steps.last.text }}"},
+            f"steps.revise.when: steps.last comes later; {SEES}",
+        ),
+        (
+            {"prompt": {"system": "{{ steps['revise']['text'] }}", "user": "x"}},
+            f"steps.revise.prompt.system: steps.revise is this step itself; {SEES}",
+        ),
+        (
+            {"prompt": {"user": "x", "images": ["{{ steps.draft.txt }}"]}},
+            "steps.revise.prompt.images.0: steps.draft has no 'txt'; did you mean 'text'?",
+        ),
+        (
+            {"prompt": {"user": "x", "texts": {"a": "{{ steps.draft.answer_of_model }}"}}},
+            f"steps.revise.prompt.texts.a: steps.draft has no 'answer_of_model'; it has {ALL}",
+        ),
+        (
+            {"when": "{{ steps.draft.prediction == 'x' }}"},
+            (
+                "steps.revise.when: steps.draft has no 'prediction', as the step has neither extract nor"
+                " scorers"
+            ),
+        ),
+        (
+            {"prompt": {"user": "{{ steps.draft.text"}},
+            (
+                "steps.revise.prompt.user: line 1: unexpected end of template, expected 'end of print"
+                " statement'."
+            ),
+        ),
+        (
+            {"prompt": {"user_file": "gone.j2"}},
+            "steps.revise.prompt.user_file: {folder}/gone.j2: can't be read: No such file or directory",
+        ),
+    ],
+)
+def test_a_name_that_no_step_before_has_is_refused(
+    second: dict[str, Any], found: str, command: tuple[str, ...], tmp_path: Path
+) -> None:
+    write_job(second)
+    done = batchkit(*command, "job.toml")
+    assert done.exit_code == 2
+    assert found.format(folder=tmp_path) in done.stderr
+    assert not Path("output").exists()
+
+
+def test_names_in_a_template_file_are_checked() -> None:
+    Path("u.j2").write_text("{{ steps.darft.text }}")
+    write_job({"prompt": {"user_file": "u.j2"}})
+    done = batchkit("validate", "job.toml")
+    assert done.exit_code == 2
+    assert "steps.revise.prompt.user: steps.darft is not known" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for name, answer in steps.items() %}{{ name }} {{ answer.text }}{% endfor %}",
+        "{{ steps[which].text }} {{ steps.get('x', 1) }}",
+        "{% if steps.draft.reasoning is defined %}{{ steps.draft.reasoning }}{% endif %}{{ q }}",
+        "{% set steps = {'x': {'text': 1}} %}{{ steps.x.text }}",
+        "{% if not steps.draft.skipped %}{{ steps.draft.text | upper }}{% endif %}",
+        "{{ steps.draft.json.anything }}{{ steps.draft.choices[0] }}",
+    ],
+)
+def test_what_can_be_read_is_not_refused(template: str) -> None:
+    write_job({"prompt": {"user": template}}, vars={"which": "draft"})
+    assert batchkit("validate", "job.toml").exit_code == 0
+
+
+def test_a_step_that_was_skipped_shows() -> None:
+    user = "{{ 'none' if steps.draft.skipped else steps.draft.text }}"
+    write_job({"prompt": {"user": user}}, {"when": "{{ q == 'b' }}"})
+    write_jsonl(Path("in.jsonl"), [{"q": "a"}, {"q": "b"}])
+    assert batchkit("run", "job.toml").exit_code == 0
+    skipped, asked = read_jsonl(Path("output/a/results.jsonl"))
+    assert skipped["steps"]["draft"] == {"skipped": True}
+    assert "skipped" not in json.dumps(asked)
+
+
+def test_an_error_in_a_template_names_its_step() -> None:
+    write_job({"prompt": {"user": "{{ steps.draft.json.key }}"}})
+    assert batchkit("run", "job.toml").exit_code == 3
+    (record,) = read_jsonl(Path("output/a/results.jsonl"))
+    assert record["error"]["kind"] == "template"
+    assert record["error"]["message"].startswith("step revise: ")
