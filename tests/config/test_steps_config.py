@@ -328,10 +328,10 @@ def test_a_function_of_an_installed_module_stays_one(folder: Path) -> None:
     assert rollout.function == "asyncio.tasks:sleep"
 
 
-@pytest.mark.parametrize("function", ["solve.py:solve", "solve:solve", "pkg.solve:solve"])
+@pytest.mark.parametrize("function", ["solve.py:solve", "solve:solve", "parcel.solve:solve"])
 def test_a_function_imports_what_is_beside_it(folder: Path, function: str) -> None:
-    is_package = function.startswith("pkg")
-    place = folder / "pkg" if is_package else folder
+    is_package = function.startswith("parcel")
+    place = folder / "parcel" if is_package else folder
     place.mkdir(exist_ok=True)
     if is_package:
         (place / "__init__.py").write_text("")

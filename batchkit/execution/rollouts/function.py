@@ -76,7 +76,7 @@ def loaded_function(name: str) -> Function:
 
 def _of_file(path: Path) -> Any:
     """The module in ``path``, which may import what is beside it, as a script may; that of a package
-    is imported from the folder of the package."""
+    is imported from the folder of the package. It is run anew each time: the file may have changed."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     folder, name = path.parent, path.stem
@@ -84,8 +84,8 @@ def _of_file(path: Path) -> Any:
         folder, name = folder.parent, f"{folder.name}.{name}"
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-    if "." in name:
-        return importlib.import_module(name)
+    if package := name.rpartition(".")[0]:
+        importlib.import_module(package)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None  # the file's name ends with .py
