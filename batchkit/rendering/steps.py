@@ -9,7 +9,7 @@ from typing import Any
 
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig, StepTable
-from batchkit.errors import JobError, PromptTooLongError, RowError
+from batchkit.errors import JobError, PromptTooLongError
 from batchkit.rendering.media import load_image
 from batchkit.rendering.messages import Message
 from batchkit.rendering.renderer import AdjustSampling, LoadImage, PromptRenderer
@@ -72,8 +72,7 @@ class StepsRenderer:
             RowError: its template can't be rendered.
         """
         when = self._when.get(step)
-        with _naming(step):
-            return when is None or when.render(row.fields).strip().lower() not in _NO
+        return when is None or when.render(row.fields).strip().lower() not in _NO
 
     def step_takes_long(self, step: str) -> bool:
         """True if ``runs`` and ``render_step`` open files, or wait for a process."""
@@ -86,8 +85,7 @@ class StepsRenderer:
         Raises:
             RowError: as ``PromptRenderer.render``.
         """
-        with _naming(step):
-            return self._by_name[step].render(row, attempt)
+        return self._by_name[step].render(row, attempt)
 
     def render(self, row: Row, attempt: int = 1) -> Request:
         return self._first.render(with_answers(row, {}), attempt)
@@ -112,16 +110,13 @@ class StepsRenderer:
 
 @contextmanager
 def _naming(step: str) -> Iterator[None]:
-    """Errors name the step that they are about."""
+    """An error of a template names the step that has it."""
     try:
         yield
     except JobError as error:
         if not str(error).startswith("prompt."):
             raise
         raise JobError(f"steps.{step}.{error}") from error
-    except RowError as error:
-        error.args = (f"step {step}: {error}",)
-        raise
 
 
 def _misread(job: JobConfig) -> Iterator[str]:

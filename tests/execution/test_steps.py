@@ -48,7 +48,7 @@ def refuses(text: str, body: dict[str, Any]) -> str:
     ("change", "failed"),
     [
         ({}, {1: "invalid_request: step judge: ", 2: "empty: step revise: "}),
-        ({"when": "{{ steps.nothing.text }}"}, dict.fromkeys(range(3), "template: step judge: ")),
+        ({"when": "{{ steps.draft.json.x }}"}, dict.fromkeys(range(3), "template: step judge: ")),
         ({"prompt": {"user": "{{ x }}"}}, dict.fromkeys(range(3), "template: step judge: ")),
         ({"prompt": {"user": "judge {{ q }}", "images": ["{{ q }}.png"]}}, dict.fromkeys(range(3), "media: step judge: ")),
         ({"parse": "json"}, {0: "invalid_output: step judge: ", 1: "invalid_request: step judge: ", 2: "invalid_output: step judge: "}),
