@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,8 +15,9 @@ from batchkit.config.terminal import cut_in_the_middle
 from batchkit.errors import JobError, MediaError, RowError
 from batchkit.rendering.media import load_image, shown
 from batchkit.rendering.messages import as_text, short
-from batchkit.storage.answers import answers_in_words
+from batchkit.storage.answers import answers_in_words, call_in_words, choice_in_words
 from batchkit.storage.checkpoint import check_log
+from batchkit.storage.generations import Generations
 from batchkit.storage.job_toml import job_of_run, without_masked
 from batchkit.storage.ledger import failure_kind
 from batchkit.storage.score_store import read_scored
@@ -46,15 +48,23 @@ class ShownImage(NamedTuple):
 
 
 class ShownRow(NamedTuple):
-    """``prompt`` is None if the row can't be rendered any more; then its ``fields`` are shown."""
+    """``prompt`` is None if the row can't be rendered any more; then its ``fields`` are shown.
+    ``steps``: what each generation answered, of a row with several."""
 
     record: Mapping[str, Any]
     prompt: str | None
     images: Sequence[ShownImage]
     fields: Mapping[str, Any]
+    steps: Sequence[Mapping[str, Any]] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {**self.record, "prompt": self.prompt, "images": [i.to_json() for i in self.images]}
+        found = {
+            **self.record,
+            "prompt": self.prompt,
+            "images": [i.to_json() for i in self.images],
+        }
+        of_function = self.steps and "steps" not in self.record
+        return found | {"calls": self.steps} if of_function else found
 
     @property
     def head(self) -> str:
@@ -71,6 +81,7 @@ class ShownRow(NamedTuple):
             yield cut_in_the_middle(self.prompt, _MOST_SHOWN)
         else:
             yield from (f"{name} = {short(value)}" for name, value in self.fields.items())
+        yield from self._step_lines()
         if error := record.get("error"):
             yield from _reasoning_line(record)
             yield f"error {error.get('kind')}: {error.get('message')}"
@@ -80,6 +91,19 @@ class ShownRow(NamedTuple):
                 yield from _reasoning_line(choice)
                 yield f"→ {cut_in_the_middle(answer, _MOST_SHOWN)}"
         yield f"({', '.join(self._facts())})"
+
+    def _step_lines(self) -> Iterator[str]:
+        """Of rows with several generations, what each answered."""
+        for step in self.steps:
+            name = call_in_words(step)
+            if step.get("skipped"):
+                yield f"{name}: skipped"
+                continue
+            yield from _reasoning_line(step)
+            if error := step.get("error"):
+                yield f"{name}: error {error.get('kind')}: {error.get('message')}"
+            else:
+                yield f"{name}: {cut_in_the_middle(choice_in_words(step), _MOST_SHOWN)}"
 
     def _facts(self) -> Iterator[str]:
         record = self.record
@@ -93,6 +117,12 @@ class ShownRow(NamedTuple):
                 yield f"{thought:,} of them reasoning"
         if reason := record.get("finish_reason"):
             yield f"finish_reason {reason}"
+        if record.get("generations") is not None:
+            yield f"{record['generations']} generations"
+        if (chosen := record.get("selected")) is not None:
+            votes = (record.get("votes") or {}).values()
+            agreed = f" by {max(votes)} of {sum(votes)} votes" if votes else ""
+            yield f"answer {chosen + 1} was chosen{agreed}"
         yield f"attempt {record.get('attempt')}"
 
 
@@ -133,7 +163,11 @@ def show_rows(folder: Path, *, failed: bool, ids: Collection[str], most: int | N
         which = "failed record" if failed else "record"
         raise JobError(f"{folder}: no {which} with the id {', '.join(sorted(missing))}")
     inputs = InputRows(job, {record["index"] for record in records})
-    rows = [_shown(record, inputs, job) for record in records]
+    with closing(Generations(folder)) as generations:
+        rows = [
+            _shown(record, inputs, job)._replace(steps=_steps(record, generations))
+            for record in records
+        ]
     return ShownRows(rows, inputs.problem and masked_text(inputs.problem))
 
 
@@ -152,6 +186,12 @@ def _shown(record: Mapping[str, Any], inputs: InputRows, job: JobConfig) -> Show
     except RowError:
         prompt = None
     return ShownRow(record, prompt, images, fields)
+
+
+def _steps(record: Mapping[str, Any], generations: Generations) -> list[dict[str, Any]]:
+    if (steps := record.get("steps")) is not None:
+        return [{"step": name, **step} for name, step in steps.items()]
+    return [*generations.of(record["index"])] if "generations" in record else []
 
 
 def _image(source: Any, job: JobConfig) -> ShownImage:

@@ -63,6 +63,9 @@ FAMILIES = {
     "batchkit_generation_tokens_total": Family(
         "counter", "Tokens of answers of all records.", _one("completion_tokens")
     ),
+    "batchkit_generations_total": Family(
+        "counter", "Recorded generations of rows with several.", _one("generations")
+    ),
     "batchkit_num_requests_in_flight": Family(
         "gauge", "Requests handed to the engines.", _one("in_flight")
     ),

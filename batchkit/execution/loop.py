@@ -467,6 +467,7 @@ class Loop:
             prompt_tokens=now.prompt_tokens - before.prompt_tokens,
             completion_tokens=now.completion_tokens - before.completion_tokens,
             unfinished_tokens=self._pool.unfinished_tokens if self._pool else 0,
+            generations=self._store.steps.count,
         )
 
     def _summary(self, total: int | None, code: int | None = None) -> RunSummary:
@@ -495,6 +496,7 @@ class Loop:
             load_seconds=round(self._load_s, 3),
             prompt_tokens=state.prompt_tokens,
             completion_tokens=state.completion_tokens,
+            generations=state.generations,
             rows_per_s=round(self._settled * per_s, 3),
             completion_tokens_per_s=round(state.completion_tokens * per_s, 3),
             exit=code,

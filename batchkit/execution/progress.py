@@ -32,7 +32,7 @@ _IS_NOTEBOOK = any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
 
 class State(NamedTuple):
     """The state of a run. Rows are of the whole job, tokens of this start only; ``unfinished_tokens``
-    are of answers that have not ended."""
+    are of answers that have not ended. ``generations``: of rows with several, of all starts."""
 
     total: int | None
     ok: int
@@ -42,6 +42,7 @@ class State(NamedTuple):
     prompt_tokens: int
     completion_tokens: int
     unfinished_tokens: int
+    generations: int = 0
 
     @property
     def settled(self) -> int:
@@ -182,6 +183,8 @@ def _parts(state: State, per_s: Sequence[float], *, generates: bool) -> list[str
     of = "" if state.total is None else f" of {state.total:,}"
     rows_per_s, prompt_per_s, completion_per_s = per_s
     parts = [f"{state.failed:,} failed", f"{state.settled:,}{of} rows"]
+    if state.generations:
+        parts.append(f"{state.generations:,} generations")
     if state.total is not None and rows_per_s > 0:
         parts.append(f"{duration((state.total - state.settled) / rows_per_s)} left")
     if generates:

@@ -62,6 +62,7 @@ class Recorder:
             prompt_tokens=totals.prompt_tokens,
             completion_tokens=totals.completion_tokens,
             unfinished_tokens=state.unfinished_tokens,
+            generations=state.generations,
             retried=pool.retried,
             in_flight=state.in_flight,
             window=load.window,

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """How a start ended. ``ok`` and ``failed`` count the whole job; the rest counts this start.
+    """How a start ended. ``ok``, ``failed`` and ``generations``, which are those of rows with several,
+    count the whole job; the rest counts this start.
 
     ``skipped`` rows were settled before it began; ``retried`` counts further attempts within it;
     ``seconds`` is the time with the engine up, without loading. ``exit`` is the exit code: 0 all
@@ -46,6 +47,7 @@ class RunSummary:
     load_seconds: float
     prompt_tokens: int
     completion_tokens: int
+    generations: int
     rows_per_s: float
     completion_tokens_per_s: float
     failed_by_kind: Mapping[str, int]
@@ -69,6 +71,8 @@ class RunSummary:
             per_s = self.prompt_tokens / self.seconds if self.seconds else 0
             tokens = f"{per_s:,.0f} prompt tok/s"
         rates = f"{self.rows_per_s:.1f} rows/s, {tokens}"
+        if self.generations:
+            done = f"{done}, {self.generations:,} generations"
         lines = [f"{done}; {self.skipped:,} were done before; {self.seconds:.1f} s, {rates}"]
         if self.price is not None:
             lines.append(f"price so far: {number(self.price)}")

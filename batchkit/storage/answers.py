@@ -17,7 +17,7 @@ def answers_in_words(record: Mapping[str, Any]) -> list[str]:
         return [_scores(score, record.get("order")) if isinstance(score, list) else f"{score:.4g}"]
     if (place := record.get("embedding")) is not None:
         return [f"embedding of {place['dimensions']:,} dimensions"]
-    return [_of_choice(choice) for choice in record.get("choices") or [record]]
+    return [choice_in_words(choice) for choice in record.get("choices") or [record]]
 
 
 def _scores(scores: Sequence[float], order: Sequence[int] | None) -> str:
@@ -34,5 +34,14 @@ def calls_in_words(message: Mapping[str, Any]) -> list[str]:
     return [f"{call.get('name')}({call.get('arguments') or ''})" for call in calls]
 
 
-def _of_choice(choice: Mapping[str, Any]) -> str:
+def choice_in_words(choice: Mapping[str, Any]) -> str:
+    """Its text, and its tool calls."""
     return "\n".join([*filter(None, [choice.get("text")]), *calls_in_words(choice)])
+
+
+def call_in_words(generation: Mapping[str, Any]) -> str:
+    """Which of its row's generations it is: its step, and of several calls which one, from 1."""
+    step, call = generation.get("step"), generation.get("call") or 0
+    if not step:
+        return f"call {call + 1}"
+    return f"{step}, call {call + 1}" if call else str(step)

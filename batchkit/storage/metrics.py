@@ -34,7 +34,8 @@ class Metrics(msgspec.Struct, frozen=True, omit_defaults=True):
     start whose number ``start`` is, from 1.
 
     ``seconds``: for how long its starts have run, loading included. ``completion_tokens`` are those of
-    records, ``unfinished_tokens`` those of answers that have not ended. ``window``: how many requests
+    records, ``unfinished_tokens`` those of answers that have not ended, and ``generations`` are those
+    of rows with several. ``window``: how many requests
     may be in flight; of these the engine runs ``running``, and ``waiting`` wait in its queue.
     ``kv_cache_usage``: from 0 to 1, the fullest engine's. ``host_bytes``: resident memory of the run's
     processes on this machine. ``gpus``: those of this machine, if nvidia-ml-py is installed.
@@ -49,6 +50,7 @@ class Metrics(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     unfinished_tokens: int = 0
+    generations: int = 0
     retried: int = 0
     in_flight: int = 0
     window: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from batchkit.errors import StoreError
 from batchkit.scoring.metrics import ScoreTable, tabulate
 from batchkit.sources.join import with_group
 from batchkit.storage.checkpoint import check_log
+from batchkit.storage.generations import Generations
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.manifest import read_manifest
@@ -74,7 +76,7 @@ def write_report(folder: Path, path: Path | None = None, *, images: bool = True)
     table = tabulate(stats.watch(records), job.scoring.group_by)
     if not stats.rows:
         raise StoreError(f"{folder}: nothing to report: no row has finished yet")
-    with Pictures(job.media) as pictures:
-        shown = show(folder, stats, pictures if images else None)
+    with Pictures(job.media) as pictures, closing(Generations(folder)) as generations:
+        shown = show(folder, stats, pictures if images else None, generations)
         found = pictures.finish()
     return write_page(path, render(folder, manifest, job, stats, table, shown, found))

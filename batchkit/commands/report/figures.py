@@ -37,6 +37,7 @@ class RunStats:
     cut: int = 0  # answers that ended at max_tokens
     shortened: int = 0  # prompts that were cut to fit
     retried: int = 0
+    generations: int = 0  # of rows with several
     has_scores: bool = False
     failed_by_kind: Counter[str] = field(default_factory=Counter)
     failed_rows: array[int] = field(default_factory=lambda: array("q"))
@@ -64,8 +65,12 @@ class RunStats:
         self.shortened += bool(record.get("truncated_tokens"))
         self.retried += (record.get("attempt") or 1) > 1
         self.has_scores = self.has_scores or "scores" in record
+        self.generations += record.get("generations") or 0
+        steps = (record.get("steps") or {}).values()
         self.text_lengths.append(
-            len(answers_in_words(record)[0]) + len(record.get("reasoning") or "")
+            len(answers_in_words(record)[0])
+            + sum(len(each.get("reasoning") or "") for each in (record, *steps))
+            + sum(len(step.get("text") or "") for step in steps)
         )
         usage, latency_s = record.get("usage"), record.get("latency_s")
         if usage is None or not isinstance(latency_s, int | float):

@@ -28,6 +28,9 @@ def facts(
         ("answered", f"{stats.ok:,}", percent(stats.ok, stats.rows)),
         ("failed", f"{failed:,}", percent(failed, stats.rows) if failed else ""),
     ]
+    if stats.generations:
+        each = f"{number(stats.generations / stats.rows)} a row"
+        found.insert(1, ("generations", f"{stats.generations:,}", each))
     if table.names:
         unscored = table.overall.unscored
         found.append(("unscored", f"{unscored:,}", percent(unscored, stats.rows)))
@@ -100,6 +103,9 @@ def about(manifest: Manifest, job: JobConfig) -> list[tuple[str, str]]:
             "Sampling" if job.task == "generate" else "Pooling",
             ", ".join(f"{k} {v}" for k, v in job.params().items()),
         ),
+        ("Steps", " → ".join(step.name for step in job.steps)),
+        ("Rollout", "" if job.rollout is None else job.rollout.function),
+        ("Selection", _selection(job)),
         ("Seed", str(manifest.seed)),
         ("Host", ", ".join(dict.fromkeys(str(start.host) for start in starts))),
         ("Starts", f"{len(starts)}, {restarts} engine restarts" if starts else ""),
@@ -107,6 +113,11 @@ def about(manifest: Manifest, job: JobConfig) -> list[tuple[str, str]]:
         ("Scoring", _scoring(job)),
     ]
     return [(name, clip(value, 2_000)) for name, value in found if value]
+
+
+def _selection(job: JobConfig) -> str:
+    named = job.select.scorer or job.select.step
+    return " ".join(filter(None, [job.select.by, named]))
 
 
 def _scoring(job: JobConfig) -> str:

@@ -40,7 +40,7 @@
 
   function textOf(row) {
     row.words ??= [row.id, row.group, row.kind, row.error, row.reference, row.prediction, row.text,
-      ...row.fields].filter(Boolean).join("\n").toLowerCase();
+      ...(row.steps ?? []).map((step) => step.text), ...row.fields].filter(Boolean).join("\n").toLowerCase();
     return row.words;
   }
 
@@ -178,7 +178,7 @@
     }
     detail.replaceChildren(...[
       headOf(row), errorOf(row), picturesOf(row), questionOf(row), pairOf(row), scoresOf(row),
-      ...answerOf(row), reasoningOf(row), fieldsOf(row), promptOf(row),
+      ...answerOf(row), reasoningOf(row), ...(row.steps ?? []).map(stepOf), fieldsOf(row), promptOf(row),
     ].filter(Boolean));
     highlight(detail, value("search"));
   }
@@ -287,6 +287,23 @@
     if (!row.reasoning) return null;
     const box = make("details");
     box.append(make("summary", "", "Reasoning"), make("div", "prompt", row.reasoning));
+    return box;
+  }
+
+  function stepOf(step) {
+    if (step.more) return make("p", "caption", `and ${number.format(step.more)} generations more`);
+    const box = make("section", "step");
+    const facts = [step.skipped ? "skipped" : null,
+      step.prediction === undefined ? null : `prediction: ${step.prediction}`,
+      ...Object.entries(step.scores ?? {}).map(([name, score]) => `${name} ${shownScore(score)}`),
+      step.tokens ? `${number.format(step.tokens[0])} + ${number.format(step.tokens[1])} tokens` : null];
+    const head = make("header", "detail-head");
+    head.append(make("strong", "", step.name));
+    for (const fact of facts.filter(Boolean)) head.append(make("span", "", fact));
+    box.append(head);
+    if (step.error) box.append(make("p", "error", step.error));
+    else if (!step.skipped) box.append(make("div", step.text ? "full" : "full nothing", step.text || "(none)"));
+    if (step.reasoning) box.append(reasoningOf(step));
     return box;
   }
 

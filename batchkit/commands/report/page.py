@@ -25,6 +25,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import StoreError
 from batchkit.scoring.metrics import ALL, OUT_OF_TEN, Group, ScoreTable, head
 from batchkit.storage.files import replacing
+from batchkit.storage.generations import totals_by_step
 from batchkit.storage.manifest import Manifest
 from batchkit.storage.runfolder import JOB
 from batchkit.types import utc_now
@@ -63,6 +64,7 @@ def render(
         spread=_spread(table),
         charts=charts(stats, line),
         failures=shares(stats.failed_by_kind),
+        steps=[(name or "(no name)", of) for name, of in totals_by_step(folder).items()],
         about=about(manifest, job),
         job_toml=clip(job_toml, _MAX_JOB_CHARACTERS),
         groups=_groups(table),

@@ -16,8 +16,9 @@ from jinja2.meta import find_undeclared_variables
 from batchkit.commands.input_rows import InputRows
 from batchkit.commands.report.figures import RunStats
 from batchkit.commands.report.pictures import Pictures
+from batchkit.commands.report.steps import StepsShown
 from batchkit.config.masking import masked_text
-from batchkit.config.tables import JobConfig
+from batchkit.config.tables import JobConfig, PromptTable
 from batchkit.config.terminal import cut_in_the_middle
 from batchkit.errors import BatchkitError, RowError
 from batchkit.rendering.steps import Renderer
@@ -25,6 +26,7 @@ from batchkit.scoring import Scoring, kept_fields
 from batchkit.scoring.metrics import group_name
 from batchkit.sources.join import with_group
 from batchkit.storage.answers import answers_in_words, calls_in_words
+from batchkit.storage.generations import Generations
 from batchkit.storage.job_toml import job_of_run, without_masked
 from batchkit.storage.ledger import failure_kind
 from batchkit.storage.score_store import read_scored, references_of
@@ -63,7 +65,9 @@ def choose(stats: RunStats) -> set[int] | None:
     return failed | _sample(rng, stats.answered_rows, MAX_ROWS - len(failed))
 
 
-def show(folder: Path, stats: RunStats, pictures: Pictures | None) -> Shown:
+def show(
+    folder: Path, stats: RunStats, pictures: Pictures | None, generations: Generations
+) -> Shown:
     """Reads the records again, and the input along with them if it still exists."""
     chosen, notes = choose(stats), []
     job = without_masked(job_of_run(folder))
@@ -78,7 +82,8 @@ def show(folder: Path, stats: RunStats, pictures: Pictures | None) -> Shown:
     if max(stats.text_lengths, default=0) > limit:
         notes.append(f"Answers longer than {limit:,} characters are cut in the middle.")
     inputs = InputRows(job, chosen)
-    reader = _Reader(job, _scoring(job, notes), pictures, inputs.renderer, limit, n_rows)
+    steps = StepsShown.of(generations, min(limit, _MAX_TEXT_BYTES / max(1, n_rows)))
+    reader = _Reader(job, _scoring(job, notes), pictures, inputs.renderer, limit, n_rows, steps)
     details = [
         reader.read(record, inputs.row(record))
         for record in with_group(read_scored(folder), job)
@@ -108,6 +113,7 @@ class _Reader(NamedTuple):
     renderer: Renderer | None
     text_limit: int
     n_rows: int
+    steps: StepsShown
 
     @property
     def field_limit(self) -> int:
@@ -138,6 +144,7 @@ class _Reader(NamedTuple):
             "cut": record.get("truncated_tokens"),
             "prompt": clipped(record.get("prompt"), 4_000),
             "images": self._images(row),
+            "steps": self.steps.read(record),
         }
         longest = self.field_limit * _QUESTION_SHARE
         return _Detail(
@@ -169,7 +176,10 @@ def _answer(record: Mapping[str, Any], limit: int) -> str | None:
     if len(answers) < 2:
         return clip(answers[0], limit) if answers[0] or record.get("text") is not None else None
     texts = [clip(answer, limit // len(answers)) for answer in answers]
-    return "\n\n".join(f"[choice {n}]\n{text}" for n, text in enumerate(texts, start=1))
+    names = [f"choice {n}" for n in range(1, len(texts) + 1)]
+    if (chosen := record.get("selected")) is not None:
+        names[chosen] += ", chosen"
+    return "\n\n".join(f"[{name}]\n{text}" for name, text in zip(names, texts, strict=True))
 
 
 def _error(error: Mapping[str, Any]) -> str | None:
@@ -209,18 +219,22 @@ def _question(details: Sequence[_Detail], job: JobConfig) -> str | None:
     says so, else the longest that is still short enough for a question."""
     fields = next((detail.fields for detail in details if detail.fields), {})
     own = [name for name in ("messages", "body", "prompt") if name in fields]
-    used = _used(job) & set(fields) if job.prompt.user or job.prompt.user_file else set(own[:1])
+    if job.rollout is not None:
+        used = set(fields)
+    else:
+        prompt = job.steps[0].prompt if job.steps else job.prompt
+        used = _used(prompt) & set(fields) if prompt.user or prompt.user_file else set(own[:1])
     lengths = {name: len(fields[name] or "") for name in used}
     by_name = (name for word in _ASKED for name in sorted(used, key=len) if word in name.lower())
     by_length = sorted(used, key=lambda name: (lengths[name] > _LONG, -lengths[name], name))
     return next(iter([*by_name, *by_length]), None)
 
 
-def _used(job: JobConfig) -> set[str]:
+def _used(prompt: PromptTable) -> set[str]:
     """Names that the user's template reads."""
     try:
-        path = job.prompt.user_file
-        text = job.prompt.user if path is None else Path(path).read_text(encoding="utf-8-sig")
+        path = prompt.user_file
+        text = prompt.user if path is None else Path(path).read_text(encoding="utf-8-sig")
         return find_undeclared_variables(Environment().parse(text or ""))
     except (OSError, ValueError, JinjaError):  # the note about the input explains it
         return set()

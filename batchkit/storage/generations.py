@@ -1,0 +1,92 @@
+"""Reading ``steps.jsonl``: the generations of chosen rows, and what all of them cost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from batchkit.storage.files import open_private
+from batchkit.storage.newest import line_rows
+from batchkit.storage.steps import STEPS
+
+
+class Generations:
+    """What the ``steps.jsonl`` of ``folder`` has of each row; nothing, if there is none.
+
+    It holds 32 bytes for each line, and reads only those that are asked for. A line that is not a
+    generation is left out.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        import numpy as np
+
+        self._file: int | None = None
+        path = folder / STEPS
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            self._bounds, rows = line_rows(file)
+        self._lines = np.argsort(rows, kind="stable")
+        self._rows = rows[self._lines]
+        self._file = open_private(path, os.O_RDONLY)
+
+    def of(self, index: int) -> Iterator[dict[str, Any]]:
+        """The row's, in the order in which they ended."""
+        if self._file is None:
+            return
+        import numpy as np
+
+        first, last = np.searchsorted(self._rows, [index, index + 1])
+        for number in self._lines[first:last].tolist():
+            start, end = int(self._bounds[number]), int(self._bounds[number + 1])
+            if (found := _generation(os.pread(self._file, end - start, start))) is not None:
+                yield found
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+class StepTotals(NamedTuple):
+    """Of the generations of one step: how many, and their tokens."""
+
+    generations: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def with_one(self, generation: dict[str, Any]) -> StepTotals:
+        usages = [generation.get(name) or {} for name in ("usage", "earlier_usage")]
+        return StepTotals(
+            self.generations + 1,
+            self.failed + (generation.get("status") == "failed"),
+            self.prompt_tokens + sum(usage.get("prompt_tokens", 0) for usage in usages),
+            self.completion_tokens + sum(usage.get("completion_tokens", 0) for usage in usages),
+        )
+
+
+def totals_by_step(folder: Path) -> dict[str, StepTotals]:
+    """Of all of ``steps.jsonl``, by the step's name, in the order in which they first ended."""
+    found: dict[str, StepTotals] = {}
+    with suppress(FileNotFoundError), (folder / STEPS).open("rb") as file:
+        for raw in file:
+            if (generation := _generation(raw)) is not None:
+                name = str(generation.get("step"))
+                found[name] = found.get(name, StepTotals()).with_one(generation)
+    return found
+
+
+def _generation(raw: bytes) -> dict[str, Any] | None:
+    if not raw.endswith(b"\n"):
+        return None
+    with suppress(orjson.JSONDecodeError):
+        found = orjson.loads(raw)
+        if isinstance(found, dict):
+            return found
+    return None
