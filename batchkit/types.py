@@ -72,6 +72,13 @@ class Call(NamedTuple):
     request_hash: str
     engine: str = ""
 
+    @property
+    def in_words(self) -> str:
+        """As a message names it."""
+        if not self.step:
+            return f"call {self.number}"
+        return f"step {self.step}" + f", call {self.number}" * (self.number > 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
 from batchkit.storage.manifest import SuspectGroup
+from batchkit.types import Key
 
 PROOF, PROOF_AMONG_ACCIDENTS = 2, 3
 
@@ -30,27 +31,46 @@ T = TypeVar("T")
 class Suspicion(NamedTuple):
     """A group of rows that have yet to be replayed together, as stored for the next start.
 
-    ``rows`` maps each index to its ``input_hash``, which shows whether it is still the same row.
-    ``deaths`` and ``is_quarantined`` as in Group.
+    ``rows`` maps the key of each request to its ``input_hash``, which shows whether it still asks the
+    same. ``deaths`` and ``is_quarantined`` as in Group.
     """
 
-    rows: Mapping[int, str]
+    rows: Mapping[Key, str]
     deaths: Sequence[str] = ()
     is_quarantined: bool = False
 
     def noted(self) -> SuspectGroup:
         """As it is noted in the manifest."""
-        rows = {str(index): input_hash for index, input_hash in self.rows.items()}
+        rows = {_text_of(key): input_hash for key, input_hash in self.rows.items()}
         return SuspectGroup(rows=rows, deaths=list(self.deaths), is_quarantined=self.is_quarantined)
 
     @classmethod
     def known(cls, group: SuspectGroup) -> Suspicion:
-        rows = {int(index): input_hash for index, input_hash in group.rows.items()}
+        rows = {_key_of(text): input_hash for text, input_hash in group.rows.items()}
         return cls(rows, tuple(group.deaths), group.is_quarantined)
 
     def only(self, may_come: Callable[[int], bool]) -> Suspicion:
         """The same group without the rows that are not read again."""
-        return self._replace(rows={i: known for i, known in self.rows.items() if may_come(i)})
+        may = {key: known for key, known in self.rows.items() if may_come(index_of(key))}
+        return self._replace(rows=may)
+
+
+def index_of(key: Key) -> int:
+    """Of the row that a request of this key belongs to."""
+    return key if isinstance(key, int) else key[0]
+
+
+def _text_of(key: Key) -> str:
+    """``17``, or ``17/revise/0`` for one of several generations of a row."""
+    return str(key) if isinstance(key, int) else "/".join(map(str, key))
+
+
+def _key_of(text: str) -> Key:
+    index, slash, call = text.partition("/")
+    if not slash:
+        return int(index)
+    step, _, number = call.rpartition("/")
+    return int(index), step, int(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,17 +183,22 @@ class Expected:
 
     def __init__(self, suspicions: Iterable[Suspicion]) -> None:
         self._rows = {
-            index: Recalled(group, suspicion)
+            key: Recalled(group, suspicion)
             for group, suspicion in enumerate(suspicions)
-            for index in suspicion.rows
+            for key in suspicion.rows
         }
 
-    def pop(self, index: int, input_hash: str) -> Recalled | None:
-        """What was known of this row; None if nothing was, or if the row has changed since."""
-        known = self._rows.pop(index, None)
-        return known if known and known.suspicion.rows[index] == input_hash else None
+    def pop(self, key: Key, input_hash: str) -> Recalled | None:
+        """What was known of this request; None if nothing was, or if it has changed since."""
+        known = self._rows.pop(key, None)
+        return known if known and known.suspicion.rows[key] == input_hash else None
 
     def suspicions(self) -> list[Suspicion]:
-        """Those of the rows that have not been read yet."""
+        """Those of the requests that have not come yet."""
         groups = {known.group: known.suspicion for known in self._rows.values()}
-        return [groups[number].only(self._rows.__contains__) for number in sorted(groups)]
+        return [
+            suspicion._replace(
+                rows={key: known for key, known in suspicion.rows.items() if key in self._rows}
+            )
+            for _, suspicion in sorted(groups.items())
+        ]

@@ -103,7 +103,7 @@ class SupervisedEngine:
         return self._engine.versions
 
     def submit(self, request: Request) -> None:
-        known = self._expected.pop(request.row.index, request.input_hash)
+        known = self._expected.pop(request.key, request.input_hash)
         if known is not None and known.suspicion.is_quarantined:
             self._quarantined.add(request.row.index)
         if request.row.index in self._quarantined:
@@ -247,6 +247,8 @@ class SupervisedEngine:
         if poison is None:
             return []
         row = f"row {poison.row.index} (id {poison.row.id})"
+        if poison.call is not None:
+            row += f", {poison.call.in_words},"
         if death.request is None:
             self._quarantined.add(poison.row.index)
             self._say(f"{row} alone kills the engine: failed")
@@ -355,7 +357,7 @@ class SupervisedEngine:
             groups.append(Group([quarantined], is_quarantined=True))
         suspicions = [
             Suspicion(
-                {request.row.index: request.input_hash for request in group.requests},
+                {request.key: request.input_hash for request in group.requests},
                 group.deaths,
                 group.is_quarantined,
             )

@@ -130,9 +130,10 @@ class Model(_Part):
 
 
 class SuspectGroup(_Part):
-    """Rows, by index with their ``input_hash``, of which one kills the engine."""
+    """Requests with their ``input_hash``, of which one kills the engine: ``17`` is row 17, and
+    ``17/revise/0`` one of its generations, by step and number."""
 
-    rows: dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], str]
+    rows: dict[Annotated[str, Field(pattern=r"^\d{1,10}(/\w*/\d{1,10})?$")], str]
     deaths: list[str]
     is_quarantined: bool
 

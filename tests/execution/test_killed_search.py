@@ -10,14 +10,17 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.newest import read_newest
 from tests.support.fake_mortal_engine import OPENED
 from tests.support.forks import LightFork
-from tests.support.rows import write_jsonl
+from tests.support.rows import read_jsonl, write_jsonl
 
 N_ROWS = 200
 POISON = ["row 17", "row 33"]
@@ -29,6 +32,17 @@ engine.kind = "dry-run"
 run.max_in_flight = 64
 output.keep = ["q"]
 """
+STEPS = (
+    JOB.replace('prompt.user = "{{ q }}"\n', "")
+    + """
+[[steps]]
+name = "draft"
+prompt.user = "draft of {{ q }}"
+[[steps]]
+name = "revise"
+prompt.user = "{{ steps.draft.text | replace('draft of ', '') }}"
+"""
+)
 
 
 def start(folder: Path, *args: str, kill_at: int | None = None) -> int:
@@ -48,9 +62,9 @@ def start(folder: Path, *args: str, kill_at: int | None = None) -> int:
     return code
 
 
-def written(folder: Path, **changed: str) -> Path:
+def written(folder: Path, job: str = JOB, **changed: str) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / "job.toml").write_text(JOB)
+    (folder / "job.toml").write_text(job)
     write_jsonl(
         folder / "rows.jsonl", [{"q": changed.get(f"r{n}", f"row {n}")} for n in range(N_ROWS)]
     )
@@ -72,8 +86,11 @@ def failed(folder: Path) -> list[str]:
     return [record["fields"]["q"] for record in records if record["status"] == "failed"]
 
 
-def test_a_search_that_is_killed_again_and_again_ends_with_the_poison_rows(tmp_path: Path) -> None:
-    calm, killed = written(tmp_path / "calm"), written(tmp_path / "killed")
+@pytest.mark.parametrize("job", [JOB, STEPS], ids=["a generation", "two steps"])
+def test_a_search_that_is_killed_again_and_again_ends_with_the_poison_rows(
+    job: str, tmp_path: Path
+) -> None:
+    calm, killed = written(tmp_path / "calm", job), written(tmp_path / "killed", job)
     assert start(calm) == 3
     assert failed(calm) == POISON
     starts = 1
@@ -85,6 +102,25 @@ def test_a_search_that_is_killed_again_and_again_ends_with_the_poison_rows(tmp_p
     deaths = engines(killed) - 1  # all but the last engine died, or were in a run that was killed
     assert deaths <= engines(calm) - 1 + len(POISON) + starts
     assert manifest(killed)["suspects"]["groups"] == [], "cleared when the search has ended"
+
+
+def test_the_generation_that_kills_is_named_and_its_row_keeps_the_others(tmp_path: Path) -> None:
+    folder = written(tmp_path, STEPS)
+    assert start(folder, kill_at=3) == -signal.SIGKILL
+    suspects = [row for group in manifest(folder)["suspects"]["groups"] for row in group["rows"]]
+    assert {"17/revise/0", "33/revise/0"} & {*suspects}
+    assert start(folder) == 3
+    poisoned = [r for r in read_newest(folder / "output/job" / RESULTS) if r["status"] == "failed"]
+    assert [record["fields"]["q"] for record in poisoned] == POISON
+    for record in poisoned:
+        assert record["error"]["kind"] == "engine_crash"
+        assert record["error"]["message"].startswith("step revise: the engine dies on this row")
+        assert record["steps"]["draft"]["text"] == f"draft of {record['fields']['q']}"
+    log = (folder / "output/job/run.log").read_text()
+    assert "row 17 (id 17), step revise, alone kills the engine: failed" in log
+    generations = read_jsonl(folder / "output/job/steps.jsonl")
+    found = Counter((line["index"], line["step"]) for line in generations)
+    assert found == {(row, step): 1 for row in range(N_ROWS) for step in ("draft", "revise")}
 
 
 def test_rows_that_were_requeued_are_not_suspected_by_a_stale_index(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.support.faulty_runs import (
     running,
     start,
 )
+from tests.support.rows import read_jsonl
 
 Run = Callable[..., Ended]
 
@@ -198,3 +200,41 @@ def test_an_engine_that_fails_on_every_row_stops_the_run(run: Run) -> None:
     assert "died 2 times without one answer" in ended.stderr
     assert "planted: device-side assert" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+STEPS = (
+    JOB.replace('[prompt]\nuser = "{{ q }}"\n', "").replace('sampling_column = "params"\n', "")
+    + """
+[[steps]]
+name = "draft"
+prompt.user = "{{ q }}"
+[[steps]]
+name = "revise"
+prompt.user = "{{ q }}: {{ steps.draft.text }}"
+sampling.sampling_column = "params"
+"""
+)
+
+
+def test_only_the_step_that_kills_the_engine_fails_its_row(
+    tmp_path: Path, text_model: Path
+) -> None:
+    """Memory runs out for all, and two rows kill their engine with their second generation."""
+    calm_folder, folder = tmp_path / "calm", tmp_path / "faulty"
+    calm_folder.mkdir()
+    folder.mkdir()
+    calm = start(calm_folder, text_model, question_rows({}), {}, [IN], job=STEPS)
+    assert calm.exit == 0, calm.stderr
+    poison = {5: "error", 23: "kill"}
+    ended = start(folder, text_model, question_rows(poison), {"over": 6}, [OWN], job=STEPS)
+    assert_only_failed(
+        ended, [record["text"] for record in calm.records], {5: "engine_crash", 23: "oom"}
+    )
+    for index in poison:
+        record = ended.records[index]
+        assert record["error"]["message"].startswith("step revise: the engine ")
+        assert record["steps"]["draft"] == calm.records[index]["steps"]["draft"]
+    lines = read_jsonl(folder / "output/faulty/steps.jsonl")
+    calls = Counter((line["index"], line["step"]) for line in lines)
+    assert calls == {(row, step): 1 for row in range(N_ROWS) for step in ("draft", "revise")}
+    assert ended.manifest["suspects"]["groups"] == []

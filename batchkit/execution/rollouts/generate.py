@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from batchkit.storage.plain_json import encoded
 from batchkit.types import Completion, Request
 
 Prompt = str | Sequence[Mapping[str, Any]]
+_STEP = re.compile(r"\w*", re.ASCII)
 _BYTES_PER_PIXEL = 4  # what Pillow uses for RGB
 
 
@@ -59,8 +61,10 @@ class Generate:
             raise RequestError(
                 f"generate: engine is {engine!r}, expected one of [engines]: {known}"
             )
-        if not isinstance(step, str):
-            raise RequestError(f"generate: step is {short(step)}, expected a text")
+        if not isinstance(step, str) or not _STEP.fullmatch(step):
+            raise RequestError(
+                f"generate: step is {short(step)}, expected a name of letters, digits and _"
+            )
         wanted = checked_tools(_own(tools), _own(tool_choice), "tools", "tool_choice")
         request = Request(
             self._row.row,

@@ -11,7 +11,7 @@ from PIL.Image import Image
 
 from batchkit.errors import ReplayError
 from batchkit.storage.plain_json import encoded
-from batchkit.types import Request, Task
+from batchkit.types import Call, Request, Task
 
 
 def request_hash(request: Request, engine: str = "") -> str:
@@ -86,9 +86,8 @@ class Replay:
             self._left[step, found.line["call"]] -= 1
             return found
         if self._strict and self._left[step, number] > 0:
-            where = f"call {number}" + f" of step {step!r}" * bool(step)
             raise ReplayError(
-                f"{where} asks for something else than before this row was interrupted, so its function"
+                f"{Call(step, number, hash_now).in_words} asks for something else than before this row was interrupted, so its function"
                 " does not always ask the same; let it depend on the row and on answers only (a seed"
                 ' for random numbers, no clock), or set output.replay = "fresh"'
             )
