@@ -28,6 +28,7 @@ from batchkit.execution.kept_engine import KeptEngine
 from batchkit.execution.progress import Progress, State
 from batchkit.execution.recorder import Recorder
 from batchkit.execution.resume import OpenRun
+from batchkit.execution.rollouts.function import Function
 from batchkit.execution.signals import DRAIN_S, Interrupted, StopRequest
 from batchkit.execution.summary import Outcome, RunSummary
 from batchkit.execution.worker import LogLine, Worker, render_ahead
@@ -66,6 +67,7 @@ class Loop:
         engine_identity: Mapping[str, Any],
         prompt_files: Mapping[str, str],
         kept: KeptEngine | None = None,
+        rollout: Function | None = None,
     ) -> None:
         self._job = job
         self._store, self._manifest, self._folder = run.store, run.manifest, run.folder
@@ -84,7 +86,7 @@ class Loop:
         self._quarantined: Collection[int] = ()
         self._references = references
         self._engine_identity = engine_identity
-        self._kept = kept
+        self._kept, self._rollout = kept, rollout
         self._is_runs_own = names_same_model(self._manifest.identity, engine_identity)
         """False if ``--set`` gives a retry another model."""
         self._resumed = run.store.totals.ok + run.store.totals.failed
@@ -277,7 +279,12 @@ class Loop:
                 )
             else:
                 ahead = render_ahead(
-                    self._job, self._renderer, tasks, may_wait=may_wait, rendered=self._rendered
+                    self._job,
+                    self._renderer,
+                    tasks,
+                    may_wait=may_wait,
+                    rendered=self._rendered,
+                    rollout=self._rollout,
                 )
                 pool = Worker(
                     self._job,

@@ -14,6 +14,7 @@ from batchkit.errors import BatchkitError, JobError
 from batchkit.execution.kept_engine import KeptEngine
 from batchkit.execution.notify import notifying
 from batchkit.execution.resume import OnChange
+from batchkit.execution.rollouts.function import Function, with_function
 from batchkit.execution.start import start_run
 from batchkit.execution.summary import Outcome, RunSummary
 from batchkit.rendering.renderer import AdjustSampling
@@ -53,6 +54,8 @@ class ProductionBatchProcessor:
         adjust_sampling: Changes the sampling parameters of each row, its own included; not for
             ``run.workers`` or a pooling task. A resume can't compare functions: give a job with
             another one another name.
+        rollout: ``async def solve(row, generate)`` in place of ``[rollout] function``; not for
+            ``run.workers``. A resume compares its source, if that can be read.
 
     Raises:
         JobError: the job file can't be read, or its keys are wrong.
@@ -67,6 +70,7 @@ class ProductionBatchProcessor:
         skip_from: str | Path | None = None,
         quiet: bool = False,
         adjust_sampling: AdjustSampling | None = None,
+        rollout: Function | None = None,
     ) -> None:
         if not isinstance(job, JobConfig | str | Path):
             raise JobError(
@@ -91,6 +95,9 @@ class ProductionBatchProcessor:
                 f'adjust_sampling: is for task = "generate", and task is "{self.job.task}", which has no'
                 " sampling parameters; leave it out"
             )
+        if rollout is not None:
+            self.job = with_function(self.job, rollout)
+        self._rollout = rollout
         self._fresh = fresh
         self._on_change: OnChange = on_change
         self._skip_from = None if skip_from is None else Path(skip_from)
@@ -164,6 +171,7 @@ class ProductionBatchProcessor:
                     on_change=self._on_change,
                     skip_from=self._skip_from,
                     adjust_sampling=self._adjust_sampling,
+                    rollout=self._rollout,
                     kept=self._kept,
                     quiet=self._quiet,
                 )

@@ -16,6 +16,7 @@ from batchkit.execution.loop import Loop
 from batchkit.execution.progress import Progress
 from batchkit.execution.recorder import Recorder
 from batchkit.execution.resume import OnChange, open_run
+from batchkit.execution.rollouts.function import Function
 from batchkit.execution.signals import StopRequest
 from batchkit.execution.summary import Outcome
 from batchkit.rendering.constant_files import constant_files
@@ -48,6 +49,7 @@ def start_run(
     begun_with: JobConfig | None = None,
     overrides: Sequence[str] = (),
     adjust_sampling: AdjustSampling | None = None,
+    rollout: Function | None = None,
     kept: KeptEngine | None = None,
     stop: StopRequest | None = None,
     quiet: bool = False,
@@ -58,7 +60,8 @@ def start_run(
     ``attempts``: run only these rows again, except those that have an answer by now; it maps a
     row's index to the number of its last attempt, 0 if it has no record. Those ``quarantined``
     killed the engine, and are run alone. ``begun_with``: the job that the run folder was made for,
-    if ``overrides`` make ``job`` differ from it on purpose. ``stop``: the caller handles signals.
+    if ``overrides`` make ``job`` differ from it on purpose. ``rollout`` is used in place of the function
+    that the job names. ``stop``: the caller handles signals.
 
     Raises:
         BatchkitError: the run could not begin. What stops it later is in the outcome.
@@ -117,6 +120,7 @@ def start_run(
                 engine,
                 prompt_files,
                 kept,
+                rollout,
             )
             if attempts is not None:
                 outcome = loop.retry(_still_due(run.folder / RESULTS, attempts), quarantined)

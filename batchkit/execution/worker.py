@@ -26,6 +26,7 @@ from batchkit.execution.feeder import AHEAD, Feeder
 from batchkit.execution.kept_engine import KeptEngine, Loaded
 from batchkit.execution.records import to_record
 from batchkit.execution.rollouts.begun import begun
+from batchkit.execution.rollouts.function import Function
 from batchkit.execution.rollouts.rollouts import Rollouts
 from batchkit.execution.selection import Selection
 from batchkit.execution.supervisor import SupervisedEngine
@@ -59,11 +60,13 @@ def render_ahead(
     *,
     may_wait: bool,
     rendered: dict[int, Request | Completion] | None = None,
+    rollout: Function | None = None,
 ) -> RenderedTasks:
     """Begins to render ``tasks``. ``may_wait``: reading them may block. ``rendered``: rows that
-    have been, by index; each is taken out of it."""
+    have been, by index; each is taken out of it. ``rollout``: the function of a job with
+    ``[rollout]``, if it is not the one that the job names."""
     if job.has_several:
-        return begun(job, renderer, tasks, may_wait=may_wait)
+        return begun(job, renderer, tasks, may_wait=may_wait, function=rollout)
     ready = {} if rendered is None else rendered
 
     def render(task: Task) -> Request | Completion:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -15,7 +16,8 @@ from typing import Any
 
 import orjson
 
-from batchkit.config.tables import JobConfig
+from batchkit.config.tables import JobConfig, RolloutTable
+from batchkit.config.tables.steps import misfits_of_steps
 from batchkit.errors import EmptyTextError, JobError, RolloutError, RowError
 from batchkit.execution.rollouts.generate import Generate
 from batchkit.execution.rollouts.open_row import OpenRow
@@ -24,6 +26,8 @@ from batchkit.rendering.messages import short
 from batchkit.rendering.steps import Renderer
 from batchkit.storage.plain_json import valid
 from batchkit.types import Choice, Completion
+
+_GIVEN = "python "  # begins the place of a function that a program has given
 
 Function = Callable[[Mapping[str, Any], Generate], Awaitable[str | dict[str, Any] | Completion]]
 
@@ -49,6 +53,37 @@ class Rollout:
         return replace(row.outcome(None, [Choice(text, None)]), parsed=parsed)
 
 
+def with_function(job: JobConfig, function: Any) -> JobConfig:
+    """``job`` with ``function`` of the calling program as its rollout's; its name has a hash of the
+    source, by which a resume knows it.
+
+    Raises:
+        JobError: it is no coroutine function, or does not fit the job.
+    """
+    if not inspect.iscoroutinefunction(function):
+        raise JobError(
+            f"rollout: found {short(function)}, expected a function `async def solve(row, generate)`"
+        )
+    if job.run.workers is not None:
+        raise JobError(
+            "rollout: workers on Ray don't get a function; name it in the job (rollout.function ="
+            ' "module:name"), or leave run.workers out'
+        )
+    try:
+        source = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+    except (OSError, TypeError):  # typed at a prompt, or a functools.partial
+        source = "unknown"
+    name = getattr(function, "__name__", "function")
+    table = RolloutTable(
+        function=f"{_GIVEN}{source}:{name}",
+        **({} if job.rollout is None else {"concurrency": job.rollout.concurrency}),
+    )
+    job = job.model_copy(update={"rollout": table})
+    if found := [*misfits_of_steps(job)]:
+        raise JobError("\n".join(found))
+    return job
+
+
 def loaded_function(name: str) -> Function:
     """The function that ``rollout.function`` names.
 
@@ -56,6 +91,11 @@ def loaded_function(name: str) -> Function:
         JobError: there is none, or its module can't be imported.
     """
     place, _, attribute = name.rpartition(":")
+    if place.startswith(_GIVEN):
+        raise JobError(
+            f"rollout.function: {attribute} was given by a program (ProductionBatchProcessor(…,"
+            f" rollout={attribute})); run that program again"
+        )
     try:
         module = _of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except BaseException as error:

@@ -41,13 +41,15 @@ class Generate:
         *,
         step: str = "",
         engine: str = "",
+        chat: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: Any = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> Completion:
         """One generation for ``prompt``: chat messages in OpenAI's shape, which may have images, or
-        a text, which is the user's message (with ``prompt.chat = false``, the whole prompt).
+        a text, which is the user's message; without ``chat``, it is the whole prompt, and no chat
+        template is applied.
 
         ``sampling``: parameters by the names of ``vllm.SamplingParams``, over those of the job's
         ``[sampling]``. ``step`` names this generation in ``steps.jsonl`` and in tables, ``engine`` is
@@ -76,9 +78,9 @@ class Generate:
             tool_choice=wanted.tool_choice,
             chat_template_kwargs=_own(chat_template_kwargs or {}),
         )
-        if isinstance(prompt, str) and not self._job.prompt.chat:
-            if wanted.tools:
-                raise RequestError("generate: tools need messages, and prompt.chat is false")
+        if not chat:
+            if not isinstance(prompt, str) or wanted.tools:
+                raise RequestError("generate: chat=False is for a text without tools")
             request = replace(request, prompt=prompt)
             completion = await self._row.ask(lambda: request, step, engine, takes_long=False)
         else:

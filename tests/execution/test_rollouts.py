@@ -1,0 +1,245 @@
+"""``[rollout]``: a function asks for a row's generations."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from batchkit.config.tables import JobConfig
+from batchkit.errors import ChangedError, JobError
+from batchkit.execution.processor import ProductionBatchProcessor
+from tests.support.chat_server import Refused, error, serving
+from tests.support.command_line import batchkit
+from tests.support.own_process import begin
+from tests.support.rollouts import RUN, errors, generations, records, run, write
+from tests.support.rows import write_jsonl
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def echo(text: str, body: dict[str, Any]) -> str:
+    return f"<{text}>"
+
+
+def test_all_that_a_generation_may_be_given_reaches_the_engine() -> None:
+    Image.new("RGB", (20, 10), (200, 90, 20)).save("a.png")
+    code = f"""
+TOOLS = [{TOOL!r}]
+async def solve(row, generate):
+    picture = [{{"type": "image_url", "image_url": {{"url": "a.png"}}}}, {{"type": "text", "text": "what?"}}]
+    seen = await generate([{{"role": "user", "content": picture}}], step="look", max_tokens=7)
+    several = await generate(seen.text, n=2, logprobs=1, temperature=0.5)
+    await generate("add", tools=TOOLS, tool_choice="required", chat_template_kwargs={{"thinking": False}})
+    return {{"seen": seen.text, "texts": [choice.text for choice in several.choices],
+            "tokens": seen.usage.completion_tokens, "reason": seen.finish_reason}}
+"""
+
+    def answer(text: str, body: dict[str, Any]) -> str:
+        if body.get("n") == 2:
+            choice = {"message": {"content": "one of two"}, "finish_reason": "stop"}
+            raise Refused(200, {"choices": [{"index": n, **choice} for n in range(2)]})
+        return echo(text, body)
+
+    with serving(answer) as server:
+        write(code, 1, server)
+        assert run().exit_code == 0, errors()
+        look, several, added = server.bodies
+    assert look["max_tokens"] == 7
+    assert look["messages"][0]["content"][0]["image_url"]["url"].startswith("data:image/png;base64")
+    assert (several["n"], several["temperature"], several["logprobs"]) == (2, 0.5, True)
+    assert added["tools"] == [TOOL]
+    assert added["tool_choice"] == "required"
+    assert added["chat_template_kwargs"] == {"thinking": False}
+    (record,) = records()
+    assert record["parsed"] == json.loads(record["text"])
+    assert record["parsed"]["texts"] == ["one of two"] * 2
+    assert record["generations"] == 3
+    assert [line["step"] for line in generations()] == ["look", "", ""]
+
+
+def test_without_chat_a_text_is_the_whole_prompt() -> None:
+    code = "async def solve(row, generate):\n    return await generate(row['q'], chat=False)\n"
+    with serving(echo) as server:
+        write(code, 1, server)
+        assert run().exit_code == 0
+        assert server.bodies[0]["prompt"] == "q0"
+    assert records()[0]["text"] == "<q0>"
+
+
+def test_one_of_many_may_fail() -> None:
+    code = """
+async def solve(row, generate):
+    found = await generate.many(["a", "refuse", "b"], return_exceptions=True)
+    return " ".join(getattr(one, "text", type(one).__name__) for one in found)
+"""
+
+    def answer(text: str, body: dict[str, Any]) -> str:
+        if text == "refuse":
+            raise Refused(400, error("no thanks"))
+        return echo(text, body)
+
+    with serving(answer) as server:
+        write(code, 1, server)
+        assert run().exit_code == 0
+    assert records()[0]["text"] == "<a> RequestError <b>"
+    assert sorted(line["status"] for line in generations()) == ["failed", "ok", "ok"]
+
+
+def killed_when(is_due: Callable[[], bool]) -> None:
+    with begin("run", "job.toml", cwd=Path.cwd()) as process:
+        until(is_due)
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+ORDER = """
+import asyncio
+async def chain(generate, name, times):
+    for n in range(times):
+        await generate(f"{name}{n}")
+    return name
+async def solve(row, generate):
+    tasks = [chain(generate, "a", 3), chain(generate, "b", 1), chain(generate, "c", 2)]
+    order = [await one for one in asyncio.as_completed(tasks)]
+    return (await generate(" ".join(order))).text
+"""
+
+
+def test_a_replay_goes_on_in_the_order_in_which_the_answers_came() -> None:
+    """Which of three chains ends first depends on the engine; after a kill it is the same again."""
+    waits = True
+    delays = {"a": 0.0, "b": 0.6, "c": 0.1}
+
+    def answer(text: str, body: dict[str, Any]) -> str:
+        if " " in text:
+            until(lambda: not waits, 30)
+        elif text[0] in delays:
+            import time
+
+            time.sleep(delays[text[0]])
+        return echo(text, body)
+
+    with serving(answer) as server:
+        write(ORDER, 1, server)
+        killed_when(lambda: (RUN / "steps.jsonl").exists() and len(generations()) == 6)
+        waits = False
+        assert run().exit_code == 0, errors()
+    assert records()[0]["text"] == "<a c b>"
+    assert len(generations()) == 7
+
+
+DIVERGING = """
+import os
+async def solve(row, generate):
+    first = await generate(f"{row['q']} {os.environ['SALT']}")
+    try:
+        return (await generate(f"wait for {first.text}")).text
+    except Exception:
+        return "swallowed"
+"""
+
+
+@pytest.mark.parametrize("replay", ["strict", "fresh"])
+def test_a_function_that_asks_for_something_else_stops_its_row_or_goes_on(
+    replay: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = True
+
+    def answer(text: str, body: dict[str, Any]) -> str:
+        until(lambda: not (waits and text.startswith("wait")), 30)
+        return echo(text, body)
+
+    monkeypatch.setenv("SALT", "one")
+    with serving(answer) as server:
+        write(DIVERGING, 2, server, output={"replay": replay})
+        killed_when(lambda: (RUN / "steps.jsonl").exists() and len(generations()) == 2)
+        waits = False
+        monkeypatch.setenv("SALT", "two")
+        assert run().exit_code == (3 if replay == "strict" else 0)
+    if replay == "strict":
+        assert {*errors()} == {0, 1}
+        assert errors()[0].startswith("rollout: call 0 asks for something else than before")
+    else:
+        assert records()[0]["text"] == "<wait for <q0 two>>"
+
+
+async def solve_twice(row: Any, generate: Any) -> str:
+    first = await generate(row["q"])
+    return f"{(await generate(first.text)).text} {len(first.text)}"
+
+
+async def solve_once(row: Any, generate: Any) -> str:
+    return str((await generate(row["q"])).text)
+
+
+def processor(function: Any, **tables: Any) -> ProductionBatchProcessor:
+    job = JobConfig(**{"name": "a", "engine": {"kind": "dry-run"}, **tables})
+    return ProductionBatchProcessor(job, rollout=function, quiet=True)
+
+
+ROWS = [{"q": "one"}, {"q": "two"}]
+
+
+def test_a_function_from_python_answers_resumes_and_is_compared() -> None:
+    summary = processor(solve_twice).process(ROWS)
+    assert (summary.ok, summary.failed) == (2, 0)
+    assert [record["generations"] for record in summary.records()] == [2, 2]
+    assert processor(solve_twice).process(ROWS).skipped == 2
+    with pytest.raises(ChangedError, match=r"rollout.function: .*:solve_twice.*:solve_once"):
+        processor(solve_once).process(ROWS)
+
+
+def test_a_loop_that_runs_already_does_not_matter() -> None:
+    """As in a notebook."""
+
+    async def main() -> int:
+        return processor(solve_twice).process(ROWS).ok
+
+    assert asyncio.run(main()) == 2
+
+
+def test_the_commands_read_the_run_of_a_function_from_python() -> None:
+    write_jsonl(Path("rows.jsonl"), ROWS)
+    processor(solve_once, input={"path": "rows.jsonl"}).process()
+    assert batchkit("status", RUN).exit_code == 0
+    assert batchkit("export", RUN, "--jsonl").exit_code == 0
+    assert batchkit("report", RUN).exit_code == 0
+    assert batchkit("verify", RUN).exit_code == 0
+    ended = batchkit("run", RUN / "job.toml", "--fresh")
+    assert ended.exit_code == 2
+    assert "rollout=solve_once" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("function", "tables", "message"),
+    [
+        (len, {}, r"rollout: found <built-in function len>, expected a function `async def"),
+        (solve_once, {"run": {"workers": 2}}, "workers on Ray don't get a function"),
+        (
+            solve_once,
+            {"steps": [{"name": "a", "prompt": {"user": "b"}}]},
+            r"\[rollout\]: its function asks for all of a row's generations",
+        ),
+        (solve_once, {"prompt": {"user": "{{ q }}"}}, "has prompts of its own"),
+    ],
+    ids=["no coroutine", "workers", "steps", "a prompt"],
+)
+def test_a_function_that_does_not_fit_is_refused(
+    function: Any, tables: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(JobError, match=message):
+        processor(function, **tables)
