@@ -136,7 +136,7 @@ def run(
     """
     from batchkit.commands.one_line import one_line_job
     from batchkit.commands.run import run_job
-    from batchkit.commands.validate import preview
+    from batchkit.commands.validate import not_checked, preview
     from batchkit.config.shard import asked_for
 
     keys = {
@@ -166,6 +166,8 @@ def run(
     if dry_run:
         for row in preview(loaded, limit or 3):
             echo(row.to_text())
+        for line in not_checked(loaded):
+            say(line)
         return
     if job is None:
         say(f"the run folder is {loaded.folder}; the same line continues the run")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -13,16 +13,19 @@ from typing import Any
 
 from batchkit.config.masking import masked, masked_text
 from batchkit.config.tables import JobConfig
+from batchkit.config.terminal import shortened
 from batchkit.engines.base import Preflight, RenderedPrompt
 from batchkit.engines.registry import open_preflight
-from batchkit.errors import PromptTooLongError, RowError
+from batchkit.errors import JobError, PromptTooLongError, RowError
 from batchkit.execution.hints import hints
+from batchkit.execution.rollouts.function import loaded_function
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.rendering.steps import Renderer, renderer_of
 from batchkit.sources import read_rows
 from batchkit.types import Completion, Request, Row
 
 SHOWN = 20
+_MOST_SHOWN = 2000  # characters of a row
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -38,7 +41,7 @@ class Problem:
 @dataclass(frozen=True, slots=True)
 class Validation:
     """``problems`` holds the first of the ``failed`` rows; token counts are exact or missing.
-    ``hints`` are likely mistakes that fail no row."""
+    ``hints`` are likely mistakes that fail no row; ``not_checked`` is what only a run shows."""
 
     rows: int
     ok: int
@@ -47,6 +50,7 @@ class Validation:
     problems: list[Problem]
     prompt_tokens: dict[str, float]
     hints: list[str]
+    not_checked: list[str]
 
     @property
     def exit_code(self) -> int:
@@ -59,7 +63,7 @@ class Validation:
         tokens = ", ".join(f"{name} {count:,.0f}" for name, count in self.prompt_tokens.items())
         lines = [f"{self.rows:,} rows: {self.ok:,} ok, {self.failed:,} would fail"]
         lines.append(f"prompt tokens: {tokens or ('not counted' if self.ok else 'none')}")
-        lines += self.hints
+        lines += [*self.not_checked, *self.hints]
         for problem in self.problems:
             row = f"row {problem.index} (id {problem.id})"
             lines.append(f"  {row} {problem.kind}: {problem.message}")
@@ -72,7 +76,8 @@ class Validation:
 class Preview:
     """One row as the engine would get it, or the error it would fail with.
 
-    ``params`` are of the job's table ``[sampling]`` or ``[pooling]``; ``table`` is its name.
+    ``params`` are of the job's table ``[sampling]`` or ``[pooling]``; ``table`` is its name. Of a job
+    with steps, it is the first, whose name is ``step``; the function of a rollout ``gets`` the row.
     """
 
     index: int
@@ -85,11 +90,17 @@ class Preview:
     error: str | None
     tools: Sequence[str] = ()
     tool_choice: Any = None
+    step: str | None = None
+    gets: Mapping[str, Any] | None = None
 
     def to_text(self) -> str:
-        head = f"--- row {self.index} (id {self.id})"
+        step = "" if self.step is None else f", step {self.step}"
+        head = f"--- row {self.index} (id {self.id}){step}"
         if self.error is not None:
             return f"{head}\nwould fail, {self.error}"
+        if self.gets is not None:
+            fields = json.dumps(self.gets, default=str, ensure_ascii=False)
+            return f"{head}\nthe function gets: {shortened(fields, _MOST_SHOWN)}"
         sizes = ", ".join(f"{width}x{height}" for width, height in self.images)
         tokens = "uncounted" if self.prompt_tokens is None else f"{self.prompt_tokens:,}"
         return (
@@ -114,7 +125,7 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
     Raises:
         JobError: the job itself is invalid.
     """
-    renderer, preflight = renderer_of(job), open_preflight(job)
+    renderer, preflight = renderer_of(job), _opened_preflight(job)
     problems: list[Problem] = []
     by_kind: Counter[str] = Counter()
     tokens: list[int] = []
@@ -128,7 +139,7 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
         error = rendered.error if isinstance(rendered, Completion) else None
         if row.error is None and (first is None or row.index < first.index):
             first = row
-        if error is None:
+        if error is None and job.rollout is None:
             try:
                 _, prompt = _fitted(request, renderer, preflight)
                 if prompt.prompt_tokens is not None:
@@ -152,6 +163,7 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
         problems=sorted(problems)[:SHOWN],
         prompt_tokens=_spread(tokens),
         hints=[] if first is None else [masked_text(hint) for hint in hints(job, first.fields)],
+        not_checked=[*not_checked(job)],
     )
 
 
@@ -161,14 +173,18 @@ def preview(job: JobConfig, rows: int) -> Iterator[Preview]:
     Raises:
         JobError: the job itself is invalid.
     """
-    renderer, preflight = renderer_of(job), open_preflight(job)
+    renderer, preflight = renderer_of(job), _opened_preflight(job)
     table = "sampling" if job.task == "generate" else "pooling"
+    step = job.steps[0].name if job.steps else None
     for row in islice(read_rows(job.input), rows):
         try:
+            if job.rollout is not None and row.error is None:
+                yield Preview(row.index, row.id, None, None, [], table, {}, None, gets=row.fields)
+                continue
             request, prompt = _fitted(renderer.render(row), renderer, preflight)
         except RowError as error:
             message = f"{error.kind}: {masked_text(str(error))}"
-            yield Preview(row.index, row.id, None, None, [], table, {}, message)
+            yield Preview(row.index, row.id, None, None, [], table, {}, message, step=step)
             continue
         yield Preview(
             row.index,
@@ -181,7 +197,43 @@ def preview(job: JobConfig, rows: int) -> Iterator[Preview]:
             None,
             [tool["function"]["name"] for tool in request.tools or ()],
             request.tool_choice,
+            step,
         )
+
+
+def not_checked(job: JobConfig) -> Iterator[str]:
+    """A line about what is known only once rows are answered."""
+    if job.rollout is not None:
+        yield (
+            "[rollout]: rows are read, and the function was imported; what it asks for is known once it"
+            " runs"
+        )
+    if later := [step.name for step in job.steps[1:]]:
+        yield (
+            f"[[steps]]: rows are checked with the prompt of {job.steps[0].name}. The prompts of"
+            f" {', '.join(later)} have answers in them: their templates and parameters are checked, their"
+            " lengths and images are not"
+        )
+
+
+def _opened_preflight(job: JobConfig) -> Preflight:
+    """That of the first step, if the job has steps; the engines and parameters of all are checked.
+
+    Raises:
+        JobError: they can't be right, or the job names no function.
+    """
+    if job.rollout is not None:
+        loaded_function(job.rollout.function)
+    opened: dict[str, Preflight] = {}
+    for place, its in job.of_each_step():
+        key = repr((its.engine, its.sampling))
+        try:
+            opened[key] = opened.get(key) or open_preflight(its)
+        except JobError as error:
+            if not place:
+                raise
+            raise JobError(f"{place.removesuffix('.')}: {error}") from error
+    return next(iter(opened.values()))
 
 
 def _fitted(
@@ -204,7 +256,7 @@ def _rendered(
     """In any order; ``repeats`` maps a row with a repeated id to the first row that has it."""
     prefetch = Prefetch(
         _noting_repeats(islice(read_rows(job.input), rows), repeats),
-        renderer.render_or_fail,
+        renderer.render_or_fail if job.rollout is None else _read_only,
         threads=job.run.render_threads,
         ahead=2 * job.run.render_threads,
         max_bytes=job.media.max_memory_bytes,
@@ -216,6 +268,12 @@ def _rendered(
                 if isinstance(rendered, Request):
                     prefetch.release(rendered)
                 yield rendered
+
+
+def _read_only(row: Row) -> Request | Completion:
+    """For rows whose requests are not known."""
+    request = Request(row, None, None, {}, input_hash="")
+    return request if row.error is None else Completion(request, error=row.error)
 
 
 def _noting_repeats(rows: Iterator[Row], repeats: dict[int, int]) -> Iterator[Row]:

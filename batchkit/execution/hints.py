@@ -7,14 +7,29 @@ from typing import Any
 
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig, ScoringTable
+from batchkit.rendering.steps import CANDIDATES
+from batchkit.rendering.templates.prompt import names_in
 from batchkit.scoring import fields_of
 
 _NEED_NO_REFERENCE = {"reward", "judge"}
 
 
 def hints(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
-    """A line per likely mistake in lengths, ``sampling_column``, ``output.keep`` or the scoring;
-    ``first``: a row's fields."""
+    """A line per likely mistake in lengths, ``sampling_column``, ``output.keep``, the scoring, or what
+    templates of steps read; ``first``: a row's fields."""
+    for place, its in job.of_each_step():
+        yield from (place + hint for hint in _of_generation(its, first))
+    has_messages = job.rollout is None and "messages" in first and "tools" in first
+    first_step = next(its for _, its in job.of_each_step())
+    if first_step.prompt.tools is None and has_messages:
+        yield 'prompt.tools: rows have a field "tools", which is not used; set tools = "{{ tools }}"'
+    yield from _of_steps(job, first)
+    yield from _absent("output.keep", job.output.keep, first)
+    if job.scoring.is_on:
+        yield from scoring_hints(job.scoring, first)
+
+
+def _of_generation(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
     most, wanted = job.engine.options.get("max_model_len"), job.sampling.max_tokens
     if job.task == "generate" and isinstance(most, int) and wanted >= most:
         yield (
@@ -26,22 +41,32 @@ def hints(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
     has_parser = job.engine.kind != "vllm" or job.engine.tool_call_parser is not None
     if job.prompt.tools is not None and not has_parser:
         yield "prompt.tools: without engine.tool_call_parser, calls stay in the text of the answer"
-    if job.prompt.tools is None and "messages" in first and "tools" in first:
-        yield 'prompt.tools: rows have a field "tools", which is not used; set tools = "{{ tools }}"'
-    yield from _absent("output.keep", job.output.keep, first)
-    if job.scoring.is_on:
-        yield from scoring_hints(job.scoring, first)
 
 
-def scoring_hints(table: ScoringTable, first: Mapping[str, Any] | None) -> Iterator[str]:
-    """Like ``hints``, for the scoring alone; ``first`` may be unknown."""
+def _of_steps(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
+    ours = {"steps", CANDIDATES} if job.select.step is not None else {"steps"}
+    for name in ours & first.keys() if job.steps else ():
+        yield f"[[steps]]: rows have a field {name!r}, and templates get what batchkit means by that name"
+    for n, step in enumerate(job.steps):
+        key, prompt = f"steps.{step.name}", step.prompt if n else None  # the first is rendered
+        when = [] if step.when is None else [step.when]
+        names = names_in(job.of_step(step), prompt, when) - ours
+        yield from _absent(key, sorted(names), first)
+        if step.scoring.is_on:
+            yield from scoring_hints(step.scoring, first, key)
+
+
+def scoring_hints(
+    table: ScoringTable, first: Mapping[str, Any] | None, key: str = "scoring"
+) -> Iterator[str]:
+    """Like ``hints``, for the scoring alone, which is at ``key``; ``first`` may be unknown."""
     if first is not None:
-        yield from _absent("scoring", sorted(fields_of(table)), first)
+        yield from _absent(key, sorted(fields_of(table)), first)
     if lost := _without_reference(table):
         need = "needs" if len(lost) == 1 else "need"
+        or_run = " or scoring.reference_run" * (key == "scoring")
         yield (
-            f"scoring: {', '.join(lost)} {need} a right answer to compare with: set"
-            " scoring.reference or scoring.reference_run"
+            f"{key}: {', '.join(lost)} {need} a right answer to compare with: set {key}.reference{or_run}"
         )
 
 

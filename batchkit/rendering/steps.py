@@ -88,18 +88,22 @@ class StepsRenderer:
         return self._by_name[step].render(row, attempt)
 
     def render(self, row: Row, attempt: int = 1) -> Request:
-        return self._first.render(with_answers(row, {}), attempt)
+        return replace(self._first.render(with_answers(row, {}), attempt), row=row)
 
     def render_or_fail(self, row: Row, attempt: int = 1) -> Request | Completion:
-        return self._first.render_or_fail(with_answers(row, {}), attempt)
+        found = self._first.render_or_fail(with_answers(row, {}), attempt)
+        if isinstance(found, Request):
+            return replace(found, row=row)
+        return replace(found, request=replace(found.request, row=row))
 
     def messages(self, messages: Any) -> list[Message]:
         return self._first.messages(messages)
 
     def shortened(self, request: Request, error: PromptTooLongError) -> Request | None:
-        assert request.call is not None
-        shorter = self._by_name[request.call.step].shortened(request, error)
-        return None if shorter is None else replace(shorter, call=request.call)
+        call = request.call
+        its = self._first if call is None else self._by_name[call.step]
+        shorter = its.shortened(request, error)
+        return None if shorter is None else replace(shorter, call=call)
 
     def image_sources(self, row: Row) -> list[Any]:
         return self._first.image_sources(with_answers(row, {}))

@@ -111,6 +111,13 @@ def loaded_function(name: str) -> Function:
             f"rollout.function: found {found} as {attribute} in {place}, expected a function `async def"
             f" {attribute}(row, generate)`"
         )
+    try:
+        inspect.signature(function).bind("row", "generate")
+    except TypeError as error:
+        raise JobError(
+            f"rollout.function: {attribute}{inspect.signature(function)} in {place} can't be called with a"
+            f" row and generate: {error}"
+        ) from None
     return function
 
 
