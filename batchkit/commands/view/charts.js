@@ -5,11 +5,12 @@ import { clock, short } from "./view.js";
 const GIB = 2 ** 30;
 const NEAR_PX = 6;
 
-// Each line: a column of the metrics, and its name if there are several.
+// Each line: a column of the metrics, and its name if there are several. A rate is of the time since
+// the point before, so it is drawn as a step.
 const CHARTS = [
-  { title: "Throughput", unit: "rows/s", lines: { rows_per_s: "" } },
-  { title: "Tokens written", unit: "tokens/s", lines: { completion_tokens_per_s: "" } },
-  { title: "Tokens read", unit: "tokens/s", lines: { prompt_tokens_per_s: "" } },
+  { title: "Throughput", unit: "rows/s", isRate: true, lines: { rows_per_s: "" } },
+  { title: "Tokens written", unit: "tokens/s", isRate: true, lines: { completion_tokens_per_s: "" } },
+  { title: "Tokens read", unit: "tokens/s", isRate: true, lines: { prompt_tokens_per_s: "" } },
   {
     title: "Requests", unit: "requests",
     lines: { running: "running", waiting: "waiting", window: "window" },
@@ -45,16 +46,22 @@ export function placeOf(at, start, metrics) {
   return Math.min(metrics.seconds.at(-1), Math.max(lowest, seconds));
 }
 
+let pointed = null; // seconds at work, where the pointer is: new points don't move it
+
 // Draws all charts that have something to show into the box. Each mark: {seconds, text}.
 export function drawCharts(box, metrics, marks) {
   const { seconds } = metrics;
-  const span = Math.max(1, seconds.at(-1) ?? 0);
+  const span = seconds.at(-1) || 1;
   const figures = seconds.length < 2 ? [] : CHARTS
     .map((chart) => ({ ...chart, lines: linesOf(chart, metrics) }))
     .filter(({ lines }) => lines.length)
     .map((chart) => figureOf(chart, metrics, span, marks));
   box.replaceChildren(...figures.map(({ figure }) => figure));
-  const showAll = (seconds) => figures.forEach(({ show }) => show(seconds));
+  const showAll = (at) => {
+    pointed = at;
+    for (const { show } of figures) show(at);
+  };
+  if (pointed !== null) showAll(pointed);
   for (const { plot } of figures) {
     plot.addEventListener("pointermove", (event) => {
       const { left, width } = plot.getBoundingClientRect();
@@ -93,8 +100,11 @@ function figureOf(chart, metrics, span, marks) {
   }
   lines.forEach(({ values }, nth) => {
     for (const part of parts(values)) {
-      const points = part.map((place) => `${x(seconds[place])},${y(values[place])}`).join(" ");
-      const [first, last] = [part[0], part.at(-1)].map((place) => x(seconds[place]));
+      const corners = part.flatMap((place) => [
+        ...(chart.isRate ? [[seconds[place - 1] ?? 0, values[place]]] : []), [seconds[place], values[place]],
+      ]).map(([at, value]) => [x(at), y(value)]);
+      const points = corners.map((corner) => corner.join(",")).join(" ");
+      const [first, last] = [corners[0][0], corners.at(-1)[0]];
       if (!nth) svg.append(shape("polygon", { class: "area", points: `${first},100 ${points} ${last},100` }));
       svg.append(shape("polyline", { class: `edge nth-${nth}`, points }));
     }

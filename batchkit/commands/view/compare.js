@@ -4,6 +4,7 @@ import {
 } from "./view.js";
 
 const LIMIT = 20;
+const AGAIN_MS = 200; // while the server has not read all of the logs
 const state = new URLSearchParams(location.search);
 const [a, b] = ["a", "b"].map((side) => state.get(side) ?? "");
 const only = byId("only"), pairs = byId("pairs");
@@ -44,6 +45,7 @@ async function load() {
     const found = await fetchJson(`/api/compare?${query}`, { signal });
     note("problem", "");
     draw(found);
+    if (found.indexed < 1) setTimeout(load, AGAIN_MS);
   } catch (error) {
     if (signal.aborted) return;
     note("problem", error.message);
@@ -53,12 +55,13 @@ async function load() {
 
 function draw({ rows, counts, ...found }) {
   total = found.total;
-  byId("count").textContent = `${number.format(total)} rows`;
+  const read = found.indexed < 1 ? `; ${Math.floor(100 * found.indexed)} % of the logs is read` : "";
+  byId("count").textContent = `${number.format(total)} rows${read}`;
   for (const option of only.options) {
     const count = counts[option.value];
     option.textContent = count === undefined ? option.value : `${option.value} (${number.format(count)})`;
   }
-  pairs.replaceChildren(...(rows.length ? rows.map(pairOf) : [make("p", "empty", "No such row.")]));
+  pairs.replaceChildren(...(rows.length ? rows.map(pairOf) : [make("p", "empty", `No row${only.value === "all" ? "" : ` is ${only.value}`}.`)]));
   drawPager(byId("pager"), { offset, limit: LIMIT, total, n: rows.length, go });
 }
 

@@ -25,13 +25,8 @@ const focused = (detail) => (detail.contains(document.activeElement) ? document.
 
 function headOf(record, { step, place, total }) {
   const head = make("header", "detail-head");
-  const { usage, latency_s: latency } = record;
-  const thought = usage?.reasoning_tokens;
   const parts = [
-    `row ${number.format(record.index)}`,
-    typeof latency === "number" && `${Number(latency.toPrecision(3))} s`,
-    usage && `${number.format(usage.prompt_tokens)} + ${number.format(usage.completion_tokens)} tokens`,
-    thought && `${number.format(thought)} of them reasoning`,
+    `row ${number.format(record.index)}`, ...figuresOf(record),
     record.finish_reason === "length" && "cut at max_tokens",
     record.truncated_tokens && `prompt cut by ${number.format(record.truncated_tokens)} tokens`,
     record.attempt > 1 && `attempt ${record.attempt}`,
@@ -51,6 +46,15 @@ function headOf(record, { step, place, total }) {
   }
   head.append(nav);
   return head;
+}
+
+function figuresOf({ usage, latency_s: latency }) {
+  const thought = usage?.reasoning_tokens;
+  return [
+    typeof latency === "number" && `${Number(latency.toPrecision(3))} s`,
+    usage && `${number.format(usage.prompt_tokens)} + ${number.format(usage.completion_tokens)} tokens`,
+    thought && `${number.format(thought)} of them reasoning`,
+  ];
 }
 
 function errorOf({ error }) {
@@ -126,12 +130,11 @@ function choicesOf({ record, answers }) {
 }
 
 function stepOf(step) {
-  const times = step.call > 1 ? `, call ${step.call}` : "";
-  const failed = errorOf(step);
-  return [
-    ...said({ title: `Step ${step.step}${times}`, reasoning: step.reasoning, text: step.text }),
-    failed,
-  ];
+  const again = step.call > 0 && `call ${step.call + 1}`;
+  const parts = [`Step ${step.step}`, again, step.engine, ...figuresOf(step)].filter(Boolean);
+  const calls = (step.tool_calls ?? []).map(({ function: called }) => `${called.name}(${called.arguments})`);
+  const text = [step.text, ...calls].filter(Boolean).join("\n"), title = parts.join(", ");
+  return step.error ? [titled(title, errorOf(step))] : said({ title, reasoning: step.reasoning, text });
 }
 
 function said({ title, reasoning, text }) {

@@ -6,6 +6,7 @@ import { apiUrl, drawPager, fetchJson, listenToKeys, shownScore } from "./view.j
 const LIMIT = 50;
 const HOLDING_MS = 60; // rows that j runs past while it is held down are not asked for
 const GAP_MS = 1500; // between two looks at a page of a live run; more where they take long
+const SOON_MS = 50; // until the next look while the server has not read all of the log
 
 // set({outcome, row, …}) puts other filters in place of all, and opens the row; runChanged is to be
 // called with each new status.
@@ -16,6 +17,7 @@ export function openRows(run) {
   let at = -1; // the open row's place on the page
   let open = null; // its index
   let shown = ""; // which record of it the detail shows
+  let drawn = ""; // the page that the list shows
   let done = null; // rows of the run that have a record
   let asking = null, askingRow = null, holding = null, refresh = null, tookMs = 0;
 
@@ -37,9 +39,12 @@ export function openRows(run) {
         return;
       }
       tookMs = performance.now() - began;
+      const isSame = select === "open" && JSON.stringify([found.rows, offset]) === drawn;
       page = found;
-      draw(select);
-      if (page.indexed < 1 || page.total === null) later();
+      drawn = JSON.stringify([found.rows, offset]);
+      if (isSame) count();
+      else draw(select);
+      if (page.indexed < 1 || page.total === null) refresh = setTimeout(() => load("open"), SOON_MS);
     } catch (error) {
       if (signal.aborted) return;
       list.replaceChildren(make("p", "empty", error.message));
@@ -57,9 +62,8 @@ export function openRows(run) {
   }
 
   function draw(select) {
-    const { rows, offset, total } = page;
+    const { rows } = page;
     count();
-    drawPager(byId("pager"), { offset, limit: LIMIT, total, n: rows.length, go });
     const top = select === "open" ? list.scrollTop : 0;
     const isFiltered = Object.keys(filters.query()).length > 0;
     const nothing = isFiltered ? "No row passes these filters." : "No row has finished yet.";
@@ -76,6 +80,7 @@ export function openRows(run) {
 
   function count() {
     const { total, rows, offset, indexed = 1 } = page;
+    drawPager(byId("pager"), { offset, limit: LIMIT, total, n: rows.length, go });
     const of = done === null || total === done ? "" : ` of ${number.format(done)}`;
     const text = total === null
       ? `${number.format(offset + rows.length)} rows found so far`

@@ -70,16 +70,27 @@ function addPoint(point) {
   draw();
 }
 
+// What is drawn already stays: a selection, the focus and what a screen reader is at.
+const drawn = new Map();
+
+function isNew(part, shown) {
+  const text = JSON.stringify(shown);
+  if (drawn.get(part) === text) return false;
+  drawn.set(part, text);
+  return true;
+}
+
 // ---- the run in numbers
 
 function drawStatus(found) {
   status = found;
   document.title = `${status.name} · ${status.state} · batchkit view`;
   byId("name").textContent = status.name;
-  byId("subtitle").replaceChildren(...[
-    stateBadge(status.state), status.model, status.kind,
-    status.started_at && `started ${when(status.started_at)}`,
-  ].filter(Boolean).map((part) => (part instanceof Node ? part : make("span", "", part))));
+  const parts = [status.model, status.kind, status.started_at && `started ${when(status.started_at)}`];
+  if (isNew("subtitle", [status.state, parts])) {
+    const said = parts.filter(Boolean).map((part) => make("span", "", part));
+    byId("subtitle").replaceChildren(stateBadge(status.state), ...said);
+  }
   byId("folder").textContent = status.folder;
   note("problem", status.problem ?? "");
   const done = status.ok + status.failed, total = status.total ?? (status.pending === null ? 0 : done);
@@ -96,7 +107,7 @@ function drawStatus(found) {
 
 function facts() {
   const { ok, failed, total, pending, state } = status, done = ok + failed;
-  const worked = metrics?.seconds.at(-1) ?? 0, isRunning = state === "running";
+  const worked = workedFor(), isRunning = state === "running";
   const rate = isRunning ? status.rows_per_s ?? lastOf("rows_per_s") : worked ? done / worked : null;
   const left = isRunning && status.eta_s !== null ? `about ${duration(status.eta_s)}` : "";
   const over = worked ? `in ${duration(worked)}` : "";
@@ -116,6 +127,12 @@ function facts() {
   ].filter(Boolean);
 }
 
+// Over the time with the engine up, as `run` says it; with loading, where a start was killed.
+function workedFor() {
+  const seconds = status.starts.map((start) => start.seconds);
+  return seconds.includes(null) ? metrics?.seconds.at(-1) ?? 0 : seconds.reduce((sum, one) => sum + one, 0);
+}
+
 const lastOf = (column) => metrics?.[column]?.findLast((value) => value !== null) ?? null;
 
 // What both the status and the metrics change.
@@ -128,7 +145,7 @@ function draw() {
     box.append(make("dt", "", name), shown);
     return box;
   }));
-  if (!metrics) return;
+  if (!metrics || !isNew("charts", [metrics.at, marks()])) return;
   drawCharts(byId("charts"), metrics, marks());
   const starts = new Set(metrics.start).size;
   byId("charts-note").textContent = metrics.at.length < 2
@@ -147,20 +164,25 @@ function marks() {
 }
 
 function drawFailures() {
-  const failures = status.failures ?? [];
-  const most = Math.max(...failures.map(({ count }) => count));
-  byId("failures").hidden = !failures.length;
-  byId("failure-list").replaceChildren(...failures.map(({ kind, count, message, index }) => {
-    const cell = button("", () => rows.set({ outcome: `kind:${kind}`, row: index ?? null }), "cell");
-    cell.append(make("span", "name", kind), make("span", "value", number.format(count)), meter(count / most));
-    const item = make("li");
+  const first = new Map((status.failures ?? []).map((failure) => [failure.kind, failure]));
+  const counts = Object.entries(status.failed_by_kind).sort(([, a], [, b]) => b - a);
+  if (!isNew("failures", [counts, status.failures])) return;
+  const held = document.activeElement?.dataset.kind;
+  byId("failures").hidden = !counts.length;
+  byId("failure-list").replaceChildren(...counts.map(([kind, count]) => {
+    const { message = "", index = null } = first.get(kind) ?? {}, item = make("li");
+    const cell = button("", () => rows.set({ outcome: `kind:${kind}`, row: index }), "cell");
+    cell.dataset.kind = kind;
+    cell.append(make("span", "name", kind), make("span", "value", number.format(count)), meter(count / counts[0][1]));
     item.append(cell, make("p", "caption", message));
     return item;
   }));
+  if (held) byId("failure-list").querySelector(`[data-kind="${CSS.escape(held)}"]`)?.focus();
 }
 
 function drawEngine() {
-  const starts = status.starts;
+  const { starts } = status;
+  if (!isNew("engine", [starts, status.state])) return;
   byId("starts").replaceChildren(table(
     ["", "began (UTC)", "ended with", "time at work", "engine restarts"],
     starts.map((start) => [
@@ -178,7 +200,10 @@ function drawEngine() {
     ]), "plain",
   )] : []));
   const events = starts.flatMap(({ number, events }) => events.map((event) => ({ ...event, number }))).reverse();
-  byId("no-events").hidden = events.length > 0;
+  byId("events").hidden = !events.length;
+  byId("events-note").textContent = events.length
+    ? "What happened to the engine, the newest first; of each start the newest 20 events."
+    : "Nothing has happened to the engine.";
   byId("events").replaceChildren(...events.map(({ at, text, number }) => {
     const item = make("li");
     const time = make("time", "", `start ${number}${at ? `, ${timeOf(at)}` : ""}`);
