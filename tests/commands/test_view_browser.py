@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
+from batchkit.storage.manifest import Manifest
 from tests.support.browser import open_browser, picture_of
 from tests.support.dry_runs import LOG, prepare
 from tests.support.made_runs import draw_tables, failure, make_run, rows
@@ -24,6 +25,7 @@ HOSTILE = (
     '<script>window.hacked=1</script><img src=x onerror="window.hacked=2"></script><!-- \u2028'
     " javascript:window.hacked=3\n[Final Answer]: <img src=x onerror='window.hacked=4'>"
 )
+RESTART = "engine died (oom) with 3 rows in flight: <b>planted</b>"
 N = 121
 PAGE = 50
 SLOW = {"engine": {"options": {"latency_s": 0.2}}, "run": {"max_in_flight": 4}}  # 20 rows a second
@@ -72,7 +74,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs over the same rows. In ``tables`` row 1 is hostile; 2 and 5 fail; 7 has no image;
-    0, 10 … are wrong. In ``better`` these are right, and row 3 fails."""
+    0, 10 … are wrong; its engine was restarted. In ``better`` these are right, and row 3 fails."""
     place = tmp_path_factory.mktemp("view")
     draw_tables(place / "image", 4)
     table = rows(N, 4)
@@ -87,9 +89,16 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text = f"Reading the table.\n[Final Answer]: {row['FinalAnswer']}"
         return failure("server") if index == 3 else text
 
-    make_run(place, table, answer)
+    _note_restart(make_run(place, table, answer))
     make_run(place, table, better, name="better")
     return place / "output"
+
+
+def _note_restart(run: Path) -> None:
+    path = run / "manifest.json"
+    manifest = Manifest.model_validate_json(path.read_bytes())
+    manifest.last_start.note_event(RESTART)
+    path.write_text(manifest.model_dump_json(), encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -262,6 +271,29 @@ def test_a_row_with_prompt_image_reference_and_scores(server: Viewed, visit: Ope
     opened.sees("#detail details[open]", "attempt 1, ok")
 
 
+def test_charts_show_what_is_under_the_pointer_and_what_happened_to_the_engine(
+    server: Viewed, visit: Open
+) -> None:
+    opened = visit(server)
+    charts = opened.page.locator("#charts figure")
+    charts.first.wait_for()
+    titles = charts.locator("h3").all_inner_texts()
+    assert {"Throughput", "Tokens read", "Requests", "Memory"} <= {*titles}
+    opened.sees("#events li", f"start 1, .*{re.escape(RESTART)}")
+    mark = charts.first.locator(".event")
+    assert mark.locator("title").text_content() == RESTART
+    box, plot = mark.bounding_box(), charts.first.locator(".plot").bounding_box()
+    assert box is not None
+    assert plot is not None
+    y = plot["y"] + plot["height"] / 2
+    opened.page.mouse.move(box["x"], y)
+    opened.sees("#charts figcaption p", re.escape(RESTART))
+    opened.page.mouse.move(plot["x"] + 3, y)
+    opened.sees("#charts figcaption p", "after ")
+    opened.page.mouse.move(0, 0)
+    opened.sees("#charts figcaption p", "at most$")
+
+
 def test_an_image_that_is_not_there_is_named(server: Viewed, visit: Open) -> None:
     opened = visit(server, "run/tables?row=7")
     opened.shows("q7")
@@ -368,6 +400,45 @@ def test_a_run_is_killed_and_resumed_while_its_page_is_open(
         second.communicate()
         opened.state("stopped")
         opened.sees("#starts tr", "start 2.*interrupted")
+
+
+def test_steps_stand_one_under_the_other(
+    visit: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prepare(3)
+    draft, revise = "draft {{ q }}", "revise {{ steps.draft.text }}"
+    Path("job.toml").write_text(
+        'name = "a"\ninput.path = "in.jsonl"\nengine.kind = "dry-run"\n'
+        f'[[steps]]\nname = "draft"\nprompt.user = "{draft}"\n'
+        f'[[steps]]\nname = "revise"\nprompt.user = "{revise}"\n'
+    )
+    with begin("run", "job.toml", cwd=tmp_path) as run:
+        run.communicate()
+    with viewing("output/a", cwd=tmp_path) as view:
+        opened = visit(view, "run/a?row=1")
+        opened.shows("1")
+        titles = opened.page.locator("#detail h3").all_inner_texts()
+    assert [title.partition(",")[0] for title in titles] == [
+        *("Prompt: user", "Answer", "Step draft", "Step revise")
+    ]
+
+
+def test_a_folder_that_is_gone_is_named_and_its_return_noticed(
+    visit: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prepare(5)
+    with begin("run", "job.toml", cwd=tmp_path) as run:
+        run.communicate()
+    with viewing("output", cwd=tmp_path) as view:
+        opened = visit(view, "run/a")
+        opened.state("finished")
+        Path("output").rename("elsewhere")
+        opened.sees("#lost", "moved or deleted")
+        Path("elsewhere").rename("output")
+        opened.page.locator("#lost").wait_for(state="hidden")
+        opened.state("finished")
 
 
 def test_the_page_goes_on_when_its_server_is_back(

@@ -88,7 +88,7 @@ function figureOf(chart, metrics, span, marks) {
   figure.role = "group";
   figure.ariaLabel = title;
 
-  const summary = lines.map((line) => legend(line, unit, seconds));
+  const summary = lines.map((line) => legend(line, seconds));
   text.append(...summary);
   const svg = shape("svg", {
     role: "img", "aria-label": `${title}: ${text.textContent}`, viewBox: "0 0 1000 100",
@@ -142,9 +142,9 @@ function figureOf(chart, metrics, span, marks) {
 }
 
 // What a chart says while nobody points at it: of one line, its mean and its newest value.
-function legend({ name, values }, unit, seconds) {
+function legend({ name, values }, seconds) {
   const known = values.filter((value) => value !== null);
-  const newest = short(known.at(-1), unit === "requests" ? "" : unit);
+  const newest = short(known.at(-1));
   if (name) return make("span", "key", `${name} ${newest}`);
   let sum = 0, over = 0;
   values.forEach((value, place) => {

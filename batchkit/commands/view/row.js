@@ -1,29 +1,45 @@
 // One row: its images, prompt, reasoning and answer, its steps and its earlier attempts.
-import { fetchJson, shownScore, when } from "./view.js";
+import { button, fetchJson, shownScore, when } from "./view.js";
 
 const LONG = 500; // characters: a longer prompt scrolls in its own box
 
-// found: as /api/runs/{run}/rows/{index} gives it. step(by): to another row; place: where the row is
-// among the total that pass the filters, or null.
-export function drawRow(detail, found, { scorers, step, place, total }) {
-  const { record, attempts = [], steps = [] } = found, held = focused(detail);
+// found: as /api/runs/{run}/rows/{index} gives it. Without the row's place, which drawPlace adds.
+export function drawRow(detail, found, scorers) {
+  const { record, attempts = [], steps = [] } = found, nav = detail.querySelector("nav") ?? make("nav");
+  const held = nav.contains(document.activeElement) ? document.activeElement : null;
   const open = new Set([...detail.querySelectorAll("details[open] > summary")].map(titleOf));
   detail.replaceChildren(...[
-    headOf(record, { step, place, total }), errorOf(record), ...promptOf(found.prompt),
+    headOf(record, nav), errorOf(record), ...promptOf(found.prompt),
     pairOf(record, found.reference), scoresOf(record, scorers), ...choicesOf(found),
     ...steps.flatMap(stepOf), attemptsOf(attempts), fieldsOf(record), rawOf(record),
   ].filter(Boolean));
   for (const summary of detail.querySelectorAll("summary")) {
     summary.parentElement.open = open.has(titleOf(summary));
   }
-  detail.querySelector(`nav [aria-label="${held}"]`)?.focus();
+  held?.focus();
 }
 
-// What is open and what has the focus stays so from row to row.
+// What is open stays so from row to row.
 const titleOf = (summary) => summary.textContent.replace(/\d/g, "");
-const focused = (detail) => (detail.contains(document.activeElement) ? document.activeElement.ariaLabel : null);
 
-function headOf(record, { step, place, total }) {
+// step(by): to another row; place: where the row is among the total that pass the filters, or null.
+export function drawPlace(detail, { step, place, total }) {
+  const nav = detail.querySelector("nav");
+  if (!nav) return;
+  if (!nav.firstChild) {
+    nav.ariaLabel = "Rows";
+    const [before, after] = [button("↑", () => step(-1), ""), button("↓", () => step(1), "")];
+    before.ariaLabel = "Previous row";
+    after.ariaLabel = "Next row";
+    nav.append(make("span"), before, after);
+  }
+  const [text, before, after] = nav.children, at = place === null ? "not on this page" : number.format(place + 1);
+  text.textContent = `${place === null || total === null ? at : `${at} of ${number.format(total)}`}\u2002`;
+  before.disabled = !place;
+  after.disabled = place === null || (total !== null && place + 1 >= total);
+}
+
+function headOf(record, nav) {
   const head = make("header", "detail-head");
   const parts = [
     `row ${number.format(record.index)}`, ...figuresOf(record),
@@ -32,19 +48,7 @@ function headOf(record, { step, place, total }) {
     record.attempt > 1 && `attempt ${record.attempt}`,
     when(record.finished_at, { seconds: true }),
   ];
-  head.append(make("strong", "", record.id), ...parts.filter(Boolean).map((part) => make("span", "", part)));
-  const nav = make("nav"), at = place === null ? "not on this page" : number.format(place + 1);
-  nav.ariaLabel = "Rows";
-  nav.append(make("span", "", place === null || total === null ? `${at}\u2002` : `${at} of ${number.format(total)}\u2002`));
-  for (const [sign, by, name] of [["↑", -1, "Previous row"], ["↓", 1, "Next row"]]) {
-    const button = make("button", "", sign);
-    button.type = "button";
-    button.ariaLabel = name;
-    button.disabled = by < 0 ? !place : total !== null && place !== null && place + 1 >= total;
-    button.addEventListener("click", () => step(by));
-    nav.append(button);
-  }
-  head.append(nav);
+  head.append(make("strong", "", record.id), ...parts.filter(Boolean).map((part) => make("span", "", part)), nav);
   return head;
 }
 
@@ -84,15 +88,13 @@ function picturesOf(images) {
   const box = make("div", "pictures");
   images.forEach((url, n) => {
     if (!url.startsWith("/api/runs/")) return;
-    const image = make("img"), button = make("button");
+    const image = make("img"), frame = button("", () => enlarge(image), "");
     image.alt = `Image ${n + 1} of the prompt`;
-    image.addEventListener("error", () => button.replaceWith(missing(url)));
+    image.addEventListener("error", () => frame.replaceWith(missing(url)));
     image.src = url;
-    button.type = "button";
-    button.ariaLabel = `Image ${n + 1}, larger`;
-    button.append(image);
-    button.addEventListener("click", () => enlarge(image));
-    box.append(button);
+    frame.ariaLabel = `Image ${n + 1}, larger`;
+    frame.append(image);
+    box.append(frame);
   });
   return box;
 }

@@ -1,6 +1,6 @@
 // The rows of a run by page: the list, and the row that is open beside it. The address keeps both.
 import { openFilters } from "./filters.js";
-import { drawRow, enlargeFirst } from "./row.js";
+import { drawPlace, drawRow, enlargeFirst } from "./row.js";
 import { apiUrl, drawPager, fetchJson, listenToKeys, shownScore } from "./view.js";
 
 const LIMIT = 50;
@@ -44,6 +44,7 @@ export function openRows(run) {
       drawn = JSON.stringify([found.rows, offset]);
       if (isSame) count();
       else draw(select);
+      showPlace();
       if (page.indexed < 1 || page.total === null) refresh = setTimeout(() => load("open"), SOON_MS);
     } catch (error) {
       if (signal.aborted) return;
@@ -146,8 +147,8 @@ export function openRows(run) {
     try {
       const found = await fetchJson(apiUrl(run, `/rows/${index}`), { signal });
       const isOther = detail.dataset.index !== String(index);
-      const place = at < 0 ? null : page.offset + at;
-      drawRow(detail, found, { scorers: filters.scorers(), step, place, total: page.total });
+      drawRow(detail, found, filters.scorers());
+      showPlace();
       if (isOther) detail.scrollTop = 0;
       detail.dataset.index = index;
       highlight(detail, filters.values().search ?? "");
@@ -157,6 +158,10 @@ export function openRows(run) {
       detail.replaceChildren(make("p", "error", error.message));
       shown = "";
     }
+  }
+
+  function showPlace() {
+    drawPlace(detail, { step, place: at < 0 ? null : page.offset + at, total: page.total });
   }
 
   function close() {

@@ -110,7 +110,7 @@ function facts() {
   const worked = workedFor(), isRunning = state === "running";
   const rate = isRunning ? status.rows_per_s ?? lastOf("rows_per_s") : worked ? done / worked : null;
   const left = isRunning && status.eta_s !== null ? `about ${duration(status.eta_s)}` : "";
-  const over = worked ? `in ${duration(worked)}` : "";
+  const over = worked ? `in ${worked < 10 ? clock(worked) : duration(worked)}` : "";
   const perSecond = (column, tokens) => {
     const found = isRunning ? lastOf(column) : worked ? tokens / worked : null;
     return found === null ? "" : `${short(found)} a second`;
