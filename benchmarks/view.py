@@ -28,18 +28,23 @@ from figures import Figure
 from parquet import make_run, records
 
 GROUP = "drinks"
-QUERIES: dict[str, tuple[dict[str, Any], float | None]] = {  # wanted seconds
-    "a page in the middle": ({"offset": 500_000}, 1),
-    "filter by kind of failure": ({"kind": "timeout"}, 2),
-    "filter by group": ({"group": GROUP}, 2),
-    "filter by score": ({"scorer": "f1", "min": 0.25, "max": 0.5}, 2),
-    "sort by latency": ({"sort": "latency", "order": "desc"}, 2),
-    "sort by score, filtered": ({"sort": "score", "scorer": "f1", "status": "ok"}, 2),
-    "search, one row has it": ({"text": "row 777799"}, 2),
-    "search, an id": ({"text": "q654321"}, 2),
-    "search, no row has it": ({"text": "Nowhere to be found"}, 2),
-    "search, half of the rows": ({"text": "so"}, None),
-}
+
+
+def wanted_of(n: int) -> dict[str, tuple[dict[str, Any], float | None]]:
+    """Queries over ``n`` rows, by what they are, and the seconds that they may take."""
+    failed, row = n * 7 // 1000 * 100 + 99, n * 6 // 10
+    return {
+        "a page in the middle": ({"offset": n // 2}, 1),
+        "filter by kind of failure": ({"kind": "timeout"}, 2),
+        "filter by group": ({"group": GROUP}, 2),
+        "filter by score": ({"scorer": "f1", "min": 0.25, "max": 0.5}, 2),
+        "sort by latency": ({"sort": "latency", "order": "desc"}, 2),
+        "sort by score, filtered": ({"sort": "score", "scorer": "f1", "status": "ok"}, 2),
+        "search, one row has it": ({"text": f"row {failed}"}, 2),
+        "search, an id": ({"text": f"q{row}"}, 2),
+        "search, no row has it": ({"text": "Nowhere to be found"}, 2),
+        "search, half of the rows": ({"text": "so"}, None),
+    }
 
 
 class Answer(NamedTuple):
@@ -89,7 +94,7 @@ def main() -> None:
                 Figure("first page", cold.first_s, "s", 1, True),
                 Figure("until the log is indexed", cold.whole_s, "s"),
                 seconds("first page of the status", lambda: server.get(""), 1),
-                *queries(server),
+                *queries(server, n),
                 Figure("largest resident set", server.peak_mib(), "MiB", 300, True),
             ]
         with serving(log.parent) as server:
@@ -108,8 +113,8 @@ def main() -> None:
     print(json.dumps({"benchmark": "view", "rows": n, "figures": found}))
 
 
-def queries(server: Server) -> Iterator[Figure]:
-    for what, (params, wanted) in QUERIES.items():
+def queries(server: Server, n: int) -> Iterator[Figure]:
+    for what, (params, wanted) in wanted_of(n).items():
         answer = server.rows(limit=50, **params)
         figure = f"{what} ({answer.total:,} rows)"
         yield Figure(figure, answer.whole_s, "s", wanted, True)
