@@ -73,10 +73,11 @@ def _lines(request: Request, image: str) -> Iterator[str]:
             f"tool: {json.dumps(tool, ensure_ascii=False, default=str)}"
             for tool in request.tools or ()
         )
-        yield from (f"{part['role']}: {_said(part, image)}" for part in request.messages)
+        yield from (f"{part['role']}: {said(part, image)}" for part in request.messages)
 
 
-def _said(message: Message, image: str) -> str:
+def said(message: Message, image: str) -> str:
+    """A message of a request for people: its text and tool calls, and ``image`` for each image."""
     text = _plain(message["content"] or "", image)
     if not message.get("tool_calls"):
         return text

@@ -95,8 +95,44 @@ def test_a_line_appears_when_it_is_whole(view: Viewed) -> None:
         log.write(line[:50])
     assert view.indexes() == [0, 1, 2, 3, 4]
     with LOG.open("ab") as log:
-        log.write(line[50:])
+        log.write(line[50:-1])
+    assert view.indexes() == [0, 1, 2, 3, 4]
+    with LOG.open("ab") as log:
+        log.write(b"\n")
     assert view.indexes() == [0, 1, 2, 3, 4, 7]
+
+
+def test_records_of_other_programs_are_rows(view: Viewed) -> None:
+    """Old and odd ones that the readers of the log accept, and lines that no reader accepts."""
+    prepare(3)
+    run()
+    plain = {"id": "x", "status": "ok", "text": "yes"}
+    deep: Any = 1
+    for _ in range(600):
+        deep = [deep]
+    lines = [
+        {**plain, "index": 3, "usage": {}, "latency_s": 1e300, "scores": {"f1": 1e300, "em": None}},
+        {**plain, "index": 4, "fields": {"deep": deep}, "finish_reason": {"any": 1}},
+        {**plain, "index": 5, "status": "failed", "text": None, "error": {"kind": ""}},
+        {**plain, "index": 6, "choices": [{"text": "a"}, {"text": "b"}], "tool_calls": None},
+        {**plain, "index": 7, "text": " \n"},
+        {**plain, "index": -1},
+        {**plain, "index": 2**32},
+        {**plain, "index": 8, "status": "fine"},
+        {**plain, "index": 9, "choices": [{"text": 5}]},
+        {**plain, "index": 10, "scores": {"f1": "high"}},
+        {**plain, "index": 11, "id": 11},
+        ["no", "record"],
+        {**plain, "index": 12, "score": [1.0], "order": [7]},
+    ]
+    with LOG.open("a") as log:
+        log.writelines(json.dumps(line) + "\n" for line in lines)
+    assert view.indexes() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert view.indexes(kind="empty") == [7]
+    assert view.indexes(status="failed") == view.indexes(kind="unknown") == [5]
+    assert view.indexes(sort="latency", order="desc", limit=1) == [3]
+    assert view.get("runs/a/rows/6")["answers"] == ["a", "b"]
+    assert "nested too deeply" in str(view.get("runs/a/rows/4")["record"]["fields"])
 
 
 def test_a_newer_record_takes_the_place_of_an_older(view: Viewed) -> None:

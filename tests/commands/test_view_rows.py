@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from tests.support import own_process
 from tests.support.command_line import batchkit
 from tests.support.made_runs import draw_tables, failure, make_run, rows
+from tests.support.rows import write_jsonl
 from tests.support.view_server import Viewed, viewing
 
 N = 61
@@ -229,3 +231,72 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
         assert [row["id"] for row in everything["rows"]] == ["q38", "q39", "q40", "q41"]
         assert everything["rows"][3]["a"] is None
         assert view.get("compare", a="tables", b="gone", code=404)["error"]
+
+
+def test_a_row_of_several_generations_has_its_steps(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "in.jsonl", [{"q": f"question {n}"} for n in range(30)])
+    (tmp_path / "job.toml").write_text("""
+name = "a"
+input.path = "in.jsonl"
+engine.kind = "dry-run"
+output.dir = "output"
+[[steps]]
+name = "draft"
+prompt.user = "Draft: {{ q }}"
+[[steps]]
+name = "final"
+prompt.user = "Better: {{ steps.draft.text }}"
+""")
+    assert own_process.batchkit("run", "job.toml", cwd=tmp_path).returncode == 0
+    with viewing("job.toml", cwd=tmp_path) as view:
+        found = view.get("runs/a/rows/17")
+    assert [(step["index"], step["step"]) for step in found["steps"]] == [
+        (17, "draft"),
+        (17, "final"),
+    ]
+    assert found["prompt"]["messages"] == [{"role": "user", "content": "Draft: question 17"}]
+
+
+def test_a_row_that_brings_its_own_messages_and_images(tmp_path: Path) -> None:
+    draw_tables(tmp_path / "image", 1)
+    parts = [
+        {"type": "text", "text": "See"},
+        {"type": "image_url", "image_url": {"url": "table0.png"}},
+        {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}},
+    ]
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
+    write_jsonl(tmp_path / "in.jsonl", [{"messages": messages}])
+    (tmp_path / "job.toml").write_text("""
+name = "a"
+input.path = "in.jsonl"
+engine.kind = "dry-run"
+media.root = "image"
+media.allow_urls = ["127.0.0.1"]
+""")
+    own_process.batchkit("run", "job.toml", cwd=tmp_path)
+    with viewing("job.toml", cwd=tmp_path) as view:
+        prompt = view.get("runs/a/rows/0")["prompt"]
+        system, user = prompt["messages"]
+        assert system == {"role": "system", "content": "Be brief."}
+        assert user == {"role": "user", "content": "See[image][image]"}
+        here, there = (view.client.get(url) for url in prompt["images"])
+    assert here.status_code == 200
+    assert there.status_code == 404
+    assert "reads nothing from the network" in there.json()["error"]
+
+
+def test_vectors_are_named(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "in.jsonl", [{"q": "tea"}])
+    (tmp_path / "job.toml").write_text("""
+name = "a"
+task = "embed"
+input.path = "in.jsonl"
+prompt.user = "{{ q }}"
+engine.kind = "dry-run"
+""")
+    own_process.batchkit("run", "job.toml", cwd=tmp_path)
+    with viewing("job.toml", cwd=tmp_path) as view:
+        (row,) = view.rows()["rows"]
+        assert row["text"] == "embedding of 8 dimensions"
+        assert row["kind"] is None
+        assert view.get("runs/a/rows/0")["answers"] == ["embedding of 8 dimensions"]

@@ -9,7 +9,6 @@ from math import ceil, isfinite
 from pathlib import Path
 from typing import Any
 
-import orjson
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -26,6 +25,7 @@ from batchkit.config.masking import masked_text
 from batchkit.errors import BatchkitError, MediaError
 from batchkit.scoring.metrics import OUT_OF_TEN, head
 from batchkit.storage.metrics import read_metrics
+from batchkit.storage.plain_json import encoded
 
 _MOST_ROWS, _MOST_POINTS, _MOST_GROUPS = 500, 10_000, 1_000
 _GROW_S = 0.5  # a request lets the index grow so long
@@ -160,7 +160,7 @@ class Api:
             changed = {name: data for name, data in news.items() if sent.get(name) != data}
             sent = news  # after a problem, all of it again
             for name, data in changed.items():
-                yield b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+                yield b"event: %b\ndata: %b\n" % (name.encode(), data)  # data ends in a newline
             if not changed:
                 yield b": still here\n\n"
             pause_s = max(_EVERY_S, 5 * (time.monotonic() - began))
@@ -178,15 +178,11 @@ class Api:
         except (HTTPException, BatchkitError, OSError) as error:
             text = error.detail if isinstance(error, HTTPException) else str(error)
             news = {"problem": {"error": masked_text(text)}}
-        return {name: _encoded(value) for name, value in news.items()}
+        return {name: encoded(value) for name, value in news.items()}
 
 
 def _json(value: Any) -> Response:
-    return Response(_encoded(value), media_type="application/json")
-
-
-def _encoded(value: Any) -> bytes:
-    return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
+    return Response(encoded(value), media_type="application/json")
 
 
 def _query(request: Request) -> Query:

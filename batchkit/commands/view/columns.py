@@ -62,7 +62,7 @@ class Columns:
     ``entries`` and ``scores`` (a column for each of ``scorers``; nan: not scored) have ``n`` lines
     that count. Lines that are there never change, but for scores; a larger array takes the place of
     one that is full, so that whoever still reads the old one can. One thread at a time may call
-    ``add`` and ``set_scores``.
+    ``add`` and ``add_scores``.
     """
 
     def __init__(
@@ -92,6 +92,8 @@ class Columns:
         scored: dict[str, tuple[list[int], list[float | None]]] = {}
         start = end = self.end
         for raw in BytesIO(block):
+            if not raw.endswith(b"\n"):
+                break
             try:
                 values = read(raw)
             except DAMAGE:
@@ -109,11 +111,12 @@ class Columns:
             return False
         n = self.n + len(found)
         self._make_room(n, n * expected // end)
-        self.entries[self.n : n] = np.array(found, ENTRY)
-        self.scores[self.n : n] = nan
-        for name, (numbers, scores) in scored.items():
-            column = self._column(name)
-            self.scores[numbers, column] = np.array(scores, np.float32)
+        with np.errstate(over="ignore"):  # a score may be larger than a float32
+            self.entries[self.n : n] = np.array(found, ENTRY)
+            self.scores[self.n : n] = nan
+            for name, (numbers, scores) in scored.items():
+                column = self._column(name)
+                self.scores[numbers, column] = np.array(scores, np.float32)
         self.n, self.end = n, end
         return True
 

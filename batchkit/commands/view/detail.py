@@ -6,6 +6,7 @@ import io
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,16 +19,16 @@ from batchkit.config.masking import masked_text
 from batchkit.config.tables import JobConfig, MediaTable
 from batchkit.errors import MediaError, RowError
 from batchkit.rendering.media import load_image, shown
-from batchkit.rendering.messages import as_text
+from batchkit.rendering.messages import as_text, said
 from batchkit.scoring import Scoring
 from batchkit.storage.answers import answers_in_words
 from batchkit.storage.job_toml import job_of_run, without_masked
 from batchkit.storage.steps import STEPS
-from batchkit.types import Request, Row
+from batchkit.types import Request
 
 MOST_IMAGE_BYTES = 4 << 20
 _MAX_PIXELS, _MAX_SIDE = 3_000_000, 3_000
-_KEPT = 8  # rows whose images may be asked for next
+_KEPT = 2  # rows whose images may be asked for next: their bytes may be in the input itself
 _BLOCK_BYTES = 1 << 20
 
 
@@ -110,22 +111,18 @@ def _job(folder: Path) -> JobConfig:
 def _prompt(record: Mapping[str, Any], job: JobConfig) -> Prompt:
     """Renders the row again as the run did, without opening an image."""
     kept = record.get("fields") or {}
+    if job.rollout is not None:
+        return Prompt(None, [], kept, "the job's function makes the prompts of a row")
     inputs = InputRows(job, {record["index"]}, load=lambda source, media: Image.new("RGB", (1, 1)))
     row = inputs.row(record)
     if row is None or inputs.renderer is None:
         return Prompt(None, [], kept, masked_text(inputs.problem or "its row is not there"))
+    sources: Sequence[Any] = []
     try:
         sources = inputs.renderer.image_sources(row)
         return Prompt(inputs.renderer.render(row), sources, row.fields)
     except RowError as error:
-        return Prompt(None, _sources(inputs, row), row.fields, masked_text(str(error)))
-
-
-def _sources(inputs: InputRows, row: Row) -> Sequence[Any]:
-    try:
-        return inputs.renderer.image_sources(row) if inputs.renderer else []
-    except RowError:
-        return []
+        return Prompt(None, sources, row.fields, masked_text(str(error)))
 
 
 def _shown(record: Mapping[str, Any], prompt: Prompt, url: str) -> dict[str, Any]:
@@ -136,14 +133,9 @@ def _shown(record: Mapping[str, Any], prompt: Prompt, url: str) -> dict[str, Any
     elif request.messages is None or stored:
         found = {"text": stored or as_text(request, "[image]")}
     else:
-        found = {"messages": [*map(_message, request.messages)]}
+        messages = request.messages
+        found = {"messages": [{"role": m["role"], "content": said(m, "[image]")} for m in messages]}
     return {**found, "images": images}
-
-
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    one = Request(Row(0, "", {}), [message], None, {}, "")
-    role = message["role"]
-    return {"role": role, "content": as_text(one, "[image]").removeprefix(f"{role}: ")}
 
 
 def _reference(job: JobConfig, record: Mapping[str, Any], fields: Mapping[str, Any]) -> str | None:
@@ -162,8 +154,10 @@ def _steps(path: Path, row: int) -> Iterator[dict[str, Any]]:
     with path.open("rb") as file:
         for block in iter(lambda: file.read(_BLOCK_BYTES) + file.readline(), b""):
             if head in block:
-                lines = (raw for raw in io.BytesIO(block) if raw.startswith(head))
-                yield from (orjson.loads(raw) for raw in lines if raw.endswith(b"\n"))
+                for raw in io.BytesIO(block):
+                    if raw.startswith(head):
+                        with suppress(orjson.JSONDecodeError):  # it is being written
+                            yield orjson.loads(raw)
 
 
 def _encoded(source: Any, media: MediaTable) -> bytes:

@@ -113,8 +113,7 @@ class Index:
         record = whole_record(self.raw(start, int(entry["length"])), self.path, start)
         if scored_at >= 0 and self._scores is not None:
             line = orjson.loads(_line_at(self._scores, scored_at))
-            record["prediction"], record["scores"] = line["prediction"], line["scores"]
-            record["unscored"] = line.get("unscored")
+            record |= {name: line.get(name) for name in ("prediction", "scores", "unscored")}
         return record
 
     def raw(self, start: int, length: int) -> bytes:
@@ -124,18 +123,21 @@ class Index:
     def _grow(self, deadline: float) -> None:
         if self._log_problem is not None and _stamp(self.folder / CHECKPOINT) != self._checked:
             self._check()  # it may have been repaired
-        columns, before = self._columns, (self._columns.n, self._columns.scored_end)
-        size = os.fstat(self._log.fileno()).st_size
-        is_whole = self._read_log(columns, size, deadline)
-        if is_whole:
-            is_whole = self._read_scores(deadline)
-            columns = self._columns
-        share = 1.0 if is_whole else min(0.99, columns.end / max(1, size))
-        if before != (columns.n, columns.scored_end) or share != self._snapshot.share:
+        before, is_whole = self._state(), False
+        while not is_whole and time.monotonic() < deadline:
+            size = os.fstat(self._log.fileno()).st_size
+            is_whole = self._read_log(self._columns, size, deadline) and self._read_scores(deadline)
+        columns = self._columns
+        share = 1.0 if is_whole else min(0.99, columns.end / size)
+        if before != self._state() or share != self._snapshot.share:
             self._snapshot = _snapshot(columns, share)
         if is_whole and columns.n >= max(_WORTH_SAVING, self._n_saved * _GROWTH):
             save(columns, self.folder, self._log, self.group_by)
             self._n_saved = columns.n
+
+    def _state(self) -> tuple[int, int, int]:
+        columns = self._columns
+        return id(columns), columns.n, columns.scored_end
 
     def _read_log(self, columns: Columns, size: int, deadline: float) -> bool:
         """True at the end, before a line that is not complete."""
@@ -194,9 +196,9 @@ def _snapshot(columns: Columns, share: float) -> Snapshot:
         columns.entries[: columns.n],
         columns.scores[: columns.n],
         _newest(columns),
-        columns.kinds.texts,
-        columns.groups.texts,
-        columns.scorers.texts,
+        tuple(columns.kinds.texts),
+        tuple(columns.groups.texts),
+        tuple(columns.scorers.texts),
         share,
     )
 

@@ -91,8 +91,9 @@ class Runs:
     def listed(self) -> Iterator[dict[str, Any]]:
         """A run that can't be read has an ``error`` instead of its counts."""
         folders = self.folders()
-        for folder in self._looks.keys() - folders.values():
-            self._looks.pop(folder, None)
+        for folder in [*self._looks]:
+            if folder not in folders.values():
+                self._looks.pop(folder, None)
         for key, folder in folders.items():
             head = {"run": key, "folder": str(folder)}
             try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 from zlib import crc32
 
@@ -27,7 +27,7 @@ _LONGEST_HEAD = 1 << 24
 def load(folder: Path, log: FileIO, group_by: str | None) -> Columns | None:
     """The columns that were saved for the open ``log``; None if there are none that fit."""
     try:
-        with open_regular(folder / _FOLDER / _NAME) as file:
+        with BufferedReader(open_regular(folder / _FOLDER / _NAME)) as file:
             head = orjson.loads(file.readline(_LONGEST_HEAD))
             n, width = head["n"], len(head["scorers"])
             sizes = n * ENTRY.itemsize, n * width * 4

@@ -15,6 +15,7 @@ import orjson
 
 from batchkit.commands.view.columns import Table
 from batchkit.commands.view.index import Index, Snapshot
+from batchkit.commands.view.values import DAMAGE
 from batchkit.storage.answers import answers_in_words
 
 _BLOCK_BYTES = 1 << 20
@@ -82,10 +83,9 @@ class Search:
 
     def _is_in(self, line: bytes) -> bool:
         try:
-            record = orjson.loads(line)
-        except ValueError:
+            return any(self._words in text.lower() for text in _texts(orjson.loads(line)))
+        except DAMAGE:  # the log was changed since it was indexed
             return False
-        return any(self._words in text.lower() for text in _texts(record))
 
 
 def _texts(record: Mapping[str, Any]) -> Iterator[str]:

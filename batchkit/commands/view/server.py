@@ -176,7 +176,10 @@ def _guarded(app: ASGIApp, host: str) -> ASGIApp:
 
         named = Request(scope).headers.get("host", "")
         if not _is_own(named, host):
-            text = f"Host {named!r} is not this server's; it is {host!r}, or started with --host"
+            text = (
+                f"Host {named!r} is refused: open this server by its address or as localhost, or start"
+                " it with --host and that name"
+            )
             await JSONResponse({"error": text}, 403)(scope, receive, send_guarded)
             return
         await app(scope, receive, send_guarded)

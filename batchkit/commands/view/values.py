@@ -13,6 +13,7 @@ from batchkit.scoring.metrics import group_name
 from batchkit.storage.answers import answers_in_words
 from batchkit.storage.ledger import failure_kind, record_of
 
+_UNKNOWN = "unknown"
 DAMAGE = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError)
 
 
@@ -41,7 +42,7 @@ def values_of(record: Mapping[str, Any], group_by: str | None) -> Values:
         one of ``DAMAGE``: an index in it is not one.
     """
     answer = "\n".join(answers_in_words(record))
-    fields = record.get("fields") or {}
+    fields, kind = record.get("fields") or {}, failure_kind(record)
     return Values(
         row=record["index"],
         id=hash_of(record["id"]),
@@ -51,7 +52,7 @@ def values_of(record: Mapping[str, Any], group_by: str | None) -> Values:
         tokens=(record.get("usage") or {}).get("completion_tokens", 0),
         latency_s=record.get("latency_s") or 0.0,
         group=None if group_by is None else group_name(fields.get(group_by)),
-        kind=failure_kind(record) or "",
+        kind="" if kind is None else kind or _UNKNOWN,
         is_ok=record["status"] == "ok",
         scores=record.get("scores") or {},
     )
@@ -69,14 +70,14 @@ def reader(group_by: str | None) -> Callable[[bytes], Values]:
     def read(raw: bytes) -> Values:
         try:
             line = decode(raw)
-        except msgspec.ValidationError:
+        except (msgspec.DecodeError, RecursionError):
             return _slowly(raw, group_by)
         if line.choices or line.tool_calls or line.label or line.score or line.embedding:
             return _slowly(raw, group_by)
         text, usage, error, fields = line.text or "", line.usage, line.error, line.fields
         is_ok, kind = line.status == "ok", ""
         if not is_ok:
-            kind = "unknown" if error is None or error.kind is None else error.kind
+            kind = (error and error.kind) or _UNKNOWN
         elif not text or text.isspace():
             kind = "empty"
         return Values(
