@@ -30,13 +30,15 @@ class EngineHistory(NamedTuple):
     """What earlier deaths of engines taught; the next start of the run needs it.
 
     ``steps``: the ladder's. ``among_accidents``: engines have died without a row at fault.
-    ``suspicions``: the state of the search for a poison row.
+    ``suspicions``: the state of the search for a poison row. ``engine``: the name of one of
+    ``[engines]``, "" for ``[engine]``.
     """
 
     restarts: int = 0
     steps: Sequence[Mapping[str, Any]] = ()
     among_accidents: bool = False
     suspicions: Sequence[Suspicion] = ()
+    engine: str = ""
 
 
 class Found(NamedTuple):

@@ -83,15 +83,15 @@ class Feeder:
                 self.in_flight[rendered.key] = rendered
         return settled
 
-    def poll(self) -> list[Completion]:
-        """The rows that the engine has finished, after a short wait."""
+    def poll(self, timeout_s: float = POLL_S) -> list[Completion]:
+        """The rows that the engine has finished, after a wait of at most ``timeout_s`` for the first."""
         settled: list[Completion] = []
         if self.in_flight:
-            for completion in self._engine.poll(POLL_S):
+            for completion in self._engine.poll(timeout_s):
                 del self.in_flight[completion.request.key]
                 settled += self.settle(completion)
         elif self._attempts:
-            time.sleep(POLL_S)  # all remaining rows wait for their next attempt
+            time.sleep(timeout_s)  # all remaining rows wait for their next attempt
         return settled
 
     @property
@@ -103,6 +103,11 @@ class Feeder:
     def is_done(self) -> bool:
         """True once every row has come back."""
         return not self.in_flight and not self.has_more
+
+    @property
+    def retried(self) -> int:
+        """Further attempts so far."""
+        return self._attempts.retried
 
     def next_rendered(self) -> Request | Completion | None:
         """What to submit next, or a row that could not be rendered; None if neither is ready."""

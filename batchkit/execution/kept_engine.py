@@ -1,4 +1,4 @@
-"""The engine that one processor keeps between its runs, so that its model is loaded once."""
+"""The engines that one processor keeps between its runs, so that their models are loaded once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine
 from batchkit.engines.faults import EngineDied
-from batchkit.engines.process.launcher import LOG, Launcher
+from batchkit.engines.process.launcher import LOG, Launcher, log_of
 from batchkit.errors import EngineError
 
 
@@ -24,25 +24,33 @@ class Loaded(NamedTuple):
 
 
 class KeptEngine:
-    """A run takes the engine, and puts it back as ``idle`` when it ends, if nothing is in flight then.
-    One run at a time.
+    """A run takes an engine, and puts it back into ``idle``, by its name, when it ends, if nothing is in
+    flight then. One run at a time.
 
     ``folder`` is where its engines print to: a run's own folder may be moved aside while they live.
     """
 
     def __init__(self, job: JobConfig) -> None:
         self.folder = job.folder.with_name(f"{job.name}.engine")
-        self.launcher = Launcher(self.folder / LOG)
-        self.idle: Loaded | None = None
+        self.idle: dict[str, Loaded] = {}
+        self._launchers: dict[str, Launcher] = {}
+
+    def launcher(self, name: str, environment: Mapping[str, str]) -> Launcher:
+        """What starts the processes of the engine ``name``."""
+        if name not in self._launchers:
+            self._launchers[name] = Launcher(log_of(self.folder / LOG, name), environment)
+        return self._launchers[name]
 
     def named(self, job: JobConfig) -> JobConfig:
         """``job`` for an engine that prints to ``folder``."""
         return job.model_copy(update={"name": self.folder.name})
 
-    def take(self, options: Mapping[str, Any], identity: Mapping[str, Any]) -> Loaded | None:
+    def take(
+        self, name: str, options: Mapping[str, Any], identity: Mapping[str, Any]
+    ) -> Loaded | None:
         """The engine, if it lives and was loaded with these options from these files; else it is
         closed."""
-        idle, self.idle = self.idle, None
+        idle = self.idle.pop(name, None)
         if idle is None:
             return None
         if (idle.options, idle.identity) == (options, identity) and _lives(idle.engine):
@@ -52,10 +60,11 @@ class KeptEngine:
 
     def close(self) -> None:
         """Release what it holds. It may be used again."""
-        if self.idle is not None:
-            self.idle.engine.close()
-            self.idle = None
-        self.launcher.close()
+        for loaded in self.idle.values():
+            loaded.engine.close()
+        for launcher in self._launchers.values():
+            launcher.close()
+        self.idle, self._launchers = {}, {}
 
 
 def _lives(engine: Engine) -> bool:

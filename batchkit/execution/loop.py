@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import chain, islice
@@ -29,9 +30,11 @@ from batchkit.execution.progress import Progress, State
 from batchkit.execution.recorder import Recorder
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.rollouts.function import Function
+from batchkit.execution.rollouts.rollouts import PausedRow
 from batchkit.execution.signals import DRAIN_S, Interrupted, StopRequest
 from batchkit.execution.summary import Outcome, RunSummary
-from batchkit.execution.worker import LogLine, Worker, render_ahead
+from batchkit.execution.turns import Turns
+from batchkit.execution.worker import Returned, Worker, render_ahead
 from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.ordering import well_ordered
 from batchkit.rendering.steps import Renderer
@@ -100,9 +103,12 @@ class Loop:
         earlier = sum(start.gpu_seconds for start in run.manifest.starts)
         self._budgets = Budgets(job, stop.began, earlier)
         self._stopped_by: str | None = None
+        self._turns = Turns(job, progress.event, keeps_rows=source.files is None)
+        self._restarts = Counter[tuple[int, str]]()
+        self._retried = 0
         self._settled = self._failed = 0
         self._next_sync = 0.0
-        self._load_s = 0.0
+        self._loads_s: list[float] = []
         self._seconds = 0.0
 
     def run(self, is_done_elsewhere: Callable[[Row], bool]) -> Outcome:
@@ -125,7 +131,7 @@ class Loop:
         """If reading fails, a run that has begun can continue once the input is fixed."""
         begun = self._resumed > 0
         try:
-            for row in watched(rows, self._source):
+            for row in self._turns.kept(watched(rows, self._source)):
                 begun = True
                 yield row
             self._all_read = True
@@ -175,15 +181,31 @@ class Loop:
             may_wait = self._source.files is None
             if not (may_wait or self._is_retry or self._store.totals.ok):
                 rows, self._rendered = checked(rows, self._job, self._renderer)
-            with self._opened_pool(rows) as self._pool:
-                self._generate(self._pool)
-                if self._stop.signum is not None or (self._stopped_by and self._some_are_left()):
-                    return self._stopped()
-                self._stopped_by = None
-                self._check_complete()
-                return Outcome(self._summary(self._total.wait()))
+            engines = self._turns.first(None if self._is_retry else self._manifest.turn)
+            while True:
+                with self._opened_pool(rows, engines) as self._pool:
+                    self._generate(self._pool)
+                    if self._stop.signum is not None or (
+                        self._stopped_by and (self._turns.n_paused or self._some_are_left())
+                    ):
+                        return self._stopped()
+                    self._stopped_by = None
+                    if not self._turns.n_paused:
+                        self._manifest.turn = None
+                        self._check_complete()
+                        return Outcome(self._summary(self._total.wait()))
+                    self._retried += self._pool.retried
+                engines, rows = self._next_turn()
         except BatchkitError as error:
             return Outcome(self._summary(self._total.now(), error.exit_code), error)
+
+    def _next_turn(self) -> tuple[Sequence[str], Iterator[Row]]:
+        """The engine that is loaded next, and the rows that go on with it."""
+        engine, due = self._turns.next()
+        self._rendered = {}
+        if self._source.files is None:
+            return [engine], self._turns.again(due)
+        return [engine], self._readable(self._source.everything(lambda index: index not in due))
 
     def _stopped(self) -> Outcome:
         """A signal or a used-up budget has ended this start; the next one continues."""
@@ -243,8 +265,8 @@ class Loop:
                 self._progress.event(hint)
 
     @contextmanager
-    def _opened_pool(self, rows: Iterator[Row]) -> Iterator[WorkerPool]:
-        """The workers, once the model is loaded; the first rows are rendered meanwhile."""
+    def _opened_pool(self, rows: Iterator[Row], engines: Sequence[str]) -> Iterator[WorkerPool]:
+        """The workers, once the models of ``engines`` are loaded; the first rows are rendered meanwhile."""
         started = time.monotonic()
         look_ahead, may_wait = self._job.run.look_ahead, self._source.files is None
         ordered: Iterator[tuple[Row, int]] = ((row, 0) for row in rows)
@@ -255,9 +277,16 @@ class Loop:
             Task(row, self._attempts.get(row.index, 0) + 1, group, known(row.index))
             for row, group in ordered
         )
-        self._announce()
+        if self._turns.are_several:
+            self._manifest.turn = engines[0]
+            self._save_manifest()
+        for name in engines:
+            self._announce(name)
         loading = "loading the model" if self._job.run.workers is None else "waiting for a worker"
-        history = engine_notes.known(self._job, self._manifest, self._may_come, self._hear)
+        history = {
+            name: engine_notes.known(self._job, self._manifest, self._may_come, self._hear, name)
+            for name in engines
+        }
         with ExitStack() as held:
             pool: WorkerPool
             self._progress.start_clock(loading)
@@ -268,6 +297,7 @@ class Loop:
                     tasks,
                     self._hear,
                     history,
+                    engines=engines,
                     left=self._left,
                     generations=known,
                     # Workers on other machines read these files there.
@@ -282,6 +312,7 @@ class Loop:
                     self._job,
                     self._renderer,
                     tasks,
+                    engines=engines,
                     may_wait=may_wait,
                     rendered=self._rendered,
                     rollout=self._rollout,
@@ -292,50 +323,58 @@ class Loop:
                     held.enter_context(closing(ahead)),
                     self._hear,
                     history,
+                    engines=engines,
                     log=self._folder / LOG,
                     engine_identity=self._engine_identity,
                     references=self._references,
                     quarantined=self._quarantined,
                     opening=self._stop.immediate,
-                    kept=self._kept,
+                    kept=None if self._turns.are_several else self._kept,
+                    environments=self._turns.environments,
                 )
             held.enter_context(closing(pool))
             self._progress.stop_clock()
-            self._load_s = time.monotonic() - started
+            self._loads_s.append(time.monotonic() - started)
             yield pool
 
-    def _announce(self) -> None:
-        model = self._job.engine.model or self._job.engine.kind
+    def _announce(self, name: str) -> None:
+        engine = self._job.with_engine(name).engine
+        model = engine.model or engine.kind
         workers = self._job.run.workers
-        is_kept = self._kept is not None and self._kept.idle is not None
+        is_kept = self._kept is not None and name in self._kept.idle
         loading = f"model {model} is loaded already," if is_kept else f"loading model {model},"
         self._progress.event(
             f"{loading} rendering the first rows meanwhile"
             if workers is None
             else f"starting {workers} {'worker' if workers == 1 else 'workers'}, model {model}"
         )
-        if self._job.engine.options.get("trust_remote_code"):
+        if engine.options.get("trust_remote_code"):
             self._progress.event(f"trust_remote_code: Python code that comes with {model} is run")
 
     def _generate(self, pool: WorkerPool) -> None:
         began, engine = time.monotonic(), pool.engine_facts
-        self._manifest.last_start.engine = dict(engine.versions)
+        for name, versions in engine.versions.items():
+            if name:
+                self._manifest.last_start.engines |= {name: dict(versions)}
+            else:
+                self._manifest.last_start.engine = dict(versions)
         self._progress.event(
-            f"{_BEGUN[self._job.task]}; model loaded in {self._load_s:.0f} s,"
+            f"{_BEGUN[self._job.task]}; model loaded in {self._loads_s[-1]:.0f} s,"
             f" up to {engine.max_num_seqs} requests run at once"
         )
         try:
             with self._stop.deferred():
                 self._feed(pool)
         finally:
-            self._seconds = time.monotonic() - began
+            self._seconds += time.monotonic() - began
 
     def _left(self) -> int | None:
         """Rows of this start that have no record yet; None if the total is unknown."""
         if self._is_retry:
             return len(self._attempts) - self._settled
         total = self._total.now()
-        return None if total is None else total - self._elsewhere - self._resumed - self._settled
+        done = self._elsewhere + self._resumed + self._settled + self._turns.n_paused
+        return None if total is None else total - done
 
     def _may_come(self, index: int) -> bool:
         return index in self._attempts or not self._store.totals.is_settled(index)
@@ -376,6 +415,8 @@ class Loop:
                     self._manifest.identity |= {key: self._found[key] for key in found}
                     self._save_manifest()
             case EngineHistory():
+                self._restarts[self._turns.number, event.engine] = event.restarts
+                self._manifest.last_start.engine_restarts = self._restarts.total()
                 engine_notes.remember(self._job, self._manifest, event)
                 self._save_manifest()  # at once: the next start needs it
 
@@ -400,13 +441,17 @@ class Loop:
             )
         return is_due or not pool.in_flight
 
-    def _write(self, lines: Sequence[LogLine], pool: WorkerPool) -> None:
-        """Write settled rows to the log, and generations; then check whether too many failed."""
+    def _write(self, lines: Sequence[Returned], pool: WorkerPool) -> None:
+        """Write settled rows to the log, and generations; then check whether too many failed. Rows that
+        another engine has to go on with are noted."""
         for line in lines:
             if isinstance(line, RecordLine):
                 self._store.copy(line)
                 self._settled += 1
                 self._failed += line.record["status"] != "ok"
+                self._turns.settle(line.record["index"])
+            elif isinstance(line, PausedRow):
+                self._turns.pause(line)
             else:
                 self._store.copy_generation(line)
         self._store.flush_if_due()
@@ -498,9 +543,9 @@ class Loop:
             ok=state.ok,
             failed=state.failed,
             skipped=self._resumed + self._elsewhere,
-            retried=self._pool.retried if self._pool else 0,
+            retried=self._retried + (self._pool.retried if self._pool else 0),
             seconds=round(self._seconds, 3),
-            load_seconds=round(self._load_s, 3),
+            load_seconds=round(sum(self._loads_s), 3),
             prompt_tokens=state.prompt_tokens,
             completion_tokens=state.completion_tokens,
             generations=state.generations,

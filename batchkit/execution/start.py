@@ -74,7 +74,8 @@ def start_run(
     renderer = renderer_of(job, adjust_sampling=adjust_sampling)
     references = references_of(job) if job.scoring.is_on else None
     if fresh or on_change == "new":
-        open_preflight(job)  # before the folder is moved: an option may be mistyped
+        for name in job.engine_names:  # before the folder is moved: an option may be mistyped
+            open_preflight(job.with_engine(name))
     engine = engine_identity(job)  # before the manifest's: a change between them shows
     prompt_files = constant_files(job)
     outcome: Outcome | None = None

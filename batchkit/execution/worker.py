@@ -8,33 +8,30 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from batchkit.config.masking import learn, learn_secret
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine
-from batchkit.engines.memory_ladder import Ladder
-from batchkit.engines.process.launcher import Launcher
-from batchkit.engines.registry import open_engine
-from batchkit.errors import EngineError
+from batchkit.engines.process.launcher import log_of
 from batchkit.execution.attempts import Attempts
-from batchkit.execution.events import EngineHistory, Found, Hear, Line, PoolLoad
-from batchkit.execution.feeder import AHEAD, Feeder
-from batchkit.execution.kept_engine import KeptEngine, Loaded
+from batchkit.execution.events import EngineHistory, Hear, Line, PoolLoad
+from batchkit.execution.fed_engine import FedEngine
+from batchkit.execution.feeder import AHEAD, POLL_S, Feeder
+from batchkit.execution.kept_engine import KeptEngine
 from batchkit.execution.records import to_record
 from batchkit.execution.rollouts.begun import begun
 from batchkit.execution.rollouts.function import Function
-from batchkit.execution.rollouts.rollouts import Rollouts
+from batchkit.execution.rollouts.rollouts import PausedRow, Rollouts
 from batchkit.execution.selection import Selection
-from batchkit.execution.supervisor import SupervisedEngine
-from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.rendering.steps import Renderer
 from batchkit.scoring import Scored, Scoring, kept_fields
-from batchkit.storage import identity
 from batchkit.storage.manifest import WorkerState
 from batchkit.storage.steps import GenerationLine, generation_line
 from batchkit.storage.store import RecordLine, line_of
@@ -42,15 +39,19 @@ from batchkit.types import Completion, Request, Task
 
 READ_AT_ONCE = 16
 
-LogLine = RecordLine | GenerationLine
+_SHARED_POLL_S = POLL_S / 8  # of several engines, each waits while the others may have answers
+
+Returned = RecordLine | GenerationLine | PausedRow
+"""What a worker returns: lines for the logs, and rows that another engine has to go on with."""
 RenderedTasks = Prefetch[Task, Request | Completion] | Rollouts
 
 
 class EngineFacts(NamedTuple):
-    """What an engine reports once its model is loaded."""
+    """What engines report once their models are loaded: how many requests they run at once together, and
+    the versions of each, by its name."""
 
     max_num_seqs: int
-    versions: Mapping[str, str]
+    versions: Mapping[str, Mapping[str, str]]
 
 
 def render_ahead(
@@ -58,15 +59,16 @@ def render_ahead(
     renderer: Renderer,
     tasks: Iterator[Task],
     *,
+    engines: Sequence[str],
     may_wait: bool,
     rendered: dict[int, Request | Completion] | None = None,
     rollout: Function | None = None,
 ) -> RenderedTasks:
-    """Begins to render ``tasks``. ``may_wait``: reading them may block. ``rendered``: rows that
-    have been, by index; each is taken out of it. ``rollout``: the function of a job with
+    """Begins to render ``tasks``, for ``engines``. ``may_wait``: reading them may block. ``rendered``:
+    rows that have been, by index; each is taken out of it. ``rollout``: the function of a job with
     ``[rollout]``, if it is not the one that the job names."""
     if job.has_several:
-        return begun(job, renderer, tasks, may_wait=may_wait, function=rollout)
+        return begun(job, renderer, tasks, engines=engines, may_wait=may_wait, function=rollout)
     ready = {} if rendered is None else rendered
 
     def render(task: Task) -> Request | Completion:
@@ -85,15 +87,15 @@ def render_ahead(
 
 class Worker:
     """Makes records of rows; every row comes back once, as the line for the log. One thread calls
-    ``fill`` and ``poll`` in turn until ``is_done``. Its model is loaded in the constructor, with
-    settings that an earlier start found to be safe (``known``).
+    ``fill`` and ``poll`` in turn until ``is_done``. The models of its ``engines``, by name, are loaded in
+    the constructor, with settings that an earlier start found to be safe (``known``, by name).
 
     ``rows`` are its rows, from ``render_ahead`` with the same ``renderer``. ``references``: the
     right answers by id, if another run gives them. ``quarantined``: indices of rows that killed an
-    engine before; each is run alone. ``opening`` is entered each time the model is loaded; what it
+    engine before; each is run alone. ``opening`` is entered each time a model is loaded; what it
     was loaded from must be the same as ``engine_identity``, and so must the files of all prompts if
-    they are in it. The engine prints to ``log``. With ``kept``, the engine comes from there if one
-    waits there, and waits there again afterwards.
+    they are in it. ``[engine]`` prints to ``log``. With ``kept``, an engine comes from there
+    if it waits there, and waits there again afterwards. ``environments``: of the engines' processes.
 
     Raises:
         JobError, EngineError: the model can't be loaded.
@@ -105,17 +107,21 @@ class Worker:
         renderer: Renderer,
         rows: RenderedTasks,
         hear: Hear,
-        known: EngineHistory,
+        known: Mapping[str, EngineHistory],
         *,
+        engines: Sequence[str],
         log: Path,
         engine_identity: Mapping[str, Any],
         references: Mapping[str, str | None] | None = None,
         quarantined: Collection[int] = (),
         opening: Callable[[], AbstractContextManager[None]] = nullcontext,
         kept: KeptEngine | None = None,
+        environments: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     ) -> None:
         learn(os.environ, job.model_dump())  # a worker on Ray is in a process of its own
-        learn_secret(os.environ.get(job.engine.api_key_env, "").strip())
+        for name in engines:
+            key = job.with_engine(name).engine.api_key_env
+            learn_secret(os.environ.get(key, "").strip())
         self._job = job
         self._hear = hear
         self._scoring = (
@@ -124,63 +130,54 @@ class Worker:
             else None
         )
         self._kept_fields = kept_fields(job)
-        self._loaded: Loaded
-        idle = None if kept is None else kept.idle
-        ladder = Ladder(known.steps if idle is None else idle.steps)
-        if ladder.steps:
-            hear(Line(f"engine settings remembered: {dict(ladder.overrides)}"))
-        with ExitStack() as held:
-            launcher = held.enter_context(closing(Launcher(log))) if kept is None else kept.launcher
-
-            def open_one(job: JobConfig) -> Engine:
-                with opening(), ExitStack() as opened:
-                    options = job.engine.options
-                    loaded = None if kept is None else kept.take(options, engine_identity)
-                    if loaded is None:
-                        engine = open_engine(job if kept is None else kept.named(job), launcher)
-                        opened.enter_context(closing(engine))
-                        _check_unchanged(self._job, engine_identity)
-                        commits = identity.hub_commits(self._job)
-                        loaded = Loaded(engine, options, ladder.steps, engine_identity, commits)
-                    else:
-                        opened.enter_context(closing(loaded.engine))
-                    if loaded.commits:
-                        hear(Found({"engine.commits": loaded.commits}))
-                    opened.pop_all()
-                    self._loaded = loaded
-                    return loaded.engine
-
-            self._engine = SupervisedEngine(
-                job,
-                hear,
-                ladder=ladder,
-                quarantined=quarantined,
-                among_accidents=known.among_accidents,
-                suspicions=known.suspicions,
-                open_engine=open_one,
-            )
-            held.callback(self._release, kept)
-            self._engine.load()  # it says which model a server serves, before it gets a row
-            self._held = held.pop_all()
         self._rollouts = rows if isinstance(rows, Rollouts) else None
         self._unwritten = deque[Completion]()
         self._steps = {step.name: step for step in job.steps}
         self._step_scoring = {
             name: Scoring(step.scoring) for name, step in self._steps.items() if step.scoring.is_on
         }
-        self._attempts = Attempts(job.retry, renderer.shortened, self._finds_nothing)
+        self._engines: list[FedEngine] = []
         selection = Selection(job, references)
-        self._feeder = Feeder(job, self._engine, rows, self._attempts, self._parses, selection)
-        self.unfinished_tokens = 0
-        """Of the answers that have not ended, as of the last poll."""
-        self.load = PoolLoad(self._feeder.window.size)
-        self.engine_facts = EngineFacts(self._engine.max_num_seqs, self._engine.versions)
 
-    def fill(self, *, taking: bool = True) -> list[LogLine]:
+        def feeder(engine: Engine, own: JobConfig, name: str) -> Feeder:
+            its = rows if isinstance(rows, Prefetch) else rows.of(name)
+            attempts = Attempts(job.retry, renderer.shortened, self._finds_nothing)
+            return Feeder(own, engine, its, attempts, self._parses, selection)
+
+        with ExitStack() as held:
+            for name in engines:
+                engine = FedEngine(
+                    job,
+                    name,
+                    feeder,
+                    hear,
+                    known.get(name, EngineHistory()),
+                    log=log_of(log, name),
+                    engine_identity=engine_identity,
+                    quarantined=quarantined,
+                    opening=opening,
+                    kept=kept,
+                    environment=environments.get(name, {}),
+                )
+                held.enter_context(closing(engine))
+                self._engines.append(engine)
+            self._held = held.pop_all()
+        self.engine_facts = EngineFacts(
+            sum(engine.max_num_seqs for engine in self._engines),
+            {engine.name: engine.versions for engine in self._engines},
+        )
+
+    def fill(self, *, taking: bool = True) -> list[Returned]:
         """Submit rows while there is room, none if not ``taking``; returns rows settled by it."""
+        settled: Iterable[Completion] = ()
         if taking:
-            return self._lines(self._feeder.fill())
-        return [] if self._rollouts is None else self._lines(self._rollouts.ended())
+            settled = chain.from_iterable(engine.fill() for engine in self._engines)
+        elif self._rollouts is not None:
+            settled = self._rollouts.ended()
+        lines: list[Returned] = self._lines(settled)
+        if self._rollouts is not None:
+            lines += self._rollouts.paused()
+        return lines
 
     def written(self, count: int | None = None) -> None:
         """So many of the generations that were returned, or all, are in the ledger: their rows may
@@ -189,41 +186,40 @@ class Worker:
             n_written = len(self._unwritten) if count is None else count
             self._rollouts.answer([self._unwritten.popleft() for _ in range(n_written)])
 
-    def poll(self) -> list[LogLine]:
-        """The rows that the engine has finished; then adapts the window to its load."""
-        lines = self._lines(self._feeder.poll())
-        window = self._feeder.window
-        change = window.fit(self._engine.max_num_seqs)
-        load = self._engine.load()
-        self.unfinished_tokens = load.unfinished_tokens
-        change = change or window.adapt(load, self.in_flight)
-        preemptions = self.load.preemptions + load.preempted
-        self.load = PoolLoad(
-            window.size, load.running, load.waiting, load.kv_cache_usage, preemptions
-        )
-        if change is not None:
-            self._hear(Line(f"window {change.old} → {change.new}: {change.reason}"))
-        return lines
+    def poll(self) -> list[Returned]:
+        """The rows that the engines have finished."""
+        timeout_s = POLL_S if len(self._engines) == 1 else _SHARED_POLL_S
+        settled = chain.from_iterable(engine.poll(timeout_s) for engine in self._engines)
+        return self._lines(settled)
 
     @property
     def in_flight(self) -> int:
-        """Rows that the engine works on."""
-        return len(self._feeder.in_flight)
+        """Requests that the engines work on."""
+        return sum(engine.in_flight for engine in self._engines)
+
+    @property
+    def unfinished_tokens(self) -> int:
+        """Of the answers that have not ended, as of the last poll."""
+        return sum(engine.unfinished_tokens for engine in self._engines)
+
+    @property
+    def load(self) -> PoolLoad:
+        return sum((engine.load for engine in self._engines), PoolLoad())
 
     @property
     def is_done(self) -> bool:
         """True once every row has come back."""
-        return self._feeder.is_done
+        return all(engine.is_done for engine in self._engines)
 
     @property
     def retried(self) -> int:
         """Further attempts of rows so far."""
-        return self._attempts.retried
+        return sum(engine.retried for engine in self._engines)
 
     @property
     def capacity(self) -> int:
-        """Rows that it can use at a time: those in its window, and as many being rendered."""
-        return 2 * self._feeder.window.size
+        """Rows that it can use at a time: those in its windows, and as many being rendered."""
+        return 2 * sum(engine.window for engine in self._engines)
 
     def workers(self) -> list[WorkerState]:
         """The state of each of several workers, for ``status``."""
@@ -233,13 +229,7 @@ class Worker:
         """Drop what is in flight and release all resources."""
         self._held.close()
 
-    def _release(self, kept: KeptEngine | None) -> None:
-        if kept is None or not self._engine.is_idle:
-            self._engine.close()
-        else:
-            kept.idle = self._loaded
-
-    def _lines(self, settled: Iterable[Completion]) -> list[LogLine]:
+    def _lines(self, settled: Iterable[Completion]) -> list[Returned]:
         return [
             self._record_line(completion)
             if completion.request.call is None
@@ -287,26 +277,3 @@ def _scored_text(completion: Completion) -> str:
     if completion.pooled is not None:
         return completion.pooled.label or ""
     return completion.text
-
-
-def _check_unchanged(job: JobConfig, then: Mapping[str, Any]) -> None:
-    """Files that were replaced while the engine loaded them show here, too.
-
-    A worker on another machine may not see all files that the run saw: the others are compared.
-
-    Raises:
-        EngineError: they are other files than the run began with.
-    """
-    now = identity.engine_identity(job)
-    if "prompt.files" in then:
-        now["prompt.files"] = constant_files(job)
-    if changes := identity.differences(_only(then, now), _only(now, then)):
-        raise EngineError(
-            "found other files than those that the run began with, and a run's answers are all"
-            f" of one model and prompt: {'; '.join(changes)}. Every finished row is on disk: bring"
-            " the old files back and run the same command again, or begin a new run (--fresh)"
-        )
-
-
-def _only(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in one.items() if key in other}

@@ -76,7 +76,8 @@ class Start(_Part):
     """One start of the run. ``ended_at`` and ``seconds`` are None while it runs, or if it was killed.
 
     ``seconds``: with the engine up. ``gpu_seconds``: of all GPUs that the job asks for, loading included,
-    as of the last checkpoint; only if the job has a price for them. ``engine``: what the engine reports about itself. ``run``: in a merged
+    as of the last checkpoint; only if the job has a price for them. ``engine``: what the engine reports
+    about itself; ``engines``: what others report, by name. ``run``: in a merged
     run, the folder of the run that this start belongs to. ``engine_event_times``: when each of
     ``engine_events`` happened; older versions did not note it.
     """
@@ -91,6 +92,7 @@ class Start(_Part):
     versions: dict[str, Any] | None = None
     overrides: list[str] = []
     engine: dict[str, Any] = {}
+    engines: dict[str, dict[str, Any]] = {}
     engine_restarts: int = 0
     engine_events: list[str] = []
     engine_event_times: list[str] = []
@@ -145,10 +147,20 @@ class Suspects(_Part):
     groups: list[SuspectGroup]
 
 
+class EngineNotes(_Part):
+    """What starts have learned of one of ``[engines]``: as Manifest has it of ``[engine]``."""
+
+    engine_steps: list[dict[str, Any]] = []
+    engine_steps_for: str | None = None
+    engine_accidents: bool = False
+    suspects: Suspects = Suspects(of="", groups=[])
+
+
 class Manifest(_Part):
     """``total``: the rows of the input, None until they are counted. ``skipped_elsewhere``: those
     that ``--skip-from`` left to another run, as of the last end of a start. ``engine_steps``: how
-    far the memory ladder is down, with the engine options whose hash is ``engine_steps_for``.
+    far the memory ladder is down, with the engine options whose hash is ``engine_steps_for``; ``engines``
+    has the same by name. ``turn``: where one model is loaded at a time, the engine loaded last.
     ``scoring``: a hash of the scoring that all rows have, None if they may be scored in more than
     one way; ``scored_from``: the files that the later scores were made from.
     """
@@ -168,6 +180,8 @@ class Manifest(_Part):
     engine_steps_for: str | None = None
     engine_accidents: bool = False
     suspects: Suspects = Suspects(of="", groups=[])
+    engines: dict[str, EngineNotes] = {}
+    turn: str | None = None
     scoring: str | None = None
     scored_from: list[list[int]] | None = None
     starts: list[Start]
@@ -224,14 +238,13 @@ class Manifest(_Part):
             update["scoring"] = None  # mixed, until all rows are scored again in one way
         return self.model_copy(update=update)
 
-    def forget_other_steps(self, options: str) -> bool:
-        """Drop the steps that were learned with other engine options than those with the hash
-        ``options``; True if there were any."""
-        is_other = bool(self.engine_steps) and self.engine_steps_for not in (None, options)
-        if is_other:
-            self.engine_steps = []
-        self.engine_steps_for = options
-        return is_other
+    def notes_of(self, engine: str) -> Manifest | EngineNotes:
+        """Where it is noted what was learned of the engine of that name."""
+        if not engine:
+            return self
+        if engine not in self.engines:
+            self.engines = {**self.engines, engine: EngineNotes()}
+        return self.engines[engine]
 
     def write(self, folder: Path) -> None:
         """Replace the manifest in ``folder`` in one step. Nothing else writes it.
@@ -245,6 +258,16 @@ class Manifest(_Part):
             write_atomically(path, orjson.dumps(table, option=orjson.OPT_INDENT_2, default=str))
         except OSError as error:
             raise StoreError(f"{path}: can't write: {error.strerror}") from error
+
+
+def forget_other_steps(noted: Manifest | EngineNotes, options: str) -> bool:
+    """Drop the steps that were learned with other engine options than those with the hash
+    ``options``; True if there were any."""
+    is_other = bool(noted.engine_steps) and noted.engine_steps_for not in (None, options)
+    if is_other:
+        noted.engine_steps = []
+    noted.engine_steps_for = options
+    return is_other
 
 
 def read_manifest(folder: Path) -> Manifest:

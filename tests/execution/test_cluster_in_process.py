@@ -22,7 +22,7 @@ from batchkit.errors import BrokenInputError, EngineError, JobError, TooManyFail
 from batchkit.execution.cluster.actor import Actor
 from batchkit.execution.cluster.session import needs
 from batchkit.execution.cluster.worker_pool import RayWorkerPool
-from batchkit.execution.events import EngineHistory, EngineLine, Event
+from batchkit.execution.events import EngineLine, Event
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.start import start_run
 from batchkit.execution.summary import RunSummary
@@ -98,8 +98,8 @@ def test_each_worker_has_gpus_of_its_own(
 ) -> None:
     made = job(run={"worker_gpus": share})
     hire = ray_here.remote(Actor).options(**needs(made))
-    actors = [hire.remote(number, made, {}, None, ()) for number in range(2)]
-    places = ray_here.get([actor.begin.remote(EngineHistory()) for actor in actors])
+    actors = [hire.remote(number, made, [""], {}, None, ()) for number in range(2)]
+    places = ray_here.get([actor.begin.remote({}) for actor in actors])
     assert sorted(list(place.gpus) for place in places) == gpus
     for actor in actors:
         ray_here.kill(actor)
@@ -231,8 +231,10 @@ def test_what_a_worker_answered_before_it_failed_is_handed_on(ray_here: Any) -> 
         made,
         iter(tasks),
         lambda event: None,
-        EngineHistory(),
+        {},
+        engines=[""],
         left=lambda: None,
+        generations=lambda index: (),
         engine_identity={},
     )
     answered: list[int] = []
@@ -275,8 +277,10 @@ def test_a_worker_that_dies_before_its_first_answer_is_given_up(ray_here: Any) -
             made,
             iter(()),
             hear,
-            EngineHistory(),
+            {},
+            engines=[""],
             left=lambda: None,
+            generations=lambda index: (),
             engine_identity={},
             references=references,
         )
@@ -298,24 +302,24 @@ def test_rows_that_come_one_by_one_are_answered_as_they_come(in_a_folder: Path) 
 def exchanged_once_it_is_up(ray_here: Any, actor: Any) -> Any:
     while True:
         try:
-            return ray_here.get(actor.exchange.remote([], True))
+            return ray_here.get(actor.exchange.remote([], True, 0))
         except ray_here.exceptions.ActorUnavailableError:
             time.sleep(0.2)
 
 
 def test_a_process_that_was_restarted_unseen_refuses_rows(ray_here: Any) -> None:
-    actor = ray_here.remote(Actor).options(max_restarts=-1).remote(0, job(), {}, None, ())
-    ray_here.get(actor.begin.remote(EngineHistory()))
+    actor = ray_here.remote(Actor).options(max_restarts=-1).remote(0, job(), [""], {}, None, ())
+    ray_here.get(actor.begin.remote({}))
     ray_here.kill(actor, no_restart=False)
     with pytest.raises(RuntimeError, match="a new one"):
         exchanged_once_it_is_up(ray_here, actor)
 
 
 def test_a_worker_that_the_run_takes_for_dead_ends(ray_here: Any) -> None:
-    actor = ray_here.remote(Actor).options(max_restarts=0).remote(0, job(), {}, None, ())
-    ray_here.get(actor.begin.remote(EngineHistory()))
+    actor = ray_here.remote(Actor).options(max_restarts=0).remote(0, job(), [""], {}, None, ())
+    ray_here.get(actor.begin.remote({}))
     with pytest.raises(ray_here.exceptions.RayActorError):
-        ray_here.get(actor.begin.remote(EngineHistory()))
+        ray_here.get(actor.begin.remote({}))
 
 
 def test_without_ray_it_is_said_how_to_get_it(

@@ -10,7 +10,15 @@ from batchkit import JobConfig, ProductionBatchProcessor
 def test_the_signature_is_what_the_docstring_describes() -> None:
     names = [*inspect.signature(ProductionBatchProcessor).parameters]
     described = inspect.getdoc(ProductionBatchProcessor) or ""
-    assert names == ["job", "fresh", "on_change", "skip_from", "quiet", "adjust_sampling", "rollout"]
+    assert names == [
+        "job",
+        "fresh",
+        "on_change",
+        "skip_from",
+        "quiet",
+        "adjust_sampling",
+        "rollout",
+    ]
     assert all(f"\n    {name}: " in described for name in names)
 
 

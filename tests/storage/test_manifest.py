@@ -13,7 +13,13 @@ from batchkit.config.masking import learn_secret
 from batchkit.errors import StoreError
 from batchkit.storage.identity import scoring_of
 from batchkit.storage.job_toml import write_job
-from batchkit.storage.manifest import MOST_EVENTS, Manifest, Start, read_manifest
+from batchkit.storage.manifest import (
+    MOST_EVENTS,
+    Manifest,
+    Start,
+    forget_other_steps,
+    read_manifest,
+)
 
 WORKER = {
     "worker": 0,
@@ -151,9 +157,9 @@ def test_only_the_newest_events_are_kept_and_no_secret_in_them(tmp_path: Path) -
 
 def test_steps_of_other_engine_options_are_forgotten(tmp_path: Path) -> None:
     manifest = Manifest.model_validate_json(json.dumps(EVERYTHING))
-    assert not manifest.forget_other_steps("abc")
+    assert not forget_other_steps(manifest, "abc")
     assert manifest.engine_steps == [{"max_num_seqs": 4}]
-    assert manifest.forget_other_steps("def")
+    assert forget_other_steps(manifest, "def")
     assert (manifest.engine_steps, manifest.engine_steps_for) == ([], "def")
 
 

@@ -106,12 +106,17 @@ class JobConfig(Table):
 
     @property
     def gpus(self) -> float:
-        """How many GPUs the run holds: those of one engine, times its workers."""
-        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-        given = [self.engine.options.get(size) for size in sizes]
-        of_engine = math.prod(size for size in given if isinstance(size, int))
+        """How many GPUs the run holds: those of one worker, times its workers."""
+        of_engine = max(self.with_engine(name).engine_gpus for name in self.engine_names)
         of_worker = self.run.worker_gpus
         return (of_engine if of_worker is None else of_worker) * (self.run.workers or 1)
+
+    @property
+    def engine_gpus(self) -> int:
+        """How many GPUs ``engine`` asks for."""
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        given = [self.engine.options.get(size) for size in sizes]
+        return math.prod(size for size in given if isinstance(size, int))
 
     def params(self) -> dict[str, Any]:
         """The parameters of a request, by the names of ``vllm.SamplingParams``, or of
@@ -128,6 +133,18 @@ class JobConfig(Table):
         """True if a record has all ``n`` answers of its row."""
         return self.select.by is None if self.output.choices is None else self.output.choices
 
+    @property
+    def engine_names(self) -> list[str]:
+        """The engines that a row's generations may ask, in the order of the steps: names of
+        ``engines``, and "" for ``engine``."""
+        if self.rollout is not None:
+            return ["", *self.engines]
+        return list(dict.fromkeys(step.engine for step in self.steps)) or [""]
+
+    def with_engine(self, name: str) -> JobConfig:
+        """The job with that one of ``engines`` as its ``engine``; "" is ``engine`` itself."""
+        return self.model_copy(update={"engine": self.engines[name]}) if name else self
+
     def of_step(self, step: StepTable) -> JobConfig:
         """A job whose rows have one generation: that of ``step``."""
         given = {name: getattr(step.sampling, name) for name in step.sampling.model_fields_set}
@@ -141,7 +158,7 @@ class JobConfig(Table):
                 "select": SelectTable(),
                 "prompt": prompt,
                 "sampling": self.sampling.model_copy(update=given),
-                "engine": self.engines[step.engine] if step.engine else self.engine,
+                "engine": self.with_engine(step.engine).engine,
                 "output": self.output.model_copy(update={"parse": step.parse}),
                 "scoring": step.scoring,
             }

@@ -13,7 +13,9 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import ClassVar
 
 from batchkit.errors import EngineError
@@ -24,6 +26,11 @@ SCRATCH = "BATCHKIT_SCRATCH"  # in a fork's environment: a folder that is delete
 NUMBER_BYTES = 4
 KILL_S = 60.0
 _LAST_WORDS_S = 20.0  # a process with many libraries is slow to end
+
+
+def log_of(log: Path, engine: str) -> Path:
+    """The file that the engine of that name prints to, beside that of ``[engine]``, whose name is ""."""
+    return log.with_name(f"{log.stem}.{engine}{log.suffix}") if engine else log
 
 
 class LaunchError(Exception):
@@ -74,13 +81,14 @@ class Launcher:
     """Launches one process at a time: it must have ended before the next launch.
 
     The launcher's own process starts with the first launch; what it and its forks print is appended
-    to ``log``. ``start`` is what starts it: tests fork it from a process that has imported vLLM.
+    to ``log``. ``environment``: its variables, besides those of this process. ``start`` is what starts it: tests fork it from a process that has imported vLLM.
     """
 
     start: ClassVar[type[subprocess.Popen[bytes]]] = subprocess.Popen
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, environment: Mapping[str, str] = MappingProxyType({})) -> None:
         self.log = log
+        self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
 
     def launch(self, kind: str, connection: socket.socket) -> Launched:
@@ -130,7 +138,11 @@ class Launcher:
                 stdout=log,
                 stderr=log,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={
+                    **os.environ,
+                    **self._environment,
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                },
                 process_group=0,  # Ctrl-C reaches only the run
             )
         return self._process

@@ -24,7 +24,8 @@ from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, JobError
 from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Line, Note, PoolLoad
 from batchkit.execution.feeder import POLL_S
-from batchkit.execution.worker import EngineFacts, LogLine, Worker, render_ahead
+from batchkit.execution.turns import grouping_of
+from batchkit.execution.worker import EngineFacts, Returned, Worker, render_ahead
 from batchkit.rendering.steps import renderer_of
 from batchkit.storage.steps import GenerationLine
 from batchkit.storage.store import RecordLine
@@ -66,11 +67,11 @@ IDLE = Load(0, 0, 0, 0)
 
 
 class Report(NamedTuple):
-    """A worker's answer to a call; ``history`` is the newest one, ``events`` are the others."""
+    """A worker's answer to a call; ``histories`` are the newest ones by engine, ``events`` are the others."""
 
-    lines: Sequence[LogLine]
+    lines: Sequence[Returned]
     events: Sequence[Line | EngineLine | Note | Found]
-    history: EngineHistory | None
+    histories: Mapping[str, EngineHistory]
     engine: EngineFacts | None
     failure: WorkerFailure | None
     load: Load
@@ -83,6 +84,7 @@ class Actor:
         self,
         number: int,
         job: JobConfig,
+        engines: Sequence[str],
         engine_identity: Mapping[str, Any],
         references: Mapping[str, str | None] | None,
         quarantined: Collection[int],
@@ -92,7 +94,7 @@ class Actor:
             sys.path += [place for place in import_from if place not in sys.path]
         self._number = number
         self._job = job
-        self._engine_identity = engine_identity
+        self._engines, self._engine_identity = engines, engine_identity
         self._references = references
         self._quarantined = quarantined
         self._inbox: SimpleQueue[Task | None] = SimpleQueue()
@@ -103,15 +105,15 @@ class Actor:
         self._taking = True
         self._closed = False
         self._unsettled = self._written = 0
-        self._lines: list[LogLine] = []
+        self._lines: list[Returned] = []
         self._events: list[Line | EngineLine | Note | Found] = []
-        self._history: EngineHistory | None = None
+        self._histories: dict[str, EngineHistory] = {}
         self._engine: EngineFacts | None = None
         self._failure: WorkerFailure | None = None
         self._load = IDLE
 
-    def begin(self, known: EngineHistory) -> Place:
-        """Load the model, on its own thread."""
+    def begin(self, known: Mapping[str, EngineHistory]) -> Place:
+        """Load the models, on its own thread."""
         import ray
 
         if self._thread is not None:  # the run takes this worker for dead, so end it
@@ -147,8 +149,10 @@ class Actor:
                 )
             lines, self._lines = self._lines, []
             events, self._events = self._events, []
-            self._unsettled -= sum(isinstance(line, RecordLine) for line in lines)
-            return Report(lines, events, self._history, self._engine, self._failure, self._load)
+            self._unsettled -= sum(not isinstance(line, GenerationLine) for line in lines)
+            return Report(
+                lines, events, {**self._histories}, self._engine, self._failure, self._load
+            )
 
     def close(self) -> None:
         """Drop what is in flight and release the GPU."""
@@ -156,11 +160,12 @@ class Actor:
         if self._thread is not None:
             self._thread.join(CLOSE_S)
 
-    def _work(self, known: EngineHistory) -> None:
+    def _work(self, known: Mapping[str, EngineHistory]) -> None:
         try:
             renderer = renderer_of(self._job)
             tasks = iter(self._inbox.get, None)
-            with closing(render_ahead(self._job, renderer, tasks, may_wait=True)) as rows:
+            ahead = render_ahead(self._job, renderer, tasks, engines=self._engines, may_wait=True)
+            with closing(ahead) as rows:
                 try:
                     worker = Worker(
                         self._job,
@@ -168,10 +173,12 @@ class Actor:
                         rows,
                         self._hear,
                         known,
+                        engines=self._engines,
                         log=_engine_log(self._job.folder, self._number),
                         engine_identity=self._engine_identity,
                         references=self._references,
                         quarantined=self._quarantined,
+                        environments=grouping_of(self._job).environments,
                     )
                     with closing(worker):
                         self._answer(worker)
@@ -195,7 +202,7 @@ class Actor:
             if not taking and not worker.in_flight:
                 time.sleep(POLL_S)
 
-    def _bring(self, worker: Worker, lines: Sequence[LogLine]) -> None:
+    def _bring(self, worker: Worker, lines: Sequence[Returned]) -> None:
         with self._changed:
             self._load = Load(
                 worker.in_flight,
@@ -212,7 +219,7 @@ class Actor:
     def _hear(self, event: Event) -> None:
         with self._changed:
             if isinstance(event, EngineHistory):
-                self._history = event
+                self._histories[event.engine] = event
             else:
                 self._events.append(event)
                 self._changed.notify_all()
@@ -223,13 +230,15 @@ class Actor:
             self._changed.notify_all()
 
 
-def _brief(line: LogLine) -> LogLine:
+def _brief(line: Returned) -> Returned:
     """``line`` with no more of its table than the run reads: the rest is in its bytes."""
     if isinstance(line, RecordLine):
         reported = {name: line.record[name] for name in _REPORTED}
         return RecordLine(line.raw, reported, line.vector)
-    known = line.generation
-    return GenerationLine(line.raw, {name: known.get(name) for name in ("index", "usage")})
+    if isinstance(line, GenerationLine):
+        known = line.generation
+        return GenerationLine(line.raw, {name: known.get(name) for name in ("index", "usage")})
+    return line
 
 
 def _engine_log(folder: Path, number: int) -> Path:

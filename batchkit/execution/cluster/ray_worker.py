@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from batchkit.execution.bisection import Suspicion
 from batchkit.execution.cluster.actor import IDLE, Load, Place
 from batchkit.execution.cluster.leases import LeaseHolder
+from batchkit.execution.events import EngineHistory
 from batchkit.execution.worker import EngineFacts
 from batchkit.storage.manifest import WorkerState
 
 
 @dataclass
 class Life:
-    """One life of a worker: from its wait for a place to its death. ``steps``: down the ladder.
-
-    ``suspicions``: the state of its own search for a poison row. ``returned``: generations that are
+    """One life of a worker: from its wait for a place to its death. ``histories``: of its engines, by
+    name, with the state of its own search for a poison row. ``returned``: generations that are
     not in the ledger yet; ``written``: those that are, which the worker does not know yet.
     """
 
     began_at: float
-    steps: Sequence[Mapping[str, Any]] = ()
-    suspicions: Sequence[Suspicion] = ()
+    histories: Mapping[str, EngineHistory] = field(default_factory=dict)
     place: Place | None = None
     engine: EngineFacts | None = None
     load: Load = IDLE
-    engine_restarts: int = 0
     is_said_to_wait: bool = False
     returned: int = 0
     written: int = 0
+
+    def history(self, engine: str) -> EngineHistory:
+        return self.histories.get(engine, EngineHistory(engine=engine))
+
+    @property
+    def engine_restarts(self) -> int:
+        return sum(history.restarts for history in self.histories.values())
 
     @property
     def where(self) -> str:
@@ -58,7 +62,13 @@ class RayWorker:
         """Record a death and begin the next life."""
         self._before.append(self.life)
         self.begins_at = time.monotonic()
-        self.life = Life(self.begins_at, self.life.steps, self.life.suspicions)
+        before = self.life.histories
+        kept = {name: history._replace(restarts=0) for name, history in before.items()}
+        self.life = Life(self.begins_at, kept)
+
+    @property
+    def lives(self) -> Sequence[Life]:
+        return *self._before, self.life
 
     @property
     def deaths(self) -> int:
@@ -66,11 +76,11 @@ class RayWorker:
 
     @property
     def engine_restarts(self) -> int:
-        return sum(life.engine_restarts for life in (*self._before, self.life))
+        return sum(life.engine_restarts for life in self.lives)
 
     @property
     def retried(self) -> int:
-        return sum(life.load.retried for life in (*self._before, self.life))
+        return sum(life.load.retried for life in self.lives)
 
     @property
     def state(self) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -137,20 +138,24 @@ def _check_gpus(job: JobConfig) -> None:
         )
 
 
-def needs(job: JobConfig) -> dict[str, float]:
-    """The resources of one worker, by Ray's names.
+def needs(job: JobConfig, engines: Sequence[str] = ("",)) -> dict[str, float]:
+    """The resources of one worker that loads ``engines``, by Ray's names.
 
-    If the job sets none, GPUs are those that the engine asks for, if there are any at all; without
+    If the job sets none, GPUs are those that one of them asks for, if there are any at all; without
     GPUs, the cores are shared out, and Ray gives each worker as many OpenMP threads.
     """
     import ray
 
-    options, n_workers = job.engine.options, job.run.workers or 1
+    tables, n_workers = [job.with_engine(name).engine for name in engines], job.run.workers or 1
     gpus: float | None = job.run.worker_gpus
     if gpus is None:
-        group = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
-        has_model = job.engine.kind not in LIGHT
-        gpus = group if has_model and ray.cluster_resources().get("GPU", 0) else 0
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size")
+        groups = [
+            math.prod(engine.options.get(size, 1) for size in sizes)
+            for engine in tables
+            if engine.kind not in LIGHT
+        ]
+        gpus = max(groups, default=0) if ray.cluster_resources().get("GPU", 0) else 0
     cpus: float | None = job.run.worker_cpus
     if cpus is None:
         nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]

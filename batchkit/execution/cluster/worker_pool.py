@@ -23,8 +23,9 @@ from batchkit.execution.cluster.session import cause_of, needs, session
 from batchkit.execution.events import EngineHistory, EngineLine, Found, Hear, Line, PoolLoad
 from batchkit.execution.feeder import POLL_S
 from batchkit.execution.records import to_record
+from batchkit.execution.rollouts.rollouts import PausedRow
 from batchkit.execution.signals import Interrupted
-from batchkit.execution.worker import READ_AT_ONCE, EngineFacts, LogLine
+from batchkit.execution.worker import READ_AT_ONCE, EngineFacts, Returned
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.rendering.row_size import size_of
 from batchkit.scoring import Scored, kept_fields
@@ -57,8 +58,9 @@ class RayWorkerPool:
         job: JobConfig,
         tasks: Iterator[Task],
         hear: Hear,
-        known: EngineHistory,
+        known: Mapping[str, EngineHistory],
         *,
+        engines: Sequence[str],
         left: Callable[[], int | None],
         generations: Callable[[int], Sequence[Mapping[str, Any]]],
         engine_identity: Mapping[str, Any],
@@ -71,14 +73,14 @@ class RayWorkerPool:
         self._hear = hear
         self._left = left
         self._generations = generations
-        self._engine_identity = engine_identity
+        self._engines, self._engine_identity = engines, engine_identity
         self._references = references
         self._quarantined = quarantined
         self._kept = kept_fields(job)
         self._leases = Leases(job.run.workers or 1, quarantined=quarantined)
         self._workers: list[RayWorker] = []
         self._needs: Mapping[str, float] = {}
-        self._known = known
+        self._known = dict(known)
         self._broken: BatchkitError | None = None
         with ExitStack() as held:
             # On its own thread, because reading may block; the workers render what it reads.
@@ -100,7 +102,7 @@ class RayWorkerPool:
                 self.engine_facts = self._first_engine()
             self._held = held.pop_all()
 
-    def fill(self, *, taking: bool) -> list[LogLine]:
+    def fill(self, *, taking: bool) -> list[Returned]:
         """Call every worker that has no pending call, with as many rows as it may have.
 
         Raises:
@@ -115,7 +117,10 @@ class RayWorkerPool:
                 if worker.life.place is None:
                     if time.monotonic() < worker.begins_at:
                         continue
-                    worker.life.steps = self._known.steps
+                    worker.life.histories = {
+                        name: worker.life.history(name)._replace(steps=known.steps)
+                        for name, known in self._known.items()
+                    }
                     worker.call = worker.actor.begin.remote(self._known)
                 else:
                     tasks: Sequence[Task] = []
@@ -129,10 +134,10 @@ class RayWorkerPool:
                 worker.called_at = time.monotonic()
         return []
 
-    def poll(self) -> list[LogLine]:
+    def poll(self) -> list[Returned]:
         """The records of all workers whose calls have returned."""
         workers = {worker.call: worker for worker in self._workers if worker.call is not None}
-        lines: list[LogLine] = []
+        lines: list[Returned] = []
         if not workers:
             time.sleep(POLL_S)
             return lines
@@ -196,14 +201,20 @@ class RayWorkerPool:
     def _hire(self) -> None:
         import ray
 
-        self._needs = needs(self._job)
+        self._needs = needs(self._job, self._engines)
         hire = ray.remote(Actor).options(
             **self._needs, max_restarts=-1, max_task_retries=0, scheduling_strategy="SPREAD"
         )
         references = None if self._references is None else ray.put(self._references)
         for number in self._leases.holders:
             actor = hire.remote(
-                number, self._job, self._engine_identity, references, self._quarantined, sys.path
+                number,
+                self._job,
+                self._engines,
+                self._engine_identity,
+                references,
+                self._quarantined,
+                sys.path,
             )
             self._workers.append(RayWorker(number, actor))
 
@@ -230,7 +241,7 @@ class RayWorkerPool:
         left = self._left()
         return None if left is None else max(1, left - self._leases.n_held)
 
-    def _received(self, worker: RayWorker, call: Any) -> list[LogLine]:
+    def _received(self, worker: RayWorker, call: Any) -> list[Returned]:
         import ray
         from ray.exceptions import ActorUnavailableError, RayError
 
@@ -248,15 +259,15 @@ class RayWorkerPool:
             return []
         return self._take_in(worker, answer)
 
-    def _take_in(self, worker: RayWorker, report: Report) -> list[LogLine]:
+    def _take_in(self, worker: RayWorker, report: Report) -> list[Returned]:
         holder = self._leases.holders[worker.number]
         for event in report.events:
             if isinstance(event, Found):
                 self._hear(event)
             else:
                 self._hear(event._replace(text=f"worker {worker.number}: {event.text}"))
-        if report.history is not None:
-            self._learn(worker, report.history)
+        for history in report.histories.values():
+            self._learn(worker, history)
         life = worker.life
         if report.engine is not None and life.engine is None:
             life.engine = report.engine
@@ -264,9 +275,10 @@ class RayWorkerPool:
         life.load = report.load
         holder.capacity = report.load.capacity
         settled = [line.record["index"] for line in report.lines if isinstance(line, RecordLine)]
+        paused = [line.index for line in report.lines if isinstance(line, PausedRow)]
         worker.rows += len(settled)
-        life.returned += len(report.lines) - len(settled)
-        for task in holder.settle(settled):
+        life.returned += len(report.lines) - len(settled) - len(paused)
+        for task in holder.settle([*settled, *paused]):
             self._tasks.release(task)
         if report.failure is not None:
             self._give_up(worker, report.failure)
@@ -274,18 +286,22 @@ class RayWorkerPool:
 
     def _learn(self, worker: RayWorker, history: EngineHistory) -> None:
         """Pass what one worker's engine learned to all that start from now on: they are alike."""
-        worker.life.engine_restarts, worker.life.steps = history.restarts, history.steps
-        worker.life.suspicions = history.suspicions
-        steps = max((one.life.steps for one in self._workers), key=len)
-        restarts = sum(one.engine_restarts for one in self._workers)
-        among_accidents = self._known.among_accidents or history.among_accidents
-        suspicions = tuple(chain.from_iterable(one.life.suspicions for one in self._workers))
-        learned = EngineHistory(restarts, steps, among_accidents, suspicions)
-        if learned != self._known:
-            self._known = learned
+        name = history.engine
+        before = self._known.get(name, EngineHistory(engine=name))
+        worker.life.histories = {**worker.life.histories, name: history}
+        newest = [one.life.history(name) for one in self._workers]
+        learned = EngineHistory(
+            sum(life.history(name).restarts for one in self._workers for life in one.lives),
+            max((one.steps for one in newest), key=len),
+            before.among_accidents or history.among_accidents,
+            tuple(chain.from_iterable(one.suspicions for one in newest)),
+            name,
+        )
+        if learned != before:
+            self._known[name] = learned
             self._hear(learned)
 
-    def _bury(self, worker: RayWorker, error: Exception | None) -> list[LogLine]:
+    def _bury(self, worker: RayWorker, error: Exception | None) -> list[Returned]:
         """Handle the death of a worker, or a lost connection: Ray starts another in its place.
         ``error`` is None if no call failed, because it died before its first."""
         from ray.exceptions import ActorDiedError, ActorUnavailableError
@@ -300,7 +316,7 @@ class RayWorkerPool:
         )
         worker.bury()
         poison = holder.die("worker died")
-        lines: list[LogLine] = [] if poison is None else [self._quarantine(poison, cause)]
+        lines: list[Returned] = [] if poison is None else [self._quarantine(poison, cause)]
         if poison is not None:
             holder.deaths_in_a_row = 0
         elif isinstance(error, ActorDiedError):  # Ray will not restart it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from batchkit.config.tables import JobConfig
 from batchkit.execution.rollouts.function import Function, Rollout, loaded_function
@@ -21,11 +21,12 @@ def begun(
     renderer: Renderer,
     tasks: Iterator[Task],
     *,
+    engines: Sequence[str],
     may_wait: bool,
     function: Function | None = None,
 ) -> Rollouts:
-    """The rows of ``tasks``, as coroutines. ``may_wait``: reading them may block. ``function``: the
-    rollout's, if it is not the one that the job names.
+    """The rows of ``tasks``, as coroutines, and what they ask of ``engines``. ``may_wait``: reading them
+    may block. ``function``: the rollout's, if it is not the one that the job names.
 
     Raises:
         JobError: the job names no such function.
@@ -45,4 +46,6 @@ def begun(
         at_once=1 if may_wait else 16,
         weigh=lambda task: 0,
     )
-    return Rollouts(job, ahead, solve, concurrency=concurrency, most_busy=most_busy)
+    return Rollouts(
+        job, ahead, solve, engines=engines, concurrency=concurrency, most_busy=most_busy
+    )

@@ -44,7 +44,8 @@ class Desk(Protocol):
 
 class OpenRow:
     """Used by the event loop's thread only; ``Rollouts`` guards ``pending``, the answers that the row
-    waits for. ``since``: when it last got one, or began.
+    waits for, and ``stuck``: the engines of those that wait for one that is not loaded. ``since``: when
+    it last got one, or began.
     """
 
     def __init__(self, task: Task, job: JobConfig, desk: Desk) -> None:
@@ -58,6 +59,7 @@ class OpenRow:
         self._latency_s = 0.0
         self._n_answered = self._n_rendering = 0
         self.pending: dict[Key, Answer] = {}
+        self.stuck: dict[Key, str] = {}
         self.since = time.monotonic()
         self.coroutine: asyncio.Task[None] | None = None
         self.diverged: ReplayError | None = None
@@ -71,6 +73,11 @@ class OpenRow:
     @property
     def row(self) -> Row:
         return self.task.row
+
+    @property
+    def is_stirring(self) -> bool:
+        """It renders a request, or has yet to get a recorded answer."""
+        return self._n_rendering > 0 or bool(self._recorded)
 
     def idle_s(self, now: float) -> float:
         """For how long it has waited for nothing that we do."""

@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BlockedError, RolloutError, RowTimeoutError
@@ -34,14 +35,55 @@ _SIDE_THREADS = 32  # of asyncio.to_thread
 _ROW: ContextVar[OpenRow | None] = ContextVar("row", default=None)
 
 
-class Rollouts:
-    """Used in place of a Prefetch: ``get`` gives requests, and the outcome of each row as a
-    Completion with ``generations``. ``solve`` is the coroutine of a row.
+class Waiting(NamedTuple):
+    """Requests for one engine; those of rows that had an answer are ``further``."""
 
-    Rows are begun as the engine has room: at most ``concurrency`` at a time, of which at most
+    further: deque[Request]
+    first: deque[Request]
+
+    def __bool__(self) -> bool:
+        return bool(self.further or self.first)
+
+
+@dataclass(frozen=True, slots=True)
+class PausedRow:
+    """A row that can't go on before the engine of that name is loaded."""
+
+    index: int
+    engine: str
+
+
+class ForEngine(NamedTuple):
+    """What ``Rollouts`` have for the engine ``name``, used in place of a Prefetch."""
+
+    rollouts: Rollouts
+    name: str
+
+    def get(self, timeout_s: float) -> Request | Completion | None:
+        return self.rollouts.get(self.name, timeout_s)
+
+    def release(self, request: Request) -> None:
+        self.rollouts.release(request)
+
+    @property
+    def exhausted(self) -> bool:
+        return self.rollouts.exhausted
+
+    @property
+    def broken(self) -> bool:
+        return self.rollouts.broken
+
+
+class Rollouts:
+    """``get`` gives the requests for an engine, and the outcome of each row as a Completion with
+    ``generations``. ``solve`` is the coroutine of a row.
+
+    Rows are begun as the engines have room: at most ``concurrency`` at a time, of which at most
     ``most_busy`` wait for no generation; and none while ``media.max_memory_bytes`` of decoded pixels
     are held. Requests of rows that are further come first, and last once the input has been read: then
-    the rows that begin last end soonest.
+    the rows that begin last end soonest. A row that waits for another engine than ``engines``, and for
+    nothing else, is paused: it is dropped, and begins again, with its recorded generations, once that
+    engine is loaded.
 
     Threads: the event loop's runs the coroutines; ``run.render_threads`` render; the worker's calls
     ``get``, ``ended``, ``answer`` and ``release``. ``_changed`` guards what the first and the last
@@ -54,6 +96,7 @@ class Rollouts:
         tasks: Prefetch[Task, Task],
         solve: Solve,
         *,
+        engines: Sequence[str],
         concurrency: int,
         most_busy: int,
     ) -> None:
@@ -61,8 +104,8 @@ class Rollouts:
         self._concurrency, self._most_busy = concurrency, most_busy
         self._changed = threading.Condition()
         self._ended: deque[Completion] = deque()
-        self._further: deque[Request] = deque()
-        self._first: deque[Request] = deque()
+        self._waiting = {name: Waiting(deque(), deque()) for name in engines}
+        self._paused: list[PausedRow] = []
         self._open: dict[int, OpenRow] = {}
         self._n_busy = 0  # open rows that wait for no generation
         self._n_coming = 0  # answers that the loop has yet to hand out
@@ -80,27 +123,37 @@ class Rollouts:
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self._thread.start()
 
-    def get(self, timeout_s: float) -> Request | Completion | None:
+    def of(self, engine: str) -> ForEngine:
+        return ForEngine(self, engine)
+
+    def get(self, engine: str, timeout_s: float) -> Request | Completion | None:
         """The next request to submit, or a row's outcome; None if there is none within ``timeout_s``.
 
         Raises what reading the rows raised, once every row before has ended, or what has stopped
         the event loop.
         """
+        waiting = self._waiting[engine]
+        if len(self._waiting) > 1:  # the others may have answers
+            timeout_s = min(timeout_s, _STIR_S)
         self._begin()
+
+        def is_ready() -> bool:
+            return bool(waiting or self._ended or self._error)
+
         with self._changed:
             if timeout_s > 0:
-                self._changed.wait_for(lambda: self._is_ready, timeout_s)
+                self._changed.wait_for(is_ready, timeout_s)
             else:
                 stir_s = self._stirred_at + _STIR_S - time.monotonic()
-                self._changed.wait_for(lambda: self._is_ready or not self._may_come, stir_s)
+                self._changed.wait_for(lambda: is_ready() or not self._may_come, stir_s)
             if self._ended:
                 return self._ended.popleft()
             if self._error is not None:
                 raise self._error
-            while self._further or self._first:
+            while waiting:
                 # Near the end of the input every row should begin soon: its generations follow each other.
-                line = self._first if self._tasks.all_read else self._further
-                request = (line or self._first or self._further).popleft()
+                line = waiting.first if self._tasks.all_read else waiting.further
+                request = (line or waiting.first or waiting.further).popleft()
                 if self._is_waited_for(request):
                     return request
                 self._free(request)
@@ -118,6 +171,12 @@ class Rollouts:
             ended, self._ended = [*self._ended], deque()
             return ended
 
+    def paused(self) -> list[PausedRow]:
+        """Rows that were paused since the last call."""
+        with self._changed:
+            paused, self._paused = self._paused, []
+            return paused
+
     def answer(self, completions: Sequence[Completion]) -> None:
         """Hand each to the row that asked for it; it is in the ledger by now."""
         if completions:
@@ -134,9 +193,10 @@ class Rollouts:
 
     @property
     def exhausted(self) -> bool:
-        """True once every row has ended, and its outcome was handed out."""
+        """True once every row has ended or was paused, and this was handed out."""
         with self._changed:
-            return self._tasks.exhausted and not self._open and not self._is_ready
+            is_handed_out = not (self._open or self._is_ready or self._paused)
+            return self._tasks.exhausted and is_handed_out
 
     @property
     def broken(self) -> bool:
@@ -166,8 +226,14 @@ class Rollouts:
                 return answer
             self._n_busy -= not row.pending
             row.pending[request.key] = answer
+            assert request.call is not None
+            waiting = self._waiting.get(request.call.engine)
+            if waiting is None:
+                row.stuck[request.key] = request.call.engine
+                self._pause_soon(row)
+                return answer
             self._held_bytes += request.media_bytes
-            (self._further if row.has_begun else self._first).append(request)
+            (waiting.further if row.has_begun else waiting.first).append(request)
             self._changed.notify_all()
         return answer
 
@@ -176,6 +242,7 @@ class Rollouts:
         with self._changed:
             if row.pending.pop(request.key, None) is not None and not row.pending:
                 self._n_busy += self._open.get(row.row.index) is row
+        self._pause_soon(row)
 
     @asynccontextmanager
     async def loading(self) -> AsyncIterator[None]:
@@ -193,7 +260,7 @@ class Rollouts:
 
     @property
     def _is_ready(self) -> bool:
-        return bool(self._ended or self._further or self._first or self._error)
+        return bool(self._ended or self._error or any(self._waiting.values()))
 
     @property
     def _may_come(self) -> bool:
@@ -217,7 +284,7 @@ class Rollouts:
                 _BEGUN_AT_ONCE,
                 self._concurrency - len(self._open),
                 self._most_busy - self._n_busy - self._n_coming,
-                AHEAD - len(self._first),
+                AHEAD - sum(len(waiting.first) for waiting in self._waiting.values()),
             )
             if self._error is not None or self._held_bytes >= self._job.media.max_memory_bytes:
                 room = 0
@@ -300,6 +367,25 @@ class Rollouts:
             self._changed.notify_all()
         for answer in [*row.pending.values()]:
             answer.cancel()
+
+    def _pause_soon(self, row: OpenRow) -> None:
+        """If it waits for an engine that is not loaded; what it got may make it ask another first."""
+        if row.stuck:
+            self._loop.call_later(_STIR_S, self._pause, row)
+
+    def _pause(self, row: OpenRow) -> None:
+        with self._changed:
+            stuck = row.stuck.keys() & row.pending.keys()
+            if self._open.get(row.row.index) is not row or not stuck or row.pending.keys() - stuck:
+                return
+            if row.is_stirring:
+                self._pause_soon(row)
+                return
+            del self._open[row.row.index]
+            self._paused.append(PausedRow(row.row.index, row.stuck[next(iter(stuck))]))
+            self._changed.notify_all()
+        if row.coroutine is not None:
+            row.coroutine.cancel()
 
     def _deliver(self, completions: Sequence[Completion]) -> None:
         self._beat = now = time.monotonic()

@@ -1,0 +1,156 @@
+"""Which of a job's engines are loaded together, and which one after another, over all rows.
+
+Where each has its turn, a row that asks another engine than the one that is loaded is paused: its
+coroutine is dropped (``rollouts/``). Once all rows have ended or are paused, the engine that most of them
+want is loaded, and they begin again with the generations that the ledger has of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from itertools import islice, pairwise
+from operator import or_
+from types import MappingProxyType
+from typing import NamedTuple
+
+from batchkit.config.tables import EngineTable, JobConfig
+from batchkit.execution.rollouts.rollouts import PausedRow
+from batchkit.storage.index_set import IndexSet
+from batchkit.types import Row
+
+
+class Grouping(NamedTuple):
+    """``groups``: names of engines that are loaded together, one group after another. ``why``: for
+    the log; empty if there is one engine. ``environments``: by name, of the engines' processes."""
+
+    groups: Sequence[Sequence[str]]
+    why: str = ""
+    environments: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+
+
+def grouping_of(job: JobConfig) -> Grouping:
+    """Engines are loaded together if at most one of them holds a model on this machine (a server
+    that runs already costs nothing here), or if ``run.worker_gpus`` has all GPUs that they ask for; 0
+    says that they use none. Else each has its turn."""
+    names = job.engine_names
+    if len(names) == 1:
+        return Grouping([names])
+    jobs = {name: job.with_engine(name) for name in names}
+    own = {name: job.engine for name, job in jobs.items() if _holds_model(job.engine)}
+    if len(own) < 2:
+        holds = f"only {_label(next(iter(own)))} holds" if own else "none of them holds"
+        return Grouping([names], f"engines are loaded together: {holds} a model on this machine")
+    gpus = {name: jobs[name].engine_gpus for name in own}
+    room, needed = job.run.worker_gpus, sum(gpus.values())
+    if any(engine.in_process for engine in own.values()):
+        obstacle = "engine.in_process has room for one"
+    elif room == 0:
+        return Grouping(
+            [names], "engines are loaded together: run.worker_gpus = 0: they use no GPU"
+        )
+    elif room is None:
+        obstacle = "run.worker_gpus is not set"
+    elif any(engine.server is not None for engine in own.values()):
+        obstacle = "only the command of a server says which GPUs it uses"
+    elif room < needed:
+        obstacle = f"they ask for {needed} GPUs, and run.worker_gpus = {room:g}"
+    else:
+        return Grouping(
+            [names],
+            f"engines are loaded together: they ask for {needed} GPUs, and run.worker_gpus = {room:g}",
+            {name: {"CUDA_VISIBLE_DEVICES": devices} for name, devices in _shares(gpus).items()},
+        )
+    shown = " and ".join(map(_label, own))
+    why = f"one engine is loaded at a time, for all rows: {shown} hold a model each, and {obstacle}"
+    return Grouping([[name] for name in names], why)
+
+
+class Turns:
+    """The turns of one start, and the rows that are paused. ``say`` gets lines for the log.
+
+    ``keeps_rows``: rows can be read only once, so those that are not settled are held in memory.
+    """
+
+    def __init__(self, job: JobConfig, say: Callable[[str], None], *, keeps_rows: bool) -> None:
+        self._job, self._say = job, say
+        self._groups, why, self.environments = grouping_of(job)
+        self.are_several = len(self._groups) > 1
+        self._why = why
+        self._keeps_rows = keeps_rows and self.are_several
+        self._rows: dict[int, Row] = {}
+        self._paused: defaultdict[str, IndexSet] = defaultdict(IndexSet)
+        self.number = 0
+
+    def first(self, interrupted: str | None) -> Sequence[str]:
+        """The engines to load first; ``interrupted`` is the one whose turn an earlier start did not end."""
+        if self._why:
+            self._say(self._why)
+        changes = _changes_of(self._job)
+        if self.are_several and changes >= len(self._groups):
+            self._say(
+                f"the steps change the engine {changes} times, and each change loads a model: {_ADVICE}"
+            )
+        self.number = 1
+        return self._groups[0] if [interrupted] not in self._groups else [interrupted or ""]
+
+    def next(self) -> tuple[str, IndexSet]:
+        """The engine that most of the paused rows want, and all of them: others may have to wait again."""
+        engine = max(self._paused, key=lambda name: len(self._paused[name]))
+        due = reduce(or_, self._paused.values())
+        n_rows = len(self._paused[engine])
+        self._say(f"next engine: {_label(engine)}; rows that wait for it: {n_rows:,}")
+        if self.number == 2 * len(self._groups):
+            self._say(
+                f"{self.number} times a model was loaded, as rows change the engine: {_ADVICE}"
+            )
+        self._paused.clear()
+        self.number += 1
+        return engine, due
+
+    def kept(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """``rows``, which may be asked for by ``again`` if they can be read only once."""
+        for row in rows:
+            if self._keeps_rows:
+                self._rows[row.index] = row
+            yield row
+
+    def again(self, due: IndexSet) -> Iterator[Row]:
+        return (self._rows[index] for index in due)
+
+    def pause(self, row: PausedRow) -> None:
+        self._paused[row.engine].add(row.index)
+
+    def settle(self, index: int) -> None:
+        """The row has its record."""
+        self._rows.pop(index, None)
+
+    @property
+    def n_paused(self) -> int:
+        return sum(map(len, self._paused.values()))
+
+
+_ADVICE = "let a row ask all of one engine before it asks the next, or give run.worker_gpus a GPU for each engine"
+
+
+def _label(name: str) -> str:
+    """The engine's table in the job file."""
+    return f"[engines.{name}]" if name else "[engine]"
+
+
+def _changes_of(job: JobConfig) -> int:
+    """How often the steps change the engine."""
+    return sum(one.engine != next_one.engine for one, next_one in pairwise(job.steps))
+
+
+def _holds_model(engine: EngineTable) -> bool:
+    return engine.kind in ("vllm", "transformers") or engine.server is not None
+
+
+def _shares(gpus: Mapping[str, int]) -> dict[str, str]:
+    """The devices of each engine, as ``CUDA_VISIBLE_DEVICES``."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = iter(visible.split(",") if visible else map(str, range(sum(gpus.values()))))
+    return {name: ",".join(islice(devices, n)) for name, n in gpus.items()}

@@ -1,0 +1,263 @@
+"""Steps and functions that ask several engines: loaded together, or one after another over all rows."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomlkit
+
+from batchkit.config.loading import make_job
+from batchkit.config.tables import JobConfig
+from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.execution.turns import grouping_of
+from batchkit.storage.steps import STEPS
+from tests.support import own_process
+from tests.support.chat_server import MODEL, ChatServer, serving
+from tests.support.command_line import batchkit
+from tests.support.paths import ROOT
+from tests.support.rows import read_jsonl, write_jsonl
+from tests.support.waiting import until
+
+N_ROWS = 30
+RUN = Path("output/a")
+OWN = {
+    "kind": "openai-server",
+    "model": MODEL,
+    "server": {
+        "command": f"{shlex.quote(sys.executable)} -S -m tests.support.chat_server --port {{port}}"
+    },
+    "options": {"max_num_seqs": 4},
+}
+DRAFT = {"name": "draft", "prompt": {"user": "draft {{ q }}"}}
+JUDGE = {"name": "judge", "engine": "judge", "prompt": {"user": "judge {{ steps.draft.text }}"}}
+REVISE = {"name": "revise", "prompt": {"user": "revise {{ steps.judge.text }}"}}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the servers
+
+
+def write(**tables: Any) -> None:
+    write_jsonl(Path("rows.jsonl"), ({"q": f"q{n}"} for n in range(N_ROWS)))
+    job = {
+        "name": "a",
+        "input": {"path": "rows.jsonl"},
+        "engine": OWN,
+        "engines": {"judge": OWN},
+        "steps": [DRAFT, JUDGE, REVISE],
+        **tables,
+    }
+    Path("job.toml").write_text(tomlkit.dumps(job))
+
+
+def log() -> str:
+    return (RUN / "run.log").read_text()
+
+
+def turns(since: int = 0) -> list[str]:
+    """The engines that had a turn after the first one, as of that place in the log."""
+    return re.findall(r"next engine: (\S+);", log()[since:])
+
+
+def generations() -> list[dict[str, Any]]:
+    return read_jsonl(RUN / STEPS)
+
+
+def assert_each_once(steps: int = 3) -> None:
+    calls = Counter((line["index"], line["step"], line["call"]) for line in generations())
+    assert len(calls) == steps * N_ROWS
+    assert set(calls.values()) == {1}
+
+
+def answers() -> list[str]:
+    records = sorted(read_jsonl(RUN / "results.jsonl"), key=lambda record: int(record["index"]))
+    assert [record["status"] for record in records] == ["ok"] * N_ROWS
+    return [record["text"] for record in records]
+
+
+def right() -> list[str]:
+    nested = "0 images, asked: "
+    return [f"{nested}revise {nested}judge {nested}draft q{n}" for n in range(N_ROWS)]
+
+
+def test_engines_that_do_not_fit_together_have_one_turn_after_another() -> None:
+    write()
+    ended = batchkit("run", "job.toml")
+    assert ended.exit_code == 0, ended.stderr
+    assert answers() == right()
+    assert_each_once()
+    # No barrier but that of the engines: each has all rows before the next one is loaded.
+    steps = [line["step"] for line in generations()]
+    assert steps == ["draft"] * N_ROWS + ["judge"] * N_ROWS + ["revise"] * N_ROWS
+    assert "one engine is loaded at a time, for all rows" in log()
+    assert turns() == ["[engines.judge]", "[engine]"]
+    assert log().count(f"rows that wait for it: {N_ROWS}\n") == 2
+    assert "the steps change the engine 2 times" in log()
+    assert log().count("loading model tiny") == 3
+    manifest = json.loads((RUN / "manifest.json").read_text())
+    assert manifest["turn"] is None
+    again = batchkit("run", "job.toml")
+    assert again.exit_code == 0
+    assert "nothing left to run" in again.stderr
+
+
+def test_a_run_that_is_killed_goes_on_with_the_engine_that_was_loaded(tmp_path: Path) -> None:
+    slow = {**OWN["server"], "command": f"{OWN['server']['command']} --latency-s 0.1"}  # type: ignore[dict-item, index]
+    write(engines={"judge": {**OWN, "server": slow}})
+    process = own_process.begin("run", "job.toml", cwd=tmp_path)
+    lines = RUN / STEPS
+    until(lambda: lines.exists() and lines.read_bytes().count(b'"judge"') >= N_ROWS + 8)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    so_far = len(log())
+    assert json.loads((RUN / "manifest.json").read_text())["turn"] == "judge"
+    ended = batchkit("run", "job.toml")
+    assert ended.exit_code == 0, ended.stderr
+    assert answers() == right()
+    assert_each_once()
+    assert turns(so_far) == ["[engine]"]
+
+
+def test_rows_that_can_be_read_only_once_have_their_turns_too() -> None:
+    job = make_job(
+        {"name": "a", "engine": OWN, "engines": {"judge": OWN}, "steps": [DRAFT, JUDGE, REVISE]},
+        "the test",
+    )
+    rows: Iterator[dict[str, str]] = ({"q": f"q{n}"} for n in range(N_ROWS))
+    assert ProductionBatchProcessor(job, quiet=True).process(rows).ok == N_ROWS
+    assert answers() == right()
+    assert_each_once()
+
+
+def test_a_retry_gives_engines_their_turns(tmp_path: Path) -> None:
+    command = OWN["server"]["command"]  # type: ignore[index]
+    broken = {**OWN, "server": {"command": f"{command} --dies-of q7"}}
+    write(engines={"judge": broken}, run={"max_engine_restarts": 20})
+    ended = batchkit("run", "job.toml")
+    assert ended.exit_code == 3, ended.stderr
+    assert "engine judge: " in log()
+    again = batchkit("retry-failed", "job.toml", "--set", f"engines.judge.server.command={command}")
+    assert again.exit_code == 0, again.stderr
+    assert "next engine: [engines.judge]; rows that wait for it: 1\n" in log()
+    newest = {record["index"]: record for record in read_jsonl(RUN / "results.jsonl")}
+    assert [newest[n]["text"] for n in range(N_ROWS)] == right()
+
+
+@pytest.fixture
+def two() -> Iterator[tuple[ChatServer, ChatServer]]:
+    with serving(latency_s=0.02) as one, serving(latency_s=0.02) as other:
+        yield one, other
+
+
+def at(server: ChatServer) -> dict[str, Any]:
+    options = {"max_num_seqs": 4}
+    return {
+        "kind": "openai-server",
+        "model": MODEL,
+        "base_url": server.url,
+        "options": options,
+    }
+
+
+def test_engines_that_fit_together_work_at_the_same_time(
+    two: tuple[ChatServer, ChatServer],
+) -> None:
+    write(engine=at(two[0]), engines={"judge": at(two[1])})
+    ended = batchkit("run", "job.toml")
+    assert ended.exit_code == 0, ended.stderr
+    assert answers() == right()
+    assert_each_once()
+    assert "engines are loaded together" in log()
+    assert two[0].answered.total() == 2 * N_ROWS
+    assert two[1].answered.total() == N_ROWS
+    steps = [line["step"] for line in generations()]
+    assert steps.index("judge") < len(steps) - 1 - steps[::-1].index("draft"), "no barrier"
+
+
+ASKS = """
+import asyncio
+
+async def solve(row, generate):
+    async def judged(n):
+        draft = await generate(f"draft {n} of {row['q']}", step="draft")
+        return (await generate(f"judge {draft.text}", step="judge", engine="judge")).text
+    texts = await asyncio.gather(*[judged(n) for n in range(3)])
+    if row["q"] == "q5":
+        await generate("x", engine="judeg")
+    return " / ".join(texts)
+"""
+
+
+@pytest.mark.parametrize("is_together", [True, False], ids=["together", "in-turn"])
+def test_a_function_asks_several_engines(
+    is_together: bool, two: tuple[ChatServer, ChatServer]
+) -> None:
+    Path("solve.py").write_text(ASKS)
+    one, judge = (at(two[0]), at(two[1])) if is_together else (OWN, OWN)
+    write(engine=one, engines={"judge": judge}, steps=[], rollout={"function": "solve.py:solve"})
+    ended = batchkit("run", "job.toml")
+    assert ended.exit_code == 3, ended.stderr
+    records = {record["index"]: record for record in read_jsonl(RUN / "results.jsonl")}
+    failed = records.pop(5)
+    assert "engine is 'judeg', expected one of [engines]: judge" in failed["error"]["message"]
+    nested = "0 images, asked: "
+    for n, record in records.items():
+        judged = [f"{nested}judge {nested}draft {k} of q{n}" for k in range(3)]
+        assert record["text"] == " / ".join(judged)
+    assert_each_once(steps=6)
+    engines = Counter(line.get("engine", "") for line in generations())
+    assert engines == {"": 3 * N_ROWS, "judge": 3 * N_ROWS}
+    assert turns() == ([] if is_together else ["[engines.judge]"])
+
+
+def grouped(run: dict[str, Any], engine: dict[str, Any], judge: dict[str, Any]) -> JobConfig:
+    tables = {"engine": engine, "engines": {"judge": judge}, "steps": [DRAFT, JUDGE]}
+    return make_job({**tables, "run": run}, "the test")
+
+
+VLLM = {"model": "m"}
+ON_TWO = {"model": "m", "options": {"tensor_parallel_size": 2}}
+SERVER = {"kind": "openai-server", "model": "m", "base_url": "http://localhost:1/v1"}
+
+
+@pytest.mark.parametrize(
+    ("run", "engine", "judge", "groups", "devices"),
+    [
+        ({}, VLLM, SERVER, [["", "judge"]], {}),
+        ({}, VLLM, {"kind": "dry-run"}, [["", "judge"]], {}),
+        ({}, VLLM, VLLM, [[""], ["judge"]], {}),
+        ({"worker_gpus": 1}, VLLM, VLLM, [[""], ["judge"]], {}),
+        ({"worker_gpus": 2}, VLLM, VLLM, [["", "judge"]], {"": "4", "judge": "5"}),
+        ({"worker_gpus": 2}, VLLM, ON_TWO, [[""], ["judge"]], {}),
+        ({"worker_gpus": 3}, VLLM, ON_TWO, [["", "judge"]], {"": "4", "judge": "5,6"}),
+        ({"worker_gpus": 0}, VLLM, VLLM, [["", "judge"]], {}),
+        ({"worker_gpus": 0}, VLLM, {**VLLM, "in_process": True}, [[""], ["judge"]], {}),
+        ({"worker_gpus": 2}, VLLM, OWN, [[""], ["judge"]], {}),
+        ({"worker_gpus": 0}, OWN, OWN, [["", "judge"]], {}),
+    ],
+    ids=str,
+)
+def test_engines_are_loaded_together_if_they_fit(
+    run: dict[str, Any],
+    engine: dict[str, Any],
+    judge: dict[str, Any],
+    groups: list[list[str]],
+    devices: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    found = grouping_of(grouped(run, engine, judge))
+    assert list(map(list, found.groups)) == groups
+    visible = {name: its["CUDA_VISIBLE_DEVICES"] for name, its in found.environments.items()}
+    assert visible == devices
