@@ -24,10 +24,11 @@ class Answer(NamedTuple):
 
 
 def chat(record: Mapping[str, Any]) -> Answer:
-    """The answer of a row that was generated."""
-    choices = [
-        _choice(number, choice) for number, choice in enumerate(record.get("choices") or [record])
-    ]
+    """The answer of a row that was generated; of several choices the one that was selected, if one was."""
+    kept, selected = record.get("choices") or [record], record.get("selected")
+    if selected is not None and len(kept) > 1:
+        kept = [kept[selected]]
+    choices = [_choice(number, choice) for number, choice in enumerate(kept)]
     usage = _usage(record.get("usage"))
     return Answer("chatcmpl", {"object": "chat.completion", "choices": choices, "usage": usage})
 

@@ -39,6 +39,12 @@ def parity(
     """
     if job.task != "generate":
         raise JobError(f'task = "{job.task}": parity compares generated texts; there are none')
+    if job.has_several:
+        table = "[rollout]" if job.steps == [] else "[[steps]]"
+        raise JobError(
+            f"{table}: parity compares two answers to one prompt; with several, all that follows the first"
+            " difference differs, too. Give it a job with the [prompt] of one of them"
+        )
     limit = rows if job.input.limit is None else min(rows, job.input.limit)
     job = job.model_copy(update={"input": job.input.model_copy(update={"limit": limit})})
     stop = StopRequest(drain_s=0)

@@ -9,7 +9,7 @@ from typing import Any
 from batchkit.commands.tuning.batch_size_option import BatchSizeOption
 from batchkit.commands.tuning.rounds import Budget
 from batchkit.commands.tuning.table import SizeResult, SizeTable
-from batchkit.commands.tuning.trial import Say, Trials, trials_of
+from batchkit.commands.tuning.trial import Say, Trials, trials_of, with_one_prompt
 from batchkit.config.numbers import number
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
@@ -74,6 +74,7 @@ def bench(
     Raises:
         JobError: the job itself is invalid, or its input has no rows.
     """
+    job = with_one_prompt(job, say)
     with trials_of(job, rows=rows, say=say) as trials:
         _warn(trials, batch_sizes, say)
         for doubt in few_rounds(rounds):

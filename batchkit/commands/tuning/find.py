@@ -22,7 +22,7 @@ from batchkit.commands.tuning.bottleneck import (
 )
 from batchkit.commands.tuning.rounds import ENOUGH_ROWS, Budget
 from batchkit.commands.tuning.table import OOM, SizeResult, SizeTable, header
-from batchkit.commands.tuning.trial import Say, Trials, trials_of
+from batchkit.commands.tuning.trial import Say, Trials, trials_of, with_one_prompt
 from batchkit.config.numbers import duration, number
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
@@ -152,6 +152,7 @@ def find_batch_size(
     Raises:
         JobError: the job itself is invalid, its input has no rows, or it can't be written.
     """
+    job = with_one_prompt(job, say)
     if low > high:
         raise JobError(f"--low {low} is over --high {high}")
     rendered, flattened, written = None, False, None

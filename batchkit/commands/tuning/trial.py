@@ -51,6 +51,29 @@ def trials_of(job: JobConfig, *, rows: int | None, say: Say) -> Iterator[Trials]
             trials.signum = interrupted.signum
 
 
+def with_one_prompt(job: JobConfig, say: Say) -> JobConfig:
+    """``job``, or its first step if it has several.
+
+    Raises:
+        JobError: what its rows ask for is not known before they are answered.
+    """
+    if job.rollout is not None:
+        raise JobError(
+            "[rollout]: what its function asks for is known only while it runs, so no batch size can be"
+            " measured; try a job with a [prompt] like those of the function"
+        )
+    if not job.steps:
+        return job
+    first = job.steps[0]
+    if first.engine:
+        raise JobError(
+            f"steps.{first.name}.engine: the first step runs on [engines.{first.engine}], and a batch size"
+            " is measured for [engine]; try a job with the [engine] and the [prompt] of one step"
+        )
+    say(f"measured is step {first.name!r}, the first of {len(job.steps)}; so is the estimate")
+    return job.of_step(first)
+
+
 class Trials:
     """Trials of one job, one after the other; ``done`` holds all of them.
 
