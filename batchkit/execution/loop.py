@@ -124,6 +124,7 @@ class Loop:
         self._is_retry, self._attempts, self._quarantined = True, attempts, quarantined
         self._elsewhere = self._manifest.skipped_elsewhere
         self._resumed -= sum(map(self._store.totals.is_settled, attempts))
+        self._store.steps.recall(attempts)
         rows = self._source.everything(lambda index: index not in attempts)
         return self._settle_all(self._readable(rows))
 
@@ -563,6 +564,4 @@ class Loop:
 
 
 def _tokens(store: Store, unfinished: int = 0) -> Usage:
-    totals, of_open = store.totals, store.steps.open_usage
-    completion_tokens = totals.completion_tokens + of_open.completion_tokens + unfinished
-    return Usage(totals.prompt_tokens + of_open.prompt_tokens, completion_tokens)
+    return Usage(store.usage.prompt_tokens, store.usage.completion_tokens + unfinished)

@@ -26,6 +26,7 @@ from batchkit.storage.ledger import RESULTS
 from batchkit.storage.manifest import FileFingerprint, Manifest, Start, read_manifest
 from batchkit.storage.runfolder import MANIFEST, Claim, claim, is_run, move_aside
 from batchkit.storage.score_store import SCORES
+from batchkit.storage.steps import STEPS
 from batchkit.storage.store import Store
 from batchkit.types import Row, utc_now
 
@@ -91,9 +92,16 @@ def open_run(
         manifest.starts.append(start)
         write_job(folder, job)
         store = Store(folder, check_lock=lock.check)
-        if store.salvaged_bytes:
+        for name, salvaged in (
+            (RESULTS, store.salvaged_bytes),
+            (STEPS, store.steps.salvaged_bytes),
+        ):
+            if salvaged:
+                messages.append(f"{name} ended in {salvaged} broken bytes; they are set aside")
+        if store.steps.broken_at is not None:
             messages.append(
-                f"{RESULTS} ended in {store.salvaged_bytes} broken bytes; they are set aside"
+                f"{store.steps.path}: the line at byte {store.steps.broken_at} is not a generation and is"
+                " skipped; if its row has no record yet, it is asked for again"
             )
         run = OpenRun(folder, store, manifest, messages, lock)
         run.save()

@@ -86,14 +86,26 @@ class Totals:
                 self.cut_off_in_reasoning.add(index)
 
 
+class StepsPoint(NamedTuple):
+    """What ``steps.jsonl`` has up to byte ``end``: ``generations``, and their tokens. ``first``: where
+    the first line of a row without a record begins, or ``end``."""
+
+    first: int = 0
+    end: int = 0
+    generations: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
 class Checkpoint(NamedTuple):
-    """What the log says up to ``checksum.end``.
+    """What the log says up to ``checksum.end``, and ``steps.jsonl`` up to ``steps.end``.
 
     ``is_sealed``: it was read from a file that is byte for byte what a store wrote.
     """
 
     totals: Totals
     checksum: Checksum
+    steps: StepsPoint = StepsPoint()
     is_sealed: bool = True
 
     @property
@@ -102,7 +114,7 @@ class Checkpoint(NamedTuple):
         return self.checksum.end > 0 and not self.checksum.segments
 
     def write(self, folder: Path) -> None:
-        """Replace the checkpoint of ``folder``, whose log must be on disk up to its end.
+        """Replace the checkpoint of ``folder``, whose logs must be on disk up to its ends.
 
         Raises:
             OSError: the disk refuses.
@@ -126,6 +138,8 @@ class Checkpoint(NamedTuple):
             },
             "crc32": checksum.segments,
         }
+        if self.steps.end:
+            table["steps"] = self.steps._asdict()
         content = orjson.dumps(table, option=orjson.OPT_SERIALIZE_NUMPY)
         write_atomically(folder / CHECKPOINT, _sealed(content))
 
@@ -149,7 +163,9 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
         )
         segments = map(_count, found.get("crc32", ()))
         is_sealed = content == _sealed(content.rpartition(_SEAL)[0] + b"}")
-        return Checkpoint(totals, Checksum(segments, _count(found["offset"])), is_sealed)
+        known = {name: _count(value) for name, value in found.get("steps", {}).items()}
+        checksum = Checksum(segments, _count(found["offset"]))
+        return Checkpoint(totals, checksum, StepsPoint(**known), is_sealed)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -54,6 +54,15 @@ def write_all(file: int, block: bytes | memoryview) -> None:
         rest = rest[os.write(file, rest) :]
 
 
+def is_same_file(path: Path, file: int, size: int) -> bool:
+    """Whether the file of the descriptor ``file`` is still the one at ``path``, and has ``size`` bytes."""
+    try:
+        there = path.lstat()
+    except OSError:
+        return False
+    return os.path.samestat(os.fstat(file), there) and there.st_size == size
+
+
 def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
     """Replace ``path`` so that a reader sees either the old content or all of the new.
 

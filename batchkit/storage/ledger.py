@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,15 +48,21 @@ def log_of(folder: Path) -> Path:
     return path
 
 
-def read_lines(path: Path, offset: int = 0) -> Iterator[LogLine]:
-    """The log's lines from byte ``offset`` on, in the order in which they were written."""
+def read_lines(
+    path: Path,
+    offset: int = 0,
+    parse: Callable[[bytes], dict[str, Any] | None] | None = None,
+) -> Iterator[LogLine]:
+    """The log's lines from byte ``offset`` on, in the order in which they were written; ``parse`` is
+    ``record_of`` unless another file is read."""
+    parse = parse or record_of
     if not path.exists():
         return
     with path.open("rb") as file:
         file.seek(offset)
         for raw in file:
             end = offset + len(raw)
-            yield LogLine(offset, end, record_of(raw))
+            yield LogLine(offset, end, parse(raw))
             offset = end
 
 
@@ -90,12 +96,12 @@ def whole_record(raw: bytes, path: Path, offset: int) -> dict[str, Any]:
     return record
 
 
-def record_of(raw: bytes) -> dict[str, Any] | None:
-    """The record in the line ``raw``, newline included; None if it is not a record."""
+def record_of(raw: bytes, fault: Callable[[Any], str | None] = fault_in) -> dict[str, Any] | None:
+    """The record in the line ``raw``, newline included; None if it is not a record, by ``fault``."""
     if not raw.endswith(b"\n"):
         return None
     try:
         record: dict[str, Any] = orjson.loads(raw)
     except orjson.JSONDecodeError:
         return None
-    return record if fault_in(record) is None else None
+    return record if fault(record) is None else None

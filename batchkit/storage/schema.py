@@ -68,10 +68,19 @@ def fault_in(record: Any) -> str | None:
     Only what other code relies on is checked; a key that may be null may be missing.
     ``finish_reason`` may be any JSON: older versions wrote whatever a server answered.
     """
-    if not isinstance(record, dict):
-        return f"found {type(record).__name__}, expected an object"
+    return _fault(record, _Line)
+
+
+def fault_in_generation(line: Any) -> str | None:
+    """As ``fault_in``, for a line of ``steps.jsonl``."""
+    return _fault(line, _Generation)
+
+
+def _fault(line: Any, kind: type[_Part]) -> str | None:
+    if not isinstance(line, dict):
+        return f"found {type(line).__name__}, expected an object"
     try:
-        _Line.__pydantic_validator__.validate_python(record)
+        kind.__pydantic_validator__.validate_python(line)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
@@ -149,6 +158,28 @@ class _Line(_Part):
     generations: _Count | None = None
     steps: dict[str, dict[str, Any]] | None = None
     earlier_usage: _Usage | None = None
+
+
+class _Generation(_Part):
+    index: Annotated[int, Field(ge=0, lt=INDEX_LIMIT)]
+    step: str
+    call: _Count
+    id: str
+    status: Literal["ok", "failed"]
+    attempt: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    engine: str | None = None
+    request_hash: str
+    text: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+    choices: list[_Choice] | None = None
+    selected: _Count | None = None
+    votes: dict[str, _Count] | None = None
+    usage: _Usage | None = None
+    earlier_usage: _Usage | None = None
+    latency_s: float = 0.0
+    error: _Error | None = None
+    replay: Literal["fresh"] | None = None
 
 
 def _tool_call(found: Any) -> dict[str, Any] | None:

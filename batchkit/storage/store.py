@@ -21,12 +21,18 @@ import orjson
 from batchkit.errors import StoreError
 from batchkit.storage.checkpoint import CHECKPOINT, Checkpoint, Totals, trusted_checkpoint
 from batchkit.storage.checksum import Checksum
-from batchkit.storage.files import free_name, open_private, write_all, write_atomically
+from batchkit.storage.files import (
+    free_name,
+    is_same_file,
+    open_private,
+    write_all,
+    write_atomically,
+)
 from batchkit.storage.ledger import RESULTS, read_lines, record_of
 from batchkit.storage.plain_json import encoded
 from batchkit.storage.steps import GenerationLine, StepsLog
 from batchkit.storage.vectors import VectorPlace, VectorWriter
-from batchkit.types import Record
+from batchkit.types import Record, Usage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -95,8 +101,7 @@ class Store:
             self._checksum.extend(self.path, self._end)
         except OSError as error:
             raise StoreError(f"{self.path}: {error.strerror or error}") from error
-        self.steps = StepsLog(folder, self.totals)
-        self.salvaged_bytes += self.steps.salvaged_bytes
+        self.steps = StepsLog(folder, self.totals, known.steps)
         self._pending: list[RecordLine] = []
         self._generations: list[GenerationLine] = []
         self._vectors = VectorWriter(folder, first_segment)
@@ -180,7 +185,7 @@ class Store:
     def sync(self) -> float:
         """Flush, fsync, then move the checkpoint. Returns the seconds that it took."""
         self._check_lock()
-        self._check_file()
+        self._check_files()
         self.flush()
         started = time.monotonic()
         if self._synced_end == self._end and self.steps.is_synced:
@@ -208,26 +213,34 @@ class Store:
 
     def checkpoint(self) -> None:
         """Replace the checkpoint with one for the whole log; ``sync`` is the safe way."""
-        Checkpoint(self.totals, self._checksum).write(self.folder)
+        Checkpoint(self.totals, self._checksum, self.steps.point).write(self.folder)
 
-    def _check_file(self) -> None:
-        """Check that the log is still there, before a checkpoint refers to it.
+    @property
+    def usage(self) -> Usage:
+        """The tokens of all that is in the folder. A generation that a row got again, after a failure
+        or a restart, counts once, though each record of the row has it."""
+        totals = self.totals
+        if self.steps.count:
+            return self.steps.usage
+        return Usage(totals.prompt_tokens, totals.completion_tokens)
+
+    def _check_files(self) -> None:
+        """Check that the logs are still there, before a checkpoint refers to them.
 
         Raises:
-            StoreError: the log was removed, replaced or cut.
+            StoreError: one was removed, replaced or cut.
         """
-        ours = os.fstat(self._file)
-        try:
-            there = self.path.lstat()
-        except OSError:
-            there = None
-        is_there = there is not None and os.path.samestat(ours, there)
-        if not is_there or ours.st_size != self._end:
-            raise StoreError(
-                f"{self.path}: was removed, replaced or cut while this run worked, so records are"
-                " gone. Put it back, if there is a copy; `batchkit verify --repair"
-                f" {self.folder}` keeps what is left, and the next start runs the other rows"
-            )
+        if not is_same_file(self.path, self._file, self._end):
+            path, gone, rest = self.path, "records", "runs the other rows"
+        elif not self.steps.is_there:
+            path, gone, rest = self.steps.path, "generations", "asks for the others that it needs"
+        else:
+            return
+        raise StoreError(
+            f"{path}: was removed, replaced or cut while this run worked, so {gone} are gone. Put it"
+            f" back, if there is a copy; `batchkit verify --repair {self.folder}` keeps what is left,"
+            f" and the next start {rest}"
+        )
 
     def _recover(self, offset: int) -> int:
         """Count the lines past ``offset``; if a line is broken, cut the rest off.

@@ -35,7 +35,7 @@ GATHER_S = 0.1  # records finished within it are returned together
 HEARTBEAT_S = 0.5  # without records or events, a call returns after it
 MOST_CALLS_PER_S = 200.0  # of all workers together: a call takes the driver about 1 ms
 CLOSE_S = 30.0
-_REPORTED = ("index", "status", "usage", "error")  # what the log's totals need of a record
+_REPORTED = ("index", "status", "usage", "earlier_usage", "error")  # what the run counts
 
 
 class Place(NamedTuple):
@@ -233,11 +233,10 @@ class Actor:
 def _brief(line: Returned) -> Returned:
     """``line`` with no more of its table than the run reads: the rest is in its bytes."""
     if isinstance(line, RecordLine):
-        reported = {name: line.record[name] for name in _REPORTED}
+        reported = {name: line.record.get(name) for name in _REPORTED}
         return RecordLine(line.raw, reported, line.vector)
     if isinstance(line, GenerationLine):
-        known = line.generation
-        return GenerationLine(line.raw, {name: known.get(name) for name in ("index", "usage")})
+        return GenerationLine(line.raw, {name: line.generation.get(name) for name in _REPORTED})
     return line
 
 
