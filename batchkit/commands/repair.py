@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
+from batchkit.commands.steps_audit import audit_steps, each_once, whole_lines
 from batchkit.commands.verify import compare, read_log
 from batchkit.errors import StoreError
 from batchkit.execution.requeue import finish_requeue
@@ -15,26 +18,33 @@ from batchkit.storage.checkpoint import CHECKPOINT, log_damage, sealed_checkpoin
 from batchkit.storage.files import free_name, write_atomically
 from batchkit.storage.ledger import RECORD_HEAD, RESULTS, log_of, read_lines, record_of
 from batchkit.storage.manifest import read_manifest
+from batchkit.storage.plain_json import encoded
 from batchkit.storage.runfolder import claim
+from batchkit.storage.schema import COUNT_LIMIT
+from batchkit.storage.steps import STEPS, GenerationLine, steps_damage
 from batchkit.storage.store import RecordLine, Store
 from batchkit.storage.vectors import Vectors
 
 
 class Repair(NamedTuple):
-    """What ``repair`` did: ``kept`` records, and ``removed`` lines, which are now in ``aside``.
+    """What ``repair`` did: ``kept`` records, and how many lines were ``removed`` to each file.
 
     ``accepted``: the damage of a log whose lines were all kept because they show no trace of it.
+    ``counted_less``: records of rows that have lost generations, and now count what they have.
     """
 
     kept: int
-    removed: int
-    aside: Path | None
+    removed: Mapping[Path, int]
     accepted: str | None
+    counted_less: int = 0
 
     def to_text(self) -> str:
-        aside = "" if self.aside is None else f", {self.removed:,} lines set aside in {self.aside}"
+        aside = "".join(f", {n:,} lines set aside in {path}" for path, n in self.removed.items())
         accepted = "" if self.accepted is None else f"\naccepted as it is: {self.accepted}"
-        return f"repaired: {self.kept:,} records kept{aside}{accepted}"
+        less = f"\n{self.counted_less:,} rows have lost generations, and keep their answers"
+        return (
+            f"repaired: {self.kept:,} records kept{aside}{less * bool(self.counted_less)}{accepted}"
+        )
 
 
 def repair(folder: Path) -> Repair:
@@ -43,6 +53,8 @@ def repair(folder: Path) -> Repair:
     Lines that are not records, records at an index that the input does not have, records of another
     row than the one at their index, records whose vector is not there, and all but the newest answer
     of a row are moved to ``results.jsonl.broken-<n>``. Rows without a record left are pending: the next start runs them.
+    Lines of ``steps.jsonl`` that are not generations, or are there twice, are moved in the same way; a row
+    whose generations are gone keeps its answer, and its record counts those that are left.
 
     Raises:
         StoreError: another process holds the folder, the log is missing, a file of vectors can't be read, or
@@ -53,12 +65,22 @@ def repair(folder: Path) -> Repair:
         path, manifest = log_of(folder), read_manifest(folder)
         checkpoint = sealed_checkpoint(folder)
         damage = None if checkpoint is None else log_damage(folder, checkpoint.checksum)
+        if checkpoint is not None and damage is None:
+            damage = steps_damage(folder, checkpoint.steps)
         scratch = folder / ".repair.tmp"
         shutil.rmtree(scratch, ignore_errors=True)  # left by a killed process
-        whole, known, aside = scratch / "whole", scratch / "known", None
+        whole, known = scratch / "whole", scratch / "known"
         try:
-            removed = _copy(path, whole, lambda record, offset: True)
-            log = read_log(whole / RESULTS, 0)
+            removed, removed_steps = list[bytes](), list[bytes]()
+            _copy(
+                path,
+                whole,
+                lambda record, offset: True,
+                removed,
+                whole_lines(folder, removed_steps),
+            )
+            log, steps = read_log(whole / RESULTS, 0), audit_steps(whole)
+            too_few = steps.too_few(log.indexes, log.generations)
             rows, vectors = compare(folder, whole / RESULTS, manifest, log), Vectors(folder)
 
             def is_kept(record: dict[str, Any]) -> bool:
@@ -66,46 +88,66 @@ def repair(folder: Path) -> Repair:
 
             # Another row's answer must not supersede this row's own.
             fitting = read_log(whole / RESULTS, 0, is_kept)
-            removed += _copy(
+            _copy(
                 whole / RESULTS,
                 known,
                 lambda record, offset: (
                     is_kept(record) and not fitting.is_superseded(record, offset)
                 ),
+                removed,
+                each_once(whole, steps, removed_steps),
+                {row: n for row, (_, n) in too_few.items()},
             )
             kept = sum(1 for _ in read_lines(known / RESULTS))
             lock.check()
-            if removed:
-                aside = free_name(path, ".broken-")
-                write_atomically(aside, b"".join(removed))
+            aside = {}
+            for log_path, lines in ((path, removed), (folder / STEPS, removed_steps)):
+                if lines:
+                    aside[free := free_name(log_path, ".broken-")] = len(lines)
+                    write_atomically(free, b"".join(lines))
             (folder / CHECKPOINT).unlink(missing_ok=True)
             (known / RESULTS).replace(path)
+            if os.path.lexists(folder / STEPS):
+                (known / STEPS).touch()
+                (known / STEPS).replace(folder / STEPS)
             (known / CHECKPOINT).replace(folder / CHECKPOINT)
         except OSError as error:
             raise StoreError(f"{folder}: can't be repaired: {error.strerror}") from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-        return Repair(kept, len(removed), aside, None if removed else damage)
+        return Repair(kept, aside, None if aside else damage, len(too_few))
 
 
-def _copy(log: Path, into: Path, keep: Callable[[dict[str, Any], int], bool]) -> list[bytes]:
-    """Write the whole records in ``log`` for which ``keep`` is true; returns the other lines."""
+def _copy(
+    log: Path,
+    into: Path,
+    keep: Callable[[dict[str, Any], int], bool],
+    removed: list[bytes],
+    steps: Iterator[GenerationLine],
+    generations: Mapping[int, int] = MappingProxyType({}),
+) -> None:
+    """Write the whole records in ``log`` for which ``keep`` is true, and ``steps``; ``removed`` gets the
+    other lines. Records of the rows in ``generations`` count no more than these."""
     into.mkdir(parents=True)
-    removed = []
 
     def to_keep(file: BinaryIO) -> Iterator[RecordLine]:
         for line in read_lines(log):
             raw = file.read(line.end - line.offset)
-            if line.record is not None and keep(line.record, line.offset):
-                yield RecordLine(raw, line.record)
-            else:
+            if (record := line.record) is None:
                 removed.append(raw)
-            if line.record is None:
                 yield from _records_within(raw)
+            elif not keep(record, line.offset):
+                removed.append(raw)
+            elif record.get("generations", 0) > generations.get(record["index"], COUNT_LIMIT):
+                removed.append(raw)
+                record["generations"] = generations[record["index"]]
+                yield RecordLine(encoded(record), record)
+            else:
+                yield RecordLine(raw, record)
 
     with log.open("rb") as file, closing(Store(into)) as store:
         store.copy_all(to_keep(file))
-    return removed
+        store.copy_all(steps)
 
 
 def _records_within(raw: bytes) -> Iterator[RecordLine]:

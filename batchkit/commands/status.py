@@ -13,11 +13,12 @@ from batchkit.config.numbers import duration
 from batchkit.engines.memory_ladder import Ladder
 from batchkit.errors import BatchkitError, CutOffReasoningError
 from batchkit.sources import count_rows
-from batchkit.storage.checkpoint import Totals, sealed_checkpoint
+from batchkit.storage.checkpoint import StepsPoint, Totals, sealed_checkpoint
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.ledger import log_of, read_lines
 from batchkit.storage.manifest import Manifest, read_manifest
 from batchkit.storage.runfolder import held_by
+from batchkit.storage.steps import counted
 
 _RATE_BYTES = 256 * 1024  # of the log's end: some hundred records
 
@@ -25,6 +26,7 @@ _RATE_BYTES = 256 * 1024  # of the log's end: some hundred records
 @dataclass(frozen=True, slots=True)
 class Status:
     """The state of a run. ``total`` None: its rows can't be counted (rows given from Python).
+    ``generations``: of rows with several, those under way included; so are the tokens then.
 
     ``engine_settings``: options that running out of memory has made smaller than the job's.
     ``engine_events``: the newest twenty lines about the engine in the last start. ``workers``: the
@@ -41,6 +43,7 @@ class Status:
     cut_off_in_reasoning: int
     prompt_tokens: int
     completion_tokens: int
+    generations: int
     rows_per_s: float | None
     eta_s: float | None
     engine_restarts: int
@@ -67,6 +70,8 @@ class Status:
                     f"    {self.cut_off_in_reasoning:,} of them cut off inside the reasoning: raise"
                     " sampling.max_tokens, or limit it with sampling.thinking_token_budget"
                 )
+        if self.generations:
+            yield f"generations: {self.generations:,}"
         tokens = f"tokens: {self.prompt_tokens:,} prompt"
         yield (
             f"{tokens}, {self.completion_tokens:,} completion" if self.completion_tokens else tokens
@@ -106,12 +111,14 @@ def status(folder: Path) -> Status:
     manifest, log = read_manifest(folder), log_of(folder)
     checkpoint = sealed_checkpoint(folder)
     if checkpoint is None or checkpoint.checksum.end > log.stat().st_size:
-        totals, offset = Totals(), 0
+        totals, offset, point = Totals(), 0, StepsPoint()
     else:
-        totals, offset = checkpoint.totals, checkpoint.checksum.end
+        totals, offset, point = checkpoint.totals, checkpoint.checksum.end, checkpoint.steps
     for line in read_lines(log, offset):
         if line.record is not None:
             totals.add(line.record)
+    steps = counted(folder, point)
+    tokens = steps if steps.generations else totals
     total = total_rows(folder, manifest)
     pending = pending_rows(total, totals, manifest)
     holder = held_by(folder)
@@ -126,8 +133,9 @@ def status(folder: Path) -> Status:
         pending=pending,
         failed_by_kind=totals.count_by_kind(),
         cut_off_in_reasoning=len(totals.cut_off_in_reasoning),
-        prompt_tokens=totals.prompt_tokens,
-        completion_tokens=totals.completion_tokens,
+        prompt_tokens=tokens.prompt_tokens,
+        completion_tokens=tokens.completion_tokens,
+        generations=steps.generations,
         rows_per_s=rate,
         eta_s=pending / rate if rate and pending is not None else None,
         engine_settings=Ladder(manifest.engine_steps).overrides,

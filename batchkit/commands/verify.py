@@ -10,16 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from batchkit.commands.status import pending_rows, total_rows
+from batchkit.commands.steps_audit import audit_steps, rows_again
 from batchkit.errors import BatchkitError
 from batchkit.execution.resume import input_changes
 from batchkit.sources import is_fallback
 from batchkit.sources.input import Input, from_job
 from batchkit.sources.rowhash import known_hashes
-from batchkit.storage.checkpoint import CHECKPOINT, Totals, log_damage, read_checkpoint
+from batchkit.storage.checkpoint import (
+    CHECKPOINT,
+    StepsPoint,
+    Totals,
+    log_damage,
+    read_checkpoint,
+)
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.ledger import RESULTS, failure_kind, log_of, read_lines, record_of
 from batchkit.storage.manifest import Manifest, read_manifest
+from batchkit.storage.steps import steps_damage
 from batchkit.storage.vectors import Vectors
 
 NAMED = 5  # rows named of each kind of finding
@@ -36,7 +44,9 @@ class Verification:
     some of them to another run. ``checkpoint_matches``: the checkpoint counts what the log holds; a
     missing one matches, since it is a cache. ``damage``: where the log differs from what it was at
     the last checkpoint, or None. ``bad_vectors``: rows with a record whose vector is missing, damaged,
-    another row's, or not finite, and ``vector_fault`` describes the first. ``torn_bytes``: bytes of the log that are not records.
+    another row's, or not finite, and ``vector_fault`` describes the first. ``torn_bytes``: bytes of the logs that
+    are not records or generations. ``generations``: lines of ``steps.jsonl``; ``generations_lost``: of those
+    that records count and that are not there, ``generations_duplicate``: the same call of a row again.
     ``not_compared``: why the records were not compared with the input, or None if they were.
     """
 
@@ -59,13 +69,19 @@ class Verification:
     bad_vectors: int
     bad_vector_rows: Sequence[int]
     vector_fault: str | None
+    generations: int
+    generations_lost: int
+    generations_lost_rows: Sequence[int]
+    generations_duplicate: int
+    generations_duplicate_rows: Sequence[int]
     torn_bytes: int
     not_compared: str | None
 
     @property
     def is_sound(self) -> bool:
         of_rows = self.lost, self.duplicates, self.unknown, self.mixed, self.bad_vectors
-        return self.checkpoint_matches and not any(of_rows) and self.damage is None
+        of_steps = self.generations_lost, self.generations_duplicate
+        return self.checkpoint_matches and not any(of_rows + of_steps) and self.damage is None
 
     @property
     def exit_code(self) -> int:
@@ -89,7 +105,8 @@ class Verification:
 
 @dataclass
 class _Log:
-    """The result of a pass over the log; ``indexes`` and ``offsets`` have an entry for each record.
+    """The result of a pass over the log; ``indexes``, ``offsets`` and ``generations`` (how many the record
+    counts) have an entry for each record.
 
     ``last_answers``: offsets of the newest answer, for rows that have several.
     """
@@ -103,6 +120,7 @@ class _Log:
     torn_bytes: int = 0
     indexes: array[int] = field(default_factory=lambda: array("q"))
     offsets: array[int] = field(default_factory=lambda: array("q"))
+    generations: array[int] = field(default_factory=lambda: array("q"))
 
     def is_superseded(self, record: Mapping[str, Any], offset: int) -> bool:
         """True if ``record``, at ``offset``, is an answer and its row has a newer one."""
@@ -148,6 +166,9 @@ def verify(folder: Path) -> Verification:
         claimed = checkpoint.totals.completed | checkpoint.totals.failed_rows
         lost = claimed - (log.totals.completed | log.totals.failed_rows)
     total = total_rows(folder, manifest)
+    point = StepsPoint() if checkpoint is None else checkpoint.steps
+    steps = audit_steps(folder, point.end)
+    too_few = steps.too_few(log.indexes, log.generations)
     return Verification(
         rows=total,
         records=log.totals.records,
@@ -168,14 +189,20 @@ def verify(folder: Path) -> Verification:
             checkpoint is not None
             and (checkpoint.is_sealed or checkpoint.is_older)
             and _says(checkpoint.totals) == _says(log.at_checkpoint)
+            and point.generations == steps.at_checkpoint
         ),
-        damage=log_damage(folder, checkpoint.checksum)
+        damage=log_damage(folder, checkpoint.checksum) or steps_damage(folder, point)
         if checkpoint and checkpoint.is_sealed
         else None,
         bad_vectors=len(log.bad_vectors),
         bad_vector_rows=list(islice(log.bad_vectors, NAMED)),
         vector_fault=log.vector_fault,
-        torn_bytes=log.torn_bytes,
+        generations=steps.generations,
+        generations_lost=sum(count - there for count, there in too_few.values()),
+        generations_lost_rows=list(too_few)[:NAMED],
+        generations_duplicate=int(steps.is_again.sum()),
+        generations_duplicate_rows=list(islice(rows_again(steps), NAMED)),
+        torn_bytes=log.torn_bytes + steps.torn_bytes,
         not_compared=rows.not_compared,
     )
 
@@ -204,6 +231,7 @@ def read_log(
             found.vector_fault = found.vector_fault or fault
         found.indexes.append(index)
         found.offsets.append(line.offset)
+        found.generations.append(line.record.get("generations") or 0)
         if failure_kind(line.record) is None:
             if index in found.once:
                 found.last_answers[index] = line.offset

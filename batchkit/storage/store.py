@@ -123,11 +123,14 @@ class Store:
         """Collect a generation of a row with several; it is written before the records."""
         self._generations.append(line)
 
-    def copy_all(self, lines: Iterable[RecordLine]) -> None:
+    def copy_all(self, lines: Iterable[RecordLine | GenerationLine]) -> None:
         """Write lines that were made elsewhere; only a thousand, or 64 MiB of vectors, are in memory
         at a time."""
         for number, line in enumerate(lines, start=1):
-            self.copy(line)
+            if isinstance(line, RecordLine):
+                self.copy(line)
+            else:
+                self.copy_generation(line)
             if number % _AT_ONCE == 0:
                 self.flush_if_due()
         self.flush()
