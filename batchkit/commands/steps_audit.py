@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchkit.storage.index_set import IndexSet
-from batchkit.storage.ledger import RECORD_HEAD, LogLine, read_lines
-from batchkit.storage.steps import STEPS, GenerationLine, generation_in
+from batchkit.storage.ledger import RECORD_HEAD, read_lines
+from batchkit.storage.steps import STEPS, GenerationLine, generation_in, raw_lines
 
 if TYPE_CHECKING:
     import numpy as np
@@ -90,7 +90,7 @@ def rows_again(audit: StepsAudit) -> IndexSet:
 def whole_lines(folder: Path, removed: list[bytes]) -> Iterator[GenerationLine]:
     """The generations of ``folder``; lines that are none go to ``removed``, but for the generations
     within one, for example if a newline between two was lost."""
-    for line, raw in _lines(folder):
+    for line, raw in raw_lines(folder):
         if line.record is not None:
             yield GenerationLine(raw, line.record)
             continue
@@ -104,17 +104,9 @@ def whole_lines(folder: Path, removed: list[bytes]) -> Iterator[GenerationLine]:
 def each_once(folder: Path, audit: StepsAudit, removed: list[bytes]) -> Iterator[GenerationLine]:
     """The generations of ``folder``, whose lines are all whole; ``removed`` gets those that are there
     again."""
-    for (line, raw), is_again in zip(_lines(folder), audit.is_again.tolist(), strict=True):
+    for (line, raw), is_again in zip(raw_lines(folder), audit.is_again.tolist(), strict=True):
         assert line.record is not None
         if is_again:
             removed.append(raw)
         else:
             yield GenerationLine(raw, line.record)
-
-
-def _lines(folder: Path) -> Iterator[tuple[LogLine, bytes]]:
-    path = folder / STEPS
-    if path.exists():
-        with path.open("rb") as file:
-            for line in read_lines(path, 0, generation_in):
-                yield line, file.read(line.end - line.offset)

@@ -1,6 +1,6 @@
 """``--on-change requeue``: move the records whose row is unchanged to a new log.
 
-Log, checkpoint and manifest are replaced in one step. Vectors stay where they are; one whose row has
+Log, generations, checkpoint and manifest are replaced in one step. Vectors stay where they are; one whose row has
 another index now is copied. The new ones are made in a folder beside the
 old ones; renaming that folder to ``.requeue`` commits the change. From then on the old files are
 not read, and the next process that opens the run moves the new ones into place, retrying if needed.
@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import NamedTuple
 
 import orjson
 
@@ -24,7 +25,9 @@ from batchkit.storage.files import free_name, sync_folder
 from batchkit.storage.ledger import REQUEUE, RESULTS
 from batchkit.storage.manifest import Manifest
 from batchkit.storage.newest import read_newest
+from batchkit.storage.plain_json import encoded
 from batchkit.storage.runfolder import MANIFEST
+from batchkit.storage.steps import STEPS, GenerationLine, raw_lines
 from batchkit.storage.store import RecordLine, Store
 from batchkit.storage.vectors import VECTORS, Vectors, segments_of
 from batchkit.types import Row
@@ -33,10 +36,20 @@ _UNFINISHED = f"{REQUEUE}.tmp"
 _Present = dict[tuple[str, int], tuple[int, tuple[str, ...]]]
 
 
-def requeue(folder: Path, rows: Iterable[Row], manifest: Manifest, *, by_id: bool) -> str:
+class Kept(NamedTuple):
+    """What a requeue may keep, depending on what has changed: ``records`` of rows that have not, and
+    ``generations`` of the other rows, each of which then answers a request that asks the same."""
+
+    records: bool = True
+    generations: bool = True
+
+
+def requeue(
+    folder: Path, rows: Iterable[Row], manifest: Manifest, *, by_id: bool, keep: Kept
+) -> str:
     """Keep the records whose row is still among ``rows``, under its present index; drop the others.
 
-    ``manifest`` becomes the run's manifest. The old log is kept beside the new one. A row is the
+    ``manifest`` becomes the run's manifest. The old logs are kept beside the new ones. A row is the
     same if its fields are; it is looked up by id if the job names one (the n-th row of an id for
     the n-th record of it), else by index. Holds an index and a hash or two per row.
 
@@ -46,7 +59,7 @@ def requeue(folder: Path, rows: Iterable[Row], manifest: Manifest, *, by_id: boo
     unfinished = folder / _UNFINISHED
     try:
         unfinished.mkdir()
-        kept, dropped = _copy(folder, unfinished, _present(rows, by_id=by_id), by_id)
+        kept, dropped, reused = _copy(folder, unfinished, _present(rows, by_id=by_id), by_id, keep)
         manifest.write(unfinished)
         unfinished.rename(folder / REQUEUE)
         sync_folder(folder)
@@ -56,7 +69,10 @@ def requeue(folder: Path, rows: Iterable[Row], manifest: Manifest, *, by_id: boo
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     aside = finish_requeue(folder)
-    return f"requeue: {kept:,} records kept, {dropped:,} rows to run again; old log: {aside}"
+    of_these = f" ({reused:,} of their generations answer what is asked again)" if reused else ""
+    return (
+        f"requeue: {kept:,} records kept, {dropped:,} rows to run again{of_these}; old log: {aside}"
+    )
 
 
 def finish_requeue(folder: Path) -> str | None:
@@ -79,12 +95,13 @@ def finish_requeue(folder: Path) -> str | None:
             for segment in segments.values():
                 segment.replace(folder / VECTORS / segment.name)
             sync_folder(folder / VECTORS)
+        for name in (STEPS, RESULTS):
+            if (made / name).exists() and (folder / name).exists():  # not after a kill in between
+                aside = free_name(folder / name, ".before-")
+                (folder / name).rename(aside)
         if (made / RESULTS).exists():
-            if (folder / RESULTS).exists():  # missing after a kill before the new log
-                aside = free_name(folder / RESULTS, ".before-")
-                (folder / RESULTS).rename(aside)
             (folder / CHECKPOINT).unlink(missing_ok=True)  # it belongs to the old log
-        for name in (RESULTS, CHECKPOINT, MANIFEST):
+        for name in (STEPS, RESULTS, CHECKPOINT, MANIFEST):
             if (made / name).exists():
                 (made / name).replace(folder / name)
         sync_folder(folder)
@@ -92,6 +109,13 @@ def finish_requeue(folder: Path) -> str | None:
     except OSError as error:
         raise StoreError(f"{made}: can't be moved into place: {error.strerror or error}") from error
     return None if aside is None else aside.name
+
+
+class _Move(NamedTuple):
+    """Where a row is ``to`` be, None if it is gone, and whether its record goes there, too."""
+
+    to: int | None
+    has_record: bool
 
 
 def _present(rows: Iterable[Row], *, by_id: bool) -> _Present:
@@ -105,17 +129,26 @@ def _present(rows: Iterable[Row], *, by_id: bool) -> _Present:
     return present
 
 
-def _copy(run: Path, folder: Path, present: _Present, by_id: bool) -> tuple[int, int]:
-    """Write the records to keep, with their checkpoint. Returns the numbers kept and dropped."""
+def _copy(
+    run: Path, folder: Path, present: _Present, by_id: bool, keep: Kept
+) -> tuple[int, int, int]:
+    """Write the records and generations to keep, with their checkpoint. Returns the numbers of records
+    kept and dropped, and of generations of rows without a record."""
     n_records: Counter[str] = Counter()
     vectors = Vectors(run)
+    moves: dict[int, _Move] = {}
+    reused = 0
 
     def to_keep() -> Iterator[RecordLine]:
         for record in read_newest(run / RESULTS):
             key = record["id"] if by_id else str(record["index"])
             row_now = present.get((key, n_records[key]))
             n_records[key] += 1
-            if row_now is not None and record.get("input_hash") in row_now[1]:
+            is_kept = (
+                keep.records and row_now is not None and record.get("input_hash") in row_now[1]
+            )
+            moves[record["index"]] = _Move(None if row_now is None else row_now[0], is_kept)
+            if row_now is not None and is_kept:
                 vector = None
                 if record.get("embedding") is not None and record["index"] != row_now[0]:
                     vector = vectors.of(record)
@@ -124,7 +157,28 @@ def _copy(run: Path, folder: Path, present: _Present, by_id: bool) -> tuple[int,
                 line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
                 yield RecordLine(line, record, vector)
 
+    def generations() -> Iterator[GenerationLine]:
+        nonlocal reused
+        taken = {move.to for move in moves.values()}
+        for line, _ in raw_lines(run):
+            if (found := line.record) is None:
+                continue
+            was, key = found["index"], found["id"] if by_id else str(found["index"])
+            if was not in moves:  # it has no record
+                now = present.get((key, 0), (None,))[0]
+                moves[was] = _Move(None if now in taken else now, False)
+                taken.add(now)
+            to, has_record = moves[was]
+            if to is None or not (has_record or keep.generations):
+                continue
+            found |= {"index": to, "id": key} | ({} if has_record else {"replay": "fresh"})
+            reused += not has_record
+            yield GenerationLine(encoded(found), found)
+
+    if os.path.lexists(run / STEPS):
+        (folder / STEPS).touch()
     with closing(Store(folder, first_segment=max(segments_of(run), default=-1) + 1)) as store:
         store.copy_all(to_keep())
+        store.copy_all(generations())
     kept = store.totals.records
-    return kept, n_records.total() - kept
+    return kept, n_records.total() - kept, reused

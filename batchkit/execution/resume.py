@@ -7,6 +7,7 @@ begin a new run beside the old one, or keep the records of unchanged rows and ru
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, ChangedError, JobError, StoreError
-from batchkit.execution.requeue import finish_requeue, requeue
+from batchkit.execution.requeue import Kept, finish_requeue, requeue
 from batchkit.execution.signals import Interrupted
 from batchkit.rendering.constant_files import constant_files
 from batchkit.sources.formats import ROWS_ARE_FILES
@@ -31,6 +32,13 @@ from batchkit.storage.store import Store
 from batchkit.types import Row, utc_now
 
 OnChange = Literal["fail", "new", "requeue"]
+
+# Changes that show in what a row asks for, or that leave it alone: a recorded answer to an equal request
+# stays valid. What decides the answer to an equal request (model, seed, ``parse``, ``reask``) is not here.
+_OF_REQUESTS = re.compile(
+    r"(input|rollout|select|vars)\.|prompt\.files:|output\.(keep|prompt|choices):"
+    r"|steps\.\w+\.(prompt\.(?!chat_template_kwargs)|sampling\.|when:|engine:|place:)"
+)
 
 
 class OpenRun(NamedTuple):
@@ -223,14 +231,16 @@ def _settle_changes(
         return True
     # Another filter or shard changes no answer: records of the rows that it keeps stay valid.
     holds = all(change.startswith(("input.where:", "input.shard:")) for change in job_changes)
-    rows = source.everything(lambda index: False) if holds else iter(())
+    reuses = (folder / STEPS).exists() and all(map(_OF_REQUESTS.match, job_changes))
+    rows = source.everything(lambda index: False) if holds or reuses else iter(())
     rows = _of_trusted_files(rows, manifest.input)
     check_log(folder)
     renewed = manifest.renewed(new, has_records=holds)
     renewed.skipped_elsewhere = 0  # those rows may have changed, too
     if (folder / SCORES).exists():  # they belong to the old indexes: score all rows again
         renewed.scoring = None
-    messages.append(requeue(folder, rows, renewed, by_id=source.has_ids))
+    keep = Kept(holds, reuses)
+    messages.append(requeue(folder, rows, renewed, by_id=source.has_ids, keep=keep))
     return False
 
 

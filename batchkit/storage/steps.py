@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, astuple
 from pathlib import Path
@@ -32,7 +32,7 @@ from batchkit.storage.files import (
     write_all,
     write_atomically,
 )
-from batchkit.storage.ledger import read_lines, record_of
+from batchkit.storage.ledger import LogLine, read_lines, record_of
 from batchkit.storage.plain_json import encoded
 from batchkit.storage.schema import error_of, fault_in_generation, seconds_of, usage_of
 from batchkit.types import Choice, Completion, Request, Usage, line_of_choice, utc_now
@@ -259,6 +259,15 @@ class StepsLog:
 def generation_in(raw: bytes) -> dict[str, Any] | None:
     """The generation in the line ``raw``, newline included; None if it is not one."""
     return record_of(raw, fault_in_generation)
+
+
+def raw_lines(folder: Path) -> Iterator[tuple[LogLine, bytes]]:
+    """The lines of ``steps.jsonl``, if there is one, each with its bytes."""
+    path = folder / STEPS
+    if path.exists():
+        with path.open("rb") as file:
+            for line in read_lines(path, 0, generation_in):
+                yield line, file.read(line.end - line.offset)
 
 
 def steps_damage(folder: Path, point: StepsPoint) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from functools import reduce
@@ -31,6 +31,7 @@ from batchkit.storage.manifest import Manifest, Start, read_manifest
 from batchkit.storage.plain_json import encoded
 from batchkit.storage.runfolder import JOB, claim
 from batchkit.storage.score_store import SCORES, join_scores, write_scores
+from batchkit.storage.steps import GenerationLine, raw_lines
 from batchkit.storage.store import RecordLine, Store
 from batchkit.storage.vectors import MOST_OPEN, Vectors
 from batchkit.types import utc_now
@@ -237,7 +238,7 @@ def _write(into: Path, parts: Sequence[_Part], logs: JoinedLogs, merged: Merged)
     )
     try:
         with building(into) as folder:
-            chosen = _copy(folder, logs, merged, [Vectors(part.folder) for part in parts])
+            chosen = _copy(folder, logs, merged, [part.folder for part in parts])
             if any((part.folder / SCORES).exists() for part in parts):
                 picked = zip(map(int, logs.rows), chosen, strict=True)
                 lines = join_scores([part.folder for part in parts], picked)
@@ -249,16 +250,17 @@ def _write(into: Path, parts: Sequence[_Part], logs: JoinedLogs, merged: Merged)
         raise StoreError(f"{into}: can't write: {error.strerror or error}") from error
 
 
-def _copy(
-    folder: Path, logs: Iterable[NewestRecord], merged: Merged, vectors: Sequence[Vectors]
-) -> array[int]:
-    """Write log, vectors and checkpoint. Returns, for each row, the number of the log of its record."""
-    chosen = array("I")
+def _copy(folder: Path, logs: JoinedLogs, merged: Merged, runs: Sequence[Path]) -> array[int]:
+    """Write log, vectors, generations and checkpoint. Returns, for each row, the number of the log of its
+    record."""
+    vectors = [*map(Vectors, runs)]
+    chosen, picked = array("I"), [IndexSet() for _ in runs]
 
     def lines() -> Iterator[RecordLine]:
         for newest in logs:
             merged.add(newest)
             chosen.append(newest.log)
+            picked[newest.log].add(newest.record["index"])
             if newest.record.get("embedding") is None:
                 yield RecordLine(newest.raw, newest.record)
             else:
@@ -268,7 +270,28 @@ def _copy(
 
     with closing(Store(folder)) as store:
         store.copy_all(lines())
+        store.copy_all(_generations(runs, IndexSet(map(int, logs.rows)), picked))
     return chosen
+
+
+def _generations(
+    runs: Sequence[Path], settled: IndexSet, picked: Sequence[IndexSet]
+) -> Iterator[GenerationLine]:
+    """Those of each row from the run whose record was ``picked``; of a row without a record, from the
+    first run that has some."""
+    taken = IndexSet()
+    for run, of_run in zip(runs, picked, strict=True):
+        begun = IndexSet()
+        for line, raw in raw_lines(run):
+            if line.record is None:
+                continue
+            row = line.record["index"]
+            if row in of_run:
+                yield GenerationLine(raw, line.record)
+            elif row not in settled and row not in taken:
+                begun.add(row)
+                yield GenerationLine(raw, line.record)
+        taken = taken | begun
 
 
 def _manifest(
