@@ -169,10 +169,14 @@ def _copy(
                 moves[was] = _Move(None if now in taken else now, False)
                 taken.add(now)
             to, has_record = moves[was]
-            if to is None or not (has_record or keep.generations):
+            is_reused = keep.generations and found["status"] == "ok"
+            if to is None or not (has_record or is_reused):
                 continue
-            found |= {"index": to, "id": key} | ({} if has_record else {"replay": "fresh"})
-            reused += not has_record
+            found |= {"index": to, "id": key}
+            if not has_record:
+                found = {k: v for k, v in found.items() if k not in ("selected", "votes")}
+                found["replay"] = "fresh"
+                reused += 1
             yield GenerationLine(encoded(found), found)
 
     if os.path.lexists(run / STEPS):

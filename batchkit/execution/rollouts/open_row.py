@@ -103,7 +103,7 @@ class OpenRow:
         self._calls[step] += 1
         if not takes_long:
             request = self._named(render(), step, number, engine)
-            answer = None if request is None else self._begun(request)
+            begun = None if request is None else self._begun(request)
         else:
             self._n_rendering += 1
             try:
@@ -111,12 +111,13 @@ class OpenRow:
                     request = await self._desk.in_thread(
                         lambda: self._named(render(), step, number, engine)
                     )
-                    answer = None if request is None else self._begun(request)
+                    begun = None if request is None else self._begun(request)
             finally:
                 self._n_rendering -= 1
                 self.since = time.monotonic()
-        if request is None or answer is None:
+        if begun is None:
             return None
+        request, answer = begun
         try:
             completion = await answer
         finally:
@@ -164,8 +165,9 @@ class OpenRow:
         call = Call(step, number, asked, engine)
         return replace(request, call=call, attempt=attempt, sampling=sampling, input_hash=asked)
 
-    def _begun(self, request: Request) -> Answer:
-        """The answer to ``request``: the recorded one, or one that the engine will give."""
+    def _begun(self, request: Request) -> tuple[Request, Answer]:
+        """The answer to ``request``: the recorded one, or one that the engine will give to the request as
+        it is returned."""
         call = request.call
         assert call is not None
         try:
@@ -174,11 +176,13 @@ class OpenRow:
             self.diverged = self.diverged or error
             raise
         if found is None:
-            return self._desk.queue(self, request)
+            call = call._replace(number=self._replay.new_number(call.step))
+            request = replace(request, call=call)
+            return request, self._desk.queue(self, request)
         answer: Answer = asyncio.get_running_loop().create_future()
         heapq.heappush(self._recorded, (found.place, found, request, answer))
         self._answer_recorded()
-        return answer
+        return request, answer
 
     def _answer_recorded(self) -> None:
         """In the order in which they came then: calls that run side by side go on as they did. One

@@ -59,18 +59,22 @@ class Replay:
 
     A request is found by what it asks, so calls that run side by side may come in another order than
     before; of equal ones, the one with its number comes first. A row that is tried again gets only
-    answers, and may ask for something else; so may any row if not ``strict``.
+    answers, and may ask for something else; so may any row if not ``strict``, and one whose lines say
+    ``replay: fresh``: they are of another function, or one of them was damaged.
     """
 
     def __init__(self, task: Task, *, strict: bool) -> None:
         is_first = task.attempt == 1
-        self._strict = strict and is_first
+        is_fresh = any(line.get("replay") == "fresh" for line in task.known)
+        self._strict = strict and is_first and not is_fresh
         self._by_asked: defaultdict[tuple[str, str], list[Recorded]] = defaultdict(list)
         self._left = Counter[tuple[str, int]]()
         known = [line for line in task.known if is_first or line["status"] == "ok"]
         for place, line in enumerate(known):
             self._by_asked[line["step"], line["request_hash"]].append(Recorded(place, line))
             self._left[line["step"], line["call"]] += 1
+        self._taken = {(line["step"], line["call"]) for line in task.known}
+        self._next = Counter[str]()
 
     def find(self, step: str, number: int, hash_now: str) -> Recorded | None:
         """The recorded generation for this request; None if it was not made yet.
@@ -92,3 +96,10 @@ class Replay:
                 ' for random numbers, no clock), or set output.replay = "fresh"'
             )
         return None
+
+    def new_number(self, step: str) -> int:
+        """For a generation that the ledger does not have: the first that no other of the row has."""
+        while (step, number := self._next[step]) in self._taken:
+            self._next[step] += 1
+        self._next[step] += 1
+        return number

@@ -90,6 +90,8 @@ class Steps:
         )
         if completion is None:
             return None
+        if completion.selected is None:  # of another [select]
+            completion = self._selection.chosen(completion, parses=self._parses(completion))
         if completion.parsed is None and self._parses(completion):
             completion = parsed_or_failed(completion)
         if completion.error is not None:
