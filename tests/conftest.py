@@ -121,6 +121,7 @@ SLOW = {
     "test_server_refusals",
     "test_signals",
     "test_startup",
+    "test_steps_log",
     "test_templates",
     "test_terminal",
     "test_engine_tools",

@@ -12,37 +12,23 @@ from subprocess import DEVNULL
 from typing import Any
 
 import pytest
+import tomlkit
 
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.steps import STEPS
 from tests.support.forks import Fork, LightFork
 from tests.support.own_process import batchkit
 from tests.support.rows import read_jsonl, write_jsonl
-from tests.support.several import CALLS, ROLLOUT, SOLVE, THREE_STEPS, calls, each_once
+from tests.support.several import CALLS, SOLVE, THREE, calls, each_once
+from tests.support.small_vllm import SMALL
 from tests.support.storm import Blow, kill_often, kill_once
 
 N_ROWS = 3_000
 N_KILLS = 24
 N_KILLS_VLLM = int(os.environ.get("STORM_KILLS", "4"))  # of each kind
 N_ROWS_VLLM = 24 * (N_KILLS_VLLM + 1)  # work for each start, and for the last
-KINDS = pytest.mark.parametrize("kind", [THREE_STEPS, ROLLOUT], ids=["steps", "rollout"])
-DRY = """
-[engine]
-kind = "dry-run"
-options = { latency_s = 0.02 }
-"""
-VLLM = """
-[engine]
-model = "MODEL"
-[engine.options]
-dtype = "float32"
-enforce_eager = true
-max_model_len = 512
-max_num_seqs = 8
-kv_cache_memory_bytes = 134217728
-[sampling]
-max_tokens = 24
-"""
+KINDS = pytest.mark.parametrize("kind", CALLS)
+DRY: dict[str, Any] = {"engine": {"kind": "dry-run", "options": {"latency_s": 0.02}}}
 SLOW = "run.max_in_flight=48"  # 2,400 generations a second at best: the storm ends before the run
 
 
@@ -70,7 +56,9 @@ def test_kills_lose_no_generation_and_repeat_none(kind: str, tmp_path: Path) -> 
 
 @KINDS
 def test_kills_on_vllm_change_no_answer(kind: str, tmp_path: Path, text_model: Path) -> None:
-    _prepare(tmp_path, kind, VLLM.replace("MODEL", str(text_model)), N_ROWS_VLLM)
+    options = {name: SMALL[name] for name in SMALL if name != "limit_mm_per_prompt"}
+    engine = {"model": str(text_model), "options": options | {"max_num_seqs": 8}}
+    _prepare(tmp_path, kind, {"engine": engine, "sampling": {"max_tokens": 24}}, N_ROWS_VLLM)
     run = tmp_path / "output/storm"
     random = Random(20261123)
     done_at_kill = [0]
@@ -92,11 +80,17 @@ def test_kills_on_vllm_change_no_answer(kind: str, tmp_path: Path, text_model: P
     print(f"{N_KILLS_VLLM} kills; generations on disk after each: {done_at_kill[1:]}")
 
 
-def _prepare(folder: Path, kind: str, engine: str, n_rows: int) -> None:
+def _prepare(folder: Path, kind: str, tables: dict[str, Any], n_rows: int) -> None:
+    job: dict[str, Any] = {
+        "name": "storm",
+        "input": {"path": "in.jsonl"},
+        "run": {"checkpoint_interval_s": 0.1},
+        **tables,
+    }
+    job |= {"steps": THREE} if kind == "steps" else {"rollout": {"function": "solve.py:solve"}}
     write_jsonl(folder / "in.jsonl", [{"q": f"question {n}"} for n in range(n_rows)])
     (folder / "solve.py").write_text(SOLVE)
-    first = 'name = "storm"\ninput.path = "in.jsonl"\nrun.checkpoint_interval_s = 0.1\n'
-    (folder / "job.toml").write_text(first + engine + kind)
+    (folder / "job.toml").write_text(tomlkit.dumps(job))
 
 
 def _kept(before: bytes, run: Path) -> bytes:

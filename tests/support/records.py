@@ -11,8 +11,9 @@ import numpy as np
 from batchkit.storage.checkpoint import Totals
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.newest import read_newest
+from batchkit.storage.steps import GenerationLine, generation_line
 from batchkit.storage.store import Store, line_of
-from batchkit.types import ErrorInfo, Record, Usage
+from batchkit.types import Call, Choice, Completion, ErrorInfo, Record, Request, Row, Usage
 
 
 def record(
@@ -33,6 +34,14 @@ def record(
         fields=fields or {},
         input_hash="0123456789abcdef",
     )
+
+
+def generation(index: int, text: str = "yes", step: str = "draft") -> GenerationLine:
+    """One that the row was answered."""
+    row = Row(index, f"q{index}", {})
+    call = Call(step, 0, "0123456789abcdef")
+    request = Request(row, None, text, {}, "0123456789abcdef", call=call)
+    return generation_line(Completion(request, [Choice(text, "stop")], Usage(3, 2), 0.25))
 
 
 def write(folder: Path, *records: Record) -> bytes:

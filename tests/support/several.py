@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from batchkit.storage.checkpoint import CHECKPOINT
+from batchkit.storage.ledger import RESULTS
 from batchkit.storage.steps import STEPS
 from tests.support.rows import read_jsonl
 
-THREE_STEPS = """
-[[steps]]
-name = "draft"
-prompt.user = "Answer: {{ q }}"
-[[steps]]
-name = "judge"
-prompt.user = "Judge {{ steps.draft.text }}"
-[[steps]]
-name = "revise"
-prompt.user = "Revise {{ steps.draft.text }} after {{ steps.judge.text }}"
-"""
-ROLLOUT = """
-[rollout]
-function = "solve.py:solve"
-"""
+THREE = [
+    {"name": "draft", "prompt": {"user": "Answer: {{ q }}"}},
+    {"name": "judge", "prompt": {"user": "Judge {{ steps.draft.text }}"}},
+    {
+        "name": "revise",
+        "prompt": {"user": "Revise {{ steps.draft.text }} after {{ steps.judge.text }}"},
+    },
+]
 SOLVE = """
 async def solve(row, generate):
     draft = await generate(f"Answer: {row['q']}")
@@ -33,8 +29,8 @@ async def solve(row, generate):
     return {"answer": revised.text, "checks": [check.text for check in checks]}
 """
 CALLS = {
-    THREE_STEPS: [("draft", 0), ("judge", 0), ("revise", 0)],
-    ROLLOUT: [("", number) for number in range(5)],
+    "steps": [(step["name"], 0) for step in THREE],
+    "rollout": [("", number) for number in range(5)],
 }
 
 
@@ -52,3 +48,20 @@ def calls(run: Path) -> Counter[tuple[int, str, int]]:
 def each_once(kind: str, n_rows: int) -> Counter[tuple[int, str, int]]:
     """``calls`` of a finished run."""
     return Counter((row, *call) for row in range(n_rows) for call in CALLS[kind])
+
+
+def cut_back(run: Path, n_generations: int) -> bytes:
+    """Make the run folder what it was when a kill left so many generations: without the later ones, and
+    without the records of rows that had more. Returns the ledger's bytes."""
+    ledger, log = run / STEPS, run / RESULTS
+    lines = ledger.read_bytes().splitlines(keepends=True)[:n_generations]
+    there = Counter(json.loads(line)["index"] for line in lines)
+    kept = [
+        line
+        for line in log.read_bytes().splitlines(keepends=True)
+        if there[(record := json.loads(line))["index"]] == record["generations"]
+    ]
+    ledger.write_bytes(b"".join(lines))
+    log.write_bytes(b"".join(kept))
+    (run / CHECKPOINT).unlink(missing_ok=True)
+    return ledger.read_bytes()

@@ -1,0 +1,309 @@
+"""``steps.jsonl``: what a kill, damage from outside or a full disk leaves of it, and what the next start
+makes of that."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from batchkit.storage.steps import STEPS
+from tests.support.chat_server import serving
+from tests.support.command_line import batchkit
+from tests.support.dry_runs import status, verify
+from tests.support.paths import ROOT
+from tests.support.rollouts import RUN, generations, records, run, write
+from tests.support.several import SOLVE, THREE, calls, cut_back
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+LEDGER = RUN / STEPS
+CHECKPOINT = RUN / "checkpoint.json"
+N_ROWS = 6
+KINDS = pytest.mark.parametrize(("solve", "n"), [(None, 3), (SOLVE, 5)], ids=["steps", "rollout"])
+
+
+def prepare(solve: str | None = None, server: Any = None, **tables: Any) -> None:
+    """One generation at a time: the first of each row, then the second of each, and so on."""
+    if solve is None:
+        tables["steps"] = THREE
+    write(solve, N_ROWS, server, **({"run": {"max_in_flight": 1}} | tables))
+
+
+def lines() -> list[bytes]:
+    return LEDGER.read_bytes().splitlines(keepends=True)
+
+
+def each_once(n: int) -> bool:
+    """Whether every row has ``n`` generations, each recorded once."""
+    found = calls(RUN)
+    return set(found.values()) == {1} and Counter(key[0] for key in found) == dict.fromkeys(
+        range(N_ROWS), n
+    )
+
+
+@KINDS
+def test_a_row_goes_on_where_a_kill_at_any_generation_left_it(solve: str | None, n: int) -> None:
+    with serving(lambda text, body: f"<{text}>") as server:
+        prepare(solve, server)
+        assert run().exit_code == 0
+        answers, asked = [record["text"] for record in records()], Counter(server.answered)
+        for left in (0, 1, n - 1, n, n + 2, N_ROWS * n - 1):
+            before = cut_back(RUN, left)
+            server.answered.clear()
+            assert run().exit_code == 0
+            assert LEDGER.read_bytes().startswith(before)
+            assert each_once(n)
+            assert server.answered.total() == N_ROWS * n - left
+            assert server.answered <= asked
+            assert [record["text"] for record in records()] == answers
+    assert verify() | {"generations": N_ROWS * n, "generations_lost": 0} == verify()
+
+
+@KINDS
+@pytest.mark.parametrize("torn", [b'{"index":1,"ste', b"\0" * 700, b'{"index":0}', b"\n"])
+def test_torn_generation_is_asked_for_again(solve: str | None, n: int, torn: bytes) -> None:
+    prepare(solve)
+    run()
+    before = cut_back(RUN, n + 1)
+    with LEDGER.open("ab") as ledger:
+        ledger.write(torn)
+    assert verify()["torn_bytes"] == len(torn)
+    found = run()
+    assert found.exit_code == 0, found.stderr
+    if not torn.endswith(b"\n"):
+        assert f"{STEPS} ended in {len(torn)} broken bytes; they are set aside" in found.stderr
+        assert (RUN / f"{STEPS}.torn-1").read_bytes() == torn
+    assert LEDGER.read_bytes().startswith(before)
+    again = verify()
+    assert (again["generations"], again["generations_lost"], again["generations_duplicate"]) == (
+        N_ROWS * n,
+        0,
+        0,
+    )
+    assert batchkit("verify").exit_code == 0
+
+
+@KINDS
+def test_damaged_generation_of_an_open_row_is_asked_for_again(solve: str | None, n: int) -> None:
+    """The others of the row answer what is asked again, and nothing else: the new answer differs."""
+    numbers = iter(range(1000))
+    with serving(lambda text, body: f"<{text} {next(numbers)}>") as server:
+        prepare(solve, server)
+        run()
+        found = cut_back(RUN, N_ROWS + 3).splitlines(keepends=True)
+        found[1] = b"\x07" * (len(found[1]) - 1) + b"\n"
+        LEDGER.write_bytes(b"".join(found))
+        assert verify()["torn_bytes"] == len(found[1])
+        server.answered.clear()
+        ended = run()
+        assert ended.exit_code == 0, ended.stderr
+        where = f"{STEPS}: the line at byte {len(found[0])} is not a generation and is skipped"
+        assert where in ended.stderr
+        left = N_ROWS * n - (N_ROWS + 3)
+        assert server.answered.total() == left + 2  # what is lost, and what followed from it
+    assert {record["status"] for record in records()} == {"ok"}
+    assert verify()["generations_duplicate"] == verify()["generations_lost"] == 0
+    assert batchkit("verify", "--repair").exit_code == 0
+    assert verify()["torn_bytes"] == 0
+    assert (RUN / f"{STEPS}.broken-1").read_bytes() == found[1]
+
+
+def cut_in_half() -> None:
+    LEDGER.write_bytes(LEDGER.read_bytes()[: LEDGER.stat().st_size // 2])
+
+
+def shifted() -> None:
+    LEDGER.write_bytes(b"x" + LEDGER.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (cut_in_half, "bytes, and had"),
+        (LEDGER.unlink, "has 0 bytes, and had"),
+        (shifted, "was changed"),
+    ],
+)
+def test_file_that_is_not_that_of_the_checkpoint_is_refused_until_it_is_repaired(
+    damage: Any, said: str
+) -> None:
+    prepare()
+    run("--limit", "4")
+    answers = [record["text"] for record in records()]
+    damage()
+    refused = run()
+    assert (refused.exit_code, "Traceback" in refused.stderr) == (1, False)
+    assert f"{STEPS}: " in refused.stderr
+    assert said in refused.stderr
+    assert "verify --repair" in refused.stderr
+    audit = batchkit("verify", "--json")
+    assert audit.exit_code == 1
+    assert said in audit.json["damage"]
+    assert batchkit("verify", "--repair").exit_code == 0
+    assert verify()["generations_lost"] == 0
+    assert run().exit_code == 0
+    assert [record["text"] for record in records()][:4] == answers
+    assert batchkit("verify").exit_code == 0
+
+
+def test_lost_generation_of_a_finished_row_is_found_and_its_answer_kept() -> None:
+    prepare()
+    run()
+    before = records()
+    found = lines()
+    LEDGER.write_bytes(b"".join([found[0], b"?" * (len(found[1]) - 1) + b"\n", *found[2:]]))
+    assert run().json["skipped"] == N_ROWS  # nobody needs it
+    audit = batchkit("verify", "--json")
+    assert audit.exit_code == 1
+    expected = {"generations": 17, "generations_lost": 1, "generations_lost_rows": [1]}
+    assert audit.json | expected | {"torn_bytes": len(found[1])} == audit.json
+    repaired = batchkit("verify", "--repair")
+    assert (
+        "1 rows have lost generations, and keep their answers" in repaired.stdout + repaired.stderr
+    )
+    assert (RUN / f"{STEPS}.broken-1").exists()
+    assert batchkit("verify").exit_code == 0
+    after = records()
+    assert after[1] == before[1] | {"generations": 2}
+    assert [*after[:1], *after[2:]] == [*before[:1], *before[2:]]
+
+
+def test_repair_finds_both_generations_where_the_newline_between_them_was_lost() -> None:
+    prepare()
+    run()
+    before = sorted(lines())
+    LEDGER.write_bytes(LEDGER.read_bytes().replace(b"}\n{", b"} {", 1))
+    assert verify()["generations"] == 16
+    batchkit("verify", "--repair")
+    assert sorted(lines()) == before
+    assert batchkit("verify").exit_code == 0
+
+
+def test_generation_that_is_there_twice_is_found_and_set_aside() -> None:
+    prepare()
+    run()
+    before = LEDGER.read_bytes()
+    with LEDGER.open("ab") as ledger:
+        ledger.write(lines()[7])
+    audit = batchkit("verify", "--json")
+    assert audit.exit_code == 1
+    expected = {"generations_duplicate": 1, "generations_duplicate_rows": [1], "generations": 19}
+    assert audit.json | expected == audit.json
+    batchkit("verify", "--repair")
+    assert LEDGER.read_bytes() == before
+    assert batchkit("verify").exit_code == 0
+
+
+def test_repair_of_a_sound_ledger_changes_nothing() -> None:
+    prepare()
+    run()
+    before = LEDGER.read_bytes()
+    batchkit("verify", "--repair")
+    assert LEDGER.read_bytes() == before
+    assert not list(RUN.glob("*.broken-*"))
+
+
+@pytest.mark.parametrize("how", ["removed", "cut", "replaced"])
+def test_ledger_that_is_lost_while_the_run_works_stops_it(start: Any, how: str) -> None:
+    slow = {"kind": "dry-run", "options": {"latency_s": 0.02}}
+    prepare(engine=slow, run={"max_in_flight": 1, "checkpoint_interval_s": 0.05})
+    first = start("run", "job.toml")
+    until(lambda: LEDGER.exists() and len(lines()) >= 2)
+    if how == "removed":
+        LEDGER.unlink()
+    elif how == "cut":
+        LEDGER.write_bytes(b"")
+    else:
+        LEDGER.with_name("x").write_bytes(LEDGER.read_bytes())
+        LEDGER.with_name("x").replace(LEDGER)
+    assert first.wait(timeout=60) == 1
+    said = Path("stderr-0").read_text()
+    assert f"{STEPS}: was removed, replaced or cut while this run worked" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("dangling", [False, True])
+def test_nothing_is_written_through_a_link(dangling: bool) -> None:
+    prepare()
+    if not dangling:
+        Path("elsewhere").write_bytes(b"")
+    RUN.mkdir(parents=True)
+    LEDGER.symlink_to(Path("elsewhere").absolute())
+    found = run()
+    assert (found.exit_code, "Traceback" in found.stderr) == (1, False)
+    assert f"{STEPS}: is a symbolic link, and nothing is written through one" in found.stderr
+    assert dangling != Path("elsewhere").exists()
+
+
+@pytest.mark.parametrize("limit", [10_000, 10_001, 10_240])
+def test_full_disk_leaves_whole_generations_and_says_so(tmp_path: Path, limit: int) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.full_disk",
+        str(folder),
+        str(limit),
+        "generations",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    flushed, counted, message = done.stdout.split(" ", 2)
+    assert int(flushed) == int(counted) > 0
+    assert "File too large" in message
+    assert "run the same command again" in message
+    ledger = (folder / STEPS).read_bytes()
+    assert len(ledger) <= limit
+    assert [json.loads(line)["index"] for line in ledger.splitlines()] == list(range(int(flushed)))
+    assert ledger.endswith(b"\n")
+
+
+def test_run_whose_disk_fills_up_stops_and_goes_on() -> None:
+    """No file may have more than 8 kB; the ledger is the largest."""
+    with serving(lambda text, body: f"<{text} {'x' * 300}>") as server:
+        prepare(None, server)
+        script = (
+            "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, 8_000));"
+            "from batchkit.cli import cli; cli(['run', 'job.toml'])"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
+        assert f"{STEPS}: can't write: File too large" in done.stderr
+        before, there = LEDGER.read_bytes(), len(generations())
+        assert 0 < there < N_ROWS * 3
+        server.answered.clear()
+        assert run().exit_code == 0
+        assert server.answered.total() == N_ROWS * 3 - there
+    assert LEDGER.read_bytes().startswith(before)
+    assert each_once(3)
+
+
+def test_resume_reads_from_the_first_open_row_on() -> None:
+    """What is before that place may be anything: the checkpoint says what it counts."""
+    prepare()
+    run("--limit", "4")
+    steps = orjson.loads(CHECKPOINT.read_bytes())["steps"]
+    assert steps["first"] == steps["end"] == LEDGER.stat().st_size
+    assert (steps["generations"], steps["completion_tokens"]) == (12, 72)
+    LEDGER.write_bytes(b"\n".rjust(steps["end"], b"?"))
+    assert run().exit_code == 0
+    assert (status()["generations"], status()["completion_tokens"]) == (18, 108)
+
+
+def test_status_counts_generations_of_rows_under_way() -> None:
+    prepare()
+    run()
+    cut_back(RUN, 14)
+    found = status()
+    assert (found["ok"], found["generations"], found["completion_tokens"]) == (2, 14, 14 * 6)
+    assert "generations: 14" in batchkit("status").stdout
