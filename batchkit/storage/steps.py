@@ -120,8 +120,8 @@ class StepsLog:
         self.usage = Usage(point.prompt_tokens, point.completion_tokens)
         self.salvaged_bytes = 0
         self.broken_at: int | None = None
-        self._first_of_open: dict[int, int] = {}
-        # Where the lines of a row begin and end, by turns: of those without a record, or ``recall``ed.
+        # Where the lines of a row begin and end, by turns: of rows without a record, in the order of their
+        # first lines, and of those that were recalled.
         self._places: dict[int, array[int]] = {}
         try:
             if os.path.lexists(self.path):
@@ -191,13 +191,14 @@ class StepsLog:
 
     def settle(self, index: int) -> None:
         """The row has its record now."""
-        self._first_of_open.pop(index, None)
         self._places.pop(index, None)
 
     @property
     def point(self) -> StepsPoint:
         """For a checkpoint."""
-        first = min(self._first_of_open.values(), default=self._end)
+        settled = self._totals.is_settled
+        open_rows = (places for row, places in self._places.items() if not settled(row))
+        first = next((places[0] for places in open_rows), self._end)
         if self.broken_at is not None:  # what is known of a row behind it may not be all
             first = min(first, self.broken_at)
         usage = self.usage
@@ -252,8 +253,6 @@ class StepsLog:
 
     def _hold(self, index: int, start: int, end: int) -> None:
         self._places.setdefault(index, array("q")).extend((start, end))
-        if not self._totals.is_settled(index):
-            self._first_of_open.setdefault(index, start)
 
 
 def generation_in(raw: bytes) -> dict[str, Any] | None:
