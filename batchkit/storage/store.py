@@ -234,15 +234,15 @@ class Store:
             StoreError: one was removed, replaced or cut.
         """
         if not is_same_file(self.path, self._file, self._end):
-            path, gone, rest = self.path, "records", "runs the other rows"
+            path = self.path
         elif not self.steps.is_there:
-            path, gone, rest = self.steps.path, "generations", "asks for the others that it needs"
+            path = self.steps.path
         else:
             return
         raise StoreError(
-            f"{path}: was removed, replaced or cut while this run worked, so {gone} are gone. Put it"
+            f"{path}: was removed, replaced or cut while this run worked, so lines of it are gone. Put it"
             f" back, if there is a copy; `batchkit verify --repair {self.folder}` keeps what is left,"
-            f" and the next start {rest}"
+            " and the next start runs the rows without a record"
         )
 
     def _recover(self, offset: int) -> int:
