@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.support.command_line import batchkit
-from tests.support.dry_runs import prepare, rows_that_fail, run
+from tests.support.dry_runs import RUN, manifest, prepare, rows_that_fail, run
 from tests.support.view_server import viewing
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -107,3 +108,43 @@ def test_what_is_not_there_and_what_is_wrong_are_named(tmp_path: Path) -> None:
     ended = batchkit("view", "nothing")
     assert ended.exit_code == 2
     assert "nothing: neither a run folder nor a job file" in ended.stderr
+
+
+def test_events_of_the_engine_have_their_time_if_it_was_noted(tmp_path: Path) -> None:
+    prepare(3)
+    run()
+    run("--set", "input.limit=3")
+    noted = manifest()
+    time, worker = "2026-11-21T01:02:03.456Z", {"worker": 0, "state": "ready", "node": "n1"}
+    counts = ("rows", "rows_per_s", "in_flight", "restarts", "engine_restarts")
+    worker |= {"gpus": [0]} | dict.fromkeys(counts, 1)
+    noted["starts"][0] |= {"engine_events": ["of an older version", "died"]}
+    noted["starts"][0] |= {"engine_event_times": [time], "workers": [worker]}
+    (RUN / "manifest.json").write_text(json.dumps(noted))
+    with viewing("output/a", cwd=tmp_path) as view:
+        first, second = view.get("runs/a")["starts"]
+    assert first["events"] == [
+        {"at": None, "text": "of an older version"},
+        {"at": time, "text": "died"},
+    ]
+    assert first["workers"][0]["node"] == "n1"
+    assert second["events"] == []
+
+
+@pytest.mark.parametrize("host", ["::1", "localhost", "0.0.0.0"])
+def test_another_host(tmp_path: Path, host: str) -> None:
+    prepare(3)
+    run()
+    with viewing("output/a", "--host", host, cwd=tmp_path) as view:
+        assert view.get("runs")[0]["ok"] == 3
+        assert view.client.get("/api/runs", headers={"host": "elsewhere"}).status_code == 403
+
+
+def test_output_is_shown_if_nothing_is_named(tmp_path: Path) -> None:
+    ended = batchkit("view", "--no-browser")
+    assert ended.exit_code == 2
+    assert "output/: no such folder" in ended.stderr
+    prepare(3)
+    run()
+    with viewing(cwd=tmp_path) as view:
+        assert [each["run"] for each in view.get("runs")] == ["a"]
