@@ -29,7 +29,7 @@ from batchkit.storage.plain_json import encoded
 
 _MOST_ROWS, _MOST_POINTS, _MOST_GROUPS = 500, 10_000, 1_000
 _GROW_S = 0.5  # a request lets the index grow so long
-_SEARCH_S = 1.0
+_SEARCH_S = 1.5
 _END_WITHIN_S = 0.1
 _EVERY_S = 1.0  # between events; five times as long as it takes to look, if that is more
 
