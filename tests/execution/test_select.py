@@ -295,6 +295,43 @@ def test_steps_choose_each_by_what_it_looks_for() -> None:
 
 
 @pytest.mark.parametrize(
+    "select",
+    [{"by": "majority"}, {"by": "scorer", "scorer": "em"}, {"by": "step", "step": "judge"}],
+    ids=["majority", "scorer", "step"],
+)
+def test_a_row_that_was_interrupted_before_its_record_makes_the_same_choice(
+    select: dict[str, Any],
+) -> None:
+    """Its generations are in steps.jsonl: nothing is asked again."""
+    drafts: list[Said] = ["so", '{"n": 5}', '{"n": 7}', '{"n": 7.0}']
+    said: dict[str, list[list[Said]]] = {"r": [drafts], "judger": [["3"]]}
+    draft = {**DRAFT, "parse": "json", "extract": "json", "key": "n"}
+    last = {**JUDGE, "prompt": {"user": "judger {{ candidates }}"}}
+    if select["by"] != "step":
+        last["prompt"] = {"user": "judger {{ steps.draft.json.n }}"}
+    tables: dict[str, Any] = {
+        "steps": [{**draft, "scorers": ["em"], "reference": "a"}, last],
+        "scoring": {"extract": "number", "scorers": ["em"], "reference": "a"},
+        "select": select,
+        "sampling": {"n": 4},
+    }
+    row = {"id": "r", "q": "?", "a": "7"}
+    with serving(answering(said)) as server:
+        assert run(server, [row], **tables).exit_code == 0
+        first = records()["r"]
+        LOG.write_bytes(b"")
+        (RUN / "checkpoint.json").unlink()
+        asked = len(server.bodies)
+        assert run(server, [row], **tables).exit_code == 0
+        assert len(server.bodies) == asked
+    again = records()["r"]
+    times = {"finished_at": "", "latency_s": 0.0}
+    assert {**again, **times} == {**first, **times}
+    assert first["steps"]["draft"]["text"] == ('{"n": 5}' if select["by"] == "step" else '{"n": 7}')
+    assert first["text"] == ('{"n": 7.0}' if select["by"] == "step" else "3")
+
+
+@pytest.mark.parametrize(
     ("tables", "message"),
     [
         ({"select": {"by": "majority"}}, "scoring.extract"),
