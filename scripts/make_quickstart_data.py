@@ -2,6 +2,8 @@
 
     python scripts/make_quickstart_data.py [FOLDER]
 
+``largest.jsonl`` names the row with the largest number of a column, and the second, of each table.
+
 Tables and questions are of the demo model's test: its training had none of their numbers, and never
 these rows and columns together. They depend only on the seed below; no question was left out.
 """
@@ -27,7 +29,7 @@ def write(folder: Path) -> None:
     random = Random(SEED)
     (folder / "image").mkdir(parents=True, exist_ok=True)
     sizes = random.sample([size for size in SIZES if size[0] >= MIN_ROWS] * 2, COUNT)
-    lines = []
+    lines, largest = [], []
     for number, size, kind in zip(range(1, COUNT + 1), sizes, cycle(KINDS), strict=False):
         table = make_table(random, size, test=True)
         asked = next(q for q in questions(random, table, test=True) if q.kind == kind)
@@ -35,7 +37,14 @@ def write(folder: Path) -> None:
         draw(table).save(folder / image, optimize=True)
         row = {"id": number, "image": image, "question": asked.text, "answer": asked.answer}
         lines.append(json.dumps({**row, "kind": kind}) + "\n")
+        x = Random(f"{SEED} {number}").randrange(len(table.columns))
+        best, second, *_ = sorted(
+            zip((v[x] for v in table.values), table.rows, strict=True), reverse=True
+        )
+        row = {"id": number, "image": image, "column": table.columns[x]}
+        largest.append(json.dumps({**row, "second": second[1], "answer": best[1]}) + "\n")
     (folder / "questions.jsonl").write_text("".join(lines), encoding="utf-8")
+    (folder / "largest.jsonl").write_text("".join(largest), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from batchkit.errors import MediaError, TemplateError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.rendering.messages import with_note
 from batchkit.rendering.renderer import PromptRenderer
+from batchkit.rendering.steps import renderer_of
 from batchkit.sources import read_rows
 from batchkit.types import Completion, Request, Row
 from tests.support.forks import Fork
@@ -167,7 +168,7 @@ def test_the_reviews_are_forty_with_a_label_each() -> None:
 def test_every_job_that_ships_loads_and_names_its_run_after_itself(path: Path) -> None:
     job = load_job(path)
     assert job.name == path.stem
-    PromptRenderer(job)
+    renderer_of(job)
 
 
 @pytest.mark.parametrize("path", sorted(JOBS.glob("*.toml")), ids=lambda path: path.stem)
@@ -203,6 +204,32 @@ def test_passages_get_scores_and_an_order_from_vllm(tmp_path: Path) -> None:
         assert len(scores) == len(record["fields"]["passages"])
         assert [scores[place] for place in order] == sorted(scores, reverse=True)
         assert record["fields"]["best"] in order
+
+
+def test_a_draft_is_judged_and_revised_on_vllm(tmp_path: Path) -> None:
+    records = run_on_vllm("draft_judge_revise", tmp_path)
+    for record in records:
+        draft, judge, revise = (record["steps"][name] for name in ("draft", "judge", "revise"))
+        is_revised = not judge["text"].startswith("Yes")
+        assert revise.get("skipped", False) != is_revised
+        assert record["text"] == (revise if is_revised else draft)["text"]
+        assert record["fields"]["column"]
+    right_before = sum(record["steps"]["draft"]["scores"]["em"] for record in records)
+    right = sum(record["scores"]["em"] for record in records)
+    assert 20 <= right_before < right
+
+
+def test_most_of_nine_answers_decide_on_vllm(tmp_path: Path) -> None:
+    records = run_on_vllm("self_consistency", tmp_path)
+    for record in records:
+        assert len(record["choices"]) == sum(record["votes"].values()) == 9
+        assert record["votes"][record["prediction"]] == max(record["votes"].values())
+        assert record["text"] == record["choices"][record["selected"]]["text"]
+    answers = [
+        choice["text"].strip() == r["fields"]["answer"] for r in records for choice in r["choices"]
+    ]
+    right = [record["scores"]["em"] for record in records]
+    assert len(records) * sum(answers) < len(answers) * sum(right)
 
 
 # RealHiTBench: the prompts

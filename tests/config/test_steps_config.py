@@ -93,6 +93,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
             " own prompt or messages"
         ),
     ),
+    "no answer": (
+        {"steps": [step(answer=False)]},
+        "steps: all have answer = false, and one of them gives the row's answer",
+    ),
     "two prompts": (
         {"steps": [step()], "prompt": {"user": "x"}},
         "prompt.user: [[steps]] has prompts of its own; leave it out here",

@@ -177,3 +177,18 @@ def test_the_same_from_python() -> None:
         [{"q": "one"}, {"q": "two"}]
     )
     assert (summary.ok, summary.failed) == (2, 0)
+
+
+def test_a_step_that_judges_is_never_the_rows_answer() -> None:
+    """Also where the step after it is skipped, and where it is the last one."""
+    judge = {**JUDGE, "answer": False}
+    last = {"name": "check", "prompt": {"user": "check"}, "answer": False}
+    with serving(refuses) as server:
+        write(None, 1, server, steps=[DRAFT, judge, {**REVISE, "when": ""}, last])
+        assert run().exit_code == 0
+        (record,) = records()
+        assert record["text"] == record["steps"]["draft"]["text"]
+        assert record["steps"]["check"]["text"] == "<check>"
+        write(None, 1, server, steps=[{**DRAFT, "when": ""}, judge | {"prompt": {"user": "x"}}])
+        assert run("--fresh").exit_code == 3
+    assert errors()[0] == "empty: no step gave an answer: the when of each was false"

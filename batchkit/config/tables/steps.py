@@ -30,7 +30,7 @@ SCORING_OF_STEP = ("extract", "pattern", "key", "choices", "reference", "scorers
 
 
 class StepTable(Table):
-    """One generation of a row, in the order of the file; the last one that runs is the row's answer.
+    """One generation of a row, in the order of the file; the last one that runs gives the row's answer.
 
     Its templates see the row's fields, and what the steps before it answered: `steps.NAME.text`,
     `.reasoning`, `.tool_calls`, `.json` (the text's JSON value), `.prediction` and `.scores`, `.choices`
@@ -51,6 +51,10 @@ class StepTable(Table):
     when: Identity[str | None] = Field(
         None,
         description="A template; the step is skipped if it gives nothing, `false`, `no`, `none` or `0`.",
+    )
+    answer: Identity[bool] = Field(
+        True,
+        description="`false` for a step that plans or judges: the row's answer is that of the last other step.",
     )
     parse: Identity[Literal["json"] | None] = Field(None, description="As `output.parse`.")
     extract: Identity[Extract | None] = Field(None, description="As `scoring.extract`.")
@@ -137,6 +141,8 @@ def misfits_of_steps(job: JobConfig) -> Iterator[str]:
     for name in job.engines:
         if not _NAME_OF_ENGINE.fullmatch(name):
             yield f"engines.{name!r}: name it with letters, digits, - and _"
+    if job.steps and not any(step.answer for step in job.steps):
+        yield "steps: all have answer = false, and one of them gives the row's answer"
     used = {step.engine for step in job.steps} - {""}
     if job.rollout is None and used <= job.engines.keys():  # a function names them as it runs
         for name in job.engines.keys() - used:

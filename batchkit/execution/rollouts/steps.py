@@ -53,12 +53,13 @@ class Steps:
                     answers[step.name] = self._answer(step, completion, row.row)
                 except RowError as error:
                     raise _named(error, step.name) from error
-                done.append(completion)
-                last = completion
+                if step.answer:
+                    done.append(completion)
+                    last = completion
                 if candidates is not None:
                     last = candidates[self._selection.named(completion) or 0]
             if last is None:
-                raise EmptyTextError("no step was run: the when of each gave false")
+                raise EmptyTextError("no step gave an answer: the when of each was false")
         except RowError as error:
             failed = row.outcome(last, ())
             return replace(failed, error=error, steps=self._recorded(answers))
