@@ -200,8 +200,9 @@ def _has_run(folder: Path) -> bool:
 
 
 def _has_records(folder: Path) -> bool:
-    log = folder / RESULTS
-    return log.exists() and log.stat().st_size > 0
+    """Whether anything was answered; rows may have generations long before the first record."""
+    logs = [folder / RESULTS, folder / STEPS]
+    return any(log.exists() and log.stat().st_size > 0 for log in logs)
 
 
 def _settle_changes(

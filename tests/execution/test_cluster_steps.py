@@ -5,6 +5,9 @@ A small server answers in place of a model, so that a test sees what it is asked
 
 from __future__ import annotations
 
+import re
+import shlex
+import sys
 from collections import Counter
 from itertools import count
 from pathlib import Path
@@ -106,6 +109,46 @@ def expected(question: str, job: str) -> str:
         return f"answered revise: answered judge: answered draft: {question}"
     drafts = " and ".join(f"answered {question}, way {n}" for n in range(3))
     return f"answered revise: answered revise: {drafts}"
+
+
+TWO_ENGINES_JOB = (
+    STEPS_JOB.replace('name = "judge"', 'name = "judge"\nengine = "judge"')
+    + """
+[engines.judge]
+kind = "openai-server"
+model = "tiny"
+options.max_num_seqs = 4
+"""
+)
+SERVER = f"{shlex.quote(sys.executable)} -S -m tests.support.chat_server --port {{port}}"
+
+
+@pytest.mark.parametrize("is_together", [True, False], ids=["together", "in-turn"])
+def test_workers_have_several_engines(
+    is_together: bool, settings: list[str], tmp_path: Path
+) -> None:
+    rows = question_rows({})
+    (tmp_path / "draft.txt").write_text("draft: {{ q }}")
+    with serving() as one, serving() as judge:
+        if is_together:
+            places = [f"engine.base_url={one.url}", f"engines.judge.base_url={judge.url}"]
+        else:  # worker_gpus = 0 would say that two models fit
+            settings = [setting for setting in settings if "worker_gpus" not in setting]
+            places = [f"{name}.server.command={SERVER}" for name in ("engine", "engines.judge")]
+        ended = start(tmp_path, tmp_path, rows, {}, [*settings, *places], job=TWO_ENGINES_JOB)
+    assert ended.exit == 0, ended.stderr
+    asked = "0 images, asked:"
+    assert [record["text"] for record in ended.records] == [
+        f"{asked} revise: {asked} judge: {asked} draft: {row['q']}" for row in rows
+    ]
+    lines = read_jsonl(tmp_path / "output/faulty" / STEPS)
+    assert Counter(Counter((li["index"], li["step"]) for li in lines).values()) == {
+        1: 3 * len(rows)
+    }
+    assert {li["step"] for li in lines if li.get("engine") == "judge"} == {"judge"}
+    turns = re.findall(r"next engine: (\S+); rows that wait for it: (\d+)", ended.log)
+    waited = str(len(rows))
+    assert turns == ([] if is_together else [("[engines.judge]", waited), ("[engine]", waited)])
 
 
 def test_a_function_that_a_worker_does_not_find_stops_the_run(

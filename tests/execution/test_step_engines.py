@@ -121,6 +121,9 @@ def test_a_run_that_is_killed_goes_on_with_the_engine_that_was_loaded(tmp_path: 
     process.send_signal(signal.SIGKILL)
     process.communicate()
     so_far = len(log())
+    changed = batchkit("run", "job.toml", "--set", "sampling.max_tokens=5")
+    assert changed.exit_code != 0, "no row has a record, but all have generations"
+    assert "changed since this run began" in changed.stderr
     assert json.loads((RUN / "manifest.json").read_text())["turn"] == "judge"
     ended = batchkit("run", "job.toml")
     assert ended.exit_code == 0, ended.stderr

@@ -1,0 +1,119 @@
+"""Steps on two models of real vLLM: one after another, killed in the middle; and together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from subprocess import DEVNULL
+from typing import Any
+
+import pytest
+
+from batchkit.storage.ledger import RESULTS
+from batchkit.storage.steps import STEPS
+from tests.support.forks import Fork
+from tests.support.own_process import batchkit
+from tests.support.paths import ROOT
+from tests.support.rows import read_jsonl, write_jsonl
+from tests.support.several import THREE_STEPS, calls, each_once
+from tests.support.waiting import until
+
+N_ROWS = 40
+ENGINE = """
+model = "MODEL"
+[TABLE.options]
+dtype = "float32"
+enforce_eager = true
+max_model_len = 512
+max_num_seqs = 8
+kv_cache_memory_bytes = 134217728
+worker_cls = "tests.support.failing_worker.FailingWorker"
+"""
+JOB = THREE_STEPS.replace('name = "judge"', 'name = "judge"\nengine = "judge"')
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As ``text_model``, with other weights."""
+    from batchkit.commands.demo_model import build_demo_model
+
+    path = tmp_path_factory.mktemp("models") / "other"
+    build_demo_model(path, text_only=True, seed=1)
+    return path
+
+
+@pytest.fixture
+def job(tmp_path: Path, text_model: Path, other_model: Path, monkeypatch: Any) -> Path:
+    """The folder of ``job.toml``."""
+    write_jsonl(tmp_path / "in.jsonl", [{"q": f"question {n}"} for n in range(N_ROWS)])
+    (tmp_path / "markers").mkdir()
+    monkeypatch.setenv("BATCHKIT_TEST_FAULTS", json.dumps({"folder": str(tmp_path / "markers")}))
+    engines = [("engine", text_model), ("engines.judge", other_model)]
+    tables = [
+        f"[{name}]" + ENGINE.replace("MODEL", str(model)).replace("TABLE", name)
+        for name, model in engines
+    ]
+    head = 'name = "turns"\ninput.path = "in.jsonl"\nrun.checkpoint_interval_s = 0.1\n'
+    rest = "[sampling]\nmax_tokens = 12\n" + JOB
+    tables[-1] += "additional_config = { over = 4 }\n"  # more requests at a time run out of memory
+    (tmp_path / "job.toml").write_text(head + "\n".join(tables) + rest)
+    return tmp_path
+
+
+def judged(run: Path) -> int:
+    steps = run / STEPS
+    return steps.read_bytes().count(b'"step":"judge"') if steps.exists() else 0
+
+
+def answers(run: Path) -> list[Any]:
+    lines = sorted(read_jsonl(run / STEPS), key=lambda line: (line["index"], line["step"]))
+    records = sorted(read_jsonl(run / RESULTS), key=lambda record: int(record["index"]))
+    return [(li["step"], li["text"]) for li in lines] + [
+        (record["status"], record["text"]) for record in records
+    ]
+
+
+@pytest.mark.timeout(240)
+def test_two_models_have_their_turns_through_a_kill_and_answer_as_they_do_together(
+    job: Path,
+) -> None:
+    run = job / "output/turns"
+    process = Fork(
+        [sys.executable, "-m", "batchkit", "run", "job.toml"],
+        cwd=job,
+        stdout=DEVNULL,
+        stderr=DEVNULL,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        until(lambda: judged(run) >= 8 or process.poll() is not None, within_s=120)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert 8 <= judged(run) < N_ROWS
+    assert calls(run).total() == N_ROWS + judged(run)
+    ended = batchkit("run", "job.toml", cwd=job, start=Fork)
+    assert ended.returncode == 0, ended.stderr
+    assert calls(run) == each_once(THREE_STEPS, N_ROWS)
+    log = (run / "run.log").read_text()
+    assert log.count("next engine: [engines.judge]") == 1, "the second start begins with it"
+    assert log.count("next engine: [engine];") == 1
+    assert "engine judge: out of memory" in log
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert manifest["engines"]["judge"]["engine_steps"] == [{"max_num_seqs": 4}]
+    assert manifest["engine_steps"] == []
+    assert "engine judge: engine settings remembered: {'max_num_seqs': 4}" in log
+    assert [start["engine_restarts"] > 0 for start in manifest["starts"]] == [True, False]
+    assert "vllm" in manifest["starts"][-1]["engines"]["judge"]
+    assert (run / "engine.judge.log").exists()
+
+    fits = ["--set", "name=together", "--set", "run.worker_gpus=0"]
+    together = batchkit("run", "job.toml", *fits, cwd=job, start=Fork)
+    assert together.returncode == 0, together.stderr
+    assert "engines are loaded together" in together.stderr
+    assert "next engine: " not in together.stderr
+    assert answers(job / "output/together") == answers(run)
