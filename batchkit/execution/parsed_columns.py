@@ -26,7 +26,8 @@ def parsed_columns(log: Path, job: JobConfig) -> dict[str, str]:
     Texts, numbers, true and false keep their type, also in a list; anything else is JSON as text.
     Keys past the first thousand have no column.
     """
-    last = job.of_step(job.steps[-1]) if job.steps else job
+    answering = [step for step in job.steps if step.answer and step.name != job.select.step]
+    last = job.of_step(answering[-1]) if answering else job
     if not (last.output.parse or job.rollout or any(step.parse for step in job.steps)):
         return {}
     found = dict(_of_schema(schema_in(last.sampling.params()))) if last.output.parse else {}

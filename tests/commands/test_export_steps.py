@@ -123,5 +123,6 @@ def test_the_keys_of_what_a_function_returned_are_columns() -> None:
 def test_the_keys_of_the_last_steps_json_are_columns() -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 4}}}
     end = {"parse": "json", "sampling": {"structured_outputs": {"json": schema}}}
-    make_run(2, [STEPS[0], {"name": "end", "prompt": {"user": "?"}, **end}])
+    check = {"name": "check", "prompt": {"user": "?"}, "answer": False, "parse": "json"}
+    make_run(2, [STEPS[0], {"name": "end", "prompt": {"user": "?"}, **end}, check])
     assert [row["n"] for row in exported()] == [4, 4]

@@ -263,6 +263,20 @@ def test_where_the_judge_is_skipped_the_first_candidate_is_the_rows() -> None:
     assert record["steps"]["judge"] == {"skipped": True}
 
 
+def test_a_judge_of_nothing_is_not_asked() -> None:
+    with serving() as server:
+        ended = run(
+            server,
+            [{"id": "r", "q": "?"}],
+            steps=[{**DRAFT, "when": "no"}, {**JUDGE, "prompt": {"user": "judger"}}],
+            select={"by": "step", "step": "judge"},
+        )
+        assert ended.exit_code == 3
+        assert not [body for body in server.bodies if body["messages"][0]["content"] == "judger"]
+    record = records()["r"]
+    assert record["error"]["kind"] == "empty"
+
+
 def test_steps_choose_each_by_what_it_looks_for() -> None:
     """The draft by its own number, the answer by [scoring]."""
     steps = [

@@ -41,7 +41,9 @@ class Steps:
         try:
             for step in self._steps:
                 candidates: list[Completion] | None = None
-                if step.name == self._judge and done:
+                if step.name == self._judge:
+                    if not done:
+                        break
                     candidates = self._candidates(done)
                     last = candidates[0]
                 seen = with_answers(row.row, answers, _texts(candidates))
