@@ -79,6 +79,7 @@ def test_rows_by_page(view: Viewed, place: Path) -> None:
         ({"group": "Fact Checking", "limit": 3}, [1, 4, 7]),
         ({"group": "nothing"}, []),
         ({"scorer": "f1", "min": 0.3, "max": 0.7}, [8]),
+        ({"scorer": "f1", "min": 0.5, "max": 0.5}, [8]),
         ({"scorer": "em", "max": 0}, [0, 1, 8, 10, 20, 30, 40, 50, 60]),
         ({"scorer": "none", "max": 0}, []),
         ({"group": "Data Analysis", "scorer": "f1", "max": 0}, [0, 30, 60]),

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from batchkit.commands.view.columns import Table
 from batchkit.commands.view.detail import Details
 from batchkit.commands.view.index import Index, Indexes, Snapshot
 from batchkit.commands.view.pairs import ONLY, Pairs, page_of, pairs_of
@@ -76,20 +77,13 @@ class Api:
         )
 
     def row(self, request: Request) -> Response:
-        row = _number(request, "row")
-        index, snapshot = self._grown(self._folder(request))
-        try:
-            return _json(self._details.row(index, snapshot, row, request.url.path))
-        except KeyError:
-            raise HTTPException(404, f"row {row} has no record") from None
+        index, entries = self._entries(request)
+        return _json(self._details.row(index, entries, request.url.path))
 
     def image(self, request: Request) -> Response:
-        row, n = _number(request, "row"), _number(request, "n")
-        index, snapshot = self._grown(self._folder(request))
+        index, entries = self._entries(request)
         try:
-            content = self._details.image(index, snapshot, row, n)
-        except KeyError:
-            raise HTTPException(404, f"row {row} has no image {n}") from None
+            content = self._details.image(index, entries[-1], _number(request, "n"))
         except MediaError as error:
             raise HTTPException(404, masked_text(str(error))) from None
         return Response(content, media_type="image/webp")
@@ -129,6 +123,15 @@ class Api:
             raise HTTPException(
                 404, f"no run {key!r} here; it may have been moved or deleted"
             ) from None
+
+    def _entries(self, request: Request) -> tuple[Index, Table]:
+        """Those of one row, the newest last."""
+        row = _number(request, "row")
+        index, snapshot = self._grown(self._folder(request))
+        entries = snapshot.entries[snapshot.entries["row"] == row]
+        if not len(entries):
+            raise HTTPException(404, f"row {row} has no record")
+        return index, entries
 
     def _grown(self, folder: Path) -> tuple[Index, Snapshot]:
         index = self._indexes.of(folder)

@@ -14,7 +14,8 @@ import orjson
 from PIL import Image
 
 from batchkit.commands.input_rows import InputRows
-from batchkit.commands.view.index import Index, Snapshot
+from batchkit.commands.view.columns import Table
+from batchkit.commands.view.index import Index
 from batchkit.config.masking import masked_text
 from batchkit.config.tables import JobConfig, MediaTable
 from batchkit.errors import MediaError, RowError
@@ -48,15 +49,15 @@ class Details:
         self._sources: OrderedDict[tuple[Path, int], Sequence[Any]] = OrderedDict()
         self._lock = threading.Lock()  # requests, in several threads
 
-    def row(self, index: Index, snapshot: Snapshot, row: int, url: str) -> dict[str, Any]:
-        """All about the row with this index; its images are at ``url``/images/0 and so on.
+    def row(self, index: Index, entries: Table, url: str) -> dict[str, Any]:
+        """All about the row with these entries, the newest last; its images are at ``url``/images/0
+        and so on.
 
         Raises:
-            KeyError: it has no record.
             StoreError: the log was changed.
         """
-        *older, newest = [index.record(snapshot.entries[n]) for n in _entries(snapshot, row)]
-        job = _job(index.folder)
+        *older, newest = [index.record(entry) for entry in entries]
+        job, row = _job(index.folder), newest["index"]
         prompt = _prompt(newest, job)
         self._keep((index.folder, row), prompt.sources)
         return {
@@ -68,22 +69,20 @@ class Details:
             "steps": [*_steps(index.folder / STEPS, row)],
         }
 
-    def image(self, index: Index, snapshot: Snapshot, row: int, n: int) -> bytes:
-        """Image ``n`` of a row as WebP, of at most ``MOST_IMAGE_BYTES``.
+    def image(self, index: Index, entry: Any, n: int) -> bytes:
+        """Image ``n`` of the row with this entry as WebP, of at most ``MOST_IMAGE_BYTES``.
 
         Raises:
-            KeyError: there is no such row or image.
-            MediaError: it can't be opened, or is not on this machine.
+            MediaError: there is none, it can't be opened, or it is not on this machine.
         """
-        job = _job(index.folder)
+        job, key = _job(index.folder), (index.folder, int(entry["row"]))
         with self._lock:
-            sources = self._sources.get((index.folder, row))
+            sources = self._sources.get(key)
         if sources is None:
-            record = index.record(snapshot.entries[_entries(snapshot, row)[-1]])
-            sources = _prompt(record, job).sources
-            self._keep((index.folder, row), sources)
+            sources = _prompt(index.record(entry), job).sources
+            self._keep(key, sources)
         if n >= len(sources):
-            raise KeyError(n)
+            raise MediaError(f"row {key[1]} has no image {n}")
         return _encoded(sources[n], job.media)
 
     def _keep(self, key: tuple[Path, int], sources: Sequence[Any]) -> None:
@@ -92,13 +91,6 @@ class Details:
             self._sources.move_to_end(key)
             while len(self._sources) > _KEPT:
                 self._sources.popitem(last=False)
-
-
-def _entries(snapshot: Snapshot, row: int) -> list[int]:
-    found = snapshot.of_row(row)
-    if not found:
-        raise KeyError(row)
-    return found
 
 
 def _job(folder: Path) -> JobConfig:

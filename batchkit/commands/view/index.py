@@ -51,11 +51,6 @@ class Snapshot(NamedTuple):
     scorers: Sequence[str]
     share: float
 
-    def of_row(self, row: int) -> list[int]:
-        """The numbers of its entries, the newest last."""
-        found: list[int] = np.flatnonzero(self.entries["row"] == row).tolist()
-        return found
-
 
 class Index:
     """The index of the log that was in ``folder`` when this was made; requests in several threads
@@ -96,7 +91,7 @@ class Index:
     def grow(self, budget_s: float) -> Snapshot:
         """The index after reading on for about ``budget_s``, or to the end of the log."""
         deadline = time.monotonic() + budget_s
-        if self._growing.acquire(timeout=budget_s):
+        if self._growing.acquire(timeout=2 * budget_s):  # another request has it for ``budget_s``
             try:
                 self._grow(deadline)
             finally:
@@ -123,10 +118,12 @@ class Index:
     def _grow(self, deadline: float) -> None:
         if self._log_problem is not None and _stamp(self.folder / CHECKPOINT) != self._checked:
             self._check()  # it may have been repaired
-        before, is_whole = self._state(), False
-        while not is_whole and time.monotonic() < deadline:
+        before = self._state()
+        while True:
             size = os.fstat(self._log.fileno()).st_size
             is_whole = self._read_log(self._columns, size, deadline) and self._read_scores(deadline)
+            if is_whole or time.monotonic() >= deadline:
+                break
         columns = self._columns
         share = 1.0 if is_whole else min(0.99, columns.end / size)
         if before != self._state() or share != self._snapshot.share:

@@ -47,8 +47,8 @@ class Query:
                 chosen = chosen[entries[column][chosen] == number]
         if self.least is not None or self.most is not None:
             scores = _scores(snapshot, self.scorer)[chosen]
-            least = -np.inf if self.least is None else self.least
-            most = np.inf if self.most is None else self.most
+            least = np.float32(-np.inf if self.least is None else self.least)
+            most = np.float32(np.inf if self.most is None else self.most)
             chosen = chosen[(scores >= least) & (scores <= most)]
         if has_words is not None:
             chosen = chosen[has_words[chosen]]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchkit.commands.status import Status, status
+from batchkit.config.masking import masked_text
 from batchkit.errors import BatchkitError, StoreError
 from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.ledger import RESULTS
@@ -81,8 +82,8 @@ class Runs:
         """By key; the newest run first. Empty if the folder is gone."""
         if self.is_single:
             return {self.single_key: self.target} if is_run(self.target) else {}
-        manifests = sorted(self.target.glob(f"*/{MANIFEST}"), key=_changed_at, reverse=True)
-        return {key_of(path.parent.name): path.parent for path in manifests}
+        found = sorted(self.target.glob(f"[!.]*/{MANIFEST}"), key=_changed_at, reverse=True)
+        return {key_of(path.parent.name): path.parent for path in found}
 
     def folder(self, key: str) -> Path:
         """Raises KeyError if there is no such run, or no longer."""
@@ -99,7 +100,8 @@ class Runs:
             try:
                 yield head | self.look(folder).summary()
             except (BatchkitError, OSError) as error:
-                yield head | {"name": folder.name, "state": "stopped", "error": str(error)}
+                text = masked_text(str(error))
+                yield head | {"name": folder.name, "state": "stopped", "error": text}
 
     def look(self, folder: Path) -> Look:
         """The run now. Its files are read again only if they changed.
