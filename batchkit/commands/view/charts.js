@@ -46,7 +46,7 @@ export function placeOf(at, start, metrics) {
   return Math.min(metrics.seconds.at(-1), Math.max(lowest, seconds));
 }
 
-let pointed = null; // seconds at work, where the pointer is: new points don't move it
+let pointed = null; // where the pointer is: its seconds at work, and in which chart
 
 // Draws all charts that have something to show into the box. Each mark: {seconds, text}.
 export function drawCharts(box, metrics, marks) {
@@ -57,18 +57,18 @@ export function drawCharts(box, metrics, marks) {
     .filter(({ lines }) => lines.length)
     .map((chart) => figureOf(chart, metrics, span, marks));
   box.replaceChildren(...figures.map(({ figure }) => figure));
-  const showAll = (at) => {
-    pointed = at;
-    for (const { show } of figures) show(at);
+  const showAll = (at, nth) => {
+    pointed = at === null ? null : { at, nth };
+    figures.forEach(({ show }, n) => show(at, n === nth));
   };
-  if (pointed !== null) showAll(pointed);
-  for (const { plot } of figures) {
+  if (pointed) showAll(pointed.at, pointed.nth); // new points come while it stays
+  figures.forEach(({ plot }, nth) => {
     plot.addEventListener("pointermove", (event) => {
       const { left, width } = plot.getBoundingClientRect();
-      showAll(Math.min(1, Math.max(0, (event.clientX - left) / width)) * span);
+      showAll(Math.min(1, Math.max(0, (event.clientX - left) / width)) * span, nth);
     });
     plot.addEventListener("pointerleave", () => showAll(null));
-  }
+  });
 }
 
 function linesOf({ lines, scale = 1 }, metrics) {
@@ -99,7 +99,7 @@ function figureOf(chart, metrics, span, marks) {
     svg.append(shape("line", { class: "grid", x1: 0, x2: 1000, y1: height, y2: height }));
   }
   lines.forEach(({ values }, nth) => {
-    for (const part of parts(values)) {
+    for (const part of parts(values, metrics.start)) {
       const corners = part.flatMap((place) => [
         ...(chart.isRate ? [[seconds[place - 1] ?? 0, values[place]]] : []), [seconds[place], values[place]],
       ]).map(([at, value]) => [x(at), y(value)]);
@@ -112,7 +112,7 @@ function figureOf(chart, metrics, span, marks) {
   for (const place of boundaries(metrics)) {
     svg.append(upright("pause", x(seconds[place])));
   }
-  for (const mark of marks) svg.append(upright("event", x(mark.seconds), mark.text));
+  for (const mark of marks) svg.append(upright("event", x(mark.seconds)));
   const cursor = upright("cursor", 0);
   cursor.setAttribute("visibility", "hidden");
   svg.append(cursor);
@@ -124,19 +124,23 @@ function figureOf(chart, metrics, span, marks) {
   axis.append(...[0, 1, 2, 3, 4].map((part) => make("span", "", clock(span * part / 4))));
   figure.append(caption, plot, axis);
 
-  function show(at) {
+  // The chart that is pointed at shows an event that is near; the others their values there.
+  function show(at, isPointedAt) {
     cursor.setAttribute("visibility", at === null ? "hidden" : "visible");
     if (at === null) {
+      plot.title = "";
       text.replaceChildren(...summary);
       return;
     }
     const place = nearest(seconds, at), near = NEAR_PX * span / Math.max(1, plot.clientWidth);
     const mark = marks.find((mark) => Math.abs(mark.seconds - at) < near);
     for (const name of ["x1", "x2"]) cursor.setAttribute(name, x(mark?.seconds ?? seconds[place]));
-    const values = lines.map(({ name, values }) => `${short(values[place], unit) || "–"} ${name}`.trim());
-    text.textContent = mark
+    const values = lines.map(({ name, values }) => (name
+      ? `${name} ${short(values[place]) || "–"}` : short(values[place], unit) || "–"));
+    text.textContent = mark && isPointedAt
       ? `${clock(mark.seconds)}: ${mark.text}`
       : `${values.join(", ")} after ${clock(seconds[place])}`;
+    plot.title = mark?.text ?? "";
   }
   return { figure, plot, show };
 }
@@ -156,24 +160,19 @@ function legend({ name, values }, seconds) {
   return make("span", "", `${newest} last, ${mean}${short(Math.max(...known))} at most`);
 }
 
-// Stretches of places that have a value.
-function parts(values) {
-  const found = [[]];
+// Stretches of places that have a value, each within one start.
+function parts(values, start) {
+  const found = [];
   values.forEach((value, place) => {
-    if (value !== null) found.at(-1).push(place);
-    else if (found.at(-1).length) found.push([]);
+    const isNext = place && values[place - 1] !== null && start[place - 1] === start[place];
+    if (value !== null) isNext ? found.at(-1).push(place) : found.push([place]);
   });
-  return found.filter((part) => part.length);
+  return found;
 }
 
-const boundaries = ({ start }) => start.map((_, place) => place).filter((n) => n && start[n] !== start[n - 1]);
+const boundaries = ({ start }) => start.flatMap((one, place) => (place && one !== start[place - 1] ? [place] : []));
 
-function upright(className, at, text) {
-  const line = shape("line", { class: className, x1: at, x2: at, y1: 0, y2: 100 });
-  if (text) line.append(shape("title", {}));
-  if (text) line.firstChild.textContent = text;
-  return line;
-}
+const upright = (className, at) => shape("line", { class: className, x1: at, x2: at, y1: 0, y2: 100 });
 
 function nearest(sorted, value) {
   let low = 0, high = sorted.length - 1;

@@ -43,6 +43,7 @@ async function load() {
   pairs.ariaBusy = "true";
   try {
     const found = await fetchJson(`/api/compare?${query}`, { signal });
+    if (signal.aborted) return;
     note("problem", "");
     draw(found);
     if (found.indexed < 1) setTimeout(load, AGAIN_MS);

@@ -73,10 +73,10 @@ export function openFilters(changed) {
 
   function clear() {
     put({});
-    now();
+    apply();
   }
 
-  function now() {
+  function apply() {
     clearTimeout(typing);
     allow();
     changed();
@@ -85,8 +85,8 @@ export function openFilters(changed) {
   for (const control of controls) {
     control.addEventListener("input", () => {
       clearTimeout(typing);
-      if (control.id === "search") typing = setTimeout(now, TYPING_MS);
-      else now();
+      if (control.id === "search") typing = setTimeout(apply, TYPING_MS);
+      else apply();
     });
   }
   byId("filters").addEventListener("submit", (event) => event.preventDefault());
@@ -95,5 +95,9 @@ export function openFilters(changed) {
     clear();
   });
 
-  return { values, put, query, offer, clear, now, scorer: () => scorers.get(query().scorer), scorers: () => scorers };
+  return {
+    values, put, query, offer, clear, apply,
+    scorers: () => scorers,
+    scorer: () => scorers.get(query().scorer),
+  };
 }

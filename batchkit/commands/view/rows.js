@@ -13,7 +13,8 @@ const SOON_MS = 50; // until the next look while the server has not read all of 
 export function openRows(run) {
   const list = byId("list"), detail = byId("detail");
   const filters = openFilters(() => go(0));
-  let page = { offset: 0, rows: [], total: 0 };
+  let offset = 0; // of the page that is wanted
+  let page = { offset: 0, rows: [], total: 0 }; // that is shown
   let at = -1; // the open row's place on the page
   let open = null; // its index
   let shown = ""; // which record of it the detail shows
@@ -29,45 +30,59 @@ export function openRows(run) {
     refresh = null;
     asking?.abort();
     asking = new AbortController();
-    const { signal } = asking, began = performance.now(), { offset } = page;
+    const { signal } = asking, began = performance.now();
     const query = new URLSearchParams({ ...filters.query(), offset, limit: LIMIT });
     list.ariaBusy = "true";
     try {
       const found = await fetchJson(apiUrl(run, `/rows?${query}`), { signal });
+      if (signal.aborted) return;
+      asking = null;
       if (!found.rows.length && offset && found.total) { // there are fewer pages than before
         go(Math.floor((found.total - 1) / LIMIT) * LIMIT, select);
         return;
       }
       tookMs = performance.now() - began;
-      const isSame = select === "open" && JSON.stringify([found.rows, offset]) === drawn;
+      const now = JSON.stringify([found.rows, offset, [...filters.scorers().keys()]]);
+      const isSame = select === "open" && now === drawn;
       page = found;
-      drawn = JSON.stringify([found.rows, offset]);
+      drawn = now;
       if (isSame) count();
       else draw(select);
       showPlace();
-      if (page.indexed < 1 || page.total === null) refresh = setTimeout(() => load("open"), SOON_MS);
+      if (isPartial()) later(SOON_MS);
     } catch (error) {
       if (signal.aborted) return;
+      asking = null;
       list.replaceChildren(make("p", "empty", error.message));
+      drawn = "";
+      later();
     }
     list.ariaBusy = "false";
   }
 
-  function go(offset, select = "first") {
-    page.offset = offset;
+  function go(to, select = "first") {
+    offset = to;
     load(select);
   }
 
-  function later() {
-    refresh ??= setTimeout(() => load("open"), Math.max(GAP_MS, 5 * tookMs));
+  // A request that is on its way is let through: a slow search would never end in a fast run.
+  function later(ms = Math.max(GAP_MS, 5 * tookMs)) {
+    refresh ??= setTimeout(() => {
+      refresh = null;
+      if (asking) later();
+      else load("open");
+    }, ms);
   }
+
+  const isPartial = () => page.indexed < 1 || page.total === null;
 
   function draw(select) {
     const { rows } = page;
     count();
     const top = select === "open" ? list.scrollTop : 0;
     const isFiltered = Object.keys(filters.query()).length > 0;
-    const nothing = isFiltered ? "No row passes these filters." : "No row has finished yet.";
+    let nothing = isFiltered ? "No row passes these filters." : "No row has finished yet.";
+    if (isPartial()) nothing = "No row yet: the log is being read.";
     list.replaceChildren(...(rows.length ? rows.map(item) : [make("p", "empty", nothing)]));
     list.scrollTop = top;
     const place = rows.findIndex((row) => row.index === open);
@@ -80,11 +95,11 @@ export function openRows(run) {
   }
 
   function count() {
-    const { total, rows, offset, indexed = 1 } = page;
-    drawPager(byId("pager"), { offset, limit: LIMIT, total, n: rows.length, go });
+    const { total, rows, indexed } = page;
+    drawPager(byId("pager"), { offset: page.offset, limit: LIMIT, total, n: rows.length, go });
     const of = done === null || total === done ? "" : ` of ${number.format(done)}`;
     const text = total === null
-      ? `${number.format(offset + rows.length)} rows found so far`
+      ? `${number.format(page.offset + rows.length)} rows found so far`
       : `${number.format(total)}${of} rows`;
     byId("count").textContent = indexed < 1 ? `${text}; ${Math.floor(100 * indexed)} % of the log is read` : text;
   }
@@ -140,12 +155,16 @@ export function openRows(run) {
   async function openRow(index) {
     const row = page.rows[at];
     const wanted = JSON.stringify([index, row?.attempt, row?.status, row?.scores]);
-    if (row && wanted === shown) return;
+    if (row && wanted === shown) {
+      highlight(detail, filters.values().search ?? "");
+      return;
+    }
     askingRow?.abort();
     askingRow = new AbortController();
     const { signal } = askingRow;
     try {
       const found = await fetchJson(apiUrl(run, `/rows/${index}`), { signal });
+      if (signal.aborted) return;
       const isOther = detail.dataset.index !== String(index);
       drawRow(detail, found, filters.scorers());
       showPlace();
@@ -176,31 +195,32 @@ export function openRows(run) {
   function step(by) {
     const place = at + by;
     if (place >= 0 && place < page.rows.length) choose(place);
+    else if (offset !== page.offset) return; // the next page is on its way
     else if (by < 0) turn(-1, "last");
     else turn(1);
   }
 
   function turn(by, select = "first") {
-    const offset = page.offset + by * LIMIT;
-    const isThere = by < 0 ? offset >= 0 : page.total === null ? page.rows.length : offset < page.total;
-    if (isThere) go(offset, select);
+    const to = offset + by * LIMIT;
+    const isThere = by < 0 ? to >= 0 : page.total === null ? page.rows.length : to < page.total;
+    if (isThere) go(to, select);
   }
 
   // ---- the address, the keys, and what the rest of the page asks for
 
   function remember() {
     const state = new URLSearchParams(filters.values());
-    if (page.offset) state.set("offset", page.offset);
+    if (offset) state.set("offset", offset);
     if (open !== null) state.set("row", open);
     history.replaceState(null, "", location.pathname + (state.size ? `?${state}` : ""));
   }
 
   function recall() {
     const state = new URLSearchParams(location.search);
-    const [offset, row] = ["offset", "row"].map((name) => (/^\d{1,10}$/.test(state.get(name)) ? Number(state.get(name)) : null));
+    const whole = (name) => (/^\d{1,10}$/.test(state.get(name)) ? Number(state.get(name)) : null);
     filters.put(Object.fromEntries(state));
-    page.offset = Math.floor((offset ?? 0) / LIMIT) * LIMIT;
-    open = row;
+    offset = Math.floor(whole("offset") / LIMIT) * LIMIT;
+    open = whole("row");
   }
 
   function set({ row, ...values }) {
@@ -226,7 +246,7 @@ export function openRows(run) {
   const steps = { j: 1, k: -1 }, turns = { n: 1, p: -1 };
   listenToKeys({
     list,
-    onEnter: filters.now,
+    onEnter: filters.apply,
     clear: () => (detail.contains(document.activeElement) ? list.focus() : filters.clear()),
     onKey: (event) => {
       const { key } = event, last = page.rows.length - 1;

@@ -184,7 +184,7 @@ function drawEngine() {
   const { starts } = status;
   if (!isNew("engine", [starts, status.state])) return;
   byId("starts").replaceChildren(table(
-    ["", "began (UTC)", "ended with", "time at work", "engine restarts"],
+    ["", "began (UTC)", "end", "time at work", "engine restarts"],
     starts.map((start) => [
       `start ${start.number}`, when(start.started_at, { seconds: true }).replace(" UTC", ""), endOf(start),
       start.seconds ? clock(start.seconds) : "–", String(start.engine_restarts),

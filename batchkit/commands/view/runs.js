@@ -5,7 +5,7 @@ const AGAIN_MS = 3000;
 const HEADS = ["", "state", "rows done", "failed", "last started", "compare"];
 const search = byId("search"), list = byId("runs");
 let runs = null, shown = "", timer = null;
-const chosen = new Set(new URLSearchParams(location.search).getAll("compare"));
+const chosen = new Set();
 
 async function load() {
   clearTimeout(timer);
@@ -74,7 +74,7 @@ function cells(run) {
 }
 
 function allow() {
-  byId("compare").disabled = chosen.size !== 2;
+  byId("compare").disabled = runs.filter(({ run }) => chosen.has(run)).length !== 2;
 }
 
 function step(by) {
