@@ -28,7 +28,7 @@ HOSTILE = (
 RESTART = "engine died (oom) with 3 rows in flight: <b>planted</b>"
 N = 121
 PAGE = 50
-SLOW = {"engine": {"options": {"latency_s": 0.2}}, "run": {"max_in_flight": 4}}  # 20 rows a second
+SLOW = {"engine": {"options": {"latency_s": 0.1}}, "run": {"max_in_flight": 4}}  # 40 rows a second
 
 
 class Opened(NamedTuple):
@@ -89,7 +89,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text = f"Reading the table.\n[Final Answer]: {row['FinalAnswer']}"
         return failure("server") if index == 3 else text
 
-    _note_restart(make_run(place, table, answer))
+    _note_restart(make_run(place, table, answer, **SLOW))
     make_run(place, table, better, name="better")
     return place / "output"
 

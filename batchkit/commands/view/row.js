@@ -9,7 +9,7 @@ export function drawRow(detail, found, scorers) {
   const held = nav.contains(document.activeElement) ? document.activeElement : null;
   const open = new Set([...detail.querySelectorAll("details[open] > summary")].map(titleOf));
   detail.replaceChildren(...[
-    headOf(record, nav), errorOf(record), ...promptOf(found.prompt),
+    headOf(record, nav), errorOf(record), ...promptOf(found),
     pairOf(record, found.reference), scoresOf(record, scorers), ...choicesOf(found),
     ...steps.flatMap(stepOf), attemptsOf(attempts), fieldsOf(record), rawOf(record),
   ].filter(Boolean));
@@ -67,20 +67,15 @@ function errorOf({ error }) {
 
 // ---- the prompt
 
-function promptOf(prompt) {
-  if (!prompt) return [];
-  if (prompt.error) return [make("p", "missing", `The prompt can't be shown: ${prompt.error}`)];
-  const messages = prompt.messages ?? [{ role: "prompt", content: prompt.text }];
-  const said = messages.map(({ role, content }) => {
-    const text = wordsOf(content);
-    return titled(role === "prompt" ? "Prompt" : `Prompt: ${role}`, make("p", text.length > LONG ? "question long" : "question", text));
-  });
-  return [picturesOf(prompt.images ?? []), ...said];
-}
-
-function wordsOf(content) {
-  if (typeof content === "string") return content;
-  return (content ?? []).map((part) => part.text ?? `[${part.type}]`).join("\n");
+function promptOf({ record, prompt }) {
+  const pictures = picturesOf(prompt.images);
+  if (prompt.error) {
+    const isSaid = record.error?.message?.includes(prompt.error);
+    return [pictures, isSaid ? null : make("p", "missing", `The prompt can't be shown: ${prompt.error}`)];
+  }
+  const messages = prompt.messages ?? [{ role: "", content: prompt.text }];
+  return [pictures, ...messages.map(({ role, content }) =>
+    titled(role ? `Prompt: ${role}` : "Prompt", make("p", content.length > LONG ? "question long" : "question", content)))];
 }
 
 function picturesOf(images) {
@@ -126,7 +121,8 @@ function choicesOf({ record, answers }) {
   if (record.status !== "ok") return [];
   const choices = record.choices ?? [record];
   return choices.flatMap((choice, n) => said({
-    title: choices.length > 1 ? `Answer ${n + 1} of ${choices.length}` : "Answer",
+    title: choices.length > 1
+      ? `Answer ${n + 1} of ${choices.length}${n === record.selected ? ", selected" : ""}` : "Answer",
     reasoning: choice.reasoning, text: answers?.[n] ?? choice.text,
   }));
 }

@@ -145,21 +145,22 @@ function draw() {
     box.append(make("dt", "", name), shown);
     return box;
   }));
-  if (!metrics || !isNew("charts", [metrics.at, marks()])) return;
-  drawCharts(byId("charts"), metrics, marks());
+  const happened = metrics && marks();
+  if (!metrics || !isNew("charts", [metrics.at, happened])) return;
+  drawCharts(byId("charts"), metrics, happened);
   const starts = new Set(metrics.start).size;
   byId("charts-note").textContent = metrics.at.length < 2
     ? "Nothing has been measured yet."
     : [
       "Over the time at work, loading the model included.",
       starts > 1 && "A broken line is a new start; the time between two is cut out.",
-      marks().length && "A red line is an event of the engine: point at it, or see the list below.",
+      happened.length && "A red line is an event of the engine: point at it, or see the list below.",
     ].filter(Boolean).join(" ");
 }
 
 function marks() {
   return status.starts.flatMap((start) => start.events
-    .map(({ at, text }) => ({ seconds: at && metrics?.at.length ? placeOf(at, start.number, metrics) : null, text }))
+    .map(({ at, text }) => ({ seconds: placeOf(at, start.number, metrics), text }))
     .filter((mark) => mark.seconds !== null));
 }
 
@@ -240,4 +241,4 @@ async function offerRuns() {
 
 document.addEventListener("visibilitychange", connect);
 connect();
-offerRuns();
+offerRuns().catch(() => {}); // the page says elsewhere that the server does not answer
