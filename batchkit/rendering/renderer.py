@@ -96,10 +96,10 @@ class PromptRenderer:
         Raises:
             RowError: the row's own fault; otherwise only errors of the machine are raised.
         """
-        return self._render(row, attempt, input_hash(row.fields))
+        return self.render_as(row, attempt, input_hash(row.fields))
 
-    def _render(self, row: Row, attempt: int, of_input: str) -> Request:
-        """As ``render``; ``of_input`` is the row's hash before any template was applied."""
+    def render_as(self, row: Row, attempt: int, of_input: str) -> Request:
+        """As ``render``; ``of_input`` is the hash for the request."""
         if row.error is not None:
             raise row.error
         note = self._templates.note(row.fields)
@@ -141,7 +141,7 @@ class PromptRenderer:
         """As ``render``; a row error is returned as a failed Completion."""
         of_input = input_hash(row.fields)
         try:
-            return self._render(row, attempt, of_input)
+            return self.render_as(row, attempt, of_input)
         except RowError as error:
             request = Request(row, None, None, {}, of_input, attempt)
             return Completion(request, error=error)

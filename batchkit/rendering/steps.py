@@ -79,13 +79,13 @@ class StepsRenderer:
         when, renderer = self._when.get(step), self._by_name[step]
         return renderer.takes_long or renderer.opens_files or bool(when and when.takes_long)
 
-    def render_step(self, step: str, row: Row, attempt: int) -> Request:
-        """The request of a step; ``row`` has what ``with_answers`` adds.
+    def render_step(self, step: str, row: Row) -> Request:
+        """The request of a step, without a hash; ``row`` has what ``with_answers`` adds.
 
         Raises:
             RowError: as ``PromptRenderer.render``.
         """
-        return self._by_name[step].render(row, attempt)
+        return self._by_name[step].render_as(row, 1, "")
 
     def render(self, row: Row, attempt: int = 1) -> Request:
         return replace(self._first.render(with_answers(row, {}), attempt), row=row)

@@ -68,31 +68,33 @@ class Generate:
                 f"generate: step is {short(step)}, expected a name of letters, digits and _"
             )
         wanted = checked_tools(_own(tools), _own(tool_choice), "tools", "tool_choice")
-        request = Request(
-            self._row.row,
-            None,
-            None,
-            {**self._sampling, **_own(sampling)} if sampling else self._sampling,
-            input_hash="",
-            tools=wanted.tools,
-            tool_choice=wanted.tool_choice,
-            chat_template_kwargs=_own(chat_template_kwargs or {}),
-        )
-        if not chat:
-            if not isinstance(prompt, str) or wanted.tools:
-                raise RequestError("generate: chat=False is for a text without tools")
-            request = replace(request, prompt=prompt)
-            completion = await self._row.ask(lambda: request, step, engine, takes_long=False)
-        else:
-            messages = _messages(prompt)
-            has_parts = any(isinstance(one.get("content"), list) for one in messages)
-            completion = await self._row.ask(
-                lambda: self._with(request, messages), step, engine, takes_long=has_parts
+        merged = {**self._sampling, **_own(sampling)} if sampling else self._sampling
+        kwargs = _own(chat_template_kwargs) or {}
+
+        def render() -> Request:
+            opened, media_bytes = (None, 0) if messages is None else self._opened(messages)
+            return Request(
+                self._row.row,
+                opened,
+                str(prompt) if messages is None else None,
+                merged,
+                input_hash="",
+                media_bytes=media_bytes,
+                tools=wanted.tools,
+                tool_choice=wanted.tool_choice,
+                chat_template_kwargs=kwargs,
             )
+
+        messages = _messages(prompt) if chat else None
+        if messages is None and (wanted.tools or not isinstance(prompt, str)):
+            raise RequestError("generate: chat=False is for a text without tools")
+        has_parts = any(isinstance(one.get("content"), list) for one in messages or ())
+        completion = await self._row.ask(render, step, engine, takes_long=has_parts)
         assert completion is not None
         if completion.error is not None:
             raise completion.error
-        return replace(completion, prompt=None)  # a recorded one has none
+        # A recorded one has no prompt.
+        return completion if completion.prompt is None else replace(completion, prompt=None)
 
     async def many(
         self, prompts: Sequence[Prompt], *, return_exceptions: bool = False, **arguments: Any
@@ -116,16 +118,22 @@ class Generate:
                 raise one
         return found
 
-    def _with(self, request: Request, messages: Sequence[Mapping[str, Any]]) -> Request:
-        opened = self._renderer.messages(list(messages))
-        filled = replace(request, messages=opened)
-        if not (images := filled.images):
-            return replace(request, messages=_own(opened))
-        pixels = sum(image.width * image.height for image in images)
-        return replace(filled, media_bytes=_BYTES_PER_PIXEL * pixels)
+    def _opened(self, messages: list[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], int]:
+        """The messages with their images, and the bytes of those."""
+        opened = self._renderer.messages(messages)
+        images = [
+            part["image_pil"]
+            for message in opened
+            if isinstance(message["content"], list)
+            for part in message["content"]
+            if part["type"] == "image_pil"
+        ]
+        if not images:
+            return _own(opened), 0
+        return opened, _BYTES_PER_PIXEL * sum(image.width * image.height for image in images)
 
 
-def _messages(prompt: Any) -> Sequence[Mapping[str, Any]]:
+def _messages(prompt: Any) -> list[Mapping[str, Any]]:
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     if (

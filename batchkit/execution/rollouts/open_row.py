@@ -176,8 +176,9 @@ class OpenRow:
             self.diverged = self.diverged or error
             raise
         if found is None:
-            call = call._replace(number=self._replay.new_number(call.step))
-            request = replace(request, call=call)
+            number = self._replay.new_number(call.step)
+            if number != call.number:
+                request = replace(request, call=call._replace(number=number))
             return request, self._desk.queue(self, request)
         answer: Answer = asyncio.get_running_loop().create_future()
         heapq.heappush(self._recorded, (found.place, found, request, answer))

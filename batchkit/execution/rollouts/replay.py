@@ -90,8 +90,9 @@ class Replay:
             self._left[step, found.line["call"]] -= 1
             return found
         if self._strict and self._left[step, number] > 0:
+            call = Call(step, number, hash_now).in_words
             raise ReplayError(
-                f"{Call(step, number, hash_now).in_words} asks for something else than before this row was interrupted, so its function"
+                f"{call} asks for something else than before this row was interrupted, so its function"
                 " does not always ask the same; let it depend on the row and on answers only (a seed"
                 ' for random numbers, no clock), or set output.replay = "fresh"'
             )

@@ -219,9 +219,7 @@ class Rollouts:
         """For a row: the answer to ``request``, which is cancelled if the row has ended."""
         answer = self._loop.create_future()
         with self._changed:
-            if (
-                self._open.get(row.row.index) is not row
-            ):  # what it has started goes on after its end
+            if self._open.get(row.row.index) is not row:  # its code goes on after its end
                 answer.cancel()
                 return answer
             self._n_busy -= not row.pending
@@ -233,14 +231,19 @@ class Rollouts:
                 self._pause_soon(row)
                 return answer
             self._held_bytes += request.media_bytes
+            is_first = not waiting
             (waiting.further if row.has_begun else waiting.first).append(request)
-            self._changed.notify_all()
+            if is_first or not self._may_come:
+                self._changed.notify_all()
         return answer
 
     def unqueue(self, row: OpenRow, request: Request) -> None:
         """For a row: it no longer waits for the answer to ``request``."""
+        if request.key not in row.pending:  # it has come
+            return
         with self._changed:
-            if row.pending.pop(request.key, None) is not None and not row.pending:
+            del row.pending[request.key]
+            if not row.pending:
                 self._n_busy += self._open.get(row.row.index) is row
         self._pause_soon(row)
 

@@ -86,7 +86,7 @@ class Steps:
         renderer, name = self._renderer, step.name
 
         def render() -> Request | None:
-            return renderer.render_step(name, seen, 1) if renderer.runs(name, seen) else None
+            return renderer.render_step(name, seen) if renderer.runs(name, seen) else None
 
         completion = await row.ask(
             render, name, step.engine, takes_long=renderer.step_takes_long(name)
