@@ -291,6 +291,8 @@ class Rollouts:
             )
             if self._error is not None or self._held_bytes >= self._job.media.max_memory_bytes:
                 room = 0
+            if self._is_ready and room < _BEGUN_AT_ONCE:  # many at once cost less
+                room = 0
         while len(tasks) < room and not self._tasks.broken:
             try:
                 task = self._tasks.get(timeout_s=0)

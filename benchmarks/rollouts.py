@@ -1,0 +1,144 @@
+"""Rows with several generations where the model costs nothing: CPU time for each, and memory of many rows.
+
+    python benchmarks/rollouts.py [--rows 20000] [--open 10000] [--quick]
+
+The dry-run engine answers; everything else is as in any run, and each start is a fresh command. CPU
+time is that of the command, less that of one with 100 rows. For the memory, ``--open`` rows are in
+flight at once: each asks three times with a growing conversation, and each answer takes seconds; their
+number is what the times in the ledger say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from figures import Figure
+
+FEW = 100
+WANTED_MIB = 1024
+JOB = """
+name = "rollouts"
+[input]
+path = "rows.jsonl"
+[engine]
+kind = "dry-run"
+"""
+PLAIN = '[prompt]\nuser = "Answer: {{ q }}"\n'
+STEPS = """
+[[steps]]
+name = "draft"
+prompt.user = "Answer: {{ q }}"
+[[steps]]
+name = "judge"
+prompt.user = "Judge {{ steps.draft.text }}"
+[[steps]]
+name = "revise"
+prompt.user = "Revise {{ steps.draft.text }} after {{ steps.judge.text }}"
+"""
+ROLLOUT = '[rollout]\nfunction = "solve.py:solve"\n'
+SOLVE = """
+async def solve(row, generate):
+    messages = [{"role": "user", "content": row["q"]}]
+    for _ in range(3):
+        answer = await generate(messages)
+        messages.append({"role": "assistant", "content": answer.text})
+        messages.append({"role": "user", "content": "Go on."})
+    return answer.text
+"""
+KINDS = {"one generation": (PLAIN, 1), "3 steps": (STEPS, 3), "rollout of 3": (ROLLOUT, 3)}
+
+
+class Ended(NamedTuple):
+    cpu_s: float
+    peak_mib: float
+    seconds: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--open", type=int, default=10_000)
+    parser.add_argument("--quick", action="store_true", help="5,000 rows")
+    args = parser.parse_args()
+    n_rows = 5_000 if args.quick else args.rows
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "solve.py").write_text(SOLVE)
+        costs = cpu_ms(folder, n_rows)
+        memory = in_flight(folder, args.open)
+    figures = [
+        Figure(
+            f"{memory['rows_open']:,} rollouts in flight",
+            memory["peak_mib"],
+            "MiB",
+            WANTED_MIB,
+            at_most=True,
+        )
+    ]
+    found = {"cpu_ms": costs, **memory, "figures": [figure.to_json() for figure in figures]}
+    print(json.dumps({"benchmark": "rollouts", "rows": n_rows, **found}))
+
+
+def cpu_ms(folder: Path, n_rows: int) -> dict[str, float]:
+    """CPU time of a generation, by kind of job."""
+    (folder / "rows.jsonl").write_text("".join(row(n, 40) for n in range(n_rows)))
+    print(f"{'job':>16} {'rows/s':>8} {'ms of CPU a generation':>24}")
+    costs = {}
+    for kind, (tables, generations) in KINDS.items():
+        few, many = (run(folder, JOB + tables, "--limit", str(n)) for n in (FEW, n_rows))
+        costs[kind] = round(1000 * (many.cpu_s - few.cpu_s) / ((n_rows - FEW) * generations), 4)
+        print(f"{kind:>16} {n_rows / many.seconds:>8,.0f} {costs[kind]:>24.3f}")
+    return costs
+
+
+def in_flight(folder: Path, n_rows: int) -> dict[str, Any]:
+    """The peak of the run's resident memory, and how many rows were open at once then."""
+    (folder / "rows.jsonl").write_text("".join(row(n, 2000) for n in range(n_rows)))
+    slow = JOB + "options.latency_s = 20.0\n" + ROLLOUT
+    settings = ["--set", f"rollout.concurrency={n_rows}", "--set", f"run.max_in_flight={n_rows}"]
+    peak_mib = run(folder, slow, *settings).peak_mib
+    began: dict[int, str] = {}
+    for line in lines(folder, "steps.jsonl"):
+        began.setdefault(line["index"], line["finished_at"])
+    ended = sorted(line["finished_at"] for line in lines(folder, "results.jsonl"))
+    # Rows that had their first answer before any row ended.
+    n_open = sum(at < ended[0] for at in began.values())
+    print(f"\n{n_open:,} rows open at once: {peak_mib:,.0f} MiB resident at most")
+    return {"rows_open": n_open, "peak_mib": round(peak_mib, 1)}
+
+
+def row(number: int, size: int) -> str:
+    return json.dumps({"q": f"{number}: ".ljust(size, "x")}) + "\n"
+
+
+def lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    with (folder / "output/rollouts" / name).open() as file:
+        return [json.loads(line) for line in file]
+
+
+def run(folder: Path, job: str, *args: str) -> Ended:
+    (folder / "job.toml").write_text(job)
+    command = [sys.executable, "-m", "batchkit", "run", "job.toml", "--fresh", *args]
+    process = subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        output = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{command}: exit code {process.returncode}")
+    seconds = json.loads(output)["seconds"]
+    return Ended(usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, seconds)
+
+
+if __name__ == "__main__":
+    main()
