@@ -169,12 +169,14 @@ class Worker:
 
     def fill(self, *, taking: bool = True) -> list[Returned]:
         """Submit rows while there is room, none if not ``taking``; returns rows settled by it."""
-        settled: Iterable[Completion] = ()
-        if taking:
-            settled = chain.from_iterable(engine.fill() for engine in self._engines)
-        elif self._rollouts is not None:
-            settled = self._rollouts.ended()
-        lines: list[Returned] = self._lines(settled)
+        settled: list[Completion] = []
+        if not taking:
+            settled += [] if self._rollouts is None else self._rollouts.ended()
+        for engine in self._engines if taking else ():
+            if len(self._engines) > 1 and self._is_broken and (settled or self.in_flight):
+                break  # what the others have is paid for: write it before the error is raised
+            settled += engine.fill()
+        lines = self._lines(settled)
         if self._rollouts is not None:
             lines += self._rollouts.paused()
         return lines
@@ -228,6 +230,10 @@ class Worker:
     def close(self) -> None:
         """Drop what is in flight and release all resources."""
         self._held.close()
+
+    @property
+    def _is_broken(self) -> bool:
+        return self._rollouts is not None and self._rollouts.broken
 
     def _lines(self, settled: Iterable[Completion]) -> list[Returned]:
         return [

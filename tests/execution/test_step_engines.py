@@ -157,6 +157,20 @@ def test_a_retry_gives_engines_their_turns(tmp_path: Path) -> None:
     assert [newest[n]["text"] for n in range(N_ROWS)] == right()
 
 
+@pytest.mark.parametrize("tokens", [80, 150, 200], ids=["in a turn", "at its end", "in the next"])
+def test_a_budget_ends_a_turn_and_a_start_without_it_goes_on(tokens: int) -> None:
+    """Each draft has 5 tokens: all of them 150."""
+    write(run={"max_completion_tokens": tokens, "max_in_flight": 2})
+    ended = batchkit("run", "job.toml")
+    assert ended.exit_code == 1, ended.stderr
+    assert json.loads(ended.stdout)["stopped_by"] == f"run.max_completion_tokens = {tokens}"
+    assert len(generations()) < 50
+    again = batchkit("run", "job.toml", "--set", "run.max_completion_tokens=10000")
+    assert again.exit_code == 0, again.stderr
+    assert answers() == right()
+    assert_each_once()
+
+
 @pytest.fixture
 def two() -> Iterator[tuple[ChatServer, ChatServer]]:
     with serving(latency_s=0.02) as one, serving(latency_s=0.02) as other:
@@ -186,6 +200,17 @@ def test_engines_that_fit_together_work_at_the_same_time(
     assert two[1].answered.total() == N_ROWS
     steps = [line["step"] for line in generations()]
     assert steps.index("judge") < len(steps) - 1 - steps[::-1].index("draft"), "no barrier"
+
+
+def test_engines_that_are_loaded_together_wait_for_the_next_run(
+    two: tuple[ChatServer, ChatServer],
+) -> None:
+    write(engine=at(two[0]), engines={"judge": at(two[1])})
+    with ProductionBatchProcessor("job.toml", quiet=True) as processor:
+        assert processor.process(name="a").ok == N_ROWS
+        assert processor.process(name="b").ok == N_ROWS
+    assert "is loaded already" not in log()
+    assert (RUN.parent / "b/run.log").read_text().count("is loaded already") == 2
 
 
 ASKS = """

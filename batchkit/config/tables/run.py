@@ -83,7 +83,8 @@ class RunTable(Table):
     worker_gpus: Free[NonNegativeFloat | None] = Field(
         None,
         description="GPUs of one worker, a fraction to share one; by default `tensor_parallel_size` ×"
-        " `pipeline_parallel_size`, or none if the cluster has none.",
+        " `pipeline_parallel_size`, or none if the cluster has none. Without `workers`, too: if they are"
+        " as many as all `[engines]` ask for, these are loaded together (docs/engines.md).",
     )
     worker_cpus: Free[PositiveFloat | None] = Field(
         None,
