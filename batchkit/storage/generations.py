@@ -18,29 +18,23 @@ from batchkit.storage.steps import STEPS
 class Generations:
     """What the ``steps.jsonl`` of ``folder`` has of each row; nothing, if there is none.
 
-    It holds 32 bytes for each line, and reads only those that are asked for. A line that is not a
-    generation is left out.
+    From the first question on it holds 32 bytes for each line, and it reads only lines that are asked
+    for. A line that is not a generation is left out.
     """
 
     def __init__(self, folder: Path) -> None:
-        import numpy as np
-
+        self._path = folder / STEPS
         self._file: int | None = None
-        path = folder / STEPS
-        if not path.exists():
-            return
-        with path.open("rb") as file:
-            self._bounds, rows = line_rows(file)
-        self._lines = np.argsort(rows, kind="stable")
-        self._rows = rows[self._lines]
-        self._file = open_private(path, os.O_RDONLY)
 
     def of(self, index: int) -> Iterator[dict[str, Any]]:
         """The row's, in the order in which they ended."""
-        if self._file is None:
-            return
         import numpy as np
 
+        if self._file is None:
+            if not self._path.exists():
+                return
+            self._open()
+        assert self._file is not None
         first, last = np.searchsorted(self._rows, [index, index + 1])
         for number in self._lines[first:last].tolist():
             start, end = int(self._bounds[number]), int(self._bounds[number + 1])
@@ -51,6 +45,15 @@ class Generations:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+    def _open(self) -> None:
+        import numpy as np
+
+        with self._path.open("rb") as file:
+            self._bounds, rows = line_rows(file)
+        self._lines = np.argsort(rows, kind="stable")
+        self._rows = rows[self._lines]
+        self._file = open_private(self._path, os.O_RDONLY)
 
 
 class StepTotals(NamedTuple):
