@@ -25,7 +25,7 @@ class Selection:
         self._select = job.select
         self._scoring = {"": Scoring(self._needed(job.scoring), references)}
         for step in job.steps:
-            table = step.scoring if step.scoring.is_on else job.scoring
+            table = step.scoring if step.has_scoring else job.scoring
             if step.name == job.select.step and step.extract is None:
                 table = table.model_copy(update={"extract": "number", "rules": []})
             self._scoring[step.name] = Scoring(self._needed(table), references)

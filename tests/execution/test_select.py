@@ -103,6 +103,13 @@ def test_the_answer_that_most_agree_with_is_the_rows() -> None:
             id="words",
         ),
         pytest.param(
+            ["", "Oslo", "in Oslo", " oslo. "],
+            {"extract": "text"},
+            1,
+            {"Oslo": 2, "in Oslo": 1},
+            id="whole",
+        ),
+        pytest.param(
             ["maybe", "I say yes.", "no", "Yes", "neither yes nor no"],
             {"choices": ["yes", "no"]},
             1,
@@ -308,6 +315,24 @@ def test_steps_choose_each_by_what_it_looks_for() -> None:
     ]
 
 
+def test_only_generations_with_several_answers_need_an_extractor() -> None:
+    job = {
+        "name": "a",
+        "engine": {"kind": "dry-run"},
+        "steps": [
+            {**DRAFT, "extract": "number", "sampling": {"n": 3}},
+            {**JUDGE, "prompt": {"user": "end"}},
+        ],
+        "select": {"by": "majority"},
+    }
+    write_jsonl(Path("rows.jsonl"), [{"id": "r", "q": "?"}])
+    Path("job.toml").write_text(tomlkit.dumps(job | {"input": {"path": "rows.jsonl"}}))
+    assert batchkit("run", "job.toml").exit_code == 0
+    (record,) = read_jsonl(LOG)
+    assert record["steps"]["draft"]["votes"] == {"0": 3}
+    assert "votes" not in record
+
+
 @pytest.mark.parametrize(
     "select",
     [{"by": "majority"}, {"by": "scorer", "scorer": "em"}, {"by": "step", "step": "judge"}],
@@ -370,6 +395,19 @@ def test_a_row_that_was_interrupted_before_its_record_makes_the_same_choice(
             },
             "judge is computed when all rows are settled",
         ),
+        (
+            {"select": {"by": "majority"}, "scoring": {"extract": "number"}, "sampling": {"n": 1}},
+            "sampling.n: is 1; [select] chooses",
+        ),
+        (
+            {
+                "steps": [DRAFT, {**JUDGE, "sampling": {"n": 4}}],
+                "select": {"by": "step", "step": "judge"},
+                "sampling": {"n": 1},
+                "prompt": {"user": ""},
+            },
+            "sampling.n: is 1 in each step; [select] chooses",
+        ),
         ({"select": {"by": "step", "step": "judge"}}, "select.step: found 'judge', expected"),
         (
             {"select": {"by": "majority", "step": "x"}, "scoring": {"extract": "number"}},
@@ -380,14 +418,14 @@ def test_a_row_that_was_interrupted_before_its_record_makes_the_same_choice(
                 "select": {"by": "majority"},
                 "scoring": {"extract": "number"},
                 "rollout": {"function": "a:b"},
-                "prompt": {},
             },
             "[select]: a function chooses itself",
         ),
     ],
 )
 def test_a_selection_that_does_not_fit_is_refused(tables: dict[str, Any], message: str) -> None:
-    job = with_tables({"name": "a", "engine": {"kind": "dry-run"}}, tables)
+    plain = {"engine": {"kind": "dry-run"}, "prompt": {"user": "?"}, "sampling": {"n": 3}}
+    job = with_tables({"name": "a", **plain}, tables)
     Path("job.toml").write_text(tomlkit.dumps(job))
     ended = batchkit("validate", "job.toml")
     assert ended.exit_code == 2

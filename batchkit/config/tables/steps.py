@@ -73,6 +73,11 @@ class StepTable(Table):
         given = {name: getattr(self, name) for name in SCORING_OF_STEP}
         return ScoringTable(**{name: value for name, value in given.items() if value is not None})
 
+    @property
+    def has_scoring(self) -> bool:
+        """True if its answers are read in a way of their own."""
+        return any(getattr(self, name) is not None for name in SCORING_OF_STEP)
+
     @model_validator(mode="after")
     def _coherent(self) -> StepTable:
         _ = self.scoring  # raises what does not fit
@@ -199,14 +204,17 @@ def _misfits_of_select(job: JobConfig) -> Iterator[str]:
     for name in ("scorer", "step"):
         if select.by != name and getattr(select, name) is not None:
             yield f'select.{name}: is for by = "{name}"; by is "{select.by}"'
+    judged = [*map(job.of_step, job.steps[:-1] if select.by == "step" else job.steps)] or [job]
+    if not any(map(_may_have_several, judged)):
+        yield f"sampling.n: is 1{' in each step' * bool(job.steps)}; [select] chooses among several answers"
     if select.by == "step":
         yield from _misfits_of_judge(job)
         return
-    for place, table in _read_for_choice(job):
-        if select.by == "majority" and table.extract == "text" and not table.choices:
+    for place, table in dict(_read_for_choice(job)).items():
+        if select.by == "majority" and not {"extract", "choices"} & table.model_fields_set:
             yield (
-                f'select.by: "majority" counts predictions; say what they are, as {place}.extract ='
-                f' "final-answer", or list them as {place}.choices'
+                f'select.by: "majority" counts predictions; say what they are: {place}.extract ='
+                f' "final-answer" or another, "text" for whole answers, or list them in {place}.choices'
             )
         if select.by == "scorer":
             yield from _misfits_of_scorer(select.scorer, table.scorers, f"{place}.scorers")
@@ -214,11 +222,19 @@ def _misfits_of_select(job: JobConfig) -> Iterator[str]:
 
 def _read_for_choice(job: JobConfig) -> Iterator[tuple[str, ScoringTable]]:
     """The scoring of each generation that may have several answers, and its place in the job file."""
-    for step in job.steps:
-        if step.scoring.is_on and job.of_step(step).params().get("n", 1) != 1:
-            yield f"steps.{step.name}", step.scoring
-    if not all(step.scoring.is_on for step in job.steps) or not job.steps:
+    if not job.steps:
         yield "scoring", job.scoring
+    for step in job.steps:
+        if _may_have_several(job.of_step(step)):
+            own = f"steps.{step.name}", step.scoring
+            yield own if step.has_scoring else ("scoring", job.scoring)
+
+
+def _may_have_several(job: JobConfig) -> bool:
+    """A row's own parameters may have an ``n``, and so may the body of a request that is a row."""
+    is_body = not (job.prompt.user or job.prompt.user_file)
+    has_own = is_body or job.sampling.sampling_column is not None
+    return has_own or job.params().get("n", 1) != 1
 
 
 def _misfits_of_scorer(
