@@ -190,7 +190,7 @@ def run(
 def init(kind: str | None, file: Path | None, as_list: bool) -> Result:
     """Write a commented job file to start from.
 
-    KIND is text, images, pdf, json, embed, classify, rerank, openai or judge; without it, prints what
+    KIND is text, images, pdf, json, embed, classify, rerank, openai, judge or steps; without it, prints what
     each is for. FILE is KIND.toml by default.
     """
     from batchkit.commands.init import init as write

@@ -53,6 +53,7 @@ INPUTS: dict[str, Callable[[], object]] = {
         Path("searches.jsonl"), [{"query": q, "documents": ["tea", "soup"]} for q in ("a", "b")]
     ),
     "openai": write_batch,
+    "steps": lambda: Path("rows.csv").write_text("text\nnow!\nsome day\n"),
     "judge": lambda: Path("questions.csv").write_text("question\nwhy?\nhow?\n"),
 }
 

@@ -12,7 +12,11 @@ from typing import Any, NamedTuple
 from batchkit.config.suggest import did_you_mean
 from batchkit.errors import JobError
 
-KINDS = ("text", "images", "pdf", "json", "embed", "classify", "rerank", "openai", "judge")
+KINDS = (
+    *("text", "images", "pdf", "json"),
+    *("embed", "classify", "rerank"),
+    *("openai", "judge", "steps"),
+)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
