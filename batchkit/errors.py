@@ -93,7 +93,7 @@ class TooManyFailuresError(BatchkitError):
 
 
 class BudgetError(BatchkitError):
-    """A budget of ``[run]`` was used up before the judge had read all answers."""
+    """A budget of ``[run]`` was used up before the judge had read all answers, or ``plan`` its sample."""
 
 
 class BlockedError(BatchkitError):

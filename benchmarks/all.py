@@ -42,6 +42,7 @@ SCRIPTS = [
     "steps",
     "own_process",
     "window",
+    "plan",
     "restarts",
     "workers",
     "llama_slots",

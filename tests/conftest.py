@@ -101,6 +101,7 @@ SLOW = {
     "test_parquet_memory",
     "test_parsed_answers",
     "test_pdf",
+    "test_plan_vllm",
     "test_quickstart",
     "test_reask",
     "test_rollout_faults",

@@ -31,7 +31,7 @@ from batchkit.cli.options import (
     printed,
 )
 from batchkit.cli.rows import show_rows, status, view
-from batchkit.cli.tuning import bench, find_bs, parity
+from batchkit.cli.tuning import bench, find_bs, parity, plan
 from batchkit.errors import JobError
 
 
@@ -460,7 +460,7 @@ def doctor() -> Result:
     return diagnose()
 
 
-for command in (status, show_rows, view, find_bs, bench, parity):
+for command in (status, show_rows, view, plan, find_bs, bench, parity):
     cli.add_command(command)
 
 

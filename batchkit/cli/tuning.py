@@ -1,4 +1,4 @@
-"""The commands that try a job with several settings or engines: find-bs, bench and parity."""
+"""The commands that try a job before it runs: plan, find-bs, bench and parity."""
 
 from __future__ import annotations
 
@@ -12,6 +12,68 @@ import batchkit.cli.options as options
 from batchkit.cli.frame import Result, echo, say, show
 from batchkit.cli.options import COUNT, JOB, JSON, SET, Texts, load, printed
 from batchkit.errors import JobError
+
+
+@click.command()
+@JOB
+@options.rows("Answer N rows for the forecast; by default 64, at most a quarter of those left.")
+@click.option(
+    "--lengths",
+    type=COUNT,
+    metavar="N",
+    help="Count the prompts of at most N rows, drawn at random; by default 100,000, with images 2,000.",
+)
+@click.option("--limit", type=COUNT, help="Only the first N rows (after the job's filter).")
+@click.option(
+    "--price-per-gpu-hour",
+    type=click.FloatRange(0, min_open=True),
+    metavar="PRICE",
+    help="What an hour of one GPU costs (run.price_per_gpu_hour).",
+)
+@click.option(
+    "--price-per-million-tokens",
+    metavar="IN,OUT",
+    help="What a million tokens of prompts and of answers cost (run.price_per_million_tokens).",
+)
+@SET
+@printed
+def plan(
+    job: Path,
+    rows: int | None,
+    lengths: int | None,
+    limit: int | None,
+    price_per_gpu_hour: float | None,
+    price_per_million_tokens: str | None,
+    overrides: Texts,
+) -> Result:
+    """Forecast what JOB will take: tokens, time, GPU hours and price.
+
+    A random sample of its rows is answered with JOB's engine and settings. The answers are kept: they
+    count when the run begins, which is then compared with the forecast. Each figure has a 90 %
+    interval.
+    """
+    from batchkit.commands.plan import plan as forecast
+
+    given = {
+        "input.limit": limit,
+        "run.price_per_gpu_hour": price_per_gpu_hour,
+        "run.price_per_million_tokens": _prices(price_per_million_tokens),
+    }
+    loaded = load(job, overrides, {key: value for key, value in given.items() if value is not None})
+    return forecast(loaded, rows=rows, lengths=lengths, say=say)
+
+
+def _prices(text: str | None) -> list[float] | None:
+    """Raises JobError if ``text`` is not two prices."""
+    if text is None:
+        return None
+    try:
+        of_prompts, of_answers = map(float, text.split(","))
+    except ValueError:
+        raise JobError(
+            f"--price-per-million-tokens {text}: write two prices, of prompts and of answers: 0.15,0.60"
+        ) from None
+    return [of_prompts, of_answers]
 
 
 @click.command("find-bs")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from batchkit.commands.export import export
 from batchkit.commands.export.outputs import format_for
+from batchkit.commands.plan.stored import announced, turned_out
 from batchkit.commands.score import finish_scoring
 from batchkit.commands.score.answer import Say
 from batchkit.config.loading import load_job, masked_override
@@ -59,6 +60,8 @@ def run_job(
             f"--output {output}: the rows that {skip_from} has would be missing there; leave it out, and"
             " `batchkit export` both runs"
         )
+    if not fresh and (forecast := announced(job.folder)) is not None:
+        say(forecast)
     with notifying(job, say) as ended:
         with StopRequest().installed() as stop:
             outcome = start_run(
@@ -66,6 +69,8 @@ def run_job(
             )
             ended(outcome.summary)
             outcome = _finished(outcome, job, stop, say)
+        if outcome.summary.exit in (0, 3) and (took := turned_out(job.folder, outcome.summary)):
+            say(took)
         if output is not None and output_format is not None:
             outcome = _exported(outcome, output_format, output, say)
         ended(outcome.summary)

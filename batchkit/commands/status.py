@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from batchkit.config.numbers import duration
 from batchkit.engines.memory_ladder import Ladder
@@ -19,6 +19,7 @@ from batchkit.storage.ledger import log_of, read_lines
 from batchkit.storage.manifest import Manifest, read_manifest
 from batchkit.storage.runfolder import held_by
 from batchkit.storage.steps import counted
+from batchkit.types import Usage
 
 _RATE_BYTES = 256 * 1024  # of the log's end: some hundred records
 
@@ -109,16 +110,8 @@ def status(folder: Path) -> Status:
         StoreError: not a run folder, or its log is missing.
     """
     manifest, log = read_manifest(folder), log_of(folder)
-    checkpoint = sealed_checkpoint(folder)
-    if checkpoint is None or checkpoint.checksum.end > log.stat().st_size:
-        totals, offset, point = Totals(), 0, StepsPoint()
-    else:
-        totals, offset, point = checkpoint.totals, checkpoint.checksum.end, checkpoint.steps
-    for line in read_lines(log, offset):
-        if line.record is not None:
-            totals.add(line.record)
-    steps = counted(folder, point)
-    tokens = steps if steps.generations else totals
+    found = counts_of(folder)
+    totals, steps, tokens = found.totals, found.steps, found.tokens
     total = total_rows(folder, manifest)
     pending = pending_rows(total, totals, manifest)
     holder = held_by(folder)
@@ -145,6 +138,36 @@ def status(folder: Path) -> Status:
         starts=len(manifest.starts),
         held_by=holder,
     )
+
+
+class Counts(NamedTuple):
+    """``totals`` of a run's log, and ``steps`` of its generations if its rows have several."""
+
+    totals: Totals
+    steps: StepsPoint
+
+    @property
+    def tokens(self) -> Usage:
+        """Of all answers so far."""
+        of = self.steps if self.steps.generations else self.totals
+        return Usage(of.prompt_tokens, of.completion_tokens)
+
+
+def counts_of(folder: Path) -> Counts:
+    """Of a run. Reads what is past the checkpoint, which it trusts.
+
+    Raises:
+        StoreError: the log is missing.
+    """
+    log, checkpoint = log_of(folder), sealed_checkpoint(folder)
+    if checkpoint is None or checkpoint.checksum.end > log.stat().st_size:
+        totals, offset, point = Totals(), 0, StepsPoint()
+    else:
+        totals, offset, point = checkpoint.totals, checkpoint.checksum.end, checkpoint.steps
+    for line in read_lines(log, offset):
+        if line.record is not None:
+            totals.add(line.record)
+    return Counts(totals, counted(folder, point))
 
 
 def pending_rows(total: int | None, totals: Totals, manifest: Manifest) -> int | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from batchkit.config.masking import masked, masked_text
 from batchkit.config.tables import JobConfig
@@ -125,27 +125,20 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
     Raises:
         JobError: the job itself is invalid.
     """
-    renderer, preflight = renderer_of(job), _opened_preflight(job)
     problems: list[Problem] = []
     by_kind: Counter[str] = Counter()
     tokens: list[int] = []
     repeats: dict[int, int] = {}
     first: Row | None = None
     count = 0
-    for rendered in _rendered(job, renderer, rows, repeats):
+    for row, _, prompt, error in checked(
+        job, _noting_repeats(islice(read_rows(job.input), rows), repeats)
+    ):
         count += 1
-        request = rendered.request if isinstance(rendered, Completion) else rendered
-        row = request.row
-        error = rendered.error if isinstance(rendered, Completion) else None
         if row.error is None and (first is None or row.index < first.index):
             first = row
-        if error is None and job.rollout is None:
-            try:
-                _, prompt = _fitted(request, renderer, preflight)
-                if prompt.prompt_tokens is not None:
-                    tokens.append(prompt.prompt_tokens)
-            except RowError as refusal:
-                error = refusal
+        if prompt is not None and prompt.prompt_tokens is not None:
+            tokens.append(prompt.prompt_tokens)
         kind, message = (error.kind, masked_text(str(error))) if error is not None else (None, "")
         if row.index in repeats:
             kind, message = "id", f"row {repeats[row.index]} has the id {row.id!r}, too"
@@ -165,6 +158,48 @@ def validate(job: JobConfig, rows: int | None = None) -> Validation:
         hints=[] if first is None else [masked_text(hint) for hint in hints(job, first.fields)],
         not_checked=[*not_checked(job)],
     )
+
+
+class Checked(NamedTuple):
+    """A row as the engine would get it; ``prompt`` is None if it would fail with ``error``, or if only
+    the row's function knows its requests."""
+
+    row: Row
+    request: Request
+    prompt: RenderedPrompt | None
+    error: RowError | None
+
+
+def checked(job: JobConfig, rows: Iterator[Row]) -> Iterator[Checked]:
+    """``rows``, rendered and checked, in any order.
+
+    Raises:
+        JobError: the job itself is invalid.
+    """
+    renderer, preflight = renderer_of(job), _opened_preflight(job)
+    prefetch = Prefetch(
+        rows,
+        renderer.render_or_fail if job.rollout is None else _read_only,
+        threads=job.run.render_threads,
+        ahead=2 * job.run.render_threads,
+        max_bytes=job.media.max_memory_bytes,
+    )
+    with closing(prefetch):
+        while not prefetch.exhausted:
+            rendered = prefetch.get(timeout_s=1.0)
+            if isinstance(rendered, Completion):
+                yield Checked(rendered.request.row, rendered.request, None, rendered.error)
+            elif rendered is not None:
+                prefetch.release(rendered)
+                if job.rollout is not None:
+                    yield Checked(rendered.row, rendered, None, None)
+                    continue
+                try:
+                    request, prompt = _fitted(rendered, renderer, preflight)
+                except RowError as refusal:
+                    yield Checked(rendered.row, rendered, None, refusal)
+                else:
+                    yield Checked(rendered.row, request, prompt, None)
 
 
 def preview(job: JobConfig, rows: int) -> Iterator[Preview]:
@@ -250,26 +285,6 @@ def _fitted(
             request = shorter
 
 
-def _rendered(
-    job: JobConfig, renderer: Renderer, rows: int | None, repeats: dict[int, int]
-) -> Iterator[Request | Completion]:
-    """In any order; ``repeats`` maps a row with a repeated id to the first row that has it."""
-    prefetch = Prefetch(
-        _noting_repeats(islice(read_rows(job.input), rows), repeats),
-        renderer.render_or_fail if job.rollout is None else _read_only,
-        threads=job.run.render_threads,
-        ahead=2 * job.run.render_threads,
-        max_bytes=job.media.max_memory_bytes,
-    )
-    with closing(prefetch):
-        while not prefetch.exhausted:
-            rendered = prefetch.get(timeout_s=1.0)
-            if rendered is not None:
-                if isinstance(rendered, Request):
-                    prefetch.release(rendered)
-                yield rendered
-
-
 def _read_only(row: Row) -> Request | Completion:
     """For rows whose requests are not known."""
     request = Request(row, None, None, {}, input_hash="")
@@ -277,6 +292,7 @@ def _read_only(row: Row) -> Request | Completion:
 
 
 def _noting_repeats(rows: Iterator[Row], repeats: dict[int, int]) -> Iterator[Row]:
+    """``repeats`` maps a row with a repeated id to the first row that has it."""
     first_of: dict[str, int] = {}
     for row in rows:
         if row.error is None and first_of.setdefault(row.id, row.index) != row.index:

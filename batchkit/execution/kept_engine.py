@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchkit.config.tables import JobConfig
@@ -30,8 +31,8 @@ class KeptEngine:
     ``folder`` is where its engines print to: a run's own folder may be moved aside while they live.
     """
 
-    def __init__(self, job: JobConfig) -> None:
-        self.folder = job.folder.with_name(f"{job.name}.engine")
+    def __init__(self, job: JobConfig, folder: Path | None = None) -> None:
+        self.folder = folder or job.folder.with_name(f"{job.name}.engine")
         self.idle: dict[str, Loaded] = {}
         self._launchers: dict[str, Launcher] = {}
 
@@ -43,7 +44,8 @@ class KeptEngine:
 
     def named(self, job: JobConfig) -> JobConfig:
         """``job`` for an engine that prints to ``folder``."""
-        return job.model_copy(update={"name": self.folder.name})
+        output = job.output.model_copy(update={"dir": str(self.folder.parent)})
+        return job.model_copy(update={"name": self.folder.name, "output": output})
 
     def take(
         self, name: str, options: Mapping[str, Any], identity: Mapping[str, Any]

@@ -140,7 +140,7 @@ def start_run(
 
 
 def _sample_of(source: Input, job: JobConfig) -> str:
-    if source.sample_of is None:
+    if source.sample_of is None or job.run.sample is None:
         return ""
     n_rows, size = source.sample_of, min(job.run.sample or 0, source.sample_of)
     return (

@@ -1,4 +1,4 @@
-"""``run.sample``: some rows of the input, chosen at random."""
+"""Some rows of the input, chosen at random: ``run.sample``, and the sample of ``plan``."""
 
 from __future__ import annotations
 
@@ -20,14 +20,33 @@ def sampled(source: Input, table: InputTable, size: int, *, seed: int, settled: 
     Raises:
         InputError: as ``read_rows``.
     """
-    indexes = _indexes(source, table)
-    chosen = IndexSet(indexes[place] for place in _draw(len(indexes), size, Random(seed)))
+    indexes = indexes_of(source, table)
+    chosen = IndexSet(in_random_order(indexes, seed=seed, most=size))
+    return only(source, chosen, of=len(indexes), settled=settled)
+
+
+def only(source: Input, chosen: IndexSet, *, of: int, settled: Totals) -> Input:
+    """``source``, of whose ``of`` rows only those ``chosen`` are read; ``settled`` as above."""
     in_all = len(chosen | settled.completed | settled.failed_rows)
     return source._replace(
         read=lambda skip: source.read(lambda index: index not in chosen or skip(index)),
         size=lambda: in_all,
-        sample_of=len(indexes),
+        sample_of=of,
     )
+
+
+def indexes_of(source: Input, table: InputTable) -> Sequence[int]:
+    """Those of the rows to choose from; all rows are read only if some are filtered out."""
+    if table.where or table.shard:
+        return array("L", (row.index for row in source.read(lambda index: False)))
+    return range(source.size() or 0)
+
+
+def in_random_order(indexes: Sequence[int], *, seed: int, most: int | None = None) -> Iterator[int]:
+    """The first ``most`` of ``indexes`` in an order that depends on ``seed`` and on their number."""
+    n = len(indexes)
+    places = _draw(n, n if most is None else most, Random(seed))
+    return (indexes[place] for place in places)
 
 
 def check_countable(source: Input) -> None:
@@ -37,13 +56,6 @@ def check_countable(source: Input) -> None:
             "run.sample: rows that come from an iterator can't be counted before they are read, so none can"
             " be chosen at random. Give a list, a table or a file, or leave run.sample out"
         )
-
-
-def _indexes(source: Input, table: InputTable) -> Sequence[int]:
-    """Those of the rows to choose from; all rows are read only if some are filtered out."""
-    if table.where or table.shard:
-        return array("L", (row.index for row in source.read(lambda index: False)))
-    return range(source.size() or 0)
 
 
 def _draw(n: int, size: int, random: Random) -> Iterator[int]:

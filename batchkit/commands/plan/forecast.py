@@ -1,0 +1,220 @@
+"""What a job will take: computed from the lengths of its prompts and a sample of its answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import mul
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from batchkit.commands.plan.answers import Replicate, replicates, strata_of
+from batchkit.commands.plan.lengths import Lengths
+from batchkit.commands.plan.sample import Sample
+from batchkit.commands.plan.throughput import (
+    Points,
+    StepTime,
+    Wave,
+    fit,
+    points_of,
+    points_of_batches,
+    steps_of,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_DRAWN = 4096  # rows, at least: the steps of the others are those of a full engine
+_LEAST_SPREAD = 0.04  # of a run's time, from one run to the next
+_MOST_SPREAD = 0.5
+_LEAST_S = 0.001
+_LEAST_START_S = 0.3
+_PER_DOUBLING = 0.05  # for each time that the job's batch is twice the sample's largest
+
+
+QUANTILES = (0.05, 0.5, 0.95)
+
+
+class Interval(NamedTuple):
+    """90 % of such intervals have the true value between ``low`` and ``high``; half of the values that
+    are likely are below ``expected``."""
+
+    low: float
+    expected: float
+    high: float
+
+    def plus(self, known: float, times: float = 1.0) -> Interval:
+        return Interval(*(known + times * value for value in self))
+
+    def rounded(self, digits: int) -> dict[str, float]:
+        return {name: round(value, digits) for name, value in self._asdict().items()}
+
+
+NOTHING = Interval(0.0, 0.0, 0.0)
+
+
+class Rest(NamedTuple):
+    """What the rows that are left will take, of all engines; ``seconds`` with the engine up."""
+
+    prompt_tokens: Interval = NOTHING
+    completion_tokens: Interval = NOTHING
+    seconds: Interval = NOTHING
+    price: Interval = NOTHING
+
+
+class Engines(NamedTuple):
+    """``workers`` engines that run ``running`` requests each; ``in_batches``: one batch after the
+    other."""
+
+    workers: int
+    running: int
+    in_batches: bool
+
+
+class Prices(NamedTuple):
+    """Of a prompt's token, an answer's, and a second of all GPUs."""
+
+    prompt_token: float
+    completion_token: float
+    second: float
+
+
+def rest_of(lengths: Lengths, sample: Sample, engines: Engines, prices: Prices, seed: int) -> Rest:
+    """What is left of the job once ``sample`` is answered."""
+    observed = {row.index: row for row in sample.rows}
+    places = {index: place for place, index in enumerate(lengths.indexes.tolist())}
+    sampled = [row for row in sample.rows if row.index in places]
+    n_rest = round((lengths.left - lengths.counted) * (1 - lengths.failing))
+    n_rest += len(lengths.indexes) - len(sampled)
+    if not n_rest or not sampled:
+        return Rest()
+    at = np.array([places[row.index] for row in sampled])
+    is_open = np.array([index not in observed for index in lengths.indexes.tolist()])
+    points = (
+        points_of_batches(sample.measured) if engines.in_batches else points_of(sample.measured)
+    )
+    steps = fit(points, np.ones(len(points.seconds)))
+    first = sample.waves[0]
+    rest = _Rest(
+        n_rows=n_rest,
+        sizes=lengths.sizes[is_open],
+        sampled_sizes=lengths.sizes[at],
+        prompt_tokens=np.array([row.prompt_tokens for row in sampled], dtype=np.float64),
+        sequences=sampled[0].sequences,
+        row_s=lengths.row_s,
+        start_s=max(_LEAST_START_S, first.took_s - _expected_s(first, steps, engines)),
+        spread=_spread(steps, sample, engines),
+        engines=engines,
+        prices=prices,
+    )
+    answers = np.array([row.completion_tokens for row in sampled], dtype=np.float64)
+    strata = strata_of(lengths.sizes, len(sampled))[at]
+    rng = np.random.default_rng(seed)
+    drawn = [
+        rest.drawn(replicate, _refitted(points, rng), rng)
+        for replicate in replicates(answers, strata, lengths.most_tokens, rng)
+    ]
+    return Rest(*(Interval(*found) for found in np.quantile(drawn, QUANTILES, axis=0).T.tolist()))
+
+
+def _refitted(points: Points, rng: np.random.Generator) -> StepTime:
+    return fit(points, rng.exponential(size=len(points.seconds)))
+
+
+def _expected_s(wave: Wave, steps: StepTime, engines: Engines) -> float:
+    at_once = max(1, wave.window // wave.rows[0].sequences)
+    return steps.seconds(
+        steps_of([row.tokens for row in wave.rows], at_once, in_batches=engines.in_batches),
+        sum(row.tokens * row.sequences for row in wave.rows),
+        sum(row.prompt_tokens for row in wave.rows),
+        len(wave.rows),
+        at_once,
+    )
+
+
+def _spread(steps: StepTime, sample: Sample, engines: Engines) -> float:
+    """How far, as a share, the time of a whole run may be from that of its ``steps``: by as much as
+    the waves were, and more if the job's batch is larger than theirs."""
+    errors = [
+        math.log(max(wave.seconds, _LEAST_S) / max(_expected_s(wave, steps, engines), _LEAST_S))
+        for wave in sample.measured
+    ]
+    largest = max(min(wave.window, len(wave.rows)) for wave in sample.measured)
+    doublings = max(0.0, math.log2(engines.running / largest))
+    error = max(_LEAST_SPREAD, *map(abs, errors)) / math.sqrt(2)
+    return min(_MOST_SPREAD, math.hypot(error, _PER_DOUBLING * doublings))
+
+
+class _Rest(NamedTuple):
+    """The rows that are left: ``sizes`` of the prompts of those that were counted. ``start_s``: until a
+    new engine is as fast as it gets. ``spread``: as a share, of the time from one run to the next."""
+
+    n_rows: int
+    sizes: NDArray[np.float64]
+    sampled_sizes: NDArray[np.float64]
+    prompt_tokens: NDArray[np.float64]
+    sequences: int
+    row_s: float
+    start_s: float
+    spread: float
+    engines: Engines
+    prices: Prices
+
+    def drawn(
+        self,
+        replicate: Replicate,
+        steps: StepTime,
+        rng: np.random.Generator,
+    ) -> tuple[float, float, float, float]:
+        """Prompt tokens, completion tokens, seconds and price, at random."""
+        workers, running = self.engines.workers, self.engines.running
+        prompt_tokens = self._prompt_tokens(replicate.weights, rng)
+        n_drawn = min(self.n_rows, max(_DRAWN, 8 * running * workers))
+        drawn, mean = replicate.draw(n_drawn, rng), replicate.mean
+        tokens = float(drawn.sum())
+        if n_drawn < self.n_rows:
+            spread_of_sum = math.sqrt(self.n_rows * max(0.0, replicate.variance))
+            tokens = self.n_rows * mean + spread_of_sum * rng.standard_normal()
+        at_once = max(1, running * workers // self.sequences)
+        n_steps = (
+            steps_of(
+                np.maximum(1.0, drawn / self.sequences).tolist(),
+                at_once,
+                in_batches=self.engines.in_batches,
+            )
+            + (self.n_rows - n_drawn) * max(1.0, mean / self.sequences) / at_once
+        )
+        seconds = steps.seconds(
+            n_steps, tokens / workers, prompt_tokens / workers, self.n_rows, at_once
+        )
+        seconds *= math.exp(self.spread * rng.standard_normal())
+        seconds += self.start_s * rng.uniform(0, 2)
+        seconds = max(seconds, self.n_rows * self.row_s / workers)
+        found = prompt_tokens, tokens, seconds
+        return *found, sum(map(mul, found, self.prices))
+
+    def _prompt_tokens(self, weights: NDArray[np.float64], rng: np.random.Generator) -> float:
+        """What the engine counted in the sample, for each token or character that was counted before."""
+        per_size = 1.0
+        if (self.prompt_tokens != self.sampled_sizes).any():
+            counted = float(weights @ self.sampled_sizes)
+            per_size = float(weights @ self.prompt_tokens) / max(1e-9, counted)
+        if not len(self.sizes):
+            return per_size * self.n_rows * float(weights @ self.sampled_sizes)
+        mean = float(self.sizes.mean())
+        if len(self.sizes) < self.n_rows:
+            mean += float(self.sizes.std()) / math.sqrt(len(self.sizes)) * rng.standard_normal()
+        others = self.n_rows - len(self.sizes)
+        return per_size * (float(self.sizes.sum()) + others * mean)
+
+
+def summary_of(values: Sequence[float]) -> dict[str, Any]:
+    """Of the sampled answers' lengths."""
+    low, median, high = np.quantile(values, (0.05, 0.5, 0.95)) if len(values) else (0.0, 0.0, 0.0)
+    return {
+        "p5": float(low),
+        "median": float(median),
+        "p95": float(high),
+        "max": float(max(values, default=0)),
+    }

@@ -1,0 +1,129 @@
+"""The prompts of a job: how long they are, counted as ``validate`` does, and which would fail."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from batchkit.commands.status import counts_of
+from batchkit.commands.validate import SHOWN, Problem, checked
+from batchkit.config.masking import masked_text
+from batchkit.config.tables import JobConfig
+from batchkit.sources.input import Input
+from batchkit.sources.sample import in_random_order, indexes_of
+from batchkit.storage.checkpoint import Totals
+from batchkit.storage.index_set import IndexSet
+from batchkit.storage.runfolder import is_run
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MOST_COUNTED, MOST_WITH_IMAGES = 100_000, 2_000
+_LONGEST = 5
+_SAY_EVERY_S = 5.0
+_UNTIMED = 64  # the first rows wait for imports and for the threads
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class LongRow:
+    """A row with a long prompt, in tokens or characters."""
+
+    size: int
+    index: int
+    id: str
+
+
+class Lengths(NamedTuple):
+    """The job has ``rows`` rows, of which ``left`` have no record. ``counted`` of these were rendered,
+    chosen at random if they are not all; ``indexes`` are those that would reach the engine, with the
+    ``sizes`` of their prompts: in tokens, or in characters if ``is_exact`` is False. ``row_s``: seconds
+    that rendering and counting one took, so that no run is faster; 0 if unknown.
+    """
+
+    rows: int
+    left: int
+    counted: int
+    indexes: NDArray[np.int64]
+    sizes: NDArray[np.float64]
+    is_exact: bool
+    most_tokens: float | None
+    problems: list[Problem]
+    longest: list[LongRow]
+    row_s: float
+
+    @property
+    def failing(self) -> float:
+        """The share of rows that would fail before the engine."""
+        return 1 - len(self.indexes) / self.counted if self.counted else 0.0
+
+
+def count_lengths(job: JobConfig, source: Input, most: int | None, say: Say) -> Lengths:
+    """Render and count the rows of ``source`` that have no record, at most ``most`` of them.
+
+    Raises:
+        JobError: the job itself is invalid.
+    """
+    indexes = indexes_of(source, job.input)
+    rows = len(indexes) if job.run.sample is None else min(job.run.sample, len(indexes))
+    done = counts_of(job.folder).totals if is_run(job.folder) else Totals()
+    order = in_random_order(indexes, seed=job.run.seed, most=rows)
+    left = (index for index in order if not done.is_settled(index))
+    most = most or (MOST_WITH_IMAGES if job.prompt.images else MOST_COUNTED)
+    chosen = IndexSet(islice(left, most))
+    n_left = len(chosen) + sum(1 for _ in left)
+    return _counted(job, source, chosen, rows, n_left, say)
+
+
+def _counted(
+    job: JobConfig, source: Input, chosen: IndexSet, rows: int, left: int, say: Say
+) -> Lengths:
+    sizes: dict[int, int] = {}
+    problems, longest = list[Problem](), list[LongRow]()
+    is_exact, most_tokens = True, 0.0
+    began = time.monotonic()
+    next_line, n = began + _SAY_EVERY_S, 0
+    for n, (row, request, prompt, error) in enumerate(
+        checked(job, source.read(lambda index: index not in chosen))
+    ):
+        now = time.monotonic()
+        if n == _UNTIMED:
+            began = now
+        if now >= next_line:
+            next_line = now + _SAY_EVERY_S
+            say(f"counting the prompts' tokens: {n:,} of {len(chosen):,} rows")
+        if error is not None:
+            problems.append(Problem(row.index, row.id, error.kind, masked_text(str(error))))
+            continue
+        size = None if prompt is None else prompt.prompt_tokens
+        is_exact = is_exact and size is not None
+        if size is None:
+            text = None if prompt is None else prompt.text
+            size = len(str(row.fields) if text is None else text)
+        sizes[row.index] = size
+        longest = sorted([*longest, LongRow(sizes[row.index], row.index, row.id)])[-_LONGEST:]
+        most_tokens = max(most_tokens, _most_tokens(request.sampling))
+    ordered = sorted(sizes)
+    return Lengths(
+        rows=rows,
+        left=left,
+        counted=len(chosen),
+        indexes=np.array(ordered, dtype=np.int64),
+        sizes=np.array([sizes[index] for index in ordered], dtype=np.float64),
+        is_exact=is_exact,
+        most_tokens=None if job.has_several else most_tokens,
+        problems=sorted(problems)[:SHOWN],
+        longest=longest[::-1],
+        row_s=(time.monotonic() - began) / (n - _UNTIMED) if n > 2 * _UNTIMED else 0.0,
+    )
+
+
+def _most_tokens(sampling: Any) -> float:
+    """The longest answer that a request may get, all its choices together."""
+    return float((sampling.get("max_tokens") or 0) * (sampling.get("n") or 1))

@@ -1,0 +1,87 @@
+"""``forecast.json`` in the run folder: what ``run`` says of a forecast, and how it turned out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from batchkit.commands.status import counts_of
+from batchkit.config.numbers import clock, duration, number, short_count
+from batchkit.errors import StoreError
+from batchkit.execution.summary import RunSummary
+from batchkit.storage.files import write_atomically
+from batchkit.storage.manifest import read_manifest
+
+FORECAST = "forecast.json"
+
+
+def write_forecast(folder: Path, forecast: Mapping[str, Any]) -> None:
+    """Raises StoreError if the disk refuses."""
+    path = folder / FORECAST
+    try:
+        write_atomically(path, orjson.dumps(forecast, option=orjson.OPT_INDENT_2))
+    except OSError as error:
+        raise StoreError(f"{path}: can't write: {error.strerror}") from error
+
+
+def read_forecast(folder: Path) -> dict[str, Any] | None:
+    """That of the run which is in ``folder`` now; None if it has none."""
+    try:
+        found: dict[str, Any] = orjson.loads((folder / FORECAST).read_bytes())
+        return found if found["run"] == read_manifest(folder).created_at else None
+    except (OSError, ValueError, KeyError, TypeError, StoreError):
+        return None
+
+
+def announced(folder: Path) -> str | None:
+    """What a start will take by the forecast of its run; None if there is none, or nothing is left."""
+    found = read_forecast(folder)
+    if found is None:
+        return None
+    counts = counts_of(folder)
+    left = found["rows"] - counts.totals.ok - counts.totals.failed
+    if left <= 0:
+        return None
+    share = left / max(left, found["left"])
+    time = {name: found["load_seconds"] + share * s for name, s in found["seconds"].items()}
+    text = f"forecast for the {left:,} rows that are left: {shown(time, time_of)}, loading included"
+    if found["price"] is not None:
+        text += f"; price of the whole run: {shown(found['price'], number)}"
+    return text
+
+
+def turned_out(folder: Path, summary: RunSummary) -> str | None:
+    """What a run has taken, and its forecast; None if it has none, or rows are left."""
+    found = read_forecast(folder)
+    if found is None:
+        return None
+    counts = counts_of(folder)
+    if not found["left"] or counts.totals.ok + counts.totals.failed < found["rows"]:
+        return None
+    seconds = [start.seconds for start in read_manifest(folder).starts[found["starts"] :]]
+    tokens = tokens_of(counts.tokens.completion_tokens)
+    parts = [f"{tokens} completion tokens, forecast {shown(found['completion_tokens'], tokens_of)}"]
+    if None not in seconds:
+        time = time_of(sum(filter(None, seconds)))
+        parts.insert(0, f"{time}, forecast {shown(found['seconds'], time_of)}")
+    if summary.price is not None and found["price"] is not None:
+        parts.append(f"price {number(summary.price)}, forecast {shown(found['price'], number)}")
+    return f"it took {'; '.join(parts)}"
+
+
+def shown(interval: Mapping[str, float], how: Callable[[float], str]) -> str:
+    """As ``12 min [10 min to 15 min]``."""
+    low, expected, high = (how(interval[name]) for name in ("low", "expected", "high"))
+    return expected if low == high else f"{expected} [{low} to {high}]"
+
+
+def time_of(seconds: float) -> str:
+    """``4.2 s``, ``42 s``, ``6 min``."""
+    return clock(seconds) if seconds < 10 else duration(seconds)
+
+
+def tokens_of(count: float) -> str:
+    return short_count(round(count))

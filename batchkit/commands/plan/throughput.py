@@ -1,0 +1,161 @@
+"""How long an engine takes: the time of a step, fitted to the rows of a sample.
+
+An engine gives each running request a token a step. A step takes ``step_s``, ``sequence_s`` for each
+running request, and ``prompt_token_s`` for each token of a prompt that it reads; a row waits ``row_s``
+besides. So a row of L tokens that ran beside r others on average, while P tokens of prompts were read,
+took row_s + L·(step_s + r·sequence_s) + P·prompt_token_s. At how many running requests rows were
+sampled is seen from when each began and ended.
+
+A whole job's time is that of its steps (``steps_of``), and of its tokens.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_TOGETHER_S = 0.02  # requests that begin so soon after one another begin in one step
+_LEAST_S, _TINY = 0.001, 1e-12
+_REFITS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """One row of the sample. Times in seconds; ``tokens``: of one answer, ``sequences`` of which
+    ran side by side."""
+
+    index: int
+    prompt_tokens: int
+    completion_tokens: int
+    tokens: float
+    sequences: int
+    began: float
+    ended: float
+
+
+class Wave(NamedTuple):
+    """Rows that were answered together, at most ``window`` at a time, by a start that took ``took_s``."""
+
+    window: int
+    rows: Sequence[Observed]
+    took_s: float
+
+    @property
+    def seconds(self) -> float:
+        """From the first row's begin to the last one's end."""
+        if not self.rows:
+            return 0.0
+        return max(row.ended for row in self.rows) - min(row.began for row in self.rows)
+
+
+class StepTime(NamedTuple):
+    """Seconds; see above."""
+
+    row_s: float
+    step_s: float
+    sequence_s: float
+    prompt_token_s: float
+
+    def seconds(
+        self, steps: float, tokens: float, prompt_tokens: float, rows: float, running: float
+    ) -> float:
+        """Of ``rows`` rows with so many tokens in all, ``running`` of them at a time."""
+        return (
+            self.row_s * (rows / running + 1)
+            + self.step_s * steps
+            + self.sequence_s * tokens
+            + self.prompt_token_s * prompt_tokens
+        )
+
+
+class Points(NamedTuple):
+    """What was measured: ``parts @ StepTime`` should be ``seconds``."""
+
+    parts: NDArray[np.float64]
+    seconds: NDArray[np.float64]
+
+
+def points_of(waves: Sequence[Wave]) -> Points:
+    """One point for each row of ``waves``, which never waited in the engine's queue.
+
+    How many ran beside a row is an average over its steps, and how many steps went by at what time is
+    known once the time of a step is: so it is fitted several times.
+    """
+    points = _points(waves, StepTime(0.0, 1.0, 0.0, 0.0))
+    for _ in range(_REFITS):
+        points = _points(waves, fit(points, np.ones(len(points.seconds))))
+    return points
+
+
+def _points(waves: Sequence[Wave], steps: StepTime) -> Points:
+    parts, seconds = list[Any](), list[Any]()
+    for wave in waves:
+        began = np.array([row.began for row in wave.rows])
+        ended = np.array([row.ended for row in wave.rows])
+        tokens = np.array([row.tokens for row in wave.rows])
+        prompts = np.array([row.prompt_tokens for row in wave.rows])
+        sequences = np.array([row.sequences for row in wave.rows])
+        times = np.unique(np.concatenate((began, ended)))
+        runs = (began[:, None] <= times[:-1]) & (ended[:, None] >= times[1:])
+        at_once = sequences @ runs
+        n_steps = np.diff(times) / (steps.step_s + steps.sequence_s * at_once + _TINY)
+        beside = (runs @ (n_steps * at_once) + _TINY) / (runs @ n_steps + _TINY)
+        since, until = began[:, None] - _TOGETHER_S, ended[:, None]
+        read = ((began > since) & (began < until)) @ prompts
+        parts.append(np.stack([np.ones(len(tokens)), tokens, tokens * beside, read], axis=1))
+        seconds.append(np.maximum(ended - began, _LEAST_S))
+    return Points(np.concatenate(parts), np.concatenate(seconds))
+
+
+def points_of_batches(waves: Iterable[Wave]) -> Points:
+    """One point for each wave, of an engine whose batches end before the next begins."""
+    parts = [
+        [
+            0.0,
+            steps_of([row.tokens for row in wave.rows], wave.window, in_batches=True),
+            sum(row.tokens for row in wave.rows),
+            0.0,
+        ]
+        for wave in waves
+    ]
+    return Points(np.array(parts), np.array([max(wave.seconds, _LEAST_S) for wave in waves]))
+
+
+def fit(points: Points, weights: NDArray[np.float64]) -> StepTime:
+    """Weighted least squares of relative errors, none of the times below 0."""
+    scale = np.sqrt(weights) / points.seconds
+    parts, seconds = points.parts * scale[:, None], points.seconds * scale
+    products, aims = parts.T @ parts, parts.T @ seconds
+    n_parts = len(aims)
+    best, least = np.zeros(n_parts), math.inf
+    for n in range(1, n_parts + 1):
+        for columns in combinations(range(n_parts), n):
+            own = list(columns)
+            square = products[np.ix_(own, own)]
+            ridge = np.diag(square.diagonal() * 1e-9 + 1e-300)
+            found = np.linalg.solve(square + ridge, aims[own])
+            error = float(found @ square @ found - 2 * found @ aims[own])
+            if (found >= 0).all() and error < least - 1e-12:
+                best, least = np.zeros(n_parts), error
+                best[own] = found
+    return StepTime(*map(float, best))
+
+
+def steps_of(lengths: Sequence[float], running: int, *, in_batches: bool = False) -> float:
+    """Steps until all answers of ``lengths`` have ended, ``running`` of them at a time: each place is
+    given to the next row when its answer ends, or, ``in_batches``, when all have ended."""
+    if in_batches:
+        return sum(max(lengths[n : n + running]) for n in range(0, len(lengths), running))
+    ends = [0.0] * min(running, len(lengths))
+    for length in lengths:
+        heapq.heapreplace(ends, ends[0] + length)
+    return max(ends, default=0.0)

@@ -1,0 +1,233 @@
+"""``plan``: a forecast from a sample whose answers are the run's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.chat_server import Refused, serving
+from tests.support.command_line import Ended, batchkit
+from tests.support.dry_runs import (
+    RUN,
+    manifest,
+    prepare,
+    rows_that_fail,
+    run,
+    settled,
+    status,
+    verify,
+    write_job,
+    write_rows,
+)
+from tests.support.server_runs import said
+from tests.support.server_runs import write_job as write_server_job
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+TOKENS = 6  # of an answer of the dry-run engine
+SLOW: dict[str, Any] = {"options": {"latency_s": 0.05, "max_num_seqs": 8}}
+EIGHT: dict[str, Any] = {"max_in_flight": 8}
+
+
+def plan(*args: str) -> Ended:
+    return batchkit("plan", "job.toml", *args)
+
+
+def planned(*args: str) -> dict[str, Any]:
+    found = plan(*args, "--json")
+    assert found.exit_code == 0, found.stderr
+    return found.json
+
+
+def holds(interval: dict[str, float], value: float) -> bool:
+    return interval["low"] <= value <= interval["high"]
+
+
+def test_a_run_takes_what_was_forecast_and_begins_with_the_sample() -> None:
+    write_rows([{"q": "tell me " + "more " * (n % 40)} for n in range(400)])
+    write_job(
+        engine=SLOW,
+        run=EIGHT | {"price_per_million_tokens": [1e3, 2e3]},
+    )
+    found = planned()
+    sampled = settled()
+    assert (found["rows"], found["sampled"], found["left"]) == (400, 64, 336)
+    assert len(sampled) == 64
+    counted = batchkit("validate", "job.toml", "--json").json["prompt_tokens"]["sum"]
+    assert found["prompt_tokens"] == dict.fromkeys(("low", "expected", "high"), counted)
+    assert found["prompts"]["exact"]
+    assert found["prompts"]["longest"][0]["size"] == 41 + 1
+    assert found["completion_tokens"]["expected"] == 400 * TOKENS
+    assert found["gpu_hours"]["low"] < found["gpu_hours"]["high"]
+    assert found["engine"]["sampled_at"] == [3, 8]
+    assert json.loads((RUN / "forecast.json").read_text()) == found
+
+    ran = run()
+    assert ran.json["skipped"] == 64
+    assert settled() == dict.fromkeys(range(400), "ok")
+    assert sampled.items() <= settled().items()
+    assert status()["prompt_tokens"] == counted
+    assert found["price"]["expected"] == pytest.approx(ran.json["price"])
+    assert found["seconds"]["high"] > 336 / 8 * 0.05, "the engine can't be faster"
+    assert "batchkit: forecast for the 336 rows that are left: " in ran.stderr
+    assert ", loading included; price of the whole run: " in ran.stderr
+    assert "; 2,400 completion tokens, forecast 2,400; price " in ran.stderr
+    assert [start["command"] for start in manifest()["starts"]] == ["plan", "plan", "plan", "run"]
+    assert verify() | {"lost": 0, "duplicates": 0, "pending": 0} == verify()
+
+
+def test_its_text_has_an_interval_for_each_figure() -> None:
+    prepare(40, engine=SLOW, run=EIGHT)
+    found = plan("--rows", "8", "--price-per-million-tokens", "1e6,0")
+    assert found.exit_code == 0, found.stderr
+    first, prompts, answers, time, gpu_hours, price, *others = found.stdout.splitlines()
+    assert first == "a: 40 rows, 8 of them answered for this forecast, 32 left"
+    assert prompts == "prompt tokens: 120; exact, of all rows that were left"
+    assert answers == f"completion tokens: {40 * TOKENS}"
+    assert " s [" in time
+    assert gpu_hours.startswith("GPU hours: ")
+    assert price == "price: 120"
+    assert "longest prompt: 3 tokens, row " in others[0]
+    assert others[-1] == "in brackets: 90 % intervals"
+    assert "answering a row of the sample, 1 at a time" in found.stderr
+
+
+def test_a_second_sample_adds_to_the_first_until_nothing_is_left() -> None:
+    prepare(30)
+    first, done = planned("--rows", "10"), settled()
+    second = planned("--rows", "10")
+    assert (first["left"], second["left"]) == (20, 10)
+    assert done.items() <= settled().items()
+    last = planned("--rows", "1000")
+    assert (last["sampled"], last["left"]) == (10, 0)
+    assert last["seconds"] == {"low": 0.0, "expected": 0.0, "high": 0.0}
+    assert settled() == dict.fromkeys(range(30), "ok")
+    nothing = planned()
+    assert (nothing["sampled"], nothing["left"]) == (0, 0)
+    assert nothing["completion_tokens"]["high"] == 30 * TOKENS
+    assert "forecast" not in run().stderr
+
+
+def test_at_most_a_quarter_of_the_rows_is_sampled_by_default() -> None:
+    prepare(20)
+    assert planned()["sampled"] == 5
+
+
+def test_rows_that_would_fail_are_counted_and_not_sampled() -> None:
+    rows_that_fail(100, every=4)
+    write_job(run={"check_rows": 0})
+    found = planned()
+    assert set(settled().values()) == {"ok"}
+    assert found["failing"]["rows"] == 25
+    assert found["failing"]["problems"][0]["kind"] == "template"
+    assert found["completion_tokens"]["expected"] == 75 * TOKENS
+    assert "about 25 rows would fail, among them\n  row 3 (id 3) template: " in plan().stdout
+    assert run().exit_code == 3
+
+
+def test_a_job_whose_rows_all_fail_is_not_answered() -> None:
+    write_rows([{"other": "x"}] * 10)
+    write_job()
+    found = planned()
+    assert (found["sampled"], found["left"], found["failing"]["rows"]) == (0, 10, 10)
+    assert not RUN.exists()
+
+
+def test_prompts_of_some_rows_stand_for_all() -> None:
+    write_rows([{"q": "tell me " + "more " * (n * 7 % 60)} for n in range(600)])
+    write_job()
+    found = planned("--lengths", "200")
+    assert (found["prompts"]["counted"], found["left"]) == (200, 536)
+    run()
+    tokens = status()["prompt_tokens"]
+    assert holds(found["prompt_tokens"], tokens)
+    assert found["prompt_tokens"]["low"] < found["prompt_tokens"]["expected"] < tokens * 1.2
+    assert "of 200 rows that were left" in plan("--set", "name=b", "--lengths", "200").stdout
+
+
+def test_a_sample_of_the_job_is_forecast_as_what_it_is() -> None:
+    prepare(500, run={"sample": 100})
+    found = planned("--rows", "20")
+    assert (found["rows"], found["left"]) == (100, 80)
+    ran = run()
+    assert (ran.json["total"], ran.json["skipped"]) == (100, 20)
+    assert status()["completion_tokens"] == found["completion_tokens"]["expected"] == 600
+
+
+def test_limit_and_seed_choose_the_rows() -> None:
+    prepare(200)
+    assert planned("--limit", "40")["rows"] == 40
+    assert set(settled()) <= set(range(40))
+    planned("--set", "name=b", "--set", "run.seed=5", "--limit", "40")
+    assert set(settled(Path("output/b/results.jsonl"))) != set(settled())
+
+
+def test_a_server_counts_the_prompts_and_has_no_gpus() -> None:
+    """Lengths of answers have a heavy tail: row n gets 4 tokens, or up to 400."""
+    lengths = [400 if n % 50 == 7 else 40 if n % 10 == 3 else 4 for n in range(300)]
+
+    def answer(text: str, body: dict[str, Any]) -> None:
+        if text.startswith("row "):
+            tokens = lengths[int(text.split()[1])]
+            usage = {"prompt_tokens": 9, "completion_tokens": tokens}
+            raise Refused(200, {**said(), "usage": usage})
+
+    with serving(answer) as server:
+        write_server_job(server, 300, sampling={"max_tokens": 500})
+        found = planned("--price-per-million-tokens", "0,1_000_000")
+        assert not found["prompts"]["exact"]
+        assert found["gpu_hours"] is None
+        assert holds(found["prompt_tokens"], 9 * 300)
+        assert holds(found["completion_tokens"], sum(lengths))
+        assert holds(found["price"], sum(lengths))
+        assert found["completion_tokens"]["high"] < 300 * 500
+        assert "judged by their characters" in plan("--rows", "4").stdout
+        assert run().exit_code == 0
+
+
+@pytest.mark.parametrize("prices", ["1", "1,2,3", "a,b"])
+def test_prices_of_tokens_are_two(prices: str) -> None:
+    prepare(3)
+    found = plan("--price-per-million-tokens", prices)
+    assert found.exit_code == 2
+    assert f"--price-per-million-tokens {prices}: write two prices" in found.stderr
+
+
+def test_a_budget_ends_the_sample() -> None:
+    prepare(100, run={"max_completion_tokens": 5 * TOKENS})
+    found = plan("--rows", "40")
+    assert found.exit_code == 1
+    assert "run.max_completion_tokens = 30 stopped the sample" in found.stderr
+    assert 5 <= len(settled()) < 40
+    assert not (RUN / "forecast.json").exists()
+
+
+def test_a_changed_job_is_refused_and_a_fresh_run_has_no_forecast() -> None:
+    prepare(40)
+    planned("--rows", "4")
+    changed = ("--set", "prompt.user=Say {{ q }}")
+    assert plan(*changed).exit_code == 2
+    fresh = run("--fresh", *changed)
+    assert fresh.exit_code == 0
+    assert "forecast" not in fresh.stderr
+
+
+def test_a_run_that_goes_on_has_the_rest_of_its_forecast() -> None:
+    prepare(100, engine=SLOW, run=EIGHT)
+    planned("--rows", "20")
+    part = run("--limit", "60")
+    assert "it took" not in part.stderr
+    ran = run()
+    assert f"forecast for the {100 - part.json['ok']} rows that are left: " in ran.stderr
+    assert "batchkit: it took " in ran.stderr
+    assert "600 completion tokens, forecast 600" in ran.stderr
+
+
+def test_a_damaged_forecast_stops_no_run() -> None:
+    prepare(20)
+    planned("--rows", "4")
+    (RUN / "forecast.json").write_text('{"run": 1')
+    assert run().exit_code == 0

@@ -1,0 +1,113 @@
+"""How ``plan`` computes: the time of a step from rows of a sample, and totals from their lengths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchkit.commands.plan.answers import replicates, strata_of, stratified
+from batchkit.commands.plan.throughput import Observed, StepTime, Wave, fit, points_of, steps_of
+
+
+def wave(answers: list[int], window: int, steps: StepTime) -> Wave:
+    """Rows of 50 prompt tokens as an engine with these times answers them, to the step."""
+    waiting, running = [*enumerate(answers)], dict[int, tuple[int, float]]()
+    now, rows = 0.0, list[Observed]()
+    while waiting or running:
+        begun = 0
+        while waiting and len(running) < window:
+            index, tokens = waiting.pop(0)
+            running[index] = tokens, now
+            begun += 1
+        now += steps.step_s + len(running) * steps.sequence_s + 50 * begun * steps.prompt_token_s
+        for index, (left, began) in [*running.items()]:
+            running[index] = left - 1, began
+            if left == 1:
+                del running[index]
+                rows.append(Observed(index, 50, answers[index], answers[index], 1, began, now))
+    return Wave(window, rows, now)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        StepTime(0, 0.02, 0.0001, 0.00002),
+        StepTime(0, 0.005, 0.001, 0),
+        StepTime(0, 0.03, 0, 0.0001),
+    ],
+)
+def test_the_time_of_a_step_at_a_large_batch_is_found_from_two_smaller_ones(
+    steps: StepTime,
+) -> None:
+    draw = np.random.default_rng(1)
+    answers = [max(1, round(n)) for n in draw.lognormal(4, 0.9, 60)]
+    found = fit(
+        points_of([wave(answers[:15], 3, steps), wave(answers[15:], 45, steps)]), np.ones(60)
+    )
+    job = [max(1, round(n)) for n in draw.lognormal(4, 0.9, 2000)]
+    n_steps = steps_of(job, 128)
+    forecast = found.seconds(n_steps, sum(job), 50 * len(job), len(job), 128)
+    assert forecast == pytest.approx(wave(job, 128, steps).seconds, rel=0.1)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 20))
+def test_steps_are_those_of_a_full_engine(lengths: list[int], running: int) -> None:
+    steps = steps_of(lengths, running)
+    assert steps == wave(lengths, running, StepTime(0, 1.0, 0, 0)).took_s
+    assert max(lengths) <= steps <= steps_of(lengths, running, in_batches=True)
+    assert steps >= sum(lengths) / running
+    assert steps_of(lengths, 1) == sum(lengths)
+
+
+def totals_of_many(lengths: list[int], most: float) -> Iterator[tuple[bool, bool]]:
+    """Whether the true mean is not below the 5th and not above the 95th percentile, sample by sample."""
+    population = np.array(lengths, dtype=np.float64)
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        sample = rng.choice(population, 64)
+        means = [
+            found.mean for found in replicates(sample, np.zeros(64, dtype=np.int64), most, rng)
+        ]
+        low, high = np.quantile(means, (0.05, 0.95))
+        yield bool(low <= population.mean()), bool(population.mean() <= high)
+
+
+@pytest.mark.parametrize("alpha", [1.5, 2.0])
+def test_a_heavy_tail_that_the_sample_has_not_seen_is_in_the_interval(alpha: float) -> None:
+    draw = np.random.default_rng(7)
+    lengths = np.minimum(4096, 30 * (1 + draw.pareto(alpha, 20_000))).round().astype(int).tolist()
+    found = [*totals_of_many(lengths, 4096)]
+    assert sum(low and high for low, high in found) / len(found) >= 0.85
+
+
+def test_no_answer_is_longer_than_max_tokens() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.array([3.0, 5.0, 90.0, 100.0] * 8)
+    drawn = [
+        found.draw(500, rng).max()
+        for found in replicates(lengths, np.zeros(32, dtype=np.int64), 128, rng)
+    ]
+    assert 100 < max(drawn) <= 128
+
+
+def test_answers_that_are_all_alike_leave_no_doubt() -> None:
+    rng = np.random.default_rng(0)
+    found = replicates(np.full(20, 7.0), np.zeros(20, dtype=np.int64), 256, rng)
+    assert {round(one.mean, 9) for one in found} == {7.0}
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 5))
+def test_a_sample_has_short_and_long_prompts(n_rows: int, n: int, seed: int) -> None:
+    sizes = np.random.default_rng(seed).lognormal(5, 1, n_rows)
+    strata = strata_of(sizes, n)
+    places = stratified(strata, n, seed)
+    assert len(set(places.tolist())) == len(places) == min(n, n_rows)
+    counts = np.bincount(strata[places], minlength=int(strata.max()) + 1)
+    even = len(places) / len(counts)
+    assert counts.min() >= math.floor(even) - 1
+    assert counts.max() <= math.ceil(even) + 1
