@@ -408,6 +408,14 @@ def test_a_row_that_was_interrupted_before_its_record_makes_the_same_choice(
             },
             "sampling.n: is 1 in each step; [select] chooses",
         ),
+        (
+            {
+                "steps": [DRAFT, {**JUDGE, "sampling": {}}],
+                "select": {"by": "step", "step": "judge"},
+                "prompt": {"user": ""},
+            },
+            "steps.judge.sampling.n: is 3, and a step that picks an answer answers once",
+        ),
         ({"select": {"by": "step", "step": "judge"}}, "select.step: found 'judge', expected"),
         (
             {"select": {"by": "majority", "step": "x"}, "scoring": {"extract": "number"}},

@@ -257,3 +257,8 @@ def _misfits_of_judge(job: JobConfig) -> Iterator[str]:
             f"select.step: found {job.select.step!r}, expected the name of the last of [[steps]], behind"
             " the one whose answers it judges"
         )
+    elif (n := job.of_step(job.steps[-1]).params().get("n", 1)) != 1:
+        yield (
+            f"steps.{job.select.step}.sampling.n: is {n}, and a step that picks an answer answers once; give"
+            " it sampling = { n = 1 }"
+        )
