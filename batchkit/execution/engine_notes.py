@@ -10,7 +10,7 @@ from batchkit.execution.bisection import Suspicion
 from batchkit.execution.events import EngineHistory, Hear, Line
 from batchkit.sources.rowhash import known_hashes
 from batchkit.storage.identity import is_learned
-from batchkit.storage.manifest import Manifest, Suspects, forget_other_steps
+from batchkit.storage.manifest import Manifest, Start, Suspects, forget_other_steps
 
 
 def known(
@@ -34,8 +34,18 @@ def known(
     return EngineHistory(0, list(noted.engine_steps), noted.engine_accidents, suspicions, engine)
 
 
-def remember(job: JobConfig, manifest: Manifest, history: EngineHistory) -> None:
-    """Note in ``manifest`` what an engine's death taught."""
+def note_versions(start: Start, versions: Mapping[str, Mapping[str, str]]) -> None:
+    """Note in ``start`` what engines, by name, report about themselves."""
+    named = {name: dict(of) for name, of in versions.items()}
+    if "" in named:
+        start.engine = named.pop("")
+    if named:
+        start.engines = {**start.engines, **named}
+
+
+def remember(job: JobConfig, manifest: Manifest, history: EngineHistory, restarts: int) -> None:
+    """Note in ``manifest`` what an engine's death taught; ``restarts`` are those of all engines."""
+    manifest.last_start.engine_restarts = restarts
     noted = manifest.notes_of(history.engine)
     noted.engine_steps = [dict(step) for step in history.steps]
     noted.engine_accidents = history.among_accidents

@@ -6,18 +6,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
-from batchkit.errors import (
-    BatchkitError,
-    BrokenInputError,
-    ChangedInputError,
-    InputError,
-    TooManyFailuresError,
-)
+from batchkit.errors import BatchkitError, BrokenInputError, TooManyFailuresError
 from batchkit.execution import engine_notes
 from batchkit.execution.budgets import Budgets
 from batchkit.execution.cluster.worker_pool import RayWorkerPool
@@ -32,14 +26,14 @@ from batchkit.execution.resume import OpenRun
 from batchkit.execution.rollouts.function import Function
 from batchkit.execution.rollouts.rollouts import PausedRow
 from batchkit.execution.signals import DRAIN_S, Interrupted, StopRequest
+from batchkit.execution.start_rows import StartRows
 from batchkit.execution.summary import Outcome, RunSummary
 from batchkit.execution.turns import Turns
 from batchkit.execution.worker import Returned, Worker, render_ahead
-from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.ordering import well_ordered
 from batchkit.rendering.steps import Renderer
-from batchkit.sources.input import Input, Total, check_unchanged, distrusted, watched
-from batchkit.storage.identity import CHANGING, check_found, names_same_model
+from batchkit.sources.input import Input, Total
+from batchkit.storage.identity import check_found, names_same_model
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.store import RecordLine, Store
 from batchkit.types import Completion, Request, Row, Task, Usage
@@ -80,9 +74,6 @@ class Loop:
         self._stop = stop
         self._prompt_files = prompt_files
         self._input = source
-        self._source = source._replace(
-            changes=lambda thorough: {**source.changes(thorough), **self._changed_prompts()}
-        )
         self._is_retry = False
         self._rendered: dict[int, Request | Completion] = {}
         self._attempts: Mapping[int, int] = {}
@@ -93,17 +84,20 @@ class Loop:
         self._is_runs_own = names_same_model(self._manifest.identity, engine_identity)
         """False if ``--set`` gives a retry another model."""
         self._resumed = run.store.totals.ok + run.store.totals.failed
-        is_bound = self._is_runs_own and self._resumed > 0
+        has_answers = self._resumed > 0 or run.store.steps.count > 0
+        is_bound = self._is_runs_own and has_answers
         self._found: Mapping[str, Any] = self._manifest.identity if is_bound else {}
         self._total = Total(source)
-        self._elsewhere = 0
         self._tokens_before = _tokens(run.store)
         self._pool: WorkerPool | None = None
-        self._stopping = self._all_read = False
+        self._stopping = False
         earlier = sum(start.gpu_seconds for start in run.manifest.starts)
         self._budgets = Budgets(job, stop.began, earlier)
         self._stopped_by: str | None = None
         self._turns = Turns(job, progress.event, keeps_rows=source.files is None)
+        self._rows = StartRows(
+            job, source, run.manifest, self._turns, prompt_files, has_answers=has_answers
+        )
         self._restarts = Counter[tuple[int, str]]()
         self._retried = 0
         self._settled = self._failed = 0
@@ -116,50 +110,23 @@ class Loop:
         if self._manifest.skipped_elsewhere:  # this start may take rows that an earlier one left
             self._manifest.skipped_elsewhere = 0
             self._save_manifest()
-        rows = self._source.read(self._store.totals.is_settled)
-        return self._settle_all(self._without(is_done_elsewhere, self._readable(rows)))
+        rows = self._rows.without(self._store.totals.is_settled, is_done_elsewhere)
+        return self._settle_all(rows)
 
     def retry(self, attempts: Mapping[int, int], quarantined: Collection[int]) -> Outcome:
         """Run the rows in ``attempts`` again; the numbers are those of their last attempts."""
         self._is_retry, self._attempts, self._quarantined = True, attempts, quarantined
-        self._elsewhere = self._manifest.skipped_elsewhere
+        self._rows.elsewhere = self._manifest.skipped_elsewhere
         self._resumed -= sum(map(self._store.totals.is_settled, attempts))
         self._store.steps.recall(attempts)
-        rows = self._source.everything(lambda index: index not in attempts)
-        return self._settle_all(self._readable(rows))
-
-    def _readable(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """If reading fails, a run that has begun can continue once the input is fixed."""
-        begun = self._resumed > 0
-        try:
-            for row in self._turns.kept(watched(rows, self._source)):
-                begun = True
-                yield row
-            self._all_read = True
-        except ChangedInputError as error:
-            self._distrust(error.paths)
-            raise
-        except InputError as error:
-            if not begun:
-                raise
-            raise BrokenInputError(str(error)) from error
-
-    def _without(
-        self, is_done_elsewhere: Callable[[Row], bool], rows: Iterator[Row]
-    ) -> Iterator[Row]:
-        for row in rows:
-            if row.error is None and is_done_elsewhere(row):
-                self._elsewhere += 1
-            else:
-                yield row
+        return self._settle_all(self._rows.only(attempts))
 
     def _settle_all(self, rows: Iterator[Row]) -> Outcome:
         try:
             return self._settle(rows)
         finally:
             self._note_gpus()  # also of a start that a signal ends while the model loads
-            changed = self._changed_prompts() if self._all_read else self._source.changes(False)
-            self._distrust(changed.keys())
+            self._rows.note_changes()
 
     def _settle(self, rows: Iterator[Row]) -> Outcome:
         first = next(rows, None)
@@ -169,7 +136,8 @@ class Loop:
             done = "nothing left to run: every row has a record"
             self._progress.event(self._input.if_empty if is_empty else done)
             return Outcome(self._summary(self._total.wait()))
-        self._look_at(first)
+        for hint in hints(self._job, first.fields) if first.error is None else ():
+            self._progress.event(hint)
         if self._resumed:
             of = "" if (total := self._total.wait(timeout_s=1)) is None else f" of {total:,}"
             self._progress.event(f"resumed {self._resumed:,}{of} rows")
@@ -179,8 +147,7 @@ class Loop:
             return self._stopped()
         try:
             rows = chain([first], rows)
-            may_wait = self._source.files is None
-            if not (may_wait or self._is_retry or self._store.totals.ok):
+            if not (self._rows.may_wait or self._is_retry or self._store.totals.ok):
                 rows, self._rendered = checked(rows, self._job, self._renderer)
             engines = self._turns.first(None if self._is_retry else self._manifest.turn)
             while True:
@@ -204,9 +171,7 @@ class Loop:
         """The engine that is loaded next, and the rows that go on with it."""
         engine, due = self._turns.next()
         self._rendered = {}
-        if self._source.files is None:
-            return [engine], self._turns.again(due)
-        return [engine], self._readable(self._source.everything(lambda index: index not in due))
+        return [engine], self._turns.again(due) if self._rows.may_wait else self._rows.only(due)
 
     def _stopped(self) -> Outcome:
         """A signal or a used-up budget has ended this start; the next one continues."""
@@ -214,31 +179,15 @@ class Loop:
         code = 1 if self._stop.signum is None else 128 + self._stop.signum
         return Outcome(self._summary(self._total.now(), code))
 
-    def _changed_prompts(self) -> dict[str, str]:
-        """How files that all prompts include differ, by key. Some rows are rendered after the last
-        one was read, so these are compared at the end, too."""
-        now = constant_files(self._job)
-        then = self._prompt_files.items()
-        return {key: "its content" for key, was in then if now.get(key, was) != was}
-
-    def _distrust(self, changed: Collection[str]) -> None:
-        """Make the next start compare the answered rows with those in the input, or refuse the
-        prompts, even if all was changed back."""
-        if prompts := {*changed} & {*self._prompt_files}:
-            files = self._manifest.identity.get("prompt.files", {})
-            self._manifest.identity["prompt.files"] = files | dict.fromkeys(prompts, CHANGING)
-        if paths := {*changed} - prompts:
-            self._manifest.input = distrusted(self._manifest.input, paths)
-
     def _check_complete(self) -> None:
         """All rows were read. Raises BrokenInputError if one of them has no record, or may have that
         of another prompt."""
-        check_unchanged(self._changed_prompts())
+        self._rows.check_prompts()
         if self._is_retry:
             missing = len(self._attempts) - self._settled
         else:
             total = self._total.wait()
-            missing = 0 if total is None else total - self._elsewhere - self._state().settled
+            missing = 0 if total is None else total - self._rows.elsewhere - self._state().settled
         if missing > 0:
             raise BrokenInputError(
                 f"{missing:,} rows have no record at the end: they were counted in the input or asked"
@@ -246,10 +195,9 @@ class Loop:
                 " input back and run again"
             )
 
+    @property
     def _some_remain(self) -> bool:
-        """Whether rows have no record. Past the limit others may have one, so it takes a look at each."""
-        pending = self._source.read(self._store.totals.is_settled)
-        return next(islice(pending, self._elsewhere, None), None) is not None
+        return self._rows.some_remain(self._store.totals.is_settled)
 
     def _some_are_left(self) -> bool:
         """Whether this start has left some of its rows. The pool may not know yet that it had the last
@@ -258,18 +206,13 @@ class Loop:
             return False
         if self._is_retry:
             return len(self._attempts) > self._settled
-        return self._source.files is None or self._some_remain()
-
-    def _look_at(self, first: Row) -> None:
-        if first.error is None:
-            for hint in hints(self._job, first.fields):
-                self._progress.event(hint)
+        return self._rows.may_wait or self._some_remain
 
     @contextmanager
     def _opened_pool(self, rows: Iterator[Row], engines: Sequence[str]) -> Iterator[WorkerPool]:
         """The workers, once the models of ``engines`` are loaded; the first rows are rendered meanwhile."""
         started = time.monotonic()
-        look_ahead, may_wait = self._job.run.look_ahead, self._source.files is None
+        look_ahead, may_wait = self._job.run.look_ahead, self._rows.may_wait
         ordered: Iterator[tuple[Row, int]] = ((row, 0) for row in rows)
         if look_ahead > 1 and not may_wait:  # an iterator may give its rows slowly
             ordered = well_ordered(rows, self._renderer.hint, look_ahead)
@@ -354,11 +297,7 @@ class Loop:
 
     def _generate(self, pool: WorkerPool) -> None:
         began, engine = time.monotonic(), pool.engine_facts
-        for name, versions in engine.versions.items():
-            if name:
-                self._manifest.last_start.engines |= {name: dict(versions)}
-            else:
-                self._manifest.last_start.engine = dict(versions)
+        engine_notes.note_versions(self._manifest.last_start, engine.versions)
         self._progress.event(
             f"{_BEGUN[self._job.task]}; model loaded in {self._loads_s[-1]:.0f} s,"
             f" up to {engine.max_num_seqs} requests run at once"
@@ -374,7 +313,7 @@ class Loop:
         if self._is_retry:
             return len(self._attempts) - self._settled
         total = self._total.now()
-        done = self._elsewhere + self._resumed + self._settled + self._turns.n_paused
+        done = self._rows.elsewhere + self._resumed + self._settled + self._turns.n_paused
         return None if total is None else total - done
 
     def _may_come(self, index: int) -> bool:
@@ -417,8 +356,7 @@ class Loop:
                     self._save_manifest()
             case EngineHistory():
                 self._restarts[self._turns.number, event.engine] = event.restarts
-                self._manifest.last_start.engine_restarts = self._restarts.total()
-                engine_notes.remember(self._job, self._manifest, event)
+                engine_notes.remember(self._job, self._manifest, event, self._restarts.total())
                 self._save_manifest()  # at once: the next start needs it
 
     def _takes_no_more(self) -> bool:
@@ -512,7 +450,7 @@ class Loop:
         totals, before = self._store.totals, self._tokens_before
         now = _tokens(self._store)
         return State(
-            total=None if (total := self._total.now()) is None else total - self._elsewhere,
+            total=None if (total := self._total.now()) is None else total - self._rows.elsewhere,
             ok=totals.ok,
             failed=totals.failed,
             resumed=self._resumed,
@@ -530,9 +468,9 @@ class Loop:
         state, failures = self._state(), list[Failure]()
         if code is None:
             failures = failures_of(self._folder / RESULTS, self._store.totals, self._job)
-            code = 1 if self._is_retry and self._some_remain() else 3 if state.failed else 0
+            code = 1 if self._is_retry and self._some_remain else 3 if state.failed else 0
         self._manifest.total = self._input.sample_of or total
-        self._manifest.skipped_elsewhere = self._elsewhere
+        self._manifest.skipped_elsewhere = self._rows.elsewhere
         self._manifest.last_start.exit = code
         self._manifest.last_start.seconds = round(self._seconds, 3)
         price = self._budgets.price(_tokens(self._store))
@@ -540,10 +478,10 @@ class Loop:
         return RunSummary(
             name=self._job.name,
             folder=str(self._folder),
-            total=max(state.settled + self._elsewhere, total or 0),
+            total=max(state.settled + self._rows.elsewhere, total or 0),
             ok=state.ok,
             failed=state.failed,
-            skipped=self._resumed + self._elsewhere,
+            skipped=self._resumed + self._rows.elsewhere,
             retried=self._retried + (self._pool.retried if self._pool else 0),
             seconds=round(self._seconds, 3),
             load_seconds=round(sum(self._loads_s), 3),
