@@ -54,15 +54,16 @@ def show_rows(run: str | None, failed: bool, ids: Texts, most: int | None, as_js
 @JSON
 def status(run: str | None, watch: bool, as_json: bool) -> None:
     """Show what of RUN is done, failed and left, its rate and ETA."""
+    from batchkit.commands.status import Reading
     from batchkit.commands.status import status as look
 
-    folder = find(run)
-    found = look(folder)
+    folder, reading = find(run), Reading()
+    found = look(folder, reading)
     while watch and found.held_by is not None:
         click.clear()  # on a terminal
         show(found, as_json)
         time.sleep(_WATCH_S)
-        found = look(folder)
+        found = look(folder, reading)
     if watch:
         click.clear()
     show(found, as_json)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -13,7 +13,7 @@ from batchkit.config.numbers import duration
 from batchkit.engines.memory_ladder import Ladder
 from batchkit.errors import BatchkitError, CutOffReasoningError
 from batchkit.sources import count_rows
-from batchkit.storage.checkpoint import StepsPoint, Totals, sealed_checkpoint
+from batchkit.storage.checkpoint import Checkpoint, StepsPoint, Totals, sealed_checkpoint
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.ledger import log_of, read_lines
 from batchkit.storage.manifest import Manifest, read_manifest
@@ -101,16 +101,27 @@ class Status:
         )
 
 
-def status(folder: Path) -> Status:
+@dataclass
+class Reading:
+    """How far a run's log was read, for whoever looks again: a fast run writes 100,000 lines between
+    two checkpoints. ``log``: device and inode. For one thread at a time."""
+
+    log: tuple[int, int] = (0, 0)
+    end: int = 0
+    totals: Totals = field(default_factory=Totals)
+
+
+def status(folder: Path, reading: Reading | None = None) -> Status:
     """Reads the log past the checkpoint, the manifest, and the lock. Safe during a run.
 
-    Trusts the checkpoint and does not check it against the log, as ``verify`` does.
+    Trusts the checkpoint and does not check it against the log, as ``verify`` does. ``reading``, from
+    an earlier look, moves on.
 
     Raises:
         StoreError: not a run folder, or its log is missing.
     """
     manifest, log = read_manifest(folder), log_of(folder)
-    found = counts_of(folder)
+    found = counts_of(folder, reading)
     totals, steps, tokens = found.totals, found.steps, found.tokens
     total = total_rows(folder, manifest)
     pending = pending_rows(total, totals, manifest)
@@ -153,21 +164,30 @@ class Counts(NamedTuple):
         return Usage(of.prompt_tokens, of.completion_tokens)
 
 
-def counts_of(folder: Path) -> Counts:
-    """Of a run. Reads what is past the checkpoint, which it trusts.
+def counts_of(folder: Path, reading: Reading | None = None) -> Counts:
+    """Of a run. Reads what is past the checkpoint, which it trusts, and past ``reading``.
 
     Raises:
         StoreError: the log is missing.
     """
     log, checkpoint = log_of(folder), sealed_checkpoint(folder)
-    if checkpoint is None or checkpoint.checksum.end > log.stat().st_size:
-        totals, offset, point = Totals(), 0, StepsPoint()
-    else:
-        totals, offset, point = checkpoint.totals, checkpoint.checksum.end, checkpoint.steps
-    for line in read_lines(log, offset):
-        if line.record is not None:
-            totals.add(line.record)
-    return Counts(totals, counted(folder, point))
+    if checkpoint is not None and checkpoint.checksum.end > log.stat().st_size:
+        checkpoint = None
+    totals = _read_on(log, checkpoint, reading or Reading())
+    return Counts(totals, counted(folder, checkpoint.steps if checkpoint else StepsPoint()))
+
+
+def _read_on(log: Path, checkpoint: Checkpoint | None, reading: Reading) -> Totals:
+    found = log.stat()
+    if reading.log != (found.st_dev, found.st_ino) or reading.end > found.st_size:
+        reading.log, reading.end, reading.totals = (found.st_dev, found.st_ino), 0, Totals()
+    if checkpoint is not None and reading.end < checkpoint.checksum.end:
+        reading.end, reading.totals = checkpoint.checksum.end, checkpoint.totals
+    for line in read_lines(log, reading.end):
+        if line.record is not None:  # the last line may not be whole yet
+            reading.totals.add(line.record)
+            reading.end = line.end
+    return reading.totals
 
 
 def pending_rows(total: int | None, totals: Totals, manifest: Manifest) -> int | None:

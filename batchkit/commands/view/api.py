@@ -33,6 +33,7 @@ _GROW_S = 0.5  # a request lets the index grow so long
 _SEARCH_S = 1.5
 _END_WITHIN_S = 0.1
 _EVERY_S = 1.0  # between events; five times as long as it takes to look, if that is more
+_AT_LEAST_EVERY_S = 4.0
 
 
 class Api:
@@ -166,7 +167,7 @@ class Api:
                 yield b"event: %b\ndata: %b\n" % (name.encode(), data)  # data ends in a newline
             if not changed:
                 yield b": still here\n\n"
-            pause_s = max(_EVERY_S, 5 * (time.monotonic() - began))
+            pause_s = min(max(_EVERY_S, 5 * (time.monotonic() - began)), _AT_LEAST_EVERY_S)
             for _ in range(ceil(pause_s / _END_WITHIN_S)):
                 if self._is_ending():
                     return

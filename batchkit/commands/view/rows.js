@@ -97,7 +97,7 @@ export function openRows(run) {
   function count() {
     const { total, rows, indexed } = page;
     drawPager(byId("pager"), { offset: page.offset, limit: LIMIT, total, n: rows.length, go });
-    const of = done === null || total === done ? "" : ` of ${number.format(done)}`;
+    const of = done === null || total >= done ? "" : ` of ${number.format(done)}`;
     const text = total === null
       ? `${number.format(page.offset + rows.length)} rows found so far`
       : `${number.format(total)}${of} rows`;

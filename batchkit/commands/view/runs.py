@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
-from batchkit.commands.status import Status, status
+from batchkit.commands.status import Reading, Status, status
 from batchkit.config.masking import masked_text
 from batchkit.errors import BatchkitError, StoreError
 from batchkit.storage.checkpoint import CHECKPOINT
@@ -73,6 +74,8 @@ class Runs:
     target: Path
     is_single: bool
     _looks: dict[Path, tuple[Any, Look]] = field(default_factory=dict)
+    _readings: dict[Path, Reading] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)  # who looks at a run: requests, in several threads
 
     @property
     def single_key(self) -> str:
@@ -95,6 +98,7 @@ class Runs:
         for folder in [*self._looks]:
             if folder not in folders.values():
                 self._looks.pop(folder, None)
+                self._readings.pop(folder, None)
         for key, folder in folders.items():
             head = {"run": key, "folder": str(folder)}
             try:
@@ -109,12 +113,17 @@ class Runs:
         Raises:
             StoreError: the run can't be read.
         """
+        with self._lock:
+            return self._look(folder)
+
+    def _look(self, folder: Path) -> Look:
         is_held = held_by(folder) is not None
         files = (*map(_stamp, (folder / n for n in (MANIFEST, RESULTS, CHECKPOINT, LOCK))), is_held)
         known = self._looks.get(folder)
         if known is None or known[0] != files:
+            reading = self._readings.setdefault(folder, Reading())
             try:
-                known = files, Look(status(folder), read_manifest(folder))
+                known = files, Look(status(folder, reading), read_manifest(folder))
             except OSError as error:
                 raise StoreError(f"{folder}: can't be read: {error.strerror}") from error
             self._looks[folder] = known
