@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.support.command_line import batchkit
-from tests.support.dry_runs import RUN, manifest, prepare, rows_that_fail, run
+from tests.support.dry_runs import LOG, RUN, manifest, prepare, records, rows_that_fail, run
 from tests.support.view_server import viewing
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -148,3 +148,17 @@ def test_output_is_shown_if_nothing_is_named(tmp_path: Path) -> None:
     run()
     with viewing(cwd=tmp_path) as view:
         assert [each["run"] for each in view.get("runs")] == ["a"]
+
+
+def test_a_line_that_is_written_in_two_parts_counts_once(tmp_path: Path) -> None:
+    prepare(10)
+    run("--limit", "5")
+    record = {**records()[-1], "index": 5, "id": "5"}
+    line = json.dumps(record) + "\n"
+    with viewing("output/a", cwd=tmp_path) as view, LOG.open("a") as log:
+        assert view.get("runs/a")["ok"] == 5
+        for part, ok in ((line[:40], 5), (line[40:], 6), (line, 6)):
+            log.write(part)
+            log.flush()
+            assert view.get("runs/a")["ok"] == ok
+    assert batchkit("status", "output/a", "--json").json["ok"] == 6

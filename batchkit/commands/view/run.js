@@ -192,10 +192,11 @@ function drawEngine() {
     ]).reverse(), "plain",
   ));
   const workers = starts.at(-1)?.workers ?? [];
+  const now = (state) => (status.state === "running" || state === "given up" ? state : "ended");
   byId("workers").replaceChildren(...(workers.length ? [table(
     ["", "node", "GPUs", "state", "rows", "rows/s", "in flight", "restarts", "of its engine"],
     workers.map((one) => [
-      `worker ${one.worker}`, one.node ?? "none", one.gpus.join(", ") || "–", one.state,
+      `worker ${one.worker}`, one.node ?? "none", one.gpus.join(", ") || "–", now(one.state),
       number.format(one.rows), short(one.rows_per_s), String(one.in_flight), String(one.restarts),
       String(one.engine_restarts),
     ]), "plain",
