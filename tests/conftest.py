@@ -105,6 +105,7 @@ SLOW = {
     "test_quickstart",
     "test_reask",
     "test_rollout_faults",
+    "test_rollouts_vllm",
     "test_steps",
     "test_progress",
     "test_report",

@@ -97,6 +97,11 @@ class ProductionBatchProcessor:
             )
         if rollout is not None:
             self.job = with_function(self.job, rollout)
+        if adjust_sampling is not None and self.job.rollout is not None:
+            raise JobError(
+                "adjust_sampling: a rollout's function gives each generation its parameters itself, as"
+                " generate(…, temperature=0.5); leave it out"
+            )
         self._rollout = rollout
         self._fresh = fresh
         self._on_change: OnChange = on_change

@@ -224,6 +224,12 @@ def test_the_commands_read_the_run_of_a_function_from_python() -> None:
     assert "rollout=solve_once" in ended.stderr
 
 
+def test_a_function_gives_the_sampling_itself() -> None:
+    job = JobConfig(name="a", engine={"kind": "dry-run"})
+    with pytest.raises(JobError, match="adjust_sampling: a rollout's function gives"):
+        ProductionBatchProcessor(job, rollout=solve_once, adjust_sampling=dict)
+
+
 @pytest.mark.parametrize(
     ("function", "tables", "message"),
     [

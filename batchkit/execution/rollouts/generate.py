@@ -21,6 +21,7 @@ from batchkit.types import Completion, Request
 
 Prompt = str | Sequence[Mapping[str, Any]]
 _STEP = re.compile(r"\w*", re.ASCII)
+_SCALARS = (type(None), bool, int, float, str)
 _BYTES_PER_PIXEL = 4  # what Pillow uses for RGB
 
 
@@ -67,9 +68,12 @@ class Generate:
             raise RequestError(
                 f"generate: step is {short(step)}, expected a name of letters, digits and _"
             )
-        wanted = checked_tools(_own(tools), _own(tool_choice), "tools", "tool_choice")
-        merged = {**self._sampling, **_own(sampling)} if sampling else self._sampling
-        kwargs = _own(chat_template_kwargs) or {}
+        wanted = checked_tools(
+            _own("tools", tools), _own("tool_choice", tool_choice), "tools", "tool_choice"
+        )
+        own = {name: _own(name, value) for name, value in sampling.items()}
+        merged = {**self._sampling, **own} if own else self._sampling
+        kwargs = _own("chat_template_kwargs", chat_template_kwargs) or {}
 
         def render() -> Request:
             opened, media_bytes = (None, 0) if messages is None else self._opened(messages)
@@ -129,7 +133,7 @@ class Generate:
             if part["type"] == "image_pil"
         ]
         if not images:
-            return _own(opened), 0
+            return orjson.loads(encoded(opened)), 0  # a copy
         return opened, _BYTES_PER_PIXEL * sum(image.width * image.height for image in images)
 
 
@@ -145,6 +149,17 @@ def _messages(prompt: Any) -> list[Mapping[str, Any]]:
     raise RequestError(f"generate: found {short(prompt)}, expected a text or a list of messages")
 
 
-def _own(value: Any) -> Any:
-    """A copy, in JSON's types, that the function can't change any more."""
-    return value if value is None else orjson.loads(encoded(value))
+def _own(name: str, value: Any) -> Any:
+    """A copy, in JSON's types, that the function can't change any more.
+
+    Raises:
+        RequestError: JSON has no such value.
+    """
+    if type(value) in _SCALARS:
+        return value
+    try:
+        return orjson.loads(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
+    except (TypeError, RecursionError) as error:
+        raise RequestError(
+            f"generate: {name} is {short(value)}, expected what JSON can hold: {error}"
+        ) from None
