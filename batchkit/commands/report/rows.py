@@ -82,7 +82,7 @@ def show(
     if max(stats.text_lengths, default=0) > limit:
         notes.append(f"Answers longer than {limit:,} characters are cut in the middle.")
     inputs = InputRows(job, chosen)
-    steps = StepsShown.of(generations, min(limit, _MAX_TEXT_BYTES / max(1, n_rows)))
+    steps = StepsShown(generations, limit, _MAX_TEXT_BYTES / max(1, n_rows))
     reader = _Reader(job, _scoring(job, notes), pictures, inputs.renderer, limit, n_rows, steps)
     details = [
         reader.read(record, inputs.row(record))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from itertools import islice
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from batchkit.config.terminal import cut_in_the_middle
@@ -16,47 +15,48 @@ _FEW_CHARACTERS = 500
 
 
 class StepsShown(NamedTuple):
-    """How much the page has room for: ``most`` generations of a row, each of ``limit`` characters."""
+    """How much the page has room for: of each of ``[[steps]]`` its share of ``text_limit`` characters; of a
+    function's generations ``characters`` of a row, for as many of them as that is enough for.
+    """
 
     generations: Generations
-    most: int
-    limit: int
-
-    @classmethod
-    def of(cls, generations: Generations, characters: float) -> StepsShown:
-        """``characters``: room for those of one row."""
-        most = int(min(_MOST, max(_LEAST, characters / _FEW_CHARACTERS)))
-        return cls(generations, most, int(characters / most))
+    text_limit: int
+    characters: float
 
     def read(self, record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-        """Of ``[[steps]]`` what the record has of each, else the row's generations; None for a row with
-        one."""
+        """What the record has of each step, or else the row's first generations, and how many more there
+        are; None for a row with one."""
         if (steps := record.get("steps")) is not None:
-            found: Iterable[Mapping[str, Any]] = [{"step": name, **steps[name]} for name in steps]
+            found = [{"step": name, **steps[name]} for name in steps]
+            room = float(self.text_limit)
+            most = len(found)
         elif "generations" in record:
-            found = self.generations.of(record["index"])
+            found = [*self.generations.of(record["index"])]
+            room = self.characters
+            most = int(min(_MOST, max(_LEAST, room / _FEW_CHARACTERS)))
         else:
             return None
-        shown = [*map(self._shown, islice(found, self.most))]
-        if more := (record.get("generations") or 0) - len(shown) if steps is None else 0:
-            shown.append({"more": more})
-        return shown
+        limit = int(min(self.text_limit, room / max(1, min(most, len(found)))))
+        shown = [_shown(step, limit) for step in found[:most]]
+        return shown + [{"more": len(found) - most}] * (len(found) > most)
 
-    def _shown(self, step: Mapping[str, Any]) -> dict[str, Any]:
-        usage, error = step.get("usage"), step.get("error") or {}
-        found = {
-            "name": call_in_words(step),
-            "text": None if step.get("skipped") else self._cut(choice_in_words(step)),
-            "reasoning": self._cut(step.get("reasoning")),
-            "skipped": step.get("skipped"),
-            "prediction": self._cut(step.get("prediction")),
-            "scores": step.get("scores"),
-            "error": self._cut(error.get("message")),
-            "tokens": usage and [usage.get("prompt_tokens"), usage.get("completion_tokens")],
-        }
-        return {key: value for key, value in found.items() if value is not None}
 
-    def _cut(self, text: str | None) -> str | None:
-        if text is None:
-            return None
-        return cut_in_the_middle(text, self.limit).encode("utf-8", "replace").decode()
+def _shown(step: Mapping[str, Any], limit: int) -> dict[str, Any]:
+    usage, error = step.get("usage"), step.get("error") or {}
+    found = {
+        "name": call_in_words(step),
+        "text": None if step.get("skipped") else _cut(choice_in_words(step), limit),
+        "reasoning": _cut(step.get("reasoning"), limit),
+        "skipped": step.get("skipped"),
+        "prediction": _cut(step.get("prediction"), limit),
+        "scores": step.get("scores"),
+        "error": _cut(error.get("message"), limit),
+        "tokens": usage and [usage.get("prompt_tokens"), usage.get("completion_tokens")],
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _cut(text: str | None, limit: int) -> str | None:
+    if text is None:
+        return None
+    return cut_in_the_middle(text, limit).encode("utf-8", "replace").decode()
