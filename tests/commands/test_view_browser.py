@@ -12,6 +12,7 @@ import pytest
 
 from batchkit.storage.manifest import Manifest
 from tests.support.browser import open_browser, picture_of
+from tests.support.command_line import batchkit
 from tests.support.dry_runs import LOG, prepare
 from tests.support.made_runs import draw_tables, failure, make_run, rows
 from tests.support.own_process import begin
@@ -426,6 +427,18 @@ def test_steps_stand_one_under_the_other(
     assert [title.partition(",")[0] for title in titles] == [
         *("Prompt: user", "Answer", "Step draft", "Step revise")
     ]
+
+
+def test_a_forecast_is_shown(visit: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    prepare(40)
+    forecast = batchkit("plan", "job.toml", "--rows", "8", "--json").json
+    with viewing("output/a", cwd=tmp_path) as view:
+        opened = visit(view, "run/a")
+        opened.state("stopped")
+        shown = opened.page.locator("#forecast dd").inner_text()
+        assert f"for {forecast['left']} rows" in shown
+        assert f"prompt tokens: {forecast['prompt_tokens']['expected']:.0f};" in shown
 
 
 def test_a_folder_that_is_gone_is_named_and_its_return_noticed(

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from batchkit.commands.plan.stored import read_forecast
 from batchkit.commands.view.columns import Table
 from batchkit.commands.view.detail import Details
 from batchkit.commands.view.index import Index, Indexes, Snapshot
@@ -29,6 +30,7 @@ from batchkit.storage.metrics import read_metrics
 from batchkit.storage.plain_json import encoded
 
 _MOST_ROWS, _MOST_POINTS, _MOST_GROUPS = 500, 10_000, 1_000
+_FORECAST = ("at", "left", "seconds", "prompt_tokens", "completion_tokens", "gpu_hours", "price")
 _GROW_S = 0.5  # a request lets the index grow so long
 _SEARCH_S = 1.5
 _END_WITHIN_S = 0.1
@@ -153,6 +155,7 @@ class Api:
             ],
             "problem": index.problem and masked_text(index.problem),
             "indexed": snapshot.share,
+            "forecast": _forecast(folder),
         }
 
     async def _events(self, key: str) -> AsyncIterator[bytes]:
@@ -183,6 +186,11 @@ class Api:
             text = error.detail if isinstance(error, HTTPException) else str(error)
             news = {"problem": {"error": masked_text(text)}}
         return {name: encoded(value) for name, value in news.items()}
+
+
+def _forecast(folder: Path) -> dict[str, Any] | None:
+    found = read_forecast(folder)
+    return None if found is None else {name: found.get(name) for name in _FORECAST}
 
 
 def _json(value: Any) -> Response:

@@ -103,6 +103,24 @@ function drawStatus(found) {
   drawEngine();
   draw();
   rows.runChanged(status);
+  drawForecast();
+}
+
+// As `batchkit plan` says it: 12 min [10 min to 15 min].
+function drawForecast() {
+  const { forecast } = status;
+  byId("forecast").hidden = !forecast;
+  if (!forecast) return;
+  const time = (seconds) => (seconds < 10 ? clock(seconds) : duration(seconds));
+  const tokens = (count) => shortCount(Math.round(count));
+  const parts = [
+    ["seconds", time, `time for ${number.format(forecast.left)} rows`], ["prompt_tokens", tokens, "prompt tokens"],
+    ["completion_tokens", tokens, "completion tokens"], ["gpu_hours", short, "GPU hours"], ["price", short, "price"],
+  ].filter(([name]) => forecast[name]).map(([name, how, what]) => {
+    const [low, expected, high] = ["low", "expected", "high"].map((bound) => how(forecast[name][bound]));
+    return `${what}: ${low === high ? expected : `${expected} [${low} to ${high}]`}`;
+  });
+  byId("forecast").querySelector("dd").textContent = `${parts.join("; ")}; made ${when(forecast.at)}`;
 }
 
 function facts() {

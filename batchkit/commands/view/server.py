@@ -15,10 +15,11 @@ Everything is GET. What is not there is 404, what can't be read 409, a wrong par
     The dict of ``batchkit status --json``, and {state, model, kind, started_at, starts: [{number,
     command, started_at, ended_at, exit, host, seconds, engine_restarts, events: [{at, text}],
     workers}], failures: [{kind, count, message, index}], groups: [name], group_by, scorers: [{name,
-    head, scale}], problem, indexed}. ``at`` is null in runs of older versions. A failure's ``message``
+    head, scale}], problem, indexed, forecast}. ``at`` is null in runs of older versions. A failure's ``message``
     and ``index`` are of its first row. ``scale``: what a score is multiplied by to be shown.
     ``problem``: what is wrong with the log, or null. ``indexed``: the share of the log that failures,
-    groups and scorers are of, from 0 to 1.
+    groups and scorers are of, from 0 to 1. ``forecast``: {at, left, seconds, prompt_tokens,
+    completion_tokens, gpu_hours, price} of ``batchkit plan``, or null.
 ``/api/runs/{run}/metrics?points=600``
     Columns of equal length, thinned to some ``points``: {at, seconds, start, rows_ok, rows_failed,
     rows_per_s, prompt_tokens_per_s, completion_tokens_per_s, window, in_flight, running, waiting,
