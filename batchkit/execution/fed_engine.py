@@ -178,7 +178,7 @@ def _check_unchanged(job: JobConfig, then: Mapping[str, Any]) -> None:
     Raises:
         EngineError: they are other files than the run began with.
     """
-    now = identity.engine_identity(job)
+    now = identity.engine_identity(job) | identity.of_function(job)
     if "prompt.files" in then:
         now["prompt.files"] = constant_files(job)
     if changes := identity.differences(_only(then, now), _only(now, then)):

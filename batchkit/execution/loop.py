@@ -33,7 +33,7 @@ from batchkit.execution.worker import Returned, Worker, render_ahead
 from batchkit.rendering.ordering import well_ordered
 from batchkit.rendering.steps import Renderer
 from batchkit.sources.input import Input, Total
-from batchkit.storage.identity import check_found, names_same_model
+from batchkit.storage.identity import check_found, names_same_model, of_function
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.store import RecordLine, Store
 from batchkit.types import Completion, Request, Row, Task, Usage
@@ -245,7 +245,11 @@ class Loop:
                     left=self._left,
                     generations=known,
                     # Workers on other machines read these files there.
-                    engine_identity={**self._engine_identity, "prompt.files": self._prompt_files},
+                    engine_identity={
+                        **self._engine_identity,
+                        **of_function(self._job),
+                        "prompt.files": self._prompt_files,
+                    },
                     references=self._references,
                     quarantined=self._quarantined,
                     may_wait=may_wait,

@@ -118,8 +118,7 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
         found["select.scoring"] = read
     if job.rollout is not None:
         place, _, name = job.rollout.function.rpartition(":")
-        found["rollout.function"] = f"{Path(place).name}:{name}"
-        found["rollout.source"] = source_of(job.rollout.function)
+        found |= {"rollout.function": f"{Path(place).name}:{name}", **of_function(job)}
     if prompt_files:
         found["prompt.files"] = prompt_files
     for key in _ABSENT_IF_NOT_SET:
@@ -193,14 +192,17 @@ def _of_step(job: JobConfig, step: StepTable) -> dict[str, Any]:
     return {f"steps.{step.name}.{k}": v for k, v in found.items() if v not in (None, [], {})}
 
 
-def source_of(function: str) -> str | None:
-    """A hash of the file of ``rollout.function``; None if there is none."""
-    place = function.rpartition(":")[0]
+def of_function(job: JobConfig) -> dict[str, str | None]:
+    """A hash of the file of ``rollout.function``, None if it can't be read; empty without a rollout."""
+    if job.rollout is None:
+        return {}
+    place = job.rollout.function.rpartition(":")[0]
     try:
         path = place if place.endswith(".py") else getattr(find_spec(place), "origin", None)
-        return hashlib.sha256(Path(path or "").read_bytes()).hexdigest()[:16]
+        source = hashlib.sha256(Path(path or "").read_bytes()).hexdigest()[:16]
     except (OSError, ImportError, ValueError):  # what loads the function reports it
-        return None
+        source = None
+    return {"rollout.source": source}
 
 
 def _is_of_another_task(key: str, value: Any, job: JobConfig) -> bool:

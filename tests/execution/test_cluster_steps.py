@@ -167,3 +167,19 @@ def test_a_function_that_a_worker_does_not_find_stops_the_run(
     assert "/proc/self/cwd/solver.py can't be imported" in stderr
     assert "no such file" in stderr
     assert server.answered.total() == 0
+
+
+def test_a_function_that_changes_before_a_worker_reads_it_stops_the_run(
+    settings: list[str], tmp_path: Path
+) -> None:
+    change = "from pathlib import Path\nPath(__file__).write_text('# another')\n"
+    (tmp_path / "solver.py").write_text(SOLVER + change)
+    job = ROLLOUT_JOB.replace("FUNCTION", "solver.py:solve")
+    with serving() as server:
+        settings = [*settings, "run.workers=1", f"engine.base_url={server.url}"]
+        with running(tmp_path, tmp_path, question_rows({}), {}, settings, job=job) as process:
+            _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "found other files than those that the run began with" in stderr
+    assert "rollout.source: " in stderr
+    assert server.answered.total() == 0

@@ -128,7 +128,8 @@ def _for_others(table: dict[str, Any]) -> dict[str, Any]:
         else value
         for name, value in table.items()
     }
-    found.get("engine", {}).pop("server", None)
+    for engine in (found.get("engine", {}), *found.get("engines", {}).values()):
+        engine.pop("server", None)
     return {name: _without_folders(value) for name, value in found.items() if value != {}}
 
 
