@@ -41,7 +41,7 @@ def several() -> Job:
             "judge": {
                 "kind": "dry-run",
                 "model": "model",
-                "options": {"x": {"b": 1, "a": 2}, "max_num_seqs": 4},
+                "options": {"latency_s": 0.0, "max_num_seqs": 4},
             }
         },
         "sampling": {"max_tokens": 16},
@@ -51,7 +51,11 @@ def several() -> Job:
                 "name": "judge",
                 "engine": "judge",
                 "when": "{{ q }}",
-                "prompt": {"user": "{{ steps.draft.text }}", "images": ["example.png"]},
+                "prompt": {
+                    "user": "{{ steps.draft.text }}",
+                    "images": ["example.png"],
+                    "chat_template_kwargs": {"b": 1, "a": 2},
+                },
                 "sampling": {"temperature": 0.5},
             },
         ],
@@ -120,8 +124,12 @@ CHANGES: dict[str, tuple[Callable[[Job], object], str]] = {
         "engines.judge.model_files",
     ),
     "option": (
-        lambda job: of_judge(job)["options"].update(x={"a": 2, "b": 1}),
-        "engines.judge.options.x",
+        lambda job: of_judge(job)["options"].update(latency_s=0.001),
+        "engines.judge.options.latency_s",
+    ),
+    "order of names for the chat template": (
+        lambda job: job["steps"][1]["prompt"].update(chat_template_kwargs={"a": 2, "b": 1}),
+        "steps.judge.prompt.chat_template_kwargs",
     ),
 }
 
