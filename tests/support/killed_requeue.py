@@ -15,7 +15,7 @@ from typing import Any
 
 from batchkit.cli import cli
 
-CHANGED = (".requeue", "results.jsonl", "manifest")
+CHANGED = (".requeue", "results.jsonl", "steps.jsonl", "manifest")
 
 
 def main() -> None:

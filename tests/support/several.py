@@ -54,14 +54,14 @@ def cut_back(run: Path, n_generations: int) -> bytes:
     """Make the run folder what it was when a kill left so many generations: without the later ones, and
     without the records of rows that had more. Returns the ledger's bytes."""
     ledger, log = run / STEPS, run / RESULTS
-    lines = ledger.read_bytes().splitlines(keepends=True)[:n_generations]
-    there = Counter(json.loads(line)["index"] for line in lines)
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    gone = {json.loads(line)["index"] for line in lines[n_generations:]}
     kept = [
         line
         for line in log.read_bytes().splitlines(keepends=True)
-        if there[(record := json.loads(line))["index"]] == record["generations"]
+        if json.loads(line)["index"] not in gone
     ]
-    ledger.write_bytes(b"".join(lines))
+    ledger.write_bytes(b"".join(lines[:n_generations]))
     log.write_bytes(b"".join(kept))
     (run / CHECKPOINT).unlink(missing_ok=True)
     return ledger.read_bytes()

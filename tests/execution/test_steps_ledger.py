@@ -1,0 +1,303 @@
+"""Generations that were paid for once are used by whatever comes later: a retry, a changed job, a merge,
+a larger budget."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchkit.storage.ledger import REQUEUE
+from batchkit.storage.steps import STEPS
+from tests.support.chat_server import ChatServer, Refused, error, serving
+from tests.support.command_line import batchkit
+from tests.support.dry_runs import shard, status, verify
+from tests.support.forks import LightFork
+from tests.support.rollouts import RUN, generations, records, run, write
+from tests.support.rows import read_jsonl
+from tests.support.several import SOLVE, THREE, calls, cut_back
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+N_ROWS = 6
+ROWS = [{"key": f"k{n}", "q": f"q{n}"} for n in range(N_ROWS)]
+BY_KEY = {"input": {"id": "key"}}
+ONE_AT_A_TIME = {"run": {"max_in_flight": 1}}
+REVISED = [*THREE[:2], {**THREE[2], "prompt": {"user": "Better: {{ steps.judge.text }}"}}]
+
+
+def asked(server: ChatServer) -> Counter[str]:
+    """How often each kind of prompt was asked for since the last time, by its first word."""
+    found = Counter[str]()
+    for text, count in server.answered.items():
+        found[text.split()[0].strip(":")] += count
+    server.answered.clear()
+    return found
+
+
+def is_sound() -> bool:
+    return batchkit("verify").exit_code == 0
+
+
+# --on-change requeue
+
+
+def test_generations_move_with_their_rows() -> None:
+    with serving(lambda text, body: f"<{text}>") as server:
+        write(None, ROWS, server, steps=THREE, **BY_KEY)
+        run()
+        before = {record["id"]: record["text"] for record in records()}
+        asked(server)
+        write(None, [{"key": "new", "q": "new"}, *ROWS[:4]], server, steps=THREE, **BY_KEY)
+        found = run("--on-change", "requeue")
+        assert "4 records kept, 2 rows to run again" in found.stderr
+        assert asked(server) == {"Answer": 1, "Judge": 1, "Revise": 1}
+    ids = ["new", "k0", "k1", "k2", "k3"]
+    assert [record["id"] for record in records()] == ids
+    assert all(before.get(r["id"], r["text"]) == r["text"] for r in records())
+    assert {(line["index"], line["id"]) for line in generations()} == {*enumerate(ids)}
+    assert set(calls(RUN).values()) == {1}
+    assert (verify()["generations"], is_sound()) == (15, True)
+    assert len(read_jsonl(RUN / f"{STEPS}.before-1")) == 18
+
+
+@pytest.mark.parametrize("left", [18, 9], ids=["finished", "killed before"])
+@pytest.mark.parametrize("moved", [False, True], ids=["", "rows moved"])
+def test_a_changed_step_asks_only_for_what_follows_from_the_change(left: int, moved: bool) -> None:
+    with serving(lambda text, body: f"<{text}>") as server:
+        write(None, ROWS, server, steps=THREE, **BY_KEY, **ONE_AT_A_TIME)
+        run()
+        cut_back(RUN, left)
+        asked(server)
+        rows = [*reversed(ROWS)] if moved else ROWS
+        write(None, rows, server, steps=REVISED, **BY_KEY, **ONE_AT_A_TIME)
+        found = run("--on-change", "requeue")
+        assert found.exit_code == 0, found.stderr
+        assert f"{left} of their generations answer what is asked again" in found.stderr
+        n_judged = min(6, left - 6)
+        assert asked(server) == {"Better": 6} | ({"Judge": 3} if n_judged < 6 else {})
+    assert [record["text"] for record in records()] == [
+        f"<Better: <Judge <Answer: {row['q']}>>>" for row in rows
+    ]
+    assert is_sound()
+    assert verify()["generations"] == left + 6 + (6 - n_judged)
+
+
+def test_a_killed_run_goes_on_after_a_change() -> None:
+    """Its rows have generations of both kinds by then."""
+    with serving(lambda text, body: f"<{text}>") as server:
+        write(None, ROWS, server, steps=THREE, **ONE_AT_A_TIME)
+        run()
+        write(None, ROWS, server, steps=REVISED, **ONE_AT_A_TIME)
+        run("--on-change", "requeue")
+        cut_back(RUN, 18 + 3)
+        asked(server)
+        assert run().exit_code == 0
+        assert asked(server) == {"Better": 3}
+    assert len(records()) == N_ROWS
+    assert is_sound()
+
+
+def test_generations_that_another_model_would_not_give_are_dropped() -> None:
+    with serving(lambda text, body: f"<{text}>") as server:
+        write(None, ROWS, server, steps=THREE)
+        run()
+        asked(server)
+        write(None, ROWS, server, steps=REVISED, sampling={"temperature": 0.5})
+        found = run("--on-change", "requeue")
+        assert "of their generations" not in found.stderr
+        assert asked(server) == {"Answer": 6, "Judge": 6, "Better": 6}
+    assert (verify()["generations"], is_sound()) == (18, True)
+    assert len(read_jsonl(RUN / f"{STEPS}.before-1")) == 18
+
+
+def test_another_selection_chooses_again_among_the_same_answers() -> None:
+    one = [{"name": "draft", "prompt": {"user": "{{ q }}"}, "extract": "number", "scorers": ["em"], "reference": "a"}]  # fmt: skip
+    rows = [{"q": f"q{n}", "a": "5"} for n in range(3)]
+    several = {"n": 3, "temperature": 1.0}
+    with serving(lambda text, body: "5") as server:
+        write(None, rows, server, steps=one, sampling=several, select={"by": "scorer"})
+        assert run().exit_code == 0
+        assert [record.get("votes") for record in records()] == [None] * 3
+        write(None, rows, server, steps=one, sampling=several, select={"by": "majority"})
+        assert run("--on-change", "requeue").exit_code == 0
+        assert server.answered.total() == 3
+    assert [record["votes"] for record in records()] == [{"5": 3}] * 3
+
+
+@pytest.mark.parametrize(
+    ("stop_at", "number"),
+    [
+        ("Path.rename", 1),
+        ("Path.rename", 2),
+        ("Path.rename", 3),
+        ("Path.replace", 5),
+        ("Path.replace", 6),
+        ("Path.replace", 7),
+        ("Path.replace", 8),
+    ],
+    ids=str,
+)
+def test_requeue_killed_at_any_instant_mixes_no_generations(stop_at: str, number: int) -> None:
+    write(None, ROWS, steps=THREE, **BY_KEY)
+    run()
+    write(None, [{"key": "new", "q": "new"}, *ROWS[:4]], steps=THREE, **BY_KEY)
+    killed = LightFork(
+        [sys.executable, "-m", "tests.support.killed_requeue", stop_at, str(number)],
+        stdout=subprocess.DEVNULL,
+    )
+    assert killed.wait(timeout=60) == -signal.SIGKILL
+    found = run()
+    if found.exit_code != 0:
+        assert found.exit_code == 2, found.stderr  # refused: the change is to be named again
+        assert run("--on-change", "requeue").exit_code == 0
+    ids = ["new", "k0", "k1", "k2", "k3"]
+    assert [record["id"] for record in records()] == ids
+    assert {(line["index"], line["id"]) for line in generations()} == {*enumerate(ids)}
+    assert (verify()["generations"], is_sound()) == (15, True)
+    assert not list(RUN.glob(f"{REQUEUE}*"))
+
+
+def test_fresh_moves_the_generations_aside() -> None:
+    write(None, ROWS, steps=THREE)
+    run()
+    before = (RUN / STEPS).read_bytes()
+    run("--fresh")
+    assert Path("output/a.1", STEPS).read_bytes() == before
+    assert (verify()["generations"], is_sound()) == (18, True)
+
+
+# merge
+
+
+def test_merged_shards_have_the_generations_of_both() -> None:
+    write(SOLVE, ROWS)
+    for number in range(2):
+        run("--shard", f"{number}/2")
+    shards = [shard(number, 2) for number in range(2)]
+    merged = batchkit("merge", *shards, "--into", RUN)
+    assert merged.exit_code == 0, merged.stderr
+    assert calls(RUN) == calls(shards[0]) + calls(shards[1])
+    assert (verify()["generations"], is_sound()) == (30, True)
+    assert run().json["skipped"] == N_ROWS
+
+
+def test_a_partial_merge_goes_on_where_its_rows_were() -> None:
+    with serving(lambda text, body: f"<{text}>") as server:
+        write(None, ROWS, server, steps=THREE, **ONE_AT_A_TIME)
+        for number in range(2):
+            run("--shard", f"{number}/2")
+        there = len(generations_of(shard(1, 2)))
+        cut_back(shard(1, 2), there - 2)
+        assert (
+            batchkit("merge", shard(0, 2), shard(1, 2), "--into", RUN, "--partial").exit_code == 3
+        )
+        asked(server)
+        assert run().exit_code == 0
+        assert asked(server) == {"Revise": 2}
+    assert set(calls(RUN).values()) == {1}
+    assert (verify()["generations"], is_sound()) == (18, True)
+
+
+def test_of_a_row_that_two_runs_have_the_generations_are_those_of_its_record() -> None:
+    numbers = iter(range(100))
+    with serving(lambda text, body: f"{next(numbers)}") as server:
+        write(None, ROWS, server, steps=THREE)
+        for name in ("one", "two"):
+            run("--set", f"name={name}")
+    cut_back(Path("output/two"), 17)
+    merged = batchkit("merge", "output/one", "output/two", "--into", RUN)
+    assert merged.exit_code == 0, merged.stderr
+    texts = {(line["index"], line["text"]) for line in generations()}
+    assert {(record["index"], record["text"]) for record in records()} < texts
+    assert (verify()["generations"], is_sound()) == (18, True)
+
+
+# retry-failed, budgets
+
+FAILS_AT_THE_THIRD = """
+from pathlib import Path
+async def solve(row, generate):
+    draft = await generate(f"Answer: {row['q']}")
+    judged = await generate(f"Judge {draft.text}")
+    if row["q"] in ("q1", "q4") and not Path("fixed").exists():
+        raise ValueError("no third")
+    return (await generate(f"Revise {judged.text}")).text
+"""
+
+
+def test_a_retried_rollout_asks_from_where_it_failed() -> None:
+    with serving(lambda text, body: f"<{text}>") as server:
+        write(FAILS_AT_THE_THIRD, ROWS, server)
+        assert run().exit_code == 3
+        assert asked(server) == {"Answer": 6, "Judge": 6, "Revise": 4}
+        Path("fixed").touch()
+        assert batchkit("retry-failed").exit_code == 0
+        assert asked(server) == {"Revise": 2}
+    newest = {record["index"]: record for record in read_jsonl(RUN / "results.jsonl")}
+    assert [newest[n]["text"] for n in range(N_ROWS)] == [
+        f"<Revise <Judge <Answer: {row['q']}>>>" for row in ROWS
+    ]
+    assert_counts_each_once()
+
+
+def test_a_retried_step_is_asked_again_and_those_before_it_are_not() -> None:
+    refuses = True
+
+    def before(text: str, body: dict[str, Any]) -> str:
+        if refuses and text.startswith("Revise") and "q3" in text:
+            raise Refused(400, error("not now"))
+        return f"<{text}>"
+
+    with serving(before) as server:
+        write(None, ROWS, server, steps=THREE)
+        assert run().exit_code == 3
+        assert asked(server) == {"Answer": 6, "Judge": 6, "Revise": 5}
+        assert batchkit("retry-failed").exit_code == 3
+        refuses = False
+        assert batchkit("retry-failed").exit_code == 0
+        assert asked(server) == {"Revise": 1}
+    of_row = [line for line in generations() if line["index"] == 3]
+    assert [line["status"] for line in of_row] == ["ok", "ok", "failed", "failed", "ok"]
+    assert_counts_each_once()
+
+
+def assert_counts_each_once() -> None:
+    """Each generation is in the ledger and in the run's tokens once, though two records of its row have it."""
+    assert set(calls(RUN).values()) == {1}
+    assert is_sound()
+    used = [line["usage"]["completion_tokens"] for line in generations() if "usage" in line]
+    assert status()["completion_tokens"] == sum(used)
+    assert status()["generations"] == verify()["generations"] == len(generations())
+
+
+@pytest.mark.parametrize("solve", [None, SOLVE], ids=["steps", "rollout"])
+def test_a_budget_counts_the_generations_of_open_rows_once_over_all_starts(
+    solve: str | None,
+) -> None:
+    tokens = 6  # of an answer of the dry-run engine
+
+    def upto(count: int) -> Any:
+        tables = {} if solve else {"steps": THREE}
+        budget = {"max_in_flight": 1, "max_completion_tokens": count * tokens}
+        write(solve, ROWS, run=budget, **tables)
+        return run()
+
+    assert upto(10).json["stopped_by"] == "run.max_completion_tokens = 60"
+    assert len(generations()) == 10
+    again = upto(10)
+    assert (again.exit_code, "loading model" in again.stderr) == (1, False)
+    more = upto(16)
+    assert "run.max_completion_tokens = 96, 36 left" in more.stderr
+    assert (len(generations()), status()["completion_tokens"]) == (16, 96)
+    assert upto(1000).exit_code == 0
+    assert_counts_each_once()
+
+
+def generations_of(folder: Path) -> list[dict[str, Any]]:
+    return read_jsonl(folder / STEPS)
