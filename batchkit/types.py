@@ -63,7 +63,8 @@ class Call(NamedTuple):
     """Which of its row's generations a request is, in a job with several per row.
 
     ``number`` counts the calls of a ``step`` from 0; a rollout's step is "" unless it names one.
-    ``request_hash`` is the same for requests that ask the same (``execution/rollouts/replay.py``).
+    ``request_hash`` is the same for requests that ask the same, unless their row asks so again
+    (``execution/rollouts/replay.py``).
     ``engine``: the name of one of ``[engines]``, "" for ``[engine]``.
     """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batchkit.storage.steps import STEPS
@@ -50,6 +50,8 @@ def n_calls(part: Any) -> int:
     return 1 if isinstance(part, str) else sum(map(n_calls, part[1]))
 
 
+# Equal questions side by side, of which one goes on.
+@example([("all", ["a", "a", ("seq", ["a", "a"]), "a"])] * 3, [0.2, 0.5, 0.8], False)
 @settings(max_examples=40)
 @given(
     programs=st.lists(PROGRAMS, min_size=1, max_size=3),

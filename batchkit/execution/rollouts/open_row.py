@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 from batchkit.config.tables import JobConfig
 from batchkit.errors import ReplayError, RowError
-from batchkit.execution.rollouts.replay import Recorded, Replay, request_hash
+from batchkit.execution.rollouts.replay import Recorded, Replay, hash_of_equal, request_hash
 from batchkit.rendering.sampling import with_temperature
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.steps import completion_of
@@ -53,6 +53,7 @@ class OpenRow:
         self._job, self._desk = job, desk
         self._replay = Replay(task, strict=job.output.replay == "strict")
         self._calls = Counter[str]()
+        self._asked = Counter[tuple[str, str]]()
         self._recorded: list[tuple[int, Recorded, Request, Answer]] = []
         self._next_place = 0
         self._usages: list[Usage] = []
@@ -170,15 +171,19 @@ class OpenRow:
         it is returned."""
         call = request.call
         assert call is not None
+        times = self._asked[call.step, call.request_hash]
+        self._asked[call.step, call.request_hash] += 1
+        asked = hash_of_equal(call.request_hash, times)
         try:
-            found = self._replay.find(call.step, call.number, call.request_hash)
+            found = self._replay.find(call.step, call.number, asked)
         except ReplayError as error:
             self.diverged = self.diverged or error
             raise
         if found is None:
-            number = self._replay.new_number(call.step)
-            if number != call.number:
-                request = replace(request, call=call._replace(number=number))
+            number = self._replay.new_number(call.step, call.number)
+            if times or number != call.number:
+                call = call._replace(number=number, request_hash=asked)
+                request = replace(request, call=call)
             return request, self._desk.queue(self, request)
         answer: Answer = asyncio.get_running_loop().create_future()
         heapq.heappush(self._recorded, (found.place, found, request, answer))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -32,6 +32,14 @@ def request_hash(request: Request, engine: str = "") -> str:
     return hashlib.blake2b(encoded(asked), digest_size=8).hexdigest()
 
 
+def hash_of_equal(request_hash: str, times: int) -> str:
+    """That of a request that the row has asked for ``times`` times before. So several samples for one
+    prompt keep their answers, though some of them were in flight when the row was interrupted."""
+    if times == 0:
+        return request_hash
+    return hashlib.blake2b(f"{request_hash} {times}".encode(), digest_size=8).hexdigest()
+
+
 def _with_hashes(message: Mapping[str, Any]) -> Mapping[str, Any]:
     content = message["content"]
     if content is None or isinstance(content, str):
@@ -58,7 +66,7 @@ class Replay:
     """The recorded generations of one row, each of which answers one request.
 
     A request is found by what it asks, so calls that run side by side may come in another order than
-    before; of equal ones, the one with its number comes first. A row that is tried again gets only
+    before; of equal ones each is another request (``hash_of_equal``). A row that is tried again gets only
     answers, and may ask for something else; so may any row if not ``strict``, and one whose lines say
     ``replay: fresh``: they are of another function, or one of them was damaged.
     """
@@ -67,14 +75,13 @@ class Replay:
         is_first = task.attempt == 1
         is_fresh = any(line.get("replay") == "fresh" for line in task.known)
         self._strict = strict and is_first and not is_fresh
-        self._by_asked: defaultdict[tuple[str, str], list[Recorded]] = defaultdict(list)
+        self._by_asked: dict[tuple[str, str], Recorded] = {}
         self._left = Counter[tuple[str, int]]()
         known = [line for line in task.known if is_first or line["status"] == "ok"]
         for place, line in enumerate(known):
-            self._by_asked[line["step"], line["request_hash"]].append(Recorded(place, line))
+            self._by_asked.setdefault((line["step"], line["request_hash"]), Recorded(place, line))
             self._left[line["step"], line["call"]] += 1
         self._taken = {(line["step"], line["call"]) for line in task.known}
-        self._next = Counter[str]()
 
     def find(self, step: str, number: int, hash_now: str) -> Recorded | None:
         """The recorded generation for this request; None if it was not made yet.
@@ -84,9 +91,7 @@ class Replay:
         """
         if not self._left:
             return None
-        if same := self._by_asked.get((step, hash_now)):
-            found = next((one for one in same if one.line["call"] == number), same[0])
-            same.remove(found)
+        if (found := self._by_asked.pop((step, hash_now), None)) is not None:
             self._left[step, found.line["call"]] -= 1
             return found
         if self._strict and self._left[step, number] > 0:
@@ -98,9 +103,10 @@ class Replay:
             )
         return None
 
-    def new_number(self, step: str) -> int:
-        """For a generation that the ledger does not have: the first that no other of the row has."""
-        while (step, number := self._next[step]) in self._taken:
-            self._next[step] += 1
-        self._next[step] += 1
+    def new_number(self, step: str, number: int) -> int:
+        """For a generation that the ledger does not have: ``number``, or the next that no other of the row
+        has."""
+        while (step, number) in self._taken:
+            number += 1
+        self._taken.add((step, number))
         return number
