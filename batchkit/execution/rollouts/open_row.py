@@ -24,6 +24,7 @@ T = TypeVar("T")
 Answer = asyncio.Future[Completion]
 
 _ORDER_S = 0.05  # how long a recorded answer waits for those that came before it
+_QUIET_TURNS = 8  # of the event loop, after which no task that could ask is left that has not
 
 
 class Desk(Protocol):
@@ -58,7 +59,7 @@ class OpenRow:
         self._next_place = 0
         self._usages: list[Usage] = []
         self._latency_s = 0.0
-        self._n_answered = self._n_rendering = 0
+        self._n_begun = self._n_answered = self._n_rendering = 0
         self.pending: dict[Key, Answer] = {}
         self.stuck: dict[Key, str] = {}
         self.since = time.monotonic()
@@ -104,7 +105,7 @@ class OpenRow:
         self._calls[step] += 1
         if not takes_long:
             request = self._named(render(), step, number, engine)
-            begun = None if request is None else self._begun(request)
+            begun = None if request is None else self._begun(request, self._n_rendering)
         else:
             self._n_rendering += 1
             try:
@@ -112,7 +113,8 @@ class OpenRow:
                     request = await self._desk.in_thread(
                         lambda: self._named(render(), step, number, engine)
                     )
-                    begun = None if request is None else self._begun(request)
+                    others = self._n_rendering - 1
+                    begun = None if request is None else self._begun(request, others)
             finally:
                 self._n_rendering -= 1
                 self.since = time.monotonic()
@@ -166,16 +168,18 @@ class OpenRow:
         call = Call(step, number, asked, engine)
         return replace(request, call=call, attempt=attempt, sampling=sampling, input_hash=asked)
 
-    def _begun(self, request: Request) -> tuple[Request, Answer]:
+    def _begun(self, request: Request, n_rendering: int) -> tuple[Request, Answer]:
         """The answer to ``request``: the recorded one, or one that the engine will give to the request as
-        it is returned."""
+        it is returned. ``n_rendering``: others that are being rendered."""
         call = request.call
         assert call is not None
+        self._n_begun += 1
         times = self._asked[call.step, call.request_hash]
         self._asked[call.step, call.request_hash] += 1
         asked = hash_of_equal(call.request_hash, times)
         try:
-            found = self._replay.find(call.step, call.number, asked)
+            others = n_rendering or self.pending or self.stuck or self._recorded
+            found = self._replay.find(call.step, call.number, asked, is_alone=not others)
         except ReplayError as error:
             self.diverged = self.diverged or error
             raise
@@ -184,21 +188,37 @@ class OpenRow:
             if times or number != call.number:
                 call = call._replace(number=number, request_hash=asked)
                 request = replace(request, call=call)
+            self._answer_when_quiet()
             return request, self._desk.queue(self, request)
         answer: Answer = asyncio.get_running_loop().create_future()
         heapq.heappush(self._recorded, (found.place, found, request, answer))
-        self._answer_recorded()
+        self._answer_when_quiet()
         return request, answer
+
+    def _answer_when_quiet(self) -> None:
+        """Give the next recorded answer once all that runs side by side has had time to ask: an engine
+        would have answered later than that. ``[[steps]]`` ask one after another."""
+        if self._recorded:
+            self._look_again(self._n_begun, 0 if self._job.steps else _QUIET_TURNS)
+
+    def _look_again(self, n_begun: int, turns: int) -> None:
+        if n_begun != self._n_begun:
+            return  # it has asked since then, and that looks again itself
+        if turns:
+            asyncio.get_running_loop().call_soon(self._look_again, n_begun, turns - 1)
+        else:
+            self._answer_recorded()
 
     def _answer_recorded(self) -> None:
         """In the order in which they came then: calls that run side by side go on as they did. One
         that came after others which were not asked for again waits a moment for those."""
-        while self._recorded and self._recorded[0][0] <= self._next_place:
+        if self._recorded and self._recorded[0][0] <= self._next_place:
             place, found, request, answer = heapq.heappop(self._recorded)
             self._next_place = max(self._next_place, place + 1)
             if not answer.done():
                 answer.set_result(completion_of(found.line, request))
-        if self._recorded:
+            self._answer_when_quiet()
+        elif self._recorded:
             asyncio.get_running_loop().call_later(
                 _ORDER_S, self._skip_to, self._next_place, self._recorded[0][0]
             )

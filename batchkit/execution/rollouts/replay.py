@@ -83,8 +83,9 @@ class Replay:
             self._left[line["step"], line["call"]] += 1
         self._taken = {(line["step"], line["call"]) for line in task.known}
 
-    def find(self, step: str, number: int, hash_now: str) -> Recorded | None:
-        """The recorded generation for this request; None if it was not made yet.
+    def find(self, step: str, number: int, hash_now: str, *, is_alone: bool) -> Recorded | None:
+        """The recorded generation for this request; None if it was not made yet. ``is_alone``: the row
+        waits for no other generation, so none can have taken this one's place.
 
         Raises:
             ReplayError: the ledger has another request at that place.
@@ -94,7 +95,7 @@ class Replay:
         if (found := self._by_asked.pop((step, hash_now), None)) is not None:
             self._left[step, found.line["call"]] -= 1
             return found
-        if self._strict and self._left[step, number] > 0:
+        if self._strict and is_alone and self._left[step, number] > 0:
             call = Call(step, number, hash_now).in_words
             raise ReplayError(
                 f"{call} asks for something else than before this row was interrupted, so its function"
