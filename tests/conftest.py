@@ -126,6 +126,8 @@ SLOW = {
     "test_server_refusals",
     "test_signals",
     "test_startup",
+    "test_replay_property",
+    "test_steps_ledger",
     "test_steps_log",
     "test_templates",
     "test_terminal",
