@@ -142,7 +142,7 @@ def status(folder: Path, reading: Reading | None = None) -> Status:
         generations=steps.generations,
         rows_per_s=rate,
         eta_s=pending / rate if rate and pending is not None else None,
-        engine_settings=Ladder(manifest.engine_steps).overrides,
+        engine_settings=_settings(manifest),
         engine_events=last_start.engine_events if last_start else [],
         workers=[worker.model_dump() for worker in last_start.workers] if last_start else [],
         engine_restarts=sum(start.engine_restarts for start in manifest.starts),
@@ -205,6 +205,16 @@ def total_rows(folder: Path, manifest: Manifest) -> int | None:
         return count_rows(job_of_run(folder).input)
     except BatchkitError:
         return None
+
+
+def _settings(manifest: Manifest) -> dict[str, Any]:
+    """Of ``[engine]``, and of each of ``[engines]`` with its name in front."""
+    named = {
+        f"engines.{name}.{option}": value
+        for name, notes in manifest.engines.items()
+        for option, value in Ladder(notes.engine_steps).overrides.items()
+    }
+    return {**Ladder(manifest.engine_steps).overrides, **named}
 
 
 def _rate(log: Path) -> float | None:

@@ -11,28 +11,28 @@ from subprocess import DEVNULL
 from typing import Any
 
 import pytest
+import tomlkit
 
+from batchkit.commands.status import status
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.steps import STEPS
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit
 from tests.support.paths import ROOT
 from tests.support.rows import read_jsonl, write_jsonl
-from tests.support.several import THREE_STEPS, calls, each_once
+from tests.support.several import THREE, calls, each_once
 from tests.support.waiting import until
 
 N_ROWS = 40
-ENGINE = """
-model = "MODEL"
-[TABLE.options]
-dtype = "float32"
-enforce_eager = true
-max_model_len = 512
-max_num_seqs = 8
-kv_cache_memory_bytes = 134217728
-worker_cls = "tests.support.failing_worker.FailingWorker"
-"""
-JOB = THREE_STEPS.replace('name = "judge"', 'name = "judge"\nengine = "judge"')
+OPTIONS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 512,
+    "max_num_seqs": 8,
+    "kv_cache_memory_bytes": 128 * 2**20,
+    "worker_cls": "tests.support.failing_worker.FailingWorker",
+}
+OVER_4 = {"additional_config": {"over": 4}}  # more requests at a time run out of memory
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +51,17 @@ def job(tmp_path: Path, text_model: Path, other_model: Path, monkeypatch: Any) -
     write_jsonl(tmp_path / "in.jsonl", [{"q": f"question {n}"} for n in range(N_ROWS)])
     (tmp_path / "markers").mkdir()
     monkeypatch.setenv("BATCHKIT_TEST_FAULTS", json.dumps({"folder": str(tmp_path / "markers")}))
-    engines = [("engine", text_model), ("engines.judge", other_model)]
-    tables = [
-        f"[{name}]" + ENGINE.replace("MODEL", str(model)).replace("TABLE", name)
-        for name, model in engines
-    ]
-    head = 'name = "turns"\ninput.path = "in.jsonl"\nrun.checkpoint_interval_s = 0.1\n'
-    rest = "[sampling]\nmax_tokens = 12\n" + JOB
-    tables[-1] += "additional_config = { over = 4 }\n"  # more requests at a time run out of memory
-    (tmp_path / "job.toml").write_text(head + "\n".join(tables) + rest)
+    draft, judge, revise = THREE
+    table = {
+        "name": "turns",
+        "input": {"path": "in.jsonl"},
+        "run": {"checkpoint_interval_s": 0.1},
+        "sampling": {"max_tokens": 12},
+        "engine": {"model": str(text_model), "options": OPTIONS},
+        "engines": {"judge": {"model": str(other_model), "options": {**OPTIONS, **OVER_4}}},
+        "steps": [draft, {**judge, "engine": "judge"}, revise],
+    }
+    (tmp_path / "job.toml").write_text(tomlkit.dumps(table))
     return tmp_path
 
 
@@ -98,7 +100,7 @@ def test_two_models_have_their_turns_through_a_kill_and_answer_as_they_do_togeth
     assert calls(run).total() == N_ROWS + judged(run)
     ended = batchkit("run", "job.toml", cwd=job, start=Fork)
     assert ended.returncode == 0, ended.stderr
-    assert calls(run) == each_once(THREE_STEPS, N_ROWS)
+    assert calls(run) == each_once("steps", N_ROWS)
     log = (run / "run.log").read_text()
     assert log.count("next engine: [engines.judge]") == 1, "the second start begins with it"
     assert log.count("next engine: [engine];") == 1
@@ -106,6 +108,7 @@ def test_two_models_have_their_turns_through_a_kill_and_answer_as_they_do_togeth
     manifest = json.loads((run / "manifest.json").read_text())
     assert manifest["engines"]["judge"]["engine_steps"] == [{"max_num_seqs": 4}]
     assert manifest["engine_steps"] == []
+    assert status(run).engine_settings == {"engines.judge.max_num_seqs": 4}
     assert "engine judge: engine settings remembered: {'max_num_seqs': 4}" in log
     assert [start["engine_restarts"] > 0 for start in manifest["starts"]] == [True, False]
     assert "vllm" in manifest["starts"][-1]["engines"]["judge"]
