@@ -168,10 +168,10 @@ class Loop:
             return Outcome(self._summary(self._total.now(), error.exit_code), error)
 
     def _next_turn(self) -> tuple[Sequence[str], Iterator[Row]]:
-        """The engine that is loaded next, and the rows that go on with it."""
-        engine, due = self._turns.next()
+        """The engines that are loaded next, and the rows that go on with them."""
+        engines, due = self._turns.next()
         self._rendered = {}
-        return [engine], self._turns.again(due) if self._rows.may_wait else self._rows.only(due)
+        return engines, self._turns.again(due) if self._rows.may_wait else self._rows.only(due)
 
     def _stopped(self) -> Outcome:
         """A signal or a used-up budget has ended this start; the next one continues."""

@@ -23,8 +23,9 @@ from batchkit.types import Row
 
 
 class Grouping(NamedTuple):
-    """``groups``: names of engines that are loaded together, one group after another. ``why``: for
-    the log; empty if there is one engine. ``environments``: by name, of the engines' processes."""
+    """``groups``: names of engines that are loaded together, one group after another; a group has its
+    name from the first, which is in no other. ``why``: for the log; empty if there is one engine.
+    ``environments``: by name, of the engines' processes."""
 
     groups: Sequence[Sequence[str]]
     why: str = ""
@@ -33,7 +34,7 @@ class Grouping(NamedTuple):
 
 def grouping_of(job: JobConfig) -> Grouping:
     """Engines are loaded together if at most one of them holds a model on this machine (a server
-    that runs already costs nothing here), or if ``run.worker_gpus`` has all GPUs that they ask for; 0
+    that runs already costs nothing here, so it is in each group), or if ``run.worker_gpus`` has all GPUs that they ask for; 0
     says that they use none. Else each has its turn."""
     names = job.engine_names
     if len(names) == 1:
@@ -65,7 +66,8 @@ def grouping_of(job: JobConfig) -> Grouping:
         )
     shown = " and ".join(map(_label, own))
     why = f"one engine is loaded at a time, for all rows: {shown} hold a model each, and {obstacle}"
-    return Grouping([[name] for name in names], why)
+    others = [name for name in names if name not in own]
+    return Grouping([[name, *others] for name in own], why)
 
 
 class Turns:
@@ -76,9 +78,9 @@ class Turns:
 
     def __init__(self, job: JobConfig, say: Callable[[str], None], *, keeps_rows: bool) -> None:
         self._job, self._say = job, say
-        self._groups, why, self.environments = grouping_of(job)
-        self.are_several = len(self._groups) > 1
-        self._why = why
+        groups, self._why, self.environments = grouping_of(job)
+        self._groups = {group[0]: group for group in groups}
+        self.are_several = len(groups) > 1
         self._keeps_rows = keeps_rows and self.are_several
         self._rows: dict[int, Row] = {}
         self._paused: defaultdict[str, IndexSet] = defaultdict(IndexSet)
@@ -88,16 +90,19 @@ class Turns:
         """The engines to load first; ``interrupted`` is the one whose turn an earlier start did not end."""
         if self._why:
             self._say(self._why)
-        changes = _changes_of(self._job)
+        asked = [step.engine for step in self._job.steps if step.engine in self._groups]
+        changes = sum(one != next_one for one, next_one in pairwise(asked))
         if self.are_several and changes >= len(self._groups):
             self._say(
                 f"the steps change the engine {changes} times, and each change loads a model: {_ADVICE}"
             )
         self.number = 1
-        return self._groups[0] if [interrupted] not in self._groups else [interrupted or ""]
+        first = next(iter(self._groups))
+        return self._groups[first if interrupted not in self._groups else interrupted]
 
-    def next(self) -> tuple[str, IndexSet]:
-        """The engine that most of the paused rows want, and all of them: others may have to wait again."""
+    def next(self) -> tuple[Sequence[str], IndexSet]:
+        """The engines to load next, one of which most of the paused rows want, and all of these rows:
+        others may have to wait again."""
         engine = max(self._paused, key=lambda name: len(self._paused[name]))
         due = reduce(or_, self._paused.values())
         n_rows = len(self._paused[engine])
@@ -108,7 +113,7 @@ class Turns:
             )
         self._paused.clear()
         self.number += 1
-        return engine, due
+        return self._groups[engine], due
 
     def kept(self, rows: Iterable[Row]) -> Iterator[Row]:
         """``rows``, which may be asked for by ``again`` if they can be read only once."""
@@ -138,11 +143,6 @@ _ADVICE = "let a row ask all of one engine before it asks the next, or give run.
 def _label(name: str) -> str:
     """The engine's table in the job file."""
     return f"[engines.{name}]" if name else "[engine]"
-
-
-def _changes_of(job: JobConfig) -> int:
-    """How often the steps change the engine."""
-    return sum(one.engine != next_one.engine for one, next_one in pairwise(job.steps))
 
 
 def _holds_model(engine: EngineTable) -> bool:

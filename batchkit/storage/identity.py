@@ -244,8 +244,9 @@ def of_engine(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_same_model(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether both name one model, with whatever options."""
-    keys = [f"engine.{name}" for name in _MODEL]
+    """Whether both name the same models, with whatever options."""
+    names = {f"engine.{name}" for name in _MODEL}
+    keys = {key for each in (then, now) for key in each if home_of(key) in names}
     return not differences(*({key: each.get(key) for key in keys} for each in (then, now)))
 
 

@@ -213,6 +213,19 @@ def test_engines_that_are_loaded_together_wait_for_the_next_run(
     assert (RUN.parent / "b/run.log").read_text().count("is loaded already") == 2
 
 
+def test_a_server_is_there_in_the_turn_of_each_model(two: tuple[ChatServer, ChatServer]) -> None:
+    check = {"name": "check", "engine": "check", "prompt": {"user": "check {{ steps.draft.text }}"}}
+    write(
+        engines={"judge": OWN, "check": at(two[0])},
+        steps=[DRAFT, check, {**JUDGE, "prompt": {"user": "judge {{ steps.check.text }}"}}, REVISE],
+    )
+    ended = batchkit("run", "job.toml")
+    assert ended.exit_code == 0, ended.stderr
+    assert_each_once(steps=4)
+    assert turns() == ["[engines.judge]", "[engine]"]
+    assert two[0].answered.total() == N_ROWS
+
+
 ASKS = """
 import asyncio
 
