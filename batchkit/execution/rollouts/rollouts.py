@@ -114,6 +114,7 @@ class Rollouts:
         self._error: BaseException | None = None
         self._beat = self._looked_at = time.monotonic()
         self._late_looks = 0
+        self._closing = False
         threads = job.run.render_threads
         self._threads = DaemonThreads(threads, "render")
         self._loads, self._freed = asyncio.Semaphore(threads), asyncio.Event()
@@ -328,17 +329,15 @@ class Rollouts:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._watcher = self._loop.create_task(self._watch())
-        while True:
-            try:
+        while not self._closing:  # the user's code may have stopped the loop
+            with suppress(SystemExit, KeyboardInterrupt):  # the task that raised it has it, too
                 self._loop.run_forever()
-                break
-            except (SystemExit, KeyboardInterrupt):  # of a task of the user's, which has it, too
-                continue
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 
     def _stop(self) -> None:
         """Let every coroutine end, then the loop."""
+        self._closing = True
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
