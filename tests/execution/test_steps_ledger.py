@@ -103,6 +103,19 @@ def test_a_killed_run_goes_on_after_a_change() -> None:
     assert is_sound()
 
 
+def test_a_changed_function_asks_only_for_what_it_asks_otherwise() -> None:
+    with serving(lambda text, body: f"<{text}>") as server:
+        write(SOLVE, ROWS, server)
+        run()
+        asked(server)
+        write(SOLVE.replace("twice", "three times"), ROWS, server)
+        assert run().exit_code == 2
+        assert run("--on-change", "requeue").exit_code == 0
+        assert asked(server) == {"Check": N_ROWS}
+    assert len(records()) == N_ROWS
+    assert (verify()["generations"], is_sound()) == (N_ROWS * 6, True)
+
+
 def test_generations_that_another_model_would_not_give_are_dropped() -> None:
     with serving(lambda text, body: f"<{text}>") as server:
         write(None, ROWS, server, steps=THREE)
