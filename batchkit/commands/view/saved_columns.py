@@ -19,7 +19,7 @@ from batchkit.config.regular_file import open_regular
 from batchkit.storage.files import replacing
 
 _FOLDER, _NAME = ".view", "index"
-_VERSION = 1
+_VERSION = f"1 {ENTRY.descr}"  # another one if a column is added
 _TAIL_BYTES = 4096
 _LONGEST_HEAD = 1 << 24
 
