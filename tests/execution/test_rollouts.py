@@ -142,6 +142,49 @@ def test_a_replay_goes_on_in_the_order_in_which_the_answers_came() -> None:
     assert len(generations()) == 7
 
 
+TANGLED = """
+import asyncio, random
+async def part(generate, rng, depth):
+    if depth == 0 or rng.random() < 0.3:
+        kind, prompt = rng.random(), f"p{rng.randrange(99)}"
+        if kind < 0.2:
+            try:
+                return (await asyncio.wait_for(generate(prompt), 0.01 * rng.random())).text
+            except TimeoutError:
+                return "late"
+        if kind < 0.4:
+            picture = [{"type": "image", "image": "a.png"}, {"type": "text", "text": prompt}]
+            return (await generate([{"role": "user", "content": picture}])).text
+        if kind < 0.5:
+            raise ValueError("planted")
+        if kind < 0.6:
+            asyncio.create_task(generate(prompt))
+        return (await generate(prompt)).text
+    parts = [part(generate, rng, depth - 1) for _ in range(rng.randrange(1, 4))]
+    return "|".join(map(str, await asyncio.gather(*parts, return_exceptions=rng.random() < 0.5)))
+async def solve(row, generate):
+    return await part(generate, random.Random(row["n"]), 2)
+"""
+
+
+def test_rows_of_tangled_tasks_all_end_and_no_pixels_are_forgotten() -> None:
+    """Tasks within tasks, some of them cancelled, left behind or failed. If pixels of only one were still
+    counted at the end of its row, rows would wait for ever."""
+    Image.new("RGB", (64, 64), (200, 90, 20)).save("a.png")
+    write(
+        TANGLED,
+        [{"n": n} for n in range(600)],
+        engine={"options": {"latency_s": 0.005}},
+        media={"max_memory_bytes": 4 * 64 * 64},
+        rollout={"concurrency": 100},
+    )
+    assert run().exit_code == 3
+    assert len(records()) == 600
+    assert all("ValueError: planted" in message for message in errors().values())
+    calls = [(line["index"], line["call"]) for line in generations()]
+    assert len({*calls}) == len(calls) > 600
+
+
 DIVERGING = """
 import os
 async def solve(row, generate):
