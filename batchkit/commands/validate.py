@@ -77,7 +77,7 @@ class Preview:
     """One row as the engine would get it, or the error it would fail with.
 
     ``params`` are of the job's table ``[sampling]`` or ``[pooling]``; ``table`` is its name. Of a job
-    with steps, it is the first, whose name is ``step``; the function of a rollout ``gets`` the row.
+    with steps, it is the first that the row does not skip, named ``step``; the function of a rollout ``gets`` the row.
     """
 
     index: int
@@ -176,7 +176,7 @@ def checked(job: JobConfig, rows: Iterator[Row]) -> Iterator[Checked]:
     Raises:
         JobError: the job itself is invalid.
     """
-    renderer, preflight = renderer_of(job), _opened_preflight(job)
+    renderer, preflights = renderer_of(job), _opened_preflights(job)
     prefetch = Prefetch(
         rows,
         renderer.render_or_fail if job.rollout is None else _read_only,
@@ -195,7 +195,7 @@ def checked(job: JobConfig, rows: Iterator[Row]) -> Iterator[Checked]:
                     yield Checked(rendered.row, rendered, None, None)
                     continue
                 try:
-                    request, prompt = _fitted(rendered, renderer, preflight)
+                    request, prompt = _fitted(rendered, renderer, preflights)
                 except RowError as refusal:
                     yield Checked(rendered.row, rendered, None, refusal)
                 else:
@@ -208,18 +208,17 @@ def preview(job: JobConfig, rows: int) -> Iterator[Preview]:
     Raises:
         JobError: the job itself is invalid.
     """
-    renderer, preflight = renderer_of(job), _opened_preflight(job)
+    renderer, preflights = renderer_of(job), _opened_preflights(job)
     table = "sampling" if job.task == "generate" else "pooling"
-    step = job.steps[0].name if job.steps else None
     for row in islice(read_rows(job.input), rows):
         try:
             if job.rollout is not None and row.error is None:
                 yield Preview(row.index, row.id, None, None, [], table, {}, None, gets=row.fields)
                 continue
-            request, prompt = _fitted(renderer.render(row), renderer, preflight)
+            request, prompt = _fitted(renderer.render(row), renderer, preflights)
         except RowError as error:
             message = f"{error.kind}: {masked_text(str(error))}"
-            yield Preview(row.index, row.id, None, None, [], table, {}, message, step=step)
+            yield Preview(row.index, row.id, None, None, [], table, {}, message)
             continue
         yield Preview(
             row.index,
@@ -232,7 +231,7 @@ def preview(job: JobConfig, rows: int) -> Iterator[Preview]:
             None,
             [tool["function"]["name"] for tool in request.tools or ()],
             request.tool_choice,
-            step,
+            None if request.call is None else request.call.step,
         )
 
 
@@ -245,14 +244,14 @@ def not_checked(job: JobConfig) -> Iterator[str]:
         )
     if later := [step.name for step in job.steps[1:]]:
         yield (
-            f"[[steps]]: rows are checked with the prompt of {job.steps[0].name}. The prompts of"
-            f" {', '.join(later)} have answers in them: their templates and parameters are checked, their"
+            f"[[steps]]: rows are checked with their first prompt, that of {job.steps[0].name} unless it is"
+            f" skipped. Those of {', '.join(later)} have answers in them: their templates and parameters are checked, their"
             " lengths and images are not"
         )
 
 
-def _opened_preflight(job: JobConfig) -> Preflight:
-    """That of the first step, if the job has steps; the engines and parameters of all are checked.
+def _opened_preflights(job: JobConfig) -> dict[str, Preflight]:
+    """By step, "" without steps; the parameters of each are checked.
 
     Raises:
         JobError: they can't be right, or the job names no function.
@@ -260,6 +259,7 @@ def _opened_preflight(job: JobConfig) -> Preflight:
     if job.rollout is not None:
         loaded_function(job.rollout.function)
     opened: dict[str, Preflight] = {}
+    by_step: dict[str, Preflight] = {}
     for place, its in job.of_each_step():
         key = repr((its.engine, its.sampling))
         try:
@@ -268,13 +268,15 @@ def _opened_preflight(job: JobConfig) -> Preflight:
             if not place:
                 raise
             raise JobError(f"{place.removesuffix('.')}: {error}") from error
-    return next(iter(opened.values()))
+        by_step[place.removeprefix("steps.").removesuffix(".")] = opened[key]
+    return by_step
 
 
 def _fitted(
-    request: Request, renderer: Renderer, preflight: Preflight
+    request: Request, renderer: Renderer, preflights: Mapping[str, Preflight]
 ) -> tuple[Request, RenderedPrompt]:
     """The request as the engine would answer it, shortened if too long and the job allows it."""
+    preflight = preflights["" if request.call is None else request.call.step]
     while True:
         try:
             return request, preflight.render(request)

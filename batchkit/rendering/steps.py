@@ -9,13 +9,14 @@ from typing import Any
 
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig, StepTable
-from batchkit.errors import JobError, PromptTooLongError
+from batchkit.errors import EmptyTextError, JobError, PromptTooLongError, RowError
 from batchkit.rendering.media import load_image
 from batchkit.rendering.messages import Message
 from batchkit.rendering.renderer import AdjustSampling, LoadImage, PromptRenderer
 from batchkit.rendering.templates.prompt import PathTemplate
 from batchkit.rendering.templates.sandbox import keys_read
-from batchkit.types import Completion, Request, Row, RowHint
+from batchkit.sources.rowhash import input_hash
+from batchkit.types import Call, Completion, Request, Row, RowHint
 
 CANDIDATES = "candidates"
 ANSWER = (
@@ -23,6 +24,7 @@ ANSWER = (
     *("skipped", "prediction", "scores"),
 )
 """What templates see of a step's answer."""
+NO_ANSWER = "no step gave an answer: the when of each was false"
 _NO = ("", "false", "no", "none", "0")
 
 
@@ -88,21 +90,33 @@ class StepsRenderer:
         return self._by_name[step].render_as(row, 1, "")
 
     def render(self, row: Row, attempt: int = 1) -> Request:
-        return replace(self._first.render(with_answers(row, {}), attempt), row=row)
+        """The first request of a row: that of the first step that it does not skip."""
+        if row.error is not None:
+            raise row.error
+        answers: dict[str, Any] = {}
+        for step in self.job.steps:
+            seen = with_answers(row, answers)
+            if self.runs(step.name, seen):
+                call = Call(step.name, 0, "", step.engine)
+                made = self._by_name[step.name].render_as(seen, attempt, input_hash(row.fields))
+                return replace(made, row=row, call=call)
+            answers[step.name] = {"skipped": True}
+        raise EmptyTextError(NO_ANSWER)
 
     def render_or_fail(self, row: Row, attempt: int = 1) -> Request | Completion:
-        found = self._first.render_or_fail(with_answers(row, {}), attempt)
-        if isinstance(found, Request):
-            return replace(found, row=row)
-        return replace(found, request=replace(found.request, row=row))
+        try:
+            return self.render(row, attempt)
+        except RowError as error:
+            request = Request(row, None, None, {}, input_hash(row.fields), attempt)
+            return Completion(request, error=error)
 
     def messages(self, messages: Any) -> list[Message]:
         return self._first.messages(messages)
 
     def shortened(self, request: Request, error: PromptTooLongError) -> Request | None:
         call = request.call
-        its = self._first if call is None else self._by_name[call.step]
-        shorter = its.shortened(request, error)
+        assert call is not None
+        shorter = self._by_name[call.step].shortened(request, error)
         return None if shorter is None else replace(shorter, call=call)
 
     def image_sources(self, row: Row) -> list[Any]:

@@ -14,8 +14,8 @@ from tests.support.rows import write_jsonl
 
 Job = dict[str, Any]
 LATER = (
-    "[[steps]]: rows are checked with the prompt of draft. The prompts of judge, revise have answers in"
-    " them: their templates and parameters are checked, their lengths and images are not"
+    "[[steps]]: rows are checked with their first prompt, that of draft unless it is skipped. Those of"
+    " judge, revise have answers in them: their templates and parameters are checked, their lengths and images are not"
 )
 
 
@@ -65,6 +65,35 @@ def test_rows_are_checked_with_the_first_step() -> None:
     assert found.exit_code == 3
     assert found.json["failed_by_kind"] == {"template": 3}
     assert "'missing' is undefined" in found.json["problems"][0]["message"]
+
+
+def test_a_first_step_that_is_skipped_is_not_checked(text_model: Path) -> None:
+    """The next one is, with its own engine; neither is a reason not to begin."""
+    rows = [{"q": "q0"}, {"q": "q1", "photo": "gone.png"}, {"q": "word " * 2000}]
+    write_jsonl(Path("in.jsonl"), rows)
+    job = steps()
+    look = {
+        "name": "look",
+        "when": "{{ photo is defined }}",
+        "prompt": {"user": "{{ photo }}", "images": ["{{ photo }}"]},
+    }
+    job["steps"].insert(0, look)
+    options = {"max_model_len": 512}
+    job["engines"]["small"] = {"kind": "transformers", "model": str(text_model), "options": options}
+    job["sampling"] = {"max_tokens": 16}
+    found = checked(job, "validate", "--json")
+    assert found.json["failed_by_kind"] == {"media": 1, "prompt_too_long": 1}
+    shown = checked(job, "run", "--dry-run").stdout
+    assert "row 0 (id 0), step draft" in shown
+    job["engines"]["small"] = {"kind": "dry-run"}
+    assert checked(job, "run", "--set", "run.check_rows=1").json["ok"] == 2
+
+
+def test_a_row_that_skips_all_steps_would_fail() -> None:
+    job = steps()
+    job["steps"] = [{**job["steps"][0], "when": "{{ q == 'q1' }}"}]
+    for command in (("validate", "--json"), ("run",)):
+        assert checked(job, *command).json["failed_by_kind"] == {"empty": 2}
 
 
 def test_a_good_job_says_what_only_a_run_shows() -> None:

@@ -12,7 +12,7 @@ from batchkit.errors import EmptyTextError, InvalidOutputError, RowError
 from batchkit.execution.records import parsed_or_failed
 from batchkit.execution.rollouts.open_row import OpenRow
 from batchkit.execution.selection import Selection, eligible
-from batchkit.rendering.steps import StepsRenderer, with_answers
+from batchkit.rendering.steps import NO_ANSWER, StepsRenderer, with_answers
 from batchkit.scoring import Scoring
 from batchkit.scoring.parsed import NotJson, parsed
 from batchkit.types import Completion, Request, Row
@@ -61,7 +61,7 @@ class Steps:
                 if candidates is not None:
                     last = candidates[self._selection.named(completion) or 0]
             if last is None:
-                raise EmptyTextError("no step gave an answer: the when of each was false")
+                raise EmptyTextError(NO_ANSWER)
         except RowError as error:
             failed = row.outcome(last, ())
             return replace(failed, error=error, steps=self._recorded(answers))
