@@ -199,8 +199,16 @@ def test_scores_that_came_later_count(tmp_path: Path) -> None:
         (row,) = view.rows("tables", text="q8", sort="index", limit=1)["rows"]
         assert row["scores"] == {"f1": 1.0, "em": 1.0}
         assert view.get("runs/tables/rows/8")["record"]["scores"] == {"f1": 1.0, "em": 1.0}
+        whole = (run / "scores.jsonl").read_bytes()
+        for damaged in (b"{}\n", whole + b"x\n", whole.replace(b'"index":8', b'"index":null')):
+            (run / "scores.jsonl").write_bytes(damaged)
+            assert len(view.indexes("tables", limit=500)) == N
+            problem = view.get("runs/tables")["problem"]
+            assert "scores.jsonl: a line after byte 0 is damaged" in problem
+            assert "`batchkit score` writes it again" in problem
         (run / "scores.jsonl").unlink()
         assert view.indexes("tables", scorer="em", min=1, limit=500) == right
+        assert view.get("runs/tables")["problem"] is None
 
 
 def test_two_runs_side_by_side(tmp_path: Path) -> None:

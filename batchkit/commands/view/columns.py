@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from math import nan
 from typing import Any
@@ -55,6 +55,10 @@ class Names:
         return found
 
 
+_Scored = dict[str, tuple[list[int], list[float | None]]]
+"""By scorer: numbers of entries, and their scores."""
+
+
 class Columns:
     """Entry n is of the n-th whole record of the log, up to byte ``end``; ``scored_end``: up to where
     the newer scores, in the scores.jsonl with ``scored_by``, were read.
@@ -89,7 +93,7 @@ class Columns:
         """Read ``block``, which begins at byte ``end`` of a log with some ``expected`` bytes. A broken
         line at its end is left for the next time: the run may cut it off. False if there was none."""
         found: list[tuple[Any, ...]] = []
-        scored: dict[str, tuple[list[int], list[float | None]]] = {}
+        scored: _Scored = {}
         start = end = self.end
         for raw in BytesIO(block):
             if not raw.endswith(b"\n"):
@@ -99,10 +103,7 @@ class Columns:
             except DAMAGE:
                 start += len(raw)
                 continue
-            for name, score in values.scores.items():
-                numbers, scores = scored.setdefault(name, ([], []))
-                numbers.append(self.n + len(found))
-                scores.append(score)
+            _collect(scored, self.n + len(found), values.scores)
             group = 0 if values.group is None else self.groups.number(values.group)
             kind = self.kinds.number(values.kind)
             found.append((start, len(raw), -1, group, kind, *values[:_PLAIN]))
@@ -111,45 +112,55 @@ class Columns:
             return False
         n = self.n + len(found)
         self._make_room(n, n * expected // end)
-        with np.errstate(over="ignore"):  # a score may be larger than a float32
+        with np.errstate(over="ignore"):  # a latency may be larger than a float32
             self.entries[self.n : n] = np.array(found, ENTRY)
-            self.scores[self.n : n] = nan
-            for name, (numbers, scores) in scored.items():
-                column = self._column(name)
-                self.scores[numbers, column] = np.array(scores, np.float32)
+        self.scores[self.n : n] = nan
+        self._fill(scored)
         self.n, self.end = n, end
         return True
 
-    def add_scores(self, block: bytes, newest: Table) -> None:
-        """Read ``block``: whole lines, from byte ``scored_end`` of scores.jsonl on.
+    def add_scores(self, block: bytes, newest: Table, rows: Table) -> None:
+        """Read ``block``: whole lines, from byte ``scored_end`` of scores.jsonl on. ``newest``: the
+        newest entries, ``rows``: of which rows (int64, ascending).
 
         Raises:
             ValueError: a line is damaged.
         """
-        rows, start = self.entries["row"][newest], self.scored_end
-        for raw in BytesIO(block):
-            try:
-                line = orjson.loads(raw)
-                row, scores = int(line["index"]), line["scores"]
-                made = made_of(line["input_hash"], line["finished_at"])
-                place = int(rows.searchsorted(row))
-                if place < len(rows) and rows[place] == row:
-                    number = newest[place]
-                    if self.entries["made"][number] == made:
-                        self.entries["scored_at"][number] = start
-                        self.scores[number] = nan
-                        for name, score in scores.items():
-                            self.scores[number, self._column(name)] = score
-            except DAMAGE as error:
-                raise ValueError(f"the line at byte {start} is damaged") from error
-            start += len(raw)
-        self.scored_end = start
+        try:
+            lines = [orjson.loads(raw) for raw in BytesIO(block)]
+            made = [made_of(line["input_hash"], line["finished_at"]) for line in lines]
+            numbers = self._numbers_of([line["index"] for line in lines], made, newest, rows)
+            starts = self.scored_end + np.cumsum([0, *map(len, BytesIO(block))])
+            is_used = numbers >= 0
+            self.entries["scored_at"][numbers[is_used]] = starts[:-1][is_used]
+            self.scores[numbers[is_used]] = nan
+            scored: _Scored = {}
+            for number, line in zip(numbers.tolist(), lines, strict=True):
+                if number >= 0:
+                    _collect(scored, number, line["scores"])
+            self._fill(scored)
+        except DAMAGE as error:
+            raise ValueError(f"a line after byte {self.scored_end} is damaged") from error
+        self.scored_end = int(starts[-1])
 
-    def _column(self, scorer: str) -> int:
-        column = self.scorers.number(scorer)
-        while column >= self.scores.shape[1]:
-            self.scores = np.pad(self.scores, ((0, 0), (0, 1)), constant_values=nan)
-        return column
+    def _numbers_of(self, indexes: list[int], made: list[int], newest: Table, rows: Table) -> Table:
+        """For each row its newest entry; -1 if that is not the one with ``made``, or if there is none."""
+        wanted = np.array(indexes, np.int64)
+        places = rows.searchsorted(wanted)
+        is_known = places < len(rows)
+        is_known[is_known] = rows[places[is_known]] == wanted[is_known]
+        numbers = np.full(len(wanted), -1)
+        numbers[is_known] = newest[places[is_known]]
+        is_known[is_known] = self.entries["made"][numbers[is_known]] == np.array(made)[is_known]
+        return np.where(is_known, numbers, -1)
+
+    def _fill(self, scored: _Scored) -> None:
+        with np.errstate(over="ignore"):  # a score may be larger than a float32
+            for name, (numbers, scores) in scored.items():
+                column = self.scorers.number(name)
+                while column >= self.scores.shape[1]:
+                    self.scores = np.pad(self.scores, ((0, 0), (0, 1)), constant_values=nan)
+                self.scores[numbers, column] = np.array(scores, np.float32)
 
     def _make_room(self, n: int, expected: int) -> None:
         """Memory that nobody has written to costs nothing."""
@@ -159,3 +170,11 @@ class Columns:
         entries, scores = np.empty(size, ENTRY), np.empty((size, self.scores.shape[1]), np.float32)
         entries[: self.n], scores[: self.n] = self.entries[: self.n], self.scores[: self.n]
         self.entries, self.scores = entries, scores
+
+
+def _collect(scored: _Scored, number: int, scores: Mapping[str, float | None]) -> None:
+    for name, score in scores.items():
+        if name not in scored:
+            scored[name] = [], []
+        scored[name][0].append(number)
+        scored[name][1].append(score)

@@ -163,10 +163,11 @@ class Index:
         if self._scores is None:
             self._scores = _opened(path)
         columns.scored_by, newest = stamp, _newest(columns)
+        rows = columns.entries["row"][newest].astype(np.int64)
         self._scores_problem = None
         for raw in _blocks(self._scores, columns.scored_end):
             try:
-                columns.add_scores(raw, newest)
+                columns.add_scores(raw, newest, rows)
             except ValueError as error:
                 self._scores_problem = f"{path}: {error}; `batchkit score` writes it again"
                 return True
