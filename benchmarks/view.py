@@ -108,7 +108,7 @@ def main() -> None:
             figures += [
                 Figure("until new scores of all rows are known", server.rows().whole_s, "s"),
                 seconds("filter by new score", lambda: server.rows(scorer="em", min=1), 2),
-                Figure("largest resident set", server.peak_mib(), "MiB", 300, True),
+                Figure("largest resident set, new scores", server.peak_mib(), "MiB", 300, True),
             ]
         assert (cold.total, warm.total) == (n, n)
     for figure in figures:

@@ -70,7 +70,7 @@ class Index:
         self._growing = threading.Lock()  # held by the request that lets it grow
         self._read = reader(group_by)
         self._columns = load(folder, self._log, group_by) or Columns()
-        self._n_saved = self._columns.n
+        self._saved = self._columns.n, self._columns.scored_by
         self._snapshot = _snapshot(self._columns, 0.0)
         self._check()
 
@@ -128,9 +128,11 @@ class Index:
         share = 1.0 if is_whole else min(0.99, columns.end / size)
         if before != self._state() or share != self._snapshot.share:
             self._snapshot = _snapshot(columns, share)
-        if is_whole and columns.n >= max(_WORTH_SAVING, self._n_saved * _GROWTH):
+        n_saved, scored_by = self._saved
+        has_grown = columns.n >= n_saved * _GROWTH or columns.scored_by != scored_by
+        if is_whole and has_grown and columns.n >= _WORTH_SAVING:
             save(columns, self.folder, self._log, self.group_by)
-            self._n_saved = columns.n
+            self._saved = columns.n, columns.scored_by
 
     def _state(self) -> tuple[int, int, int]:
         columns = self._columns
@@ -156,7 +158,7 @@ class Index:
         columns, path = self._columns, self.folder / SCORES
         stamp = _stamp(path)
         if columns.scored_by not in (None, stamp):
-            self._columns, self._scores, self._n_saved = Columns(), None, 0
+            self._columns, self._scores, self._scores_problem = Columns(), None, None
             return False
         if stamp is None:
             return True
@@ -164,7 +166,6 @@ class Index:
             self._scores = _opened(path)
         columns.scored_by, newest = stamp, _newest(columns)
         rows = columns.entries["row"][newest].astype(np.int64)
-        self._scores_problem = None
         for raw in _blocks(self._scores, columns.scored_end):
             try:
                 columns.add_scores(raw, newest, rows)
