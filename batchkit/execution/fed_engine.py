@@ -26,9 +26,8 @@ class FedEngine:
     """The engine ``name`` of ``job``, "" for ``[engine]``. Its model is loaded in the constructor, with
     settings that an earlier start found to be safe (``known``).
 
-    ``feeder`` makes what feeds it, from the engine, its job and ``name``. What it was loaded from must be the same as
-    ``engine_identity``, and so must the files of all prompts if they are in it. ``environment``: of its
-    process, besides the run's own variables. Other arguments are as Worker's.
+    ``feeder`` makes what feeds it, from the engine, its job and ``name``. ``environment``: variables of
+    its process, besides the run's own. Other arguments are as Worker's.
 
     Raises:
         JobError, EngineError: the model can't be loaded.

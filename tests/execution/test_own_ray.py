@@ -126,6 +126,19 @@ def is_loopback(address: IPv4Address | IPv6Address) -> bool:
     return (mapped or address).is_loopback
 
 
+def test_one_process_may_start_ray_more_than_once(one_row: list[str], tmp_path: Path) -> None:
+    """As a program does that calls a processor twice, or a run whose engines have turns."""
+    program = (
+        "from batchkit import ProductionBatchProcessor\n"
+        "for name in ('a', 'b'):\n"
+        "    processor = ProductionBatchProcessor('twice.toml', quiet=True)\n"
+        "    assert processor.process(name=name).ok == 1\n"
+    )
+    Path("twice.toml").write_text(Path("job.toml").read_text() + "[run]\nworkers = 1\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=200)
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_ray_starts_ends_the_run_at_once(
     signum: signal.Signals, tmp_path: Path, one_row: list[str]

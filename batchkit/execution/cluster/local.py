@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from uuid import uuid4
 
@@ -39,7 +40,7 @@ def begin(job: JobConfig, folder: Path) -> None:
 
 @contextmanager
 def on_this_machine_alone() -> Iterator[None]:
-    """Ray started inside listens on 127.0.0.1 and requires a token of this run for every call.
+    """Ray started inside listens on 127.0.0.1 and requires a token of this process for every call.
 
     Ray has no argument for this: it replaces ``_node_ip_address="127.0.0.1"`` by an outer address.
     Its variable is read when Ray is imported, here, and when its processes start.
@@ -48,7 +49,7 @@ def on_this_machine_alone() -> Iterator[None]:
 
     variables = {
         ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
-        "RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN", uuid4().hex),  # else one is written to ~
+        "RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN") or _token(),  # else one is written to ~
     }
     reachable = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -57,6 +58,12 @@ def on_this_machine_alone() -> Iterator[None]:
             yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = reachable
+
+
+@cache
+def _token() -> str:
+    """One for all Rays that this process starts: Ray's library reads it once."""
+    return uuid4().hex
 
 
 @contextmanager
