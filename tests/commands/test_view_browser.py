@@ -158,7 +158,7 @@ def test_a_run_shows_what_status_says(server: Viewed, visit: Open) -> None:
     assert facts["rows"] == str(status["ok"] + status["failed"]) == str(N)
     assert (facts["answered"], facts["failed"]) == (str(status["ok"]), "3")
     assert opened.page.locator("#progress").get_attribute("aria-valuenow") == "100"
-    opened.sees("#starts tr", "start 1.*finished, some rows failed")
+    opened.sees("#starts tr", "start 1.*ended, some rows failed")
 
 
 def test_rows_by_page_and_the_address_keeps_them(server: Viewed, visit: Open) -> None:

@@ -239,7 +239,7 @@ function endOf(start) {
     return isLast && status.state === "running" ? "still running" : "killed";
   }
   const words = {
-    0: "all rows ok", 1: "stopped", 2: "an error in the job", 3: "finished, some rows failed",
+    0: "ended, no row failed", 1: "stopped", 2: "an error in the job", 3: "ended, some rows failed",
     130: "interrupted", 143: "interrupted",
   };
   return words[start.exit] ?? `exit code ${start.exit}`;
