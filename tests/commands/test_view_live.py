@@ -320,3 +320,11 @@ def test_a_port_that_is_taken(view: Viewed) -> None:
     ended = batchkit("view", "output", "--port", port, "--no-browser")
     assert ended.exit_code == 2
     assert f"--port {port}: can't listen there" in ended.stderr
+
+
+@pytest.mark.parametrize("host", ["203.0.113.9", "no-such-host.invalid", "2001:db8::9"])
+def test_a_host_that_is_not_this_machine(host: str) -> None:
+    Path("output").mkdir()
+    ended = batchkit("view", "--host", host, "--no-browser")
+    assert ended.exit_code == 2
+    assert f"--host {host}: can't listen there" in ended.stderr

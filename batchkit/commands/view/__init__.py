@@ -6,6 +6,7 @@ import os
 import socket
 import webbrowser
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from batchkit.commands.run import find_run
@@ -77,20 +78,19 @@ def _runs(target: str | None) -> Runs:
 
 
 def _bound(host: str, port: int | None) -> socket.socket:
-    try:
-        return _listening(host, PORT if port is None else port)
-    except OSError as error:
-        if port is None:
-            return _listening(host, 0)
-        raise JobError(
-            f"--host {host} --port {port}: can't listen there: {error.strerror}; another --port may"
-            " be free, and --port 0 takes any"
-        ) from error
-
-
-def _listening(host: str, port: int) -> socket.socket:
+    """Raises JobError if it can't listen there."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family)
+    if port is None:
+        with suppress(OSError):
+            return socket.create_server((host, PORT), family=family)
+    try:
+        return socket.create_server((host, port or 0), family=family)
+    except OSError as error:
+        named = "" if port is None else f" --port {port}"
+        raise JobError(
+            f"--host {host}{named}: can't listen there: {error.strerror}; --host has to be an address"
+            " or a name of this machine, and --port 0 takes any free port"
+        ) from error
 
 
 def _address(host: str, port: int) -> str:
