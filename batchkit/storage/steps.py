@@ -123,6 +123,8 @@ class StepsLog:
         # Where the lines of a row begin and end, by turns: of rows without a record, in the order of their
         # first lines, and of those that were recalled.
         self._places: dict[int, array[int]] = {}
+        self._recalled: Container[int] = ()
+        self._recalled_end = 0
         try:
             if os.path.lexists(self.path):
                 self._file = open_private(self.path, os.O_RDWR | os.O_APPEND)
@@ -134,8 +136,8 @@ class StepsLog:
             raise StoreError(f"{self.path}: {error.strerror or error}") from error
 
     def known(self, index: int) -> list[dict[str, Any]]:
-        """What is recorded of the row, in the order of the log. Another thread may ask for rows of
-        which nothing is being written.
+        """What is recorded of the row, in the order of the log; of a row that is tried again, what came of
+        earlier attempts says ``earlier``. Another thread may ask for rows of which nothing is being written.
 
         Raises:
             StoreError: the disk refuses.
@@ -147,7 +149,8 @@ class StepsLog:
             file = open_private(self.path, os.O_RDONLY)
             try:
                 found = [
-                    _read(file, *place) for place in zip(places[::2], places[1::2], strict=True)
+                    self._read(file, *place)
+                    for place in zip(places[::2], places[1::2], strict=True)
                 ]
             finally:
                 os.close(file)
@@ -160,6 +163,7 @@ class StepsLog:
 
     def recall(self, rows: Container[int]) -> None:
         """From now on, know the generations of ``rows``, too, though they have a record."""
+        self._recalled, self._recalled_end = rows, self._end
         for line in read_lines(self.path, 0, generation_in):
             index = -1 if line.record is None else line.record["index"]
             if index in rows and self._totals.is_settled(index):
@@ -187,7 +191,9 @@ class StepsLog:
         for line in lines:
             start, self._end = self._end, self._end + len(line.raw)
             self._count(line.generation)
-            self._hold(line.generation["index"], start, self._end)
+            index = line.generation["index"]
+            if index in self._recalled or not self._totals.is_settled(index):
+                self._hold(index, start, self._end)
 
     def settle(self, index: int) -> None:
         """The row has its record now."""
@@ -254,6 +260,10 @@ class StepsLog:
     def _hold(self, index: int, start: int, end: int) -> None:
         self._places.setdefault(index, array("q")).extend((start, end))
 
+    def _read(self, file: int, start: int, end: int) -> dict[str, Any] | None:
+        line = generation_in(os.pread(file, end - start, start))
+        return line if line is None or end > self._recalled_end else {**line, "earlier": True}
+
 
 def generation_in(raw: bytes) -> dict[str, Any] | None:
     """The generation in the line ``raw``, newline included; None if it is not one."""
@@ -310,10 +320,6 @@ def _added(usage: Usage, generation: Mapping[str, Any]) -> Usage:
         usage.prompt_tokens + sum(each.get("prompt_tokens", 0) for each in given),
         usage.completion_tokens + sum(each.get("completion_tokens", 0) for each in given),
     )
-
-
-def _read(file: int, start: int, end: int) -> dict[str, Any] | None:
-    return generation_in(os.pread(file, end - start, start))
 
 
 def _whole_end(file: int) -> int:

@@ -60,6 +60,11 @@ FAULTS = {
         "invalid_request: ",
         "the row has no tools",
     ),
+    "asks on another loop": (
+        "await asyncio.to_thread(asyncio.run, generate('a'))",
+        "invalid_request: ",
+        "was called on another event loop",
+    ),
     "a group of one": (
         "async with asyncio.TaskGroup() as group:\n        group.create_task(generate('refuse me'))",
         "invalid_request: ",

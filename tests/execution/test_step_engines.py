@@ -262,6 +262,33 @@ def test_a_function_asks_several_engines(
     assert turns() == ([] if is_together else ["[engines.judge]"])
 
 
+CATCHES = """
+from pathlib import Path
+
+async def solve(row, generate):
+    try:
+        await generate("long " * 5000)
+    except Exception as error:
+        caught = type(error).__name__
+    if not Path("fixed").exists():
+        raise ValueError("not yet")
+    return caught + (await generate("judge", engine="judge")).text
+"""
+
+
+def test_a_failure_that_a_retried_function_catches_is_not_asked_again_in_each_turn() -> None:
+    Path("solve.py").write_text(CATCHES)
+    write(steps=[], rollout={"function": "solve.py:solve"}, run={"max_seconds": 60})
+    assert batchkit("run", "job.toml").exit_code == 3
+    Path("fixed").touch()
+    again = batchkit("retry-failed", "job.toml")
+    assert again.exit_code == 0, again.stderr
+    newest = {record["index"]: record for record in read_jsonl(RUN / "results.jsonl")}
+    assert {r["text"] for r in newest.values()} == {"PromptTooLongError0 images, asked: judge"}
+    assert turns() == ["[engines.judge]"]
+    assert_each_once()  # the failure of each attempt, and the judge
+
+
 def grouped(run: dict[str, Any], engine: dict[str, Any], judge: dict[str, Any]) -> JobConfig:
     tables = {"engine": engine, "engines": {"judge": judge}, "steps": [DRAFT, JUDGE]}
     return make_job({**tables, "run": run}, "the test")

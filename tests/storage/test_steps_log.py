@@ -7,13 +7,15 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
-from batchkit.storage.steps import STEPS
+from batchkit.storage.steps import STEPS, GenerationLine
+from batchkit.storage.store import Store
 from tests.support.chat_server import serving
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import status, verify
@@ -298,6 +300,17 @@ def test_resume_reads_from_the_first_open_row_on() -> None:
     LEDGER.write_bytes(b"\n".rjust(steps["end"], b"?"))
     assert run().exit_code == 0
     assert (status()["generations"], status()["completion_tokens"]) == (18, 108)
+
+
+def test_a_generation_that_ends_after_its_row_is_not_kept_in_memory() -> None:
+    prepare()
+    run()
+    with closing(Store(RUN)) as store:
+        for line in generations():
+            store.copy_generation(GenerationLine(orjson.dumps(line) + b"\n", line))
+        store.flush()
+        assert store.steps.count == 2 * 3 * N_ROWS
+        assert [store.steps.known(index) for index in range(N_ROWS)] == [[]] * N_ROWS
 
 
 def test_status_counts_generations_of_rows_under_way() -> None:

@@ -35,6 +35,7 @@ class Generate:
     def __init__(self, row: OpenRow, job: JobConfig, renderer: Renderer) -> None:
         self._row, self._job, self._renderer = row, job, renderer
         self._sampling = job.params()
+        self._loop = asyncio.get_running_loop()
 
     async def __call__(
         self,
@@ -59,6 +60,10 @@ class Generate:
         Raises:
             RowError: this generation failed. A function that does not catch it fails the row with it.
         """
+        if asyncio.get_running_loop() is not self._loop:
+            raise RequestError(
+                "generate: was called on another event loop; await it on the one that runs the function"
+            )
         if engine and engine not in self._job.engines:
             known = ", ".join(self._job.engines) or "none is given"
             raise RequestError(

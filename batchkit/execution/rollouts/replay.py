@@ -66,9 +66,9 @@ class Replay:
     """The recorded generations of one row, each of which answers one request.
 
     A request is found by what it asks, so calls that run side by side may come in another order than
-    before; of equal ones each is another request (``hash_of_equal``). A row that is tried again gets only
-    answers, and may ask for something else; so may any row if not ``strict``, and one whose lines say
-    ``replay: fresh``: they are of another function, or one of them was damaged.
+    before; of equal ones each is another request (``hash_of_equal``). Of ``earlier`` attempts
+    a row gets only answers, and it may ask for something else then; so may any row if not ``strict``,
+    and one whose lines say ``replay: fresh``: they are of another function, or one of them was damaged.
     """
 
     def __init__(self, task: Task, *, strict: bool) -> None:
@@ -77,7 +77,7 @@ class Replay:
         self._strict = strict and is_first and not is_fresh
         self._by_asked: dict[tuple[str, str], Recorded] = {}
         self._left = Counter[tuple[str, int]]()
-        known = [line for line in task.known if is_first or line["status"] == "ok"]
+        known = (line for line in task.known if line["status"] == "ok" or not line.get("earlier"))
         for place, line in enumerate(known):
             self._by_asked.setdefault((line["step"], line["request_hash"]), Recorded(place, line))
             self._left[line["step"], line["call"]] += 1
