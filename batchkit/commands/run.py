@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from batchkit.commands.export import export
 from batchkit.commands.export.outputs import format_for
-from batchkit.commands.plan.stored import announced, turned_out
+from batchkit.commands.forecast_file import announced, turned_out
 from batchkit.commands.score import finish_scoring
 from batchkit.commands.score.answer import Say
 from batchkit.config.loading import load_job, masked_override

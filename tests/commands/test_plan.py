@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomlkit
 
 from tests.support.chat_server import Refused, serving
 from tests.support.command_line import Ended, batchkit
 from tests.support.dry_runs import (
     RUN,
     manifest,
+    n_records,
     prepare,
     rows_that_fail,
     run,
@@ -24,6 +27,7 @@ from tests.support.dry_runs import (
 )
 from tests.support.server_runs import said
 from tests.support.server_runs import write_job as write_server_job
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -184,7 +188,7 @@ def test_a_server_counts_the_prompts_and_has_no_gpus() -> None:
         assert holds(found["completion_tokens"], sum(lengths))
         assert holds(found["price"], sum(lengths))
         assert found["completion_tokens"]["high"] < 300 * 500
-        assert "judged by their characters" in plan("--rows", "4").stdout
+        assert "judged by those of the sample" in plan("--rows", "4").stdout
         assert run().exit_code == 0
 
 
@@ -224,6 +228,42 @@ def test_a_run_that_goes_on_has_the_rest_of_its_forecast() -> None:
     assert f"forecast for the {100 - part.json['ok']} rows that are left: " in ran.stderr
     assert "batchkit: it took " in ran.stderr
     assert "600 completion tokens, forecast 600" in ran.stderr
+
+
+def test_a_row_of_several_steps_has_more_prompts_than_the_first() -> None:
+    write_rows(40)
+    steps = [
+        {"name": "draft", "prompt": {"user": "{{ q }}"}},
+        {"name": "short", "prompt": {"user": "Shorten: {{ steps.draft.text }}"}},
+    ]
+    Path("job.toml").write_text(
+        tomlkit.dumps(
+            {
+                "name": "a",
+                "input": {"path": "in.jsonl"},
+                "engine": {"kind": "dry-run"},
+                "steps": steps,
+            }
+        )
+    )
+    found = planned("--rows", "8")
+    assert not found["prompts"]["exact"]
+    assert run().exit_code == 0
+    assert holds(found["prompt_tokens"], status()["prompt_tokens"])
+    assert found["completion_tokens"]["expected"] == status()["completion_tokens"]
+
+
+def test_an_interrupted_sample_keeps_what_was_answered(start: Any) -> None:
+    prepare(400, engine={"options": {"latency_s": 0.3, "max_num_seqs": 4}})
+    process = start("plan", "job.toml")
+    until(lambda: n_records() >= 6)
+    process.send_signal(signal.SIGINT)
+    process.communicate()
+    assert process.returncode == 130
+    assert not (RUN / "forecast.json").exists()
+    done = settled()
+    assert set(done.values()) == {"ok"}
+    assert verify() | {"lost": 0, "pending": 400 - len(done)} == verify()
 
 
 def test_a_damaged_forecast_stops_no_run() -> None:

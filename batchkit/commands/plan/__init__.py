@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from batchkit.commands.forecast_file import shown, time_of, tokens_of, write_forecast
 from batchkit.commands.plan.answers import strata_of, stratified
 from batchkit.commands.plan.forecast import Engines, Interval, Prices, Rest, rest_of, summary_of
 from batchkit.commands.plan.lengths import Lengths, Say, count_lengths
 from batchkit.commands.plan.memory import Memory, memory_of
 from batchkit.commands.plan.sample import Sample, answer_sample
-from batchkit.commands.plan.stored import shown, time_of, tokens_of, write_forecast
 from batchkit.commands.status import counts_of
 from batchkit.config.numbers import number
 from batchkit.config.tables import JobConfig
@@ -95,7 +95,7 @@ class Plan:
             f" {self.left:,} left"
         )
         counted = self.lengths.counted
-        how = "exact" if self.lengths.is_exact else "judged by their characters"
+        how = "exact" if self.lengths.is_exact else "judged by those of the sample"
         of = "all" if counted == self.lengths.left else f"{counted:,}"
         prompts = shown(self.prompt_tokens._asdict(), tokens_of)
         yield f"prompt tokens: {prompts}; {how}, of {of} rows that were left"
@@ -107,7 +107,7 @@ class Plan:
         if self.price is not None:
             yield f"price: {shown(self.price._asdict(), number)}"
         if self.lengths.longest:
-            unit = "tokens" if self.lengths.is_exact else "characters"
+            unit = "tokens" if self.lengths.in_tokens else "characters"
             longest = self.lengths.longest[0]
             yield f"longest prompt: {longest.size:,} {unit}, row {longest.index} (id {longest.id})"
         if self.answers.get("max"):
@@ -182,7 +182,7 @@ def _planned(job: JobConfig, lengths: Lengths, sample: Sample | None, starts_bef
     earlier = sum(start.gpu_seconds for start in manifest.starts) if manifest is not None else 0.0
     so_far = Budgets(job, time.monotonic(), earlier).price(done)
     gpu_hours = None
-    if job.engine.base_url is None:
+    if not any(job.with_engine(name).engine.base_url for name in job.engine_names):
         of_sample = 0.0 if sample is None else sample.seconds + sample.load_s
         held = of_sample * job.gpus / workers  # with several, one of them answers the sample
         gpu_hours = to_come.plus(held / _HOUR_S, job.gpus / _HOUR_S)

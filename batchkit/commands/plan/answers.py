@@ -2,7 +2,7 @@
 
 Lengths of answers have a heavy tail: a few rows in a thousand may have most of the tokens, and a
 sample of 64 rarely has one of them. So the plain bootstrap is too sure of itself: of its 90 % intervals
-72 % to 89 % held the truth (``benchmarks/plan.py``). Here a replicate weighs the sampled rows at
+72 % to 89 % held the truth (``benchmarks/LOG.md``). Here a replicate weighs the sampled rows at
 random, as the Bayesian bootstrap does, but more unequally, for strata of few rows; and in most
 replicates a share of the rows has answers longer than any in the sample: as many as one more sampled
 row would stand for, their length from a Pareto tail with Hill's index of the longest sampled answers,

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _DRAWN = 4096  # rows, at least: the steps of the others are those of a full engine
-_LEAST_SPREAD = 0.04  # of a run's time, from one run to the next
+_LEAST_SPREAD = 0.04  # of a run's time, from one run to the next …
+_LEAST_OF_BATCHES = 0.25  # … and if it is fitted to a wave as a whole, of which there are two
 _MOST_SPREAD = 0.5
 _LEAST_S = 0.001
 _LEAST_START_S = 0.3
@@ -142,7 +143,8 @@ def _spread(steps: StepTime, sample: Sample, engines: Engines) -> float:
     ]
     largest = max(min(wave.window, len(wave.rows)) for wave in sample.measured)
     doublings = max(0.0, math.log2(engines.running / largest))
-    error = max(_LEAST_SPREAD, *map(abs, errors)) / math.sqrt(2)
+    least = _LEAST_OF_BATCHES if engines.in_batches else _LEAST_SPREAD
+    error = max(least, max(map(abs, errors)) / math.sqrt(2))
     return min(_MOST_SPREAD, math.hypot(error, _PER_DOUBLING * doublings))
 
 

@@ -43,8 +43,10 @@ class LongRow:
 class Lengths(NamedTuple):
     """The job has ``rows`` rows, of which ``left`` have no record. ``counted`` of these were rendered,
     chosen at random if they are not all; ``indexes`` are those that would reach the engine, with the
-    ``sizes`` of their prompts: in tokens, or in characters if ``is_exact`` is False. ``row_s``: seconds
-    that rendering and counting one took, so that no run is faster; 0 if unknown.
+    ``sizes`` of their prompts, in tokens if ``in_tokens``, else in characters. ``is_exact``: these are all
+    tokens of prompts that the rows have. ``most_tokens``: the longest answer that one may get, None if
+    that is unknown. ``row_s``: seconds that rendering and counting one took, so that no run is faster; 0
+    if unknown.
     """
 
     rows: int
@@ -52,6 +54,7 @@ class Lengths(NamedTuple):
     counted: int
     indexes: NDArray[np.int64]
     sizes: NDArray[np.float64]
+    in_tokens: bool
     is_exact: bool
     most_tokens: float | None
     problems: list[Problem]
@@ -74,11 +77,13 @@ def count_lengths(job: JobConfig, source: Input, most: int | None, say: Say) -> 
     rows = len(indexes) if job.run.sample is None else min(job.run.sample, len(indexes))
     done = counts_of(job.folder).totals if is_run(job.folder) else Totals()
     order = in_random_order(indexes, seed=job.run.seed, most=rows)
-    left = (index for index in order if not done.is_settled(index))
     most = most or (MOST_WITH_IMAGES if job.prompt.images else MOST_COUNTED)
-    chosen = IndexSet(islice(left, most))
-    n_left = len(chosen) + sum(1 for _ in left)
-    return _counted(job, source, chosen, rows, n_left, say)
+    chosen = IndexSet(islice((index for index in order if not done.is_settled(index)), most))
+    left = rows
+    if done.records:
+        drawn = in_random_order(indexes, seed=job.run.seed, most=rows)
+        left = sum(not done.is_settled(index) for index in (drawn if job.run.sample else indexes))
+    return _counted(job, source, chosen, rows, left, say)
 
 
 def _counted(
@@ -86,7 +91,7 @@ def _counted(
 ) -> Lengths:
     sizes: dict[int, int] = {}
     problems, longest = list[Problem](), list[LongRow]()
-    is_exact, most_tokens = True, 0.0
+    in_tokens, most_tokens = True, 0.0
     began = time.monotonic()
     next_line, n = began + _SAY_EVERY_S, 0
     for n, (row, request, prompt, error) in enumerate(
@@ -100,9 +105,11 @@ def _counted(
             say(f"counting the prompts' tokens: {n:,} of {len(chosen):,} rows")
         if error is not None:
             problems.append(Problem(row.index, row.id, error.kind, masked_text(str(error))))
+            if len(problems) > 10 * SHOWN:
+                problems = sorted(problems)[:SHOWN]
             continue
         size = None if prompt is None else prompt.prompt_tokens
-        is_exact = is_exact and size is not None
+        in_tokens = in_tokens and size is not None
         if size is None:
             text = None if prompt is None else prompt.text
             size = len(str(row.fields) if text is None else text)
@@ -116,7 +123,8 @@ def _counted(
         counted=len(chosen),
         indexes=np.array(ordered, dtype=np.int64),
         sizes=np.array([sizes[index] for index in ordered], dtype=np.float64),
-        is_exact=is_exact,
+        in_tokens=in_tokens,
+        is_exact=in_tokens and not job.has_several,
         most_tokens=None if job.has_several else most_tokens,
         problems=sorted(problems)[:SHOWN],
         longest=longest[::-1],
