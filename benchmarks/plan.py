@@ -5,7 +5,8 @@
 **simulated**: no vLLM. An event simulation of an engine answers the sample, and later all other rows,
 of 50 jobs that differ in size, batch, times of a step, and lengths of answers: lognormal and Pareto
 tails up to max_tokens, longer answers to longer prompts, and a share that runs into max_tokens. Its step
-is not exactly linear in what it holds, and the run is a few per cent faster or slower than the sample.
+is not exactly linear in what it holds, and each part of the sample, and the run, is a few per cent
+faster or slower than another.
 The forecast is computed by ``commands/plan`` itself. At least 85 % of the totals should be inside.
 
 **vllm**: ``plan`` and then ``run``, real vLLM with a simulated accelerator (accelerator.py): is what the
@@ -24,6 +25,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,7 +126,11 @@ def event_simulation(
 
 
 def answered(job: SimulatedJob, rows: Sequence[int], window: int, rng: np.random.Generator) -> Wave:
-    found = [*event_simulation(job, rows, window, rng)]
+    slower = rng.lognormal(0, 0.03)
+    found = [
+        replace(row, began=slower * row.began, ended=slower * row.ended)
+        for row in event_simulation(job, rows, window, rng)
+    ]
     return Wave(window, found, max(row.ended for row in found))
 
 

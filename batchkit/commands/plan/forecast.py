@@ -120,7 +120,10 @@ def rest_of(lengths: Lengths, sample: Sample, engines: Engines, prices: Prices, 
 
 
 def _refitted(points: Points, rng: np.random.Generator) -> StepTime:
-    return fit(points, rng.exponential(size=len(points.seconds)))
+    """To other rows of the sample, had they been answered at another time."""
+    slower = rng.lognormal(0, _LEAST_SPREAD, int(points.waves.max()) + 1)
+    others = points._replace(seconds=points.seconds * slower[points.waves])
+    return fit(others, rng.exponential(size=len(points.seconds)))
 
 
 def _expected_s(wave: Wave, steps: StepTime, engines: Engines) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -78,10 +78,12 @@ class StepTime(NamedTuple):
 
 
 class Points(NamedTuple):
-    """What was measured: ``parts @ StepTime`` should be ``seconds``."""
+    """What was measured: ``parts @ StepTime`` should be ``seconds``. ``waves``: the number of each point's
+    wave, since what slows a machine down slows a wave as a whole."""
 
     parts: NDArray[np.float64]
     seconds: NDArray[np.float64]
+    waves: NDArray[np.int64]
 
 
 def points_of(waves: Sequence[Wave]) -> Points:
@@ -113,10 +115,12 @@ def _points(waves: Sequence[Wave], steps: StepTime) -> Points:
         read = ((began > since) & (began < until)) @ prompts
         parts.append(np.stack([np.ones(len(tokens)), tokens, tokens * beside, read], axis=1))
         seconds.append(np.maximum(ended - began, _LEAST_S))
-    return Points(np.concatenate(parts), np.concatenate(seconds))
+    sizes = [len(wave.rows) for wave in waves]
+    numbers = np.repeat(np.arange(len(sizes)), sizes)
+    return Points(np.concatenate(parts), np.concatenate(seconds), numbers)
 
 
-def points_of_batches(waves: Iterable[Wave]) -> Points:
+def points_of_batches(waves: Sequence[Wave]) -> Points:
     """One point for each wave, of an engine whose batches end before the next begins."""
     parts = [
         [
@@ -127,7 +131,8 @@ def points_of_batches(waves: Iterable[Wave]) -> Points:
         ]
         for wave in waves
     ]
-    return Points(np.array(parts), np.array([max(wave.seconds, _LEAST_S) for wave in waves]))
+    seconds = np.array([max(wave.seconds, _LEAST_S) for wave in waves])
+    return Points(np.array(parts), seconds, np.arange(len(waves)))
 
 
 def fit(points: Points, weights: NDArray[np.float64]) -> StepTime:
