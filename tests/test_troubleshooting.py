@@ -93,6 +93,27 @@ MISTAKES = [
     of_text("…: not valid TOML: line …", "model = Qwen/Qwen3"),
     of_text("…: not valid TOML: line …", "in_process = True"),
     of_text("…: not valid TOML: line …", "[engine]"),
+    of_job(
+        "steps.… comes later; a template sees the steps before its own: …",
+        prompt=None,
+        steps=[
+            {"name": "a", "prompt": {"user": "{{ steps.b.text }}"}},
+            {"name": "b", "prompt": {"user": "{{ q }}"}},
+        ],
+    ),
+    of_job(
+        "steps.… has no '…'…",
+        prompt=None,
+        steps=[
+            {"name": "a", "prompt": {"user": "{{ q }}"}},
+            {"name": "b", "prompt": {"user": "{{ steps.a.txt }}"}},
+        ],
+    ),
+    of_job(
+        "rollout.function: … can't be imported:",
+        prompt=None,
+        rollout={"function": "nowhere.py:solve"},
+    ),
     of_text("…: not valid TOML: line …", 'model = "Qwen'),
     of_job("…: unknown key; did you mean …", promt={"user": "x"}),
     of_job("…: unknown key; did you mean …", prompt={"usr": "x"}),

@@ -1,8 +1,8 @@
-"""What a run's manifest keeps about its engines, for ``status`` and for the next start."""
+"""What the log says about the engines of a run, and what its manifest keeps for ``status`` and the next start."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from batchkit.config.tables import JobConfig
@@ -63,3 +63,16 @@ def _suspects_of(options: Mapping[str, Any], manifest: Manifest) -> str:
 def _settings_hash(settings: Mapping[str, Any]) -> str:
     """As earlier versions made it."""
     return known_hashes(settings)[-1]
+
+
+def announced(job: JobConfig, name: str, *, is_kept: bool) -> Iterator[str]:
+    """What the log says before the engine of this name is loaded, or taken again if it ``is_kept``."""
+    engine, workers = job.with_engine(name).engine, job.run.workers
+    model = engine.model or engine.kind
+    if workers is None:
+        loading = f"model {model} is loaded already," if is_kept else f"loading model {model},"
+        yield f"{loading} rendering the first rows meanwhile"
+    else:
+        yield f"starting {workers} {'worker' if workers == 1 else 'workers'}, model {model}"
+    if engine.options.get("trust_remote_code"):
+        yield f"trust_remote_code: Python code that comes with {model} is run"

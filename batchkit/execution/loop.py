@@ -225,7 +225,9 @@ class Loop:
             self._manifest.turn = engines[0]
             self._save_manifest()
         for name in engines:
-            self._announce(name)
+            is_kept = self._kept is not None and name in self._kept.idle
+            for text in engine_notes.announced(self._job, name, is_kept=is_kept):
+                self._progress.event(text)
         loading = "loading the model" if self._job.run.workers is None else "waiting for a worker"
         history = {
             name: engine_notes.known(self._job, self._manifest, self._may_come, self._hear, name)
@@ -284,20 +286,6 @@ class Loop:
             self._progress.stop_clock()
             self._loads_s.append(time.monotonic() - started)
             yield pool
-
-    def _announce(self, name: str) -> None:
-        engine = self._job.with_engine(name).engine
-        model = engine.model or engine.kind
-        workers = self._job.run.workers
-        is_kept = self._kept is not None and name in self._kept.idle
-        loading = f"model {model} is loaded already," if is_kept else f"loading model {model},"
-        self._progress.event(
-            f"{loading} rendering the first rows meanwhile"
-            if workers is None
-            else f"starting {workers} {'worker' if workers == 1 else 'workers'}, model {model}"
-        )
-        if engine.options.get("trust_remote_code"):
-            self._progress.event(f"trust_remote_code: Python code that comes with {model} is run")
 
     def _generate(self, pool: WorkerPool) -> None:
         began, engine = time.monotonic(), pool.engine_facts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -48,7 +49,8 @@ LoadImage = Callable[[Any, MediaTable], "Image"]
 
 class PromptRenderer:
     """Renders rows for one job. Several threads may share it, and call ``adjust_sampling`` and
-    ``load``, which makes the image of a source.
+    ``load``, which makes the image of a source. ``chat_template_kwargs`` are added to those that the
+    engine has from its own job.
 
     Raises:
         JobError: a template or template file of the job can't be used, or its ``media.root`` is a
@@ -61,8 +63,10 @@ class PromptRenderer:
         *,
         adjust_sampling: AdjustSampling | None = None,
         load: LoadImage = load_image,
+        chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._adjust_sampling, self._load = adjust_sampling, load
+        self._chat_template_kwargs = chat_template_kwargs
         self._job = job
         self._templates = PromptTemplates(job)
         if self._templates.images or self._templates.texts:
@@ -130,7 +134,7 @@ class PromptRenderer:
             tools=tools.tools,
             tool_choice=tools.tool_choice,
             parallel_tool_calls=tools.parallel_tool_calls,
-            chat_template_kwargs=template_kwargs_of(body),
+            chat_template_kwargs={**self._chat_template_kwargs, **template_kwargs_of(body)},
         )
         if not request.images:
             return request

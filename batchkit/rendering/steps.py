@@ -46,7 +46,10 @@ class StepsRenderer:
         for step in job.steps:
             with _naming(step.name):
                 self._by_name[step.name] = PromptRenderer(
-                    job.of_step(step), adjust_sampling=adjust_sampling, load=load
+                    job.of_step(step),
+                    adjust_sampling=adjust_sampling,
+                    load=load,
+                    chat_template_kwargs=step.prompt.chat_template_kwargs,
                 )
         self._first = self._by_name[job.steps[0].name]
         self._when = {

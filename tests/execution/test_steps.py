@@ -19,7 +19,7 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
-DRAFT = {"name": "draft", "prompt": {"user": "draft {{ q }}"}}
+DRAFT: dict[str, Any] = {"name": "draft", "prompt": {"user": "draft {{ q }}"}}
 JUDGE = {"name": "judge", "prompt": {"user": "judge {{ steps.draft.text }}"}}
 REVISE = {"name": "revise", "prompt": {"user": "revise {{ steps.judge.text }}"}}
 THREE = [DRAFT, JUDGE, REVISE]
@@ -88,6 +88,20 @@ def test_a_retry_and_a_second_question_are_of_the_step_alone() -> None:
         2,
         1,
     ]  # the engine itself repeats what a server refuses for now
+
+
+def test_each_step_has_its_own_names_for_the_chat_template() -> None:
+    seen: dict[str, Any] = {}
+
+    def note(text: str, body: dict[str, Any]) -> None:
+        seen[text.split()[0]] = body.get("chat_template_kwargs")
+
+    draft = {**DRAFT, "prompt": {**DRAFT["prompt"], "chat_template_kwargs": {"think": False}}}
+    with serving(note) as server:
+        prompt = {"chat_template_kwargs": {"brief": True}}
+        write(None, 1, server, steps=[draft, JUDGE], prompt=prompt)
+        assert run().exit_code == 0
+    assert seen == {"draft": {"brief": True, "think": False}, "judge": {"brief": True}}
 
 
 def test_a_step_that_is_too_long_is_cut_and_the_others_are_not() -> None:
