@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from batchkit.commands.plan.stored import read_forecast
+from batchkit.commands.forecast_file import read_forecast
 from batchkit.commands.view.columns import Table
 from batchkit.commands.view.detail import Details
 from batchkit.commands.view.index import Index, Indexes, Snapshot
