@@ -262,7 +262,11 @@ class StepsLog:
 
     def _read(self, file: int, start: int, end: int) -> dict[str, Any] | None:
         line = generation_in(os.pread(file, end - start, start))
-        return line if line is None or end > self._recalled_end else {**line, "earlier": True}
+        if line is None or end > self._recalled_end:
+            return line
+        # A retry may choose in another way.
+        kept = {key: value for key, value in line.items() if key not in ("selected", "votes")}
+        return {**kept, "earlier": True}
 
 
 def generation_in(raw: bytes) -> dict[str, Any] | None:

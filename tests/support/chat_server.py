@@ -90,6 +90,7 @@ class ChatServer:
     ) -> None:
         self.before, self.latency_s, self.context, self.key = before, latency_s, context, key
         self.counts, self.ready_at = counts, ready_at
+        self.names = [MODEL]
         self.tokenize: Refused | None = None  # what it answers to that
         self.model = {"max_model_len": context} if model is None else model
         self.bodies: list[dict[str, Any]] = []
@@ -119,7 +120,7 @@ class ChatServer:
         self._thread.join()
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        if body.get("model") != MODEL:
+        if body.get("model") not in self.names:
             no_model = f"The model `{body.get('model')}` does not exist."
             raise Refused(404, error(no_model, "NotFoundError", param="model", code=404))
         is_chat = path == "/v1/chat/completions"
@@ -261,7 +262,8 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
                 raise Refused(404, {"detail": "Not Found"})
             if time.monotonic() < server.ready_at:
                 raise Refused(503, error("Loading model", "unavailable_error", code=503))
-            return {"object": "list", "data": [{"id": MODEL, "owned_by": "tests", **server.model}]}
+            of_each = {"owned_by": "tests", **server.model}
+            return {"object": "list", "data": [{"id": name, **of_each} for name in server.names]}
 
         def _completions(self, sent: bytes) -> dict[str, Any]:
             if self.path == "/tokenize" and not server.counts:

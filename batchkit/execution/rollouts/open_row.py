@@ -163,7 +163,7 @@ class OpenRow:
         """``request`` as this row's generation of that number, at the row's attempt."""
         if request is None:
             return None
-        attempt, asked = self.task.attempt, request_hash(request, engine)
+        attempt, asked = self.task.attempt, request_hash(request, self._job, engine)
         sampling = with_temperature(request.sampling, attempt, self._job.retry)
         call = Call(step, number, asked, engine)
         return replace(request, call=call, attempt=attempt, sampling=sampling, input_hash=asked)

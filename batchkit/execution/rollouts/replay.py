@@ -9,13 +9,16 @@ from typing import Any, NamedTuple
 
 from PIL.Image import Image
 
+from batchkit.config.server_command import what_decides_answers
+from batchkit.config.tables import EngineTable, JobConfig
 from batchkit.errors import ReplayError
 from batchkit.storage.plain_json import encoded
 from batchkit.types import Call, Request, Task
 
 
-def request_hash(request: Request, engine: str = "") -> str:
-    """16 hex digits that are the same for requests that ask the same of the same engine."""
+def request_hash(request: Request, job: JobConfig, engine: str) -> str:
+    """16 hex digits that are the same for requests that ask the same of the same engine, with the same
+    model: a retry may name another one."""
     messages: Any = request.messages
     if request.media_bytes:
         messages = [_with_hashes(message) for message in messages]
@@ -28,6 +31,7 @@ def request_hash(request: Request, engine: str = "") -> str:
         request.parallel_tool_calls,
         request.chat_template_kwargs,
         engine,
+        *_model(job.engines[engine] if engine else job.engine),
     ]
     return hashlib.blake2b(encoded(asked), digest_size=8).hexdigest()
 
@@ -38,6 +42,12 @@ def hash_of_equal(request_hash: str, times: int) -> str:
     if times == 0:
         return request_hash
     return hashlib.blake2b(f"{request_hash} {times}".encode(), digest_size=8).hexdigest()
+
+
+def _model(engine: EngineTable) -> tuple[Any, ...]:
+    command = None if engine.server is None else engine.server.command
+    served = None if command is None else what_decides_answers(command)
+    return engine.kind, engine.model, engine.lora, engine.options.get("revision"), served
 
 
 def _with_hashes(message: Mapping[str, Any]) -> Mapping[str, Any]:
