@@ -264,6 +264,7 @@ class Loop:
                     tasks,
                     engines=engines,
                     may_wait=may_wait,
+                    references=self._references,
                     rendered=self._rendered,
                     rollout=self._rollout,
                 )

@@ -61,14 +61,23 @@ def render_ahead(
     *,
     engines: Sequence[str],
     may_wait: bool,
+    references: Mapping[str, str | None] | None,
     rendered: dict[int, Request | Completion] | None = None,
     rollout: Function | None = None,
 ) -> RenderedTasks:
-    """Begins to render ``tasks``, for ``engines``. ``may_wait``: reading them may block. ``rendered``:
-    rows that have been, by index; each is taken out of it. ``rollout``: the function of a job with
-    ``[rollout]``, if it is not the one that the job names."""
+    """Begins to render ``tasks``, for ``engines``. ``may_wait``: reading them may block. ``references``
+    as for ``Worker``. ``rendered``: rows that have been, by index; each is taken out of it.
+    ``rollout``: the function of a job with ``[rollout]``, if it is not the one that the job names."""
     if job.has_several:
-        return begun(job, renderer, tasks, engines=engines, may_wait=may_wait, function=rollout)
+        return begun(
+            job,
+            renderer,
+            tasks,
+            engines=engines,
+            may_wait=may_wait,
+            references=references,
+            function=rollout,
+        )
     ready = {} if rendered is None else rendered
 
     def render(task: Task) -> Request | Completion:

@@ -114,8 +114,9 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
     for name, engine in job.engines.items():
         found |= _of_named_engine(name, engine)
     if job.select.by is not None:
-        read = job.scoring.model_dump(include=_READ_TO_SELECT, exclude_defaults=True)
-        found["select.scoring"] = read
+        is_only_one = job.select.by == "scorer" and job.select.scorer is None
+        read = _READ_TO_SELECT | ({"scorers"} if is_only_one else set())
+        found["select.scoring"] = job.scoring.model_dump(include=read, exclude_defaults=True)
     if job.rollout is not None:
         place, _, name = job.rollout.function.rpartition(":")
         found |= {"rollout.function": f"{Path(place).name}:{name}", **of_function(job)}

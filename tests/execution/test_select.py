@@ -370,6 +370,24 @@ def test_a_row_that_was_interrupted_before_its_record_makes_the_same_choice(
     assert first["text"] == ('{"n": 7.0}' if select["by"] == "step" else "3")
 
 
+def test_a_change_of_a_later_step_makes_the_same_choice_by_another_runs_answers() -> None:
+    """What a requeue uses again is chosen anew, with the references of ``scoring.reference_run``."""
+    row = {"id": "r", "q": "?"}
+    by_run = {"extract": "number", "scorers": ["em"], "reference_run": "output/reference"}
+    tables: dict[str, Any] = {"scoring": by_run, "select": {"by": "scorer"}}
+    last = {"name": "last", "prompt": {"user": "so {{ steps.draft.text }}"}, "sampling": {"n": 1}}
+    changed = {**last, "prompt": {"user": "thus {{ steps.draft.text }}"}}
+    said: dict[str, list[list[Said]]] = {"r": [["7"], ["it is 5", "it is 7", "6"]]}
+    with serving(answering({**said, "so": [["7"]], "thus": [["7"]]})) as server:
+        run(server, [row], name="reference", sampling={"n": 1}, scoring={"extract": "number"})
+        run(server, [row], steps=[DRAFT, last], **tables)
+        assert records()["r"]["steps"]["draft"]["text"] == "it is 7"
+        run(server, [row], steps=[DRAFT, changed], **tables)
+        assert batchkit("run", "job.toml", "--on-change", "requeue").exit_code == 0
+        assert len(server.bodies) == 4
+    assert records()["r"]["steps"]["draft"]["text"] == "it is 7"
+
+
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
@@ -466,3 +484,14 @@ def test_what_decides_the_choice_is_part_of_the_runs_identity() -> None:
     assert changed.exit_code == 2
     assert "select.scoring" in changed.stderr
     assert json.loads((RUN / "manifest.json").read_text())["identity"]["select.by"] == "majority"
+
+
+def test_another_scorer_that_chooses_is_a_change() -> None:
+    """Without ``select.scorer`` it is the only one of ``scoring.scorers``."""
+    tables: dict[str, Any] = {"select": {"by": "scorer"}, "scoring": NUMBER}
+    one_row([["5", "7", "7"]], **tables)
+    scoring = {**NUMBER, "scorers": ["numeric"]}
+    with serving() as server:
+        changed = run(server, [{"id": "r", "q": "?", "a": "7"}], **tables | {"scoring": scoring})
+    assert changed.exit_code == 2, changed.stdout
+    assert "select.scoring" in changed.stderr

@@ -164,7 +164,14 @@ class Actor:
         try:
             renderer = renderer_of(self._job)
             tasks = iter(self._inbox.get, None)
-            ahead = render_ahead(self._job, renderer, tasks, engines=self._engines, may_wait=True)
+            ahead = render_ahead(
+                self._job,
+                renderer,
+                tasks,
+                engines=self._engines,
+                may_wait=True,
+                references=self._references,
+            )
             with closing(ahead) as rows:
                 try:
                     worker = Worker(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from batchkit.config.tables import JobConfig
 from batchkit.execution.rollouts.function import Function, Rollout, loaded_function
@@ -23,16 +23,18 @@ def begun(
     *,
     engines: Sequence[str],
     may_wait: bool,
+    references: Mapping[str, str | None] | None,
     function: Function | None = None,
 ) -> Rollouts:
     """The rows of ``tasks``, as coroutines, and what they ask of ``engines``. ``may_wait``: reading them
-    may block. ``function``: the rollout's, if it is not the one that the job names.
+    may block. ``references`` as for ``Worker``. ``function``: the rollout's, if it is not the one that the job names.
 
     Raises:
         JobError: the job names no such function.
     """
     if isinstance(renderer, StepsRenderer):
-        solve, concurrency, most_busy = Steps(job, renderer).solve, _STEPS_BEGUN, AHEAD
+        solve = Steps(job, renderer, references).solve
+        concurrency, most_busy = _STEPS_BEGUN, AHEAD
     else:
         assert job.rollout is not None
         solve = Rollout(job, renderer, function or loaded_function(job.rollout.function)).solve

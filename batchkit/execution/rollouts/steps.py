@@ -21,12 +21,17 @@ from batchkit.types import Completion, Request, Row
 class Steps:
     """Answers rows of a job with steps."""
 
-    def __init__(self, job: JobConfig, renderer: StepsRenderer) -> None:
+    def __init__(
+        self,
+        job: JobConfig,
+        renderer: StepsRenderer,
+        references: Mapping[str, str | None] | None = None,
+    ) -> None:
         self._steps = job.steps
         self._renderer = renderer
         self._keeps_choices = job.keeps_choices
         self._judge = job.select.step
-        self._selection = Selection(job)
+        self._selection = Selection(job, references)
         self._parsing = {step.name for step in job.steps if step.parse is not None}
         self._scoring = {
             step.name: Scoring(step.scoring) for step in job.steps if step.scoring.is_on
