@@ -9,10 +9,13 @@ from typing import Any
 import orjson
 
 from batchkit.commands.status import counts_of
+from batchkit.config.masking import masked
 from batchkit.config.numbers import clock, duration, number, short_count
+from batchkit.config.tables import JobConfig
 from batchkit.errors import StoreError
 from batchkit.execution.summary import RunSummary
 from batchkit.storage.files import write_atomically
+from batchkit.storage.identity import hash_of
 from batchkit.storage.manifest import read_manifest
 
 FORECAST = "forecast.json"
@@ -27,21 +30,29 @@ def write_forecast(folder: Path, forecast: Mapping[str, Any]) -> None:
         raise StoreError(f"{path}: can't write: {error.strerror}") from error
 
 
-def read_forecast(folder: Path) -> dict[str, Any] | None:
-    """That of the run which is in ``folder`` now; None if it has none."""
+def hash_of_job(job: JobConfig) -> str:
+    """Equal for jobs with the same rows, prompts, engine and speed; their prices may differ."""
+    tables = job.model_dump(mode="json", exclude={"name", "run", "output", "scoring"})
+    run = job.run.model_dump(include={"sample", "seed", "workers", "max_in_flight"})
+    return hash_of([masked(tables), run])
+
+
+def read_forecast(folder: Path, job: JobConfig) -> dict[str, Any] | None:
+    """That of the run which is in ``folder`` now; None if it has none, or one of another job."""
     try:
         found: dict[str, Any] = orjson.loads((folder / FORECAST).read_bytes())
-        return found if found["run"] == read_manifest(folder).created_at else None
+        is_current = found["run"] == read_manifest(folder).created_at
+        return found if is_current and found["of"] == hash_of_job(job) else None
     except (OSError, ValueError, KeyError, TypeError, StoreError):
         return None
 
 
-def announced(folder: Path) -> str | None:
+def announced(job: JobConfig) -> str | None:
     """What a start will take by the forecast of its run; None if there is none, or nothing is left."""
-    found = read_forecast(folder)
+    found = read_forecast(job.folder, job)
     if found is None:
         return None
-    counts = counts_of(folder)
+    counts = counts_of(job.folder)
     left = found["rows"] - counts.totals.ok - counts.totals.failed
     if left <= 0:
         return None
@@ -53,15 +64,15 @@ def announced(folder: Path) -> str | None:
     return text
 
 
-def turned_out(folder: Path, summary: RunSummary) -> str | None:
+def turned_out(job: JobConfig, summary: RunSummary) -> str | None:
     """What a run has taken, and its forecast; None if it has none, or rows are left."""
-    found = read_forecast(folder)
+    found = read_forecast(job.folder, job)
     if found is None:
         return None
-    counts = counts_of(folder)
+    counts = counts_of(job.folder)
     if not found["left"] or counts.totals.ok + counts.totals.failed < found["rows"]:
         return None
-    seconds = [start.seconds for start in read_manifest(folder).starts[found["starts"] :]]
+    seconds = [start.seconds for start in read_manifest(job.folder).starts[found["starts"] :]]
     tokens = tokens_of(counts.tokens.completion_tokens)
     parts = [f"{tokens} completion tokens, forecast {shown(found['completion_tokens'], tokens_of)}"]
     if None not in seconds:

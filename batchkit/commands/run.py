@@ -60,7 +60,7 @@ def run_job(
             f"--output {output}: the rows that {skip_from} has would be missing there; leave it out, and"
             " `batchkit export` both runs"
         )
-    if not fresh and (forecast := announced(job.folder)) is not None:
+    if not fresh and (forecast := announced(job)) is not None:
         say(forecast)
     with notifying(job, say) as ended:
         with StopRequest().installed() as stop:
@@ -69,7 +69,7 @@ def run_job(
             )
             ended(outcome.summary)
             outcome = _finished(outcome, job, stop, say)
-        if outcome.summary.exit in (0, 3) and (took := turned_out(job.folder, outcome.summary)):
+        if outcome.summary.exit in (0, 3) and (took := turned_out(job, outcome.summary)):
             say(took)
         if output is not None and output_format is not None:
             outcome = _exported(outcome, output_format, output, say)

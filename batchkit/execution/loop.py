@@ -434,9 +434,8 @@ class Loop:
         return bool(workers)
 
     def _note_gpus(self) -> bool:
-        """Note for how long GPUs were held, if the job has a price for them."""
-        if self._budgets.count_gpus:
-            self._manifest.last_start.gpu_seconds = round(self._budgets.gpu_seconds, 3)
+        """Note for how long GPUs were held; True if it has to be on disk: the job has a price for them."""
+        self._manifest.last_start.gpu_seconds = round(self._budgets.gpu_seconds, 3)
         return self._budgets.count_gpus
 
     def _state(self) -> State:

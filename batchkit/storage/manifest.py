@@ -76,7 +76,7 @@ class Start(_Part):
     """One start of the run. ``ended_at`` and ``seconds`` are None while it runs, or if it was killed.
 
     ``seconds``: with the engine up. ``gpu_seconds``: of all GPUs that the job asks for, loading included,
-    as of the last checkpoint; only if the job has a price for them. ``engine``: what the engine reports
+    as of the last checkpoint if the job has a price for them, else of the last end. ``engine``: what the engine reports
     about itself; ``engines``: what others report, by name. ``run``: in a merged
     run, the folder of the run that this start belongs to. ``engine_event_times``: when each of
     ``engine_events`` happened; older versions did not note it.

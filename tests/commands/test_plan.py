@@ -271,3 +271,46 @@ def test_a_damaged_forecast_stops_no_run() -> None:
     planned("--rows", "4")
     (RUN / "forecast.json").write_text('{"run": 1')
     assert run().exit_code == 0
+
+
+def test_gpu_hours_are_those_of_all_starts() -> None:
+    prepare(40, engine=SLOW, run=EIGHT)
+    planned("--rows", "8")
+    run("--limit", "30")
+    run()
+    held = sum(start["gpu_seconds"] for start in manifest()["starts"]) / 3600
+    hours = planned()["gpu_hours"]
+    assert hours == dict.fromkeys(("low", "expected", "high"), pytest.approx(held, abs=1e-6))
+    assert held > 40 / 8 * 0.05 / 3600
+
+
+@pytest.mark.parametrize(
+    ("planned_with", "run_with"),
+    [
+        (["--limit", "40"], []),
+        ([], ["--limit", "40"]),
+        ([], ["--set", "prompt.user=Say {{ q }}", "--on-change", "requeue"]),
+        ([], ["--set", "run.max_in_flight=1"]),
+    ],
+)
+def test_a_forecast_of_another_job_is_not_announced(
+    planned_with: list[str], run_with: list[str]
+) -> None:
+    prepare(100)
+    planned("--rows", "4", *planned_with)
+    assert " forecast " not in run(*run_with).stderr
+
+
+def test_a_forecast_at_another_price_still_holds() -> None:
+    prepare(100)
+    planned("--rows", "4", "--price-per-million-tokens", "1,2")
+    assert "forecast for the 96 rows that are left" in run().stderr
+
+
+def test_a_forecast_that_lacks_figures_stops_no_run() -> None:
+    prepare(20)
+    planned("--rows", "4")
+    (RUN / "forecast.json").write_text(json.dumps({"run": manifest()["created_at"]}))
+    ran = run()
+    assert ran.exit_code == 0
+    assert " forecast " not in ran.stderr

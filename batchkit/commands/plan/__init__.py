@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from batchkit.commands.forecast_file import shown, time_of, tokens_of, write_forecast
+from batchkit.commands.forecast_file import hash_of_job, shown, time_of, tokens_of, write_forecast
 from batchkit.commands.plan.answers import strata_of, stratified
 from batchkit.commands.plan.forecast import Engines, Interval, Prices, Rest, rest_of, summary_of
 from batchkit.commands.plan.lengths import Lengths, Say, count_lengths
@@ -33,7 +33,7 @@ class Plan:
     """A forecast. Tokens, GPU hours and price are of the whole run, what is done included; ``seconds``
     are of the start to come, with the engine up. ``left`` rows have no record yet. ``price`` is None if
     the job has no price, ``gpu_hours`` if it is not known which GPUs answer.
-    ``run``: when the run began; ``starts``: how many it had had by then.
+    ``run``: when the run began; ``starts``: how many it had had by then; ``of``: a hash of the job.
     """
 
     name: str
@@ -54,6 +54,7 @@ class Plan:
     engine: Mapping[str, Any]
     memory: Memory
     starts: int
+    of: str
 
     def to_json(self) -> dict[str, Any]:
         lengths = self.lengths
@@ -84,6 +85,7 @@ class Plan:
             "engine": dict(self.engine),
             "memory": self.memory._asdict(),
             "starts": self.starts,
+            "of": self.of,
         }
 
     def to_text(self) -> str:
@@ -183,9 +185,7 @@ def _planned(job: JobConfig, lengths: Lengths, sample: Sample | None, starts_bef
     so_far = Budgets(job, time.monotonic(), earlier).price(done)
     gpu_hours = None
     if not any(job.with_engine(name).engine.base_url for name in job.engine_names):
-        of_sample = 0.0 if sample is None else sample.seconds + sample.load_s
-        held = of_sample * job.gpus / workers  # with several, one of them answers the sample
-        gpu_hours = to_come.plus(held / _HOUR_S, job.gpus / _HOUR_S)
+        gpu_hours = to_come.plus(earlier / _HOUR_S, job.gpus / _HOUR_S)
     return Plan(
         name=job.name,
         folder=str(folder),
@@ -207,4 +207,5 @@ def _planned(job: JobConfig, lengths: Lengths, sample: Sample | None, starts_bef
         engine=engine,
         memory=memory,
         starts=0 if manifest is None else len(manifest.starts),
+        of=hash_of_job(job),
     )

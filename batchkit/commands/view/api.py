@@ -26,6 +26,7 @@ from batchkit.commands.view.timeline import newest_point, timeline
 from batchkit.config.masking import masked_text
 from batchkit.errors import BatchkitError, MediaError
 from batchkit.scoring.metrics import OUT_OF_TEN, head
+from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.metrics import read_metrics
 from batchkit.storage.plain_json import encoded
 
@@ -189,7 +190,7 @@ class Api:
 
 
 def _forecast(folder: Path) -> dict[str, Any] | None:
-    found = read_forecast(folder)
+    found = read_forecast(folder, job_of_run(folder))
     return None if found is None else {name: found.get(name) for name in _FORECAST}
 
 
