@@ -180,6 +180,11 @@ def _check_unchanged(job: JobConfig, then: Mapping[str, Any]) -> None:
     now = identity.engine_identity(job) | identity.of_function(job)
     if "prompt.files" in then:
         now["prompt.files"] = constant_files(job)
+    check_same_files(then, now)
+
+
+def check_same_files(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises EngineError if what both have of a run's identity differs."""
     if changes := identity.differences(_only(then, now), _only(now, then)):
         raise EngineError(
             "found other files than those that the run began with, and a run's answers are all"

@@ -17,6 +17,7 @@ from batchkit.execution.budgets import Budgets
 from batchkit.execution.cluster.worker_pool import RayWorkerPool
 from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Line, Note
 from batchkit.execution.failures import Failure, failures_of
+from batchkit.execution.fed_engine import check_same_files
 from batchkit.execution.first_rows import checked
 from batchkit.execution.hints import hints
 from batchkit.execution.kept_engine import KeptEngine
@@ -79,7 +80,7 @@ class Loop:
         self._attempts: Mapping[int, int] = {}
         self._quarantined: Collection[int] = ()
         self._references = references
-        self._engine_identity = engine_identity
+        self._engine_identity, self._function = engine_identity, of_function(job)
         self._kept, self._rollout = kept, rollout
         self._is_runs_own = names_same_model(self._manifest.identity, engine_identity)
         """False if ``--set`` gives a retry another model."""
@@ -249,7 +250,7 @@ class Loop:
                     # Workers on other machines read these files there.
                     engine_identity={
                         **self._engine_identity,
-                        **of_function(self._job),
+                        **self._function,
                         "prompt.files": self._prompt_files,
                     },
                     references=self._references,
@@ -268,10 +269,12 @@ class Loop:
                     rendered=self._rendered,
                     rollout=self._rollout,
                 )
+                held.enter_context(closing(ahead))
+                check_same_files(self._function, of_function(self._job))  # each turn loads it anew
                 pool = Worker(
                     self._job,
                     self._renderer,
-                    held.enter_context(closing(ahead)),
+                    ahead,
                     self._hear,
                     history,
                     engines=engines,

@@ -289,6 +289,26 @@ def test_a_failure_that_a_retried_function_catches_is_not_asked_again_in_each_tu
     assert_each_once()  # the failure of each attempt, and the judge
 
 
+EDITED = """
+from pathlib import Path
+
+async def solve(row, generate):
+    draft = await generate(f"draft {row['q']}", step="draft")
+    Path("solve.py").write_text(Path("solve.py").read_text().replace("judge of", "another of"))
+    return (await generate(f"judge of {draft.text}", step="judge", engine="judge")).text
+"""
+
+
+def test_a_function_that_is_edited_between_two_turns_stops_the_run() -> None:
+    Path("solve.py").write_text(EDITED)
+    write(steps=[], rollout={"function": "solve.py:solve"})
+    ended = batchkit("run", "job.toml")
+    assert ended.exit_code == 1
+    assert "found other files than those that the run began with" in ended.stderr
+    assert "rollout.source: " in ended.stderr
+    assert {line["step"] for line in generations()} == {"draft"}
+
+
 def grouped(run: dict[str, Any], engine: dict[str, Any], judge: dict[str, Any]) -> JobConfig:
     tables = {"engine": engine, "engines": {"judge": judge}, "steps": [DRAFT, JUDGE]}
     return make_job({**tables, "run": run}, "the test")
