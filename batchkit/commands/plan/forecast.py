@@ -29,6 +29,7 @@ _DRAWN = 4096  # rows, at least: the steps of the others are those of a full eng
 _LEAST_SPREAD = 0.04  # of a run's time, from one run to the next …
 _LEAST_OF_BATCHES = 0.25  # … and if it is fitted to a wave as a whole, of which there are two
 _MOST_SPREAD = 0.5
+_UNSTEADY_S = 0.1  # what else the machine does may add to a wave, or not
 _LEAST_S = 0.001
 _LEAST_START_S = 0.3
 _PER_DOUBLING = 0.05  # for each time that the job's batch is twice the sample's largest
@@ -111,17 +112,21 @@ def rest_of(lengths: Lengths, sample: Sample, engines: Engines, prices: Prices, 
     )
     answers = np.array([row.completion_tokens for row in sampled], dtype=np.float64)
     strata = strata_of(lengths.sizes, len(sampled))[at]
+    spreads = [
+        math.hypot(_LEAST_SPREAD, _UNSTEADY_S / max(wave.seconds, _UNSTEADY_S))
+        for wave in sample.measured
+    ]
     rng = np.random.default_rng(seed)
     drawn = [
-        rest.drawn(replicate, _refitted(points, rng), rng)
+        rest.drawn(replicate, _refitted(points, spreads, rng), rng)
         for replicate in replicates(answers, strata, lengths.most_tokens, rng)
     ]
     return Rest(*(Interval(*found) for found in np.quantile(drawn, QUANTILES, axis=0).T.tolist()))
 
 
-def _refitted(points: Points, rng: np.random.Generator) -> StepTime:
-    """To other rows of the sample, had they been answered at another time."""
-    slower = rng.lognormal(0, _LEAST_SPREAD, int(points.waves.max()) + 1)
+def _refitted(points: Points, spreads: Sequence[float], rng: np.random.Generator) -> StepTime:
+    """To other rows of the sample, had they been answered at another time; ``spreads``: of each wave."""
+    slower = rng.lognormal(0, spreads)
     others = points._replace(seconds=points.seconds * slower[points.waves])
     return fit(others, rng.exponential(size=len(points.seconds)))
 
