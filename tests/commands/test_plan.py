@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import tomlkit
 
+from batchkit.config.loading import load_job
+from batchkit.storage.job_toml import job_of_run
 from tests.support.chat_server import Refused, serving
 from tests.support.command_line import Ended, batchkit
 from tests.support.dry_runs import (
@@ -153,8 +155,9 @@ def test_prompts_of_some_rows_stand_for_all() -> None:
 
 
 def test_a_sample_of_the_job_is_forecast_as_what_it_is() -> None:
-    prepare(500, run={"sample": 100})
+    prepare(500, run={"sample": 100, "max_in_flight": 50})
     found = planned("--rows", "20")
+    assert job_of_run(RUN).run == load_job(Path("job.toml")).run
     assert (found["rows"], found["left"]) == (100, 80)
     ran = run()
     assert (ran.json["total"], ran.json["skipped"]) == (100, 20)

@@ -63,10 +63,8 @@ def answer_sample(job: JobConfig, source: Input, rows: Sequence[int], say: Say) 
     Raises:
         BatchkitError: as ``start_run``, or a budget is used up. What is answered is kept.
     """
-    run = job.run.model_copy(update={"sample": None})
-    job = job.model_copy(update={"run": run})
     with scratch_folder("batchkit-plan-") as folder, closing(KeptEngine(job, folder)) as kept:
-        if run.workers is not None:
+        if job.run.workers is not None:
             running = _running(job, None)
             wave, load_s = _answered(job, source, rows, running, None)
             return Sample([wave], load_s, running)
@@ -110,13 +108,14 @@ def _answered(
     job: JobConfig, source: Input, rows: Sequence[int], window: int, kept: KeptEngine | None
 ) -> tuple[Wave, float]:
     """The wave, and the seconds that its start took to load the model."""
-    update = {"max_in_flight": window, "workers": None if kept is not None else 1}
-    job = job.model_copy(update={"run": job.run.model_copy(update=update)})
+    workers = None if kept is not None else 1
+    update = {"sample": None, "max_in_flight": window, "workers": workers}
+    of_wave = job.model_copy(update={"run": job.run.model_copy(update=update)})
     log = job.folder / RESULTS
     before = log.stat().st_size if log.exists() else 0
     settled = counts_of(job.folder).totals if before else Totals()
     wanted = only(source, IndexSet(rows), of=source.size() or 0, settled=settled)
-    summary = start_run(job, wanted, kept=kept, command="plan").checked()
+    summary = start_run(of_wave, wanted, kept=kept, begun_with=job, command="plan").checked()
     if summary.exit in (130, 143):
         raise Interrupted(summary.exit - 128)
     if summary.stopped_by is not None:
