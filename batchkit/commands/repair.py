@@ -95,7 +95,7 @@ def repair(folder: Path) -> Repair:
                     is_kept(record) and not fitting.is_superseded(record, offset)
                 ),
                 removed,
-                each_once(whole, steps, removed_steps),
+                each_once(whole, steps, removed_steps, fitting.totals.is_settled),
                 {row: n for row, (_, n) in too_few.items()},
             )
             kept = sum(1 for _ in read_lines(known / RESULTS))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.ledger import RECORD_HEAD, read_lines
+from batchkit.storage.plain_json import encoded
 from batchkit.storage.steps import STEPS, GenerationLine, generation_in, raw_lines
 
 if TYPE_CHECKING:
@@ -101,12 +102,19 @@ def whole_lines(folder: Path, removed: list[bytes]) -> Iterator[GenerationLine]:
                 yield GenerationLine(whole, found)
 
 
-def each_once(folder: Path, audit: StepsAudit, removed: list[bytes]) -> Iterator[GenerationLine]:
+def each_once(
+    folder: Path, audit: StepsAudit, removed: list[bytes], is_settled: Callable[[int], bool]
+) -> Iterator[GenerationLine]:
     """The generations of ``folder``, whose lines are all whole; ``removed`` gets those that are there
-    again."""
+    again. If it has some already, what is left of rows that are not settled may not be all, so these may
+    ask for something else (``replay``)."""
+    some_are_gone = bool(removed)
     for (line, raw), is_again in zip(raw_lines(folder), audit.is_again.tolist(), strict=True):
         assert line.record is not None
         if is_again:
             removed.append(raw)
+        elif some_are_gone and not is_settled(line.record["index"]):
+            fresh = {**line.record, "replay": "fresh"}
+            yield GenerationLine(encoded(fresh), fresh)
         else:
             yield GenerationLine(raw, line.record)

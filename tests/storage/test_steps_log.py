@@ -118,6 +118,25 @@ def test_damaged_generation_of_an_open_row_is_asked_for_again(solve: str | None,
     assert (RUN / f"{STEPS}.broken-1").read_bytes() == found[1]
 
 
+@KINDS
+def test_a_row_of_which_repair_removed_a_generation_goes_on_with_new_ones(
+    solve: str | None, n: int
+) -> None:
+    numbers = iter(range(1000))
+    with serving(lambda text, body: f"<{text} {next(numbers)}>") as server:
+        prepare(solve, server)
+        run()
+        found = cut_back(RUN, N_ROWS + 3).splitlines(keepends=True)
+        found[1] = b"\x07" * (len(found[1]) - 1) + b"\n"
+        LEDGER.write_bytes(b"".join(found))
+        assert batchkit("verify", "--repair").exit_code == 0
+        server.answered.clear()
+        ended = run()
+        assert ended.exit_code == 0, ended.stderr
+        assert server.answered.total() == N_ROWS * n - (N_ROWS + 3) + 2
+    assert {record["status"] for record in records()} == {"ok"}
+
+
 def cut_in_half() -> None:
     LEDGER.write_bytes(LEDGER.read_bytes()[: LEDGER.stat().st_size // 2])
 
