@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.ledger import RECORD_HEAD, read_lines
-from batchkit.storage.plain_json import encoded
-from batchkit.storage.steps import STEPS, GenerationLine, generation_in, raw_lines
+from batchkit.storage.steps import STEPS, GenerationLine, fresh_line, generation_in, raw_lines
 
 if TYPE_CHECKING:
     import numpy as np
@@ -114,7 +113,6 @@ def each_once(
         if is_again:
             removed.append(raw)
         elif some_are_gone and not is_settled(line.record["index"]):
-            fresh = {**line.record, "replay": "fresh"}
-            yield GenerationLine(encoded(fresh), fresh)
+            yield fresh_line(line.record)
         else:
             yield GenerationLine(raw, line.record)

@@ -27,7 +27,7 @@ from batchkit.storage.manifest import Manifest
 from batchkit.storage.newest import read_newest
 from batchkit.storage.plain_json import encoded
 from batchkit.storage.runfolder import MANIFEST
-from batchkit.storage.steps import STEPS, GenerationLine, raw_lines
+from batchkit.storage.steps import STEPS, GenerationLine, fresh_line, raw_lines
 from batchkit.storage.store import RecordLine, Store
 from batchkit.storage.vectors import VECTORS, Vectors, segments_of
 from batchkit.types import Row
@@ -173,11 +173,11 @@ def _copy(
             if to is None or not (has_record or is_reused):
                 continue
             found |= {"index": to, "id": key}
-            if not has_record:
-                found = {k: v for k, v in found.items() if k not in ("selected", "votes")}
-                found["replay"] = "fresh"
+            if has_record:
+                yield GenerationLine(encoded(found), found)
+            else:
                 reused += 1
-            yield GenerationLine(encoded(found), found)
+                yield fresh_line({k: v for k, v in found.items() if k not in ("selected", "votes")})
 
     if os.path.lexists(run / STEPS):
         (folder / STEPS).touch()

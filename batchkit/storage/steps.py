@@ -81,6 +81,12 @@ def generation_line(completion: Completion) -> GenerationLine:
     return GenerationLine(encoded(kept), kept)
 
 
+def fresh_line(generation: Mapping[str, Any]) -> GenerationLine:
+    """The line of a generation that was recorded before; its row may ask for something else now."""
+    fresh = {**generation, "replay": "fresh"}
+    return GenerationLine(encoded(fresh), fresh)
+
+
 def completion_of(line: Mapping[str, Any], request: Request) -> Completion:
     """What a recorded generation answered to ``request``."""
     if "choices" in line:

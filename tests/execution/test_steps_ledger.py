@@ -217,6 +217,25 @@ def test_a_partial_merge_goes_on_where_its_rows_were() -> None:
     assert (verify()["generations"], is_sound()) == (18, True)
 
 
+def test_a_partial_merge_goes_on_where_a_generation_was_damaged() -> None:
+    numbers = iter(range(100))
+    with serving(lambda text, body: f"<{text} {next(numbers)}>") as server:
+        write(None, ROWS, server, steps=THREE, **ONE_AT_A_TIME)
+        for number in range(2):
+            run("--shard", f"{number}/2")
+        cut_back(shard(1, 2), len(generations_of(shard(1, 2))) - 2)
+        ledger = shard(1, 2) / STEPS
+        lines = ledger.read_bytes().splitlines(keepends=True)
+        lines[1] = b"\x07" * (len(lines[1]) - 1) + b"\n"
+        ledger.write_bytes(b"".join(lines))
+        batchkit("merge", shard(0, 2), shard(1, 2), "--into", RUN, "--partial")
+        asked(server)
+        ended = run()
+        assert ended.exit_code == 0, ended.stderr
+        assert asked(server) == {"Answer": 1, "Judge": 1, "Revise": 2}
+    assert is_sound()
+
+
 def test_of_a_row_that_two_runs_have_the_generations_are_those_of_its_record() -> None:
     numbers = iter(range(100))
     with serving(lambda text, body: f"{next(numbers)}") as server:

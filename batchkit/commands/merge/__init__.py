@@ -31,7 +31,7 @@ from batchkit.storage.manifest import Manifest, Start, read_manifest
 from batchkit.storage.plain_json import encoded
 from batchkit.storage.runfolder import JOB, claim
 from batchkit.storage.score_store import SCORES, join_scores, write_scores
-from batchkit.storage.steps import GenerationLine, raw_lines
+from batchkit.storage.steps import GenerationLine, fresh_line, raw_lines
 from batchkit.storage.store import RecordLine, Store
 from batchkit.storage.vectors import MOST_OPEN, Vectors
 from batchkit.types import utc_now
@@ -290,7 +290,7 @@ def _generations(
                 yield GenerationLine(raw, line.record)
             elif row not in settled and row not in taken:
                 begun.add(row)
-                yield GenerationLine(raw, line.record)
+                yield fresh_line(line.record)  # a damaged one may be missing
         taken = taken | begun
 
 
