@@ -89,7 +89,7 @@ class EngineError(BatchkitError):
 
 
 class TooManyFailuresError(BatchkitError):
-    """More rows failed than ``run.fail_on_error`` allows."""
+    """More rows failed than ``run.fail_on_error`` allows, or all rows of a sample of ``plan``."""
 
 
 class BudgetError(BatchkitError):

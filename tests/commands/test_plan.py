@@ -317,3 +317,21 @@ def test_a_forecast_that_lacks_figures_stops_no_run() -> None:
     ran = run()
     assert ran.exit_code == 0
     assert " forecast " not in ran.stderr
+
+
+def test_a_sample_that_fails_is_no_forecast() -> None:
+    def answer(text: str, body: dict[str, Any]) -> None:
+        if refused == "all" or "row 1" in text:
+            raise Refused(400, {"error": {"message": "no such thing"}})
+
+    refused = "some"
+    with serving(answer) as server:
+        write_server_job(server, 20)
+        found = planned("--rows", "20")
+        assert found["failing"]["sampled"] == 11
+        refused = "all"
+        ended = plan("--set", "name=b", "--rows", "8")
+    assert ended.exit_code == 1
+    assert "all 8 rows of the sample failed" in ended.stderr
+    assert "batchkit show --failed " in ended.stderr
+    assert not Path("output/b/forecast.json").exists()

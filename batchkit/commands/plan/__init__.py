@@ -18,6 +18,7 @@ from batchkit.commands.plan.sample import Sample, answer_sample
 from batchkit.commands.status import counts_of
 from batchkit.config.numbers import number
 from batchkit.config.tables import JobConfig
+from batchkit.errors import TooManyFailuresError
 from batchkit.execution.budgets import Budgets
 from batchkit.sources.input import from_job
 from batchkit.storage.manifest import read_manifest
@@ -30,7 +31,7 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A forecast. Tokens, GPU hours and price are of the whole run, what is done included; ``seconds``
+    """A forecast. ``failed``: of the ``sampled`` rows. Tokens, GPU hours and price are of the whole run, what is done included; ``seconds``
     are of the start to come, with the engine up. ``left`` rows have no record yet. ``price`` is None if
     the job has no price, ``gpu_hours`` if it is not known which GPUs answer.
     ``run``: when the run began; ``starts``: how many it had had by then; ``of``: a hash of the job.
@@ -42,6 +43,7 @@ class Plan:
     at: str
     rows: int
     sampled: int
+    failed: int
     left: int
     prompt_tokens: Interval
     completion_tokens: Interval
@@ -80,6 +82,7 @@ class Plan:
             "failing": {
                 "rows": round(lengths.failing * lengths.left),
                 "problems": [asdict(problem) for problem in lengths.problems],
+                "sampled": self.failed,
             },
             "answers": dict(self.answers),
             "engine": dict(self.engine),
@@ -126,6 +129,8 @@ class Plan:
             yield f"about {round(self.lengths.failing * self.lengths.left):,} rows would fail, among them"
             for problem in problems[:3]:
                 yield f"  row {problem.index} (id {problem.id}) {problem.kind}: {problem.message}"
+        if self.failed:
+            yield f"{self.failed:,} rows of the sample failed: batchkit show --failed {self.folder}"
         yield "in brackets: 90 % intervals"
 
 
@@ -134,13 +139,18 @@ def plan(job: JobConfig, *, rows: int | None, lengths: int | None, say: Say) -> 
     the job's run. The prompts of at most ``lengths`` rows are counted.
 
     Raises:
-        BatchkitError: as a run, or the sample can't be answered.
+        BatchkitError: as a run, or the sample can't be answered, or all of it failed.
     """
     source = from_job(job)
     found = count_lengths(job, source, lengths, say)
     starts_before = len(read_manifest(job.folder).starts) if is_run(job.folder) else 0
     chosen = _chosen(found, rows, job.run.seed)
     sample = answer_sample(job, source, chosen, say) if chosen else None
+    if sample is not None and sample.failed == len(sample.rows) > 0:
+        raise TooManyFailuresError(
+            f"all {sample.failed:,} rows of the sample failed, which is nothing to forecast from; each"
+            f" with its message: batchkit show --failed {job.folder}"
+        )
     made = _planned(job, found, sample, starts_before)
     if made.run:
         write_forecast(job.folder, made.to_json())
@@ -193,6 +203,7 @@ def _planned(job: JobConfig, lengths: Lengths, sample: Sample | None, starts_bef
         at=utc_now(),
         rows=lengths.rows,
         sampled=0 if sample is None else len(sample.rows),
+        failed=0 if sample is None else sample.failed,
         left=left,
         prompt_tokens=rest.prompt_tokens.plus(done.prompt_tokens),
         completion_tokens=rest.completion_tokens.plus(done.completion_tokens),

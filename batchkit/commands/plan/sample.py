@@ -52,6 +52,11 @@ class Sample(NamedTuple):
         return [row for wave in self.waves for row in wave.rows]
 
     @property
+    def failed(self) -> int:
+        """How many of its rows failed."""
+        return sum(not row.is_ok for row in self.rows)
+
+    @property
     def seconds(self) -> float:
         """With the engine up."""
         return sum(wave.took_s for wave in self.waves)
@@ -145,4 +150,5 @@ def _observed(log: Path, offset: int, sequences: int) -> Iterator[Observed]:
             sequences=sequences,
             began=ended - record["latency_s"],
             ended=ended,
+            is_ok=record["status"] == "ok",
         )

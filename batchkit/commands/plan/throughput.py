@@ -40,6 +40,7 @@ class Observed:
     sequences: int
     began: float
     ended: float
+    is_ok: bool = True
 
 
 class Wave(NamedTuple):
