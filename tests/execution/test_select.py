@@ -434,6 +434,14 @@ def test_a_change_of_a_later_step_makes_the_same_choice_by_another_runs_answers(
             },
             "steps.judge.sampling.n: is 3, and a step that picks an answer answers once",
         ),
+        (
+            {
+                "steps": [{**DRAFT, "scorers": ["em"], "reference": "steps"}],
+                "select": {"by": "scorer"},
+                "prompt": {"user": ""},
+            },
+            "steps.draft.reference: a choice knows the answers of [[steps]] by the name 'steps'",
+        ),
         ({"select": {"by": "step", "step": "judge"}}, "select.step: found 'judge', expected"),
         (
             {"select": {"by": "majority", "step": "x"}, "scoring": {"extract": "number"}},

@@ -216,6 +216,11 @@ def _misfits_of_select(job: JobConfig) -> Iterator[str]:
                 f'select.by: "majority" counts predictions; say what they are: {place}.extract ='
                 f' "final-answer" or another, "text" for whole answers, or list them in {place}.choices'
             )
+        if select.by == "scorer" and job.steps and table.reference == "steps":
+            yield (
+                f"{place}.reference: a choice knows the answers of [[steps]] by the name 'steps'; give"
+                " that field of the rows another name"
+            )
         if select.by == "scorer":
             yield from _misfits_of_scorer(select.scorer, table.scorers, f"{place}.scorers")
 
