@@ -78,6 +78,9 @@ class Attempts:
 
     def settle(self, completion: Completion) -> Completion | None:
         """The completion that settles the row, or None if the row is tried again."""
+        is_tried_again = self._tries or self._asked or self._spent or self._retry.reask
+        if completion.error is None and not is_tried_again:  # as nearly all are
+            return completion
         key, settled = completion.request.key, self._settled(completion)
         if settled is None:
             if completion.usage is not None:
