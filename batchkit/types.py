@@ -155,6 +155,11 @@ class Request:
         return self.row.index, self.call.step, self.call.number
 
     @property
+    def step(self) -> str:
+        """The name of the step that it is of; "" for a row with one generation."""
+        return "" if self.call is None else self.call.step
+
+    @property
     def images(self) -> list[Image]:
         """The request's images, in the order of the prompt."""
         contents = [message["content"] for message in self.messages or ()]

@@ -231,7 +231,7 @@ def preview(job: JobConfig, rows: int) -> Iterator[Preview]:
             None,
             [tool["function"]["name"] for tool in request.tools or ()],
             request.tool_choice,
-            None if request.call is None else request.call.step,
+            request.step or None,
         )
 
 
@@ -276,7 +276,7 @@ def _fitted(
     request: Request, renderer: Renderer, preflights: Mapping[str, Preflight]
 ) -> tuple[Request, RenderedPrompt]:
     """The request as the engine would answer it, shortened if too long and the job allows it."""
-    preflight = preflights["" if request.call is None else request.call.step]
+    preflight = preflights[request.step]
     while True:
         try:
             return request, preflight.render(request)

@@ -97,12 +97,11 @@ class DryRunEngine:
             pooled = _pooled(request, self._task)
             return Completion(request, usage=usage, latency_s=self._latency_s, pooled=pooled)
         text = f"dry-run: no model answered row {request.row.index}"
-        step = "" if request.call is None else request.call.step
-        if step and step == self._judge:
+        if request.step == self._judge:
             return self._completion(request, Choice("1", "stop"))
         if (call := _forced_call(request, text)) is not None:
             return self._completion(request, Choice("", "tool_calls", tool_calls=[call]))
-        if step in self._in_json:
+        if request.step in self._in_json:
             schema = schema_in(request.sampling)
             value = {"answer": text} if schema is None else example(schema, text)
             text = orjson.dumps(value).decode()
@@ -126,10 +125,8 @@ def open_engine(job: JobConfig) -> DryRunEngine:
     given = job.engine.options
     if problems := problems_with("engine.options", Options, given, job.engine.kind):
         raise JobError("\n".join(problems))
-    in_json = {step.name for step in job.steps if step.parse is not None}
-    if job.output.parse is not None:
-        in_json.add("")
-    return DryRunEngine(Options(**given), task=job.task, in_json=in_json, judge=job.select.step)
+    judge = job.select.step
+    return DryRunEngine(Options(**given), task=job.task, in_json=job.parsing, judge=judge)
 
 
 def open_preflight(job: JobConfig) -> DryRunPreflight:

@@ -6,7 +6,6 @@ A run's Worker, and the trials of ``find-bs`` and ``bench``, call ``fill`` and `
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Protocol
 
 from batchkit.config.tables import JobConfig
@@ -38,8 +37,8 @@ class Rendered(Protocol):
 class Feeder:
     """Every request of ``prefetch`` comes back once, as the completion that settled it.
 
-    ``in_flight`` holds the requests that the engine works on. ``parses``: whether the answer to a
-    request has to be JSON. ``selection`` chooses among several. Used by one thread.
+    ``in_flight`` holds the requests that the engine works on. ``selection`` chooses among several
+    answers. Used by one thread.
     """
 
     def __init__(
@@ -48,7 +47,6 @@ class Feeder:
         engine: Engine,
         prefetch: Rendered,
         attempts: Attempts,
-        parses: Callable[[Request], bool] | None = None,
         selection: Selection | None = None,
     ) -> None:
         fixed = job.run.max_in_flight
@@ -56,7 +54,7 @@ class Feeder:
         self._prefetch = prefetch
         self._attempts = attempts
         self._output = job.output
-        self._parses = parses or (lambda request: job.output.parse is not None)
+        self._parsing = job.parsing
         self._selection = selection or Selection(job)
         self.window = Window(engine.max_num_seqs, fixed=None if fixed == "auto" else fixed)
         self.in_flight: dict[Key, Request] = {}
@@ -125,7 +123,7 @@ class Feeder:
         """The completion that settles the request; nothing if it is tried again."""
         if completion.generations is not None:  # the outcome of a row, whose requests were settled
             return [completion]
-        parses = self._parses(completion.request)
+        parses = completion.request.step in self._parsing
         chosen = self._selection.chosen(completion, parses=parses)
         whole = failed_unless_whole(chosen, self._output.vector_dtype)
         settled = self._attempts.settle(parsed_or_failed(whole) if parses else whole)

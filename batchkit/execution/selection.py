@@ -35,10 +35,9 @@ class Selection:
 
         The completion of the step that judges has an error if it names none of the candidates.
         """
-        call = completion.request.call
         if self._select.by is None or completion.error is not None:
             return completion
-        if call is not None and call.step == self._select.step:
+        if completion.request.step == self._select.step:
             return self._unless_it_names_none(completion)
         numbers = eligible(completion, parses=parses)
         if len(completion.choices) == 1 or not numbers:
@@ -68,8 +67,7 @@ class Selection:
         return table.model_copy(update={"scorers": scorers, "rules": rules})
 
     def _of(self, completion: Completion) -> Scoring:
-        call = completion.request.call
-        return self._scoring["" if call is None else call.step]
+        return self._scoring[completion.request.step]
 
     def _majority(self, completion: Completion, numbers: list[int]) -> Completion:
         """The first of those that most agree with; the first one if none has a prediction."""

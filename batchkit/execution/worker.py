@@ -31,7 +31,7 @@ from batchkit.execution.rollouts.rollouts import PausedRow, Rollouts
 from batchkit.execution.selection import Selection
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.rendering.steps import Renderer
-from batchkit.scoring import Scored, Scoring, kept_fields
+from batchkit.scoring import Scored, Scoring, kept_fields, scoring_of_steps
 from batchkit.storage.manifest import WorkerState
 from batchkit.storage.steps import GenerationLine, generation_line
 from batchkit.storage.store import RecordLine, line_of
@@ -141,17 +141,14 @@ class Worker:
         self._kept_fields = kept_fields(job)
         self._rollouts = rows if isinstance(rows, Rollouts) else None
         self._unwritten = deque[Completion]()
-        self._steps = {step.name: step for step in job.steps}
-        self._step_scoring = {
-            name: Scoring(step.scoring) for name, step in self._steps.items() if step.scoring.is_on
-        }
+        self._step_scoring = scoring_of_steps(job)
         self._engines: list[FedEngine] = []
         selection = Selection(job, references)
 
         def feeder(engine: Engine, own: JobConfig, name: str) -> Feeder:
             its = rows if isinstance(rows, Prefetch) else rows.of(name)
             attempts = Attempts(job.retry, renderer.shortened, self._finds_nothing)
-            return Feeder(own, engine, its, attempts, self._parses, selection)
+            return Feeder(own, engine, its, attempts, selection)
 
         with ExitStack() as held:
             for name in engines:
@@ -265,11 +262,6 @@ class Worker:
     def _generation_line(self, completion: Completion) -> GenerationLine:
         self._unwritten.append(completion)
         return generation_line(completion)
-
-    def _parses(self, request: Request) -> bool:
-        if request.call is None or request.call.step not in self._steps:
-            return self._job.output.parse is not None
-        return self._steps[request.call.step].parse is not None
 
     def _scored(self, completion: Completion) -> Scored | None:
         if self._scoring is None:

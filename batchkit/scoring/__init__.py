@@ -165,6 +165,11 @@ class Scoring:
         return None
 
 
+def scoring_of_steps(job: JobConfig) -> dict[str, Scoring]:
+    """What reads the answers of each step that has an extractor or scorers of its own."""
+    return {step.name: Scoring(step.scoring) for step in job.steps if step.scoring.is_on}
+
+
 def scorers_of(table: ScoringTable) -> list[str]:
     """The names of the scorers, over all rules, in the order of the job file."""
     return list(dict.fromkeys(name for part in table.parts for name in part.scorers or ()))

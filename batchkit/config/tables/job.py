@@ -129,6 +129,12 @@ class JobConfig(Table):
         return bool(self.steps) or self.rollout is not None
 
     @property
+    def parsing(self) -> set[str]:
+        """The steps whose answers have to be JSON; "" if those of a job without steps have to."""
+        of_steps = {step.name for step in self.steps if step.parse is not None}
+        return of_steps if self.output.parse is None else {*of_steps, ""}
+
+    @property
     def keeps_choices(self) -> bool:
         """True if a record has all ``n`` answers of its row."""
         return self.select.by is None if self.output.choices is None else self.output.choices

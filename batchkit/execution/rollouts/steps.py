@@ -13,7 +13,7 @@ from batchkit.execution.records import parsed_or_failed
 from batchkit.execution.rollouts.open_row import OpenRow
 from batchkit.execution.selection import Selection, eligible
 from batchkit.rendering.steps import NO_ANSWER, StepsRenderer, with_answers
-from batchkit.scoring import Scoring
+from batchkit.scoring import scoring_of_steps
 from batchkit.scoring.parsed import NotJson, parsed
 from batchkit.types import Completion, Request, Row
 
@@ -32,10 +32,8 @@ class Steps:
         self._keeps_choices = job.keeps_choices
         self._judge = job.select.step
         self._selection = Selection(job, references)
-        self._parsing = {step.name for step in job.steps if step.parse is not None}
-        self._scoring = {
-            step.name: Scoring(step.scoring) for step in job.steps if step.scoring.is_on
-        }
+        self._parsing = job.parsing
+        self._scoring = scoring_of_steps(job)
 
     async def solve(self, row: OpenRow) -> Completion:
         """The outcome of the row: that of its last step, of the one that failed, or what the step
@@ -83,8 +81,7 @@ class Steps:
         return [parsed_or_failed(each) if parses else each for each in chosen]
 
     def _parses(self, completion: Completion) -> bool:
-        call = completion.request.call
-        return call is not None and call.step in self._parsing
+        return completion.request.step in self._parsing
 
     async def _asked(self, step: StepTable, row: OpenRow, seen: Row) -> Completion | None:
         """None if the step is skipped; raises RowError if it fails."""
