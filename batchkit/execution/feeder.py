@@ -17,7 +17,7 @@ from batchkit.execution.window import Window
 from batchkit.types import Completion, Key, Request
 
 POLL_S = 0.05
-AHEAD = 256
+AHEAD = 256  # requests that wait to be submitted
 
 
 class Rendered(Protocol):

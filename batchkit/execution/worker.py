@@ -29,15 +29,13 @@ from batchkit.execution.rollouts.begun import begun
 from batchkit.execution.rollouts.function import Function
 from batchkit.execution.rollouts.rollouts import PausedRow, Rollouts
 from batchkit.execution.selection import Selection
-from batchkit.rendering.prefetch import Prefetch
+from batchkit.rendering.prefetch import READ_AT_ONCE, Prefetch
 from batchkit.rendering.steps import Renderer
 from batchkit.scoring import Scored, Scoring, kept_fields, scoring_of_steps
 from batchkit.storage.manifest import WorkerState
 from batchkit.storage.steps import GenerationLine, generation_line
 from batchkit.storage.store import RecordLine, line_of
 from batchkit.types import Completion, Request, Task
-
-READ_AT_ONCE = 16
 
 _SHARED_POLL_S = POLL_S / 8  # of several engines, each waits while the others may have answers
 

@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Generic, TypeVar
 
-from batchkit.types import Request
+from batchkit.types import Request, Task
+
+READ_AT_ONCE = 16
+_READ_AHEAD = 1024
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
@@ -20,6 +23,26 @@ _CLOSE_S = 5.0
 
 def _pixel_bytes(made: object) -> int:
     return made.media_bytes if isinstance(made, Request) else 0
+
+
+def read_ahead(
+    tasks: Iterator[Task],
+    *,
+    max_bytes: int,
+    may_wait: bool,
+    weigh: Callable[[Task], int] = lambda task: 0,
+) -> Prefetch[Task, Task]:
+    """``tasks`` as they were read, on a thread of its own, because reading may block; if it ``may_wait``,
+    one at a time. ``weigh`` and ``max_bytes`` as for a Prefetch."""
+    return Prefetch(
+        tasks,
+        lambda task: task,
+        threads=1,
+        ahead=_READ_AHEAD,
+        max_bytes=max_bytes,
+        at_once=1 if may_wait else READ_AT_ONCE,
+        weigh=weigh,
+    )
 
 
 class Prefetch(Generic[Given, Made]):

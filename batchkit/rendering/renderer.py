@@ -136,10 +136,7 @@ class PromptRenderer:
             parallel_tool_calls=tools.parallel_tool_calls,
             chat_template_kwargs={**self._chat_template_kwargs, **template_kwargs_of(body)},
         )
-        if not request.images:
-            return request
-        pixels = sum(image.width * image.height for image in request.images)
-        return replace(request, media_bytes=_BYTES_PER_PIXEL * pixels)
+        return with_media_bytes(request)
 
     def render_or_fail(self, row: Row, attempt: int = 1) -> Request | Completion:
         """As ``render``; a row error is returned as a failed Completion."""
@@ -335,6 +332,14 @@ class PromptRenderer:
         if self._adjust_sampling is None:
             return found
         return self._adjust_sampling(deepcopy(found))  # it may change what it gets; rows share it
+
+
+def with_media_bytes(request: Request) -> Request:
+    """``request``, with the bytes of its decoded images."""
+    if not (images := request.images):
+        return request
+    pixels = sum(image.width * image.height for image in images)
+    return replace(request, media_bytes=_BYTES_PER_PIXEL * pixels)
 
 
 def _known_by(source: Any) -> str:

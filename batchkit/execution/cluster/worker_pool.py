@@ -25,8 +25,8 @@ from batchkit.execution.feeder import POLL_S
 from batchkit.execution.records import to_record
 from batchkit.execution.rollouts.rollouts import PausedRow
 from batchkit.execution.signals import Interrupted
-from batchkit.execution.worker import READ_AT_ONCE, EngineFacts, Returned
-from batchkit.rendering.prefetch import Prefetch
+from batchkit.execution.worker import EngineFacts, Returned
+from batchkit.rendering.prefetch import read_ahead
 from batchkit.rendering.row_size import size_of
 from batchkit.scoring import Scored, kept_fields
 from batchkit.sources.rowhash import input_hash
@@ -34,7 +34,6 @@ from batchkit.storage.manifest import WorkerState
 from batchkit.storage.store import RecordLine, line_of
 from batchkit.types import Completion, Request, Task
 
-READ_AHEAD = 1024
 PLACE_S = 15.0  # how long a worker may wait for a place before that is reported
 HEAVY_ROW_BYTES = 16 * 1024
 _ASK_AGAIN_S = 1.0
@@ -83,16 +82,8 @@ class RayWorkerPool:
         self._known = dict(known)
         self._broken: BatchkitError | None = None
         with ExitStack() as held:
-            # On its own thread, because reading may block; the workers render what it reads.
-            self._tasks = Prefetch(
-                tasks,
-                lambda task: task,
-                threads=1,
-                ahead=READ_AHEAD,
-                max_bytes=job.media.max_memory_bytes,
-                at_once=1 if may_wait else READ_AT_ONCE,
-                weigh=_weight,
-            )
+            limit = job.media.max_memory_bytes  # the workers render what is read
+            self._tasks = read_ahead(tasks, max_bytes=limit, may_wait=may_wait, weigh=_weight)
             held.enter_context(closing(self._tasks))
             self._waiting = PrefixAffinity(self._tasks)
             with opening():

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from batchkit.config.tables import JobConfig
+from batchkit.execution.feeder import AHEAD
 from batchkit.execution.rollouts.function import Function, Rollout, loaded_function
-from batchkit.execution.rollouts.rollouts import AHEAD, Rollouts
+from batchkit.execution.rollouts.rollouts import Rollouts
 from batchkit.execution.rollouts.steps import Steps
-from batchkit.rendering.prefetch import Prefetch
+from batchkit.rendering.prefetch import read_ahead
 from batchkit.rendering.steps import Renderer, StepsRenderer
 from batchkit.types import Task
 
-_READ_AHEAD = 1024
 _STEPS_BEGUN = 4096
 
 
@@ -39,15 +39,7 @@ def begun(
         assert job.rollout is not None
         solve = Rollout(job, renderer, function or loaded_function(job.rollout.function)).solve
         concurrency = most_busy = job.rollout.concurrency
-    ahead = Prefetch[Task, Task](
-        tasks,
-        lambda task: task,
-        threads=1,
-        ahead=_READ_AHEAD,
-        max_bytes=job.media.max_memory_bytes,
-        at_once=1 if may_wait else 16,
-        weigh=lambda task: 0,
-    )
+    ahead = read_ahead(tasks, max_bytes=job.media.max_memory_bytes, may_wait=may_wait)
     return Rollouts(
         job, ahead, solve, engines=engines, concurrency=concurrency, most_busy=most_busy
     )

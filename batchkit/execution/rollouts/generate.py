@@ -14,6 +14,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import RequestError, RowError
 from batchkit.execution.rollouts.open_row import OpenRow
 from batchkit.rendering.messages import short
+from batchkit.rendering.renderer import with_media_bytes
 from batchkit.rendering.steps import Renderer
 from batchkit.rendering.tools import checked_tools
 from batchkit.storage.plain_json import encoded
@@ -22,7 +23,6 @@ from batchkit.types import Completion, Request
 Prompt = str | Sequence[Mapping[str, Any]]
 _STEP = re.compile(r"\w*", re.ASCII)
 _SCALARS = (type(None), bool, int, float, str)
-_BYTES_PER_PIXEL = 4  # what Pillow uses for RGB
 
 
 class Generate:
@@ -81,18 +81,20 @@ class Generate:
         kwargs = _own("chat_template_kwargs", chat_template_kwargs) or {}
 
         def render() -> Request:
-            opened, media_bytes = (None, 0) if messages is None else self._opened(messages)
-            return Request(
+            request = Request(
                 self._row.row,
-                opened,
+                None if messages is None else self._renderer.messages(messages),
                 str(prompt) if messages is None else None,
                 merged,
                 input_hash="",
-                media_bytes=media_bytes,
                 tools=wanted.tools,
                 tool_choice=wanted.tool_choice,
                 chat_template_kwargs=kwargs,
             )
+            request = with_media_bytes(request)
+            if request.messages is None or request.media_bytes:
+                return request
+            return replace(request, messages=orjson.loads(encoded(request.messages)))  # a copy
 
         messages = _messages(prompt) if chat else None
         if messages is None and (wanted.tools or not isinstance(prompt, str)):
@@ -126,20 +128,6 @@ class Generate:
             if isinstance(one, BaseException) and not isinstance(one, RowError):
                 raise one
         return found
-
-    def _opened(self, messages: list[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], int]:
-        """The messages with their images, and the bytes of those."""
-        opened = self._renderer.messages(messages)
-        images = [
-            part["image_pil"]
-            for message in opened
-            if isinstance(message["content"], list)
-            for part in message["content"]
-            if part["type"] == "image_pil"
-        ]
-        if not images:
-            return orjson.loads(encoded(opened)), 0  # a copy
-        return opened, _BYTES_PER_PIXEL * sum(image.width * image.height for image in images)
 
 
 def _messages(prompt: Any) -> list[Mapping[str, Any]]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BlockedError, RolloutError, RowTimeoutError
+from batchkit.execution.feeder import AHEAD
 from batchkit.execution.rollouts.daemon_threads import DaemonThreads
 from batchkit.execution.rollouts.open_row import Answer, OpenRow
 from batchkit.execution.rollouts.shown import shown_code
@@ -24,7 +25,6 @@ T = TypeVar("T")
 
 Solve = Callable[[OpenRow], Awaitable[Completion]]
 
-AHEAD = 256  # requests that wait to be submitted
 _BEGUN_AT_ONCE = 64
 _STIR_S = 0.005  # how long a row may take to ask again before others are submitted without it
 _DRAIN_S = 0.1  # how long one may take to end, if the run stops
