@@ -165,7 +165,7 @@ def show_rows(folder: Path, *, failed: bool, ids: Collection[str], most: int | N
     inputs = InputRows(job, {record["index"] for record in records})
     with closing(Generations(folder)) as generations:
         rows = [
-            _shown(record, inputs, job)._replace(steps=_steps(record, generations))
+            _shown(record, inputs, job)._replace(steps=generations.of_record(record))
             for record in records
         ]
     return ShownRows(rows, inputs.problem and masked_text(inputs.problem))
@@ -186,12 +186,6 @@ def _shown(record: Mapping[str, Any], inputs: InputRows, job: JobConfig) -> Show
     except RowError:
         prompt = None
     return ShownRow(record, prompt, images, fields)
-
-
-def _steps(record: Mapping[str, Any], generations: Generations) -> list[dict[str, Any]]:
-    if (steps := record.get("steps")) is not None:
-        return [{"step": name, **step} for name, step in steps.items()]
-    return [*generations.of(record["index"])] if "generations" in record else []
 
 
 def _image(source: Any, job: JobConfig) -> ShownImage:

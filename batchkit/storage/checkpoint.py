@@ -19,7 +19,7 @@ from batchkit.errors import CutOffReasoningError, StoreError
 from batchkit.storage.checksum import Checksum, Span
 from batchkit.storage.files import write_atomically
 from batchkit.storage.index_set import IndexSet
-from batchkit.storage.ledger import IS_MISSING, RESULTS, log_of, read_lines
+from batchkit.storage.ledger import IS_MISSING, RESULTS, log_of, read_lines, tokens_in
 
 CHECKPOINT = "checkpoint.json"
 VERSION = 1
@@ -69,10 +69,9 @@ class Totals:
         """Count one line; the newest record of a row decides whether it is ok or failed."""
         index = record["index"]
         self.records += 1
-        for name in ("usage", "earlier_usage"):
-            if usage := record.get(name):
-                self.prompt_tokens += usage["prompt_tokens"]
-                self.completion_tokens += usage["completion_tokens"]
+        prompt_tokens, completion_tokens = tokens_in(record)
+        self.prompt_tokens += prompt_tokens
+        self.completion_tokens += completion_tokens
         for rows in self.failed_by_kind.values():
             rows.discard(index)
         self.cut_off_in_reasoning.discard(index)

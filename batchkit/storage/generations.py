@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
 
 from batchkit.storage.files import open_private
+from batchkit.storage.ledger import tokens_in
 from batchkit.storage.newest import line_rows
 from batchkit.storage.steps import STEPS
+
+_BLOCK_BYTES = 1 << 20
 
 
 class Generations:
@@ -41,6 +45,12 @@ class Generations:
             if (found := _generation(os.pread(self._file, end - start, start))) is not None:
                 yield found
 
+    def of_record(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Of a row with several: what its record has of each of ``[[steps]]``, or else its generations."""
+        if (steps := record.get("steps")) is not None:
+            return [{"step": name, **step} for name, step in steps.items()]
+        return [*self.of(record["index"])] if "generations" in record else []
+
     def close(self) -> None:
         if self._file is not None:
             os.close(self._file)
@@ -65,13 +75,23 @@ class StepTotals(NamedTuple):
     completion_tokens: int = 0
 
     def with_one(self, generation: dict[str, Any]) -> StepTotals:
-        usages = [generation.get(name) or {} for name in ("usage", "earlier_usage")]
+        prompt_tokens, completion_tokens = tokens_in(generation)
         return StepTotals(
             self.generations + 1,
             self.failed + (generation.get("status") == "failed"),
-            self.prompt_tokens + sum(usage.get("prompt_tokens", 0) for usage in usages),
-            self.completion_tokens + sum(usage.get("completion_tokens", 0) for usage in usages),
+            self.prompt_tokens + prompt_tokens,
+            self.completion_tokens + completion_tokens,
         )
+
+
+def of_row(folder: Path, index: int) -> Iterator[dict[str, Any]]:
+    """Those of one row, in the order in which they ended; reads all of the file, and holds one block."""
+    head = b'{"index":%d,' % index
+    with suppress(FileNotFoundError), (folder / STEPS).open("rb") as file:
+        for block in iter(lambda: file.read(_BLOCK_BYTES) + file.readline(), b""):
+            for raw in BytesIO(block) if head in block else ():
+                if raw.startswith(head) and (found := _generation(raw)) is not None:
+                    yield found
 
 
 def totals_by_step(folder: Path) -> dict[str, StepTotals]:

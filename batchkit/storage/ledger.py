@@ -77,6 +77,17 @@ def failure_kind(record: Mapping[str, Any]) -> str | None:
     return None if is_answer else "empty"
 
 
+def tokens_in(line: Mapping[str, Any]) -> tuple[int, int]:
+    """Prompt and completion tokens of a record or of a generation, those of its earlier attempts
+    included."""
+    prompt_tokens = completion_tokens = 0
+    for name in ("usage", "earlier_usage"):
+        if usage := line.get(name):
+            prompt_tokens += usage.get("prompt_tokens", 0)
+            completion_tokens += usage.get("completion_tokens", 0)
+    return prompt_tokens, completion_tokens
+
+
 def whole_record(raw: bytes, path: Path, offset: int) -> dict[str, Any]:
     """The record in the line ``raw``, which begins at byte ``offset`` of ``path``.
 

@@ -32,7 +32,7 @@ from batchkit.storage.files import (
     write_all,
     write_atomically,
 )
-from batchkit.storage.ledger import LogLine, read_lines, record_of
+from batchkit.storage.ledger import LogLine, read_lines, record_of, tokens_in
 from batchkit.storage.plain_json import encoded
 from batchkit.storage.schema import error_of, fault_in_generation, seconds_of, usage_of
 from batchkit.types import Choice, Completion, Request, Usage, line_of_choice, utc_now
@@ -324,12 +324,9 @@ def counted(folder: Path, point: StepsPoint) -> StepsPoint:
 
 
 def _added(usage: Usage, generation: Mapping[str, Any]) -> Usage:
-    """``usage`` with the tokens of ``generation``, those of its earlier attempts included."""
-    given = [generation.get("usage") or {}, generation.get("earlier_usage") or {}]
-    return Usage(
-        usage.prompt_tokens + sum(each.get("prompt_tokens", 0) for each in given),
-        usage.completion_tokens + sum(each.get("completion_tokens", 0) for each in given),
-    )
+    """``usage`` with the tokens of ``generation``."""
+    prompt_tokens, completion_tokens = tokens_in(generation)
+    return Usage(usage.prompt_tokens + prompt_tokens, usage.completion_tokens + completion_tokens)
 
 
 def _whole_end(file: int) -> int:

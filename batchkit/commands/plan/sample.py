@@ -26,7 +26,7 @@ from batchkit.sources.input import Input
 from batchkit.sources.sample import only
 from batchkit.storage.checkpoint import Totals
 from batchkit.storage.index_set import IndexSet
-from batchkit.storage.ledger import RESULTS, read_lines
+from batchkit.storage.ledger import RESULTS, read_lines, tokens_in
 
 _WAVES = 3
 _WARM_UP = 16  # a row of so many warms the engine up
@@ -139,13 +139,13 @@ def _observed(log: Path, offset: int, sequences: int) -> Iterator[Observed]:
     for line in read_lines(log, offset):
         if (record := line.record) is None:
             continue
-        usage, earlier = record.get("usage") or {}, record.get("earlier_usage") or {}
-        tokens = usage.get("completion_tokens", 0)
+        prompt_tokens, completion_tokens = tokens_in(record)
+        tokens = (record.get("usage") or {}).get("completion_tokens", 0)
         ended = datetime.fromisoformat(record["finished_at"]).timestamp()
         yield Observed(
             index=record["index"],
-            prompt_tokens=usage.get("prompt_tokens", 0) + earlier.get("prompt_tokens", 0),
-            completion_tokens=tokens + earlier.get("completion_tokens", 0),
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
             tokens=max(1.0, tokens / sequences),
             sequences=sequences,
             began=ended - record["latency_s"],

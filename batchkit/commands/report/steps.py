@@ -26,12 +26,10 @@ class StepsShown(NamedTuple):
     def read(self, record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         """What the record has of each step, or else the row's first generations, and how many more there
         are; None for a row with one."""
-        if (steps := record.get("steps")) is not None:
-            found = [{"step": name, **steps[name]} for name in steps]
-            room = float(self.text_limit)
-            most = len(found)
+        found = self.generations.of_record(record)
+        if record.get("steps") is not None:
+            room, most = float(self.text_limit), len(found)
         elif "generations" in record:
-            found = [*self.generations.of(record["index"])]
             room = self.characters
             most = int(min(_MOST, max(_LEAST, room / _FEW_CHARACTERS)))
         else:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import io
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
 from PIL import Image
 
 from batchkit.commands.input_rows import InputRows
@@ -23,14 +21,13 @@ from batchkit.rendering.media import load_image, shown
 from batchkit.rendering.messages import as_text, said
 from batchkit.scoring import Scoring
 from batchkit.storage.answers import answers_in_words
+from batchkit.storage.generations import of_row
 from batchkit.storage.job_toml import job_of_run, without_masked
-from batchkit.storage.steps import STEPS
 from batchkit.types import Request
 
 MOST_IMAGE_BYTES = 4 << 20
 _MAX_PIXELS, _MAX_SIDE = 3_000_000, 3_000
 _KEPT = 2  # rows whose images may be asked for next: their bytes may be in the input itself
-_BLOCK_BYTES = 1 << 20
 
 
 class Prompt(NamedTuple):
@@ -66,7 +63,7 @@ class Details:
             "reference": _reference(job, newest, prompt.fields),
             "attempts": older,
             "prompt": _shown(newest, prompt, url),
-            "steps": [*_steps(index.folder / STEPS, row)],
+            "steps": [*of_row(index.folder, row)],
         }
 
     def image(self, index: Index, entry: Any, n: int) -> bytes:
@@ -136,20 +133,6 @@ def _reference(job: JobConfig, record: Mapping[str, Any], fields: Mapping[str, A
         return None
     kept = record.get("fields") or {}
     return Scoring(job.scoring, None).reference({**kept, **fields}, record["id"])
-
-
-def _steps(path: Path, row: int) -> Iterator[dict[str, Any]]:
-    """The steps of a row that took several, in their order."""
-    if not path.is_file():
-        return
-    head = b'{"index":%d,' % row
-    with path.open("rb") as file:
-        for block in iter(lambda: file.read(_BLOCK_BYTES) + file.readline(), b""):
-            if head in block:
-                for raw in io.BytesIO(block):
-                    if raw.startswith(head):
-                        with suppress(orjson.JSONDecodeError):  # it is being written
-                            yield orjson.loads(raw)
 
 
 def _encoded(source: Any, media: MediaTable) -> bytes:
