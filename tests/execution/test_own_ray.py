@@ -129,10 +129,12 @@ def is_loopback(address: IPv4Address | IPv6Address) -> bool:
 def test_one_process_may_start_ray_more_than_once(one_row: list[str], tmp_path: Path) -> None:
     """As a program does that calls a processor twice, or a run whose engines have turns."""
     program = (
+        "import os\n"
         "from batchkit import ProductionBatchProcessor\n"
         "for name in ('a', 'b'):\n"
         "    processor = ProductionBatchProcessor('twice.toml', quiet=True)\n"
         "    assert processor.process(name=name).ok == 1\n"
+        "assert 'RAY_AUTH_MODE' not in os.environ  # a child could join no Ray without tokens\n"
     )
     Path("twice.toml").write_text(Path("job.toml").read_text() + "[run]\nworkers = 1\n")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

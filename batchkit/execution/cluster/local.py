@@ -19,6 +19,7 @@ from batchkit.config.tables import JobConfig
 LONGEST_TMP = 16  # Ray's sockets have long names in it; a socket path has at most 107 bytes
 _PREFIX = "batchkit-ray-"
 _MARK = "locked-by-its-driver"
+_SET_BY_RAY = "RAY_AUTH_MODE"  # and never removed: a child process could join no Ray without tokens
 _OBJECT_STORE_BYTES = 512 * 2**20
 
 
@@ -103,7 +104,7 @@ def _remove_if_dead(folder: Path) -> None:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
+    before = {name: os.environ.get(name) for name in (*variables, _SET_BY_RAY)}
     os.environ.update(variables)
     try:
         yield
