@@ -110,7 +110,7 @@ def compare(
     rounds: int,
 ) -> None:
     """Run all, interleaved; print a table and one JSON line. Exits with 1 if answers differ."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     lines: list[Line] = []
     for setting in settings:
         took: dict[str, list[Took]] = {}
@@ -190,15 +190,35 @@ def _run(
     tool: Tool, setting: Setting, options: Mapping[str, Any], folder: Path
 ) -> tuple[Took, list[Any]]:
     worker = "stamped.CpuWorker" if setting.costs is None else "stamped.SimulatedWorker"
+    command = tool.command(setting.rows, {**options, "worker_cls": worker}, folder)
+    where = f"{setting.name}, {tool.name}"
+    whole_s, (loaded, stepped) = timed(where, command, folder, "output", setting.costs)
+    files = sorted(folder.glob(tool.results))
+    if not files:
+        raise SystemExit(f"{where}: no results at {folder / tool.results}")
+    written = max(file.stat().st_mtime for file in files)
+    return Took(whole_s, written - loaded, written - stepped), tool.answers(files)
+
+
+def adopt_orphans() -> None:
+    """Processes that outlive their parents become children of this one, by any name."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def timed(
+    where: str, command: Sequence[str], folder: Path, name: str, costs: Mapping[str, Any] | None
+) -> tuple[float, list[float]]:
+    """Run ``command`` in ``folder``: its seconds, and the times that its workers wrote, in order: first
+    models loaded, then first steps. Exits if it fails, or leaves a process behind."""
+    stamps = folder / f"{name}.stamps"
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {
-        STAMPS: str(folder / "stamps"),
-        COSTS: json.dumps(setting.costs),
+        STAMPS: str(stamps),
+        COSTS: json.dumps(costs),
         "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    command = tool.command(setting.rows, {**options, "worker_cls": worker}, folder)
-    with (folder / "output.log").open("wb") as output:
+    with (folder / f"{name}.log").open("wb") as output:
         began = time.monotonic()
         try:
             done = subprocess.run(
@@ -213,25 +233,17 @@ def _run(
             whole_s = time.monotonic() - began
         finally:
             left = _end_what_is_left()
-    where = f"{setting.name}, {tool.name}"
     if done.returncode:
-        log = (folder / "output.log").read_text(errors="replace")[-4000:]
+        log = (folder / f"{name}.log").read_text(errors="replace")[-4000:]
         raise SystemExit(f"{where}: exit code {done.returncode}: {log}")
     if left:
         raise SystemExit(f"{where}: left these running: {left}")
-    files = sorted(folder.glob(tool.results))
-    if not files:
-        raise SystemExit(f"{where}: no results at {folder / tool.results}")
-    written = max(file.stat().st_mtime for file in files)
-    loaded, stepped = map(float, (folder / "stamps").read_text().split())
-    return Took(whole_s, written - loaded, written - stepped), tool.answers(files)
+    return whole_s, sorted(map(float, stamps.read_text().split()))
 
 
 def _end_what_is_left() -> list[str]:
-    """Names of processes that a command started and that outlived it; they are killed.
-
-    Orphans become children of this process (``compare``), whatever they call themselves.
-    """
+    """Names of processes that a command started and that outlived it (``adopt_orphans``); they are
+    killed."""
     deadline = time.monotonic() + LEAVE_S
     while left := [child for child in psutil.Process().children(recursive=True) if _runs(child)]:
         if time.monotonic() > deadline:

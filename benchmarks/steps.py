@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import struct
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -24,12 +22,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tomlkit
+from commands import adopt_orphans, timed
 from models import build_ending_model
 from ray_data import SCRIPT, STAGES
-from sides import COSTS, TIME_LIMIT_S, check
+from sides import check
 from text import OPTIONS, SAMPLING, STEP, write
 
-HERE = Path(__file__).parent
 THEN = "Is this right? "
 STEPS, JOBS, RAY = "batchkit", "two jobs", "Ray, two stages"
 WANTED = {JOBS: 1.3, RAY: 1.5}
@@ -61,6 +59,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.only = 1, [SHAPES[0].name]
+    adopt_orphans()
     results = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -169,29 +168,9 @@ def run_ray(shape: Shape, rows: Path, model: Path, folder: Path) -> Found:
 def run(
     name: str, command: Sequence[str], shape: Shape, folder: Path, costs: Mapping[str, Any]
 ) -> list[float]:
-    """The times that its workers wrote, sorted: models loaded, then first steps."""
-    stamps = folder / f"{name}.stamps"
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {
-        "STAMPS": str(stamps),
-        COSTS: json.dumps({**STEP, "step_ms": shape.step_ms, "token_us": 4, **costs}),
-        "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    with (folder / f"{name}.log").open("wb") as output:
-        done = subprocess.run(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            cwd=folder,
-            env=environment,
-            timeout=TIME_LIMIT_S,
-            check=False,
-        )
-    if done.returncode:
-        log = (folder / f"{name}.log").read_text(errors="replace")[-4000:]
-        raise SystemExit(f"{name}: exit code {done.returncode}: {log}")
-    return sorted(map(float, stamps.read_text().split()))
+    """The times that its workers wrote, in order: models loaded, then first steps."""
+    costs = {**STEP, "step_ms": shape.step_ms, "token_us": 4, **costs}
+    return timed(name, command, folder, name, costs)[1]
 
 
 def options_of(shape: Shape) -> dict[str, Any]:

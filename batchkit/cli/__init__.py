@@ -21,6 +21,7 @@ from batchkit.cli.options import (
     FILE,
     JOB,
     JSON,
+    LIMIT,
     RUN,
     SET,
     Texts,
@@ -72,7 +73,7 @@ def cli() -> None:
     metavar="FILE",
     help="When all rows are done, export them to FILE: .parquet, .jsonl, .csv or .npy.",
 )
-@click.option("--limit", type=COUNT, help="Only the first N rows (after the job's filter).")
+@LIMIT
 @click.option(
     "--shard",
     metavar="I/N",

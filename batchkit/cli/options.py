@@ -61,6 +61,7 @@ NOTIFY = click.option(
     help="When the run has ended or was stopped, run COMMAND with the last line of JSON on its stdin"
     " (run.on_end).",
 )
+LIMIT = click.option("--limit", type=COUNT, help="Only the first N rows (after the job's filter).")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 
 

@@ -79,8 +79,8 @@ def status(run: str | None, watch: bool, as_json: bool) -> None:
 def view(run: str | None, host: str, port: int | None, no_browser: bool) -> None:
     """Show RUN, or the runs in DIR, on a web page that follows them live.
 
-    By default, the runs in output/. Nothing in a run is changed. Whoever can reach the address can
-    read the runs. Ctrl-C ends it.
+    By default, the runs in output/. Nothing in a run is changed. Everybody who can reach the address
+    can read the runs. Ctrl-C ends it.
     """
     from batchkit.commands.view import view as serve
 

@@ -10,7 +10,7 @@ import click
 
 import batchkit.cli.options as options
 from batchkit.cli.frame import Result, echo, say, show
-from batchkit.cli.options import COUNT, JOB, JSON, SET, Texts, load, printed
+from batchkit.cli.options import COUNT, JOB, JSON, LIMIT, SET, Texts, load, printed
 from batchkit.errors import JobError
 
 
@@ -23,7 +23,7 @@ from batchkit.errors import JobError
     metavar="N",
     help="Count the prompts of at most N rows, drawn at random; by default 100,000, with images 2,000.",
 )
-@click.option("--limit", type=COUNT, help="Only the first N rows (after the job's filter).")
+@LIMIT
 @click.option(
     "--price-per-gpu-hour",
     type=click.FloatRange(0, min_open=True),

@@ -103,8 +103,8 @@ class Status:
 
 @dataclass
 class Reading:
-    """How far a run's log was read, for whoever looks again: a fast run writes 100,000 lines between
-    two checkpoints. ``log``: device and inode. For one thread at a time."""
+    """How far a run's log was read, so that the next look reads only what is new: a fast run writes
+    100,000 lines between two checkpoints. ``log``: device and inode. For one thread at a time."""
 
     log: tuple[int, int] = (0, 0)
     end: int = 0

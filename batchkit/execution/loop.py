@@ -270,7 +270,7 @@ class Loop:
                     rollout=self._rollout,
                 )
                 held.enter_context(closing(ahead))
-                check_same_files(self._function, of_function(self._job))  # each turn loads it anew
+                check_same_files(self._function, of_function(self._job))  # each turn loads it again
                 pool = Worker(
                     self._job,
                     self._renderer,

@@ -15,7 +15,7 @@ from batchkit.commands.compare import compare
 from batchkit.commands.report import write_comparison, write_report
 from batchkit.scoring.metrics import tabulate
 from batchkit.storage.score_store import read_scored
-from tests.support.browser import open_browser, picture_of
+from tests.support.browser import assert_fits, open_browser
 from tests.support.made_runs import draw_tables, failure, make_run, rows
 
 if TYPE_CHECKING:
@@ -259,18 +259,7 @@ def test_page_fits_its_window_in_both_schemes(
     report: Path, visit: Open, scheme: str, width: int
 ) -> None:
     opened = visit(report, viewport={"width": width, "height": 800}, color_scheme=scheme)
-    page = opened.page
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    paper, ink = (
-        sum(map(int, re.findall(r"\d+", page.evaluate(code))[:3]))
-        for code in (
-            "getComputedStyle(document.documentElement).backgroundColor",
-            "getComputedStyle(document.documentElement).color",
-        )
-    )
-    assert (paper > ink) == (scheme == "light")
-    assert abs(paper - ink) > 500
-    assert len(picture_of(page)) > 20_000
+    assert_fits(opened.page, width=width, scheme=scheme)
 
 
 def top_of(page: Page, selector: str) -> float:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 from batchkit.storage.manifest import Manifest
-from tests.support.browser import open_browser, picture_of
+from tests.support.browser import assert_fits, open_browser
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import LOG, prepare
 from tests.support.made_runs import draw_tables, failure, make_run, rows
@@ -345,19 +345,8 @@ def test_pages_fit_their_window_in_both_schemes(
     server: Viewed, visit: Open, scheme: str, width: int, path: str
 ) -> None:
     opened = visit(server, path, viewport={"width": width, "height": 800}, color_scheme=scheme)
-    page = opened.page
     opened.sees("#runs tbody tr, #detail .full, .two", "")
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    paper, ink = (
-        sum(map(int, re.findall(r"\d+", page.evaluate(code))[:3]))
-        for code in (
-            "getComputedStyle(document.documentElement).backgroundColor",
-            "getComputedStyle(document.documentElement).color",
-        )
-    )
-    assert (paper > ink) == (scheme == "light")
-    assert abs(paper - ink) > 500
-    assert len(picture_of(page)) > 20_000
+    assert_fits(opened.page, width=width, scheme=scheme)
 
 
 @pytest.mark.parametrize("path", PATHS, ids=["runs", "run", "compare"])

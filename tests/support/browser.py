@@ -7,6 +7,7 @@ fetched is ``@sparticuz/chromium``, a build for bare servers that brings the lib
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -61,6 +62,21 @@ def open_browser() -> Iterator[Browser]:
             executable_path=chromium.executable, args=args, env=chromium.env
         ) as browser:
             yield browser
+
+
+def assert_fits(page: Page, *, width: int, scheme: str) -> None:
+    """The page has no sideways scroll, and the colours of the scheme, ``light`` or ``dark``."""
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    paper, ink = (
+        sum(map(int, re.findall(r"\d+", page.evaluate(code))[:3]))
+        for code in (
+            "getComputedStyle(document.documentElement).backgroundColor",
+            "getComputedStyle(document.documentElement).color",
+        )
+    )
+    assert (paper > ink) == (scheme == "light")
+    assert abs(paper - ink) > 500
+    assert len(picture_of(page)) > 20_000
 
 
 def picture_of(page: Page) -> bytes:

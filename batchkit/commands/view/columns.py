@@ -64,9 +64,9 @@ class Columns:
     the newer scores, in the scores.jsonl with ``scored_by``, were read.
 
     ``entries`` and ``scores`` (a column for each of ``scorers``; nan: not scored) have ``n`` lines
-    that count. Lines that are there never change, but for scores; a larger array takes the place of
-    one that is full, so that whoever still reads the old one can. One thread at a time may call
-    ``add`` and ``add_scores``.
+    that count. Lines that are there never change, but for scores. When an array is full, a larger one
+    takes its place, and threads that read the old one may go on. One thread at a time may call ``add``
+    and ``add_scores``.
     """
 
     def __init__(

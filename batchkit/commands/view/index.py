@@ -1,6 +1,6 @@
 """An index of a run's log: rows are filtered, sorted and found without parsing the log again.
 
-It grows with the log of a running run: whoever asks for rows lets it read on for a moment. It is
+It grows with the log of a running run: each request for rows first reads on for a moment. It is
 kept in ``.view/`` beside the log, a cache that may be deleted at any time; where that can't be
 written, it is in memory only.
 """
@@ -116,7 +116,8 @@ class Index:
         return os.pread(self._log.fileno(), length, start)
 
     def _grow(self, deadline: float) -> None:
-        if self._log_problem is not None and _stamp(self.folder / CHECKPOINT) != self._checked:
+        is_idle = self._log_problem is not None and not self._checker.is_alive()
+        if is_idle and _stamp(self.folder / CHECKPOINT) != self._checked:
             self._check()  # it may have been repaired
         before = self._state()
         while True:
@@ -154,7 +155,7 @@ class Index:
         return True
 
     def _read_scores(self, deadline: float) -> bool:
-        """As ``_read_log``, for scores.jsonl; if it was replaced, all begins anew."""
+        """As ``_read_log``, for scores.jsonl. If that was replaced, the index starts from nothing again."""
         columns, path = self._columns, self.folder / SCORES
         stamp = _stamp(path)
         if columns.scored_by not in (None, stamp):
@@ -187,7 +188,8 @@ class Index:
             except (StoreError, OSError) as error:
                 self._log_problem = str(error)
 
-        threading.Thread(target=check, name="check of the log", daemon=True).start()
+        self._checker = threading.Thread(target=check, name="check of the log", daemon=True)
+        self._checker.start()
 
 
 def _snapshot(columns: Columns, share: float) -> Snapshot:

@@ -123,7 +123,7 @@ def loaded_function(name: str) -> Function:
 
 def _of_file(path: Path) -> Any:
     """The module in ``path``, which may import what is beside it, as a script may; that of a package
-    is imported from the folder of the package. It is run anew each time: the file may have changed."""
+    is imported from the folder of the package. It is run again each time: the file may have changed."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     folder, name = path.parent, path.stem

@@ -126,7 +126,7 @@ class OpenRow:
         finally:
             self._desk.unqueue(self, request)
         self._count(completion)
-        if request.media_bytes:  # whoever keeps the completion must not keep the pixels
+        if request.media_bytes:  # a function may keep the completion, and not the pixels with it
             completion = replace(completion, request=replace(request, messages=None))
         return completion
 
