@@ -108,9 +108,10 @@ JUDGE = """
 
 {text}
 
-`max_score` ({limits}) is the best score that it can give. The rest are tables of their own, with the
-keys that they have at top level: `[scoring.judge.engine]`, `[scoring.judge.sampling]` and
-`[scoring.judge.prompt]`.
+`max_score` ({limits}) is the best score that it can give, and `step` the name of one of `[[steps]]`, with
+`answer = false`, whose answers are the scores. Without `step`, the rest are tables of their own, with the keys that
+they have at top level: `[scoring.judge.engine]`, `[scoring.judge.sampling]` and `[scoring.judge.prompt]`.
+docs/scoring.md says what either means.
 """.format(
     text=" ".join((JudgeTable.__doc__ or "").split()),
     limits=f"default {JudgeTable.model_fields['max_score'].default:g}",

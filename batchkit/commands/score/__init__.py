@@ -161,7 +161,8 @@ def _answers(
 
 def _answered(record: Mapping[str, Any], fields: Mapping[str, Any], scoring: Scoring) -> Answered:
     text, row_id = _text_of(record), record["id"]
-    return Answered(record["index"], row_id, fields, text, scoring.score(text, fields, row_id))
+    known, steps = scoring.score(text, fields, row_id), record.get("steps") or {}
+    return Answered(record["index"], row_id, fields, text, known, steps)
 
 
 def _text_of(record: Mapping[str, Any]) -> str:

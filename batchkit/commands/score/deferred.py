@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from batchkit.commands.score.answer import Answered, Say
-from batchkit.commands.score.judge import NAMES, judge, names_read
+from batchkit.commands.score.judge import NAMES, judge, judged_by_step, names_read
 from batchkit.config.tables import JobConfig
 from batchkit.errors import RowError
 from batchkit.execution.signals import StopRequest
@@ -42,7 +42,10 @@ def deferred_scores(
     if judged and job.scoring.judge is None:
         say(f"{len(judged):,} answers are not judged: [scoring.judge] names no model")
     elif judged and job.scoring.judge is not None:
-        scores = judge(job, scoring, job.scoring.judge, judged, judgements, stop, say)
+        if job.scoring.judge.step is None:
+            scores = judge(job, scoring, job.scoring.judge, judged, judgements, stop, say)
+        else:
+            scores = judged_by_step(job.scoring.judge, job.scoring.judge.step, judged, say)
         for index, score in scores.items():
             found.setdefault(index, {})["judge"] = score
     return found

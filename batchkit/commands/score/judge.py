@@ -19,13 +19,14 @@ import orjson
 
 from batchkit.commands.score.answer import Answered, Say
 from batchkit.config.loading import resolve_paths
-from batchkit.config.tables import JobConfig, JudgeTable
+from batchkit.config.tables import JobConfig, JudgeTable, ScoringTable
 from batchkit.errors import BudgetError
 from batchkit.execution.signals import Interrupted, StopRequest
 from batchkit.execution.start import start_run
 from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.templates.prompt import names_in
 from batchkit.scoring import Scoring
+from batchkit.scoring.values import numbers_in
 from batchkit.sources.input import Input
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.checkpoint import check_log
@@ -43,6 +44,7 @@ NAMES = ("prediction", "reference", "text")
 # The number after the last `[Score]:` or `Score:`, bold or not; a slash ends it: "85/100" is 85. A
 # sign that is not a plain minus hides it, so that "−5" is asked again instead of read as 5.
 _PATTERN = r"Score[\]*_]*\s*:[^\w.+\-\u2010-\u2015\u2212]*([+-]?(?:\d+(?:\.\d+)?|\.\d+))"
+_READ: dict[str, Any] = {"extract": "regex", "pattern": _PATTERN}
 _NOTE = "Answer with one line in this format alone: [Score]: xx/100"
 
 
@@ -76,6 +78,24 @@ def judge(
         judged = {r["id"]: r for r in _records(judging) if r["id"] in questions}
     _report_failures([judged[key] for key in questions], say)
     return {index: _score(judged[key].get("prediction"), table) for index, key in key_of.items()}
+
+
+def judged_by_step(
+    table: JudgeTable, name: str, answers: Sequence[Answered], say: Say
+) -> dict[int, float | None]:
+    """As ``judge``, from what the step ``name`` of each row answered: the first number of its
+    prediction, if it has an extractor of its own, else the same score as in a judge's text."""
+    found: dict[int, float | None] = {}
+    reading = Scoring(ScoringTable(**_READ), say=say)
+    for answer in answers:
+        verdict = answer.steps.get(name, {})
+        score: str | float | None = reading.found(verdict.get("text", ""), {}, answer.id)
+        if (prediction := verdict.get("prediction")) is not None:
+            score = next(iter(numbers_in(prediction)), None)
+        found[answer.index] = _score(score, table)
+    if missing := sum(score is None for score in found.values()):
+        say(f"{missing:,} of {len(found):,} answers have no score from the step {name}")
+    return found
 
 
 def join_judgements(folders: Sequence[Path], into: Path) -> None:
@@ -130,12 +150,12 @@ def _job(job: JobConfig, table: JudgeTable, folder: Path) -> JobConfig:
                 "reask_note": _NOTE,
             },
             "output": {"dir": str(folder)},
-            "scoring": {"extract": "regex", "pattern": _PATTERN},
+            "scoring": _READ,
         }
     )
     made = resolve_paths(without_masked(made), Path.cwd())
     decides = identity(made, constant_files(made))
-    model = re.sub(r"[^A-Za-z0-9]+", "-", Path(table.engine.model).name)[:40].strip("-")
+    model = re.sub(r"[^A-Za-z0-9]+", "-", Path(made.engine.model).name)[:40].strip("-")
     new = f"{model or FOLDER}-{hash_of(decides)[:8]}"
     return made.model_copy(update={"name": _begun(folder, decides) or new})
 
@@ -220,5 +240,5 @@ def _report_failures(judged: Sequence[Mapping[str, Any]], say: Say) -> None:
         )
 
 
-def _score(found: str | None, table: JudgeTable) -> float | None:
+def _score(found: str | float | None, table: JudgeTable) -> float | None:
     return None if found is None else min(max(float(found) / table.max_score, 0.0), 1.0)

@@ -22,15 +22,30 @@ ScorerName = Literal[
 
 
 class JudgeTable(Table):
-    """A second model that scores the answers, for the scorer `judge`.
+    """Who scores the answers, for the scorer `judge`: a second model, which is asked when all rows are
+    answered, or one of `[[steps]]`.
 
     Its templates see the row's fields, and `prediction`, `reference` and `text` besides.
     """
 
-    engine: EngineTable
+    step: str | None = Field(
+        None,
+        description="Instead of `engine`: one of `[[steps]]`, with `answer = false`, whose answers are the scores.",
+    )
+    engine: EngineTable | None = None
     sampling: SamplingTable = SamplingTable()
     prompt: PromptTable = PromptTable()
     max_score: PositiveFloat = Field(100.0, description="The best score that it can give.")
+
+    @model_validator(mode="after")
+    def _coherent(self) -> JudgeTable:
+        if (self.step is None) == (self.engine is None):
+            raise ValueError("needs one of engine, a model of its own, and step, one of [[steps]]")
+        if self.step is not None:
+            for name, value in (("sampling", SamplingTable()), ("prompt", PromptTable())):
+                if getattr(self, name) != value:
+                    raise ValueError(f"{name} is that of steps.{self.step}; leave it out here")
+        return self
 
 
 class ScoringRule(Table):

@@ -155,6 +155,17 @@ def misfits_of_steps(job: JobConfig) -> Iterator[str]:
     if job.steps and "steps" in job.vars:
         yield "vars.steps: templates know the answers of [[steps]] by that name; choose another"
     yield from _misfits_of_select(job)
+    if job.scoring.judge is not None and job.scoring.judge.step is not None:
+        yield from _misfits_of_scoring_step(job, job.scoring.judge.step)
+
+
+def _misfits_of_scoring_step(job: JobConfig, name: str) -> Iterator[str]:
+    answers = {step.name: step.answer for step in job.steps}
+    if name not in answers:
+        known = ", ".join(answers) or "none is given"
+        yield f"scoring.judge.step: found {name!r}, expected one of [[steps]]: {known}{did_you_mean(name, answers)}"
+    elif answers[name]:
+        yield f"steps.{name}: scores the answers (scoring.judge.step); give it answer = false, as it gives none"
 
 
 def _misfits_of_rollout(job: JobConfig) -> Iterator[str]:

@@ -1,0 +1,87 @@
+"""Answers whose judge is one of the job's own steps: no other run asks a model for the scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchkit.commands.run import run_job
+from batchkit.commands.score import score_run
+from batchkit.commands.score.judge import FOLDER
+from batchkit.config.tables import JobConfig
+from batchkit.errors import JobError
+from tests.support.chat_server import ChatServer, serving
+from tests.support.judge import Judge
+from tests.support.scored_runs import counted, engine, job, quiet, run, scored
+
+
+def job_with_steps(
+    folder: Path, server: ChatServer, scoring: Any = None, **judge: Any
+) -> JobConfig:
+    """The judge is skipped for the row q1."""
+    asked = {"prompt": {"user": "JUDGE {{ id }} {{ steps.draft.text }}"}, "answer": False, **judge}
+    steps = [
+        {"name": "draft", "prompt": {"user": "{{ say }}"}},
+        {"name": "judge", "when": "{{ id != 'q1' }}", **asked},
+    ]
+    judged = {"scorers": ["judge"], "judge": {"step": "judge", "max_score": 10}}
+    return job(
+        folder,
+        counted(4),
+        engine=engine(server),
+        prompt={"user": None},
+        steps=steps,
+        scoring=judged if scoring is None else scoring,
+    )
+
+
+def test_the_answers_of_a_step_are_the_scores(tmp_path: Path) -> None:
+    said: list[str] = []
+    judge = Judge({"q0": ["Well. [Score]: 7"], "q2": ["9 of 10?"], "q3": ["**Score**: 12"]})
+    with serving(judge) as server:
+        found = run_job(job_with_steps(tmp_path, server), say=said.append).checked()
+    folder = Path(found.folder)
+    scores = {name: scores["judge"] for name, (_, scores) in scored(folder).items()}
+    assert scores == {"q0": 0.7, "q1": None, "q2": None, "q3": 1.0}
+    assert "2 of 4 answers have no score from the step judge" in said
+    assert judge.asked == {"q0": 1, "q2": 1, "q3": 1}
+    assert not (folder / FOLDER).exists()
+
+
+def test_a_step_with_an_extractor_of_its_own_gives_what_that_reads(tmp_path: Path) -> None:
+    judge = Judge({"q0": ["first 2, then 7.5"], "q2": ["none"], "q3": ["-3"]})
+    with serving(judge) as server:
+        folder = run(job_with_steps(tmp_path, server, extract="number"))
+    scores = {name: scores["judge"] for name, (_, scores) in scored(folder).items()}
+    assert scores == {"q0": 0.75, "q1": None, "q2": None, "q3": 0.0}
+
+
+def test_a_finished_run_is_scored_by_its_steps_without_asking_again(tmp_path: Path) -> None:
+    judge = Judge({"q0": ["Score: 5"]})
+    with serving(judge) as server:
+        made = job_with_steps(tmp_path, server, scoring={})
+        folder = run(made)
+        asked = judge.asked.total()
+        scoring = job_with_steps(tmp_path, server).scoring
+        score_run(folder, made.model_copy(update={"scoring": scoring}), say=quiet)
+        assert judge.asked.total() == asked
+    assert scored(folder)["q0"][1] == {"judge": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("judge", "words"),
+    [
+        ({}, r"scoring\.judge: needs one of engine, .* and step"),
+        ({"step": "judge", "engine": {"kind": "dry-run"}}, r"scoring\.judge: needs one of engine"),
+        ({"step": "juge"}, r"scoring\.judge\.step: found 'juge', .* draft, judge; did you mean"),
+        ({"step": "draft"}, r"steps\.draft: .* answer = false"),
+        ({"step": "judge", "prompt": {"user": "?"}}, r"prompt is that of steps\.judge"),
+    ],
+)
+def test_a_judge_that_does_not_fit_is_named(
+    judge: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with serving() as server, pytest.raises(JobError, match=words):
+        job_with_steps(tmp_path, server, {"scorers": ["judge"], "judge": judge})
