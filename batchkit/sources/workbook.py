@@ -12,7 +12,7 @@ from zipfile import ZipFile
 from batchkit.config.installation import how_to_install
 from batchkit.config.tables import InputTable
 from batchkit.errors import InputError, RequestError
-from batchkit.sources.files import open_input
+from batchkit.sources.files import BLOCK_BYTES, open_input
 from batchkit.sources.reader import Found, Skip, one_of, shown
 
 MAX_TEXT_BYTES = (
@@ -21,6 +21,12 @@ MAX_TEXT_BYTES = (
 _TEXTS = "sharedstrings.xml"
 # What a program writes that leaves computing to Excel: the values of its formulas are missing, or 0.
 _TO_COMPUTE = re.compile(rb'fullCalcOnLoad="(?:1|true)"')
+# A cell whose formula has no value. Its attributes say whether that is an empty text, which is one.
+_NO_VALUE = re.compile(
+    rb"<(?:\w+:)?c((?:\s[^<>]*)?)>\s*<(?:\w+:)?f(?:\s[^<>]*?)?(?:/>|>[^<]*</(?:\w+:)?f>)\s*"
+    rb"(?:</(?:\w+:)?c>|(<(?:\w+:)?v(?:\s[^<>]*?)?(?:/>|></)))"
+)
+_LONGEST_CELL = 2**17  # bytes, with a formula, which may have 8,192 characters
 _FORMULA = object()  # in place of a value that is not known
 _NOT_COMPUTED = (
     "a formula without a value; open the workbook in Excel or LibreOffice and save it there"
@@ -66,6 +72,9 @@ def _opened(path: str, file: IO[bytes]) -> Any:
                     _check_size(path, part.file_size)
                 elif part.filename.endswith("/workbook.xml"):
                     is_computed &= _TO_COMPUTE.search(archive.read(part)) is None
+                elif is_computed and "/worksheets/" in part.filename:
+                    with archive.open(part) as sheet:
+                        is_computed = _has_all_values(sheet)
         return load_workbook(file, read_only=True, data_only=is_computed, keep_links=False)
     except InputError:
         raise
@@ -73,6 +82,16 @@ def _opened(path: str, file: IO[bytes]) -> Any:
         raise InputError(
             f"{path}: not an .xlsx workbook: {error}; save it anew as .xlsx, or check input.format"
         ) from error
+
+
+def _has_all_values(sheet: IO[bytes]) -> bool:
+    """False if a formula has no value; then other formulas may have old ones."""
+    seen = b""
+    while block := sheet.read(BLOCK_BYTES):
+        seen = seen[-_LONGEST_CELL:] + block
+        if any(not value or b't="str"' not in of for of, value in _NO_VALUE.findall(seen)):
+            return False
+    return True
 
 
 def _check_size(path: str, n_bytes: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from openpyxl import Workbook
 from batchkit.config.installation import how_to_install
 from batchkit.errors import InputError, RequestError
 from batchkit.sources import count_rows
+from batchkit.sources.files import BLOCK_BYTES
 from tests.support.sources import rows_of, table, write, write_rows
 
 
@@ -84,6 +87,54 @@ def test_formula_that_no_program_has_computed_fails_its_row_alone(
         assert f"row {number}, column '{column}': is a formula without a value" in str(row.error)
     with pytest.raises(InputError, match="row 1: column 1 is a formula without a value"):
         rows_of(workbook(tmp_path, data=[["=A2"], ["tea"]]))
+
+
+_PREFIXED = (
+    b'<x:c xmlns:x="http://schemas.openxmlformats.org/spreadsheetml/2006/main" r="A3">'
+    b"<x:f>A2</x:f></x:c>"
+)
+
+
+def edited(path: Path, part: str, change: Callable[[bytes], bytes]) -> None:
+    """The workbook at ``path``, with one of its parts changed."""
+    with ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    with ZipFile(path, "w") as archive:
+        for name, content in parts.items():
+            archive.writestr(name, change(content) if name == part else content)
+
+
+@pytest.mark.parametrize(
+    ("cell", "value"),
+    [
+        (b'<c r="A3"><f>A2</f></c>', "missing"),  # as excelize writes it, and others in Go and .NET
+        (_PREFIXED, "missing"),
+        (b'<c r="A3"><f>A2</f><v></v></c>', "missing"),
+        (b'<c r="A3"><f t="shared" si="0"/><v/></c>', "missing"),
+        (b'<c r="A3" t="str"><f>IF(A2&gt;1,"")</f><v></v></c>', None),
+        (b'<c r="A3" t="str"><f>A2</f><v>tea</v></c>', "tea"),
+        (b'<c r="A3"><f>1&gt;0</f><v>1</v></c>', 1),
+    ],
+)
+def test_formula_without_a_value_fails_its_row_whatever_program_wrote_it(
+    tmp_path: Path, cell: bytes, value: Any
+) -> None:
+    """Without a word in the workbook that its values are still to be computed."""
+    path = workbook(tmp_path, data=[["a", "b"], ["tea", 1], ["=A2", 2], ["milk", 3]])
+    edited(path, "xl/workbook.xml", lambda xml: re.sub(rb"<calcPr[^>]*/>", b"", xml))
+
+    def with_cell(xml: bytes) -> bytes:
+        start, _, rest = xml.partition(b'<c r="A3">')
+        comment = b"<!--%b-->" % (b" " * (BLOCK_BYTES - len(start) - 7 - 15))
+        return start + comment + cell + rest.partition(b"</c>")[2]  # across two blocks
+
+    edited(path, "xl/worksheets/sheet1.xml", with_cell)
+    first, formula, last = rows_of(path)
+    assert [first.fields, last.fields] == [{"a": "tea", "b": 1}, {"a": "milk", "b": 3}]
+    if value == "missing":
+        assert "row 3, column 'a': is a formula without a value" in str(formula.error)
+    else:
+        assert formula.fields == {"a": value, "b": 2}
 
 
 @pytest.mark.parametrize(
