@@ -16,7 +16,8 @@ from batchkit.rendering.openai_body import sampling_of
 def row_sampling(
     sampling: Mapping[str, Any], fields: Mapping[str, Any], *, column: str | None, with_body: bool
 ) -> Mapping[str, Any]:
-    """``sampling`` with the parameters of the row's ``body``, if asked for, and of its ``column``.
+    """``sampling`` with the parameters of the row's ``body``, if asked for, and of its ``column``. A
+    null, which Parquet gives each row that lacks a name of another row, is none.
 
     Raises:
         RequestError: the column is not a table, or the body asks for an unknown format.
@@ -36,7 +37,7 @@ def row_sampling(
         raise RequestError(
             f"{column}: found {short(found)}, expected a table of sampling parameters"
         )
-    return {**sampling, **own}
+    return {**sampling, **{name: value for name, value in own.items() if value is not None}}
 
 
 def with_temperature(

@@ -236,6 +236,22 @@ def test_answers_that_show_a_judge_the_same_are_judged_once(tmp_path: Path) -> N
     assert [scores["judge"] for _, scores in scored(folder).values()] == [0.5] * 5
 
 
+@pytest.mark.parametrize("keep", [["a"], ["a", "id", "tone"]])
+def test_a_judge_sees_the_rows_own_value_of_a_name_that_vars_has(
+    keep: list[str], tmp_path: Path
+) -> None:
+    judge, (first, second) = Judge({}), counted(2)
+    rows = [{**first, "tone": "rude"}, second]
+    made = {
+        "vars": {"tone": "kind", "reference": "none", "unread": 1},
+        "output": {"keep": keep},
+        "judge": {"prompt": {"user": "JUDGE {{ id }} {{ tone }} {{ reference }}"}},
+    }
+    with serving(judge) as server:
+        run(judged_job(tmp_path, server, rows, **made))
+    assert sorted(judge.prompts) == ["JUDGE q0 rude 0", "JUDGE q1 kind 1"]
+
+
 def test_a_judge_with_another_file_in_its_prompt_is_another_judge(tmp_path: Path) -> None:
     judge, rules = Judge({}), tmp_path / "rules.txt"
     prompt = {

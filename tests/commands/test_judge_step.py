@@ -58,6 +58,19 @@ def test_a_step_with_an_extractor_of_its_own_gives_what_that_reads(tmp_path: Pat
     assert scores == {"q0": 0.75, "q1": None, "q2": None, "q3": 0.0}
 
 
+def test_a_verdict_is_read_in_one_way_alone(tmp_path: Path) -> None:
+    """By the step's extractor; without one as a judge's text, whatever else scores the step."""
+    said = {"q0": ["Score: 3 so far. Verdict=8"], "q2": ["Score: 3 so far."], "q3": ["Verdict=2"]}
+    regex = {"extract": "regex", "pattern": r"Verdict=(\d+)"}
+    found = []
+    for name, its in (("regex", regex), ("text", {"scorers": ["em"], "reference": "a"})):
+        (tmp_path / name).mkdir()
+        with serving(Judge(said)) as server:
+            folder = run(job_with_steps(tmp_path / name, server, **its))
+        found.append([scores["judge"] for _, scores in scored(folder).values()])
+    assert found == [[0.8, None, None, 0.2], [0.3, None, 0.3, None]]
+
+
 def test_a_finished_run_is_scored_by_its_steps_without_asking_again(tmp_path: Path) -> None:
     judge = Judge({"q0": ["Score: 5"]})
     with serving(judge) as server:

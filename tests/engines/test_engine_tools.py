@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import tomlkit
 from batchkit.config.tables import JobConfig
 from batchkit.engines.registry import open_engine, open_preflight
 from batchkit.errors import RequestError
+from batchkit.rendering.renderer import PromptRenderer
 from batchkit.types import Request, Row
 from tests.support.chat_server import serving
 from tests.support.forks import Fork
@@ -97,6 +99,16 @@ def test_a_server_gets_tools_and_reasoning_effort_as_openai_has_them() -> None:
     assert (body["tool_choice"], body["parallel_tool_calls"]) == ("none", False)
     assert body["reasoning_effort"] == "low"
     assert body["chat_template_kwargs"] == {"mood": "calm"}
+
+
+def test_a_row_has_its_own_reasoning_effort_where_the_job_has_one_for_all() -> None:
+    rows = [Row(0, "0", {"body": BODY}), Row(1, "1", {"body": {"messages": TALK}})]
+    with serving() as server:
+        made = job(server, sampling={"reasoning_effort": "high"})
+        with closing(open_engine(made)) as engine:
+            ask(engine, [PromptRenderer(made).render(row) for row in rows])
+    efforts = {len(body.get("tools", [])): body["reasoning_effort"] for body in server.bodies}
+    assert efforts == {1: "low", 0: "high"}
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])

@@ -146,6 +146,8 @@ def test_a_mistyped_parameter_is_refused_before_it_is_passed_over() -> None:
         ({"max_model_length": 5}, "did you mean 'max_model_len'?"),
         ({"max_model_len": 0}, "engine.options.max_model_len: found 0, expected whole number ≥ 1"),
         ({"extra_body": {"stream": True}}, "engine.options.extra_body.stream: set by batchkit"),
+        ({"extra_body": {"embed_dtype": "float16"}}, "extra_body.embed_dtype: set by batchkit"),
+        ({"extra_body": {"endianness": "big"}}, "extra_body.endianness: set by batchkit"),
         ({"drop": "n"}, "engine.options.drop: found 'n', expected list of text"),
     ],
 )

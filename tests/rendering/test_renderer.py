@@ -10,14 +10,17 @@ from threading import Barrier
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 from batchkit.config.loading import make_job
-from batchkit.config.tables import JobConfig
+from batchkit.config.tables import InputTable, JobConfig
 from batchkit.errors import JobError, MediaError, RequestError, RowError, TemplateError
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.rendering.templates.prompt import names_in
+from batchkit.sources import read_rows
 from batchkit.sources.rowhash import input_hash
 from batchkit.types import Completion, Request, Row
 from tests.support.images import BLUE, RED, png
@@ -429,6 +432,15 @@ def test_row_may_bring_its_own_sampling(own: Any) -> None:
     assert found.sampling == expected
     assert render({"params": None}, **tables).sampling["temperature"] == 0.0
     assert render({"params": ""}, **tables).sampling["temperature"] == 0.0
+
+
+def test_a_null_among_a_rows_own_sampling_leaves_the_jobs(tmp_path: Path) -> None:
+    params = [{"temperature": 0.5}, {"max_tokens": 7}]  # Parquet gives both names to both
+    pq.write_table(pa.table({"params": params}), tmp_path / "rows.parquet")
+    tables = {"prompt": {"user": "u"}, "sampling": {"sampling_column": "params", "max_tokens": 9}}
+    rows = read_rows(InputTable(path=str(tmp_path / "rows.parquet")))
+    found = [renderer(**tables).render(row).sampling for row in rows]
+    assert found == [{"temperature": 0.5, "max_tokens": 9}, {"temperature": 0.0, "max_tokens": 7}]
 
 
 @pytest.mark.parametrize("own", ["{", "[1]", "hot", 3, ["a"], True])

@@ -181,6 +181,13 @@ def test_numbers() -> None:
     assert numbers_in("v1.2.3 is no number, x2 neither") == []
     assert numbers_in("12,62170 and 1,1955") == [12, 62170, 1, 1955]
     assert numbers_in("- 42 things, 3 - 5, -7") == [42, 3, 5, -7]
+    assert numbers_in("of 3 in 6 that is .5, -.25 or $.75; no.9 is none") == [
+        3,
+        6,
+        0.5,
+        -0.25,
+        0.75,
+    ]
     assert numeric("about 101", "100", 0.01) == 1
     assert numeric("102", "100", 0.01) == 0
     assert numeric("1, 2", "1, 2, 3", 0.01) == 0

@@ -109,11 +109,12 @@ def is_mixed(folder: Path) -> bool:
 def _score_run(folder: Path, job: JobConfig, stop: StopRequest, say: Say) -> ScoreTable:
     check_scoring(job)
     check_log(folder)
-    for hint in scoring_hints(job.scoring, _first_row(job)):
+    first = _first_row(job)
+    for hint in scoring_hints(job.scoring, first):
         say(hint)
     made_from = scored_from(folder, job)
     scoring = Scoring(job.scoring, references_of(job), say)
-    names = scoring.fields | names_of_deferred(job, scoring)
+    names = scoring.fields | names_of_deferred(job, scoring, first)
     later: dict[int, dict[str, float | None]] = {}
     if is_deferred(scoring.scorers):
         needs_later = [

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from batchkit.commands.score.answer import Answered, Say
 from batchkit.commands.score.judge import NAMES, judge, judged_by_step, names_read
@@ -45,7 +46,7 @@ def deferred_scores(
         if job.scoring.judge.step is None:
             scores = judge(job, scoring, job.scoring.judge, judged, judgements, stop, say)
         else:
-            scores = judged_by_step(job.scoring.judge, job.scoring.judge.step, judged, say)
+            scores = judged_by_step(job, job.scoring.judge, judged, say)
         for index, score in scores.items():
             found.setdefault(index, {})["judge"] = score
     return found
@@ -80,12 +81,15 @@ def _charts(
         yield index, {"ecr": float(chart.ecr), "pass": passed}
 
 
-def names_of_deferred(job: JobConfig, scoring: Scoring) -> set[str]:
-    """The fields that the templates for charts and the judge read."""
+def names_of_deferred(
+    job: JobConfig, scoring: Scoring, first: Mapping[str, Any] | None
+) -> set[str]:
+    """The fields that the templates for charts and the judge read. Of the names that ``[vars]`` has,
+    too, those that the ``first`` row has: a row's field counts."""
     templates: list[str] = []
     if "chart" in scoring.scorers and job.scoring.allow_code:
         templates += [job.scoring.chart_type, job.scoring.table or ""]
-    names = names_in(job, None, templates)
+    names = names_in(job.model_copy(update={"vars": {}}), None, templates)
     if "judge" in scoring.scorers and job.scoring.judge is not None:
         names |= names_read(job, job.scoring.judge) - set(NAMES)
-    return names
+    return names - (job.vars.keys() - (first or {}).keys())

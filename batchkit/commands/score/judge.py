@@ -70,7 +70,7 @@ def judge(
     key_of: dict[int, str] = {}
     questions: dict[str, Mapping[str, Any]] = {}
     for answer in answers:
-        shown = _shown(answer, scoring.reference(answer.fields, answer.id), names)
+        shown = _shown(answer, scoring.reference(answer.fields, answer.id), names, job.vars)
         key_of[answer.index] = key = input_hash(shown)
         questions.setdefault(key, shown)
     with claim(folder):  # no other process may judge meanwhile
@@ -81,17 +81,20 @@ def judge(
 
 
 def judged_by_step(
-    table: JudgeTable, name: str, answers: Sequence[Answered], say: Say
+    job: JobConfig, table: JudgeTable, answers: Sequence[Answered], say: Say
 ) -> dict[int, float | None]:
-    """As ``judge``, from what the step ``name`` of each row answered: the first number of its
+    """As ``judge``, from what the step ``table.step`` of each row answered: the first number of its
     prediction, if it has an extractor of its own, else the same score as in a judge's text."""
     found: dict[int, float | None] = {}
-    reading = Scoring(ScoringTable(**_READ), say=say)
+    name, reading = table.step or "", Scoring(ScoringTable(**_READ), say=say)
+    extracts = {step.extract for step in job.steps if step.name == name} - {None, "text"}
     for answer in answers:
         verdict = answer.steps.get(name, {})
-        score: str | float | None = reading.found(verdict.get("text", ""), {}, answer.id)
-        if (prediction := verdict.get("prediction")) is not None:
-            score = next(iter(numbers_in(prediction)), None)
+        score: str | float | None
+        if extracts:
+            score = next(iter(numbers_in(verdict.get("prediction") or "")), None)
+        else:
+            score = reading.found(verdict.get("text", ""), {}, answer.id)
         found[answer.index] = _score(score, table)
     if missing := sum(score is None for score in found.values()):
         say(f"{missing:,} of {len(found):,} answers have no score from the step {name}")
@@ -123,9 +126,11 @@ def join_judgements(folders: Sequence[Path], into: Path) -> None:
 
 
 def names_read(job: JobConfig, table: JudgeTable) -> set[str]:
-    """The names that the judge's prompt needs: fields of the row, or some of ``NAMES``."""
+    """The names that the judge's prompt needs: fields of the row, some of ``NAMES``, or ``[vars]``,
+    which count where the row has no field of that name."""
     column = table.sampling.sampling_column
-    return names_in(job, table.prompt, ()) | (set() if column is None else {column})
+    names = names_in(job.model_copy(update={"vars": {}}), table.prompt, ())
+    return names | (set() if column is None else {column})
 
 
 def _job(job: JobConfig, table: JudgeTable, folder: Path) -> JobConfig:
@@ -134,7 +139,7 @@ def _job(job: JobConfig, table: JudgeTable, folder: Path) -> JobConfig:
     It contains only the vars that its prompt reads, so that other vars don't change the judge.
     """
     job = resolve_paths(job, Path.cwd())
-    read = names_in(job.model_copy(update={"vars": {}}), table.prompt, ())
+    read = names_read(job, table)
     made = JobConfig.model_validate(
         {
             "vars": {name: value for name, value in job.vars.items() if name in read},
@@ -167,14 +172,21 @@ def _begun(folder: Path, decides: Mapping[str, Any]) -> str | None:
     return next(same, None)
 
 
-def _shown(answer: Answered, reference: str | None, names: set[str]) -> dict[str, Any]:
-    """Only what the judge is shown: if that is equal, so is the judgement."""
+def _shown(
+    answer: Answered, reference: str | None, names: set[str], known: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Only what the judge is shown, besides what all rows have (``known``): if that is equal, so is the
+    judgement."""
     own = {
         "prediction": answer.known.prediction or "",
         "reference": reference or "",
         "text": answer.text,
     }
-    return {name: value for name, value in {**answer.fields, **own}.items() if name in names}
+    return {
+        name: value
+        for name, value in {**answer.fields, **own}.items()
+        if name in names and not (value is None and name in known)  # kept of a row that lacks it
+    }
 
 
 def _ask(judging: JobConfig, questions: Mapping[str, Mapping[str, Any]], stop: StopRequest) -> None:

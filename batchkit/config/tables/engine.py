@@ -202,7 +202,8 @@ class SamplingTable(Table):
         256, description="Per choice, the prompt not counted."
     )
     sampling_column: Identity[str | None] = Field(
-        None, description="A field with a row's own parameters, which override these."
+        None,
+        description="A field with a row's own parameters, which override these; one that is null does not.",
     )
 
     def params(self) -> dict[str, Any]:

@@ -119,18 +119,18 @@ def body_of(
         RequestError: a sampling parameter that the API does not have.
     """
     body: dict[str, Any] = {"model": model}
+    effort: dict[str, Any] = {}
     if request.messages is None:
         body["prompt"] = request.prompt
     else:
         body["messages"] = request.messages
         body |= _tools(request)
         own = {**chat_template_kwargs, **request.chat_template_kwargs}
-        if (effort := request.chat_template_kwargs.get("reasoning_effort")) is not None:
-            del own["reasoning_effort"]
-            body["reasoning_effort"] = effort
+        if request.chat_template_kwargs.get("reasoning_effort") is not None:
+            effort["reasoning_effort"] = own.pop("reasoning_effort")
         if own:
             body["chat_template_kwargs"] = own
-    body |= _sampling(request.sampling, is_chat=request.messages is not None)
+    body |= _sampling(request.sampling, is_chat=request.messages is not None) | effort
     return {name: value for name, value in body.items() if name not in drop}
 
 

@@ -12,7 +12,10 @@ from batchkit.engines.openai.endpoints import check_names
 from batchkit.engines.request_checks import problems_with
 from batchkit.errors import JobError, RequestError
 
-_NOT_EXTRA = {"model", "messages", "prompt", "input", "stream", "stream_options"} | api.PAIR
+_NOT_EXTRA = api.PAIR | {
+    *("model", "messages", "prompt", "input", "stream", "stream_options"),
+    *("embed_dtype", "endianness"),  # a vector would be read as other numbers
+}
 
 
 class Options(Table):
