@@ -26,6 +26,7 @@ LIMIT_S = 600  # for each; the longest takes a third of it on two cores
 SCRIPTS = [
     "startup",
     "counting",
+    "metrics",
     "rollouts",
     "checkpoint",
     "ledger",

@@ -17,8 +17,8 @@ from batchkit.errors import (
 )
 from batchkit.scoring import Scored
 from batchkit.scoring.parsed import NotJson, parsed
-from batchkit.storage.schema import error_of, is_count, seconds_of, usage_of
-from batchkit.types import BROKEN_OFF, Choice, Completion, Pooled, Record, Usage, utc_now
+from batchkit.storage.schema import error_of, is_count, possible, seconds_of
+from batchkit.types import BROKEN_OFF, Choice, Completion, Pooled, Record, utc_now
 
 
 def to_record(
@@ -44,8 +44,8 @@ def to_record(
         attempt=request.attempt,
         text=choice.text if error is None and choice is not None else None,
         finish_reason=choice.finish_reason if choice is not None else None,
-        usage=_possible(usage),
-        earlier_usage=_possible(completion.earlier_usage),
+        usage=possible(usage),
+        earlier_usage=possible(completion.earlier_usage),
         latency_s=seconds_of(completion.latency_s),
         finished_at=utc_now(),
         error=None if error is None else error_of(error),
@@ -66,10 +66,6 @@ def to_record(
         unscored=None if scored is None else scored.unscored,
         **({} if completion.pooled is None or error is not None else _of_pooled(completion)),
     )
-
-
-def _possible(usage: Usage | None) -> Usage | None:
-    return usage and usage_of(usage.prompt_tokens, usage.completion_tokens, usage.reasoning_tokens)
 
 
 def _of_pooled(completion: Completion) -> dict[str, Any]:

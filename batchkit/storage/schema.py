@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -31,11 +32,16 @@ def is_count(value: Any) -> bool:
 def usage_of(
     prompt_tokens: Any, completion_tokens: Any, reasoning_tokens: Any = None
 ) -> Usage | None:
-    """None if one of the first two counts is not possible; the answer itself stays usable."""
-    if is_count(prompt_tokens) and is_count(completion_tokens):
-        known = reasoning_tokens if is_count(reasoning_tokens) else None
-        return Usage(prompt_tokens, completion_tokens, known)
-    return None
+    """``possible``, of counts that may be anything."""
+    return possible(Usage(prompt_tokens, completion_tokens, reasoning_tokens))
+
+
+def possible(usage: Usage | None) -> Usage | None:
+    """None if one of the first two counts can't be true; the answer itself stays usable."""
+    if usage is None or not (is_count(usage.prompt_tokens) and is_count(usage.completion_tokens)):
+        return None
+    is_known = usage.reasoning_tokens is None or is_count(usage.reasoning_tokens)
+    return usage if is_known else replace(usage, reasoning_tokens=None)
 
 
 def error_of(error: RowError) -> ErrorInfo:

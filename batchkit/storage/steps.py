@@ -18,7 +18,7 @@ import os
 from array import array
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from batchkit.storage.files import (
 )
 from batchkit.storage.ledger import LogLine, read_lines, record_of, tokens_in
 from batchkit.storage.plain_json import encoded
-from batchkit.storage.schema import error_of, fault_in_generation, seconds_of, usage_of
+from batchkit.storage.schema import error_of, fault_in_generation, possible, seconds_of
 from batchkit.types import Choice, Completion, Request, Usage, line_of_choice, utc_now
 
 STEPS = "steps.jsonl"
@@ -341,8 +341,7 @@ def _whole_end(file: int) -> int:
 
 
 def _table_of(usage: Usage | None) -> dict[str, int | None] | None:
-    possible = None if usage is None else usage_of(*astuple(usage))
-    return None if possible is None else asdict(possible)
+    return None if (known := possible(usage)) is None else asdict(known)
 
 
 def _usage(found: Mapping[str, Any] | None) -> Usage | None:

@@ -164,11 +164,11 @@ function draw() {
     return box;
   }));
   const happened = metrics && marks();
-  if (!metrics || !isNew("charts", [metrics.at, happened])) return;
+  if (!metrics || !isNew("charts", [metrics.at, happened, status.state])) return;
   drawCharts(byId("charts"), metrics, happened);
   const starts = new Set(metrics.start).size;
   byId("charts-note").textContent = metrics.at.length < 2
-    ? "Nothing has been measured yet."
+    ? (status.state === "running" ? "Nothing has been measured yet." : "Too short for a chart.")
     : [
       "Over the time at work, loading the model included.",
       starts > 1 && "A broken line is a new start; the time between two is cut out.",
