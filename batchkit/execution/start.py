@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -166,26 +167,34 @@ def _still_due(log: Path, attempts: Mapping[int, int]) -> dict[int, int]:
 
 
 def _done_in(folder: Path, id_field: str | None) -> Callable[[Row], bool]:
-    """Whether a row has an answer in the run in ``folder``.
+    """Whether a row has an answer in the run in ``folder``; each answer there counts for one row.
 
-    Without ids of one field, ``id_field``, rows are named by their index or by another field, and
-    the name may be another row's: they must have the same fields, too.
+    Without ids of one field, ``id_field``, rows are named by their index or by another field, and the
+    name may be another row's: they must have the same fields, too. So must rows that share their id.
     """
     if not is_run(folder):
         raise JobError(f"--skip-from {folder}: not a run folder")
     check_log(folder)
-    by_id = id_field is not None and read_manifest(folder).identity.get("input.id") == id_field
+    log, times = folder / RESULTS, Counter[str]()
+    if id_field is not None and read_manifest(folder).identity.get("input.id") == id_field:
+        times.update(record["id"] for record in read_newest(log))
 
     def name(row_id: str, row_hash: str | None) -> str:
-        return row_id if by_id else f"{row_hash} {row_id}"
+        return row_id if times[row_id] == 1 else f"{row_hash} {row_id}"
 
-    def names(row: Row) -> Iterator[str]:
-        known = (None,) if by_id else known_hashes(row.fields, nan_is_null=False)
-        return (name(row.id, row_hash) for row_hash in known)
-
-    done = {
+    left = Counter(
         name(r["id"], r.get("input_hash"))
-        for r in read_newest(folder / RESULTS)
+        for r in read_newest(log)
         if failure_kind(r) is None and not is_fallback(r["id"])
-    }
-    return lambda row: any(each in done for each in names(row))
+    )
+
+    def is_done(row: Row) -> bool:
+        is_named = times[row.id] == 1
+        known = (None,) if is_named else known_hashes(row.fields, nan_is_null=False)
+        found = next((each for each in (name(row.id, one) for one in known) if left[each]), None)
+        if found is None:
+            return False
+        left[found] -= 1
+        return True
+
+    return is_done

@@ -146,6 +146,17 @@ def test_row_is_not_skipped_for_another_whose_id_is_of_another_field() -> None:
     assert found.json | {"exit": 0, "ok": 5, "skipped": 0} == found.json
 
 
+def test_row_is_not_skipped_for_another_with_its_id() -> None:
+    """There, one of the twins failed; here, one more has come."""
+    rows = [{"key": "twin", "q": "x"}, {"key": "twin", "other": "x"}, {"key": "c", "q": "x"}]
+    write_rows(rows)
+    write_job(input={"id": "key"})
+    run("--set", "name=other")
+    write_rows([*rows, {"key": "c", "q": "y"}])
+    run("--skip-from", "output/other")
+    assert settled() == {1: "failed", 3: "ok"}
+
+
 def test_skipping_from_what_is_no_run_is_refused() -> None:
     prepare()
     found = run("--skip-from", "nowhere")
