@@ -261,7 +261,7 @@ def _opened_preflights(job: JobConfig) -> dict[str, Preflight]:
     opened: dict[str, Preflight] = {}
     by_step: dict[str, Preflight] = {}
     for place, its in job.of_each_step():
-        key = repr((its.engine, its.sampling))
+        key = repr((its.engine, its.sampling, its.prompt.chat_template_kwargs))
         try:
             opened[key] = opened.get(key) or open_preflight(its)
         except JobError as error:

@@ -146,8 +146,19 @@ def _loaded_part(part: Any, load: Callable[[Any], Any]) -> Any:
     if kind == "text" and isinstance(part.get("text"), str):
         return text_part(part["text"])
     if kind in _IMAGE_PARTS:
-        return load(_source_in(part))
+        return _with_detail(load(_source_in(part)), part)
     raise RequestError(f"messages: part {short(part)}; known types: text, image_url, image")
+
+
+def _with_detail(made: Any, part: Mapping[str, Any]) -> Any:
+    """``made``, with OpenAI's ``detail`` of the image ``part``, which only servers read."""
+    url = part.get("image_url")
+    detail = url.get("detail") if isinstance(url, Mapping) else part.get("detail")
+    if not isinstance(detail, str):
+        return made
+    if isinstance(url := made.get("image_url"), Mapping):
+        return {**made, "image_url": {**url, "detail": detail}}
+    return {**made, "detail": detail}
 
 
 def _source_in(part: Mapping[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from contextlib import closing
 from dataclasses import replace
@@ -14,10 +15,12 @@ import tomlkit
 from batchkit.config.tables import JobConfig
 from batchkit.engines.registry import open_engine, open_preflight
 from batchkit.errors import RequestError
+from batchkit.execution.attempts import with_smaller_images
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.types import Request, Row
 from tests.support.chat_server import serving
 from tests.support.forks import Fork
+from tests.support.images import RED, png
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 from tests.support.server_engine import ask, job, opened
@@ -79,6 +82,32 @@ def test_vllms_chat_template_gets_what_a_batch_line_says(text_model: Path, tmp_p
     assert "tool_choice: forcing a call needs engine.tool_call_parser" in forced
 
 
+def test_a_dry_run_shows_each_step_with_the_names_that_it_is_sent_with(
+    text_model: Path, tmp_path: Path
+) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", [{"n": 0}, {"n": 1}])
+    own = {"user": "one", "chat_template_kwargs": {"enable_thinking": 7}}
+    tables = {
+        "input": {"path": "rows.jsonl"},
+        "engine": {
+            "kind": "transformers",
+            "model": str(text_model),
+            "options": {"chat_template": TEMPLATE},
+        },
+        "prompt": {"chat_template_kwargs": {"reasoning_effort": "low"}},
+        "steps": [
+            {"name": "a", "when": "{{ n }}", "prompt": own},
+            {"name": "b", "prompt": {"user": "two"}},
+        ],
+    }
+    (tmp_path / "job.toml").write_text(tomlkit.dumps(tables))
+    done = batchkit("run", "job.toml", "--dry-run", cwd=tmp_path, start=Fork)
+    assert done.returncode == 0, done.stderr
+    _, first, second = done.stdout.split("--- row ")
+    assert "|user:two|thinking , low" in first
+    assert "|user:one|thinking 7, low" in second
+
+
 def test_the_template_of_transformers_gets_the_same(text_model: Path) -> None:
     made = make_job(text_model, chat_template=TEMPLATE)
     assert open_preflight(made).render(_request()).text == SHOWN
@@ -109,6 +138,22 @@ def test_a_row_has_its_own_reasoning_effort_where_the_job_has_one_for_all() -> N
             ask(engine, [PromptRenderer(made).render(row) for row in rows])
     efforts = {len(body.get("tools", [])): body["reasoning_effort"] for body in server.bodies}
     assert efforts == {1: "low", 0: "high"}
+
+
+def test_a_server_gets_the_detail_of_an_image() -> None:
+    url = "data:image/png;base64," + base64.b64encode(png(RED)).decode()
+    parts = [
+        {"type": "image_url", "image_url": {"url": url, "detail": "low"}},
+        {"type": "image_url", "image_url": {"url": url}},
+    ]
+    row = Row(0, "0", {"body": {"messages": [{"role": "user", "content": parts}]}})
+    with serving() as server:
+        made = job(server)
+        with closing(open_engine(made)) as engine:
+            ask(engine, [with_smaller_images(PromptRenderer(made).render(row))])
+        (body,) = server.bodies
+    sent = [part["image_url"].get("detail") for part in body["messages"][0]["content"]]
+    assert sent == ["low", None]
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])

@@ -154,10 +154,8 @@ class JobConfig(Table):
     def of_step(self, step: StepTable) -> JobConfig:
         """A job whose rows have one generation: that of ``step``."""
         given = {name: getattr(step.sampling, name) for name in step.sampling.model_fields_set}
-        prompt = step.prompt
-        if not prompt.chat_template_kwargs:
-            kwargs = {"chat_template_kwargs": self.prompt.chat_template_kwargs}
-            prompt = prompt.model_copy(update=kwargs)
+        kwargs = {**self.prompt.chat_template_kwargs, **step.prompt.chat_template_kwargs}
+        prompt = step.prompt.model_copy(update={"chat_template_kwargs": kwargs})
         return self.model_copy(
             update={
                 "steps": [],

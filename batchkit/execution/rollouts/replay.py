@@ -55,7 +55,10 @@ def _with_hashes(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if content is None or isinstance(content, str):
         return message
     parts = [
-        _hash_of(part["image_pil"]) if part["type"] == "image_pil" else part for part in content
+        [*_hash_of(part["image_pil"]), *filter(None, [part.get("detail")])]
+        if part["type"] == "image_pil"
+        else part
+        for part in content
     ]
     return {**message, "content": parts}
 
