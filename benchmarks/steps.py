@@ -3,9 +3,13 @@
     python benchmarks/steps.py [--rounds 3] [--only NAME] [--quick]
 
 The second step asks about the first one's answer. Real vLLM with a simulated accelerator
-(accelerator.py), rows and lengths of text.py. Every side's clock runs from the first step of the engine
-to the last change of its results; of the two jobs it is the sum, so that the second load of the model
-is not counted. Ray Data has an engine for each stage, and streams blocks of rows from one to the other;
+(accelerator.py), rows and lengths of text.py. Two clocks, the same for every side:
+
+- **at work**: from the first step of the engine to the last change of its results. Of the two jobs it
+  is the sum, so that their second load of the model is not counted.
+- **whole**: from the start of the command, or of the first of two, to the end of the last.
+
+Ray Data has an engine for each stage, and streams blocks of rows from one to the other;
 both engines are on one accelerator, which works on one step at a time.
 """
 
@@ -23,6 +27,7 @@ from typing import Any, NamedTuple
 
 import tomlkit
 from commands import adopt_orphans, timed
+from figures import Figure
 from models import build_ending_model
 from ray_data import SCRIPT, STAGES
 from sides import check
@@ -47,7 +52,8 @@ SHAPES = (Shape(64, 15, 300), Shape(256, 12, 1000), Shape(256, 12, 2000))
 
 
 class Found(NamedTuple):
-    seconds: float
+    at_work_s: float
+    whole_s: float
     answers: list[Any]
 
 
@@ -67,21 +73,33 @@ def main() -> None:
         for shape in SHAPES:
             if not args.only or shape.name in args.only:
                 results += measured(shape, folder, args.rounds)
+    print(f"{'setting':>18} {'side':>16} {'at work':>26} {'whole':>26}")
     for line in results:
-        spread = f"{min(line['ratios']):.2f}–{max(line['ratios']):.2f}"
-        wanted = "" if line["wanted"] is None else f"wanted {line['wanted']:.1f}"
-        print(
-            f"{line['setting']:>8} {line['rows']:>6} {line['side']:>16} {line['seconds']:>7.2f} s"
-            f" {line['ratio']:>5.2f} ({spread}) {wanted}".rstrip()
+        clocks = "".join(f" {of_clock(line[clock]):>26}" for clock in ("at_work", "whole"))
+        wanted = "" if line["wanted"] is None else f"  wanted {line['wanted']:.1f}"
+        print(f"{line['setting']:>18} {line['side']:>16}{clocks}{wanted}")
+    figures = [
+        Figure(
+            f"{line['setting']}, against {line['side']}", line["at_work"]["ratio"], wanted=wanted
         )
+        for line in results
+        if (wanted := line["wanted"]) is not None
+    ]
     report = {"benchmark": "steps", "rounds": args.rounds, "answers_equal": True}
+    report["figures"] = [figure.to_json() for figure in figures]
     print(json.dumps({**report, "results": results}))
+
+
+def of_clock(found: Mapping[str, Any]) -> str:
+    ratios = found["ratios"]
+    spread = f"({min(ratios):.2f}–{max(ratios):.2f})"
+    return f"{found['seconds']:>7.2f} s {found['ratio']:.2f} {spread}"
 
 
 def measured(shape: Shape, folder: Path, rounds: int) -> list[dict[str, Any]]:
     rows = write(folder / f"{shape.rows}.jsonl", shape.rows)
     sides = {STEPS: run_steps, JOBS: run_two_jobs, RAY: run_ray}
-    took: dict[str, list[float]] = {side: [] for side in sides}
+    took: dict[str, list[Found]] = {side: [] for side in sides}
     expected: list[Any] = []
     for number in range(rounds):
         for side, run in sides.items():
@@ -90,20 +108,26 @@ def measured(shape: Shape, folder: Path, rounds: int) -> list[dict[str, Any]]:
             found = run(shape, rows, folder / "model", scratch)
             expected = expected or found.answers
             check(f"{shape.name}, {side}, round {number + 1}", found.answers, expected)
-            took[side].append(found.seconds)
-            print(f"{shape.name} {number + 1} {side}: {found.seconds:.2f} s", file=sys.stderr)
+            took[side].append(found)
+            times = f"{found.at_work_s:.2f} s at work, {found.whole_s:.1f} s in all"
+            print(f"{shape.name} {number + 1} {side}: {times}", file=sys.stderr, flush=True)
     return [
         {
-            "setting": shape.name,
-            "rows": shape.rows,
+            "setting": f"{shape.name}, {shape.rows} rows",
             "side": side,
-            "seconds": statistics.median(seconds),
-            "ratios": (ratios := [s / ours for s, ours in zip(seconds, took[STEPS], strict=True)]),
-            "ratio": statistics.median(ratios),
+            "at_work": against([f.at_work_s for f in found], [f.at_work_s for f in took[STEPS]]),
+            "whole": against([f.whole_s for f in found], [f.whole_s for f in took[STEPS]]),
             "wanted": WANTED.get(side),
         }
-        for side, seconds in took.items()
+        for side, found in took.items()
     ]
+
+
+def against(seconds: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
+    """The median, and the ratio to our time in each round."""
+    ratios = [theirs / own for theirs, own in zip(seconds, ours, strict=True)]
+    ratio = statistics.median(ratios)
+    return {"seconds": statistics.median(seconds), "ratios": ratios, "ratio": ratio}
 
 
 def run_steps(shape: Shape, rows: Path, model: Path, folder: Path) -> Found:
@@ -111,27 +135,26 @@ def run_steps(shape: Shape, rows: Path, model: Path, folder: Path) -> Found:
         {"name": "answer", "prompt": {"user": "{{ q }}"}},
         {"name": "check", "prompt": {"user": THEN + "{{ steps.answer.text }}"}},
     ]
-    seconds = run_batchkit(
-        "steps", {"input": {"path": str(rows)}, "steps": steps}, shape, model, folder
-    )
-    return Found(seconds, answers_of(folder, "steps"))
+    job = {"input": {"path": str(rows)}, "steps": steps}
+    return Found(*run_batchkit("steps", job, shape, model, folder), answers_of(folder, "steps"))
 
 
 def run_two_jobs(shape: Shape, rows: Path, model: Path, folder: Path) -> Found:
     first = {"input": {"path": str(rows)}, "prompt": {"user": "{{ q }}"}}
-    seconds = run_batchkit("first", first, shape, model, folder)
+    at_work_s, whole_s = run_batchkit("first", first, shape, model, folder)
     then = {
         "input": {"path": str(folder / "output" / "first" / "results.jsonl")},
         "prompt": {"user": THEN + "{{ text }}"},
         "output": {"keep": ["index"]},
     }
-    seconds += run_batchkit("second", then, shape, model, folder)
-    return Found(seconds, answers_of(folder, "second"))
+    more_s, more_whole_s = run_batchkit("second", then, shape, model, folder)
+    return Found(at_work_s + more_s, whole_s + more_whole_s, answers_of(folder, "second"))
 
 
 def run_batchkit(
     name: str, job: Mapping[str, Any], shape: Shape, model: Path, folder: Path
-) -> float:
+) -> tuple[float, float]:
+    """Seconds at work, and of the whole command."""
     options = {**options_of(shape), "worker_cls": "stamped.SimulatedWorker"}
     table = {
         "name": name,
@@ -141,9 +164,9 @@ def run_batchkit(
     }
     (folder / f"{name}.toml").write_text(tomlkit.dumps(table))
     command = [sys.executable, "-m", "batchkit", "run", f"{name}.toml"]
-    stamps = run(name, command, shape, folder, {})
+    whole_s, stamps = run(name, command, shape, folder, {})
     written = (folder / "output" / name / "results.jsonl").stat().st_mtime
-    return written - stamps[1]
+    return written - stamps[1], whole_s
 
 
 def run_ray(shape: Shape, rows: Path, model: Path, folder: Path) -> Found:
@@ -157,20 +180,21 @@ def run_ray(shape: Shape, rows: Path, model: Path, folder: Path) -> Found:
         "then": THEN,
     }
     command = [sys.executable, str(SCRIPT), str(rows), "results", json.dumps(table)]
-    stamps = run("ray", command, shape, folder, {"device": str(device)})
+    whole_s, stamps = run("ray", command, shape, folder, {"device": str(device)})
     files = sorted((folder / "results").glob("*.json"))
     lines = [json.loads(line) for file in files for line in file.open()]
     lines.sort(key=lambda line: int(line["q"].partition(":")[0]))
     written = max(file.stat().st_mtime for file in files)
-    return Found(written - stamps[2], [[line["text"], line["completion_tokens"]] for line in lines])
+    answers = [[line["text"], line["completion_tokens"]] for line in lines]
+    return Found(written - stamps[2], whole_s, answers)
 
 
 def run(
     name: str, command: Sequence[str], shape: Shape, folder: Path, costs: Mapping[str, Any]
-) -> list[float]:
-    """The times that its workers wrote, in order: models loaded, then first steps."""
+) -> tuple[float, list[float]]:
+    """As ``timed``."""
     costs = {**STEP, "step_ms": shape.step_ms, "token_us": 4, **costs}
-    return timed(name, command, folder, name, costs)[1]
+    return timed(name, command, folder, name, costs)
 
 
 def options_of(shape: Shape) -> dict[str, Any]:
