@@ -97,7 +97,11 @@ def judged_by_step(
             score = reading.found(verdict.get("text", ""), {}, answer.id)
         found[answer.index] = _score(score, table)
     if missing := sum(score is None for score in found.values()):
-        say(f"{missing:,} of {len(found):,} answers have no score from the step {name}")
+        where = "number that its extract finds" if extracts else "line [Score]: x in its text"
+        say(
+            f"{missing:,} of {len(found):,} answers have no score from the step {name}: it was skipped, or"
+            f" there is no {where}"
+        )
     return found
 
 
