@@ -168,7 +168,7 @@ function draw() {
   drawCharts(byId("charts"), metrics, happened);
   const starts = new Set(metrics.start).size;
   byId("charts-note").textContent = metrics.at.length < 2
-    ? (status.state === "running" ? "Nothing has been measured yet." : "Too short for a chart.")
+    ? (status.state === "running" ? "Nothing has been measured yet: that begins when the model is loaded." : "Too short for a chart.")
     : [
       "Over the time at work, loading the model included.",
       starts > 1 && "A broken line is a new start; the time between two is cut out.",
