@@ -15,7 +15,7 @@ from batchkit.config.tables import ScoringTable
 from batchkit.scoring.bounds import MOST_READ, Unscorable, check_length
 from batchkit.scoring.patterns import last_match
 from batchkit.scoring.reward import parse_reward
-from batchkit.scoring.values import numbers_in
+from batchkit.scoring.values import in_digits, numbers_in
 
 Extractor = Callable[[str, ScoringTable], str | None]
 
@@ -39,7 +39,7 @@ def final_answer(text: str, table: ScoringTable) -> str | None:
 def last_number(text: str, table: ScoringTable) -> str | None:
     """The last number, without thousands separators."""
     found = numbers_in(text)
-    return f"{found[-1]:.15g}" if found else None
+    return in_digits(found[-1]) if found else None
 
 
 def reward(text: str, table: ScoringTable) -> str | None:

@@ -13,13 +13,19 @@ _NUMBER = re.compile(
 
 
 def numbers_in(text: str) -> list[float]:
-    """The numbers of ``text`` in order; ``1,234`` is one number, ``1955,62170`` is two."""
-    found = []
+    """The numbers of ``text`` in order; ``1,234`` is one number, ``1955,62170`` is two. Whole numbers are
+    exact."""
+    found: list[float] = []
     for match in _NUMBER.findall(text.replace("\u2212", "-")):
-        number = float(re.sub(r"[,$€£¥+]", "", match))
-        if math.isfinite(number):
-            found.append(number)
+        plain = re.sub(r"[,$€£¥+]", "", match)
+        if math.isfinite(number := float(plain)):
+            found.append(int(plain) if plain.lstrip("-").isdigit() else number)
     return found
+
+
+def in_digits(number: float) -> str:
+    """One of ``numbers_in``, as text."""
+    return str(number) if isinstance(number, int) else f"{number:.15g}"
 
 
 def numeric(prediction: str, reference: str, tolerance: float) -> float | None:
@@ -53,7 +59,7 @@ def vote_of(prediction: str, choices: Sequence[str]) -> str | None:
     words = " ".join(prediction.split()).replace("\u2212", "-").casefold()
     plain = words.lstrip("([\"'*` ").rstrip(".)]\"'*` ")
     numbers = numbers_in(plain) if _NUMBER.fullmatch(plain) else []
-    return f"{numbers[0]:.15g}" if numbers else plain
+    return in_digits(numbers[0]) if numbers else plain
 
 
 def _chosen(text: str, choices: Sequence[str]) -> str | None:

@@ -16,7 +16,7 @@ from batchkit.scoring.extract import EXTRACTORS
 from batchkit.scoring.metrics import tabulate
 from batchkit.scoring.overlap import OVERLAPS, Mode, normalise, overlap, pair
 from batchkit.scoring.reward import parse_reward
-from batchkit.scoring.values import choice, numbers_in, numeric
+from batchkit.scoring.values import choice, numbers_in, numeric, vote_of
 from tests.support.paths import ROOT
 
 VECTORS = ROOT.parent / "shared/realhit/metric_vectors.json"
@@ -149,6 +149,8 @@ def test_without_a_marker_the_whole_text_is_the_prediction() -> None:
         ("number", {}, "first 3, then 1,234.50 apples", "1234.5"),
         ("number", {}, "1955,62170", "62170"),
         ("number", {}, "none", None),
+        ("number", {}, "parcel -9,400,111,899,223,100,001", "-9400111899223100001"),
+        ("number", {}, "1e15 and 2.50", "2.5"),
         ("regex", {"pattern": r"answer is (\w+)"}, "answer is A. No: answer is B", "B"),
         ("regex", {"pattern": r"\d+"}, "a 12", "12"),
         ("regex", {"pattern": r"\d+"}, "a", None),
@@ -181,13 +183,8 @@ def test_numbers() -> None:
     assert numbers_in("v1.2.3 is no number, x2 neither") == []
     assert numbers_in("12,62170 and 1,1955") == [12, 62170, 1, 1955]
     assert numbers_in("- 42 things, 3 - 5, -7") == [42, 3, 5, -7]
-    assert numbers_in("of 3 in 6 that is .5, -.25 or $.75; no.9 is none") == [
-        3,
-        6,
-        0.5,
-        -0.25,
-        0.75,
-    ]
+    assert numbers_in("of 3 it is .5, -.25 or $.75; no.9 is none") == [3, 0.5, -0.25, 0.75]
+    assert vote_of("9400111899223100001", ()) != vote_of("9400111899223100002", ())
     assert numeric("about 101", "100", 0.01) == 1
     assert numeric("102", "100", 0.01) == 0
     assert numeric("1, 2", "1, 2, 3", 0.01) == 0
