@@ -9,12 +9,14 @@ from collections.abc import Iterator
 
 from batchkit.config.tables import InputTable
 from batchkit.errors import InputError
-from batchkit.sources.files import open_input
+from batchkit.sources.files import BLOCK_BYTES, open_input
 from batchkit.sources.formats import suffix_of
 from batchkit.sources.reader import Found, Skip, fault, shown
 
 MAX_CELL_CHARS = 2**26
 """A longer cell is refused: it comes from a quote that was never closed, not from real data."""
+
+_RETURN = "a carriage return (\\r) in a cell without quotes; quote the cell"
 
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
@@ -28,7 +30,9 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
     delimiter = "\t" if suffix_of(path) == ".tsv" else ","
     with open_input(path) as file:
         # Bytes that aren't UTF-8 become lone surrogates, so that they fail one row, not the file.
-        text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
+        text = io.TextIOWrapper(
+            file, "utf-8", errors="surrogateescape", newline=_line_end(file.peek(BLOCK_BYTES))
+        )
         rows = csv.reader(text, delimiter=delimiter, strict=True)
         header = _header(path, rows)
         while True:
@@ -36,12 +40,14 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
             try:
                 cells = next(rows, None)
             except csv.Error as error:
-                if rows.line_num > start:
+                is_return = str(error).startswith("new-line character")
+                if rows.line_num > start and not is_return:
                     raise InputError(
                         f"{path} lines {start}-{rows.line_num}: {error}; a quote that line {start}"
                         " opens is not closed where its cell ends"
                     ) from error
-                yield None if skip(index) else fault(path, start, f"{error}; check its quotes")
+                problem = _RETURN if is_return else f"{error}; check its quotes"
+                yield None if skip(index) else fault(path, start, problem)
                 index += 1
                 continue
             if cells is None:
@@ -55,6 +61,12 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
             else:
                 yield fault(path, _lines(start, rows.line_num), _problem(cells, header))
             index += 1
+
+
+def _line_end(start: bytes) -> str:
+    """Empty for the ends of lines that csv knows, as old Macs wrote \\r. Where they are \\n, a lone \\r is
+    within a text that lacks its quotes (pandas writes such), and cutting it off there would go unseen."""
+    return "" if b"\r" in start.partition(b"\n")[0].rstrip(b"\r") else "\n"
 
 
 def _header(path: str, rows: Iterator[list[str]]) -> list[str]:

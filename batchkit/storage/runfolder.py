@@ -92,7 +92,7 @@ def claim(folder: Path) -> Iterator[Claim]:
         _sign(folder)
         yield held
     finally:
-        with suppress(LostLockError):
+        with suppress(LostLockError, OSError):  # the file says nothing once the lock is released
             held.check()  # raises if another process may have written its own holder file
             (folder / _HOLDER).unlink(missing_ok=True)
         lock.release()

@@ -227,6 +227,13 @@ def test_csv_cells_hold_separators_quotes_and_line_ends(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r", "\r\r\n"])
+def test_csv_lines_have_one_of_the_usual_ends(tmp_path: Path, end: str) -> None:
+    text = end.join(["q,a", '"one\r2","3\n4"', "5,6", ""])
+    rows = rows_of(write(tmp_path, "x.csv", text.encode()))
+    assert [row.fields for row in rows] == [{"q": "one\r2", "a": "3\n4"}, {"q": "5", "a": "6"}]
+
+
 def test_tsv_is_separated_by_tabs(tmp_path: Path) -> None:
     [row] = rows_of(write(tmp_path, "x.tsv", "a\tb\n1,5\t2\n"))
     assert row.fields == {"a": "1,5", "b": "2"}
@@ -240,6 +247,8 @@ def test_tsv_is_separated_by_tabs(tmp_path: Path) -> None:
         (b'"x\ny"', "lines 4-5: 1 cells for 2 columns"),
         (b"1,\xff", "line 4: not UTF-8 in column 'b'"),
         (b'"a"b,2', "line 4: ',' expected after '\"'; check its quotes"),
+        (b"1,cut\roff", "line 4: a carriage return (\\r) in a cell without quotes"),
+        (b'"x\ny",cut\roff', "line 4: a carriage return (\\r) in a cell without quotes"),
         (b"x" * 999, "…; quote a cell that holds the separator"),
     ],
 )
