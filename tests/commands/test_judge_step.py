@@ -11,10 +11,12 @@ from batchkit.commands.run import run_job
 from batchkit.commands.score import score_run
 from batchkit.commands.score.judge import FOLDER
 from batchkit.config.tables import JobConfig
+from batchkit.config.tables.scoring import JudgeTable
 from batchkit.errors import JobError
 from tests.support.chat_server import ChatServer, serving
+from tests.support.command_line import batchkit
 from tests.support.judge import Judge
-from tests.support.scored_runs import counted, engine, job, quiet, run, scored
+from tests.support.scored_runs import counted, engine, job, quiet, run, scored, write_job
 
 
 def job_with_steps(
@@ -81,6 +83,23 @@ def test_a_finished_run_is_scored_by_its_steps_without_asking_again(tmp_path: Pa
         score_run(folder, made.model_copy(update={"scoring": scoring}), say=quiet)
         assert judge.asked.total() == asked
     assert scored(folder)["q0"][1] == {"judge": 0.5}
+
+
+def test_a_judge_that_does_not_fit_the_run_is_refused_and_the_run_stays_as_it_is(
+    tmp_path: Path,
+) -> None:
+    with serving(Judge({})) as server:
+        made = job_with_steps(tmp_path, server)
+        folder = run(made)
+        steps = [step.model_copy(update={"name": f"{step.name}2"}) for step in made.steps]
+        judge = made.scoring.model_copy(update={"judge": JudgeTable(step="judge2")})
+        prompt = steps[1].prompt.model_copy(update={"user": "{{ steps.draft2.text }}"})
+        steps[1] = steps[1].model_copy(update={"prompt": prompt})
+        write_job(tmp_path, made.model_copy(update={"steps": steps, "scoring": judge}))
+        done = batchkit("score", str(folder), "--job", str(tmp_path / "job.toml"))
+    assert done.exit_code == 2
+    assert "scoring.judge.step: found 'judge2'" in done.stderr
+    assert batchkit("score", str(folder)).exit_code == 0
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,17 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 
 def job_to_score(folder: Path, named: Path | None, overrides: Sequence[str]) -> JobConfig:
-    """The job of the run in ``folder``, with the scoring of the job file ``named``, if any."""
+    """The job of the run in ``folder``, with the scoring of the job file ``named``, if any.
+
+    Raises:
+        JobError: that scoring does not fit the run, whose own ``job.toml`` it becomes a part of.
+    """
     if named is None:
         return job_of_run(folder, [o for o in overrides if o.startswith("scoring.")])
-    return job_of_run(folder).model_copy(update={"scoring": load_job(named, overrides).scoring})
+    job = job_of_run(folder).model_copy(update={"scoring": load_job(named, overrides).scoring})
+    origin = f"{folder}, scored as {named} says"
+    JobConfig.model_validate(job.model_dump(), context={"origin": origin})
+    return job
 
 
 def job_of_rows(named: Path | None, folder: Path | None, overrides: Sequence[str]) -> JobConfig:
