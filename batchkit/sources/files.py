@@ -152,6 +152,9 @@ class _Foreign(io.RawIOBase):
             chunk = self._file.read(len(buffer))
         except Exception as error:  # zlib's, zstd's, botocore's, aiohttp's …
             raise OSError(f"{type(error).__name__}: {error}") from error
+        size = getattr(self._file, "size", None)
+        if not chunk and isinstance(size, int) and self.tell() < size:
+            raise OSError(f"ended at byte {self.tell():,} of {size:,}")  # a server may send less
         buffer[: len(chunk)] = chunk
         return len(chunk)
 

@@ -415,6 +415,37 @@ class Export:
         self._http.server_close()
 
 
+def test_file_at_a_url_that_ends_before_its_length_stops_the_run() -> None:
+    """A range of bytes may be answered with fewer of them; fsspec takes none for the end of the file."""
+    content = encoded(rows("old", 20))
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(page) -> None:
+            first = int((page.headers.get("Range") or "bytes=0-")[6:].partition("-")[0])
+            part = content[first : len(content) // 2]
+            page.send_response(206 if "Range" in page.headers else 200)
+            page.send_header("Content-Range", f"bytes {first}-{len(content) - 1}/{len(content)}")
+            page.send_header("Accept-Ranges", "bytes")
+            page.send_header("ETag", "one")
+            whole = page.command == "HEAD" or "Range" not in page.headers
+            page.send_header("Content-Length", str(len(content if whole else part)))
+            page.end_headers()
+            if page.command == "GET":
+                page.wfile.write(part)
+
+        do_HEAD = do_GET
+
+        def log_message(page, *args: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        write_job(f"http://127.0.0.1:{server.server_port}/in.jsonl")
+        ended = run()
+        server.shutdown()
+    assert ended.exit_code == 1
+    assert f"can't be read: ended at byte {len(content) // 2:,} of {len(content):,}" in ended.stderr
+
+
 @pytest.mark.parametrize("cache", ["", "simplecache::", "filecache::"])
 @pytest.mark.parametrize("has_length", [True, False])
 def test_changed_page_of_which_the_server_says_nothing_is_another_input(
