@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from batchkit.config.installation import how_to_install
@@ -47,17 +48,18 @@ def open_engine(job: JobConfig, launcher: Launcher | None = None) -> Engine:
         EngineError: the model can't be loaded.
     """
     if job.engine.in_process or job.engine.kind in LIGHT:
-        return load_engine(job)
+        return load_engine(job, None if launcher is None else launcher.log)
     from batchkit.engines.process.engine import ProcessEngine
 
     _require_packages(job)
     return ProcessEngine(job, launcher)
 
 
-def load_engine(job: JobConfig) -> Engine:
-    """Like ``open_engine``, but always in this process."""
+def load_engine(job: JobConfig, log: Path | None = None) -> Engine:
+    """Like ``open_engine``, but always in this process. A server that it starts prints to ``log``."""
+    own = () if job.engine.server is None else (log,)
     with _importing(job):
-        engine: Engine = _module(job).open_engine(job)
+        engine: Engine = _module(job).open_engine(job, *own)
     return engine
 
 

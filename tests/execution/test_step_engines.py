@@ -132,6 +132,15 @@ def test_a_run_that_is_killed_goes_on_with_the_engine_that_was_loaded(tmp_path: 
     assert turns(so_far) == ["[engine]"]
 
 
+def test_a_server_of_a_named_engine_prints_to_a_log_of_its_own() -> None:
+    said = shlex.quote(f"echo I judge; exec {OWN['server']['command']}")  # type: ignore[index]
+    write(engines={"judge": {**OWN, "server": {"command": f"sh -c {said}"}}})
+    ended = batchkit("run", "job.toml")
+    assert ended.exit_code == 0, ended.stderr
+    logs = {path.name for path in RUN.glob("engine*.log") if "I judge" in path.read_text()}
+    assert logs == {"engine.judge.log"}
+
+
 def test_rows_that_can_be_read_only_once_have_their_turns_too() -> None:
     job = make_job(
         {"name": "a", "engine": OWN, "engines": {"judge": OWN}, "steps": [DRAFT, JUDGE, REVISE]},

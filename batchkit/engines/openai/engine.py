@@ -30,6 +30,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from batchkit.config.server_command import llama_server
@@ -71,11 +72,11 @@ class OpenAIServerEngine:
         StartFailed: the run's own server did not start.
     """
 
-    def __init__(self, job: JobConfig) -> None:
+    def __init__(self, job: JobConfig, log: Path | None = None) -> None:
         self._options = options_of(job)
         self._row_timeout_s, self._task = job.run.row_timeout_s, job.task
         self._events: deque[str] = deque()  # the loop's thread appends, the caller's takes
-        self._own = _own_server(job, self._options, self.limits)
+        self._own = _own_server(job, self._options, self.limits, log)
         self._remote = Remote(
             job,
             self._own.base_url if self._own else job.engine.base_url or "",
@@ -357,8 +358,8 @@ class OpenAIServerPreflight:
         return RenderedPrompt(api.shown(request), None)
 
 
-def open_engine(job: JobConfig) -> OpenAIServerEngine:
-    return OpenAIServerEngine(job)
+def open_engine(job: JobConfig, log: Path | None = None) -> OpenAIServerEngine:
+    return OpenAIServerEngine(job, log)
 
 
 def open_preflight(job: JobConfig) -> OpenAIServerPreflight:
@@ -366,16 +367,20 @@ def open_preflight(job: JobConfig) -> OpenAIServerPreflight:
     return OpenAIServerPreflight(job)
 
 
-def _own_server(job: JobConfig, options: Options, limits: Mapping[str, Any]) -> OwnServer | None:
+def _own_server(
+    job: JobConfig, options: Options, limits: Mapping[str, Any], log: Path | None
+) -> OwnServer | None:
     table = job.engine.server
     if table is None:
         return None
     if table.command is not None:
-        return OwnServer(job, table, table.command, {"max_num_seqs": 1})  # can't be reduced
+        return OwnServer(
+            job, table, table.command, {"max_num_seqs": 1}, log=log
+        )  # can't be reduced
     command = llama_server(
         job.engine.model,
         max_model_len=options.max_model_len or 0,  # options_of checked that it is set
         max_num_seqs=options.max_num_seqs,
         task=job.task,
     )
-    return OwnServer(job, table, command, limits)
+    return OwnServer(job, table, command, limits, log=log)

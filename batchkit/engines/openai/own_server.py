@@ -45,7 +45,8 @@ _ERROR = re.compile(r"error|exception|assert|fatal|failed", re.IGNORECASE)
 
 
 class OwnServer:
-    """``command``'s server, on its own port; what it prints is appended to ``engine.log``.
+    """``command``'s server, on its own port; what it prints is appended to ``log``, by default
+    ``engine.log``.
 
     ``start`` starts it. A second process (``guard.py``) ends it with the run. ``limits`` are the
     options that decide how much memory it claims when it starts. ``memory`` watches the host's
@@ -60,11 +61,12 @@ class OwnServer:
         command: str,
         limits: Mapping[str, Any],
         *,
+        log: Path | None = None,
         memory: MemoryWatch | None = None,
     ) -> None:
         self.command = command
         self._table, self._limits = table, limits
-        self._log = EngineLog(job.folder / LOG)
+        self._log = EngineLog(log or job.folder / LOG)
         self._is_memory_limited = job.run.max_host_gb is not None
         self.host_bytes = 0
         self._port, self._claim = claimed_port()
