@@ -14,6 +14,7 @@ from batchkit.sources.lines import read_lines
 from batchkit.sources.reader import Found, Skip, fault, shown
 
 _LOOKED_AT = 1000  # lines
+_KEYS = {"custom_id", "body"}
 
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
@@ -22,7 +23,7 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
 
 
 def is_batch(path: str) -> bool:
-    """Whether the first line that is JSON is a batch request: a broken one takes no id from the others.
+    """Whether the first line that tells is a batch request: a broken one takes no id from the others.
 
     Raises:
         InputError: as ``open_input``.
@@ -33,7 +34,8 @@ def is_batch(path: str) -> bool:
                 request = orjson.loads(line)
             except orjson.JSONDecodeError:
                 continue
-            return isinstance(request, dict) and "custom_id" in request and "body" in request
+            if isinstance(request, dict) and (n_keys := len(request.keys() & _KEYS)) != 1:
+                return n_keys == len(_KEYS)
     return False
 
 
