@@ -170,6 +170,8 @@ def _begin_text(path: str, file: io.BufferedReader[Any]) -> None:
     for magic, problem in NOT_TEXT.items():
         if start.startswith(magic):
             raise InputError(f"{path}: {problem}")
+    if b"\0" in start:  # each zero is valid UTF-8, so prompts would have them
+        raise InputError(f"{path}: has zero bytes, as UTF-16 text does; save it as UTF-8")
     if start.startswith(UTF8_BOM):
         file.read(len(UTF8_BOM))
 

@@ -26,6 +26,9 @@ _NO_VALUE = re.compile(
     rb"<(?:\w+:)?c((?:\s[^<>]*)?)>\s*<(?:\w+:)?f(?:\s[^<>]*?)?(?:/>|>[^<]*</(?:\w+:)?f>)\s*"
     rb"(?:</(?:\w+:)?c>|(<(?:\w+:)?v(?:\s[^<>]*?)?(?:/>|></)))"
 )
+# How a workbook writes what XML has no characters for, such as the \r of a line break, and the _ that
+# begins a text of that form. Other escapes are left: openpyxl hides whether they were meant.
+_ESCAPED = re.compile("_x(00[01][0-9A-Fa-f]|005[Ff])_")
 _LONGEST_CELL = 2**17  # bytes, with a formula, which may have 8,192 characters
 _FORMULA = object()  # in place of a value that is not known
 _NOT_COMPUTED = (
@@ -115,10 +118,17 @@ def _sheet(path: str, workbook: Any, name: str | None) -> Any:
 
 def _values(sheet: Any) -> Iterator[Sequence[Any]]:
     if sheet.parent.data_only:
-        yield from sheet.iter_rows(values_only=True)
+        for values in sheet.iter_rows(values_only=True):
+            yield [_unescaped(value) for value in values]
         return
     for cells in sheet.iter_rows():
-        yield [_FORMULA if cell.data_type == "f" else cell.value for cell in cells]
+        yield [_FORMULA if cell.data_type == "f" else _unescaped(cell.value) for cell in cells]
+
+
+def _unescaped(value: Any) -> Any:
+    if isinstance(value, str) and "_x00" in value:
+        return _ESCAPED.sub(lambda escape: chr(int(escape[1], 16)), value)
+    return value
 
 
 def _header(path: str, number: int, cells: Sequence[Any]) -> list[str]:

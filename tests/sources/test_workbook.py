@@ -89,6 +89,14 @@ def test_formula_that_no_program_has_computed_fails_its_row_alone(
         rows_of(workbook(tmp_path, data=[["=A2"], ["tea"]]))
 
 
+@pytest.mark.parametrize("formula", [[], ["=a"]])
+def test_texts_are_those_that_excel_shows(tmp_path: Path, formula: list[str]) -> None:
+    """The file has ``_x000D_`` for the \\r of a line break, and ``_x005F_`` for a text like that."""
+    texts = ["tea_x000D_\nor milk", "a_x005F_x000D_", "_x0020_"]
+    rows = rows_of(workbook(tmp_path, data=[["q"], *([text] for text in texts), formula]))
+    assert [row.fields["q"] for row in rows[:3]] == ["tea\r\nor milk", "a_x000D_", "_x0020_"]
+
+
 _PREFIXED = (
     b'<x:c xmlns:x="http://schemas.openxmlformats.org/spreadsheetml/2006/main" r="A3">'
     b"<x:f>A2</x:f></x:c>"
