@@ -15,6 +15,7 @@ from batchkit.errors import InputError, RequestError
 from batchkit.sources.depth import TOO_DEEP, ShallowJson, is_too_deep
 from batchkit.sources.files import BLOCK_BYTES, open_input
 from batchkit.sources.reader import Found, Skip, one_of, shown
+from batchkit.sources.surrogates import MarkedHalves
 
 MAX_DIAGNOSED_EVENTS = 2_000_000  # a few seconds, to list the keys of a file without such a list
 
@@ -28,12 +29,17 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
             raise _not_a_list(path, None, start)
         prefix = "item" if table.records is None else f"{table.records}.item"
         try:
-            shallow = ShallowJson(file)
+            shallow = ShallowJson(halves := MarkedHalves(file))
             for member in ijson.items(shallow, prefix, use_float=True):
                 if skip(index):
                     yield None
                 elif shallow.is_deep and is_too_deep(member):
                     yield RequestError(f"{path} row {n_rows} of the list: {TOO_DEEP}")
+                elif halves.are_in(member):
+                    problem = (
+                        "a text has half of a surrogate pair, as \\ud83d is; mend or remove it"
+                    )
+                    yield RequestError(f"{path} row {n_rows} of the list: {problem}")
                 elif isinstance(member, dict):
                     yield member
                 else:

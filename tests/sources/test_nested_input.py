@@ -185,3 +185,15 @@ def test_batch_request_nested_too_deeply_fails_alone(tmp_path: Path) -> None:
     )
     assert (good.error, last.error, last.id) == (None, None, "c")
     assert "200 levels" in str(deep.error)
+
+
+@pytest.mark.parametrize("before", range(65_500, 65_540))
+def test_half_of_a_surrogate_pair_fails_its_row_alone(tmp_path: Path, before: int) -> None:
+    """In a prompt it would be a question mark; ijson reads blocks of 65,536 bytes."""
+    texts = [rb"\ud83d\ude00", rb"\ud83d", rb"\\ud83d", rb"\\ud83d\ude00", rb"\ud83d\ude00\\"]
+    path = tmp_path / "in.json"
+    rows = [b'{"t": "%b"}' % text for text in [b" " * before, *texts]]
+    path.write_bytes(b"[" + b",".join(rows) + b"]")
+    _, *found = read_rows(InputTable(path=str(path)))
+    assert [row.fields.get("t") for row in found] == ["😀", None, r"\ud83d", None, "😀\\"]
+    assert "row 2 of the list: a text has half of a surrogate pair" in str(found[1].error)
