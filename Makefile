@@ -13,9 +13,9 @@ quickstart: setup
 	.venv/bin/batchkit run jobs/quickstart.toml
 	@.venv/bin/python scripts/show_quickstart.py
 
-# All tests: real engines, real Ray, kills. Three at a time, since a third of their time they wait for a process.
+# All tests: real engines, real Ray, kills.
 test: setup llama-server
-	.venv/bin/pytest -n 3 --dist loadfile --no-loadscope-reorder
+	.venv/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # What needs no engine and no Ray, within a minute: after every edit.
 test-quick: setup

@@ -13,10 +13,13 @@ import sys
 import zipfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -278,11 +281,15 @@ def test_equal_numbers_are_one_bar_and_said_to_be_equal(tmp_path: Path) -> None:
 
 
 def test_row_that_json_cannot_hold_is_still_shown(tmp_path: Path) -> None:
-    odd = {**rows(1, 1)[0], "Question": "a lone \ud800 surrogate"}
-    run = make_run(tmp_path, [odd], right, prompt={"images": []}, output={"keep": []})
+    odd = {**rows(1, 1)[0], "share": float("nan"), "picture": b"\xff", "day": date(2026, 11, 23)}
+    pq.write_table(pa.Table.from_pylist([odd]), tmp_path / "odd.parquet")
+    source = {"path": str(tmp_path / "odd.parquet"), "records": ""}
+    tables = {"input": source, "prompt": {"images": []}, "output": {"keep": []}}
+    run = make_run(tmp_path, [odd | {"picture": "", "day": ""}], right, **tables)
     data = embedded(write_report(run).read_text(encoding="utf-8"), "data")
     fields = dict(zip(data["fields"], data["rows"][0]["fields"], strict=True))
-    assert fields["Question"].startswith("a lone ")
+    assert fields["Question"] == odd["Question"]
+    assert "2026-11-23" in str(fields["day"])
 
 
 @pytest.mark.parametrize("name", ["results.jsonl", "report"])

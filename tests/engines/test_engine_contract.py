@@ -102,16 +102,19 @@ def test_an_idle_engine_returns_nothing_in_time(engine: Engine) -> None:
 
 
 def test_the_load_is_reported(engine: Engine) -> None:
-    for index in range(40):  # of all lengths: where all end in one step, none is running after it
-        engine.submit(request(index, max_tokens=4 + index))
-    most = 0
-    done: list[Completion] = []
-    while len(done) < 40:
-        done += engine.poll(0.001)
-        load = engine.load()
-        most = max(most, load.running)
-        assert load.running <= engine.max_num_seqs == 16
-        assert load.waiting >= 0 <= load.kv_cache_usage <= 1
+    """On a busy machine all answers may come before the first look at the load: then again."""
+    most = rounds = 0
+    while most <= 1 and rounds < 10:
+        rounds += 1
+        for index in range(40):  # of all lengths: where all end at once, none is running after it
+            engine.submit(request(index, max_tokens=4 + index))
+        done: list[Completion] = []
+        while len(done) < 40:
+            done += engine.poll(0.001)
+            load = engine.load()
+            most = max(most, load.running)
+            assert load.running <= engine.max_num_seqs == 16
+            assert load.waiting >= 0 <= load.kv_cache_usage <= 1
     assert most > 1
 
 
