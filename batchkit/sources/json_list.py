@@ -15,7 +15,7 @@ from batchkit.errors import InputError, RequestError
 from batchkit.sources.depth import TOO_DEEP, ShallowJson, is_too_deep
 from batchkit.sources.files import BLOCK_BYTES, open_input
 from batchkit.sources.reader import Found, Skip, one_of, shown
-from batchkit.sources.surrogates import MarkedHalves
+from batchkit.sources.surrogates import HALF, MarkedHalves
 
 MAX_DIAGNOSED_EVENTS = 2_000_000  # a few seconds, to list the keys of a file without such a list
 
@@ -36,10 +36,7 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
                 elif shallow.is_deep and is_too_deep(member):
                     yield RequestError(f"{path} row {n_rows} of the list: {TOO_DEEP}")
                 elif halves.are_in(member):
-                    problem = (
-                        "a text has half of a surrogate pair, as \\ud83d is; mend or remove it"
-                    )
-                    yield RequestError(f"{path} row {n_rows} of the list: {problem}")
+                    yield RequestError(f"{path} row {n_rows} of the list: {HALF}")
                 elif isinstance(member, dict):
                     yield member
                 else:

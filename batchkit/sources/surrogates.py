@@ -1,4 +1,5 @@
-"""Halves of surrogate pairs in JSON: a cut emoji. yajl, which ``ijson`` uses, makes each a question mark."""
+"""Halves of surrogate pairs in JSON, for example of an emoji that was cut. yajl, which ``ijson`` uses,
+reads each as a question mark."""
 
 from __future__ import annotations
 
@@ -7,7 +8,11 @@ from typing import Any
 
 import orjson
 
-_HALF = "\ufdd0\ufdd1"  # which no text has: Unicode keeps these two for uses within a program
+HALF = (
+    "a text has half of a surrogate pair (an emoji that was cut, for example \\ud83d); correct it, or"
+    " remove the row"
+)
+_MARK = "\ufdd0\ufdd1"  # which no text has: Unicode keeps these two for uses within a program
 # The last is a backslash before a letter u, which may look like half of a pair.
 _MAYBE = re.compile(
     rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]|\\\\u[dD]",
@@ -40,4 +45,4 @@ class MarkedHalves:
 
     def are_in(self, value: Any) -> bool:
         """Whether ``value``, read from here, had a half in one of its texts."""
-        return self._has_any and _HALF in orjson.dumps(value).decode()
+        return self._has_any and _MARK in orjson.dumps(value).decode()

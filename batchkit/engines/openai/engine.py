@@ -374,9 +374,8 @@ def _own_server(
     if table is None:
         return None
     if table.command is not None:
-        return OwnServer(
-            job, table, table.command, {"max_num_seqs": 1}, log=log
-        )  # can't be reduced
+        limits = {"max_num_seqs": 1}  # can't be reduced
+        return OwnServer(job, table, table.command, limits, log=log)
     command = llama_server(
         job.engine.model,
         max_model_len=options.max_model_len or 0,  # options_of checked that it is set
