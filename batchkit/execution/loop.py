@@ -183,7 +183,7 @@ class Loop:
     def _check_complete(self) -> None:
         """All rows were read. Raises BrokenInputError if one of them has no record, or may have that
         of another prompt."""
-        self._rows.check_prompts()
+        self._rows.check_late_files()
         if self._is_retry:
             missing = len(self._attempts) - self._settled
         else:

@@ -9,6 +9,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import BrokenInputError, ChangedInputError, InputError
 from batchkit.execution.turns import Turns
 from batchkit.rendering.constant_files import constant_files
+from batchkit.sources.formats import ROWS_ARE_FILES
 from batchkit.sources.input import Input, check_unchanged, distrusted, watched
 from batchkit.storage.identity import CHANGING
 from batchkit.storage.index_set import IndexSet
@@ -65,13 +66,23 @@ class StartRows:
         pending = self._source.read(is_settled)
         return next(islice(pending, self.elsewhere, None), None) is not None
 
-    def check_prompts(self) -> None:
-        """Raises ChangedInputError if files that all prompts include have changed."""
-        check_unchanged(self._changed_prompts())
+    def check_late_files(self) -> None:
+        """Raises ChangedInputError if files that are opened after the last row was read have changed:
+        those that all prompts include, and those that are rows."""
+        changed = self._changed_prompts()
+        if files := self._files_that_are_rows():
+            try:
+                found = self._source.changes(True)
+            except InputError as error:
+                raise BrokenInputError(str(error)) from error
+            changed |= {path: how for path, how in found.items() if path in files}  # not new ones
+        self._distrust(changed.keys())
+        check_unchanged(changed)
 
     def note_changes(self) -> None:
         """At the end: have the next start look at what has changed."""
-        changed = self._changed_prompts() if self._all_read else self._source.changes(False)
+        is_over = self._all_read and not self._files_that_are_rows()
+        changed = self._changed_prompts() if is_over else self._source.changes(False)
         self._distrust(changed.keys())
 
     def _readable(self, rows: Iterator[Row]) -> Iterator[Row]:
@@ -89,6 +100,11 @@ class StartRows:
             if not begun:
                 raise
             raise BrokenInputError(str(error)) from error
+
+    def _files_that_are_rows(self) -> set[str]:
+        """Or whose pages are. They are opened again when their row is rendered."""
+        files = self._source.files or ()
+        return {file.path for file in files if file.read_as.partition(": ")[0] in ROWS_ARE_FILES}
 
     def _changed_prompts(self) -> dict[str, str]:
         """How files that all prompts include differ, by key. Some rows are rendered after the last
