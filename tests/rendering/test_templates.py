@@ -270,6 +270,17 @@ def test_a_field_called_like_a_function_of_jinja_is_the_field(name: str, before:
     assert found == "10-20"
 
 
+@pytest.mark.parametrize("name", ["range", "dict", "namespace", "cycler", "joiner", "lipsum"])
+@pytest.mark.parametrize("before", ["", "{% macro m() %}{% endmacro %}"])
+def test_a_row_that_lacks_a_field_called_like_a_function_of_jinja_has_none(
+    name: str, before: str
+) -> None:
+    with pytest.raises(TemplateError, match=f"'{name}' is undefined; the row has n"):
+        template(before + "{{ " + name + " }}").text({"n": 1})
+    optional = f"{{% if {name} is defined %}}{{{{ {name} }}}}{{% endif %}}{{{{ {name} | d('-') }}}}"
+    assert template(before + optional).text({"n": 1}) == "-"
+
+
 def test_a_function_of_jinja_can_be_called_where_no_field_has_its_name() -> None:
     assert template("{% for i in range(3) %}{{ i }}{% endfor %}").text({"n": 1}) == "012"
 

@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import StrictUndefined, UndefinedError
 
 from batchkit.rendering.templates.leaves import numbers_of
-from batchkit.rendering.templates.sandbox import unbounded
+from batchkit.rendering.templates.sandbox import functions_called, unbounded
 from batchkit.sources.child_process import Answer, limit_memory, serve
 
 MOST_MEMORY = 1 << 30  # bytes, plus eight times the size of the question
@@ -55,9 +55,13 @@ def _because(kind: str, message: str) -> Answer:
 
 @lru_cache(maxsize=64)
 def _compiled(source: str, expression: str | None) -> Callable[[Mapping[str, Any]], Any]:
+    environment, functions = unbounded().overlay(), functions_called(source)
+    environment.globals = {
+        name: value for name, value in environment.globals.items() if name in functions
+    }
     if expression is not None:
-        return unbounded().compile_expression(expression, undefined_to_none=False)
-    return unbounded().from_string(source).render
+        return environment.compile_expression(expression, undefined_to_none=False)
+    return environment.from_string(source).render
 
 
 def _plain(value: Any, numbers: Mapping[int, int]) -> Any:

@@ -68,9 +68,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Bounded(_Sandbox):
-    """Evaluates an operator only if its operands are small."""
+    """Evaluates an operator only if its operands are small. Such templates call no function of Jinja."""
 
     intercepted_binops = _OPERATORS
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.globals = {}  # a row that lacks the field `range` has none, and not the function
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if not _is_small(operator, left, right):
@@ -128,13 +132,17 @@ def names_read(tree: nodes.Template) -> set[str]:
 
 def fields_read(source: str) -> set[str]:
     """As ``names_read``, without Jinja's functions that are only called, such as `range(3)`."""
+    return names_read(reading().parse(source)) - functions_called(source)
+
+
+def functions_called(source: str) -> set[str]:
+    """Jinja's functions without those that a template names as it names a field."""
     tree = reading().parse(source)
     called = Counter(
         call.node.name for call in tree.find_all(nodes.Call) if isinstance(call.node, nodes.Name)
     )
     named = Counter(name.name for name in tree.find_all(nodes.Name))
-    functions = {name for name in DEFAULT_NAMESPACE if called[name] == named[name]}
-    return names_read(tree) - functions
+    return {name for name in DEFAULT_NAMESPACE if called[name] == named[name]}
 
 
 def keys_read(source: str, table: str) -> Iterator[tuple[str, str | None]]:
