@@ -9,16 +9,22 @@ from typing import Any
 
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig, StepTable
-from batchkit.errors import EmptyTextError, JobError, PromptTooLongError, RowError
+from batchkit.errors import (
+    EmptyTextError,
+    JobError,
+    PromptTooLongError,
+    RowError,
+    TemplateError,
+)
 from batchkit.rendering.media import load_image
 from batchkit.rendering.messages import Message
 from batchkit.rendering.renderer import AdjustSampling, LoadImage, PromptRenderer
 from batchkit.rendering.templates.prompt import PathTemplate
-from batchkit.rendering.templates.sandbox import keys_read
+from batchkit.rendering.templates.sandbox import keys_read, reads_all_of
 from batchkit.sources.rowhash import input_hash
 from batchkit.types import Call, Completion, Request, Row, RowHint
 
-CANDIDATES = "candidates"
+STEPS, CANDIDATES = "steps", "candidates"
 ANSWER = (
     *("text", "reasoning", "tool_calls", "json", "choices", "selected", "votes", "finish_reason"),
     *("skipped", "prediction", "scores"),
@@ -65,10 +71,22 @@ class StepsRenderer:
         if found := [*_misread(self.job)]:
             raise JobError("\n".join(found))
         self.takes_long = any(renderer.takes_long for renderer in self._by_name.values())
+        named = (
+            (f"steps.{step.name}.{key}", text) for step in steps for key, text in _templates(step)
+        )
+        self._ambiguous = next((key for key, text in named if reads_all_of(text, STEPS)), None)
 
     def check_files(self) -> None:
         for renderer in self._by_name.values():
             renderer.check_files()
+
+    def check(self, row: Row) -> None:
+        """Raises TemplateError if a template reads ``steps``, which may be the row's own field."""
+        if self._ambiguous is not None and STEPS in row.fields:
+            raise TemplateError(
+                f"{self._ambiguous}: the row has a field {STEPS!r}, and templates know the answers of"
+                " [[steps]] by that name; rename the field in the input"
+            )
 
     def runs(self, step: str, row: Row) -> bool:
         """Whether the step is not skipped; ``row`` as for ``render_step``.
@@ -96,6 +114,7 @@ class StepsRenderer:
         """The first request of a row: that of the first step that it does not skip."""
         if row.error is not None:
             raise row.error
+        self.check(row)
         answers: dict[str, Any] = {}
         for step in self.job.steps:
             seen = with_answers(row, answers)
@@ -145,7 +164,7 @@ def _misread(job: JobConfig) -> Iterator[str]:
     earlier: dict[str, StepTable] = {}
     for step in job.steps:
         for key, source in _templates(step):
-            for name, part in keys_read(source, "steps"):
+            for name, part in keys_read(source, STEPS):
                 place = f"steps.{step.name}.{key}"
                 if hasattr(dict, name):  # steps.items()
                     continue
@@ -205,5 +224,5 @@ def with_answers(
 ) -> Row:
     """``row`` with ``answers`` of its steps, by name, as templates see them, and for a step that judges
     the ``candidates``."""
-    seen = {"steps": answers} if candidates is None else {"steps": answers, CANDIDATES: candidates}
+    seen = {STEPS: answers} if candidates is None else {STEPS: answers, CANDIDATES: candidates}
     return replace(row, fields={**row.fields, **seen})

@@ -111,6 +111,29 @@ def test_what_can_be_read_is_not_refused(template: str) -> None:
     assert batchkit("validate", "job.toml").exit_code == 0
 
 
+@pytest.mark.parametrize(
+    "template", ["{{ steps }}", "{% for x in steps %}{{ x }}{% endfor %}{{ q }}"]
+)
+@pytest.mark.parametrize("place", ["first", "second"])
+def test_a_rows_own_field_called_steps_is_not_taken_for_answers(place: str, template: str) -> None:
+    write_job(**{"second": {}, place: {"prompt": {"user": template}}})
+    write_jsonl(Path("in.jsonl"), [{"q": "a"}, {"q": "b", "steps": ["mix", "bake"]}])
+    assert batchkit("run", "job.toml").exit_code == 3
+    good, bad = sorted(read_jsonl(Path("output/a/results.jsonl")), key=lambda r: r["index"])
+    assert (good["status"], bad["error"]["kind"]) == ("ok", "template")
+    step = {"first": "draft", "second": "revise"}[place]
+    assert bad["error"]["message"] == (
+        f"steps.{step}.prompt.user: the row has a field 'steps', and templates know the answers of"
+        " [[steps]] by that name; rename the field in the input"
+    )
+
+
+def test_a_rows_own_field_called_steps_harms_no_template_that_names_its_steps() -> None:
+    write_job({})
+    write_jsonl(Path("in.jsonl"), [{"q": "a", "steps": ["mix", "bake"]}])
+    assert batchkit("run", "job.toml").exit_code == 0
+
+
 def test_a_step_that_was_skipped_shows() -> None:
     user = "{{ 'none' if steps.draft.skipped else steps.draft.text }}"
     write_job({"prompt": {"user": user}}, {"when": "{{ q == 'b' }}"})

@@ -42,6 +42,7 @@ class Steps:
         done: list[Completion] = []
         last: Completion | None = None
         try:
+            self._renderer.check(row.row)
             for step in self._steps:
                 candidates: list[Completion] | None = None
                 if step.name == self._judge:

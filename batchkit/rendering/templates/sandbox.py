@@ -159,6 +159,14 @@ def keys_read(source: str, table: str) -> Iterator[tuple[str, str | None]]:
             yield key, part_of.get(id(node))
 
 
+def reads_all_of(source: str, table: str) -> bool:
+    """True if a template reads ``table`` otherwise than by a key, for example ``table.items()``."""
+    tree = reading().parse(source)
+    named = sum(name.name == table for name in tree.find_all(nodes.Name))
+    by_key = sum(not hasattr(dict, key) for key, _ in keys_read(source, table))
+    return table in names_read(tree) and named > by_key
+
+
 def _key_of(node: Any) -> str | None:
     """What ``value.key`` or ``value["key"]`` names."""
     if isinstance(node, nodes.Getattr):
