@@ -6,6 +6,7 @@ https://platform.openai.com/docs/api-reference/batch: ``/v1/chat/completions`` h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,11 +59,19 @@ def messages_of(body: Any) -> tuple[Any, str | None]:
     return None, prompt
 
 
+def is_null(value: Any) -> bool:
+    """Whether a parameter is not given: null, or NaN, which pandas has for a missing number."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
 def sampling_of(body: Mapping[str, Any]) -> dict[str, Any]:
     """The body's parameters under the names of ``vllm.SamplingParams``."""
     sampling: dict[str, Any] = {}
+    body = {name: value for name, value in body.items() if not is_null(value)}
+    if "max_completion_tokens" in body:  # as in vLLM's server, it counts over its older name
+        body.pop("max_tokens", None)
     for name, value in body.items():
-        if name in _IGNORED or name in _REFUSED or value is None:
+        if name in _IGNORED or name in _REFUSED:
             continue
         if name == "response_format":
             sampling |= _structured_outputs(value)

@@ -10,14 +10,15 @@ import orjson
 from batchkit.config.tables import RetryTable
 from batchkit.errors import RequestError
 from batchkit.rendering.messages import short
-from batchkit.rendering.openai_body import sampling_of
+from batchkit.rendering.openai_body import is_null, sampling_of
 
 
 def row_sampling(
     sampling: Mapping[str, Any], fields: Mapping[str, Any], *, column: str | None, with_body: bool
 ) -> Mapping[str, Any]:
     """``sampling`` with the parameters of the row's ``body``, if asked for, and of its ``column``. A
-    null, which Parquet gives each row that lacks a name of another row, is none.
+    null, which Parquet gives each row that lacks a name of another row, is none; so is NaN, which
+    pandas has in its place.
 
     Raises:
         RequestError: the column is not a table, or the body asks for an unknown format.
@@ -25,7 +26,7 @@ def row_sampling(
     if with_body and isinstance(body := fields.get("body"), Mapping):
         sampling = {**sampling, **sampling_of(body)}
     found = None if column is None else fields.get(column)
-    if found is None or (isinstance(found, str) and not found):
+    if is_null(found) or (isinstance(found, str) and not found):
         return sampling
     own = found
     if isinstance(own, str):
@@ -37,7 +38,7 @@ def row_sampling(
         raise RequestError(
             f"{column}: found {short(found)}, expected a table of sampling parameters"
         )
-    return {**sampling, **{name: value for name, value in own.items() if value is not None}}
+    return {**sampling, **{name: value for name, value in own.items() if not is_null(value)}}
 
 
 def with_temperature(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections import Counter
@@ -116,6 +117,16 @@ def test_sampling_is_sent_in_the_apis_words() -> None:
     assert choice["structured_outputs"] == {"choice": ["a", "b"]}
     assert json_object["response_format"] == {"type": "json_object"}
     assert (json_object["logprobs"], json_object["top_logprobs"]) == (True, 0)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_number_that_json_lacks_fails_its_row(number: float) -> None:
+    """It would be sent as null, and the server would use its own default."""
+    with serving() as server, opened(server) as engine:
+        odd, other = ask(engine, [request(0, temperature=number), request(1)])
+        assert server.answered.total() == 1
+    assert f"sampling.temperature: is {number}, expected a finite number" in str(odd.error)
+    assert other.error is None
 
 
 def test_the_job_may_add_to_the_body_and_take_from_it() -> None:

@@ -10,6 +10,7 @@ from threading import Barrier
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -346,6 +347,9 @@ CHAT = {"model": "gpt", "messages": [{"role": "user", "content": "x"}], "stream"
         ({"temperature": 1, "top_p": 0.5, "n": 2}, {"temperature": 1, "top_p": 0.5, "n": 2}),
         ({"max_completion_tokens": 9}, {"max_tokens": 9}),
         ({"max_tokens": 9}, {"max_tokens": 9}),
+        ({"max_completion_tokens": 9, "max_tokens": 5}, {"max_tokens": 9}),
+        ({"max_completion_tokens": None, "max_tokens": 5}, {"max_tokens": 5}),
+        ({"top_p": float("nan"), "max_tokens": 9}, {"max_tokens": 9}),
         ({"seed": None, "stop": ["a"]}, {"stop": ["a"]}),
         ({"logprobs": True, "top_logprobs": 5}, {"logprobs": 5}),
         ({"logprobs": True}, {"logprobs": 0}),
@@ -441,6 +445,14 @@ def test_a_null_among_a_rows_own_sampling_leaves_the_jobs(tmp_path: Path) -> Non
     rows = read_rows(InputTable(path=str(tmp_path / "rows.parquet")))
     found = [renderer(**tables).render(row).sampling for row in rows]
     assert found == [{"temperature": 0.5, "max_tokens": 9}, {"temperature": 0.0, "max_tokens": 7}]
+
+
+def test_a_number_that_pandas_lacks_in_a_rows_own_sampling_leaves_the_jobs() -> None:
+    own = pd.DataFrame({"temperature": [0.5, None], "top_p": [None, 0.9]}).to_dict("records")
+    tables = {"prompt": {"user": "u"}, "sampling": {"sampling_column": "params", "max_tokens": 9}}
+    found = [render({"params": params}, **tables).sampling for params in [*own, float("nan")]]
+    jobs = {"temperature": 0.0, "max_tokens": 9}
+    assert found == [{**jobs, "temperature": 0.5}, {**jobs, "top_p": 0.9}, jobs]
 
 
 @pytest.mark.parametrize("own", ["{", "[1]", "hot", 3, ["a"], True])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from email.utils import parsedate_to_datetime
@@ -350,6 +351,9 @@ def check_names(sampling: Mapping[str, Any]) -> None:
 def _sampling(sampling: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
     check_names(sampling)
     body = {name: value for name, value in sampling.items() if value is not None}
+    for name, value in body.items():  # JSON has only null for it: the server would use its default
+        if isinstance(value, float) and not math.isfinite(value):
+            raise RequestError(f"sampling.{name}: is {value}, expected a finite number")
     if is_chat and "logprobs" in body:  # in chat it is a switch, and top_logprobs the count
         body |= {"logprobs": True, "top_logprobs": body["logprobs"]}
     if (wanted := body.get("structured_outputs")) is not None:
