@@ -18,6 +18,7 @@ from batchkit.errors import BatchkitError, ChangedError, JobError, StoreError
 from batchkit.execution.requeue import Kept, finish_requeue, requeue
 from batchkit.execution.signals import Interrupted
 from batchkit.rendering.constant_files import constant_files
+from batchkit.sources import PLACE
 from batchkit.sources.formats import ROWS_ARE_FILES
 from batchkit.sources.input import Input
 from batchkit.storage.checkpoint import CHECKPOINT, check_log
@@ -281,4 +282,5 @@ def _described(file: FileFingerprint | None) -> str:
     if file is None:
         return "none"
     name = f", read as {file.read_as}" if file.read_as else ""
-    return f"{file.size:,} bytes, {file.sha256[:12]}{name}"
+    unit = "rows" if file.path == PLACE else "bytes"
+    return f"{file.size:,} {unit}, {file.sha256[:12]}{name}"

@@ -69,7 +69,7 @@ def start_run(
     """
     check_secrets(job)
     source = from_job(job) if source is None else source
-    size = job.run.sample if attempts is None else None
+    size = job.run.sample
     if size is not None:
         check_countable(source)
     renderer = renderer_of(job, adjust_sampling=adjust_sampling)

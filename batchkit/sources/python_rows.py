@@ -51,6 +51,11 @@ def python_rows(rows: Any, key: str | None) -> PythonRows:
         raise JobError(
             f"{PLACE}: found {type(rows).__name__} of {', '.join(map(str, rows))}; give one"
         )
+    if isinstance(rows, Mapping) and _are_columns(rows):
+        raise JobError(
+            f"{PLACE}: found {type(rows).__name__} of columns, all of one length; give"
+            " pandas.DataFrame(rows), or [rows] if it is one row"
+        )
     values = _values([rows] if isinstance(rows, str | Mapping) else rows)
     looked_at: Iterable[Any] = values.read()
     if values.size is None:
@@ -82,16 +87,16 @@ def _values(rows: Any) -> _Values:
     if hasattr(rows, "to_pylist"):  # a column of pyarrow
         return _Values(lambda: _of_column(rows), lambda: len(rows))
     labels = rows.index if hasattr(rows, "iloc") else None
-    if (
-        hasattr(rows, "dtype") and getattr(rows, "ndim", 1) == 1
-    ):  # a column of pandas, numpy, polars
+    if _is_column(rows):
         rows = rows.tolist() if hasattr(rows, "tolist") else rows.to_list()
     if isinstance(rows, Sequence):
         return _Values(lambda: iter(rows), rows.__len__, labels)
     if hasattr(rows, "__arrow_c_stream__"):  # of duckdb, for example
         return _of_stream(rows)
     if all(hasattr(type(rows), name) for name in ("__len__", "__getitem__")):  # torch's Dataset
-        return _Values(lambda: (rows[n] for n in range(len(rows))), lambda: len(rows))
+        return _Values(lambda: _each(rows, (rows[n] for n in range(len(rows)))), lambda: len(rows))
+    if hasattr(rows, "column_names") and hasattr(rows, "with_format"):  # a stream of Hugging Face
+        rows = rows.with_format(None)
     if isinstance(rows, Iterable):
         return _Values(lambda: iter(rows), None)
     raise _refused(type(rows).__name__)
@@ -109,7 +114,7 @@ def _of_table(rows: Any) -> _Values | None:
     elif hasattr(rows, "column_names") and hasattr(rows, "__len__"):  # Hugging Face
         is_computed = getattr(rows, "format", {}).get("type") == "custom"  # by with_transform
         plain = rows if is_computed else rows.with_format(None)  # not of torch or numpy
-        names, read = rows.column_names, lambda: iter(plain)
+        names, read = rows.column_names, lambda: _each(plain, iter(plain))
     else:
         return None
     _check_names(names)
@@ -158,6 +163,19 @@ def _of_pyarrow(table: Any) -> Iterator[Any]:
                 yield row_by_column(chunk.slice(n, 1), f"{PLACE} row {start + n}")
 
 
+def _each(rows: Any, values: Iterator[Any]) -> Iterator[Any]:
+    """``values``, which are those of ``rows``; one that can't be made, as of a broken image, fails alone."""
+    for n in range(n_rows := len(rows)):
+        try:
+            value = next(values)
+        except StopIteration:
+            return
+        except Exception as error:  # the caller's own code, or a decoder's, runs here
+            value = RequestError(f"{PLACE} row {n}: {type(error).__name__}: {error}")
+            values = (rows[later] for later in range(n + 1, n_rows))
+        yield value
+
+
 def _of_column(column: Any) -> Iterator[Any]:
     from batchkit.sources.parquet import NOT_PYTHON
 
@@ -195,6 +213,19 @@ def _fields(index: int, value: Any) -> dict[str, Any] | RequestError:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, _NO_ROWS)
+
+
+def _is_column(value: Any) -> bool:
+    """Of pandas, numpy or polars."""
+    has_list = hasattr(value, "tolist") or hasattr(value, "to_list")
+    return hasattr(value, "dtype") and has_list and getattr(value, "ndim", 1) == 1
+
+
+def _are_columns(rows: Mapping[Any, Any]) -> bool:
+    """Whether it is a table by column, as ``dataset[:10]`` and ``frame.to_dict("list")`` are."""
+    columns = rows.values()
+    are_lists = all(_is_column(it) or (_is_list(it) and not isinstance(it, str)) for it in columns)
+    return are_lists and "messages" not in rows and len({*map(len, columns)}) == 1
 
 
 def _kind(value: Any) -> str:

@@ -20,6 +20,7 @@ from tests.support.dry_runs import (
     manifest,
     prepare,
     records,
+    rows_that_fail,
     run,
     settled,
     status,
@@ -294,6 +295,19 @@ def test_rows_that_are_done_count_beside_the_sample() -> None:
     found = sample_of("--set", "run.sample=20")
     assert found["skipped"] == 10
     assert found["ok"] == found["total"] == len(settled())
+
+
+def test_retry_of_a_sample_is_complete_without_the_other_rows() -> None:
+    rows_that_fail(60, every=3)
+    write_job(run={"sample": 12})
+    assert run().exit_code == 3
+    retried = batchkit("retry-failed", "output/a", "--json")
+    assert (retried.exit_code, retried.json["exit"], retried.json["total"]) == (3, 3, 12)
+    assert "remain" not in retried.stderr
+    assert run("--set", "run.sample=30").exit_code == 3
+    cured = batchkit("retry-failed", "output/a", "--set", "prompt.user={{ other }}")
+    assert cured.exit_code == 0, cured.stderr
+    assert status() | {"total": 60, "pending": 30} == status()
 
 
 def test_a_sample_of_a_table_keeps_its_index() -> None:

@@ -80,7 +80,7 @@ class Dataset:
         self._form = form
 
     def with_format(self, form: None) -> Dataset:
-        return Dataset(form)
+        return type(self)(form)
 
     def __len__(self) -> int:
         return 3
@@ -117,7 +117,7 @@ def test_rows_of_a_table_are_rows_and_resume(name: str) -> None:
     assert [record["id"] for record in summary.records()] == ["a", "b", "c"]
     again = process(TABLES[name], **tables)
     assert (again.skipped, again.ok) == (3, 3)
-    with pytest.raises(ChangedError, match="rows from Python"):
+    with pytest.raises(ChangedError, match=r"rows from Python\): 3 rows, \w+ → 2 rows"):
         process(FRAME.iloc[:2], **tables)
 
 
@@ -130,6 +130,52 @@ def test_a_dataset_gives_what_its_transform_makes_of_the_rows() -> None:
 
     summary = process(Transformed("custom"), prompt={"user": "{{ q }}"}, output={"keep": ["q"]})
     assert kept(summary) == [{"q": "new"}] * 3
+
+
+class Undecodable(Dataset):
+    """Row 1 has a broken image."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 1:
+            raise OSError("image file is truncated")
+        return super().__getitem__(index)
+
+
+class OnlyIndexed:
+    """As a torch.utils.data.Dataset with a row that can't be read."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return Undecodable(None)[index]
+
+
+@pytest.mark.parametrize("rows", [Undecodable(), OnlyIndexed()])
+def test_row_of_a_dataset_that_cannot_be_decoded_fails_alone(rows: Any) -> None:
+    tables: dict[str, Any] = {"prompt": {"user": "{{ q }}"}, "output": {"keep": ["key"]}}
+    first, bad, last = process(rows, **tables).records()
+    assert [first["fields"], last["fields"]] == [{"key": "a"}, {"key": "c"}]
+    message = "(rows from Python) row 1: OSError: image file is truncated"
+    assert (bad["status"], bad["error"]["message"]) == ("failed", message)
+    assert process(rows, **tables).skipped == 3
+
+
+def test_streamed_dataset_gives_values_of_python_whatever_its_format() -> None:
+    class Streamed:
+        column_names = None
+
+        def __init__(self, form: str | None) -> None:
+            self._form = form
+
+        def with_format(self, form: None) -> Streamed:
+            return Streamed(form)
+
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            return iter([{"n": 1 if self._form is None else Tensor(1)}])
+
+    summary = process(Streamed("torch"), prompt={"user": "{{ n }}"}, output={"keep": ["n"]})
+    assert kept(summary) == [{"n": 1}]
 
 
 def test_every_kind_of_missing_value_of_a_table_is_none() -> None:
@@ -159,8 +205,17 @@ class Column:
 
     dtype = str
 
+    def __len__(self) -> int:
+        return 2
+
     def to_list(self) -> list[str]:
         return ["a", "b"]
+
+
+class Connection:
+    """duckdb's has a method of this name, and is no column."""
+
+    def dtype(self) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -180,10 +235,19 @@ def test_arrow_batches_are_read_as_they_come() -> None:
         assert summary.skipped == 0, "what can be read only once is a new run each time"
 
 
-def test_one_prompt_and_one_dict_are_one_row() -> None:
-    one = {"prompt": "ho", "list": [1, 2]}
-    assert process("hi").total == 1
-    assert process(one, run={"seed": 1}, output={"dir": "other"}).total == 1
+@pytest.mark.parametrize(
+    "one",
+    [
+        "hi",
+        {"prompt": "ho", "list": [1, 2]},
+        {"messages": [{"role": "user", "content": "hi"}]},
+        {"prompt": "hi", "list": np.zeros(2)},
+        [{"images": ["a.png"], "names": ["a"], "prompt": "hi"}],
+    ],
+)
+def test_one_prompt_and_one_dict_are_one_row(one: Any) -> None:
+    summary = process(one)
+    assert (summary.ok, summary.total) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -208,8 +272,12 @@ def test_one_prompt_and_one_dict_are_one_row() -> None:
         (Stream(pa.table([[1], [2]], names=["a", "a"])), "two columns are named 'a'"),
         (Stream(pa.chunked_array([[1]])), "Stream: "),
         ({"train": Dataset(), "test": Dataset()}, "dict of train, test; give one"),
+        ({"q": ["a", "b"], "n": (1, 2)}, "dict of columns, all of one length; give pandas"),
+        ({"q": np.array(["a", "b"])}, "dict of columns"),
+        ({"q": Column()}, "dict of columns"),
         (pd.DataFrame({("a", "b"): [1]}), "column ('a', 'b')"),
         (object(), "object"),
+        (Connection(), "found Connection"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
