@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 from batchkit.config.tables import JobConfig
@@ -13,9 +13,14 @@ from batchkit.types import Row
 
 
 def with_fields(
-    records: Iterable[dict[str, Any]], job: JobConfig, names: set[str]
+    records: Iterable[dict[str, Any]],
+    job: JobConfig,
+    names: set[str],
+    rare: Set[str] = frozenset(),
 ) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
     """Each record with its row's fields: those it kept if ``names`` are among them, else the row's.
+    ``rare``: names of fields that a row may lack. They are looked for as well, and missing only if
+    the row is.
 
     The rows are read again if they are needed; ``records`` must be in the order of the input. A
     failed record, which is only counted, keeps its own fields if its row has changed since.
@@ -26,7 +31,8 @@ def with_fields(
     walk = _Walk(job)
     for record in records:
         kept = record.get("fields") or {}
-        if names <= kept.keys():
+        is_enough = names <= kept.keys()
+        if is_enough and (rare <= kept.keys() or job.input.path is None):
             yield record, kept
             continue
         if job.input.path is None:
@@ -34,10 +40,15 @@ def with_fields(
                 f"the fields {sorted(names)} are needed, and the run did not keep them: its rows came"
                 " from Python; name them in output.keep"
             )
-        row = walk.row(record["index"])
+        try:
+            row = walk.row(record["index"])
+        except InputError:
+            if not is_enough:
+                raise
+            row = None
         if row is not None and _answers(record, row):
             yield record, row.fields
-        elif row is not None and record["status"] == "failed":
+        elif is_enough or (row is not None and record["status"] == "failed"):
             yield record, kept
         else:
             what = "is no longer there" if row is None else "is not the one that was answered"

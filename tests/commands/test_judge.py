@@ -252,6 +252,28 @@ def test_a_judge_sees_the_rows_own_value_of_a_name_that_vars_has(
     assert sorted(judge.prompts) == ["JUDGE q0 rude 0", "JUDGE q1 kind 1"]
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_judge_sees_the_own_value_of_rows_after_a_first_one_that_has_none(
+    is_there: bool, tmp_path: Path
+) -> None:
+    """Where the input is gone, what was kept of a row has to do."""
+    judge, (first, second) = Judge({}), counted(2)
+    made = {
+        "vars": {"tone": "kind"},
+        "output": {"keep": ["a", "id"]},
+        "judge": {"prompt": {"user": "JUDGE {{ id }} {{ tone }}"}},
+    }
+    with serving(judge) as server:
+        rows = [first, {**second, "tone": "rude"}]
+        folder = run(judged_job(tmp_path, server, rows, scoring={"scorers": ["em"]}, **made))
+        judged = judged_job(tmp_path, server, rows, **made)
+        if not is_there:
+            (tmp_path / "rows.jsonl").unlink()
+        score_run(folder, judged, say=quiet)
+    tone = "rude" if is_there else "kind"
+    assert sorted(judge.prompts) == ["JUDGE q0 kind", f"JUDGE q1 {tone}"]
+
+
 def test_a_judge_with_another_file_in_its_prompt_is_another_judge(tmp_path: Path) -> None:
     judge, rules = Judge({}), tmp_path / "rules.txt"
     prompt = {

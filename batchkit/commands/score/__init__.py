@@ -7,7 +7,7 @@ or a second model, are scored only here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -114,12 +114,14 @@ def _score_run(folder: Path, job: JobConfig, stop: StopRequest, say: Say) -> Sco
         say(hint)
     made_from = scored_from(folder, job)
     scoring = Scoring(job.scoring, references_of(job), say)
-    names = scoring.fields | names_of_deferred(job, scoring, first)
+    deferred = names_of_deferred(job, scoring)
+    rare = deferred & (job.vars.keys() - (first or {}).keys())  # a row's field counts over [vars]
+    names = scoring.fields | (deferred - rare)
     later: dict[int, dict[str, float | None]] = {}
     if is_deferred(scoring.scorers):
         needs_later = [
             _answered(record, fields, scoring)
-            for record, fields in _answers(folder, job, names)
+            for record, fields in _answers(folder, job, names, rare)
             if _text_of(record).strip() and is_deferred(scoring.table_for(fields).scorers)
         ]
         later = deferred_scores(job, scoring, needs_later, folder / FOLDER, stop, say)
@@ -153,11 +155,11 @@ def _first_row(job: JobConfig) -> Mapping[str, Any] | None:
 
 
 def _answers(
-    folder: Path, job: JobConfig, names: set[str]
+    folder: Path, job: JobConfig, names: set[str], rare: Set[str] = frozenset()
 ) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
-    """The newest ok record of each row, and the row's fields."""
+    """The newest ok record of each row, and the row's fields, as ``with_fields`` finds them."""
     ok = (record for record in read_newest(folder / RESULTS) if record["status"] == "ok")
-    return with_fields(ok, job, names)
+    return with_fields(ok, job, names, rare)
 
 
 def _answered(record: Mapping[str, Any], fields: Mapping[str, Any], scoring: Scoring) -> Answered:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from batchkit.commands.score.answer import Answered, Say
 from batchkit.commands.score.judge import NAMES, judge, judged_by_step, names_read
@@ -81,15 +80,13 @@ def _charts(
         yield index, {"ecr": float(chart.ecr), "pass": passed}
 
 
-def names_of_deferred(
-    job: JobConfig, scoring: Scoring, first: Mapping[str, Any] | None
-) -> set[str]:
-    """The fields that the templates for charts and the judge read. Of the names that ``[vars]`` has,
-    too, those that the ``first`` row has: a row's field counts."""
+def names_of_deferred(job: JobConfig, scoring: Scoring) -> set[str]:
+    """The names that the templates for charts and the judge read: of the row's fields, or of ``[vars]``,
+    which count where the row has no field of that name."""
     templates: list[str] = []
     if "chart" in scoring.scorers and job.scoring.allow_code:
         templates += [job.scoring.chart_type, job.scoring.table or ""]
     names = names_in(job.model_copy(update={"vars": {}}), None, templates)
     if "judge" in scoring.scorers and job.scoring.judge is not None:
         names |= names_read(job, job.scoring.judge) - set(NAMES)
-    return names - (job.vars.keys() - (first or {}).keys())
+    return names
