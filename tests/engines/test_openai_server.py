@@ -224,6 +224,19 @@ def test_a_prompt_that_is_too_long_is_recognised_by_its_code(refusal: dict[str, 
     assert isinstance(done.error, PromptTooLongError)
 
 
+def test_a_short_key_hides_no_words_of_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers of one's own take any key, and many are given such a word."""
+    monkeypatch.setenv("OPENAI_API_KEY", "token")
+
+    def before(text: str, body: dict[str, Any]) -> None:
+        raise Refused(400, error("5000 tokens are too many", param="input_tokens", code=400))
+
+    with serving(before) as server, opened(server) as engine:
+        (done,) = ask(engine, [request(0)])
+    assert isinstance(done.error, PromptTooLongError)
+    assert str(done.error) == "5000 tokens are too many"
+
+
 @pytest.mark.parametrize(
     ("server_says", "options"),
     [

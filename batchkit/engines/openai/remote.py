@@ -39,6 +39,7 @@ _AWAY = (408, 425, 502, 504, 529)
 _BUSY = (429, 503)
 _OF_THE_ROW = (400, 406, 413, 414, 415, 422, 431, 451)
 _OF_THE_MOMENT = (409, 423, 424, 499)  # TGI answers 424 when its model fails
+_SHORTEST_KEY = 8  # a shorter one may be a part of words that don't quote it: "token"
 _MOST_ERROR_BYTES = 1 << 20  # of an error, of which 1,000 characters are shown
 
 
@@ -340,7 +341,9 @@ class Remote:
                 " rest was not read. Lower sampling.max_tokens, n or logprobs, or raise"
                 " engine.max_answer_bytes"
             )
-        if self._key and status != 200:  # some servers quote the key that they refuse
+        if (
+            len(self._key) >= _SHORTEST_KEY and status != 200
+        ):  # some servers quote the key that they refuse
             received = received.replace(self._key.encode(), b"***")
         self._check(status, received, url, response.headers)
         return response._replace(content=received)
