@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +340,20 @@ def test_preflight_counts_tokens_as_both_engines_do(
             assert done.usage is not None
             assert rendered.prompt_tokens == done.usage.prompt_tokens
         assert rendered.text == ask(engine, one)[0].prompt
+
+
+def test_messages_of_a_developer_are_the_system_s_as_in_vllm(engine: Engine, vllm: Engine) -> None:
+    parts = [{"type": "text", "text": text} for text in ("be", "kind")]
+    developer, asked = (
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": "tea"},
+    )
+    system, late = {"role": "system", "content": parts}, {"role": "developer", "content": parts}
+    for n, messages in enumerate(([developer, asked], [asked, developer], [system, asked, late])):
+        one = replace(request(n), messages=messages)
+        (ours,), (theirs,) = ask(engine, one), ask(vllm, one)
+        assert ours.prompt == theirs.prompt
+        assert "developer" not in str(ours.prompt)
 
 
 def test_the_chat_template_may_be_another_and_gets_its_names(demo_model: Path) -> None:

@@ -116,7 +116,7 @@ class TransformersRenderer:
         content = self._parts if self._takes_images else self._plain
         conversation = [
             {**_with_arguments_read(m), "content": content(m["content"] or "")}
-            for m in request.messages
+            for m in _without_developers(request.messages, self._chat_template)
         ]
         text: str = self._processor.apply_chat_template(
             conversation,
@@ -158,6 +158,28 @@ class TransformersRenderer:
         if any(part["type"] != "text" for part in content):
             raise RequestError(f"{self._model} takes text alone: its processor knows no images")
         return "\n".join(part["text"] for part in content)
+
+
+def _without_developers(
+    messages: Sequence[Mapping[str, Any]], chat_template: Any
+) -> Sequence[Mapping[str, Any]]:
+    """As in vLLM: for a chat template that does not know the role, developers are the system, and all
+    of the system is one message, the first."""
+    knows = any(f"{quote}developer{quote}" in str(chat_template) for quote in "\"'")
+    if knows or all(message["role"] != "developer" for message in messages):
+        return messages
+    of_system = [message for message in messages if message["role"] in ("developer", "system")]
+    others = [message for message in messages if message["role"] not in ("developer", "system")]
+    if len(of_system) == 1 and of_system[0] is messages[0]:
+        return [{**of_system[0], "role": "system"}, *others]
+    texts = [_joined(message["content"]) for message in of_system]
+    return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others]
+
+
+def _joined(content: str | Sequence[Mapping[str, Any]] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part["text"] for part in content if "text" in part)
 
 
 def _with_arguments_read(message: Mapping[str, Any]) -> Mapping[str, Any]:
