@@ -193,8 +193,18 @@ def _is_hidden(path: str) -> bool:
     return path.rpartition("/")[2].startswith(".")
 
 
+def _is_hidden_below(pattern: str, match: str) -> bool:
+    """Whether Python's ``glob`` would pass ``match`` over on a disk: to a store no name is hidden."""
+    fixed = _fixed(pattern)
+    if "/." in f"/{pattern.removeprefix(fixed)}":
+        return False
+    parts = match.removeprefix(fixed).split("/") if match.startswith(fixed) else []
+    return any(part[:1] == "." != part for part in parts)
+
+
 def _is_remote_glob(path: str) -> bool:
-    return "*" in path or "[" in path  # "?" begins a URL's query
+    name = name_of(path)  # "?" begins a URL's query, which may have any character
+    return "*" in name or "[" in name
 
 
 def _remote(path: str, is_in_folder: bool) -> _Matches:
@@ -211,7 +221,7 @@ def _remote(path: str, is_in_folder: bool) -> _Matches:
         raise remote_error(path, error) from error
     matches = _Matches([], [])
     for match in sorted(found):
-        if is_in_folder and _is_hidden(match):
+        if _is_hidden_below(pattern, match):
             continue
         kind = matches.folders if found[match].get("type") == "directory" else matches.files
         kind.append(path.replace(name_of(path), _spelled(match, pattern, name_of(path))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,6 +95,39 @@ def test_folder_at_a_url_that_can_not_be_listed_is_an_error(
     source = table(f"broken://{tmp_path}/*/rows.jsonl")
     with pytest.raises(InputError, match="reset by peer"):
         input_files(source)
+
+
+@pytest.mark.parametrize("store", ["{}/", "memory://hidden/", "zip://"])
+def test_hidden_files_are_passed_over_on_a_disk_and_in_a_store(tmp_path: Path, store: str) -> None:
+    """Jupyter's copy of a file has the same rows, and a Mac's archive has a second part of each file."""
+    names = [
+        "a.jsonl",
+        "b/c.jsonl",
+        "b/.d/e.jsonl",
+        ".ipynb_checkpoints/a.jsonl",
+        "__MACOSX/._a.jsonl",
+    ]
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        for name in names:
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            archive.write(write_rows(path.parent, path.name), name)
+            fsspec.filesystem("memory").pipe_file(f"/hidden/{name}", path.read_bytes())
+    place, archived = store.format(tmp_path), f"::{tmp_path}/x.zip" if store == "zip://" else ""
+    for pattern, found in {
+        "**/*.jsonl": ["a.jsonl", "b/c.jsonl"],
+        "*/*.jsonl": ["b/c.jsonl"],
+        ".*/a.jsonl": [".ipynb_checkpoints/a.jsonl"],
+        "*/.d/*": ["b/.d/e.jsonl"],
+        "b/.d/*": ["b/.d/e.jsonl"],
+    }.items():
+        files = input_files(table(f"{place}{pattern}{archived}"))
+        assert files == [f"{place}{name}{archived}" for name in found]
+
+
+def test_stars_and_brackets_in_the_query_of_a_url_are_no_glob() -> None:
+    url = "https://host/rows.jsonl?columns=*&filter[day]=1"
+    assert input_files(table(url)) == [url]
 
 
 @pytest.mark.parametrize("name", ["rows.csv", "*.csv"])
