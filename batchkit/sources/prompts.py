@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from batchkit.config.tables import InputTable
+from batchkit.errors import InputError
 from batchkit.sources.lines import read_lines
 from batchkit.sources.reader import Found, Skip, fault
 
@@ -15,6 +16,11 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
 
 
 def _parse(line: bytes, path: str, number: int) -> Found:
+    if number == 1 and b"\n" not in line and b"\r" in line.rstrip():
+        raise InputError(
+            f"{path}: its lines end in \\r, as on old Macs, so all of them would be one prompt; save it with"
+            " lines that end in \\n"
+        )
     try:
         return {"prompt": line.removesuffix(b"\n").removesuffix(b"\r").decode()}
     except UnicodeDecodeError as bad:

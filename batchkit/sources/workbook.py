@@ -112,6 +112,11 @@ def _sheet(path: str, workbook: Any, name: str | None) -> Any:
     if name is not None and name not in sheets:
         raise InputError(f"{path}: input.records = {name!r} names no sheet; {one_of(name, sheets)}")
     sheet = sheets[name or next(iter(sheets))]
+    if name is None and sheet.sheet_state != "visible":
+        raise InputError(
+            f"{path}: its first sheet, {shown(sheet.title)}, is hidden; set input.records to the sheet that"
+            f" is meant, one of {', '.join(map(shown, sheets))}"
+        )
     sheet.reset_dimensions()  # what some programs write there is wrong, and would cut off columns
     return sheet
 

@@ -66,6 +66,23 @@ def test_records_names_the_sheet(tmp_path: Path) -> None:
         rows_of(path, records="secnd")
 
 
+@pytest.mark.parametrize("state", ["hidden", "veryHidden"])
+def test_a_hidden_first_sheet_must_be_named(tmp_path: Path, state: str) -> None:
+    """Who looks at the workbook sees another first sheet."""
+    workbook = Workbook()
+    workbook.active.append(["q"])
+    workbook.active.append(["an older question"])
+    workbook.active.sheet_state = state
+    workbook.create_sheet("Shown").append(["q"])
+    workbook["Shown"].append(["a question"])
+    path = tmp_path / "x.xlsx"
+    workbook.save(path)
+    with pytest.raises(InputError, match=r"its first sheet, 'Sheet', is hidden; .*'Shown'"):
+        rows_of(path)
+    assert [row.fields for row in rows_of(path, records="Shown")] == [{"q": "a question"}]
+    assert [row.fields for row in rows_of(path, records="Sheet")] == [{"q": "an older question"}]
+
+
 def test_a_cell_without_a_column_fails_its_row_alone(tmp_path: Path) -> None:
     path = workbook(tmp_path, data=[["a"], [1], [2, "lost"], [3]])
     good, broken, last = rows_of(path)
