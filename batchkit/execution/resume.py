@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from batchkit.config.masking import masked
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, ChangedError, JobError, StoreError
 from batchkit.execution.requeue import Kept, finish_requeue, requeue
@@ -251,7 +252,13 @@ def _of_trusted_files(rows: Iterator[Row], then: Sequence[FileFingerprint]) -> I
     records have the hash that a file began with, and may answer what it was for a while."""
     changing = [file.read_as.partition(": ") for file in then if file.sha256 == CHANGING]
     names = {name for kind, _, name in changing if kind in ROWS_ARE_FILES}
-    return (row for row in rows if row.fields.get("path") not in names) if names else rows
+    return (row for row in rows if names.isdisjoint(_names_of(row))) if names else rows
+
+
+def _names_of(row: Row) -> set[str]:
+    """Its file's, also as a fingerprint has it: without a signature."""
+    path = str(row.fields.get("path"))
+    return {path, masked(path)}
 
 
 def input_changes(then: Sequence[FileFingerprint], now: Sequence[FileFingerprint]) -> list[str]:

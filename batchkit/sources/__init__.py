@@ -7,8 +7,10 @@ and ``limit``, which are handled here for all formats. CONTRIBUTING.md says how 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 
+from batchkit.config.masking import masked
 from batchkit.config.shard import parse_shard
 from batchkit.config.tables import InputTable
 from batchkit.sources.finding import Listing, input_files, listing
@@ -99,6 +101,7 @@ def _rows(
         format_name = format_of(path, table)
         key = _id_key(path, table)
         read = load_reader(format_name)
+        is_signed = format_name in ROWS_ARE_FILES and "://" in path and masked(path) != path
         must_check = filtered and (not checked or format_name in TABLES)
         for found in read(path, table, passes_over if filtered else skip, index):
             if format_name in ROWS_ARE_FILES and isinstance(found, dict | Broken):
@@ -110,7 +113,8 @@ def _rows(
             if not filtered or not isinstance(found, dict) or keeps(found):
                 n_kept += 1
                 if found is not None and not (filtered and skip(index)):
-                    yield row_of(index, found, key, path, others_have_ids=some_have_ids)
+                    row = row_of(index, found, key, path, others_have_ids=some_have_ids)
+                    yield replace(row, id=masked(row.id)) if is_signed else row
             index += 1
             if n_kept == table.limit:
                 return

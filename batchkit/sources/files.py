@@ -103,7 +103,7 @@ def _open(path: str, *, text: bool) -> Iterator[io.BufferedReader[Any]]:
             raise
         except Exception as error:  # each filesystem raises its vendor's own types
             raise remote_error(path, error) from error
-        yield stack.enter_context(io.BufferedReader(_Foreign(foreign), BLOCK_BYTES))
+        yield stack.enter_context(io.BufferedReader(_Foreign(foreign, path), BLOCK_BYTES))
 
 
 def _through_fsspec(path: str, stack: ExitStack, *, text: bool) -> Any:
@@ -138,8 +138,8 @@ class _Foreign(io.RawIOBase):
     It inherits because ``io.BufferedReader`` needs a raw file beneath it.
     """
 
-    def __init__(self, file: Any) -> None:
-        self._file = file
+    def __init__(self, file: Any, path: str) -> None:
+        self._file, self._path = file, path
 
     def readable(self) -> bool:
         return True
@@ -159,7 +159,15 @@ class _Foreign(io.RawIOBase):
         return len(chunk)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return int(self._file.seek(offset, whence))
+        try:
+            return int(self._file.seek(offset, whence))
+        except ValueError as error:  # a web server that sends a file only as a whole
+            raise InputError(
+                f"{self._path}: can't be read: {error}; write simplecache::{self._path}, and it is"
+                " copied first"
+            ) from error
+        except Exception as error:
+            raise OSError(f"{type(error).__name__}: {error}") from error
 
     def tell(self) -> int:
         return int(self._file.tell())

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import PurePosixPath
 from typing import Any, cast
 
+from batchkit.config.masking import masked
 from batchkit.config.tables import InputTable
 from batchkit.config.tables.input import IMAGE_SUFFIXES, PDF_SUFFIX
 from batchkit.errors import InputError
@@ -75,7 +76,8 @@ def read_as(path: str, table: InputTable) -> str:
     suffix = suffix_of(path)
     name = SUFFIXES.get(suffix, "") if table.format == "auto" else table.format
     if name in ROWS_ARE_FILES:  # whose rows have the name
-        return f"{name}: {table.name_of_file(path)}"
+        file = table.name_of_file(path)
+        return f"{name}: {masked(file) if '://' in file else file}"
     return "tsv" if name == "csv" and suffix == ".tsv" else name
 
 

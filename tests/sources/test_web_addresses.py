@@ -1,0 +1,70 @@
+"""Input at http(s) URLs, from servers that differ in what they can do."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from batchkit.errors import InputError
+from tests.support import dry_runs
+from tests.support.dry_runs import LOG, RUN, run, settled
+from tests.support.pdfs import pdf
+from tests.support.sources import rows_of, write_rows
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
+class Files(SimpleHTTPRequestHandler):
+    def log_message(self, *args: Any) -> None: ...
+
+
+class Stream(Files):
+    """As programs send what they make at each request: its length is not known."""
+
+    def send_header(self, keyword: str, value: str) -> None:
+        if keyword not in ("Content-Length", "Last-Modified"):
+            super().send_header(keyword, value)
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The URL of the working directory."""
+    handler = functools.partial(getattr(request, "param", Files), directory=".")
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.xlsx"])
+@pytest.mark.parametrize("server", [Stream], indirect=True)
+def test_table_that_a_server_sends_only_as_a_whole_names_the_way_out(
+    server: str, name: str
+) -> None:
+    write_rows(Path(), name)
+    url = f"{server}/{name}"
+    with pytest.raises(InputError, match=rf"{name}: can't be read: .*; write simplecache::{url}"):
+        rows_of(url)
+    assert [row.id for row in rows_of(f"simplecache::{url}", id="id")] == ["a", "b", "c", "d"]
+
+
+def test_pdf_at_a_signed_url_is_the_same_input_with_another_signature(server: str) -> None:
+    """And no file of the run has it."""
+    Path("a.pdf").write_bytes(pdf("one", "two", "three"))
+    dry_runs.write_job(prompt={"user": "{{ page_text }}"})
+    url = f"{server}/a.pdf?X-Amz-Date=1&X-Amz-Signature="
+    assert run("--set", f"input.path={url}{'5ec4e7' * 8}", "--set", "input.limit=1").exit_code == 0
+    again = run("--set", f"input.path={url}{'0c0ffee' * 8}")
+    assert (again.exit_code, again.json["skipped"]) == (0, 1)
+    assert settled() == dict.fromkeys(range(3), "ok")
+    assert f"{url}***#page=3" in LOG.read_text()
+    for path in RUN.iterdir():
+        if path.is_file():
+            assert not re.search(rb"5ec4e7|0c0ffee", path.read_bytes()), path
