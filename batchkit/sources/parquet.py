@@ -40,6 +40,7 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
                     yield from repeat(None, metadata.num_rows)
                     index += metadata.num_rows
                     continue
+                end = index + metadata.num_rows
                 n_rows, shared = _plan(file, footer, group, plain)
                 source = (
                     _parquet(file, metadata=footer, read_dictionary=shared) if shared else parquet
@@ -51,6 +52,11 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
                             index += 1
                         del part
                     del batch  # else it is kept in memory until the next is read
+                if index != end:  # Arrow reads no row of a page without values, and raises nothing
+                    raise InputError(
+                        f"{path}: row group {group} has {metadata.num_rows:,} rows, and Arrow read"
+                        f" {index - end + metadata.num_rows:,}; write the file again, with larger pages"
+                    )
         except pa.ArrowException as error:
             problem = f"broken Parquet after row {index - first}: {error}"
             raise InputError(f"{path}: {problem}") from error

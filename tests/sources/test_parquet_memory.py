@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchkit.config.tables import InputTable
+from batchkit.errors import InputError
 from batchkit.sources import count_rows, read_rows
 
 MEGABYTE = 2**20
@@ -223,3 +224,14 @@ def test_values_of_a_dictionary_are_as_they_were(tmp_path: Path) -> None:
     assert count_rows(table) == 3000
     some = [row.fields for row in read_rows(table, skip=lambda index: index % 100 != 7)]
     assert some == rows[7::100]
+
+
+def test_row_group_that_arrow_reads_without_its_rows_stops_the_reading(tmp_path: Path) -> None:
+    """Arrow 26 reads no row of it, as its first page has no values, and raises nothing."""
+    tags = pa.array([["a"], ["b"], ["c" * 100]], pa.list_(pa.dictionary(pa.int32(), pa.string())))
+    table = pa.table({"q": ["a", "b", "c"], "tags": tags})
+    path = tmp_path / "x.parquet"
+    pq.write_table(table, path, row_group_size=2, data_page_size=16)
+    assert list(pq.ParquetFile(path).iter_batches(row_groups=[1])) == []
+    with pytest.raises(InputError, match="row group 1 has 1 rows, and Arrow read 0; write the"):
+        list(read_rows(InputTable(path=str(path))))
