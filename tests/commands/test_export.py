@@ -349,6 +349,17 @@ def test_tool_calls_and_reasoning_are_exported_as_vllms_server_sends_them() -> N
     assert (third.choices[0].message.content, third.choices[0].message.reasoning) == ("", "hm")
 
 
+def test_a_tool_call_without_an_id_is_exported_with_one() -> None:
+    chat = pytest.importorskip("openai.types.chat")
+    call = {"id": None, "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    calls = [call, {**call, "id": "a"}, call]
+    run_of(replace(OK, text="", finish_reason="tool_calls", tool_calls=calls))
+    export("job.toml", "--openai")
+    (line,) = read_jsonl(RUN / "results.openai.jsonl")
+    (choice,) = chat.ChatCompletion.model_validate(line["response"]["body"]).choices
+    assert [call.id for call in choice.message.tool_calls] == ["call_0", "a", "call_2"]
+
+
 def test_a_reason_that_is_not_text_is_exported_as_json() -> None:
     """As older versions wrote down what a server answered."""
     odd = [{"x": 1}, [1, None], 3, True]

@@ -85,8 +85,10 @@ def _message(choice: Mapping[str, Any]) -> dict[str, Any]:
     """As vLLM's server has it: ``reasoning`` under that name, no content beside tool calls alone."""
     text, calls = choice.get("text"), choice.get("tool_calls")
     message = {"role": "assistant", "content": (text or None) if calls else text, "refusal": None}
-    if calls:
-        message["tool_calls"] = calls
+    if calls:  # OpenAI's clients refuse one without an id, and some servers send none
+        message["tool_calls"] = [
+            {**call, "id": call.get("id") or f"call_{n}"} for n, call in enumerate(calls)
+        ]
     if reasoning := choice.get("reasoning"):
         message["reasoning"] = reasoning
     return message
