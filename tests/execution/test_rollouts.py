@@ -99,6 +99,20 @@ async def solve(row, generate):
     assert sorted(line["status"] for line in generations()) == ["failed", "ok", "ok"]
 
 
+def test_half_of_a_surrogate_pair_fails_its_generation_in_chat_messages_too() -> None:
+    """A tool's JSON may have it, of an emoji that was cut; the prompt had a question mark."""
+    code = r"""
+async def solve(row, generate):
+    cut = ["an emoji: \ud83d", [{"role": "tool", "content": "\ud83d"}], "whole: \U0001f600"]
+    found = await generate.many(cut, return_exceptions=True)
+    return " ".join(getattr(one, "text", type(one).__name__) for one in found)
+"""
+    with serving(echo) as server:
+        write(code, 1, server)
+        assert run().exit_code == 0
+    assert records()[0]["text"] == "RequestError RequestError <whole: \U0001f600>"
+
+
 def killed_when(is_due: Callable[[], bool]) -> None:
     with begin("run", "job.toml", cwd=Path.cwd()) as process:
         until(is_due)

@@ -17,7 +17,6 @@ from batchkit.rendering.messages import short
 from batchkit.rendering.renderer import with_media_bytes
 from batchkit.rendering.steps import Renderer
 from batchkit.rendering.tools import checked_tools
-from batchkit.storage.plain_json import encoded
 from batchkit.types import Completion, Request
 
 Prompt = str | Sequence[Mapping[str, Any]]
@@ -94,7 +93,7 @@ class Generate:
             request = with_media_bytes(request)
             if request.messages is None or request.media_bytes:
                 return request
-            return replace(request, messages=orjson.loads(encoded(request.messages)))  # a copy
+            return replace(request, messages=_own("messages", request.messages))
 
         messages = _messages(prompt) if chat else None
         if messages is None and (wanted.tools or not isinstance(prompt, str)):
