@@ -17,7 +17,7 @@ from batchkit.storage.checkpoint import Checkpoint, StepsPoint, Totals, sealed_c
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.ledger import log_of, read_lines
 from batchkit.storage.manifest import Manifest, read_manifest
-from batchkit.storage.runfolder import held_by
+from batchkit.storage.runfolder import held_by, named
 from batchkit.storage.steps import counted
 from batchkit.types import Usage
 
@@ -88,7 +88,7 @@ class Status:
         else:
             eta = "" if self.eta_s is None else f", {duration(self.eta_s)} left"
             rate = "" if self.rows_per_s is None else f": {self.rows_per_s:.1f} rows/s{eta}"
-            yield f"process {self.held_by['pid']} on {self.held_by['host']} works on it{rate}"
+            yield f"{named(self.held_by)} works on it{rate}"
 
     def _worker_line(self, worker: Mapping[str, Any]) -> str:
         gpus = f", GPU {', '.join(map(str, worker['gpus']))}" if worker["gpus"] else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from errno import EACCES, EEXIST, ELOOP, ENAMETOOLONG, ENOTDIR, EPERM, EROFS
 from pathlib import Path
@@ -74,12 +74,7 @@ def claim(folder: Path) -> Iterator[Claim]:
             lock.release()
             held = _locked(folder, lock)
     except Timeout:
-        holder = held_by(folder) or {}
-        who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
-        raise StoreError(
-            f"{folder}: {who} is working in this run folder (since {holder.get('since', '?')});"
-            " wait for it, stop it, or give this job another name"
-        ) from None
+        raise StoreError(_refusal(folder, held_by(folder) or {})) from None
     except OSError as error:
         if error.errno in _REFUSED:
             raise JobError(
@@ -96,6 +91,22 @@ def claim(folder: Path) -> Iterator[Claim]:
             held.check()  # raises if another process may have written its own holder file
             (folder / _HOLDER).unlink(missing_ok=True)
         lock.release()
+
+
+def _refusal(folder: Path, holder: Mapping[str, Any]) -> str:
+    since = holder.get("since") or "a moment ago"
+    advice = "wait for it, stop it, or give this job another name"
+    here = socket.gethostname()  # where the kernel unlocks what a dead process has held
+    if holder.get("host") not in (None, here):
+        advice += f". If that machine is gone, remove {folder / LOCK}"
+    return f"{folder}: {named(holder)} is working in this run folder (since {since}); {advice}"
+
+
+def named(holder: Mapping[str, Any]) -> str:
+    """The process that ``held_by`` has found, for a message."""
+    if holder.get("pid") is None:
+        return "another process"
+    return f"process {holder['pid']} on {holder['host']}"
 
 
 def _locked(folder: Path, lock: FileLock) -> Claim:

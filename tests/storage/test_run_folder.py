@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import shutil
+import socket
 import stat
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,32 @@ def test_process_that_stalls_before_it_locks_gets_no_folder_that_another_began(
     monkeypatch.setattr(fcntl, "flock", stalling)
     with pytest.raises(StoreError, match="is working in this run folder"), claim(RUN):
         pass
+
+
+@pytest.mark.parametrize(
+    ("host", "who", "advice"),
+    [
+        ("node-7", "process 4711 on node-7 is working in this run folder (since noon)", True),
+        (socket.gethostname(), f"process 4711 on {socket.gethostname()} is working", False),
+        (None, "output/a: another process is working in this run folder (since a m", False),
+    ],
+)
+def test_the_holder_of_a_lock_is_named_as_far_as_it_is_known(
+    host: str | None, who: str, advice: bool
+) -> None:
+    """A machine that is gone may leave its lock on a file system over the network."""
+    prepare(3)
+    run()
+    if host is not None:
+        holder = {"pid": 4711, "host": host, "since": "noon"}
+        (RUN / ".holder.json").write_text(json.dumps(holder))
+    with (RUN / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found, shown = run(), batchkit("status", str(RUN)).stdout
+    assert found.exit_code == 1
+    assert who in found.stderr
+    assert ("If that machine is gone, remove" in found.stderr) == advice
+    assert f"{who.split(' is')[0].removeprefix('output/a: ')} works on it" in shown
 
 
 def test_two_retries_at_once_answer_no_row_twice() -> None:
