@@ -118,7 +118,7 @@ class PromptRenderer:
             pair, messages, prompt = self._pair(fields), None, None
         else:
             pair, (messages, prompt) = None, self._content(fields)
-        body = fields.get("body") if self._user is None else None
+        body = fields.get("body") if self._own_prompt(fields) == "body" else None
         body = body if isinstance(body, Mapping) else {}
         tools = self._tools(fields, body)
         if tools.tools and messages is None:
@@ -327,7 +327,7 @@ class PromptRenderer:
             body = fields["body"] if self._own_prompt(fields) == "body" else {}
             return {**self._sampling, **pooling_of(body)}
         column = self._job.sampling.sampling_column
-        with_body = self._user is None
+        with_body = self._own_prompt(fields) == "body"
         found = row_sampling(self._sampling, fields, column=column, with_body=with_body)
         if self._adjust_sampling is None:
             return found

@@ -416,6 +416,14 @@ def test_body_that_asks_for_the_impossible_fails(body: Any, words: str) -> None:
     assert words in refusal(RequestError, {"body": body})
 
 
+@pytest.mark.parametrize("job", [{}, {"prompt": {"system": "Be kind."}}])
+def test_a_column_called_body_beside_the_rows_own_prompt_sets_nothing(job: dict[str, Any]) -> None:
+    own = {"prompt": "hi"} if job else {"messages": [{"role": "user", "content": "hi"}]}
+    found = render({**own, "body": {"seed": 4, "tools": "hammer", "instruction": "x"}}, **job)
+    assert "seed" not in found.sampling
+    assert (found.tools, found.chat_template_kwargs) == (None, {})
+
+
 def test_templates_win_over_what_the_row_brings() -> None:
     fields = {"body": {**CHAT, "temperature": 1}, "messages": [], "q": "mine"}
     found = render(fields, prompt={"user": "{{ q }}"})
