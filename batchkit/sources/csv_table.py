@@ -23,7 +23,7 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
     """See ``Reader``; blank lines are skipped, and quoting is checked strictly.
 
     A fault within one line fails its row. A fault over several lines stops the reading: a quote
-    was not closed, and it is unknown how many rows it has swallowed.
+    was not closed, and it is unknown how many rows it has swallowed, or how many lines are its own.
     """
     # The limit belongs to the csv module, not to a reader; it is only ever raised.
     csv.field_size_limit(max(csv.field_size_limit(), MAX_CELL_CHARS))
@@ -33,7 +33,8 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
         text = io.TextIOWrapper(
             file, "utf-8", errors="surrogateescape", newline=_line_end(file.peek(BLOCK_BYTES))
         )
-        rows = csv.reader(text, delimiter=delimiter, strict=True)
+        lines = _Lines(text)
+        rows = csv.reader(lines, delimiter=delimiter, strict=True)
         header = _header(path, rows)
         while True:
             start = rows.line_num + 1
@@ -45,6 +46,11 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
                     raise InputError(
                         f"{path} lines {start}-{rows.line_num}: {error}; a quote that line {start}"
                         " opens is not closed where its cell ends"
+                    ) from error
+                if is_return and lines.last.count('"') % 2 == (rows.line_num == start):
+                    raise InputError(
+                        f"{path} line {rows.line_num}: {_RETURN}. Its row goes on in the next line, and it"
+                        " is unknown how far"
                     ) from error
                 problem = _RETURN if is_return else f"{error}; check its quotes"
                 yield None if skip(index) else fault(path, start, problem)
@@ -61,6 +67,18 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
             else:
                 yield fault(path, _lines(start, rows.line_num), _problem(cells, header))
             index += 1
+
+
+class _Lines:
+    """The lines of ``text``, of which ``last`` is the one that was read last."""
+
+    def __init__(self, text: Iterator[str]) -> None:
+        self._text = text
+        self.last = ""
+
+    def __iter__(self) -> Iterator[str]:
+        for self.last in self._text:
+            yield self.last
 
 
 def _line_end(start: bytes) -> str:
