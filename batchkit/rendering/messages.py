@@ -107,7 +107,9 @@ def _loaded(message: Any, load: Callable[[Any], Any]) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"messages: found {short(message)}, expected role and content")
     content = message.get("content")
-    if message.get("tool_calls") is not None:
+    # Parquet gives each message the keys of all, and a template may ask which ones it has.
+    message = {key: value for key, value in message.items() if value is not None}
+    if "tool_calls" in message:
         message = {**message, "tool_calls": _loaded_calls(message["tool_calls"])}
     if content is None and message["role"] == "assistant":
         return {**message, "content": None}  # as OpenAI has it beside tool calls

@@ -7,13 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from batchkit.config.loading import make_job
+from batchkit.config.tables import InputTable
 from batchkit.errors import JobError, RequestError, RowError, TemplateError
 from batchkit.rendering.messages import as_text, with_note
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.rendering.templates.prompt import names_in
+from batchkit.sources import read_rows
 from batchkit.storage.identity import differences, identity
 from batchkit.storage.job_toml import job_of_run, write_job
 from batchkit.types import Request, Row
@@ -310,6 +314,22 @@ def test_a_conversation_keeps_its_tool_calls_and_their_answers() -> None:
     without = [TALK[0], {"role": "assistant", "tool_calls": [CALL]}, TALK[2]]
     assert render({"messages": without}).messages == TALK
     assert as_text(request) == 'user: Rain?\nassistant: weather({"place":1})\ntool: no'
+
+
+def test_a_null_in_a_message_is_a_key_that_it_lacks(tmp_path: Path) -> None:
+    """Parquet gives each message the keys of all. Templates ask for ``'tool_calls' in message``, and
+    servers refuse a name that is null."""
+    function = {"name": "clock", "arguments": "{}"}
+    calls = [{"id": "1", "type": "function", "function": function}]
+    messages = [
+        {"role": "user", "name": "bo", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "noon"},
+    ]
+    pq.write_table(pa.Table.from_pylist([{"messages": messages}]), tmp_path / "rows.parquet")
+    (row,) = read_rows(InputTable(path=str(tmp_path / "rows.parquet")))
+    assert "tool_calls" in row.fields["messages"][0]
+    assert renderer({}).render(row).messages == messages
 
 
 def test_arguments_become_text_and_the_rows_own_are_not_changed() -> None:
