@@ -14,8 +14,9 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 
-# For a text that may be a name: one that is too long for a name is False. Path's methods raise then.
-exists, is_file = os.path.exists, os.path.isfile
+# For a text that may be a name: one that is too long for a name is False, or in a folder that may not be
+# searched. Path's methods raise then.
+exists, is_file, is_dir = os.path.exists, os.path.isfile, os.path.isdir
 
 
 class NotAFileError(OSError):

@@ -35,6 +35,8 @@ def bare(url: str) -> str:
 
 def failure(error: Exception, url: str) -> str:
     """Why fsspec can't open or read ``url``: what is missing, and how to install it; no secrets."""
+    if error.__cause__ is not None and str(error) and str(error) in url:  # it only names the file
+        error = error.__cause__ if isinstance(error.__cause__, Exception) else error
     text = _QUERY.sub("?…", masked_text(str(error))) or type(error).__name__
     if isinstance(error, ImportError):
         package = getattr(error.__cause__ or error, "name", None)
@@ -45,6 +47,6 @@ def failure(error: Exception, url: str) -> str:
 def _near_scheme(url: str) -> str:
     from fsspec import available_protocols
 
-    known, scheme = available_protocols(), url.partition("://")[0]
+    known, scheme = available_protocols(), url.partition("://")[0].rpartition("::")[2]
     near = nearest(scheme.lower(), known, cutoff=0.5)
     return f"; did you mean {near}://?" if near and scheme not in known else ""

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
+from batchkit.config.regular_file import is_dir
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import InputTable
 from batchkit.errors import InputError
@@ -153,7 +154,7 @@ def _sorted_out(paths: Iterable[str]) -> _Matches:
     for path in sorted(paths):
         if (name := os.fsencode(path).decode(errors="backslashreplace")) != path:
             raise InputError(f"{name}: its name is not UTF-8, so no record can have it; rename it")
-        (found.folders if Path(path).is_dir() else found.files).append(path)
+        (found.folders if is_dir(path) else found.files).append(path)
     return found
 
 

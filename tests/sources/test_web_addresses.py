@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from batchkit.errors import InputError
+from batchkit.sources import fingerprint
 from tests.support import dry_runs
 from tests.support.dry_runs import LOG, RUN, run, settled
 from tests.support.pdfs import pdf
-from tests.support.sources import rows_of, write_rows
+from tests.support.sources import rows_of, table, write_rows
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -53,6 +54,24 @@ def test_table_that_a_server_sends_only_as_a_whole_names_the_way_out(
     with pytest.raises(InputError, match=rf"{name}: can't be read: .*; write simplecache::{url}"):
         rows_of(url)
     assert [row.id for row in rows_of(f"simplecache::{url}", id="id")] == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "*.jsonl"])
+@pytest.mark.parametrize("cache", ["", "simplecache::"])
+def test_server_that_can_not_be_reached_is_named_with_the_reason(cache: str, name: str) -> None:
+    with pytest.raises(InputError, match=r"can't be opened: Cannot connect to host [^;]*$"):
+        fingerprint(table(f"{cache}http://127.0.0.1:1/{name}"))
+
+
+def test_pages_of_a_pdf_at_a_url_with_a_query_are_drawn(server: str) -> None:
+    Path("a.pdf").write_bytes(pdf("one", "two"))
+    dry_runs.write_job(
+        input={"path": f"{server}/a.pdf?version=2"},
+        prompt={"images": ["{{ image }}"], "user": "{{ page }}"},
+        media={"allow_urls": [server.removeprefix("http://")]},
+    )
+    assert run().exit_code == 0
+    assert settled() == dict.fromkeys(range(2), "ok")
 
 
 def test_pdf_at_a_signed_url_is_the_same_input_with_another_signature(server: str) -> None:

@@ -20,7 +20,9 @@ from batchkit.sources.pdf_process import (
     place_of,
 )
 
-_PAGE = re.compile(r"(.*\.pdf)#page=([1-9][0-9]{0,8})", re.IGNORECASE | re.DOTALL)  # RFC 8118
+_PAGE = re.compile(  # RFC 8118; a URL may have a query
+    r"(.*\.pdf(?:\?[^#]*)?)#page=([1-9][0-9]{0,8})", re.IGNORECASE | re.DOTALL
+)
 _POINTS_PER_INCH = 72
 _SPARE_BYTES = 2**30  # for PDFium itself, and what it makes of the pictures
 
