@@ -158,7 +158,7 @@ class PromptRenderer:
         row = request.row
         try:
             whole = self._with_texts(row.fields)
-            place = self._longest_text(whole)
+            place = self._longest_text(row, whole)
             max_tokens = request.sampling.get("max_tokens") or 0
             cut = place and next_cut(place.length, request.cut, error, max_tokens)
             if not place or not cut:
@@ -229,13 +229,26 @@ class PromptRenderer:
         }
         return {**fields, **texts}
 
-    def _longest_text(self, fields: Mapping[str, Any]) -> Place | None:
+    def _longest_text(self, row: Row, fields: Mapping[str, Any]) -> Place | None:
         own = self._own_prompt(fields)
         if own is None:
-            return longest_text(fields, self._templates.names)
+            names = self._templates.names
+            return longest_text(fields, names, lambda place: self._is_shown(row, fields, place))
         if own == "body":  # without its sampling and its schema
             fields = {**fields, "body": texts_in(fields["body"])}
         return longest_text(fields, self._templates.names | {own})
+
+    def _is_shown(self, row: Row, fields: Mapping[str, Any], place: Place) -> bool:
+        """Whether the prompt has the text at ``place``: of a table, a template may read another part."""
+        if len(place.path) == 1:
+            return True
+        try:
+            without = self._request(row, cut_at(fields, place.path, 0), 1, "")
+        except RowError:  # so it is read
+            return True
+        whole = self._request(row, fields, 1, "")
+        parts = ("messages", "prompt", "pair")
+        return any(getattr(without, part) != getattr(whole, part) for part in parts)
 
     def _own_prompt(self, fields: Mapping[str, Any]) -> str | None:
         """The name of the field with the row's own prompt; None with ``prompt.user`` or ``[pair]``."""

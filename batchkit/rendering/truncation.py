@@ -13,7 +13,8 @@ count: then half is kept. Every cut is shorter than the one before, and a row is
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from heapq import nlargest
 from typing import Any, NamedTuple
 
 from batchkit.errors import PromptTooLongError
@@ -24,6 +25,7 @@ _NO_TEXT = ("image", "image_pil", "image_url", "role", "tool_calls", "type")
 _MARK_TOKENS = len(MARK.encode())  # at most
 _LEAST_SHARE = 8
 _MOST_CUTS = 10
+_MOST_TEXTS = 10
 
 
 class Place(NamedTuple):
@@ -33,10 +35,16 @@ class Place(NamedTuple):
     length: int
 
 
-def longest_text(fields: Mapping[str, Any], names: Container[str]) -> Place | None:
-    """The longest text in the fields called ``names``, at any depth."""
+def longest_text(
+    fields: Mapping[str, Any],
+    names: Container[str],
+    is_shown: Callable[[Place], bool] = lambda place: True,
+) -> Place | None:
+    """The longest text in the fields called ``names``, at any depth: the first of a few that
+    ``is_shown``, or else the longest of all."""
     used = {name: value for name, value in fields.items() if name in names}
-    return max(_texts(used, ()), key=lambda place: place.length, default=None)
+    longest = nlargest(_MOST_TEXTS, _texts(used, ()), key=lambda place: place.length)
+    return next(filter(is_shown, longest), longest[0] if longest else None)
 
 
 def next_cut(

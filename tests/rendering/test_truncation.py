@@ -411,12 +411,15 @@ def test_text_in_the_system_prompt_or_in_a_caption_is_cut_where_it_is_the_longes
 
 
 LONGER = WORDS * 2
+LATER = {"prompt": {"user": "{% if steps.a.reasoning %}{{ steps.a.text }}{% endif %}"}}
 
 
 @pytest.mark.parametrize(
     ("fields", "tables"),
     [
         ({"q": WORDS, "html": LONGER}, {"prompt": {"user": "{{ q }}"}}),
+        ({"q": {"text": WORDS, "html": LONGER}}, {"prompt": {"user": "{{ q.text }}"}}),
+        ({"steps": {"a": {"reasoning": LONGER, "text": WORDS}}}, LATER),
         ({"prompt": WORDS, "body": LONGER}, {"prompt": {"system": "Be brief."}}),
         ({"messages": [{"role": "user", "content": WORDS}], "prompt": LONGER}, {}),
         ({"messages": [{"role": "user", "content": WORDS}], "body": LONGER}, {}),
