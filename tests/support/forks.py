@@ -141,6 +141,10 @@ class Fork(subprocess.Popen[Any]):
         self._child_created = True
         self._close_pipe_fds(stdin, stdin_ours, stdout_ours, stdout, stderr_ours, stderr)  # type: ignore[attr-defined]
 
+    def __del__(self, *_: Any) -> None:
+        """There is no child to wait for. ``subprocess`` would keep this object and ask it again at each
+        later start; in a garbage cycle ``_life`` is closed by then, and its number is another file's."""
+
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:
         return self._ended_within(0)
 
