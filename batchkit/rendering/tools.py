@@ -14,6 +14,7 @@ from batchkit.rendering.messages import short
 from batchkit.rendering.templates import RowTemplate
 
 _OF_THE_JOB = ("chat_template", "tokenize")  # not names for a template
+_MAY_BE_NULL = ("const", "default")  # of a JSON schema: null is a value there
 
 
 class RequestTools(NamedTuple):
@@ -63,7 +64,7 @@ class JobTools:
         """
         if self.template is None:
             return self._of_all
-        found = self.template.value(names)
+        found = _without_nulls(self.template.value(names))
         return checked_tools(found, self._choice, "prompt.tools", "prompt.tool_choice")
 
 
@@ -78,7 +79,7 @@ def tools_of_body(body: Mapping[str, Any], of_job: Callable[[], RequestTools]) -
         raise RequestError(
             f"body.parallel_tool_calls: found {short(at_once)}, expected true or false"
         )
-    tools, choice = body.get("tools"), body.get("tool_choice")
+    tools, choice = _without_nulls(body.get("tools")), body.get("tool_choice")
     if not tools:
         tools, own_choice, _ = of_job()
         choice = own_choice if choice is None else choice
@@ -128,6 +129,20 @@ def checked_tools(tools: Any, choice: Any, key: str, choice_key: str) -> Request
     except ValueError as error:
         raise RequestError(f"{key}: {error}") from None
     return RequestTools(tools, _chosen(choice, tools, RequestError, choice_key))
+
+
+def _without_nulls(definitions: Any) -> Any:
+    """``definitions`` of a row without the keys that are null: Parquet gives those of each row the
+    parameters of all."""
+    if isinstance(definitions, list):
+        return [_without_nulls(one) for one in definitions]
+    if not isinstance(definitions, Mapping):
+        return definitions
+    return {
+        key: value if key in _MAY_BE_NULL else _without_nulls(value)
+        for key, value in definitions.items()
+        if value is not None or key in _MAY_BE_NULL
+    }
 
 
 def _chosen(choice: Any, tools: Any, error: type[JobError | RequestError], key: str) -> Any:

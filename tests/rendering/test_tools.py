@@ -316,6 +316,23 @@ def test_a_conversation_keeps_its_tool_calls_and_their_answers() -> None:
     assert as_text(request) == 'user: Rain?\nassistant: weather({"place":1})\ntool: no'
 
 
+def test_tools_of_a_parquet_column_have_their_own_parameters_alone(tmp_path: Path) -> None:
+    """Parquet gives the definitions of each row the names of all, with null."""
+    level = {"type": ["integer", "null"], "default": None, "enum": [1, None]}
+    lamp = {"name": "lamp", "strict": True, "parameters": {"properties": {"level": level}}}
+    own = [TOOLS, [{"type": "function", "function": lamp}], None]
+    rows = [{"q": "?", "t": tools} for tools in own]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    read = [*read_rows(InputTable(path=str(tmp_path / "rows.parquet")))]
+    assert "level" in read[0].fields["t"][0]["function"]["parameters"]["properties"]
+    made = renderer({"user": "{{ q }}", "tools": "{{ t }}"})
+    assert [made.render(row).tools for row in read] == own
+    bodies = [renderer({}).render(Row(0, "0", {"body": {**CHAT, "tools": t}})) for t in own]
+    of_rows = [{"body": {**CHAT, "tools": row.fields["t"]}} for row in read]
+    of_bodies = [renderer({}).render(Row(0, "0", fields)) for fields in of_rows]
+    assert [body.tools for body in of_bodies] == [body.tools for body in bodies] == own
+
+
 def test_a_null_in_a_message_is_a_key_that_it_lacks(tmp_path: Path) -> None:
     """Parquet gives each message the keys of all. Templates ask for ``'tool_calls' in message``, and
     servers refuse a name that is null."""
