@@ -77,8 +77,9 @@ class _Lines:
         self.last = ""
 
     def __iter__(self) -> Iterator[str]:
-        for self.last in self._text:
-            yield self.last
+        for line in self._text:
+            self.last = line
+            yield line
 
 
 def _line_end(start: bytes) -> str:

@@ -376,7 +376,9 @@ def test_a_run_is_killed_and_resumed_while_its_page_is_open(
         def n_done() -> int:
             return int(opened.facts()["rows"].replace(",", ""))
 
-        opened.sees("#detail .detail-head strong", r"^\d+$")  # the first row of those that had ended
+        opened.sees(
+            "#detail .detail-head strong", r"^\d+$"
+        )  # the first row of those that had ended
         until(lambda: n_done() > 10)
         until(lambda: opened.page.locator("#charts figure").count() >= 2)
         first.send_signal(signal.SIGKILL)
