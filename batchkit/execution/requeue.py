@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -22,6 +22,7 @@ from batchkit.errors import StoreError
 from batchkit.sources.rowhash import known_hashes
 from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.files import free_name, sync_folder
+from batchkit.storage.index_set import IndexSet
 from batchkit.storage.ledger import REQUEUE, RESULTS
 from batchkit.storage.manifest import Manifest
 from batchkit.storage.newest import read_newest
@@ -33,7 +34,6 @@ from batchkit.storage.vectors import VECTORS, Vectors, segments_of
 from batchkit.types import Row
 
 _UNFINISHED = f"{REQUEUE}.tmp"
-_Present = dict[tuple[str, int], tuple[int, tuple[str, ...]]]
 
 
 class Kept(NamedTuple):
@@ -50,8 +50,8 @@ def requeue(
     """Keep the records whose row is still among ``rows``, under its present index; drop the others.
 
     ``manifest`` becomes the run's manifest. The old logs are kept beside the new ones. A row is the
-    same if its fields are; it is looked up by id if the job names one (the n-th row of an id for
-    the n-th record of it), else by index. Holds an index and a hash or two per row.
+    same if its fields are, and its id if the job names one, else its index. Holds an index and a hash
+    or two per row.
 
     Raises:
         StoreError: the disk refuses; the run is unchanged.
@@ -59,7 +59,7 @@ def requeue(
     unfinished = folder / _UNFINISHED
     try:
         unfinished.mkdir()
-        kept, dropped, reused = _copy(folder, unfinished, _present(rows, by_id=by_id), by_id, keep)
+        kept, dropped, reused = _copy(folder, unfinished, _Rows(rows, by_id=by_id), by_id, keep)
         manifest.write(unfinished)
         unfinished.rename(folder / REQUEUE)
         sync_folder(folder)
@@ -118,56 +118,85 @@ class _Move(NamedTuple):
     has_record: bool
 
 
-def _present(rows: Iterable[Row], *, by_id: bool) -> _Present:
-    """Index and hashes of each row, by the key that its record is looked up with."""
-    n_rows: Counter[str] = Counter()
-    present = {}
-    for row in rows:
-        key = row.id if by_id else str(row.index)
-        present[key, n_rows[key]] = row.index, known_hashes(row.fields, nan_is_null=False)
-        n_rows[key] += 1
-    return present
+class _Rows:
+    """The rows of the input, each of which is given out once."""
+
+    def __init__(self, rows: Iterable[Row], *, by_id: bool) -> None:
+        self._same: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+        self._taken = IndexSet()
+        self._left: dict[str, list[int]] | None = None
+        for row in rows:
+            key = row.id if by_id else str(row.index)
+            for known in known_hashes(row.fields, nan_is_null=False):
+                self._same[key, known].append(row.index)
+        for indexes in self._same.values():
+            indexes.reverse()  # the first one is taken first
+
+    def same(self, key: str, input_hash: str) -> int | None:
+        """The index of a row with this key and hash."""
+        return self._first(self._same.get((key, input_hash), []))
+
+    def other(self, key: str) -> int | None:
+        """The index of a row with this key, once all that are the same have been given out."""
+        if self._left is None:
+            found = defaultdict[str, set[int]](set)
+            for (of, _), indexes in self._same.items():
+                found[of].update(indexes)
+            self._left = {of: sorted(indexes, reverse=True) for of, indexes in found.items()}
+        return self._first(self._left.get(key, []))
+
+    def _first(self, indexes: list[int]) -> int | None:
+        while indexes:
+            if (index := indexes.pop()) not in self._taken:
+                self._taken.add(index)
+                return index
+        return None
 
 
-def _copy(
-    run: Path, folder: Path, present: _Present, by_id: bool, keep: Kept
-) -> tuple[int, int, int]:
+def _moves(
+    records: Iterable[dict[str, Any]], rows: _Rows, by_id: bool, keep: Kept
+) -> dict[int, _Move]:
+    """Where each record's row is now, by its old index."""
+    moves, changed = dict[int, _Move](), list[tuple[int, str]]()
+    for record in records:
+        was, key = record["index"], record["id"] if by_id else str(record["index"])
+        if (to := rows.same(key, record.get("input_hash") or "")) is None:
+            changed.append((was, key))
+        else:
+            moves[was] = _Move(to, keep.records)
+    moves |= {was: _Move(rows.other(key), False) for was, key in changed}
+    return moves
+
+
+def _copy(run: Path, folder: Path, rows: _Rows, by_id: bool, keep: Kept) -> tuple[int, int, int]:
     """Write the records and generations to keep, with their checkpoint. Returns the numbers of records
     kept and dropped, and of generations of rows without a record."""
-    n_records: Counter[str] = Counter()
     vectors = Vectors(run)
-    moves: dict[int, _Move] = {}
-    reused = 0
+    moves = _moves(read_newest(run / RESULTS), rows, by_id, keep)
+    n_records, reused = len(moves), 0
 
     def to_keep() -> Iterator[RecordLine]:
         for record in read_newest(run / RESULTS):
-            key = record["id"] if by_id else str(record["index"])
-            row_now = present.get((key, n_records[key]))
-            n_records[key] += 1
-            is_kept = (
-                keep.records and row_now is not None and record.get("input_hash") in row_now[1]
-            )
-            moves[record["index"]] = _Move(None if row_now is None else row_now[0], is_kept)
-            if row_now is not None and is_kept:
+            to, is_kept = moves[record["index"]]
+            if to is not None and is_kept:
                 vector = None
-                if record.get("embedding") is not None and record["index"] != row_now[0]:
+                if record.get("embedding") is not None and record["index"] != to:
                     vector = vectors.of(record)
                     del record["embedding"]
-                record["index"], record["id"] = row_now[0], key  # if rows have no ids: the index
+                if not by_id:
+                    record["id"] = str(to)
+                record["index"] = to
                 line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
                 yield RecordLine(line, record, vector)
 
     def generations() -> Iterator[GenerationLine]:
         nonlocal reused
-        taken = {move.to for move in moves.values()}
         for line, _ in raw_lines(run):
             if (found := line.record) is None:
                 continue
             was, key = found["index"], found["id"] if by_id else str(found["index"])
             if was not in moves:  # it has no record
-                now = present.get((key, 0), (None,))[0]
-                moves[was] = _Move(None if now in taken else now, False)
-                taken.add(now)
+                moves[was] = _Move(rows.other(key), False)
             to, has_record = moves[was]
             is_reused = keep.generations and found["status"] == "ok"
             if to is None or not (has_record or is_reused):
@@ -185,4 +214,4 @@ def _copy(
         store.copy_all(to_keep())
         store.copy_all(generations())
     kept = store.totals.records
-    return kept, n_records.total() - kept, reused
+    return kept, n_records - kept, reused

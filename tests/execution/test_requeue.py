@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import orjson
@@ -16,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.sources.rowhash import input_hash, known_hashes
 from batchkit.storage.ledger import REQUEUE
 from tests.support.command_line import batchkit
@@ -23,6 +26,7 @@ from tests.support.dry_runs import (
     LOG,
     READERS,
     RUN,
+    job,
     prepare,
     records,
     run,
@@ -85,6 +89,21 @@ def test_requeue_killed_at_any_instant_mixes_no_rows(
         len(now),
     )
     assert not list(RUN.glob(".requeue*"))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_requeue_keeps_the_answers_of_unchanged_rows_that_share_an_id(seed: int) -> None:
+    random = Random(seed)
+    rows = [{"key": f"doc{n // 5}", "prompt": f"question {random.randrange(3)}"} for n in range(60)]
+    tables: dict[str, Any] = {"input": {"id": "key"}, "output": {"keep": ["key", "prompt"]}}
+    some = ProductionBatchProcessor(job(**tables, run={"sample": 30}), quiet=True).process(rows)
+    answered = Counter(tuple(record["fields"].values()) for record in some.records())
+    random.shuffle(rows)
+    rows = [row if random.random() < 0.9 else row | {"prompt": "new"} for row in rows[3:]]
+    again = ProductionBatchProcessor(job(**tables), quiet=True, on_change="requeue").process(rows)
+    assert again.skipped == (answered & Counter(tuple(row.values()) for row in rows)).total()
+    assert [record["fields"] for record in again.records()] == rows
+    assert len(records()) == len(rows)
 
 
 def test_row_with_nan_is_another_row_once_it_has_null() -> None:
