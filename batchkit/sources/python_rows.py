@@ -9,7 +9,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from batchkit.errors import JobError, RequestError
-from batchkit.sources.depth import TOO_DEEP, TooDeepError, copied
+from batchkit.sources.depth import TOO_DEEP, TooDeepError, copied, is_too_deep
 from batchkit.sources.ids import fallback_id, row_of
 from batchkit.sources.reader import shown
 from batchkit.types import Row
@@ -145,10 +145,22 @@ def _check_names(names: Iterable[Any]) -> None:
 
 
 def _of_pandas(frame: Any) -> Iterator[Any]:
-    """NaN, NaT and NA all become None."""
+    """NaN, NaT and NA all become None, and the arrays that pandas makes of a Parquet file's lists lists."""
     for start in range(0, len(frame), CHUNK_ROWS):
         chunk = frame.iloc[start : start + CHUNK_ROWS]
-        yield from chunk.astype(object).where(chunk.notna(), None).to_dict("records")
+        for row in chunk.astype(object).where(chunk.notna(), None).to_dict("records"):
+            yield {name: _with_lists(value) for name, value in row.items()}
+
+
+def _with_lists(value: Any) -> Any:
+    kind = type(value)
+    if kind is str or is_too_deep(value):
+        return value
+    if kind.__name__ == "ndarray" and value.ndim == 1 and value.dtype.kind not in "mM":
+        return [*map(_with_lists, value.tolist())]  # but of times: their numbers
+    if kind is dict:
+        return {key: _with_lists(part) for key, part in value.items()}
+    return [*map(_with_lists, value)] if kind is list else value
 
 
 def _of_pyarrow(table: Any) -> Iterator[Any]:

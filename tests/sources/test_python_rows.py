@@ -22,6 +22,7 @@ from PIL import Image
 from batchkit.errors import ChangedError, JobError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.summary import RunSummary
+from batchkit.sources.python_rows import python_rows
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.manifest import read_manifest
 from tests.support.dry_runs import RUN, job
@@ -538,6 +539,19 @@ def test_array_or_table_with_equal_content_is_the_same_input(beside: int) -> Non
     kept_alive = rows()  # so that the second ones have other addresses
     process(kept_alive)
     assert process(rows()).skipped == 4
+
+
+def test_lists_of_a_parquet_file_in_a_dataframe_are_lists(tmp_path: Path) -> None:
+    """pandas makes arrays of them: ``messages`` were refused, and a prompt had ``['a' 'b']``."""
+    rows = [
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]},
+        {"tags": ["a", "b"], "numbers": [1, 2**60], "deep": {"inner": [["x"], []]}},
+        {"tags": [], "numbers": None, "deep": None},
+    ]
+    pa.parquet.write_table(pa.Table.from_pylist(rows[:1]), tmp_path / "chat.parquet")
+    pa.parquet.write_table(pa.Table.from_pylist(rows[1:]), tmp_path / "lists.parquet")
+    frames = [pd.read_parquet(tmp_path / f"{name}.parquet") for name in ("chat", "lists")]
+    assert [row.fields for frame in frames for row in python_rows(frame, None).read()] == rows
 
 
 def test_lists_of_a_parquet_file_in_a_dataframe_resume(tmp_path: Path) -> None:
