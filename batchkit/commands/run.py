@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from glob import escape
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -254,10 +255,11 @@ def find_run(
         return latest_run(output)
     path, folder = Path(target), folder_of(target, overrides)
     if not is_run(folder):
-        if shards := len([*folder.parent.glob(f"{folder.name}.shard-*-of-*/{MANIFEST}")]):
+        if counts := _counts_of_shards(folder):
+            parts = " ".join(f"{folder}.shard-*-of-{count}" for count in sorted(counts))
             raise JobError(
-                f"{folder}: no run there, but {shards} shards of it: name one of them, or"
-                f" `batchkit merge {folder}.shard-* --into {target}` first"
+                f"{folder}: no run there, but {counts.total()} shards of it: name one of them, or"
+                f" `batchkit merge {parts} --into {target}` first"
             )
         raise JobError(
             f"{folder}: no run there; start one with `batchkit run {target}`"
@@ -265,3 +267,11 @@ def find_run(
             else f"{target}: neither a run folder nor a job file"
         )
     return folder
+
+
+def _counts_of_shards(folder: Path) -> Counter[int]:
+    """How many of its shards have a run, by the number of shards that there are; without runs that were
+    moved aside, such as ``<name>.shard-0-of-2.1``."""
+    runs = folder.parent.glob(f"{escape(folder.name)}.shard-*-of-*/{MANIFEST}")
+    ends = (path.parent.name.rpartition("-of-")[2] for path in runs)
+    return Counter(int(end) for end in ends if end.isdecimal())

@@ -192,8 +192,9 @@ def test_what_is_no_run_is_refused() -> None:
 def test_job_file_stands_for_no_run_while_there_are_only_shards() -> None:
     prepare(20)
     run_shards(2)
+    run("--shard", "0/2", "--fresh")  # the earlier run of that shard is moved aside, and is no part
     found = batchkit("status", "job.toml")
     assert found.exit_code == 2
     folder = Path("output/a").resolve()
     assert "no run there, but 2 shards of it" in found.stderr
-    assert f"batchkit merge {folder}.shard-* --into job.toml" in found.stderr
+    assert f"batchkit merge {folder}.shard-*-of-2 --into job.toml" in found.stderr
