@@ -121,6 +121,10 @@ def _through_fsspec(path: str, stack: ExitStack, *, text: bool) -> Any:
     name = name_of(path)
     suffix = PurePath(name).suffix.lower()
     packed = stack.enter_context(opened)
+    if isinstance(
+        packed, io.BytesIO
+    ):  # memory:// gives all who open a file one object, with one place
+        packed = io.BytesIO(packed.getvalue())
     if (
         suffix == ".zst"
     ):  # not through zstandard, as fsspec does: it accepts a truncated file as whole

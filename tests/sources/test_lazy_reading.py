@@ -108,3 +108,15 @@ def test_threads_share_one_iterator_under_a_lock(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(taken) == list(range(2000))
+
+
+def test_rows_in_memory_are_counted_while_they_are_read() -> None:
+    """To fsspec, all who open a file of ``memory://`` have one, at one place."""
+    lines = [b'{"n": %d, "q": "%s"}\n' % (n, b"x" * 1000) for n in range(5000)]
+    fsspec.filesystem("memory").pipe_file("/counted.jsonl", b"".join(lines))
+    source = table("memory://counted.jsonl")
+    rows = read_rows(source)
+    found = [next(rows)]
+    assert count_rows(source) == len(lines)
+    found += rows
+    assert [row.fields["n"] for row in found] == [*range(len(lines))]
