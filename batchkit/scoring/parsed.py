@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from batchkit.config.answer_schema import fault_in_schema
 from batchkit.config.terminal import shortened
 from batchkit.errors import InvalidOutputError
 from batchkit.scoring.bounds import Unscorable
@@ -66,17 +67,16 @@ def _loads(text: str) -> Any:
 
 def _check(value: Any, schema: Any) -> None:
     from jsonschema.exceptions import best_match
-    from referencing.exceptions import Unresolvable
 
     try:
         misfits = _validator(orjson.dumps(schema)).iter_errors(value)
         worst = best_match(islice(misfits, _MOST_MISFITS))
-    except (Unresolvable, Unscorable, re.error) as error:
-        raise InvalidOutputError(f"the answer can't be held against its schema: {error}") from error
     except RecursionError:
         raise InvalidOutputError(
             "the answer can't be held against its schema: nested too deeply"
         ) from None
+    except Exception as error:  # a row may bring any schema
+        raise InvalidOutputError(f"the answer can't be held against its schema: {error}") from error
     if worst is not None:
         raise InvalidOutputError(
             f"the answer is JSON that does not fit its schema: {worst.json_path}:"
@@ -91,6 +91,8 @@ def _validator(schema: bytes) -> Any:
     from referencing import Registry
 
     found = orjson.loads(schema)
+    if (fault := fault_in_schema(found)) is not None:
+        raise Unscorable(f"it is no JSON schema: {fault}")
     kind = validator_for(found, default=Draft202012Validator)
     return extend(kind, {"pattern": _pattern})(found, registry=Registry())
 

@@ -13,6 +13,7 @@ from batchkit.config.loading import make_job
 from batchkit.errors import JobError
 from tests.support.chat_server import ChatServer, Refused, serving
 from tests.support.command_line import batchkit
+from tests.support.rows import write_jsonl
 from tests.support.server_runs import records, said, write_job
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -157,6 +158,28 @@ def test_a_schema_may_not_fetch_another_one(asked: Any) -> None:
         assert other.connections == 0
     assert record["error"]["kind"] == "invalid_output"
     assert "can't be held against its schema" in record["error"]["message"]
+
+
+def test_a_row_whose_own_schema_is_none_fails_alone() -> None:
+    """The engine may ignore what is wrong with it. Parquet has null for what other rows' schemas name."""
+    schemas: list[Any] = [
+        {"type": "object"},
+        {"type": "object", "required": None},
+        {"type": "object", "properties": {"a": None}},
+        {"type": "objekt"},
+        {"$schema": ["x"]},
+        {"$schema": "http://json-schema.org/draft-04/schema", "$ref": ["x"]},
+    ]
+    with serving(Answers(*[['{"a": 1}']] * len(schemas))) as server:
+        write_job(server, 0, output={"parse": "json"}, sampling={"sampling_column": "own"})
+        wanted = [{"structured_outputs": {"json": schema}} for schema in schemas]
+        write_jsonl(Path("rows.jsonl"), ({"n": n, "own": own} for n, own in enumerate(wanted)))
+        ended = batchkit("run", "job.toml")
+        assert ended.exit_code == 3, ended.stderr
+    good, *bad = records()
+    assert good["parsed"] == {"a": 1}
+    assert [record["error"]["kind"] for record in bad] == ["invalid_output"] * len(bad)
+    assert "it is no JSON schema: $.required: None is not" in bad[0]["error"]["message"]
 
 
 def test_a_pattern_that_takes_for_ever_fails_its_row_alone(asked: Any) -> None:
