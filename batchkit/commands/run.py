@@ -195,6 +195,11 @@ def retry_failed(
             f" answers of {folder}; to try the job, give it another name: batchkit run"
             f" {folder / JOB} --set engine.kind=dry-run --set name=trial"
         )
+    if job.input.path is None:
+        raise JobError(
+            f"{folder}: its rows came from Python, and only a program has them: run them again there, with"
+            f" processor.retry({{index: attempt}}, rows=rows); `batchkit show --failed {folder}` lists them"
+        )
     with notifying(job, say) as ended, StopRequest().installed() as stop:
         outcome = start_run(
             _with_secrets(job, given, say),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from batchkit import JobConfig, ProductionBatchProcessor
+from batchkit.commands.run import retry_failed
 from batchkit.errors import BatchkitError, ChangedError, JobError
 
 DRY = {"kind": "dry-run"}
@@ -71,3 +72,15 @@ def test_folder_that_cannot_be_written_is_a_wrong_job(folder: Path) -> None:
     (folder / "output").write_text("a file")
     with pytest.raises(JobError, match=r"Not a directory; set output\.dir to a folder"):
         processor().process(["a"])
+
+
+def test_rows_from_python_are_retried_by_the_program() -> None:
+    rows = [{"prompt": "a"}, {"other": "b"}]
+    summary = processor().process(rows)
+    assert summary.failed == 1
+    with pytest.raises(
+        JobError, match=r"came from Python.*processor\.retry\(\{index: attempt\}, rows"
+    ):
+        retry_failed(Path(summary.folder))
+    again = processor().retry({1: 1}, rows=rows)
+    assert [record["attempt"] for record in again.records()] == [1, 2]
