@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from batchkit.errors import StoreError
+from batchkit.commands.score import score_run
+from batchkit.errors import LostLockError, StoreError
 from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.runfolder import claim
 from tests.support import own_process
 from tests.support.command_line import batchkit
@@ -72,6 +74,23 @@ def test_run_that_lost_its_lock_leaves_the_other_ones_manifest(start: Any) -> No
     said = Path("stderr-0").read_text()
     assert "another process may be working" in said
     assert manifest() == ours
+
+
+def test_scoring_that_lost_its_lock_writes_nothing_more() -> None:
+    """Another process may have begun a run there while the judge was asked."""
+    prepare(3, scoring={"extract": "text", "reference": "q", "scorers": ["em", "judge"]})
+    run()
+    other = job_of_run(RUN, ['scoring.extract="number"'])
+    ours = {name: (RUN / name).read_bytes() for name in ("job.toml", "manifest.json")}
+    before = {path.name for path in RUN.iterdir()}
+
+    def say(text: str) -> None:
+        (RUN / ".lock").unlink(missing_ok=True)
+
+    with pytest.raises(LostLockError, match="another process may be working"):
+        score_run(RUN, other, say=say)
+    assert {name: (RUN / name).read_bytes() for name in ours} == ours
+    assert {path.name for path in RUN.iterdir()} <= before | {".holder.json"}
 
 
 def test_process_that_stalls_before_it_locks_gets_no_folder_that_another_began(

@@ -30,7 +30,7 @@ from batchkit.storage.job_toml import job_of_run, write_job
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.newest import read_newest
-from batchkit.storage.runfolder import claim
+from batchkit.storage.runfolder import Claim, claim
 from batchkit.storage.score_store import SCORES, ScoreLine, read_scored, references_of, write_scores
 
 
@@ -44,11 +44,12 @@ def score_run(
     Raises:
         JobError: nothing is scored, or the rows that the scoring needs are missing.
         StoreError: another process works on the run, or its results are missing.
+        LostLockError: the run folder's lock was removed meanwhile; no score is written then.
     """
     with ExitStack() as held:
         stop = stop or held.enter_context(StopRequest().installed())
-        held.enter_context(claim(folder))
-        return _score_run(folder, job or job_of_run(folder), stop, say)
+        lock = held.enter_context(claim(folder))
+        return _score_run(folder, lock, job or job_of_run(folder), stop, say)
 
 
 def finish_scoring(
@@ -58,8 +59,8 @@ def finish_scoring(
     if not job.scoring.is_on:
         return None
     if not is_scored(folder, job):
-        with claim(folder):
-            return _score_run(folder, job, stop, say)
+        with claim(folder) as lock:
+            return _score_run(folder, lock, job, stop, say)
     return table_of(folder, job)
 
 
@@ -106,7 +107,9 @@ def is_mixed(folder: Path) -> bool:
     return read_manifest(folder).scoring is None
 
 
-def _score_run(folder: Path, job: JobConfig, stop: StopRequest, say: Say) -> ScoreTable:
+def _score_run(
+    folder: Path, lock: Claim, job: JobConfig, stop: StopRequest, say: Say
+) -> ScoreTable:
     check_scoring(job)
     check_log(folder)
     first = _first_row(job)
@@ -138,7 +141,12 @@ def _score_run(folder: Path, job: JobConfig, stop: StopRequest, say: Say) -> Sco
                 scored.unscored,
             )
 
-    write_scores(folder, lines(), before=lambda: _forget(folder, job))
+    def before() -> None:
+        lock.check()  # a judge may have taken hours
+        _forget(folder, job)
+
+    write_scores(folder, lines(), before=before)
+    lock.check()
     _remember(folder, job, made_from)
     return table_of(folder, job)
 
