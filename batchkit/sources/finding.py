@@ -6,7 +6,7 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
@@ -203,6 +203,13 @@ def _is_hidden_below(pattern: str, match: str) -> bool:
     return any(part[:1] == "." != part for part in parts)
 
 
+def _is_another_link(match: str, found: Mapping[str, Any]) -> bool:
+    """Whether it is a link in a web server's list that sorts the list, or a second one to a file."""
+    file = re.split(r"[?#]", match, maxsplit=1)[0]
+    is_web = match.startswith(("http://", "https://"))
+    return is_web and file != match and (file.endswith("/") or file in found)
+
+
 def _is_remote_glob(path: str) -> bool:
     name = name_of(path)  # "?" begins a URL's query, which may have any character
     return "*" in name or "[" in name
@@ -222,7 +229,7 @@ def _remote(path: str, is_in_folder: bool) -> _Matches:
         raise remote_error(path, error) from error
     matches = _Matches([], [])
     for match in sorted(found):
-        if _is_hidden_below(pattern, match):
+        if _is_hidden_below(pattern, match) or _is_another_link(match, found):
             continue
         kind = matches.folders if found[match].get("type") == "directory" else matches.files
         kind.append(path.replace(name_of(path), _spelled(match, pattern, name_of(path))))

@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from batchkit.errors import InputError
-from batchkit.sources import fingerprint
+from batchkit.sources import fingerprint, input_files
 from tests.support import dry_runs
 from tests.support.dry_runs import LOG, RUN, run, settled
 from tests.support.pdfs import pdf
@@ -42,6 +43,35 @@ def server(request: pytest.FixtureRequest) -> Iterator[str]:
         Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+class Listing(Files):
+    """As Apache and others list a folder: with links that sort it, and several to a file."""
+
+    def list_directory(self, path: Any) -> Any:
+        links = [
+            "?C=N;O=D",
+            "?C=M;O=A",
+            "/",
+            "a.png",
+            "a.png?preview=1",
+            "a.png#top",
+            "b.png?raw=1",
+        ]
+        page = "".join(f'<a href="{link}">' for link in links).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(page)))
+        self.end_headers()
+        return BytesIO(page)
+
+
+@pytest.mark.parametrize("server", [Listing], indirect=True)
+@pytest.mark.parametrize("kind", ["auto", "files"])
+def test_file_that_a_web_page_links_to_twice_is_one_row(server: str, kind: str) -> None:
+    assert input_files(table(f"{server}/", format=kind)) == [
+        f"{server}/a.png",
+        f"{server}/b.png?raw=1",
+    ]
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.xlsx"])
