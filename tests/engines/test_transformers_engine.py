@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomlkit
 from PIL import Image
 
 from batchkit.commands.tuning.batch_size_option import batch_size_option
@@ -354,6 +355,35 @@ def test_messages_of_a_developer_are_the_system_s_as_in_vllm(engine: Engine, vll
         (ours,), (theirs,) = ask(engine, one), ask(vllm, one)
         assert ours.prompt == theirs.prompt
         assert "developer" not in str(ours.prompt)
+
+
+TEMPLATE = """\
+{% for m in messages %}{{ m.role }}: {{ m.reasoning }} {{ m.reasoning_content }} \
+{% if m.content is string %}{{ m.content }}{% else %}\
+{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endif %}
+{% endfor %}"""
+TALK = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "What time is it?"},
+    {"role": "assistant", "content": None, "reasoning": "a clock would say"},
+    {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "noon"}]},
+    {"role": "developer", "content": "be brief"},
+    {"role": "assistant", "content": "noon", "reasoning_content": "it said"},
+]
+
+
+def test_a_chat_template_of_a_model_with_images_gets_what_vllm_gives_it(
+    demo_model: Path, tmp_path: Path
+) -> None:
+    job = make_job(demo_model, chat_template=TEMPLATE)
+    ours = open_preflight(job).render(replace(request(3), messages=TALK)).text
+    options = {**SMALL, "chat_template": TEMPLATE}
+    table = {"engine": {"model": str(demo_model), "options": options}}
+    write_jsonl(tmp_path / "rows.jsonl", [{"messages": TALK}])
+    (tmp_path / "job.toml").write_text(tomlkit.dumps({**table, "input": {"path": "rows.jsonl"}}))
+    done = batchkit("run", "job.toml", "--dry-run", cwd=tmp_path, start=Fork)
+    assert ours in done.stdout, done.stderr
+    assert "tool:   noon" in ours
 
 
 def test_the_chat_template_may_be_another_and_gets_its_names(demo_model: Path) -> None:

@@ -113,11 +113,11 @@ class TransformersRenderer:
     def _text(self, request: Request) -> str:
         if request.messages is None:
             return request.prompt or ""
-        content = self._parts if self._takes_images else self._plain
         conversation = [
-            {**_with_arguments_read(m), "content": content(m["content"] or "")}
-            for m in _without_developers(request.messages, self._chat_template)
+            {**_with_reasoning(_with_arguments_read(m)), "content": self._content(m)}
+            for m in request.messages
         ]
+        conversation = _without_developers(conversation, self._chat_template)
         text: str = self._processor.apply_chat_template(
             conversation,
             **{
@@ -143,10 +143,15 @@ class TransformersRenderer:
             )
         )
 
-    def _parts(self, content: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """As chat templates of models with images expect it; images are passed separately."""
+    def _content(self, message: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+        """As chat templates of models with images expect it, in parts, and images are passed separately;
+        as in vLLM, what a tool answered is one text."""
+        content = message["content"] or ""
+        is_of_tool = message["role"] == "tool" and "image_pil" not in _types(content)
+        if not self._takes_images or is_of_tool:
+            return self._plain(content)
         if isinstance(content, str):
-            return [{"type": "text", "text": content}]
+            return [] if message["content"] is None else [{"type": "text", "text": content}]
         return [
             {"type": "image"} if part["type"] == "image_pil" else dict(part) for part in content
         ]
@@ -160,9 +165,11 @@ class TransformersRenderer:
         return "\n".join(part["text"] for part in content)
 
 
-def _without_developers(
-    messages: Sequence[Mapping[str, Any]], chat_template: Any
-) -> Sequence[Mapping[str, Any]]:
+def _types(content: str | Sequence[Mapping[str, Any]]) -> set[str]:
+    return set() if isinstance(content, str) else {part["type"] for part in content}
+
+
+def _without_developers(messages: list[dict[str, Any]], chat_template: Any) -> list[dict[str, Any]]:
     """As in vLLM: for a chat template that does not know the role, developers are the system, and all
     of the system is one message, the first."""
     knows = any(f"{quote}developer{quote}" in str(chat_template) for quote in "\"'")
@@ -176,10 +183,19 @@ def _without_developers(
     return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others]
 
 
-def _joined(content: str | Sequence[Mapping[str, Any]] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
+def _joined(content: str | Sequence[Mapping[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
     return "\n".join(part["text"] for part in content if "text" in part)
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An earlier answer's reasoning, under both names that chat templates read, as in vLLM."""
+    found = message.get("reasoning")
+    found = message.get("reasoning_content") if found is None else found
+    if found is None or message["role"] != "assistant":
+        return message
+    return {**message, "reasoning": found, "reasoning_content": found}
 
 
 def _with_arguments_read(message: Mapping[str, Any]) -> Mapping[str, Any]:
