@@ -27,6 +27,21 @@ def hints(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
     yield from _absent("output.keep", job.output.keep, first)
     if job.scoring.is_on:
         yield from scoring_hints(job.scoring, first)
+        yield from _of_judge(job, first)
+
+
+def _of_judge(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
+    """Rows from Python are gone when a judge is asked: it gets what [vars] has by their names."""
+    judge = job.scoring.judge
+    if judge is None or judge.step is not None or job.input.path is not None:
+        return
+    read = names_in(job.model_copy(update={"vars": {}}), judge.prompt, ())
+    ours = {"prediction", "reference", "text", *job.output.keep, *fields_of(job.scoring)}
+    for name in sorted((read & job.vars.keys() & first.keys()) - ours):
+        yield (
+            f"scoring.judge: rows have a field {name!r}, and [vars] has it, too, which is what the judge"
+            " gets, unless output.keep names it"
+        )
 
 
 def _of_generation(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
