@@ -66,7 +66,7 @@ def load_job(
         raise JobError(f"{path}: not valid TOML: {problem_in(text, error)}") from error
     except (RecursionError, ValueError) as error:  # ValueError: thousands of digits
         raise JobError(f"{path}: {place_in(text, error)}: {reason_of(error)}") from None
-    if (rows := given.get("input.path")) is not None and "://" not in rows:
+    if (rows := given.get("input.path")) is not None:
         given = {**given, "input.path": _find_input(rows, Path.cwd())}
     return make_job(table, str(path), overrides, given, base=path.parent)
 
@@ -227,9 +227,7 @@ def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
     }
     if job.input.path is not None:
         path = _fill(job.input.path, job, "input.path")
-        if "://" not in path:
-            path = _find_input(path, base)
-        update["input"] = job.input.model_copy(update={"path": path})
+        update["input"] = job.input.model_copy(update={"path": _find_input(path, base)})
     input_table = update.get("input", job.input)
     root = _media_root(job, base, input_table)
     update["media"] = job.media.model_copy(update={"root": root})
@@ -345,8 +343,12 @@ def _find(path: str, base: Path, key: str) -> Path:
 
 
 def _find_input(path: str, base: Path) -> str:
-    """As ``_find``. Where ``path`` may be a glob, the folder before it is none: in a folder ``a[1]``
-    it finds no files of ``a1``."""
+    """As ``_find``, or a URL; of ``zip://*.jsonl::rows.zip``, the archive is found so. Where ``path`` may be
+    a glob, the folder before it is none: in a folder ``a[1]`` it finds no files of ``a1``."""
+    if "://" in path:
+        chain, _, last = path.rpartition("::")
+        is_archive = chain and "://" not in last
+        return f"{chain}::{_find(last, base, 'input.path')}" if is_archive else path
     found = _find(path, base, "input.path")
     if found.exists():
         return str(found)

@@ -159,6 +159,21 @@ def test_brackets_in_the_name_of_the_jobs_folder_lead_to_no_other_folder(
     assert load_job(job).media.root == str(job.parent)
 
 
+def test_archive_with_a_relative_path_is_the_one_beside_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("job", "elsewhere"):
+        (tmp_path / folder).mkdir()
+        with zipfile.ZipFile(tmp_path / folder / "x.zip", "w") as archive:
+            archive.writestr("rows.jsonl", f'{{"q": "{folder}"}}')
+    job = tmp_path / "job" / "job.toml"
+    job.write_text('[input]\npath = "zip://*.jsonl::x.zip"\n[engine]\nkind = "dry-run"\n')
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert [row.fields for row in read_rows(load_job(job).input)] == [{"q": "job"}]
+    given = load_job(job, given={"input.path": "zip://*.jsonl::x.zip"})
+    assert [row.fields for row in read_rows(given.input)] == [{"q": "elsewhere"}]
+
+
 def test_where_finds_its_column_in_each_table(tmp_path: Path) -> None:
     """All rows of the second one would be missing. Rows of JSON may lack a field."""
     (tmp_path / "1.csv").write_text("q,lang\na,en\nb,de\n")
