@@ -35,6 +35,7 @@ from batchkit.rendering.templates.prompt import PromptTemplates, sources_of
 from batchkit.rendering.tools import RequestTools, template_kwargs_of, tools_of_body
 from batchkit.rendering.truncation import Place, cut_at, longest_text, next_cut
 from batchkit.sources.rowhash import input_hash
+from batchkit.storage.schema import is_count
 from batchkit.types import Completion, Pair, Request, Row, RowHint
 
 if TYPE_CHECKING:
@@ -159,7 +160,8 @@ class PromptRenderer:
         try:
             whole = self._with_texts(row.fields)
             place = self._longest_text(row, whole)
-            max_tokens = request.sampling.get("max_tokens") or 0
+            wanted = request.sampling.get("max_tokens")  # a row's own may be anything
+            max_tokens = wanted if wanted and is_count(wanted) else 0
             cut = place and next_cut(place.length, request.cut, error, max_tokens)
             if not place or not cut:
                 return None

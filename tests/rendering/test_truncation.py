@@ -344,6 +344,19 @@ def test_all_but_the_text_stays() -> None:
     )
 
 
+@pytest.mark.parametrize("own", [100.0, "100", {"a": 1}, [1], True, 10**400])
+def test_a_rows_own_max_tokens_may_be_anything(own: Any) -> None:
+    """A server may refuse the prompt first, or take a number with a point, as pandas writes them."""
+    _, shorter = shortened(
+        {"q": WORDS, "params": {"max_tokens": own}},
+        prompt={"user": "{{ q }}"},
+        sampling={"sampling_column": "params"},
+    )
+    assert cut_text(shorter).startswith("w0 w1 ")
+    assert shorter is not None
+    assert shorter.sampling["max_tokens"] == own
+
+
 def test_sampling_changed_since_stays_changed() -> None:
     one = renderer(prompt={"user": "{{ q }}"})
     request = one.render(Row(0, "0", {"q": WORDS}))
