@@ -450,6 +450,13 @@ def test_an_answer_with_more_choices_than_the_one_asked_for_is_never_stored() ->
     assert (one["text"], one.get("choices")) == ("choice 7", None)
 
 
+def test_a_row_that_asks_for_a_billion_answers_takes_no_memory_for_them() -> None:
+    """The run was killed for it, and so was each later start."""
+    with serving(answering([choices(0), choices(1, 0)])) as server, opened(server) as engine:
+        one, two = ask(engine, (request(row, n=2**31) for row in range(2)))
+    assert texts([one, two]) == ["choice 0", "ServerError"]
+
+
 def test_a_server_that_returns_one_choice_whatever_n_is_reported_once() -> None:
     with serving(answering([choices(0)] * 6)) as server:
         write_job(server, 6, sampling={"n": 2, "temperature": 1.0})

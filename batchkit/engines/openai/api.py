@@ -200,8 +200,8 @@ def completion_of(request: Request, answer: Any, latency_s: float, n: int) -> Co
         places = [choice.get("index") for choice in found]
         if all(place is None for place in places):
             places = list(range(len(found)))
-        fits = sorted(places) in (list(range(n or len(found))), [0])
-        if not fits and (len(found) > 1 or n > 1):
+        are_all = n in (0, len(found)) and sorted(places) == list(range(len(found)))
+        if not are_all and sorted(places) != [0] and (len(found) > 1 or n > 1):
             return None
         ordered = sorted(zip(places, found, strict=True), key=lambda placed: placed[0] or 0)
         choices = [_choice(choice) for _, choice in ordered]
