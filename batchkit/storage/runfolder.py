@@ -77,9 +77,11 @@ def claim(folder: Path) -> Iterator[Claim]:
         raise StoreError(_refusal(folder, held_by(folder) or {})) from None
     except OSError as error:
         if error.errno in _REFUSED:
+            is_there = os.path.lexists(folder / MANIFEST)  # raises nothing, whatever is refused
+            or_copy = ", or name a copy of the run in such a folder" * is_there
             raise JobError(
                 f"{folder}: can't be used as a run folder: {error.strerror}; set output.dir to a folder"
-                " that you may write to"
+                f" that you may write to{or_copy}"
             ) from error
         raise StoreError(f"{folder}: can't be used as a run folder: {error.strerror}") from error
     try:

@@ -203,6 +203,18 @@ def test_status_works_where_nothing_can_be_written() -> None:
         assert batchkit("verify").exit_code == 0
 
 
+def test_run_that_lies_where_nothing_can_be_written_is_merged_from_a_copy() -> None:
+    prepare(3)
+    run()
+    with mounted(RUN, "--bind", "-o", "ro", source=RUN):
+        found = batchkit("merge", str(RUN), "--into", "output/b")
+        assert found.exit_code == 2
+        assert "Read-only file system" in found.stderr
+        assert "or name a copy of the run" in found.stderr
+        shutil.copytree(RUN, "copy")
+    assert batchkit("merge", "copy", "--into", "output/b").exit_code == 0
+
+
 def test_run_folder_that_is_a_mount_is_not_moved_aside_and_this_is_reported() -> None:
     prepare(3)
     run()
