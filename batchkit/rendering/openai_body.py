@@ -32,6 +32,7 @@ _IGNORED = frozenset(
         "chat_template_kwargs",
         "safety_identifier",
         "prompt_cache_key",
+        "prompt_cache_retention",
     ]
 )
 _RENAMED = {"max_completion_tokens": "max_tokens"}

@@ -355,6 +355,7 @@ CHAT = {"model": "gpt", "messages": [{"role": "user", "content": "x"}], "stream"
         ({"logprobs": True}, {"logprobs": 0}),
         ({"logprobs": False, "top_logprobs": 5}, {}),
         ({"user": "u", "metadata": {}, "store": True, "tools": [], "tools_": None}, {}),
+        ({"prompt_cache_key": "k", "prompt_cache_retention": "24h"}, {}),
         ({"response_format": {"type": "text"}}, {}),
         (
             {"response_format": {"type": "json_object"}},
