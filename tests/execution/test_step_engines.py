@@ -271,6 +271,29 @@ def test_a_function_asks_several_engines(
     assert turns() == ([] if is_together else ["[engines.judge]"])
 
 
+SIDE_BY_SIDE = """
+import asyncio
+
+async def solve(row, generate):
+    one = generate(f"one {row['q']}", step="one")
+    other = generate(f"other {row['q']}", step="other", engine="judge")
+    return " / ".join([each.text for each in await asyncio.gather(one, other)])
+"""
+
+
+def test_a_function_that_asks_two_engines_side_by_side_gets_a_turn_of_each() -> None:
+    Path("solve.py").write_text(SIDE_BY_SIDE)
+    command = f"{OWN['server']['command']} --latency-s 0.1"  # type: ignore[index]
+    slow = {**OWN, "server": {"command": command}}
+    write(engine=slow, steps=[], rollout={"function": "solve.py:solve"}, run={"max_seconds": 30})
+    ended = batchkit("run", "job.toml")
+    assert ended.exit_code == 0, ended.stderr
+    asked = "0 images, asked: "
+    assert answers() == [f"{asked}one q{n} / {asked}other q{n}" for n in range(N_ROWS)]
+    assert_each_once(steps=2)
+    assert turns() == ["[engines.judge]"]
+
+
 CATCHES = """
 from pathlib import Path
 

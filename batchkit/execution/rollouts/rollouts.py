@@ -400,6 +400,7 @@ class Rollouts:
                     continue  # its row has ended, or waits for it no longer
                 self._n_busy += not row.pending
                 row.since = now
+                self._pause_soon(row)
                 if not answer.done():
                     answer.set_result(completion)
             self._n_coming -= len(completions)
