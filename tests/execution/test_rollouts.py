@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,8 +143,6 @@ def test_a_replay_goes_on_in_the_order_in_which_the_answers_came() -> None:
         if " " in text:
             until(lambda: not waits, 30)
         elif text[0] in delays:
-            import time
-
             time.sleep(delays[text[0]])
         return echo(text, body)
 
@@ -154,6 +153,39 @@ def test_a_replay_goes_on_in_the_order_in_which_the_answers_came() -> None:
         assert run().exit_code == 0, errors()
     assert records()[0]["text"] == "<a c b>"
     assert len(generations()) == 7
+
+
+RACING = """
+import asyncio, os
+async def solve(row, generate):
+    async def after(wait_s, prompt):
+        await asyncio.sleep(float(wait_s))  # a tool's
+        return (await generate(prompt)).text
+    prompts = ["wait one", "two", "wait three"]
+    return " ".join(await asyncio.gather(*map(after, os.environ["TOOLS"].split(), prompts)))
+"""
+
+
+def test_calls_side_by_side_that_come_in_another_order_after_a_kill_all_get_their_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The recorded answer to the last one came, and the one before, in flight, was forgotten."""
+    waits = True
+
+    def answer(text: str, body: dict[str, Any]) -> str:
+        if text.startswith("wait"):
+            until(lambda: not waits, 30)
+            time.sleep(0.5)
+        return echo(text, body)
+
+    monkeypatch.setenv("TOOLS", "0 0.1 0.2")
+    with serving(answer) as server:
+        write(RACING, 1, server, run={"row_timeout_s": 2})
+        killed_when(lambda: len(server.bodies) == 3 and len(generations()) == 1)
+        waits = False
+        monkeypatch.setenv("TOOLS", "0 0.2 0.1")
+        assert run().exit_code == 0, errors()
+    assert records()[0]["text"] == "<wait one> <two> <wait three>"
 
 
 TANGLED = """

@@ -33,8 +33,9 @@ class Desk(Protocol):
     def queue(self, row: OpenRow, request: Request) -> Answer:
         """Have ``request`` answered."""
 
-    def unqueue(self, row: OpenRow, request: Request) -> None:
-        """Forget that the row waits for it."""
+    def unqueue(self, row: OpenRow, request: Request, answer: Answer) -> None:
+        """Forget that the row waits for ``answer``. One that was recorded is not queued, and another request
+        may be queued under the same key."""
 
     def loading(self) -> AbstractAsyncContextManager[None]:
         """Within it pixels are decoded and queued."""
@@ -124,7 +125,7 @@ class OpenRow:
         try:
             completion = await answer
         finally:
-            self._desk.unqueue(self, request)
+            self._desk.unqueue(self, request, answer)
         self._count(completion)
         if request.media_bytes:  # a function may keep the completion, and not the pixels with it
             completion = replace(completion, request=replace(request, messages=None))

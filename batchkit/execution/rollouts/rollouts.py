@@ -238,9 +238,9 @@ class Rollouts:
                 self._changed.notify_all()
         return answer
 
-    def unqueue(self, row: OpenRow, request: Request) -> None:
-        """For a row: it no longer waits for the answer to ``request``."""
-        if request.key not in row.pending:  # it has come
+    def unqueue(self, row: OpenRow, request: Request, answer: Answer) -> None:
+        """For a row: it no longer waits for the ``answer`` to ``request``."""
+        if row.pending.get(request.key) is not answer:  # it has come, or was recorded
             return
         with self._changed:
             del row.pending[request.key]
