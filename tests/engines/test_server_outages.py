@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from email.utils import formatdate
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from batchkit.engines.base import Engine
 from batchkit.engines.openai.api import retry_after_s
+from batchkit.engines.openai.connections import Connections, Response
 from batchkit.engines.openai.rate_limiter import RateLimiter
 from batchkit.engines.registry import open_engine
 from batchkit.errors import EngineError, RowTimeoutError
@@ -76,6 +78,28 @@ def test_a_server_that_is_too_slow_for_so_many_gets_fewer_at_a_time() -> None:
     late = [c for c in done if isinstance(c.error, RowTimeoutError)]
     assert 0 < len(late) < 50
     assert sum(c.error is None for c in done) == 80 - len(late)
+
+
+def test_a_request_that_is_interrupted_at_any_instant_holds_up_no_other() -> None:
+    async def ask_all(url: str) -> None:
+        connections = Connections({}, trust_env=False)
+        for turns in range(60):
+            first = asyncio.create_task(models(connections, url))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            first.cancel()  # as a timeout does
+            with suppress(asyncio.CancelledError):
+                await first
+            assert (await models(connections, url)).status == 200
+        await connections.close()
+
+    async def models(connections: Connections, url: str) -> Response:
+        return await connections.exchange(
+            "GET", f"{url}/models", None, timeout_s=5, max_bytes=lambda status: 1000
+        )
+
+    with serving() as server:
+        asyncio.run(ask_all(server.url))
 
 
 def test_retry_after_may_be_a_date() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from batchkit.errors import EngineError, RowTimeoutError
@@ -93,9 +94,9 @@ class Connections:
         """
         import httpx
 
-        client = self._idle.pop() if self._idle else self._new()
         try:
             async with (
+                self._client() as client,
                 asyncio.timeout(timeout_s),
                 client.stream(method, url, content=content) as response,
             ):
@@ -114,8 +115,18 @@ class Connections:
             raise ServerFault(f"the connection broke: {_text_of(error)}", weight=0.5) from error
         except _CodingError as error:
             raise ServerFault(f"{url}: the answer can't be unpacked: {error}") from error
-        finally:
-            self._idle.append(client)
+
+    @asynccontextmanager
+    async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
+        """A client for one request. If that fails, the client is not used again: httpcore may still count
+        the connection of a request that was interrupted, and the next one would wait for its end."""
+        client = self._idle.pop() if self._idle else self._new()
+        try:
+            yield client
+        except BaseException:
+            await client.aclose()
+            raise
+        self._idle.append(client)
 
     def _new(self) -> httpx.AsyncClient:
         """A client for one request at a time. A client for many scans all its connections whenever
