@@ -23,6 +23,7 @@ from tests.support.own_process import batchkit, begin
 from tests.support.rows import write_jsonl
 from tests.support.scored_runs import (
     NUMBER,
+    completion,
     counted,
     echo,
     engine,
@@ -92,6 +93,18 @@ def test_a_blank_answer_is_not_judged(tmp_path: Path) -> None:
         folder = run(judged_job(tmp_path, server, engine=engine(server), sampling={"n": 2}))
     assert scored(folder) == {f"q{n}": (None, {"em": None, "judge": None}) for n in range(3)}
     assert not judge.asked
+
+
+def test_a_score_that_max_tokens_may_have_cut_is_none(tmp_path: Path) -> None:
+    cut = completion("[Score]: 8")
+    cut["choices"][0]["finish_reason"] = "length"
+    later = completion("[Score]: 85/100\nThe reason is that 1")
+    later["choices"][0]["finish_reason"] = "length"
+    judge = Judge({"q0": [Refused(200, cut)], "q1": [Refused(200, later)], "q2": ["[Score]: 8"]})
+    with serving(judge) as server:
+        folder = run(judged_job(tmp_path, server))
+    scores = {name: scores["judge"] for name, (_, scores) in scored(folder).items()}
+    assert scores == {"q0": None, "q1": 0.85, "q2": 0.08}
 
 
 def test_a_judgement_is_paid_for_once(tmp_path: Path) -> None:

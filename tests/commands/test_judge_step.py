@@ -13,10 +13,19 @@ from batchkit.commands.score.judge import FOLDER
 from batchkit.config.tables import JobConfig
 from batchkit.config.tables.scoring import JudgeTable
 from batchkit.errors import JobError
-from tests.support.chat_server import ChatServer, serving
+from tests.support.chat_server import ChatServer, Refused, serving
 from tests.support.command_line import batchkit
 from tests.support.judge import Judge
-from tests.support.scored_runs import counted, engine, job, quiet, run, scored, write_job
+from tests.support.scored_runs import (
+    completion,
+    counted,
+    engine,
+    job,
+    quiet,
+    run,
+    scored,
+    write_job,
+)
 
 
 def job_with_steps(
@@ -58,6 +67,22 @@ def test_a_step_with_an_extractor_of_its_own_gives_what_that_reads(tmp_path: Pat
         folder = run(job_with_steps(tmp_path, server, extract="number"))
     scores = {name: scores["judge"] for name, (_, scores) in scored(folder).items()}
     assert scores == {"q0": 0.75, "q1": None, "q2": None, "q3": 0.0}
+
+
+@pytest.mark.parametrize("its", [{}, {"extract": "number"}])
+def test_a_verdict_that_max_tokens_may_have_cut_is_none(
+    tmp_path: Path, its: dict[str, Any]
+) -> None:
+    cut, whole = completion("Score: 1"), completion("Score: 5/")
+    for body in (cut, whole):
+        body["choices"][0]["finish_reason"] = "length"
+    judge = Judge(
+        {"q0": [Refused(200, cut)], "q2": [Refused(200, whole)], "q3": [Refused(200, cut)]}
+    )
+    with serving(judge) as server:
+        folder = run(job_with_steps(tmp_path, server, **its))
+    scores = {name: scores["judge"] for name, (_, scores) in scored(folder).items()}
+    assert scores == {"q0": None, "q1": None, "q2": 0.5, "q3": None}
 
 
 def test_a_verdict_is_read_in_one_way_alone(tmp_path: Path) -> None:

@@ -77,7 +77,8 @@ def judge(
         _ask(judging, questions, stop)
         judged = {r["id"]: r for r in _records(judging) if r["id"] in questions}
     _report_failures([judged[key] for key in questions], say)
-    return {index: _score(judged[key].get("prediction"), table) for index, key in key_of.items()}
+    found = {key: _unless_cut(judged[key].get("prediction"), judged[key]) for key in questions}
+    return {index: _score(found[key], table) for index, key in key_of.items()}
 
 
 def judged_by_step(
@@ -92,9 +93,10 @@ def judged_by_step(
         verdict = answer.steps.get(name, {})
         score: str | float | None
         if extracts:
-            score = next(iter(numbers_in(verdict.get("prediction") or "")), None)
+            prediction = _unless_cut(verdict.get("prediction"), verdict)
+            score = next(iter(numbers_in(prediction or "")), None)
         else:
-            score = reading.found(verdict.get("text", ""), {}, answer.id)
+            score = _unless_cut(reading.found(verdict.get("text", ""), {}, answer.id), verdict)
         found[answer.index] = _score(score, table)
     if missing := sum(score is None for score in found.values()):
         where = "number that its extract finds" if extracts else "line [Score]: x in its text"
@@ -254,6 +256,13 @@ def _report_failures(judged: Sequence[Mapping[str, Any]], say: Say) -> None:
             f" {failure_kind(failed[0])}: {error.get('message', 'no answer')}; `batchkit score`"
             " tries them again"
         )
+
+
+def _unless_cut(found: str | None, answer: Mapping[str, Any]) -> str | None:
+    """``found``, or None if the answer was cut off behind it: a number may have had more digits."""
+    if found is None or answer.get("finish_reason") != "length":
+        return found
+    return None if (answer.get("text") or "").removesuffix(".").endswith(found) else found
 
 
 def _score(found: str | float | None, table: JudgeTable) -> float | None:
