@@ -188,6 +188,37 @@ def test_calls_side_by_side_that_come_in_another_order_after_a_kill_all_get_thei
     assert records()[0]["text"] == "<wait one> <two> <wait three>"
 
 
+WITH_TOOLS = """
+import asyncio
+async def solve(row, generate):
+    async def part(n):
+        await asyncio.sleep(0.2 * n)  # a tool's
+        draft = await generate(f"draft {n}")
+        return (await generate(f"wait {draft.text}")).text
+    return " ".join(await asyncio.gather(part(0), part(1)))
+"""
+
+
+def test_what_is_asked_while_a_tool_of_the_row_works_is_not_taken_for_another_function() -> None:
+    """The answer to what the tool's part asks next is recorded at that place."""
+    waits = True
+
+    def answer(text: str, body: dict[str, Any]) -> str:
+        if text.startswith("wait"):
+            until(lambda: not waits, 30)
+        elif waits:
+            time.sleep(0.4)
+        return echo(text, body)
+
+    with serving(answer) as server:
+        write(WITH_TOOLS, 1, server)
+        killed_when(lambda: len(server.bodies) == 4 and len(generations()) == 2)
+        waits = False
+        assert run().exit_code == 0, errors()
+    assert records()[0]["text"] == "<wait <draft 0>> <wait <draft 1>>"
+    assert len(generations()) == 4
+
+
 TANGLED = """
 import asyncio, random
 async def part(generate, rng, depth):

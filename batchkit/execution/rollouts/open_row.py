@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 from batchkit.config.tables import JobConfig
 from batchkit.errors import ReplayError, RowError
@@ -36,6 +37,9 @@ class Desk(Protocol):
     def unqueue(self, row: OpenRow, request: Request, answer: Answer) -> None:
         """Forget that the row waits for ``answer``. One that was recorded is not queued, and another request
         may be queued under the same key."""
+
+    def runs_alone(self, row: OpenRow) -> bool:
+        """Whether no other code of the row runs that may ask."""
 
     def loading(self) -> AbstractAsyncContextManager[None]:
         """Within it pixels are decoded and queued."""
@@ -65,6 +69,8 @@ class OpenRow:
         self.stuck: dict[Key, str] = {}
         self.since = time.monotonic()
         self.coroutine: asyncio.Task[None] | None = None
+        self.tasks = WeakSet[asyncio.Task[Any]]()
+        """Those that its function has started, directly or not."""
         self.diverged: ReplayError | None = None
         """Set if the row has asked for something else than before it was interrupted."""
 
@@ -180,7 +186,8 @@ class OpenRow:
         asked = hash_of_equal(call.request_hash, times)
         try:
             others = n_rendering or self.pending or self.stuck or self._recorded
-            found = self._replay.find(call.step, call.number, asked, is_alone=not others)
+            is_alone = not others and self._desk.runs_alone(self)
+            found = self._replay.find(call.step, call.number, asked, is_alone=is_alone)
         except ReplayError as error:
             self.diverged = self.diverged or error
             raise

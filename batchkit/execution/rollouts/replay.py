@@ -98,7 +98,8 @@ class Replay:
 
     def find(self, step: str, number: int, hash_now: str, *, is_alone: bool) -> Recorded | None:
         """The recorded generation for this request; None if it was not made yet. ``is_alone``: the row
-        waits for no other generation, so none can have taken this one's place.
+        waits for no other generation, and none of its tasks may ask for one, so none can have taken this
+        one's place.
 
         Raises:
             ReplayError: the ledger has another request at that place.

@@ -248,6 +248,11 @@ class Rollouts:
                 self._n_busy += self._open.get(row.row.index) is row
         self._pause_soon(row)
 
+    def runs_alone(self, row: OpenRow) -> bool:
+        """For a row: whether no task runs beside the current one and those that have started it."""
+        others = row.tasks - _lineage(asyncio.current_task())
+        return all(task.done() for task in others)
+
     @asynccontextmanager
     async def loading(self) -> AsyncIterator[None]:
         """For a row: within it pixels are decoded, at its end they are counted. It begins once there
@@ -458,12 +463,24 @@ class Rollouts:
 
 
 class RowTask(asyncio.Task[Any]):
-    """A task, and the row whose code has started it."""
+    """A task, the row whose code has started it, and the task in which that ran."""
 
     row: OpenRow | None = None
+    parent: asyncio.Task[Any] | None = None
 
 
 def _row_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> RowTask:
     task = RowTask(coroutine, loop=loop, **options)
-    task.row = _ROW.get()
+    task.row, task.parent = _ROW.get(), asyncio.current_task(loop)
+    if task.row is not None:
+        task.row.tasks.add(task)
     return task
+
+
+def _lineage(task: asyncio.Task[Any] | None) -> set[asyncio.Task[Any]]:
+    """``task`` and those that have started it."""
+    found: set[asyncio.Task[Any]] = set()
+    while task is not None:
+        found.add(task)
+        task = task.parent if isinstance(task, RowTask) else None
+    return found
