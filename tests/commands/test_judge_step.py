@@ -69,10 +69,11 @@ def test_a_step_with_an_extractor_of_its_own_gives_what_that_reads(tmp_path: Pat
     assert scores == {"q0": 0.75, "q1": None, "q2": None, "q3": 0.0}
 
 
-@pytest.mark.parametrize("its", [{}, {"extract": "number"}])
-def test_a_verdict_that_max_tokens_may_have_cut_is_none(
-    tmp_path: Path, its: dict[str, Any]
+@pytest.mark.parametrize(("its", "score"), [({}, None), ({"extract": "number"}, 0.1)])
+def test_a_score_that_max_tokens_may_have_cut_is_none_unless_the_step_has_an_extractor(
+    tmp_path: Path, its: dict[str, Any], score: float | None
 ) -> None:
+    """With that, ``max_tokens = 1`` is how one asks for a digit."""
     cut, whole = completion("Score: 1"), completion("Score: 5/")
     for body in (cut, whole):
         body["choices"][0]["finish_reason"] = "length"
@@ -82,7 +83,7 @@ def test_a_verdict_that_max_tokens_may_have_cut_is_none(
     with serving(judge) as server:
         folder = run(job_with_steps(tmp_path, server, **its))
     scores = {name: scores["judge"] for name, (_, scores) in scored(folder).items()}
-    assert scores == {"q0": None, "q1": None, "q2": 0.5, "q3": None}
+    assert scores == {"q0": score, "q1": None, "q2": 0.5, "q3": score}
 
 
 def test_a_verdict_is_read_in_one_way_alone(tmp_path: Path) -> None:

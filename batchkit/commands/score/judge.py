@@ -93,8 +93,7 @@ def judged_by_step(
         verdict = answer.steps.get(name, {})
         score: str | float | None
         if extracts:
-            prediction = _unless_cut(verdict.get("prediction"), verdict)
-            score = next(iter(numbers_in(prediction or "")), None)
+            score = next(iter(numbers_in(verdict.get("prediction") or "")), None)
         else:
             score = _unless_cut(reading.found(verdict.get("text", ""), {}, answer.id), verdict)
         found[answer.index] = _score(score, table)
