@@ -29,6 +29,7 @@ _NO_VALUE = re.compile(
 # How a workbook writes what XML has no characters for, such as the \r of a line break, and the _ that
 # begins a text of that form. Other escapes are left: openpyxl hides whether they were meant.
 _ESCAPED = re.compile("_x(00[01][0-9A-Fa-f]|005[Ff])_")
+_EXACT = 2**53  # a cell's number is a double, which is exact below this
 _LONGEST_CELL = 2**17  # bytes, with a formula, which may have 8,192 characters
 _FORMULA = object()  # in place of a value that is not known
 _NOT_COMPUTED = (
@@ -124,15 +125,18 @@ def _sheet(path: str, workbook: Any, name: str | None) -> Any:
 def _values(sheet: Any) -> Iterator[Sequence[Any]]:
     if sheet.parent.data_only:
         for values in sheet.iter_rows(values_only=True):
-            yield [_unescaped(value) for value in values]
+            yield [_plain(value) for value in values]
         return
     for cells in sheet.iter_rows():
-        yield [_FORMULA if cell.data_type == "f" else _unescaped(cell.value) for cell in cells]
+        yield [_FORMULA if cell.data_type == "f" else _plain(cell.value) for cell in cells]
 
 
-def _unescaped(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """A text without escapes. A whole number as one: Google Sheets writes 1.0 where Excel writes 1."""
     if isinstance(value, str) and "_x00" in value:
         return _ESCAPED.sub(lambda escape: chr(int(escape[1], 16)), value)
+    if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
+        return int(value)
     return value
 
 

@@ -130,6 +130,22 @@ def edited(path: Path, part: str, change: Callable[[bytes], bytes]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("number", "value"),
+    [(b"2020.0", 2020), (b"1.23456789E8", 123456789), (b"0.5", 0.5), (b"1E+300", 1e300)],
+)
+@pytest.mark.parametrize("formula", [[], ["=a"]])
+def test_whole_number_is_one_however_the_program_writes_it(
+    tmp_path: Path, number: bytes, value: float, formula: list[str]
+) -> None:
+    """Google Sheets and Apache POI write each with a point; prompts and ids had 2020.0."""
+    path = workbook(tmp_path, data=[["id", "b"], [7, 1], *([text, 2] for text in formula)])
+    change = b"<v>7</v>", b"<v>%b</v>" % number
+    edited(path, "xl/worksheets/sheet1.xml", lambda xml: xml.replace(*change))
+    row = rows_of(path, id="id")[0]
+    assert (row.id, str(row.fields["id"])) == (str(value), str(value))
+
+
+@pytest.mark.parametrize(
     ("cell", "value"),
     [
         (b'<c r="A3"><f>A2</f></c>', "missing"),  # as excelize writes it, and others in Go and .NET
