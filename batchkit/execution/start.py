@@ -23,7 +23,7 @@ from batchkit.execution.summary import Outcome
 from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.renderer import AdjustSampling
 from batchkit.rendering.steps import renderer_of
-from batchkit.sources import is_fallback
+from batchkit.sources import is_fallback, never
 from batchkit.sources.input import Input, from_job
 from batchkit.sources.rowhash import known_hashes
 from batchkit.sources.sample import check_countable, sampled
@@ -129,7 +129,7 @@ def start_run(
             elif skip_from is None:
                 outcome = loop.run(lambda row: False)
             else:
-                outcome = loop.run(_done_in(skip_from, job.input.id))
+                outcome = loop.run(_done_in(skip_from, job.input.id, source))
             if size is not None:  # the table of its answers has all rows
                 summary = replace(outcome.summary, source=source)
                 outcome = outcome._replace(summary=summary)
@@ -166,11 +166,12 @@ def _still_due(log: Path, attempts: Mapping[int, int]) -> dict[int, int]:
     return due
 
 
-def _done_in(folder: Path, id_field: str | None) -> Callable[[Row], bool]:
+def _done_in(folder: Path, id_field: str | None, source: Input) -> Callable[[Row], bool]:
     """Whether a row has an answer in the run in ``folder``; each answer there counts for one row.
 
     Without ids of one field, ``id_field``, rows are named by their index or by another field, and the
-    name may be another row's: they must have the same fields, too. So must rows that share their id.
+    name may be another row's: they must have the same fields, too. So must rows that share their id,
+    there or in ``source``, which is read for that once an id's fields differ.
     """
     if not is_run(folder):
         raise JobError(f"--skip-from {folder}: not a run folder")
@@ -182,16 +183,27 @@ def _done_in(folder: Path, id_field: str | None) -> Callable[[Row], bool]:
     def name(row_id: str, row_hash: str | None) -> str:
         return row_id if times[row_id] == 1 else f"{row_hash} {row_id}"
 
-    left = Counter(
-        name(r["id"], r.get("input_hash"))
-        for r in read_newest(log)
-        if failure_kind(r) is None and not is_fallback(r["id"])
-    )
+    left, hash_of = Counter[str](), dict[str, str | None]()
+    for record in read_newest(log):
+        if failure_kind(record) is None and not is_fallback(record["id"]):
+            left[name(record["id"], record.get("input_hash"))] += 1
+            hash_of[record["id"]] = record.get("input_hash")
+    shared: set[str] | None = None
+
+    def is_shared(row_id: str) -> bool:
+        nonlocal shared
+        if shared is None:
+            ids = Counter(row.id for row in source.everything(never)) if source.files else {}
+            shared = {each for each, n_rows in ids.items() if n_rows > 1}
+        return row_id in shared
 
     def is_done(row: Row) -> bool:
-        is_named = times[row.id] == 1
-        known = (None,) if is_named else known_hashes(row.fields, nan_is_null=False)
-        found = next((each for each in (name(row.id, one) for one in known) if left[each]), None)
+        hashes = known_hashes(row.fields, nan_is_null=False)
+        if times[row.id] == 1 and left[row.id]:
+            is_other = hash_of[row.id] not in (None, *hashes) and is_shared(row.id)
+            found = None if is_other else row.id
+        else:
+            found = next((each for one in hashes if left[each := name(row.id, one)]), None)
         if found is None:
             return False
         left[found] -= 1

@@ -157,6 +157,17 @@ def test_row_is_not_skipped_for_another_with_its_id() -> None:
     assert settled() == {1: "failed", 3: "ok"}
 
 
+def test_row_is_not_skipped_for_a_later_one_with_its_id() -> None:
+    """There, only the later one was answered before the run ended."""
+    rows = [{"key": "twin", "q": "x"}, {"key": "twin", "q": "y"}, {"key": "c", "q": "z"}]
+    write_rows(rows[1:])
+    write_job(input={"id": "key"})
+    run("--set", "name=other")
+    write_rows([*rows[:2], {"key": "c", "q": "corrected"}])
+    run("--skip-from", "output/other")
+    assert settled() == {0: "ok"}
+
+
 def test_skipping_from_what_is_no_run_is_refused() -> None:
     prepare()
     found = run("--skip-from", "nowhere")
