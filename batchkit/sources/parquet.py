@@ -85,8 +85,18 @@ def _open(path: str, file: object) -> Any:
 
 
 def _parquet(file: object, **how: Any) -> Any:
-    """Buffered, so that a column chunk is read as a stream, page by page, and not all at once."""
-    return pq.ParquetFile(file, buffer_size=BLOCK_BYTES, pre_buffer=False, **how)
+    """Buffered, so that a column chunk is read as a stream, page by page, and not all at once.
+
+    INT96, in which Spark writes times, has any year; in Arrow's default, nanoseconds, a time before 1677
+    or after 2262 would be another one.
+    """
+    return pq.ParquetFile(
+        file,
+        buffer_size=BLOCK_BYTES,
+        pre_buffer=False,
+        coerce_int96_timestamp_unit="us",
+        **how,
+    )
 
 
 class _Plan(NamedTuple):
