@@ -129,7 +129,7 @@ def start_run(
             elif skip_from is None:
                 outcome = loop.run(lambda row: False)
             else:
-                outcome = loop.run(_done_in(skip_from, job.input.id, source))
+                outcome = loop.run(_done_in(skip_from, job, source))
             if size is not None:  # the table of its answers has all rows
                 summary = replace(outcome.summary, source=source)
                 outcome = outcome._replace(summary=summary)
@@ -166,17 +166,18 @@ def _still_due(log: Path, attempts: Mapping[int, int]) -> dict[int, int]:
     return due
 
 
-def _done_in(folder: Path, id_field: str | None, source: Input) -> Callable[[Row], bool]:
+def _done_in(folder: Path, job: JobConfig, source: Input) -> Callable[[Row], bool]:
     """Whether a row has an answer in the run in ``folder``; each answer there counts for one row.
 
-    Without ids of one field, ``id_field``, rows are named by their index or by another field, and the
+    Without ids of one field, ``input.id``, rows are named by their index or by another field, and the
     name may be another row's: they must have the same fields, too. So must rows that share their id,
-    there or in ``source``, which is read for that once an id's fields differ.
+    there or in the input, which is read for that once an id's fields differ; and rows that can be
+    read only once.
     """
     if not is_run(folder):
         raise JobError(f"--skip-from {folder}: not a run folder")
     check_log(folder)
-    log, times = folder / RESULTS, Counter[str]()
+    log, times, id_field = folder / RESULTS, Counter[str](), job.input.id
     if id_field is not None and read_manifest(folder).identity.get("input.id") == id_field:
         times.update(record["id"] for record in read_newest(log))
 
@@ -193,14 +194,14 @@ def _done_in(folder: Path, id_field: str | None, source: Input) -> Callable[[Row
     def is_shared(row_id: str) -> bool:
         nonlocal shared
         if shared is None:
-            ids = Counter(row.id for row in source.everything(never)) if source.files else {}
-            shared = {each for each, n_rows in ids.items() if n_rows > 1}
+            shared = _shared_ids(job, source)
         return row_id in shared
 
     def is_done(row: Row) -> bool:
         hashes = known_hashes(row.fields, nan_is_null=False)
         if times[row.id] == 1 and left[row.id]:
-            is_other = hash_of[row.id] not in (None, *hashes) and is_shared(row.id)
+            differs = hash_of[row.id] not in (None, *hashes)
+            is_other = differs and (source.files is None or is_shared(row.id))
             found = None if is_other else row.id
         else:
             found = next((each for one in hashes if left[each := name(row.id, one)]), None)
@@ -210,3 +211,13 @@ def _done_in(folder: Path, id_field: str | None, source: Input) -> Callable[[Row
         return True
 
     return is_done
+
+
+def _shared_ids(job: JobConfig, source: Input) -> set[str]:
+    """The ids that several rows have, also rows that ``input.where`` leaves out: the other run may have
+    had those."""
+    if job.input.where:  # not with rows from Python
+        table = job.input.model_copy(update={"where": {}})
+        source = from_job(job.model_copy(update={"input": table}))
+    ids = Counter(row.id for row in source.everything(never))
+    return {each for each, n_rows in ids.items() if n_rows > 1}

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from batchkit.errors import ChangedError
+from batchkit.execution.processor import ProductionBatchProcessor
 from tests.support.dry_runs import (
     LOG,
     RUN,
+    job,
     manifest,
     prepare,
     process,
@@ -165,6 +167,25 @@ def test_row_is_not_skipped_for_a_later_one_with_its_id() -> None:
     run("--set", "name=other")
     write_rows([*rows[:2], {"key": "c", "q": "corrected"}])
     run("--skip-from", "output/other")
+    assert settled() == {0: "ok"}
+
+
+def test_row_is_not_skipped_for_one_with_its_id_that_the_filter_leaves_out() -> None:
+    write_rows([{"key": "twin", "kind": kind, "q": kind} for kind in "ab"])
+    write_job(input={"id": "key", "where": {"kind": "a"}})
+    run("--set", "name=other")
+    write_job(input={"id": "key", "where": {"kind": "b"}})
+    run("--skip-from", "output/other")
+    assert settled() == {1: "ok"}
+
+
+def test_row_of_an_iterator_is_not_skipped_for_a_later_one_with_its_id() -> None:
+    """There, only the later one was answered before the run ended."""
+    rows = [{"key": "twin", "q": "x"}, {"key": "twin", "q": "y"}, {"key": "c", "q": "z"}]
+    by_key = job(input={"id": "key"}, prompt={"user": "{{ q }}"})
+    other = ProductionBatchProcessor(by_key, quiet=True).process(iter(rows[1:]), name="other")
+    skipping = ProductionBatchProcessor(by_key, quiet=True, skip_from=other.folder)
+    skipping.process(iter(rows))
     assert settled() == {0: "ok"}
 
 
