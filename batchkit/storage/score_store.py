@@ -107,18 +107,20 @@ def references_of(job: JobConfig) -> dict[str, str | None] | None:
         raise JobError(f"scoring.reference_run: {folder}: no run there; make that run first")
     check_log(folder)
     found: dict[str, str | None] = {}
+    ids = set[str]()
     for record in read_scored(folder):
+        if record["id"] in ids:
+            raise JobError(
+                f"scoring.reference_run: {folder}: id {record['id']!r} names two of its rows; give"
+                " both runs an input.id that names one"
+            )
+        ids.add(record["id"])
         if record["status"] != "ok":
             continue
         if "prediction" not in record:
             raise JobError(
                 f"scoring.reference_run: {folder}: its answers have no prediction; give it"
                 f" [scoring] extract, and `batchkit score` it"
-            )
-        if record["id"] in found:
-            raise JobError(
-                f"scoring.reference_run: {folder}: id {record['id']!r} names two of its rows; give"
-                " both runs an input.id that names one"
             )
         found[record["id"]] = record["prediction"]
     return found

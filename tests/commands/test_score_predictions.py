@@ -221,18 +221,21 @@ def test_what_the_other_run_answered_later_counts_too(tmp_path: Path) -> None:
     assert "|   4 | 100.00 |        0 |" in said[-1]
 
 
-@pytest.mark.parametrize("problem", ["missing", "unread", "twice"])
+@pytest.mark.parametrize("problem", ["missing", "unread", "twice", "twice, one failed"])
 def test_a_reference_run_that_can_t_serve_is_refused_before_anything_happens(
     tmp_path: Path, problem: str
 ) -> None:
     if problem == "unread":
         run(job(tmp_path, counted(2), name="first", scoring={}))
-    elif problem == "twice":
+    elif problem.startswith("twice"):
         twice = [*counted(1), *counted(1)]
+        if problem.endswith("failed"):
+            del twice[1]["say"]
         run(job(tmp_path, twice, name="first", scoring={"extract": "number"}))
     reference = str(tmp_path / "output/first")
     scoring = {"extract": "number", "reference_run": reference, "scorers": ["em"]}
-    messages = {"missing": "no run there", "unread": "no prediction", "twice": "names two of its"}
-    with pytest.raises(JobError, match=f"scoring.reference_run: .*{messages[problem]}"):
+    messages = {"missing": "no run there", "unread": "no prediction"}
+    message = messages.get(problem, "names two of its")
+    with pytest.raises(JobError, match=f"scoring.reference_run: .*{message}"):
         run(job(tmp_path, counted(2), scoring=scoring))
     assert not (tmp_path / "output/scored").exists()
