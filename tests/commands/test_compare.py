@@ -80,6 +80,25 @@ def test_run_against_itself_has_no_difference(runs: list[Path]) -> None:
     assert not found.warnings
 
 
+@pytest.mark.parametrize("case", ["a filter", "another input"])
+def test_rows_that_share_an_id(case: str, tmp_path: Path) -> None:
+    """The first of the twins is missing from ``b``; in another input, none can be told from another."""
+    table = [{**row, "id": "twin"} for row in rows(2, 1)]
+    first = make_run(tmp_path / "1", table, right_from(1), name="a", prompt=NO_IMAGES)
+    if case == "a filter":
+        by_type = {"path": "qa.json", "records": "queries", "id": "id"}
+        by_type |= {"where": {"QuestionType": table[1]["QuestionType"]}}
+    else:
+        table, by_type = table[1:], {}
+    second = make_run(
+        tmp_path / "2", table, right_from(0), name="b", prompt=NO_IMAGES, input=by_type
+    )
+    found = compare([first, second])
+    (em,) = [d for d in found.deltas if d.scorer == "em" and d.group is None]
+    assert (em.better, em.worse) == ((0, 0) if case == "a filter" else (1, 0))
+    assert found.only_in_baseline == {"b": 1}
+
+
 def test_what_decides_the_answers_is_warned_of(runs: list[Path]) -> None:
     warnings = compare(runs).warnings
     assert "b: sampling.temperature: 0.0 → 0.5" in warnings

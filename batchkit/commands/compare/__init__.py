@@ -15,6 +15,7 @@ from batchkit.commands.compare.bootstrap import bootstrap_interval
 from batchkit.commands.compare.comparison import GRADED_STEP, REWARD_STEP, Comparison, Delta, Flip
 from batchkit.commands.origin import origin
 from batchkit.errors import JobError
+from batchkit.execution.resume import input_changes
 from batchkit.scoring.metrics import OUT_OF_TEN, ScoreTable, group_name, tabulate
 from batchkit.sources.join import with_group
 from batchkit.storage.checkpoint import check_log
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _SHOWN_DIFFERENCES = 12
+_NUMBERING = ("input.format", "input.records")  # keys that say which rows a file has
 
 
 def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) -> Comparison:
@@ -38,7 +40,8 @@ def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) ->
     of text: Koehn, Statistical Significance Tests for Machine Translation Evaluation, EMNLP 2004).
     It shows how much the choice of rows matters, not the effect of another seed of the model.
 
-    Rows are grouped as in the baseline. Rows that share an id are matched in order.
+    Rows are grouped as in the baseline. Rows that share an id are matched by their places in the
+    input, or in order, if the runs have not read the same one.
 
     Raises:
         JobError: fewer than two runs.
@@ -57,10 +60,10 @@ def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) ->
     deltas: list[Delta] = []
     flips: list[Flip] = []
     only_in_baseline, only_in_run = {}, {}
-    for name, side in zip(names[1:], sides[1:], strict=True):
-        pairs = _pairs(baseline, side)
-        only_in_baseline[name] = len(baseline.places) - len(pairs.before)
-        only_in_run[name] = len(side.places) - len(pairs.before)
+    for name, side, manifest in zip(names[1:], sides[1:], manifests[1:], strict=True):
+        pairs = _pairs(baseline, side, by_place=have_same_input(manifests[0], manifest))
+        only_in_baseline[name] = len(baseline.rows) - len(pairs.before)
+        only_in_run[name] = len(side.rows) - len(pairs.before)
         for scorer in _both(baseline, side):
             found = _Found(name, scorer, baseline, side, pairs)
             deltas += _deltas(found, resamples, seed)
@@ -90,12 +93,21 @@ def flipped(
     return found
 
 
+def have_same_input(a: Manifest, b: Manifest) -> bool:
+    """Whether a row has the same index in both runs; False if that is unknown."""
+    return (
+        bool(a.input)
+        and not input_changes(a.input, b.input)
+        and all(a.identity.get(key) == b.identity.get(key) for key in _NUMBERING)
+    )
+
+
 @dataclass
 class _Side:
-    """One run's scores. ``places``: the row's place by its id and how often that came before."""
+    """One run's scores. ``rows``: the id and the index of the row at each place."""
 
     table: ScoreTable
-    places: dict[tuple[str, int], int]
+    rows: list[tuple[str, int]]
     groups: list[str]
     scores: dict[str, NDArray[np.float64]]  # nan: not scored
 
@@ -134,8 +146,7 @@ class _Columns:
     """Fills ``_Side`` as the records pass."""
 
     group_by: str | None
-    seen: Counter[str] = field(default_factory=Counter)
-    places: dict[tuple[str, int], int] = field(default_factory=dict)
+    rows: list[tuple[str, int]] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
     scores: dict[str, array[float]] = field(default_factory=dict)
 
@@ -145,9 +156,8 @@ class _Columns:
             yield record
 
     def _add(self, record: Mapping[str, Any]) -> None:
-        row_id, place = str(record["id"]), len(self.groups)
-        self.places[row_id, self.seen[row_id]] = place
-        self.seen[row_id] += 1
+        place = len(self.groups)
+        self.rows.append((str(record["id"]), record["index"]))
         value = (record.get("fields") or {}).get(self.group_by) if self.group_by else None
         self.groups.append(group_name(value))
         if record["status"] != "ok":
@@ -169,17 +179,26 @@ def _read(folder: Path, group_by: str | None) -> _Side:
         name: np.pad(np.array(found), (0, n - len(found)), constant_values=np.nan)
         for name, found in columns.scores.items()
     }
-    return _Side(table, columns.places, columns.groups, scores)
+    return _Side(table, columns.rows, columns.groups, scores)
 
 
-def _pairs(baseline: _Side, side: _Side) -> _Pairs:
+def _pairs(baseline: _Side, side: _Side, *, by_place: bool) -> _Pairs:
+    places = {key: place for place, key in enumerate(_keys(side, by_place))}
     found = [
         (place, other)
-        for key, place in baseline.places.items()
-        if (other := side.places.get(key)) is not None
+        for place, key in enumerate(_keys(baseline, by_place))
+        if (other := places.get(key)) is not None
     ]
     pairs = np.array(found, dtype=np.int64).reshape(-1, 2)
     return _Pairs(pairs[:, 0], pairs[:, 1])
+
+
+def _keys(side: _Side, by_place: bool) -> Iterator[tuple[str, int]]:
+    """For each row its id, and its index or how often its id came before."""
+    seen = Counter[str]()
+    for row_id, index in side.rows:
+        yield row_id, index if by_place else seen[row_id]
+        seen[row_id] += 1
 
 
 def _both(baseline: _Side, side: _Side) -> list[str]:
@@ -218,13 +237,12 @@ def _deltas(found: _Found, resamples: int, seed: int) -> Iterator[Delta]:
 
 def _flips(found: _Found) -> Iterator[Flip]:
     before, after = found.scores
-    ids = [row_id for row_id, _ in found.baseline.places]
     for place in np.flatnonzero(found.flipped()).tolist():
         row = int(found.pairs.before[place])
         yield Flip(
             run=found.run,
             scorer=found.scorer,
-            id=ids[row],
+            id=found.baseline.rows[row][0],
             group=found.baseline.groups[row],
             before=float(before[place]),
             after=float(after[place]),

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from batchkit.commands.compare import have_same_input
 from batchkit.commands.forecast_file import read_forecast
 from batchkit.commands.view.columns import Table
 from batchkit.commands.view.detail import Details
@@ -27,6 +28,7 @@ from batchkit.config.masking import masked_text
 from batchkit.errors import BatchkitError, MediaError
 from batchkit.scoring.metrics import OUT_OF_TEN, head
 from batchkit.storage.job_toml import job_of_run
+from batchkit.storage.manifest import read_manifest
 from batchkit.storage.metrics import read_metrics
 from batchkit.storage.plain_json import encoded
 
@@ -104,7 +106,8 @@ class Api:
         keys = [request.query_params.get(name, "") for name in ("a", "b")]
         a, b = (self._grown(self._found(key)) for key in keys)
         if self._pairs is None or self._pairs[0] is not a[1] or self._pairs[1] is not b[1]:
-            self._pairs = a[1], b[1], pairs_of(a[1], b[1])
+            by_place = have_same_input(*(read_manifest(index.folder) for index, _ in (a, b)))
+            self._pairs = a[1], b[1], pairs_of(a[1], b[1], by_place=by_place)
         pairs = self._pairs[2]
         counts = pairs.counts()
         return _json(

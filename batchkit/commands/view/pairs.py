@@ -34,11 +34,11 @@ class Pairs(NamedTuple):
         }
 
 
-def pairs_of(a: Snapshot, b: Snapshot) -> Pairs:
-    """Rows that share an id are paired in their order. "fixed": a failure that is an answer now, or a
+def pairs_of(a: Snapshot, b: Snapshot, *, by_place: bool) -> Pairs:
+    """Rows that share an id are paired ``by_place`` in the input, or in their order. "fixed": a failure that is an answer now, or a
     score that became better, as ``report`` counts it; "broken": the reverse; "changed": these, and
     those with another answer or kind of failure."""
-    keys_a, keys_b = _keys(a), _keys(b)
+    keys_a, keys_b = _keys(a, by_place), _keys(b, by_place)
     _, in_a, in_b = np.intersect1d(keys_a, keys_b, return_indices=True)
     order = np.argsort(in_a)
     in_a, in_b = in_a[order], in_b[order]
@@ -87,9 +87,14 @@ def page_of(
     return found
 
 
-def _keys(snapshot: Snapshot) -> Table:
-    """For each row, a number that is equal for the n-th row with an id in both runs."""
+def _keys(snapshot: Snapshot, by_place: bool) -> Table:
+    """For each row, a number that is equal in both runs for the row with an id at the same index, or for
+    the n-th row with that id."""
     ids = snapshot.entries["id"][snapshot.newest]
+    if by_place:
+        rows = snapshot.entries["row"][snapshot.newest].astype(np.uint64)
+        found: Table = ids + rows * _GOLDEN
+        return found
     order = np.argsort(ids, kind="stable")
     ordered, places = ids[order], np.arange(len(ids))
     is_first = np.append(True, ordered[1:] != ordered[:-1])[: len(ids)]
