@@ -15,7 +15,7 @@ quickstart: setup
 
 # All tests: real engines, real Ray, kills.
 test: setup llama-server
-	.venv/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	.venv/bin/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # What needs no engine and no Ray, within a minute: after every edit.
 test-quick: setup
