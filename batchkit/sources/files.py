@@ -121,13 +121,9 @@ def _through_fsspec(path: str, stack: ExitStack, *, text: bool) -> Any:
     name = name_of(path)
     suffix = PurePath(name).suffix.lower()
     packed = stack.enter_context(opened)
-    if isinstance(
-        packed, io.BytesIO
-    ):  # memory:// gives all who open a file one object, with one place
+    if isinstance(packed, io.BytesIO):  # memory:// gives all who open a file one object
         packed = io.BytesIO(packed.getvalue())
-    if (
-        suffix == ".zst"
-    ):  # not through zstandard, as fsspec does: it accepts a truncated file as whole
+    if suffix == ".zst":  # not through zstandard, which takes a cut file for a whole one
         return pa.CompressedInputStream(packed, "zstd")
     if text and suffix in _STREAMS:  # Parquet seeks in its file
         return nullcontext(PackedStreams(packed, _STREAMS[suffix]))

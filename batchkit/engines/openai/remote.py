@@ -341,9 +341,7 @@ class Remote:
                 " rest was not read. Lower sampling.max_tokens, n or logprobs, or raise"
                 " engine.max_answer_bytes"
             )
-        if (
-            len(self._key) >= _SHORTEST_KEY and status != 200
-        ):  # some servers quote the key that they refuse
+        if status != 200 and len(self._key) >= _SHORTEST_KEY:  # which some servers quote
             received = received.replace(self._key.encode(), b"***")
         self._check(status, received, url, response.headers)
         return response._replace(content=received)
