@@ -444,7 +444,7 @@ def test_rows_that_fail_are_counted_and_fail_no_trial(folder: Path) -> None:
 
 def test_rendering_that_can_not_keep_up_is_what_binds(folder: Path) -> None:
     for n in range(4):
-        Image.effect_noise((1600, 1200), 50 + n).convert("RGB").save(folder / f"{n}.jpg")
+        Image.effect_noise((3200, 2400), 50 + n).convert("RGB").save(folder / f"{n}.jpg")
     write_jsonl(folder / "rows.jsonl", ({"q": f"{n}", "n": n % 4} for n in range(2000)))
     images = '"{{ q }}"\nimages = ["{{ n }}.jpg"]\n[media]\nmax_pixels = 65536'
     (folder / "job.toml").write_text(JOB.replace('"{{ q }}"', images))
