@@ -84,6 +84,12 @@ def test_member_nested_too_deeply_fails_alone(tmp_path: Path, read_all: object, 
         assert len(str(row.error)) < 500
 
 
+def test_deep_line_with_a_number_beyond_64_bits_fails_alone(tmp_path: Path) -> None:
+    deep = nested(1010, '{"a":', str(2**70))  # few enough levels for orjson, too many for json
+    first, row, last = of_lines(tmp_path, ['{"n": 1}', deep, '{"n": 2}'])
+    assert (first.error, "200 levels" in str(row.error), last.error) == (None, True, None)
+
+
 json_values = st.recursive(
     st.none() | st.integers() | st.text('"\\\\[]{}é', max_size=6),
     lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=3), values),
