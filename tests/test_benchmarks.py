@@ -90,3 +90,12 @@ def test_all_benchmarks_end_in_one_table(tmp_path: Path) -> None:
     assert ran["script"] == "checkpoint"
     assert ran["problem"] == ""
     assert ran["figures"][0]["found"] > 0
+
+
+def test_each_part_of_the_ledger_is_timed_and_can_be_switched_off(tmp_path: Path) -> None:
+    """The script replaces functions of the package, which may get other names."""
+    ended = run("ledger", "--rows", "500", "--rounds", "1", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert all(part["cpu_us"] > 0 for part in found["parts"].values())
+    assert {"no fsync", "no checkpoint", "no writing", "no ledger"} < found["ratios"].keys()
