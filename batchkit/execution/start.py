@@ -34,7 +34,7 @@ from batchkit.storage.ledger import RESULTS, failure_kind, record_of
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.newest import NewestLog, read_newest
 from batchkit.storage.runfolder import is_run
-from batchkit.storage.score_store import references_of
+from batchkit.storage.score_store import check_one_row_each, references_of
 from batchkit.types import Row
 
 
@@ -74,6 +74,8 @@ def start_run(
         check_countable(source)
     renderer = renderer_of(job, adjust_sampling=adjust_sampling)
     references = references_of(job) if job.scoring.is_on else None
+    if references and source.files is not None:
+        check_one_row_each(references, _shared_ids(job, source))
     if fresh or on_change == "new":
         for name in job.engine_names:  # before the folder is moved: an option may be mistyped
             open_preflight(job.with_engine(name))

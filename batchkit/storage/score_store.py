@@ -126,6 +126,15 @@ def references_of(job: JobConfig) -> dict[str, str | None] | None:
     return found
 
 
+def check_one_row_each(references: Mapping[str, Any], shared_ids: Iterable[str]) -> None:
+    """Raises JobError if one of ``references`` is for an id that several rows have: it may be for any."""
+    if names := sorted(references.keys() & {*shared_ids}):
+        raise JobError(
+            f"scoring.reference_run: id {names[0]!r} names several rows of this run, and the answer"
+            " there may be for any of them; give both runs an input.id that names one"
+        )
+
+
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return

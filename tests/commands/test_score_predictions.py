@@ -12,6 +12,7 @@ import tomlkit
 
 from batchkit.commands.export import export
 from batchkit.commands.run import run_job
+from batchkit.commands.score import score_run
 from batchkit.commands.score.predictions import score_predictions
 from batchkit.config.loading import make_job
 from batchkit.errors import JobError
@@ -239,3 +240,18 @@ def test_a_reference_run_that_can_t_serve_is_refused_before_anything_happens(
     with pytest.raises(JobError, match=f"scoring.reference_run: .*{message}"):
         run(job(tmp_path, counted(2), scoring=scoring))
     assert not (tmp_path / "output/scored").exists()
+
+
+def test_an_answer_of_the_reference_run_is_that_of_no_other_row_with_its_id(tmp_path: Path) -> None:
+    """The other run had a limit, so its id names one row there, and two here."""
+    first = job(tmp_path, counted(1), name="first", scoring={"extract": "number"})
+    run(first)
+    twins = [*counted(1), *({**row, "say": "another"} for row in counted(1))]
+    scoring = {"extract": "number", "reference_run": str(first.folder), "scorers": ["em"]}
+    second = job(tmp_path, twins, name="second", scoring=scoring)
+    with pytest.raises(JobError, match="reference_run: id 'q0' names several rows of this run"):
+        run(second)
+    assert not second.folder.exists()
+    plain = run(job(tmp_path, twins, name="third", scoring={"extract": "number"}))
+    with pytest.raises(JobError, match="reference_run: id 'q0' names several rows of this run"):
+        score_run(plain, second, say=quiet)

@@ -7,6 +7,7 @@ or a second model, are scored only here.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,7 +32,14 @@ from batchkit.storage.ledger import RESULTS
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.newest import read_newest
 from batchkit.storage.runfolder import Claim, claim
-from batchkit.storage.score_store import SCORES, ScoreLine, read_scored, references_of, write_scores
+from batchkit.storage.score_store import (
+    SCORES,
+    ScoreLine,
+    check_one_row_each,
+    read_scored,
+    references_of,
+    write_scores,
+)
 
 
 def score_run(
@@ -116,7 +124,10 @@ def _score_run(
     for hint in scoring_hints(job.scoring, first):
         say(hint)
     made_from = scored_from(folder, job)
-    scoring = Scoring(job.scoring, references_of(job), say)
+    if references := references_of(job):
+        ids = Counter(record["id"] for record in read_newest(folder / RESULTS))
+        check_one_row_each(references, (name for name, n_rows in ids.items() if n_rows > 1))
+    scoring = Scoring(job.scoring, references, say)
     deferred = names_of_deferred(job, scoring)
     rare = deferred & (job.vars.keys() - (first or {}).keys())  # a row's field counts over [vars]
     names = scoring.fields | (deferred - rare)
