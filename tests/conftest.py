@@ -73,6 +73,7 @@ SLOW = {
     "test_bad_rows",
     "test_changed_input",
     "test_changed_job",
+    "test_cluster_steps",
     "test_cookbook",
     "test_damage",
     "test_demo_model",
@@ -137,6 +138,10 @@ SLOW = {
     "test_view_live",
     "test_view_rows",
     "test_view_browser",
+    "test_embed_runs",
+    "test_step_engines_vllm",
+    "test_tool_loop",
+    "test_vllm_embed_storm",
     "test_vllm_stepper",
     "test_vllm_truncation",
 }
