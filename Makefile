@@ -17,7 +17,7 @@ quickstart: setup
 test: setup llama-server
 	.venv/bin/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-# What needs no engine and no Ray, within a minute: after every edit.
+# What needs no engine and no Ray, in two minutes: after every edit.
 test-quick: setup
 	.venv/bin/pytest -n 2 --dist loadfile -m "not slow"
 
