@@ -35,9 +35,11 @@ class Pairs(NamedTuple):
 
 
 def pairs_of(a: Snapshot, b: Snapshot, *, by_place: bool) -> Pairs:
-    """Rows that share an id are paired ``by_place`` in the input, or in their order. "fixed": a failure that is an answer now, or a
-    score that became better, as ``report`` counts it; "broken": the reverse; "changed": these, and
-    those with another answer or kind of failure."""
+    """Rows that share an id are paired ``by_place`` in the input, or in their order.
+
+    "fixed": a failure that is an answer now, or a score that became better, as ``report`` counts it;
+    "broken": the reverse; "changed": these, and those with another answer or kind of failure.
+    """
     keys_a, keys_b = _keys(a, by_place), _keys(b, by_place)
     _, in_a, in_b = np.intersect1d(keys_a, keys_b, return_indices=True)
     order = np.argsort(in_a)
