@@ -24,6 +24,7 @@ LAYERS: list[set[str]] = [
     {"rendering"},
     {"engines"},
     {"scoring"},
+    {"runs"},
     {"execution"},
     {"commands"},
     {"cli"},

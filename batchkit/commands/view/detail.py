@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from batchkit.commands.input_rows import InputRows
-from batchkit.commands.view.columns import Table
-from batchkit.commands.view.index import Index
 from batchkit.config.masking import masked_text
 from batchkit.config.tables import JobConfig, MediaTable
 from batchkit.errors import MediaError, RowError
 from batchkit.rendering.media import load_image, shown
 from batchkit.rendering.messages import as_text, said
+from batchkit.runs.columns import Table
+from batchkit.runs.index import Index
 from batchkit.scoring import Scoring
 from batchkit.storage.answers import answers_in_words
 from batchkit.storage.generations import of_row

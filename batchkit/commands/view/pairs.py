@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from batchkit.commands.compare import flipped
-from batchkit.commands.view.columns import Table
-from batchkit.commands.view.index import Index, Snapshot
 from batchkit.commands.view.rows import row_of
+from batchkit.runs.columns import Table
+from batchkit.runs.index import Index, Snapshot
 
 ONLY = ("changed", "fixed", "broken", "all")
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

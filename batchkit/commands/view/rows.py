@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from batchkit.commands.view.columns import Table
-from batchkit.commands.view.index import Index, Snapshot
+from batchkit.runs.columns import Table
+from batchkit.runs.index import Index, Snapshot
 from batchkit.scoring.metrics import group_name
 from batchkit.storage.answers import answers_in_words
 from batchkit.storage.ledger import failure_kind

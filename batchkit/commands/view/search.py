@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from batchkit.commands.view.columns import Table
-from batchkit.commands.view.index import Index, Snapshot
-from batchkit.commands.view.values import DAMAGE
+from batchkit.runs.columns import Table
+from batchkit.runs.index import Index, Snapshot
+from batchkit.runs.values import DAMAGE
 from batchkit.storage.answers import answers_in_words
 
 _BLOCK_BYTES = 1 << 20

@@ -14,8 +14,8 @@ from zlib import crc32
 import numpy as np
 import orjson
 
-from batchkit.commands.view.columns import ENTRY, Columns
 from batchkit.config.regular_file import open_regular
+from batchkit.runs.columns import ENTRY, Columns
 from batchkit.storage.files import replacing
 
 _FOLDER, _NAME = ".view", "index"

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from batchkit.commands.view.columns import Columns, Table
-from batchkit.commands.view.saved_columns import load, save
-from batchkit.commands.view.values import reader
 from batchkit.config.regular_file import open_regular
 from batchkit.errors import StoreError
+from batchkit.runs.columns import Columns, Table
+from batchkit.runs.saved_columns import load, save
+from batchkit.runs.values import reader
 from batchkit.storage.checkpoint import CHECKPOINT, check_log, passed_over
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.ledger import RESULTS, log_of, whole_record
@@ -126,7 +126,7 @@ class Index:
             if is_whole or time.monotonic() >= deadline:
                 break
         columns = self._columns
-        share = 1.0 if is_whole else min(0.99, columns.end / size)
+        share = 1.0 if is_whole else min(0.99, columns.end / max(size, 1))
         if before != self._state() or share != self._snapshot.share:
             self._snapshot = _snapshot(columns, share)
         n_saved, scored_by = self._saved

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from batchkit.commands.view.values import DAMAGE, Values, made_of
+from batchkit.runs.values import DAMAGE, Values, made_of
 
 Table = np.ndarray[Any, Any]
 
