@@ -266,7 +266,7 @@ def _folder_of_files(rows: InputTable) -> str | None:
     """The folder of an input whose rows are files; None if they are not, or have web addresses."""
     path = rows.path or ""
     is_folder = path.endswith("/") or Path(path).is_dir()
-    if not path or not (is_folder or rows.rows_are_files(path)):
+    if not path or rows.is_run or not (is_folder or rows.rows_are_files(path)):
         return None
     if "://" in path and ("::" in path or not is_remote(path)):
         return None

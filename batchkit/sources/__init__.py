@@ -37,7 +37,7 @@ __all__ = [
     "read_rows",
 ]
 
-_OWN_IDS = {"openai-batch": "custom_id", "files": "path", "pdf": "image"}
+_OWN_IDS = {"openai-batch": "custom_id", "files": "path", "pdf": "image", "run": "id"}
 
 
 def never(index: int) -> bool:

@@ -17,6 +17,7 @@ from batchkit.config.tables import InputTable
 from batchkit.errors import InputError
 from batchkit.sources.files import behind_caches, is_folder, name_of, remote_error
 from batchkit.sources.formats import ROWS_ARE_FILES, SUFFIXES, suffix_of
+from batchkit.sources.run import files_of, left_out
 
 _NAMES = {"files": "image", "pdf": "PDF"}
 _DIGITS = re.compile(r"([0-9]+)")
@@ -47,6 +48,8 @@ def listing(table: InputTable) -> Listing:
     if table.path is None:
         raise InputError("input.path is not set; give the file that holds the rows")
     path = table.path.removeprefix("file://").removeprefix("local://")
+    if table.is_run:
+        return Listing(files_of(Path(path)), left_out(Path(path), table))
     is_in_folder = _is_folder(path, table)
     found = _remote(path, is_in_folder) if "://" in path else _local(path, is_in_folder)
     kind = _kind(path, table, found.files, is_in_folder)

@@ -24,6 +24,7 @@ READERS = {
     "prompts": "batchkit.sources.prompts:read",
     "files": "batchkit.sources.one_file:read",
     "pdf": "batchkit.sources.pdf:read",
+    "run": "batchkit.sources.run:read",
 }
 TABLES = ("csv", "parquet", "xlsx")  # every row of a file has the same fields
 ROWS_ARE_FILES = ("files", "pdf")  # a file is a row, or each of its pages is
@@ -58,6 +59,8 @@ def format_of(path: str, table: InputTable) -> str:
     """
     if table.format != "auto":
         return table.format
+    if table.is_run:
+        return "run"
     suffix = suffix_of(path)
     if suffix not in SUFFIXES:
         raise InputError(
@@ -73,6 +76,8 @@ def format_of(path: str, table: InputTable) -> str:
 
 def read_as(path: str, table: InputTable) -> str:
     """How a file's name decides its format: equal bytes may give other rows under another name."""
+    if table.is_run:
+        return "run"
     suffix = suffix_of(path)
     name = SUFFIXES.get(suffix, "") if table.format == "auto" else table.format
     if name in ROWS_ARE_FILES:  # whose rows have the name

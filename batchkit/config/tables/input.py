@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, PrivateAttr, field_validator
@@ -12,7 +12,17 @@ from batchkit.config.shard import parse_shard
 from batchkit.config.tables.base import Free, Identity, Table
 
 Format = Literal[
-    "auto", "jsonl", "json", "csv", "parquet", "xlsx", "openai-batch", "prompts", "files", "pdf"
+    "auto",
+    "jsonl",
+    "json",
+    "csv",
+    "parquet",
+    "xlsx",
+    "openai-batch",
+    "prompts",
+    "files",
+    "pdf",
+    "run",
 ]
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 PDF_SUFFIX = ".pdf"
@@ -23,14 +33,15 @@ class InputTable(Table):
 
     path: Free[str | None] = Field(
         None,
-        description="File, glob, folder of images or PDFs, or fsspec URL (`s3://`, `hf://`); relative paths are looked up"
+        description="File, glob, folder of images or PDFs, folder of a run, or fsspec URL (`s3://`, `hf://`); relative paths are looked up"
         " beside the job file, then in the working directory. May use `{{ name }}` from `[vars]`. A"
         " URL's signature or password is used and not stored: to resume from the run folder"
         " alone, give it again with `--set input.path=…`.",
     )
     format: Identity[Format] = Field(
         "auto",
-        description="`auto` goes by the file's name. `files`: each file is a row; `pdf`: each page.",
+        description="`auto` goes by the file's name. `files`: each file is a row; `pdf`: each page; `run`:"
+        " each answered row of the run whose folder `path` is.",
     )
     records: Identity[str | None] = Field(
         None,
@@ -40,7 +51,7 @@ class InputTable(Table):
     id: Identity[str | None] = Field(
         None,
         description="The field that names a row; by default, its index in the input (a file's `path`,"
-        " a PDF page's `image`). A row that lacks it"
+        " a PDF page's `image`, a run's `id`). A row that lacks it"
         " fails, and is named `no-id:` and its index. Rows that need no id are named so too where they"
         " are read together with OpenAI batch files.",
     )
@@ -66,6 +77,13 @@ class InputTable(Table):
         if self.format != "auto":
             return self.format in ("files", "pdf")
         return path.lower().endswith((*IMAGE_SUFFIXES, PDF_SUFFIX))
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the rows are those of another run, whose folder ``path`` is."""
+        if self.format != "auto" or self.path is None:
+            return self.format == "run"
+        return (Path(self.path) / "manifest.json").is_file()
 
     @property
     def may_be_batch(self) -> bool:

@@ -1,0 +1,85 @@
+"""The rows of another run: each row's newest record, with the fields that it kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from batchkit.config.tables import InputTable
+from batchkit.errors import InputError, StoreError
+from batchkit.sources.reader import Found, Skip
+from batchkit.storage.checkpoint import check_log, read_checkpoint
+from batchkit.storage.ledger import RESULTS
+from batchkit.storage.manifest import read_manifest
+from batchkit.storage.runfolder import is_run
+from batchkit.storage.score_store import SCORES, read_scored
+
+_ALWAYS = ("id", "status", "text", "prediction", "scores", "fields")
+_IF_SET = (
+    *("reasoning", "tool_calls", "parsed", "choices", "steps"),
+    *("label", "probabilities", "score", "order", "error"),
+)
+
+
+def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
+    """See ``Reader``; ``path`` is the run's log, or its scores, which have no rows of their own.
+
+    Failed rows are left out, unless ``input.where`` names the ``status`` that is wanted.
+    """
+    if Path(path).name != RESULTS:
+        return
+    folder = Path(path).parent
+    try:
+        check_log(folder)
+        for record in read_scored(folder):
+            if record["status"] == "ok" or "status" in table.where:
+                yield None if skip(index) else _fields(record)
+                index += 1
+    except StoreError as error:
+        raise InputError(str(error)) from error
+
+
+def files_of(folder: Path) -> list[str]:
+    """The files that decide the rows of the run in ``folder``.
+
+    Raises:
+        InputError: there is no run with answers.
+    """
+    if not is_run(folder):
+        raise InputError(f"{folder}: no run there; give the folder of a run, as output/NAME")
+    files = [str(folder / name) for name in (RESULTS, SCORES) if (folder / name).exists()]
+    if not files:
+        raise InputError(f"{folder}: the run has no answers; run it first")
+    return files
+
+
+def left_out(folder: Path, table: InputTable) -> str:
+    """Which rows of the run are not rows of this input, as of its last checkpoint."""
+    try:
+        total = read_manifest(folder).total
+    except StoreError as error:
+        raise InputError(str(error)) from error
+    checkpoint = read_checkpoint(folder)
+    totals = checkpoint and checkpoint.totals
+    n_ok, n_failed = (totals.ok, totals.failed) if totals else (0, 0)
+    if n_failed and "status" not in table.where:
+        failed = f'{n_failed:,} failed rows are left out (input.where = {{ status = "failed" }})'
+    else:
+        failed = ""
+    if total is not None and n_ok + n_failed < total:
+        some = f"the run is not finished: {n_ok + n_failed:,} of {total:,} rows have a record"
+    else:
+        some = ""
+    found = "; ".join(filter(None, (some, failed)))
+    return found and f"{folder}: {found}"
+
+
+def _fields(record: dict[str, Any]) -> dict[str, Any]:
+    """The row's kept fields by name, beneath what was answered."""
+    kept = record.get("fields") or {}
+    return {
+        **kept,
+        **{name: record.get(name) for name in _ALWAYS},
+        **{name: record[name] for name in _IF_SET if record.get(name) is not None},
+    }

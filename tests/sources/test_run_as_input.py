@@ -1,0 +1,152 @@
+"""A run as an input: its newest answers are the rows of another run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchkit.config.tables import InputTable
+from batchkit.sources import count_rows, listing, read_rows
+from tests.support import dry_runs
+from tests.support.command_line import batchkit
+from tests.support.rows import read_jsonl, write_jsonl
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+FOLDER = "output/a"
+CHECKED = Path("output/check/results.jsonl")
+
+
+def write_draft(rows: list[dict[str, Any]], **tables: dict[str, Any]) -> int:
+    """Run it; returns the exit code."""
+    dry_runs.write_rows(rows)
+    keys = {"input": {"id": "key"}, "output": {"keep": ["key", "q", "text"]}}
+    dry_runs.write_job(**keys | tables)
+    return dry_runs.run().exit_code
+
+
+def check(*args: str) -> Any:
+    """Run the job that reads the draft."""
+    Path("check.toml").write_text(
+        f'name = "check"\n[input]\npath = "{FOLDER}"\n[prompt]\nuser = "{{{{ q }}}}: {{{{ text }}}}"\n'
+        '[engine]\nkind = "dry-run"\n[output]\nkeep = ["q", "text"]\n'
+    )
+    return batchkit("run", "check.toml", *args)
+
+
+def row(n: int) -> dict[str, Any]:
+    return {"key": f"k{n}", "q": f"question {n}", "text": "of the input"}
+
+
+def test_answers_of_a_run_are_the_rows_of_the_next() -> None:
+    assert write_draft([row(n) for n in range(5)]) == 0
+    assert check().exit_code == 0  # its template has a field of the row and its answer
+    drafts = {record["id"]: record["text"] for record in read_jsonl(dry_runs.LOG)}
+    checks = sorted(read_jsonl(CHECKED), key=lambda record: int(record["index"]))
+    assert [(record["id"], record["fields"]) for record in checks] == [
+        (f"k{n}", {"q": f"question {n}", "text": drafts[f"k{n}"]}) for n in range(5)
+    ]
+    again = check()
+    assert (again.exit_code, len(read_jsonl(CHECKED))) == (0, 5)
+
+
+def test_row_has_the_kept_fields_and_the_answer() -> None:
+    write_draft(
+        [row(0) | {"ref": "x"}],
+        scoring={"extract": "text", "scorers": ["em"], "reference": "ref"},
+    )
+    record = read_jsonl(dry_runs.LOG)[0]
+    (found,) = read_rows(InputTable(path=FOLDER))
+    kept = {"key": "k0", "q": "question 0", "text": "of the input", "ref": "x"}
+    assert found.id == "k0"
+    assert found.fields == kept | {
+        "id": "k0",
+        "status": "ok",
+        "text": record["text"],
+        "prediction": record["prediction"],
+        "scores": record["scores"],
+        "fields": kept,
+    }
+
+
+def test_newest_record_of_each_row_in_the_order_of_the_input() -> None:
+    write_draft([row(n) for n in range(3)])
+    records = read_jsonl(dry_runs.LOG)
+    (Path(FOLDER) / "checkpoint.json").unlink()
+    newer = [record | {"text": f"newer {record['index']}"} for record in reversed(records)]
+    write_jsonl(dry_runs.LOG, [*reversed(records), *newer])
+    found = list(read_rows(InputTable(path=FOLDER)))
+    assert [(row.index, row.fields["text"]) for row in found] == [
+        (0, "newer 0"),
+        (1, "newer 1"),
+        (2, "newer 2"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("where", "ids"),
+    [
+        ({}, ["k0", "k2"]),
+        ({"status": "failed"}, ["k1"]),
+        ({"status": ["ok", "failed"]}, ["k0", "k1", "k2"]),
+        ({"q": "question 2"}, ["k2"]),
+    ],
+)
+def test_failed_rows_are_left_out_unless_where_names_their_status(
+    where: dict[str, Any], ids: list[str]
+) -> None:
+    assert write_draft([row(0), {"key": "k1"}, row(2)]) == 3
+    table = InputTable(path=FOLDER, where=where)
+    assert [found.id for found in read_rows(table)] == ids
+    assert count_rows(table) == len(ids)
+    said = f'{FOLDER}: 1 failed rows are left out (input.where = {{ status = "failed" }})'
+    assert listing(table).left_out == ("" if "status" in where else said)
+
+
+def test_scores_that_were_computed_later_are_those_of_the_rows() -> None:
+    write_draft([row(0) | {"ref": "x"}], output={"keep": ["q", "ref"]})
+    scoring = '\n[scoring]\nextract = "text"\nscorers = ["em"]\nreference = "ref"\n'
+    with Path("job.toml").open("a") as job:
+        job.write(scoring)
+    assert check().exit_code == 0
+    assert batchkit("score", "job.toml").exit_code == 0
+    (found,) = read_rows(InputTable(path=FOLDER))
+    assert found.fields["scores"] == {"em": 0.0}
+    assert "changed" in check().stderr
+
+
+def test_log_that_changed_is_a_changed_input() -> None:
+    write_draft([row(0), {"key": "k1"}])
+    assert check().exit_code == 0
+    batchkit("retry-failed", FOLDER)
+    refused = check()
+    assert refused.exit_code == 2
+    assert f"input {Path(FOLDER).resolve()}/results.jsonl: " in refused.stderr
+    assert check("--on-change", "requeue").exit_code == 0
+    assert len(read_jsonl(CHECKED)) == 1
+
+
+def test_unfinished_run_is_reported() -> None:
+    write_draft([row(n) for n in range(5)], run={"sample": 2})
+    said = "the run is not finished: 2 of 5 rows have a record"
+    assert said in check().stderr
+    assert len(read_jsonl(CHECKED)) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("output", "output: no run there; give the folder of a run, as output/NAME"),
+        ("s3://bucket/a", "s3:/bucket/a: no run there; give the folder of a run, as output/NAME"),
+    ],
+)
+def test_folder_that_is_no_run_is_refused(path: str, message: str) -> None:
+    Path("output").mkdir()
+    Path("check.toml").write_text(
+        f'name = "check"\n[input]\npath = "{path}"\nformat = "run"\n[prompt]\nuser = "{{{{ q }}}}"\n'
+        '[engine]\nkind = "dry-run"\n'
+    )
+    ended = batchkit("run", "check.toml")
+    assert (ended.exit_code, message in ended.stderr) == (2, True)
