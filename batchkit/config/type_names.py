@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from batchkit.config.seams import Seam
+
 
 def in_words(annotation: Any, limits: Iterable[Any] = ()) -> str:
     """The type of a key for people: "whole number ≥ 1", "list of text"."""
@@ -26,6 +28,8 @@ def in_words(annotation: Any, limits: Iterable[Any] = ()) -> str:
         )
     if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return "table"
+    if (seam := next((limit for limit in limits if isinstance(limit, Seam)), None)) is not None:
+        return _either([json.dumps(name) for name in (*seam.also, *seam.own)])
     word = {bool: "true or false", int: "whole number", float: "number", str: "text"}
     bounds = " and ".join(_bounds(annotation, limits))
     return f"{word[annotation]} {bounds}".rstrip()

@@ -1,30 +1,18 @@
-"""Engines, by the name in ``engine.kind``. Each is imported on use."""
+"""Opens engines by the name in ``engine.kind``."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from batchkit.config.installation import how_to_install
+from batchkit.config.seams import ENGINES
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine, Preflight
 from batchkit.engines.process.launcher import Launcher
 from batchkit.errors import JobError
-
-ENGINES = {
-    "vllm": "batchkit.engines.vllm",
-    "transformers": "batchkit.engines.transformers",
-    "dry-run": "batchkit.engines.dry_run",
-    "openai-server": "batchkit.engines.openai.engine",
-}
-# If the job does not set it (vLLM's smallest default); engines without a model report their own.
-MAX_NUM_SEQS = {"vllm": 256, "transformers": 8}
-LIGHT = ("dry-run", "openai-server")  # they hold no model that could crash the run's process
-_PACKAGES = {"vllm": ("vllm",), "transformers": ("torch", "transformers")}
 
 
 def open_preflight(job: JobConfig) -> Preflight:
@@ -34,7 +22,7 @@ def open_preflight(job: JobConfig) -> Preflight:
         JobError: the engine's options or sampling parameters can't be right.
     """
     with _importing(job):
-        preflight: Preflight = _module(job).open_preflight(job)
+        preflight: Preflight = ENGINES.load(job.engine.kind).open_preflight(job)
     return preflight
 
 
@@ -47,7 +35,7 @@ def open_engine(job: JobConfig, launcher: Launcher | None = None) -> Engine:
         JobError: the engine's options or sampling parameters can't be right.
         EngineError: the model can't be loaded.
     """
-    if job.engine.in_process or job.engine.kind in LIGHT:
+    if job.engine.in_process or not holds_model(job.engine.kind):
         return load_engine(job, None if launcher is None else launcher.log)
     from batchkit.engines.process.engine import ProcessEngine
 
@@ -59,20 +47,32 @@ def load_engine(job: JobConfig, log: Path | None = None) -> Engine:
     """Like ``open_engine``, but always in this process. A server that it starts prints to ``log``."""
     own = () if job.engine.server is None else (log,)
     with _importing(job):
-        engine: Engine = _module(job).open_engine(job, *own)
+        engine: Engine = ENGINES.load(job.engine.kind).open_engine(job, *own)
     return engine
 
 
 def sampling_names(kind: str) -> Collection[str] | None:
     """The names allowed in ``[sampling]`` for an engine of ``kind``; None if it has no list."""
-    names: Collection[str] | None = getattr(import_module(ENGINES[kind]), "SAMPLING", None)
+    names: Collection[str] | None = getattr(ENGINES.load(kind), "SAMPLING", None)
     return names
+
+
+def max_num_seqs_of(kind: str) -> int | None:
+    """How many rows an engine of ``kind`` runs at once if the job does not say; None if it has to be
+    opened for that, which loads no model."""
+    most: int | None = getattr(ENGINES.load(kind), "MAX_NUM_SEQS", None)
+    return most
+
+
+def holds_model(kind: str) -> bool:
+    """Whether an engine of ``kind`` holds a model, which could crash the run's process."""
+    return hasattr(ENGINES.load(kind), "preload")
 
 
 def preload_engine(kind: str) -> None:
     """Import what an engine of ``kind`` needs, without touching a GPU; a light one needs nothing."""
-    if kind not in LIGHT:
-        import_module(ENGINES[kind]).preload()
+    if holds_model(kind):
+        ENGINES.load(kind).preload()
 
 
 def require(packages: Sequence[str], *, user: str, extra: str) -> None:
@@ -101,7 +101,8 @@ def _is_installed(package: str) -> bool:
 
 def _require_packages(job: JobConfig) -> None:
     kind = job.engine.kind
-    require(_PACKAGES.get(kind, ()), user=f'engine.kind = "{kind}"', extra=kind)
+    packages: Sequence[str] = getattr(ENGINES.load(kind), "REQUIRES", ())
+    require(packages, user=f'engine.kind = "{kind}"', extra=kind)
 
 
 @contextmanager
@@ -118,7 +119,3 @@ def _importing(job: JobConfig) -> Iterator[None]:
             f'engine.kind = "{job.engine.kind}": can\'t be imported:'
             f" {' '.join(str(error).split())}; `batchkit doctor` says what to install"
         ) from error
-
-
-def _module(job: JobConfig) -> Any:
-    return import_module(ENGINES[job.engine.kind])

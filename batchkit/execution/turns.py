@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from batchkit.config.tables import EngineTable, JobConfig
+from batchkit.engines.registry import holds_model
 from batchkit.execution.rollouts.rollouts import PausedRow
 from batchkit.storage.index_set import IndexSet
 from batchkit.types import Row
@@ -146,7 +147,7 @@ def _label(name: str) -> str:
 
 
 def _holds_model(engine: EngineTable) -> bool:
-    return engine.kind in ("vllm", "transformers") or engine.server is not None
+    return holds_model(engine.kind) or engine.server is not None
 
 
 def _shares(gpus: Mapping[str, int]) -> dict[str, str]:

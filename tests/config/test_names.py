@@ -7,9 +7,8 @@ from typing import Any, get_args
 
 import pytest
 
-from batchkit.config.tables import EngineKind, Format
+from batchkit.config.tables import Format
 from batchkit.config.tables.scoring import Extract, ScorerName
-from batchkit.engines.registry import ENGINES
 from batchkit.scoring import COMPARISONS, DEFERRED
 from batchkit.scoring.extract import EXTRACTORS
 from batchkit.scoring.overlap import OVERLAPS
@@ -20,11 +19,10 @@ from batchkit.sources.formats import COUNTERS, READERS, SUFFIXES
     ("names", "coded"),
     [
         (Format, ["auto", *READERS]),
-        (EngineKind, ENGINES),
         (Extract, EXTRACTORS),
         (ScorerName, [*OVERLAPS, *COMPARISONS, *DEFERRED, "reward"]),
     ],
-    ids=["input.format", "engine.kind", "scoring.extract", "scoring.scorers"],
+    ids=["input.format", "scoring.extract", "scoring.scorers"],
 )
 def test_each_name_of_the_job_file_has_its_code(names: Any, coded: Collection[str]) -> None:
     assert sorted(get_args(names)) == sorted(coded)

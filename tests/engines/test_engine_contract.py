@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from batchkit.config.tables import JobConfig
+from batchkit.engines import ENGINES
 from batchkit.engines.base import Engine
 from batchkit.engines.registry import open_engine, open_preflight
 from batchkit.types import Completion
@@ -19,7 +20,7 @@ from tests.support.engine_requests import collect, request
 from tests.support.paths import ROOT
 from tests.support.small_vllm import SMALL
 
-IN_PROCESS = ["dry-run", "vllm", "transformers", "openai-server"]
+IN_PROCESS = [*ENGINES]
 KINDS = [
     *IN_PROCESS,
     "vllm in a process of its own",

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from batchkit import engines
 from batchkit.config.tables import JobConfig
-from batchkit.engines import registry
 from batchkit.engines.base import EngineLoad
 from batchkit.engines.dry_run import open_preflight
 from batchkit.engines.faults import EngineDied, Fault
@@ -68,7 +68,7 @@ def open_engine(job: JobConfig) -> FakeMortalEngine:
 def main() -> None:
     from batchkit.cli import cli
 
-    registry.ENGINES["dry-run"] = "tests.support.fake_mortal_engine"
+    engines.ENGINES["dry-run"] = "tests.support.fake_mortal_engine"
     cli()
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from batchkit.config.loading import make_job, masked_override
+from batchkit.config.seams import ENGINES
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import (
-    EngineKind,
     EngineTable,
     JobConfig,
     OutputTable,
@@ -20,7 +20,6 @@ from batchkit.config.tables import (
 from batchkit.engines.registry import sampling_names
 from batchkit.errors import JobError
 
-KINDS: tuple[str, ...] = get_args(EngineKind)
 TOP_LOGPROBS = 5
 
 # Options that mean the same to vLLM and to transformers. Other options of a job are for its kind.
@@ -154,8 +153,10 @@ def _table_for(kind: str, engine: EngineTable) -> tuple[dict[str, Any], list[str
     left_out = [f"engine.{key}" for key in given if key not in known]
     if kind != engine.kind:
         options = engine.options
-        left_out += [f"engine.options.{name}" for name in options if name not in _OPTIONS[kind]]
-        table["options"] = {n: value for n, value in options.items() if n in _OPTIONS[kind]}
+        left_out += [
+            f"engine.options.{name}" for name in options if name not in _OPTIONS.get(kind, ())
+        ]
+        table["options"] = {n: value for n, value in options.items() if n in _OPTIONS.get(kind, ())}
     return table, left_out
 
 
@@ -167,8 +168,8 @@ def _kinds_in(engines: str) -> tuple[str, str]:
             " --set-a or --set-b"
         )
     for kind in kinds:
-        if kind not in KINDS:
-            hint = did_you_mean(kind, KINDS) or f"; known: {', '.join(KINDS)}"
+        if kind not in ENGINES.names:
+            hint = did_you_mean(kind, ENGINES.names) or f"; known: {', '.join(ENGINES.names)}"
             raise JobError(f"--engines {engines}: no engine {kind!r}{hint}")
     return kinds[0], kinds[1]
 

@@ -17,7 +17,7 @@ from batchkit.commands.plan.throughput import Observed, Wave
 from batchkit.commands.scratch import scratch_folder
 from batchkit.commands.status import counts_of
 from batchkit.config.tables import JobConfig
-from batchkit.engines.registry import MAX_NUM_SEQS
+from batchkit.engines.registry import max_num_seqs_of
 from batchkit.errors import BudgetError
 from batchkit.execution.kept_engine import KeptEngine
 from batchkit.execution.signals import Interrupted
@@ -104,7 +104,8 @@ def _running(job: JobConfig, kept: KeptEngine | None) -> int:
     if kept is not None and kept.idle:  # with several, the one that runs the fewest
         seqs = min(loaded.engine.max_num_seqs for loaded in kept.idle.values())
     else:
-        seqs = given if isinstance(given, int) else MAX_NUM_SEQS.get(job.engine.kind, _DEFAULT_SEQS)
+        usual = max_num_seqs_of(job.engine.kind) or _DEFAULT_SEQS
+        seqs = given if isinstance(given, int) else usual
     window = job.run.max_in_flight
     return seqs if window == "auto" else min(seqs, window)
 

@@ -12,7 +12,7 @@ import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
 from batchkit.config.tables import JobConfig
-from batchkit.engines.registry import MAX_NUM_SEQS, open_engine
+from batchkit.engines.registry import max_num_seqs_of, open_engine
 from batchkit.errors import JobError
 from batchkit.execution.window import START
 from batchkit.storage.files import write_atomically
@@ -136,7 +136,7 @@ def _max_num_seqs(job: JobConfig) -> int:
     seqs = job.engine.options.get("max_num_seqs")
     if isinstance(seqs, int):
         return seqs
-    if job.engine.kind in MAX_NUM_SEQS:
-        return MAX_NUM_SEQS[job.engine.kind]
+    if (most := max_num_seqs_of(job.engine.kind)) is not None:
+        return most
     with closing(open_engine(job)) as engine:  # it loads no model
         return engine.max_num_seqs

@@ -6,7 +6,6 @@ Every default lives here, once. ``docs/job-file.md`` is generated from these cla
 from batchkit.config.tables.base import Table
 from batchkit.config.tables.engine import (
     DEMO_MODEL,
-    EngineKind,
     EngineTable,
     SamplingTable,
     ServerTable,
@@ -27,7 +26,6 @@ from batchkit.config.tables.task import PairTable, PoolingTable, TaskName
 
 __all__ = [
     "DEMO_MODEL",
-    "EngineKind",
     "EngineTable",
     "Extract",
     "Format",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -16,10 +16,9 @@ from pydantic import (
     model_validator,
 )
 
+from batchkit.config.seams import EngineKind
 from batchkit.config.server_command import check_command
 from batchkit.config.tables.base import Free, Identity, Table
-
-EngineKind = Literal["vllm", "transformers", "openai-server", "dry-run"]
 
 _THE_SERVER_PARSES = (
     "the server parses its answers, and its fields are in the records; leave it out, and start the"
@@ -145,7 +144,7 @@ class EngineTable(Table):
 
     @model_validator(mode="after")
     def _has_model(self) -> EngineTable:
-        if self.kind != "dry-run" and not self.model:
+        if self.kind in ("vllm", "transformers", "openai-server") and not self.model:
             raise ValueError(
                 f"model is missing: give a folder, a name on the hub, or {DEMO_MODEL}, the tiny model"
                 " that comes with batchkit"

@@ -17,11 +17,13 @@ import warnings
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.transformers.engine import TransformersEngine
-from batchkit.engines.transformers.options import options_of
+from batchkit.engines.transformers.options import Options, options_of
 from batchkit.engines.transformers.rendering import TransformersRenderer
 from batchkit.engines.transformers.sampling import Sampling
 
+REQUIRES = ("torch", "transformers")
 SAMPLING = Sampling.model_fields
+MAX_NUM_SEQS: int = Options.model_fields["max_num_seqs"].default
 
 
 def preload() -> None:

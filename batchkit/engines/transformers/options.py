@@ -9,7 +9,6 @@ from pydantic import Field, PositiveInt
 
 from batchkit.config.tables import JobConfig, Table
 from batchkit.engines import request_checks
-from batchkit.engines.registry import MAX_NUM_SEQS
 from batchkit.engines.transformers.sampling import sampling_of
 from batchkit.engines.vllm.options import set_environment
 from batchkit.engines.vllm.parsing import unknown_parsers
@@ -23,7 +22,7 @@ class Options(Table):
     device_map: str | dict[str, str | int] | None = None  # None: one GPU, or the CPU without one
     attn_implementation: str | None = None
     max_model_len: PositiveInt | None = None  # None: the model's own
-    max_num_seqs: PositiveInt = MAX_NUM_SEQS["transformers"]
+    max_num_seqs: PositiveInt = 8
     shrink_on_oom: bool = True  # false: the engine dies, as find-bs and bench need
     revision: str | None = None
     trust_remote_code: bool = False

@@ -14,6 +14,9 @@ from batchkit.engines.vllm.options import QUIET, check_config, set_environment
 from batchkit.engines.vllm.pooling import PoolingRenderer, processors_without_model
 from batchkit.engines.vllm.renderer import VllmRenderer
 
+REQUIRES = ("vllm",)
+MAX_NUM_SEQS = 256  # vLLM's smallest default
+
 
 def preload() -> None:
     """Import what vLLM itself imports before it forks its engine, without starting a device.

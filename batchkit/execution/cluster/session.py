@@ -15,7 +15,7 @@ from pathlib import Path
 from batchkit.config.installation import how_to_install
 from batchkit.config.tables import JobConfig
 from batchkit.config.terminal import shortened
-from batchkit.engines.registry import LIGHT
+from batchkit.engines.registry import holds_model
 from batchkit.errors import EngineError, JobError
 from batchkit.execution.cluster.local import begin, on_this_machine_alone, private_folder
 from batchkit.execution.signals import Interrupted
@@ -153,7 +153,7 @@ def needs(job: JobConfig, engines: Sequence[str] = ("",)) -> dict[str, float]:
         groups = [
             math.prod(engine.options.get(size, 1) for size in sizes)
             for engine in tables
-            if engine.kind not in LIGHT
+            if holds_model(engine.kind)
         ]
         gpus = max(groups, default=0) if ray.cluster_resources().get("GPU", 0) else 0
     cpus: float | None = job.run.worker_cpus
