@@ -19,7 +19,7 @@ def main() -> None:
         ):  # nohup sets it to ignored
             signal.signal(signal.SIGINT, _on_sigint)
         from batchkit.cli import cli
-        from batchkit.execution.signals import Interrupted
+        from batchkit.errors import Interrupted
     except KeyboardInterrupt:
         _end()
     try:
@@ -35,7 +35,7 @@ def _on_sigint(signum: int, frame: FrameType | None) -> None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             _end()
         frame = frame.f_back
-    from batchkit.execution.signals import Interrupted
+    from batchkit.errors import Interrupted
 
     raise Interrupted(signum)
 

@@ -35,6 +35,7 @@ A RowError becomes a failed record; every other error stops the run with the sto
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Collection
 from typing import ClassVar
 
@@ -98,6 +99,14 @@ class BudgetError(BatchkitError):
 
 class BlockedError(BatchkitError):
     """The code of one row of ``[rollout]`` blocks all others."""
+
+
+class Interrupted(BaseException):
+    """Stopped by a signal; the exit code is 128 + ``signum``."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
 
 
 class RowError(BatchkitError):

@@ -138,6 +138,18 @@ def test_imports_point_down() -> None:
     assert not upward
 
 
+def test_a_command_that_reads_a_run_imports_nothing_that_makes_one() -> None:
+    """``show``, ``export``, ``merge`` and the pages; the others are methods of ``batchkit.Run``."""
+    readers = ("commands.show", "commands.export", "commands.merge", "commands.report")
+    upward = {
+        f"{found.module} imports {found.target}"
+        for found in IMPORTS
+        if found.module.startswith((*readers, "commands.view"))
+        and found.target.startswith("batchkit.execution")
+    }
+    assert not upward
+
+
 def test_no_module_imports_in_a_circle() -> None:
     """Neither may the modules of one folder among themselves."""
     exact: dict[str, set[str]] = {}

@@ -349,9 +349,9 @@ def report(runs: Texts, output: Path | None, no_images: bool) -> Result:
     With several runs, each is compared with the first: differences with a 95 % interval, and the
     rows that became better or worse; --output writes that as a page, too.
     """
-    from batchkit.commands.compare import compare
     from batchkit.commands.report import report as write
     from batchkit.commands.report import write_comparison
+    from batchkit.runs.compare import compare
 
     folders = [find_to_read(run) for run in runs] or [find_to_read(None)]
     if len(folders) == 1:
@@ -375,7 +375,7 @@ def merge(runs: Texts, into: str, partial: bool) -> Result:
     copied and does not change. Exits with 3 if rows are missing or failed.
     """
     from batchkit.commands.merge import merge as join
-    from batchkit.commands.run import folder_of
+    from batchkit.runs.finding import folder_of
 
     found = join([find(run) for run in runs], folder_of(into), partial=partial)
     if found.folder is None:
@@ -399,7 +399,7 @@ def verify(run: str | None, repair: bool) -> Result:
     if it is not sound.
     """
     from batchkit.commands.repair import repair as repair_run
-    from batchkit.commands.verify import verify as audit
+    from batchkit.runs.verify import verify as audit
 
     folder = find(run)
     if repair:

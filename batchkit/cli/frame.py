@@ -29,7 +29,7 @@ class Cli(click.Group):
     """Turns our errors into a message on stderr and an exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        from batchkit.execution.signals import Interrupted
+        from batchkit.errors import Interrupted
 
         try:
             return super().invoke(ctx)

@@ -90,7 +90,7 @@ def find_to_read(run: str | None, overrides: Texts = ()) -> Path:
 
 def find(run: str | None, overrides: Texts = ()) -> Path:
     """The run folder; if it was not named, prints on stderr which one it is."""
-    from batchkit.commands.run import find_run
+    from batchkit.runs.finding import find_run
 
     folder = find_run(run, overrides)
     if run is None:

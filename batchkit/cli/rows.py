@@ -54,8 +54,8 @@ def show_rows(run: str | None, failed: bool, ids: Texts, most: int | None, as_js
 @JSON
 def status(run: str | None, watch: bool, as_json: bool) -> None:
     """Show what of RUN is done, failed and left, its rate and ETA."""
-    from batchkit.commands.status import Reading
-    from batchkit.commands.status import status as look
+    from batchkit.runs.status import Reading
+    from batchkit.runs.status import status as look
 
     folder, reading = find(run), Reading()
     found = look(folder, reading)

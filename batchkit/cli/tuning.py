@@ -191,7 +191,7 @@ def parity(
     was answered on both.
     """
     from batchkit.commands.parity import parity as compare
-    from batchkit.execution.signals import Interrupted
+    from batchkit.errors import Interrupted
 
     settings = only_a, only_b
     try:

@@ -8,12 +8,12 @@ from typing import Any
 
 import orjson
 
-from batchkit.commands.status import counts_of
 from batchkit.config.masking import masked
 from batchkit.config.numbers import clock, duration, number, short_count
 from batchkit.config.tables import JobConfig
 from batchkit.errors import StoreError
 from batchkit.execution.summary import RunSummary
+from batchkit.runs.status import counts_of
 from batchkit.storage.files import write_atomically
 from batchkit.storage.identity import hash_of
 from batchkit.storage.manifest import read_manifest

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
-from batchkit.commands.steps_audit import audit_steps, each_once, whole_lines
-from batchkit.commands.verify import compare, read_log
 from batchkit.errors import StoreError
 from batchkit.execution.requeue import finish_requeue
+from batchkit.runs.steps_audit import audit_steps, each_once, whole_lines
+from batchkit.runs.verify import compare, read_log
 from batchkit.storage.checkpoint import CHECKPOINT, log_damage, sealed_checkpoint
 from batchkit.storage.files import free_name, write_atomically
 from batchkit.storage.ledger import RECORD_HEAD, RESULTS, log_of, read_lines, record_of

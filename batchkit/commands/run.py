@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from glob import escape
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,10 +17,16 @@ from batchkit.commands.score.answer import Say
 from batchkit.config.loading import load_job, masked_override
 from batchkit.config.masking import masked_keys
 from batchkit.config.tables import JobConfig
-from batchkit.errors import BatchkitError, EngineCrashError, JobError, RowOutOfMemoryError
+from batchkit.errors import (
+    BatchkitError,
+    EngineCrashError,
+    Interrupted,
+    JobError,
+    RowOutOfMemoryError,
+)
 from batchkit.execution.notify import notifying
 from batchkit.execution.resume import OnChange
-from batchkit.execution.signals import Interrupted, StopRequest
+from batchkit.execution.signals import StopRequest
 from batchkit.execution.start import start_run
 from batchkit.execution.summary import Outcome, RunSummary
 from batchkit.rendering.constant_files import constant_files
@@ -29,9 +34,9 @@ from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import differences, identity
 from batchkit.storage.job_toml import in_order_of, job_of_run, with_secrets_of, without_masked
 from batchkit.storage.ledger import RESULTS, failure_kind
-from batchkit.storage.manifest import latest_run, read_manifest
+from batchkit.storage.manifest import read_manifest
 from batchkit.storage.newest import read_newest
-from batchkit.storage.runfolder import JOB, MANIFEST, is_run
+from batchkit.storage.runfolder import JOB
 
 _LETHAL = (EngineCrashError.kind, RowOutOfMemoryError.kind)
 
@@ -238,45 +243,3 @@ def _with_secrets(job: JobConfig, given: JobConfig | None, say: Say) -> JobConfi
 def _filled(job: JobConfig, given: JobConfig | None) -> JobConfig:
     """``job`` with the secrets of the ``given`` one, if there is one."""
     return job if given is None else with_secrets_of(job, given)
-
-
-def folder_of(target: str, overrides: Sequence[str] = ()) -> Path:
-    """The run folder that ``target`` (a folder or a job file) means, even if it has no run."""
-    path = Path(target)
-    return load_job(path, overrides).folder if path.is_file() else path
-
-
-def find_run(
-    target: str | None, overrides: Sequence[str] = (), output: Path = Path("output")
-) -> Path:
-    """The run folder that ``target`` means: a run folder, a job file, or the last run if None.
-
-    ``overrides`` apply to the job file, for example to its ``name``.
-
-    Raises:
-        JobError: there is no such run.
-    """
-    if target is None:
-        return latest_run(output)
-    path, folder = Path(target), folder_of(target, overrides)
-    if not is_run(folder):
-        if counts := _counts_of_shards(folder):
-            parts = " ".join(f"{folder}.shard-*-of-{count}" for count in sorted(counts))
-            raise JobError(
-                f"{folder}: no run there, but {counts.total()} shards of it: name one of them, or"
-                f" `batchkit merge {parts} --into {target}` first"
-            )
-        raise JobError(
-            f"{folder}: no run there; start one with `batchkit run {target}`"
-            if path.is_file()
-            else f"{target}: neither a run folder nor a job file"
-        )
-    return folder
-
-
-def _counts_of_shards(folder: Path) -> Counter[int]:
-    """How many of its shards have a run, by the number of shards that there are; without runs that were
-    moved aside, such as ``<name>.shard-0-of-2.1``."""
-    runs = folder.parent.glob(f"{escape(folder.name)}.shard-*-of-*/{MANIFEST}")
-    ends = (path.parent.name.rpartition("-of-")[2] for path in runs)
-    return Counter(int(end) for end in ends if end.isdecimal())

@@ -8,13 +8,13 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from batchkit.commands.input_rows import InputRows
 from batchkit.config.masking import masked_text
 from batchkit.config.tables import JobConfig
 from batchkit.config.terminal import cut_in_the_middle
 from batchkit.errors import JobError, MediaError, RowError
 from batchkit.rendering.media import load_image, shown
 from batchkit.rendering.messages import as_text, short
+from batchkit.runs.inputs import InputRows
 from batchkit.storage.answers import answers_in_words, call_in_words, choice_in_words
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.generations import Generations

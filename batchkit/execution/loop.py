@@ -11,12 +11,11 @@ from typing import Any
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
-from batchkit.errors import BatchkitError, BrokenInputError, TooManyFailuresError
+from batchkit.errors import BatchkitError, BrokenInputError, Interrupted, TooManyFailuresError
 from batchkit.execution import engine_notes
 from batchkit.execution.budgets import Budgets
 from batchkit.execution.cluster.worker_pool import RayWorkerPool
 from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Line, Note
-from batchkit.execution.failures import Failure, failures_of
 from batchkit.execution.fed_engine import check_same_files
 from batchkit.execution.first_rows import checked
 from batchkit.execution.hints import hints
@@ -26,13 +25,14 @@ from batchkit.execution.recorder import Recorder
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.rollouts.function import Function
 from batchkit.execution.rollouts.rollouts import PausedRow
-from batchkit.execution.signals import DRAIN_S, Interrupted, StopRequest
+from batchkit.execution.signals import DRAIN_S, StopRequest
 from batchkit.execution.start_rows import StartRows
 from batchkit.execution.summary import Outcome, RunSummary
 from batchkit.execution.turns import Turns
 from batchkit.execution.worker import Returned, Worker, render_ahead
 from batchkit.rendering.ordering import well_ordered
 from batchkit.rendering.steps import Renderer
+from batchkit.runs.failures import Failure, failures_of
 from batchkit.sources.input import Input, Total
 from batchkit.storage.identity import check_found, names_same_model, of_function
 from batchkit.storage.ledger import RESULTS

@@ -10,7 +10,7 @@ from typing import Any
 
 from batchkit.config.command import words_of
 from batchkit.config.tables import JobConfig
-from batchkit.execution.signals import Interrupted
+from batchkit.errors import Interrupted
 from batchkit.execution.summary import RunSummary
 
 TIMEOUT_S = 60.0

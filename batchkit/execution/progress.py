@@ -20,9 +20,9 @@ from batchkit.errors import StoreError
 from batchkit.execution.load_clock import LoadClock
 from batchkit.execution.rate_meter import RateMeter
 from batchkit.storage.files import open_log
+from batchkit.storage.runfolder import LOG
 from batchkit.types import utc_now
 
-LOG = "run.log"
 _BAR_INTERVAL_S = 0.25
 _RATE_SPAN_S = 60.0
 _LEAST_BAR = 6  # columns, with the blank in front of it

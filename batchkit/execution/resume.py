@@ -15,13 +15,11 @@ from typing import Literal, NamedTuple
 
 from batchkit.config.masking import masked
 from batchkit.config.tables import JobConfig
-from batchkit.errors import BatchkitError, ChangedError, JobError, StoreError
+from batchkit.errors import BatchkitError, ChangedError, Interrupted, JobError, StoreError
 from batchkit.execution.requeue import Kept, finish_requeue, requeue
-from batchkit.execution.signals import Interrupted
 from batchkit.rendering.constant_files import constant_files
-from batchkit.sources import PLACE
 from batchkit.sources.formats import ROWS_ARE_FILES
-from batchkit.sources.input import Input
+from batchkit.sources.input import Input, input_changes
 from batchkit.storage.checkpoint import CHECKPOINT, check_log
 from batchkit.storage.identity import CHANGING, differences
 from batchkit.storage.job_toml import job_of_run, write_job
@@ -259,35 +257,3 @@ def _names_of(row: Row) -> set[str]:
     """Its file's, also as a fingerprint has it: without a signature."""
     path = str(row.fields.get("path"))
     return {path, masked(path)}
-
-
-def input_changes(then: Sequence[FileFingerprint], now: Sequence[FileFingerprint]) -> list[str]:
-    """One line for each file that differs by content; moving or touching a file changes nothing.
-
-    Except if its new name means that it is read in another format.
-    """
-    if len(then) == len(now) and all(map(_same, then, now)):
-        return []
-    old = {file.path: file for file in then}
-    new = {file.path: file for file in now}
-    return [
-        f"input {path}: {_described(old.get(path))} → {_described(new.get(path))}"
-        for path in sorted({*old, *new})
-        if path not in old or path not in new or not _same(old[path], new[path])
-    ] or ["input: the order of the files"]
-
-
-def _same(then: FileFingerprint, now: FileFingerprint) -> bool:
-    if then.sha256 == CHANGING:
-        return False
-    # Older runs did not note these.
-    later = (then.read_as, now.read_as), (then.row_hashes, now.row_hashes)
-    return then.sha256 == now.sha256 and all(len({*pair} - {""}) < 2 for pair in later)
-
-
-def _described(file: FileFingerprint | None) -> str:
-    if file is None:
-        return "none"
-    name = f", read as {file.read_as}" if file.read_as else ""
-    unit = "rows" if file.path == PLACE else "bytes"
-    return f"{file.size:,} {unit}, {file.sha256[:12]}{name}"

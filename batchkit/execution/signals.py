@@ -14,15 +14,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from batchkit.errors import Interrupted
+
 DRAIN_S = 10.0
-
-
-class Interrupted(BaseException):
-    """Stopped by a signal; the exit code is 128 + ``signum``."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signal.Signals(signum).name)
-        self.signum = signum
 
 
 class StopRequest:

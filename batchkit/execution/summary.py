@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchkit.config.numbers import number
 from batchkit.errors import BatchkitError, StoreError
-from batchkit.execution.failures import Failure, lines_of
-from batchkit.execution.joined_table import joined_table
+from batchkit.runs.failures import Failure, lines_of
+from batchkit.runs.joined_table import joined_table
 from batchkit.sources.input import Input
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.manifest import read_manifest

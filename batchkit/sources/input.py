@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -221,3 +221,35 @@ class Total:
             self._count = self._source.size()
         except BatchkitError:  # the thread that reads the rows gets the same error and reports it
             self._count = None
+
+
+def input_changes(then: Sequence[FileFingerprint], now: Sequence[FileFingerprint]) -> list[str]:
+    """One line for each file that differs by content; moving or touching a file changes nothing.
+
+    Except if its new name means that it is read in another format.
+    """
+    if len(then) == len(now) and all(map(_same, then, now)):
+        return []
+    old = {file.path: file for file in then}
+    new = {file.path: file for file in now}
+    return [
+        f"input {path}: {_described(old.get(path))} → {_described(new.get(path))}"
+        for path in sorted({*old, *new})
+        if path not in old or path not in new or not _same(old[path], new[path])
+    ] or ["input: the order of the files"]
+
+
+def _same(then: FileFingerprint, now: FileFingerprint) -> bool:
+    if then.sha256 == CHANGING:
+        return False
+    # Older runs did not note these.
+    later = (then.read_as, now.read_as), (then.row_hashes, now.row_hashes)
+    return then.sha256 == now.sha256 and all(len({*pair} - {""}) < 2 for pair in later)
+
+
+def _described(file: FileFingerprint | None) -> str:
+    if file is None:
+        return "none"
+    name = f", read as {file.read_as}" if file.read_as else ""
+    unit = "rows" if file.path == PLACE else "bytes"
+    return f"{file.size:,} {unit}, {file.sha256[:12]}{name}"

@@ -21,6 +21,7 @@ from batchkit.types import utc_now
 JOB = "job.toml"
 MANIFEST = "manifest.json"
 LOCK = ".lock"
+LOG = "run.log"  # what happened
 _HOLDER = ".holder.json"
 _REFUSED = (EACCES, EPERM, EROFS, EEXIST, ENOTDIR, ENAMETOOLONG, ELOOP)  # trying again won't help
 

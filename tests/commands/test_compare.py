@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchkit.commands.compare import compare
-from batchkit.commands.compare.bootstrap import bootstrap_interval
 from batchkit.commands.report import write_comparison
 from batchkit.errors import JobError, StoreError
+from batchkit.runs.bootstrap import bootstrap_interval
+from batchkit.runs.compare import compare
 from tests.support.made_runs import failure, make_run, rows
 
 N = 60

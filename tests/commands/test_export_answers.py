@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchkit.execution.table import Layout, schema_of
+from batchkit.runs.table import Layout, schema_of
 from batchkit.storage.score_store import read_scored
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import LOG, RUN, run, write_job, write_rows

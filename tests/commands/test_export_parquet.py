@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchkit.execution.table import Layout, read_batches, schema_of
+from batchkit.runs.table import Layout, read_batches, schema_of
 from batchkit.storage.ledger import read_lines
 from batchkit.storage.newest import NewestLog
 from batchkit.storage.score_store import SCORES, read_scored

@@ -13,7 +13,7 @@ import pytest
 import tomlkit
 
 from batchkit.execution.processor import ProductionBatchProcessor
-from batchkit.execution.table import Layout
+from batchkit.runs.table import Layout
 from batchkit.storage.job_toml import job_of_run
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import LOG, RUN, records, run, write_rows

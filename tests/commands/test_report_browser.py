@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from batchkit.commands.compare import compare
 from batchkit.commands.report import write_comparison, write_report
+from batchkit.runs.compare import compare
 from batchkit.scoring.metrics import tabulate
 from batchkit.storage.score_store import read_scored
 from tests.support.browser import assert_fits, open_browser

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from batchkit.commands.status import status
-from batchkit.commands.verify import verify
+from batchkit.runs.status import status
+from batchkit.runs.verify import verify
 from batchkit.storage.ledger import RESULTS
 from tests.support.chat_server import MODEL, ChatServer, serving
 from tests.support.faulty_runs import (

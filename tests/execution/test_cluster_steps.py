@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from batchkit.commands.verify import verify
+from batchkit.runs.verify import verify
 from batchkit.storage.steps import STEPS
 from tests.support.chat_server import MODEL, serving
 from tests.support.faulty_runs import question_rows, running, start

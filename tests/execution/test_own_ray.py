@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
-from batchkit.commands.status import status
-from batchkit.commands.verify import verify
 from batchkit.execution.cluster import session
 from batchkit.execution.cluster.local import private_folder
+from batchkit.runs.status import status
+from batchkit.runs.verify import verify
 from batchkit.storage.ledger import RESULTS
 from tests.support.command_line import batchkit
 from tests.support.faulty_runs import (

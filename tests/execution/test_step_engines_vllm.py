@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import tomlkit
 
-from batchkit.commands.status import status
+from batchkit.runs.status import status
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.steps import STEPS
 from tests.support.forks import Fork

@@ -41,7 +41,7 @@ COMMANDS = (
     "batchkit.commands.export",
     "batchkit.commands.repair",
     "batchkit.commands.run",
-    "batchkit.commands.status",
+    "batchkit.runs.status",
     "batchkit.engines.dry_run",
     "batchkit.engines.openai",
     "batchkit.execution.processor",

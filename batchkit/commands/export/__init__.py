@@ -20,8 +20,8 @@ from batchkit.commands.export.openai_lines import answer_line, error_line
 from batchkit.commands.export.outputs import exporting
 from batchkit.commands.export.realhit import write_realhit
 from batchkit.errors import StoreError
-from batchkit.execution.table import Layout, read_batches, schema_of
-from batchkit.execution.vector_column import EMBEDDING
+from batchkit.runs.table import Layout, read_batches, schema_of
+from batchkit.runs.vector_column import EMBEDDING
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.manifest import read_manifest

@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from batchkit.commands.status import Status, status
 from batchkit.config.masking import masked_text
 from batchkit.config.tables import JobConfig
 from batchkit.engines.registry import require
 from batchkit.errors import JobError, StoreError
+from batchkit.runs.status import Status, status
 from batchkit.storage.job_toml import job_of_run, toml_of
 from batchkit.storage.manifest import Manifest, read_manifest
 

@@ -9,8 +9,8 @@ import orjson
 
 from batchkit.commands.export.outputs import exporting
 from batchkit.errors import JobError
-from batchkit.execution.table import Layout, read_batches
-from batchkit.execution.vector_column import EMBEDDING, vector_type
+from batchkit.runs.table import Layout, read_batches
+from batchkit.runs.vector_column import EMBEDDING, vector_type
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.vectors import VectorType
 

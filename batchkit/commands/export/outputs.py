@@ -9,7 +9,6 @@ from pathlib import Path
 
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError, StoreError
-from batchkit.execution.progress import LOG
 from batchkit.sources.finding import input_files
 from batchkit.sources.formats import format_of
 from batchkit.storage.checkpoint import CHECKPOINT
@@ -17,7 +16,7 @@ from batchkit.storage.files import replacing
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.metrics import METRICS
-from batchkit.storage.runfolder import JOB, LOCK, MANIFEST, is_run
+from batchkit.storage.runfolder import JOB, LOCK, LOG, MANIFEST, is_run
 from batchkit.storage.score_store import SCORES
 from batchkit.storage.vectors import VECTORS, segments_of
 

@@ -7,8 +7,15 @@ from typing import Any, NamedTuple
 
 from batchkit.commands.parity.sides import Side
 from batchkit.engines.process.launcher import LOG
-from batchkit.errors import BrokenInputError, EmptyTextError, EngineError, InputError, JobError
-from batchkit.execution.signals import Interrupted, StopRequest
+from batchkit.errors import (
+    BrokenInputError,
+    EmptyTextError,
+    EngineError,
+    InputError,
+    Interrupted,
+    JobError,
+)
+from batchkit.execution.signals import StopRequest
 from batchkit.execution.start import start_run
 from batchkit.storage.answers import answers_in_words
 from batchkit.storage.manifest import read_manifest

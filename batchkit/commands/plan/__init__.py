@@ -15,11 +15,11 @@ from batchkit.commands.plan.forecast import Engines, Interval, Prices, Rest, res
 from batchkit.commands.plan.lengths import Lengths, Say, count_lengths
 from batchkit.commands.plan.memory import Memory, memory_of
 from batchkit.commands.plan.sample import Sample, answer_sample
-from batchkit.commands.status import counts_of
 from batchkit.config.numbers import number
 from batchkit.config.tables import JobConfig
 from batchkit.errors import TooManyFailuresError
 from batchkit.execution.budgets import Budgets
+from batchkit.runs.status import counts_of
 from batchkit.sources.input import from_job
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.runfolder import is_run

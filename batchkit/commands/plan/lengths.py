@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from batchkit.commands.status import counts_of
 from batchkit.commands.validate import SHOWN, Problem, checked
 from batchkit.config.masking import masked_text
 from batchkit.config.tables import JobConfig
+from batchkit.runs.status import counts_of
 from batchkit.sources.input import Input
 from batchkit.sources.sample import in_random_order, indexes_of
 from batchkit.storage.checkpoint import Totals

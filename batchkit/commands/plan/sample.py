@@ -15,13 +15,12 @@ from typing import NamedTuple
 from batchkit.commands.plan.lengths import Say
 from batchkit.commands.plan.throughput import Observed, Wave
 from batchkit.commands.scratch import scratch_folder
-from batchkit.commands.status import counts_of
 from batchkit.config.tables import JobConfig
 from batchkit.engines.registry import max_num_seqs_of
-from batchkit.errors import BudgetError
+from batchkit.errors import BudgetError, Interrupted
 from batchkit.execution.kept_engine import KeptEngine
-from batchkit.execution.signals import Interrupted
 from batchkit.execution.start import start_run
+from batchkit.runs.status import counts_of
 from batchkit.sources.input import Input
 from batchkit.sources.sample import only
 from batchkit.storage.checkpoint import Totals

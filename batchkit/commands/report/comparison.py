@@ -7,9 +7,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from batchkit.commands.compare.comparison import Comparison, Delta
 from batchkit.commands.report.figures import nice
 from batchkit.commands.report.page import page, write_page
+from batchkit.runs.comparison import Comparison, Delta
 from batchkit.scoring.metrics import head
 
 

@@ -14,7 +14,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 import batchkit
-from batchkit.commands.origin import origin
 from batchkit.commands.report.charts import bar, charts, shares
 from batchkit.commands.report.figures import RunStats, timeline
 from batchkit.commands.report.heading import about, facts, notes, picture_notes
@@ -23,6 +22,7 @@ from batchkit.commands.report.rows import Shown, clip
 from batchkit.config.numbers import number, when
 from batchkit.config.tables import JobConfig
 from batchkit.errors import StoreError
+from batchkit.runs.origin import origin
 from batchkit.scoring.metrics import ALL, OUT_OF_TEN, Group, ScoreTable, head
 from batchkit.storage.files import replacing
 from batchkit.storage.generations import totals_by_step

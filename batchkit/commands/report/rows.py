@@ -13,7 +13,6 @@ from jinja2 import Environment
 from jinja2 import TemplateError as JinjaError
 from jinja2.meta import find_undeclared_variables
 
-from batchkit.commands.input_rows import InputRows
 from batchkit.commands.report.figures import RunStats
 from batchkit.commands.report.pictures import Pictures
 from batchkit.commands.report.steps import StepsShown
@@ -22,9 +21,10 @@ from batchkit.config.tables import JobConfig, PromptTable
 from batchkit.config.terminal import cut_in_the_middle
 from batchkit.errors import BatchkitError, RowError
 from batchkit.rendering.steps import Renderer
+from batchkit.runs.inputs import InputRows
+from batchkit.runs.join import with_group
 from batchkit.scoring import Scoring, kept_fields
 from batchkit.scoring.metrics import group_name
-from batchkit.sources.join import with_group
 from batchkit.storage.answers import answers_in_words, calls_in_words
 from batchkit.storage.generations import Generations
 from batchkit.storage.job_toml import job_of_run, without_masked

@@ -21,10 +21,10 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import InputError
 from batchkit.execution.hints import scoring_hints
 from batchkit.execution.signals import StopRequest
+from batchkit.runs.join import with_fields
 from batchkit.scoring import Scoring, scorers_of
 from batchkit.scoring.metrics import ScoreTable, tabulate
 from batchkit.sources import read_rows
-from batchkit.sources.join import with_fields
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import scoring_of
 from batchkit.storage.job_toml import job_of_run, write_job

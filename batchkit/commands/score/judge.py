@@ -20,8 +20,8 @@ import orjson
 from batchkit.commands.score.answer import Answered, Say
 from batchkit.config.loading import resolve_paths
 from batchkit.config.tables import JobConfig, JudgeTable, ScoringTable
-from batchkit.errors import BudgetError
-from batchkit.execution.signals import Interrupted, StopRequest
+from batchkit.errors import BudgetError, Interrupted
+from batchkit.execution.signals import StopRequest
 from batchkit.execution.start import start_run
 from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.templates.prompt import names_in

@@ -18,8 +18,8 @@ from batchkit.engines.memory import family_bytes, gpu_bytes
 from batchkit.engines.process.engine import ProcessEngine
 from batchkit.engines.process.launcher import LOG, Launcher
 from batchkit.engines.registry import open_engine
-from batchkit.errors import BatchkitError, EngineError, InputError, JobError
-from batchkit.execution.signals import Interrupted, StopRequest
+from batchkit.errors import BatchkitError, EngineError, InputError, Interrupted, JobError
+from batchkit.execution.signals import StopRequest
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.sources import count_rows
 

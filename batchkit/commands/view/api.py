@@ -14,7 +14,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from batchkit.commands.compare import have_same_input
 from batchkit.commands.forecast_file import read_forecast
 from batchkit.commands.view.detail import Details
 from batchkit.commands.view.pairs import ONLY, Pairs, page_of, pairs_of
@@ -25,6 +24,7 @@ from batchkit.commands.view.timeline import newest_point, timeline
 from batchkit.config.masking import masked_text
 from batchkit.errors import BatchkitError, MediaError
 from batchkit.runs.columns import Table
+from batchkit.runs.compare import have_same_input
 from batchkit.runs.index import Index, Indexes, Snapshot
 from batchkit.scoring.metrics import OUT_OF_TEN, head
 from batchkit.storage.job_toml import job_of_run

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from batchkit.commands.input_rows import InputRows
 from batchkit.config.masking import masked_text
 from batchkit.config.tables import JobConfig, MediaTable
 from batchkit.errors import MediaError, RowError
@@ -19,6 +18,7 @@ from batchkit.rendering.media import load_image, shown
 from batchkit.rendering.messages import as_text, said
 from batchkit.runs.columns import Table
 from batchkit.runs.index import Index
+from batchkit.runs.inputs import InputRows
 from batchkit.scoring import Scoring
 from batchkit.storage.answers import answers_in_words
 from batchkit.storage.generations import of_row

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from batchkit.commands.compare import flipped
 from batchkit.commands.view.rows import row_of
 from batchkit.runs.columns import Table
+from batchkit.runs.compare import flipped
 from batchkit.runs.index import Index, Snapshot
 
 ONLY = ("changed", "fixed", "broken", "all")

@@ -11,9 +11,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
-from batchkit.commands.status import Reading, Status, status
 from batchkit.config.masking import masked_text
 from batchkit.errors import BatchkitError, StoreError
+from batchkit.runs.status import Reading, Status, status
 from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.manifest import Manifest, Start, read_manifest

@@ -16,9 +16,8 @@ from batchkit.config.installation import how_to_install
 from batchkit.config.tables import JobConfig
 from batchkit.config.terminal import shortened
 from batchkit.engines.registry import holds_model
-from batchkit.errors import EngineError, JobError
+from batchkit.errors import EngineError, Interrupted, JobError
 from batchkit.execution.cluster.local import begin, on_this_machine_alone, private_folder
-from batchkit.execution.signals import Interrupted
 
 CONNECT_S = 10.0
 # RFC 9113, 3.4: the client's preface, and the type of the first frame that a server sends.

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from batchkit.config.tables import JobConfig
-from batchkit.errors import BatchkitError, EngineCrashError, EngineError, JobError
+from batchkit.errors import BatchkitError, EngineCrashError, EngineError, Interrupted, JobError
 from batchkit.execution.cluster.actor import CLOSE_S, Actor, Place, Report, WorkerFailure
 from batchkit.execution.cluster.affinity import PrefixAffinity
 from batchkit.execution.cluster.leases import Leases
@@ -24,7 +24,6 @@ from batchkit.execution.events import EngineHistory, EngineLine, Found, Hear, Li
 from batchkit.execution.feeder import POLL_S
 from batchkit.execution.records import to_record
 from batchkit.execution.rollouts.rollouts import PausedRow
-from batchkit.execution.signals import Interrupted
 from batchkit.execution.worker import EngineFacts, Returned
 from batchkit.rendering.prefetch import read_ahead
 from batchkit.rendering.row_size import size_of

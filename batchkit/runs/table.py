@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
-from batchkit.execution.answer_columns import Column, answer_columns, step_columns
-from batchkit.execution.parsed_columns import parsed_columns
-from batchkit.execution.vector_column import (
+from batchkit.runs.layout import Column, answer_columns, step_columns
+from batchkit.runs.parsed_columns import parsed_columns
+from batchkit.runs.vector_column import (
     EMBEDDING,
     PLACE,
     arrow_type,

@@ -9,12 +9,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from batchkit.commands.status import pending_rows, total_rows
-from batchkit.commands.steps_audit import audit_steps, rows_again
 from batchkit.errors import BatchkitError
-from batchkit.execution.resume import input_changes
+from batchkit.runs.status import pending_rows, total_rows
+from batchkit.runs.steps_audit import audit_steps, rows_again
 from batchkit.sources import is_fallback
-from batchkit.sources.input import Input, from_job
+from batchkit.sources.input import Input, from_job, input_changes
 from batchkit.sources.rowhash import known_hashes
 from batchkit.storage.checkpoint import (
     CHECKPOINT,

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from batchkit.commands.compare.bootstrap import bootstrap_interval
-from batchkit.commands.compare.comparison import GRADED_STEP, REWARD_STEP, Comparison, Delta, Flip
-from batchkit.commands.origin import origin
 from batchkit.errors import JobError
-from batchkit.execution.resume import input_changes
+from batchkit.runs.bootstrap import bootstrap_interval
+from batchkit.runs.comparison import GRADED_STEP, REWARD_STEP, Comparison, Delta, Flip
+from batchkit.runs.join import with_group
+from batchkit.runs.origin import origin
 from batchkit.scoring.metrics import OUT_OF_TEN, ScoreTable, group_name, tabulate
-from batchkit.sources.join import with_group
+from batchkit.sources.input import input_changes
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import differences
 from batchkit.storage.job_toml import job_of_run

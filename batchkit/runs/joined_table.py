@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from batchkit.errors import ChangedInputError, InputError
-from batchkit.execution.resume import input_changes
-from batchkit.execution.table import Layout, read_batches, schema_of
+from batchkit.runs.table import Layout, read_batches, schema_of
 from batchkit.sources import never
-from batchkit.sources.input import Input, watched
+from batchkit.sources.input import Input, input_changes, watched
 from batchkit.sources.pictures import is_picture
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.job_toml import job_of_run

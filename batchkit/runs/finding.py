@@ -1,0 +1,55 @@
+"""Which run folder a name on the command line means."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from glob import escape
+from pathlib import Path
+
+from batchkit.config.loading import load_job
+from batchkit.errors import JobError
+from batchkit.storage.manifest import latest_run
+from batchkit.storage.runfolder import MANIFEST, is_run
+
+
+def folder_of(target: str, overrides: Sequence[str] = ()) -> Path:
+    """The run folder that ``target`` (a folder or a job file) means, even if it has no run."""
+    path = Path(target)
+    return load_job(path, overrides).folder if path.is_file() else path
+
+
+def find_run(
+    target: str | None, overrides: Sequence[str] = (), output: Path = Path("output")
+) -> Path:
+    """The run folder that ``target`` means: a run folder, a job file, or the last run if None.
+
+    ``overrides`` apply to the job file, for example to its ``name``.
+
+    Raises:
+        JobError: there is no such run.
+    """
+    if target is None:
+        return latest_run(output)
+    path, folder = Path(target), folder_of(target, overrides)
+    if not is_run(folder):
+        if counts := _counts_of_shards(folder):
+            parts = " ".join(f"{folder}.shard-*-of-{count}" for count in sorted(counts))
+            raise JobError(
+                f"{folder}: no run there, but {counts.total()} shards of it: name one of them, or"
+                f" `batchkit merge {parts} --into {target}` first"
+            )
+        raise JobError(
+            f"{folder}: no run there; start one with `batchkit run {target}`"
+            if path.is_file()
+            else f"{target}: neither a run folder nor a job file"
+        )
+    return folder
+
+
+def _counts_of_shards(folder: Path) -> Counter[int]:
+    """How many of its shards have a run, by the number of shards that there are; without runs that were
+    moved aside, such as ``<name>.shard-0-of-2.1``."""
+    runs = folder.parent.glob(f"{escape(folder.name)}.shard-*-of-*/{MANIFEST}")
+    ends = (path.parent.name.rpartition("-of-")[2] for path in runs)
+    return Counter(int(end) for end in ends if end.isdecimal())
