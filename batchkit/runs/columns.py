@@ -27,13 +27,16 @@ ENTRY = np.dtype(
         ("answer", "<u4"),
         ("letters", "<u4"),
         ("tokens", "<u4"),
+        ("prompt_tokens", "<u4"),
         ("latency", "<f4"),
         ("is_ok", "?"),
+        ("is_cut", "?"),
+        ("is_shortened", "?"),
     ]
 )
 OTHERS = "(others)"
 _MOST = {"kinds": 250, "groups": 10_000, "scorers": 50}
-_PLAIN = 8  # of ``Values``
+_PLAIN = 11  # of ``Values``
 
 
 class Names:

@@ -19,7 +19,8 @@ DAMAGE = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowE
 
 class Values(NamedTuple):
     """``id``, ``made`` and ``answer`` are hashes; ``made`` is also that of the line of scores.jsonl that
-    was made from the record. ``kind``: of its failure, "" for an answer.
+    was made from the record. ``kind``: of its failure, "" for an answer. ``is_cut``: the answer ended at
+    max_tokens; ``is_shortened``: the prompt was cut to fit.
     """
 
     row: int
@@ -28,8 +29,11 @@ class Values(NamedTuple):
     answer: int
     letters: int
     tokens: int
+    prompt_tokens: int
     latency_s: float
     is_ok: bool
+    is_cut: bool
+    is_shortened: bool
     group: str | None
     kind: str
     scores: Mapping[str, float | None]
@@ -43,17 +47,21 @@ def values_of(record: Mapping[str, Any], group_by: str | None) -> Values:
     """
     answer = "\n".join(answers_in_words(record))
     fields, kind = record.get("fields") or {}, failure_kind(record)
+    usage = record.get("usage") or {}
     return Values(
         row=record["index"],
         id=hash_of(record["id"]),
         made=made_of(record.get("input_hash"), record.get("finished_at")),
         answer=crc32(answer.encode()),
         letters=len(answer),
-        tokens=(record.get("usage") or {}).get("completion_tokens", 0),
+        tokens=usage.get("completion_tokens", 0),
+        prompt_tokens=usage.get("prompt_tokens", 0),
         latency_s=record.get("latency_s") or 0.0,
         group=None if group_by is None else group_name(fields.get(group_by)),
         kind="" if kind is None else kind or _UNKNOWN,
         is_ok=record["status"] == "ok",
+        is_cut=record.get("finish_reason") == "length",
+        is_shortened=bool(record.get("truncated_tokens")),
         scores=record.get("scores") or {},
     )
 
@@ -87,8 +95,11 @@ def reader(group_by: str | None) -> Callable[[bytes], Values]:
             crc32(text.encode()),
             len(text),
             0 if usage is None else usage.completion_tokens,
+            0 if usage is None else usage.prompt_tokens,
             line.latency_s or 0.0,
             is_ok,
+            line.finish_reason == "length",
+            bool(line.truncated_tokens),
             None if group_by is None else group_name(fields.group if fields else None),
             kind,
             line.scores or {},
@@ -102,6 +113,7 @@ _NONE = msgspec.Raw(b"")
 
 
 class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens: _Count = 0
     completion_tokens: _Count = 0
 
 
@@ -118,6 +130,8 @@ class _Plain(msgspec.Struct, gc=False):
     text: str | None = None
     usage: _Usage | None = None
     latency_s: float | None = None
+    finish_reason: str | None = None
+    truncated_tokens: int | None = None
     finished_at: str | None = None
     input_hash: str | None = None
     error: _Error | None = None

@@ -20,11 +20,12 @@ from tests.support.view_server import Viewed, viewing
 N = 61
 TABLE = rows(N, 4)
 TABLE[7]["FileName"] = "gone"
+TABLE[9]["FinalAnswer"] = ""
 HOSTILE = '<script>alert(1)</script> "quoted" \\ straße ÄRGER\nsecond line'
 
 
 def answer(index: int, row: Mapping[str, Any]) -> Any:
-    """Row 1 is hostile; 2, 5 and 7 fail; 8 is half right; 0, 10 … are wrong."""
+    """Row 1 is hostile; 2, 5 and 7 fail; 8 is half right; 9 has no reference; 0, 10 … are wrong."""
     text = f"Reading the table.\n[Final Answer]: {row['FinalAnswer']}"
     special: dict[int, Any] = {
         1: HOSTILE,
@@ -73,6 +74,8 @@ def test_rows_by_page(view: Viewed, place: Path) -> None:
     ("params", "wanted"),
     [
         ({"status": "failed"}, [2, 5, 7]),
+        ({"status": "cut"}, [8]),
+        ({"status": "unscored"}, [9]),
         ({"kind": "timeout"}, [2]),
         ({"kind": "media"}, [7]),
         ({"kind": "unheard of"}, []),

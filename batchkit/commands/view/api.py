@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from batchkit.commands.forecast_file import read_forecast
 from batchkit.commands.view.detail import Details
 from batchkit.commands.view.pairs import ONLY, Pairs, page_of, pairs_of
-from batchkit.commands.view.rows import SORTS, Query, failures, row_of
+from batchkit.commands.view.rows import OUTCOMES, SORTS, Query, failures, row_of
 from batchkit.commands.view.runs import Runs
 from batchkit.commands.view.search import Searches
 from batchkit.commands.view.timeline import newest_point, timeline
@@ -204,7 +204,7 @@ def _json(value: Any) -> Response:
 def _query(request: Request) -> Query:
     given = request.query_params
     query = Query(
-        status=_one_of(request, "status", ("ok", "failed")),
+        status=_one_of(request, "status", OUTCOMES),
         kind=given.get("kind", ""),
         group=given.get("group", ""),
         scorer=given.get("scorer", ""),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +14,14 @@ from batchkit.scoring.metrics import group_name
 from batchkit.storage.answers import answers_in_words
 from batchkit.storage.ledger import failure_kind
 
+OUTCOMES = ("ok", "failed", "unscored", "cut")
 SORTS = {"latency": "latency", "tokens": "tokens", "length": "letters"}  # by column
 _MOST_TEXT = 500
 
 
 @dataclass(frozen=True)
 class Query:
-    """Which rows, and in which order. ``sort``: index, score (of ``scorer``), or one of ``SORTS``.
+    """Which rows, and in which order. ``status``: one of ``OUTCOMES``. ``sort``: index, score (of ``scorer``), or one of ``SORTS``.
     ``least`` and ``most`` limit the score; a row without it is then left out."""
 
     status: str = ""
@@ -37,7 +39,7 @@ class Query:
         chosen = snapshot.newest
         entries = snapshot.entries
         if self.status:
-            chosen = chosen[entries["is_ok"][chosen] == (self.status == "ok")]
+            chosen = chosen[_has_outcome(snapshot, self.status)[chosen]]
         for column, name, names in (
             ("kind", self.kind, snapshot.kinds),
             ("group", self.group, snapshot.groups),
@@ -105,6 +107,18 @@ def failures(index: Index, snapshot: Snapshot) -> list[dict[str, Any]]:
                 }
             )
     return found
+
+
+def _has_outcome(snapshot: Snapshot, name: str) -> Table:
+    """A mask of the entries."""
+    is_ok: Table = snapshot.entries["is_ok"]
+    masks: dict[str, Callable[[], Table]] = {
+        "ok": lambda: is_ok,
+        "failed": lambda: ~is_ok,
+        "unscored": lambda: is_ok & np.isnan(snapshot.scores).all(axis=1),
+        "cut": lambda: snapshot.entries["is_cut"],
+    }
+    return masks[name]()
 
 
 def _scores(snapshot: Snapshot, scorer: str) -> Table:

@@ -27,7 +27,8 @@ Everything is GET. What is not there is 404, what can't be read 409, a wrong par
     ``seconds``: of work, over all starts. A rate is since the line before, null at a start's first.
 ``/api/runs/{run}/rows?offset=0&limit=50&status=&kind=&group=&scorer=&min=&max=&text=&sort=&order=``
     {total, offset, rows: [{index, id, status, kind, text, prediction, scores, group, usage,
-    latency_s, attempt}], indexed, next}. ``text`` is cut to 500 characters. ``min`` and ``max`` limit
+    latency_s, attempt}], indexed, next}. ``text`` is cut to 500 characters. ``status``:
+    ok, failed, unscored, or cut at max_tokens. ``min`` and ``max`` limit
     the score of ``scorer``; ``text`` is searched for as it is, upper and lower case being equal;
     ``sort``: index, latency, tokens, length or score; ``order``: asc or desc. ``indexed``: the share of
     the log that the answer is over; ask again if it is below 1. ``total`` is null while the search has
