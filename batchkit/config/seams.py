@@ -8,7 +8,7 @@ An installed package adds to a table with entry points; docs/plugins.md says wha
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -17,6 +17,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import AfterValidator
 
 from batchkit.config.suggest import did_you_mean
+from batchkit.config.terminal import shortened
 from batchkit.errors import JobError
 
 
@@ -42,9 +43,10 @@ class Seam(NamedTuple):
         """The things of other packages."""
         return {name: point for name, point in _added(self.name).items() if name not in self.own}
 
-    @property
-    def names(self) -> list[str]:
-        return [*self.own, *self.added]
+    def names(self) -> Iterator[str]:
+        """All of them; other packages are only looked for if the first ones are not enough."""
+        yield from self.own
+        yield from self.added
 
     def load(self, name: str) -> Any:
         """The thing itself; its module is imported now.
@@ -70,17 +72,20 @@ class Seam(NamedTuple):
         """
         if name in self.also or name in self.own or name in self.added:
             return name
-        known = [*self.also, *self.names]
+        known = [*self.also, *self.names()]
         *first, last = map(json.dumps, known)
         raise ValueError(
-            f"found {json.dumps(name, ensure_ascii=False)}, expected {', '.join(first)} or {last}"
+            f"found {shortened(json.dumps(name, ensure_ascii=False))}, expected {', '.join(first)} or {last}"
             f"{did_you_mean(name, known)}"
         )
 
 
 ENGINES = Seam("engines", "batchkit.engines:ENGINES")
 
+READERS = Seam("readers", "batchkit.sources.formats:FORMATS", also=("auto",))
+
 EngineKind = Annotated[str, ENGINES, AfterValidator(ENGINES.check)]
+FormatName = Annotated[str, READERS, AfterValidator(READERS.check)]
 
 
 def found_at(target: str) -> Any:

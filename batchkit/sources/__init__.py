@@ -15,7 +15,7 @@ from batchkit.config.shard import parse_shard
 from batchkit.config.tables import InputTable
 from batchkit.sources.finding import Listing, input_files, listing
 from batchkit.sources.fingerprint import changed_files, content_hash, fingerprint
-from batchkit.sources.formats import ROWS_ARE_FILES, TABLES, format_of, load_counter, load_reader
+from batchkit.sources.formats import ROWS_ARE_FILES, format_of, load_format
 from batchkit.sources.ids import is_fallback, row_of
 from batchkit.sources.python_rows import PLACE, python_rows
 from batchkit.sources.reader import Broken
@@ -36,8 +36,6 @@ __all__ = [
     "python_rows",
     "read_rows",
 ]
-
-_OWN_IDS = {"openai-batch": "custom_id", "files": "path", "pdf": "image", "run": "id"}
 
 
 def never(index: int) -> bool:
@@ -100,10 +98,10 @@ def _rows(
     for path, sha256 in files.items():
         format_name = format_of(path, table)
         key = _id_key(path, table)
-        read = load_reader(format_name)
+        format_ = load_format(format_name)
         is_signed = format_name in ROWS_ARE_FILES and "://" in path and masked(path) != path
-        must_check = filtered and (not checked or format_name in TABLES)
-        for found in read(path, table, passes_over if filtered else skip, index):
+        must_check = filtered and (not checked or format_.is_table)
+        for found in format_.read(path, table, passes_over if filtered else skip, index):
             if format_name in ROWS_ARE_FILES and isinstance(found, dict | Broken):
                 sha256 = sha256 or content_hash(path)
                 (found.fields if isinstance(found, Broken) else found)["sha256"] = sha256
@@ -131,13 +129,12 @@ def count_rows(table: InputTable, files: Mapping[str, str] | None = None) -> int
         return sum(1 for _ in read_rows(table, files=files))
     total = 0
     for path in input_files(table) if files is None else files:
-        format_name = format_of(path, table)
-        count = load_counter(format_name)
-        if count is not None and table.limit is None:
-            total += count(path)
+        format_ = load_format(format_of(path, table))
+        if format_.count is not None and table.limit is None:
+            total += format_.count(path)
         else:
             rest = None if table.limit is None else table.limit - total
-            rows = load_reader(format_name)(path, table, lambda index: True, 0)
+            rows = format_.read(path, table, lambda index: True, 0)
             total += sum(1 for _ in islice(rows, rest))
         if total == table.limit:
             break
@@ -153,4 +150,4 @@ def has_ids(table: InputTable, files: Iterable[str] | None = None) -> bool:
 
 
 def _id_key(path: str, table: InputTable) -> str | None:
-    return table.id or _OWN_IDS.get(format_of(path, table))
+    return table.id or load_format(format_of(path, table)).id

@@ -11,7 +11,7 @@ from batchkit.config.tables import InputTable
 from batchkit.errors import InputError
 from batchkit.sources.files import BLOCK_BYTES, open_input
 from batchkit.sources.formats import suffix_of
-from batchkit.sources.reader import Found, Skip, fault, shown
+from batchkit.sources.reader import Format, Found, Skip, fault, shown
 
 MAX_CELL_CHARS = 2**26
 """A longer cell is refused: it comes from a quote that was never closed, not from real data."""
@@ -135,3 +135,6 @@ def _is_text(cell: str) -> bool:
 
 def _lines(first: int, last: int) -> int | str:
     return first if first == last else f"{first}-{last}"
+
+
+FORMAT = Format(read, (".csv", ".tsv"), is_table=True)

@@ -16,7 +16,7 @@ from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import InputTable
 from batchkit.errors import InputError
 from batchkit.sources.files import behind_caches, is_folder, name_of, remote_error
-from batchkit.sources.formats import ROWS_ARE_FILES, SUFFIXES, suffix_of
+from batchkit.sources.formats import ROWS_ARE_FILES, format_with, suffix_of
 from batchkit.sources.run import files_of, left_out
 
 _NAMES = {"files": "image", "pdf": "PDF"}
@@ -80,7 +80,7 @@ def _kind(path: str, table: InputTable, files: Sequence[str], is_in_folder: bool
     """The format whose rows are these files, or pages of them; None if rows are in the files."""
     if table.format != "auto":
         return table.format if table.format in ROWS_ARE_FILES else None
-    kinds = Counter(SUFFIXES.get(suffix_of(file), "") for file in files)
+    kinds = Counter(format_with(suffix_of(file)) for file in files)
     tables = kinds.keys() - {*ROWS_ARE_FILES, ""}
     match [kind for kind in ROWS_ARE_FILES if kind in kinds]:
         case []:
@@ -88,7 +88,7 @@ def _kind(path: str, table: InputTable, files: Sequence[str], is_in_folder: bool
         case [kind] if is_in_folder or not tables:
             return kind
         case [kind]:
-            other = next(file for file in files if SUFFIXES.get(suffix_of(file)) in tables)
+            other = next(file for file in files if format_with(suffix_of(file)) in tables)
             raise InputError(
                 f"{path}: matches {_NAMES[kind]}s and also {other}, which holds rows of its own; name"
                 " one or the other"
@@ -104,7 +104,7 @@ def _chosen(
 ) -> Listing:
     """Those of the files that are of the ``kind``: the job may name them itself."""
     are_named = kind == table.format and not (kind == "pdf" and is_in_folder)
-    files = [file for file in found.files if are_named or SUFFIXES.get(suffix_of(file)) == kind]
+    files = [file for file in found.files if are_named or format_with(suffix_of(file)) == kind]
     files.sort(key=_natural)
     chosen = {*files}
     others = Counter(

@@ -2,57 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
+from functools import lru_cache
 from pathlib import PurePosixPath
-from typing import Any, cast
 
 from batchkit.config.masking import masked
+from batchkit.config.seams import READERS
 from batchkit.config.tables import InputTable
-from batchkit.config.tables.input import IMAGE_SUFFIXES, PDF_SUFFIX
 from batchkit.errors import InputError
 from batchkit.sources.files import COMPRESSIONS, name_of
-from batchkit.sources.reader import Reader
+from batchkit.sources.reader import Format
 
-READERS = {
-    "jsonl": "batchkit.sources.jsonl:read",
-    "json": "batchkit.sources.json_list:read",
-    "csv": "batchkit.sources.csv_table:read",
-    "parquet": "batchkit.sources.parquet:read",
-    "xlsx": "batchkit.sources.workbook:read",
-    "openai-batch": "batchkit.sources.openai_batch:read",
-    "prompts": "batchkit.sources.prompts:read",
-    "files": "batchkit.sources.one_file:read",
-    "pdf": "batchkit.sources.pdf:read",
-    "run": "batchkit.sources.run:read",
+FORMATS = {
+    "jsonl": "batchkit.sources.jsonl:FORMAT",
+    "json": "batchkit.sources.json_list:FORMAT",
+    "csv": "batchkit.sources.csv_table:FORMAT",
+    "openai-batch": "batchkit.sources.openai_batch:FORMAT",
+    "prompts": "batchkit.sources.prompts:FORMAT",
+    "files": "batchkit.sources.one_file:FORMAT",
+    "pdf": "batchkit.sources.pdf:FORMAT",
+    "run": "batchkit.sources.run:FORMAT",
+    "xlsx": "batchkit.sources.workbook:FORMAT",
+    "parquet": "batchkit.sources.parquet:FORMAT",  # last: it imports pyarrow
 }
-TABLES = ("csv", "parquet", "xlsx")  # every row of a file has the same fields
 ROWS_ARE_FILES = ("files", "pdf")  # a file is a row, or each of its pages is
-COUNTERS = {  # formats whose rows can be counted without parsing them
-    "jsonl": "batchkit.sources.lines:count_lines",
-    "openai-batch": "batchkit.sources.lines:count_lines",
-    "prompts": "batchkit.sources.lines:count_lines",
-    "parquet": "batchkit.sources.parquet:count",
-    "files": "batchkit.sources.one_file:count",
-    "pdf": "batchkit.sources.pdf:count",
-}
-SUFFIXES = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".parquet": "parquet",
-    ".xlsx": "xlsx",
-    ".xlsm": "xlsx",
-    ".txt": "prompts",
-    PDF_SUFFIX: "pdf",
-    **dict.fromkeys(IMAGE_SUFFIXES, "files"),
-}
 
 
 def format_of(path: str, table: InputTable) -> str:
-    """The key of ``READERS`` for ``path``; JSON lines are checked for OpenAI batch requests.
+    """The name of the format of ``path``; JSON lines are checked for OpenAI batch requests.
 
     Raises:
         InputError: ``input.format`` is "auto" and the suffix is unknown.
@@ -62,16 +38,18 @@ def format_of(path: str, table: InputTable) -> str:
     if table.is_run:
         return "run"
     suffix = suffix_of(path)
-    if suffix not in SUFFIXES:
+    name = format_with(suffix)
+    if not name:
+        suffixes = (suffix for name in READERS.names() for suffix in load_format(name).suffixes)
         raise InputError(
             f"{path}: the suffix {suffix!r} names no format; set input.format to one of"
-            f" {', '.join(READERS)}, or use one of {', '.join(SUFFIXES)}"
+            f" {', '.join(READERS.names())}, or use one of {', '.join(suffixes)}"
         )
-    if SUFFIXES[suffix] == "jsonl":
+    if name == "jsonl":
         from batchkit.sources.openai_batch import is_batch
 
         return "openai-batch" if is_batch(path) else "jsonl"
-    return SUFFIXES[suffix]
+    return name
 
 
 def read_as(path: str, table: InputTable) -> str:
@@ -79,7 +57,7 @@ def read_as(path: str, table: InputTable) -> str:
     if table.is_run:
         return "run"
     suffix = suffix_of(path)
-    name = SUFFIXES.get(suffix, "") if table.format == "auto" else table.format
+    name = format_with(suffix) if table.format == "auto" else table.format
     if name in ROWS_ARE_FILES:  # whose rows have the name
         file = table.name_of_file(path)
         return f"{name}: {masked(file) if '://' in file else file}"
@@ -94,17 +72,13 @@ def suffix_of(path: str) -> str:
     return name.suffix.lower()
 
 
-def load_reader(format_name: str) -> Reader:
-    return cast(Reader, _load(READERS[format_name]))
+@lru_cache
+def format_with(suffix: str) -> str:
+    """The name of the format whose files have the ``suffix``; empty if there is none."""
+    found = (name for name in READERS.names() if suffix in load_format(name).suffixes)
+    return next(found, "")
 
 
-def load_counter(format_name: str) -> Callable[[str], int] | None:
-    """Counts the rows of a file; None if they can only be counted by reading them."""
-    if format_name not in COUNTERS:
-        return None
-    return cast("Callable[[str], int]", _load(COUNTERS[format_name]))
-
-
-def _load(target: str) -> Any:
-    module, _, name = target.partition(":")
-    return getattr(import_module(module), name)
+def load_format(name: str) -> Format:
+    found: Format = READERS.load(name)
+    return found

@@ -14,7 +14,7 @@ from batchkit.config.tables import InputTable
 from batchkit.errors import InputError, RequestError
 from batchkit.sources.depth import TOO_DEEP, ShallowJson, is_too_deep
 from batchkit.sources.files import BLOCK_BYTES, open_input
-from batchkit.sources.reader import Found, Skip, one_of, shown
+from batchkit.sources.reader import Format, Found, Skip, one_of, shown
 from batchkit.sources.surrogates import HALF, MarkedHalves
 
 MAX_DIAGNOSED_EVENTS = 2_000_000  # a few seconds, to list the keys of a file without such a list
@@ -112,3 +112,6 @@ def _reason(error: Exception) -> str:
     if "integer overflow" in text:
         return "a whole number beyond 64 bits; write it as text, in quotes"
     return text.partition("\n")[0].strip()
+
+
+FORMAT = Format(read, (".json",))

@@ -12,8 +12,8 @@ import orjson
 from batchkit.config.tables import InputTable
 from batchkit.errors import InputError, RequestError
 from batchkit.sources.depth import MAX_DEPTH, TOO_DEEP, is_too_deep
-from batchkit.sources.lines import read_lines
-from batchkit.sources.reader import Found, Skip, fault, shown
+from batchkit.sources.lines import count_lines, read_lines
+from batchkit.sources.reader import Format, Found, Skip, fault, shown
 
 _LONG_INT = re.compile(rb"[\[:,\s]-?\d{19,}")
 _SHORT = frozenset((str, int, bool, type(None)))
@@ -66,3 +66,6 @@ def _problem(line: bytes, error: orjson.JSONDecodeError) -> str:
     start = max(0, error.pos - 20)
     near = shown(text[start:])
     return f"not valid JSON: {error.msg} at column {error.pos + 1}, near {near}; fix or remove it"
+
+
+FORMAT = Format(read, (".jsonl", ".ndjson"), count_lines)

@@ -7,8 +7,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from batchkit.config.tables import InputTable
+from batchkit.config.tables.input import IMAGE_SUFFIXES
 from batchkit.sources.files import name_of
-from batchkit.sources.reader import Found, Skip
+from batchkit.sources.reader import Format, Found, Skip
 
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
@@ -28,3 +29,6 @@ def fields_of(path: str, table: InputTable) -> dict[str, Any]:
         "stem": name.stem,
         "suffix": name.suffix,
     }
+
+
+FORMAT = Format(read, IMAGE_SUFFIXES, count, id="path")

@@ -10,8 +10,8 @@ import orjson
 from batchkit.config.tables import InputTable
 from batchkit.sources.files import open_input
 from batchkit.sources.jsonl import parse_object
-from batchkit.sources.lines import read_lines
-from batchkit.sources.reader import Found, Skip, fault, shown
+from batchkit.sources.lines import count_lines, read_lines
+from batchkit.sources.reader import Format, Found, Skip, fault, shown
 
 _LOOKED_AT = 1000  # lines
 _KEYS = {"custom_id", "body"}
@@ -49,3 +49,6 @@ def _parse(line: bytes, path: str, number: int) -> Found:
     if not isinstance(body, dict):
         return fault(path, number, f"body must be an object, found {shown(body)}")
     return {"custom_id": custom_id, "body": body, "url": request.get("url")}
+
+
+FORMAT = Format(read, (), count_lines, id="custom_id")

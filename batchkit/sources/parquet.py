@@ -15,7 +15,7 @@ from batchkit.errors import InputError, RequestError
 from batchkit.sources.decoded import VALUE_BYTES, Slice, slices
 from batchkit.sources.files import BLOCK_BYTES, open_input
 from batchkit.sources.parquet_page import DictionaryPage, dictionary_page, longest_value
-from batchkit.sources.reader import Found, Skip, shown
+from batchkit.sources.reader import Format, Found, Skip, shown
 
 MAX_BATCH_ROWS = 1024
 TARGET_BATCH_BYTES = 2**24
@@ -212,3 +212,6 @@ def row_by_column(table: Any, place: str) -> dict[str, Any] | RequestError:
         except NOT_PYTHON as error:
             return RequestError(f"{place}, column {shown(name)}: {error}")
     return fields
+
+
+FORMAT = Format(read, (".parquet",), count, is_table=True)

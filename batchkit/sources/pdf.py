@@ -10,6 +10,7 @@ from typing import Any
 
 from batchkit.config.regular_file import open_regular
 from batchkit.config.tables import InputTable
+from batchkit.config.tables.input import PDF_SUFFIX
 from batchkit.errors import InputError, MediaError
 from batchkit.sources.files import BLOCK_BYTES, COMPRESSIONS, open_input
 from batchkit.sources.one_file import fields_of
@@ -20,7 +21,7 @@ from batchkit.sources.pdf_process import (
     missing_package,
     place_of,
 )
-from batchkit.sources.reader import Broken, Found, Skip
+from batchkit.sources.reader import Broken, Format, Found, Skip
 
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
@@ -89,3 +90,6 @@ def _opened(path: str) -> Iterator[str]:
         shutil.copyfileobj(file, copy, BLOCK_BYTES)
         copy.flush()
         yield place_of(copy.fileno())
+
+
+FORMAT = Format(read, (PDF_SUFFIX,), count, id="image")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from batchkit.config.tables import InputTable
 from batchkit.errors import InputError
-from batchkit.sources.lines import read_lines
-from batchkit.sources.reader import Found, Skip, fault
+from batchkit.sources.lines import count_lines, read_lines
+from batchkit.sources.reader import Format, Found, Skip, fault
 
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
@@ -26,3 +26,6 @@ def _parse(line: bytes, path: str, number: int) -> Found:
     except UnicodeDecodeError as bad:
         problem = f"byte 0x{line[bad.start]:02x} at byte {bad.start + 1}"
         return fault(path, number, f"not UTF-8: {problem}; save it as UTF-8")
+
+
+FORMAT = Format(read, (".txt",), count_lines)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from batchkit.config.suggest import nearest
@@ -24,7 +25,7 @@ Skip = Callable[[int], bool]
 
 
 class Reader(Protocol):
-    """One format."""
+    """Reads the files of one format."""
 
     def __call__(self, path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
         """One value for every row of ``path``, in order, none held longer than needed.
@@ -34,6 +35,19 @@ class Reader(Protocol):
         Raises:
             InputError: from here on, the rows can't be separated.
         """
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of files. ``count``: the rows of a file, if they can be counted without parsing them.
+    ``id``: the field that names a row, unless the job says. ``is_table``: every row of a file has the
+    same fields."""
+
+    read: Reader
+    suffixes: Sequence[str] = ()
+    count: Callable[[str], int] | None = None
+    id: str | None = None
+    is_table: bool = False
 
 
 def fault(path: str, lines: int | str, problem: str) -> RequestError:

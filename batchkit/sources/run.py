@@ -8,7 +8,7 @@ from typing import Any
 
 from batchkit.config.tables import InputTable
 from batchkit.errors import InputError, StoreError
-from batchkit.sources.reader import Found, Skip
+from batchkit.sources.reader import Format, Found, Skip
 from batchkit.storage.checkpoint import check_log, read_checkpoint
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.manifest import read_manifest
@@ -83,3 +83,6 @@ def _fields(record: dict[str, Any]) -> dict[str, Any]:
         **{name: record.get(name) for name in _ALWAYS},
         **{name: record[name] for name in _IF_SET if record.get(name) is not None},
     }
+
+
+FORMAT = Format(read, id="id")

@@ -13,7 +13,7 @@ from batchkit.config.installation import how_to_install
 from batchkit.config.tables import InputTable
 from batchkit.errors import InputError, RequestError
 from batchkit.sources.files import BLOCK_BYTES, open_input
-from batchkit.sources.reader import Found, Skip, one_of, shown
+from batchkit.sources.reader import Format, Found, Skip, one_of, shown
 
 MAX_TEXT_BYTES = (
     2**28
@@ -173,3 +173,6 @@ def _fields(path: str, number: int, cells: Sequence[Any], header: list[str]) -> 
         )
     values = [*cells[: len(header)], *[None] * (len(header) - len(cells))]
     return dict(zip(header, values, strict=True))
+
+
+FORMAT = Format(read, (".xlsx", ".xlsm"), is_table=True)

@@ -7,26 +7,19 @@ from typing import Any, get_args
 
 import pytest
 
-from batchkit.config.tables import Format
 from batchkit.config.tables.scoring import Extract, ScorerName
 from batchkit.scoring import COMPARISONS, DEFERRED
 from batchkit.scoring.extract import EXTRACTORS
 from batchkit.scoring.overlap import OVERLAPS
-from batchkit.sources.formats import COUNTERS, READERS, SUFFIXES
 
 
 @pytest.mark.parametrize(
     ("names", "coded"),
     [
-        (Format, ["auto", *READERS]),
         (Extract, EXTRACTORS),
         (ScorerName, [*OVERLAPS, *COMPARISONS, *DEFERRED, "reward"]),
     ],
-    ids=["input.format", "scoring.extract", "scoring.scorers"],
+    ids=["scoring.extract", "scoring.scorers"],
 )
 def test_each_name_of_the_job_file_has_its_code(names: Any, coded: Collection[str]) -> None:
     assert sorted(get_args(names)) == sorted(coded)
-
-
-def test_suffixes_and_counters_are_of_formats() -> None:
-    assert {*SUFFIXES.values(), *COUNTERS} <= set(READERS)

@@ -168,8 +168,8 @@ def _kinds_in(engines: str) -> tuple[str, str]:
             " --set-a or --set-b"
         )
     for kind in kinds:
-        if kind not in ENGINES.names:
-            hint = did_you_mean(kind, ENGINES.names) or f"; known: {', '.join(ENGINES.names)}"
+        if kind not in [*ENGINES.names()]:
+            hint = did_you_mean(kind, ENGINES.names()) or f"; known: {', '.join(ENGINES.names())}"
             raise JobError(f"--engines {engines}: no engine {kind!r}{hint}")
     return kinds[0], kinds[1]
 

@@ -10,7 +10,7 @@ from batchkit.config.tables.engine import (
     SamplingTable,
     ServerTable,
 )
-from batchkit.config.tables.input import Format, InputTable
+from batchkit.config.tables.input import InputTable
 from batchkit.config.tables.job import JobConfig
 from batchkit.config.tables.prompt import MediaTable, PromptTable
 from batchkit.config.tables.run import OutputTable, RetryTable, RunTable
@@ -28,7 +28,6 @@ __all__ = [
     "DEMO_MODEL",
     "EngineTable",
     "Extract",
-    "Format",
     "InputTable",
     "JobConfig",
     "JudgeTable",

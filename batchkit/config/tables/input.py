@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, PositiveInt, PrivateAttr, field_validator
 
+from batchkit.config.seams import FormatName
 from batchkit.config.shard import parse_shard
 from batchkit.config.tables.base import Free, Identity, Table
 
-Format = Literal[
-    "auto",
-    "jsonl",
-    "json",
-    "csv",
-    "parquet",
-    "xlsx",
-    "openai-batch",
-    "prompts",
-    "files",
-    "pdf",
-    "run",
-]
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 PDF_SUFFIX = ".pdf"
 
@@ -38,7 +26,7 @@ class InputTable(Table):
         " URL's signature or password is used and not stored: to resume from the run folder"
         " alone, give it again with `--set input.path=…`.",
     )
-    format: Identity[Format] = Field(
+    format: Identity[FormatName] = Field(
         "auto",
         description="`auto` goes by the file's name. `files`: each file is a row; `pdf`: each page; `run`:"
         " each answered row of the run whose folder `path` is.",
