@@ -14,7 +14,7 @@ import numpy as np
 from batchkit.errors import JobError
 from batchkit.runs.bootstrap import bootstrap_interval
 from batchkit.runs.comparison import GRADED_STEP, REWARD_STEP, Comparison, Delta, Flip
-from batchkit.runs.join import with_group
+from batchkit.runs.inputs import with_group
 from batchkit.runs.origin import origin
 from batchkit.scoring.metrics import OUT_OF_TEN, ScoreTable, group_name, tabulate
 from batchkit.sources.input import input_changes

@@ -1,12 +1,13 @@
-"""The rows of a finished run's input, if they are still there."""
+"""The rows of a run's input beside its records, if they are still there."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from functools import cached_property
 from typing import Any
 
 from batchkit.config.tables import JobConfig
-from batchkit.errors import BatchkitError, JobError
+from batchkit.errors import BatchkitError, InputError, JobError
 from batchkit.rendering.media import load_image
 from batchkit.rendering.renderer import LoadImage
 from batchkit.rendering.steps import Renderer, renderer_of
@@ -18,21 +19,17 @@ from batchkit.types import Row
 class InputRows:
     """Reads the input along with the records, which come in the same order.
 
-    ``problem`` says why rows are missing, once one was. The ``renderer`` gets its images from
-    ``load``.
+    ``problem`` says why a row is missing, of the first that is. The ``renderer``, which is None if the job's
+    prompt can't be rendered here, gets its images from ``load``.
     """
 
     def __init__(
-        self, job: JobConfig, chosen: Collection[int] | None, load: LoadImage = load_image
+        self, job: JobConfig, chosen: Collection[int] | None = None, load: LoadImage = load_image
     ) -> None:
         self.problem: str | None = None
-        self.renderer: Renderer | None = None
+        self._job, self._load = job, load
         self._next: Row | None = None
         self._rows: Iterator[Row] = iter(())
-        try:
-            self.renderer = renderer_of(job, load=load)
-        except JobError as error:
-            self.problem = str(error)
         if job.input.path is None:
             self.problem = "the rows came from Python"
             return
@@ -41,22 +38,76 @@ class InputRows:
         skip = (lambda index: False) if chosen is None else lambda index: index not in chosen
         self._rows = read_rows(everything, skip=skip)
 
+    @cached_property
+    def renderer(self) -> Renderer | None:
+        try:
+            return renderer_of(self._job, load=self._load)
+        except JobError as error:
+            self.problem = str(error)
+            return None
+
     def row(self, record: Mapping[str, Any]) -> Row | None:
-        while self._next is None or self._next.index < record["index"]:
-            try:
-                self._next = next(self._rows, None)
-            except BatchkitError as error:
-                self.problem, self._next, self._rows = str(error), None, iter(())
-            if self._next is None:
-                self.problem = self.problem or "it is shorter than it was"
-                return None
-        if self._next.index != record["index"]:
+        """The row that the record answers; None if it is not there, or is another one now."""
+        name = f"{self._job.input.path}: row {record['index']} (id {record['id']})"
+        try:
+            while self._next is None or self._next.index < record["index"]:
+                self._next = next(self._rows)
+        except (BatchkitError, StopIteration) as error:
+            self._next, self._rows = None, iter(())
+            self.problem = self.problem or str(error) or f"{name} is no longer there"
             return None
-        if self._next.id != record["id"]:
-            found = f"row {record['index']} is now {self._next.id!r}, not {record['id']!r}"
-            self.problem = self.problem or found
-            return None
-        if record.get("input_hash") not in (None, *known_hashes(self._next.fields)):
-            self.problem = self.problem or f"row {record['index']} is not what was answered"
-            return None
-        return self._next
+        row = self._next
+        if (
+            row.index == record["index"]
+            and row.id == record["id"]
+            and record.get("input_hash") in (None, *known_hashes(row.fields))
+        ):
+            return row
+        now = "" if row.id == record["id"] or row.index != record["index"] else f", but {row.id!r}"
+        self.problem = self.problem or f"{name} is not the one that was answered{now}"
+        return None
+
+
+def with_fields(
+    records: Iterable[dict[str, Any]],
+    job: JobConfig,
+    names: set[str],
+    rare: Set[str] = frozenset(),
+) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
+    """Each record with its row's fields: those it kept if ``names`` are among them, else the row's.
+    ``rare``: names of fields that a row may lack. They are looked for as well, and missing only if
+    the row is.
+
+    The rows are read again if they are needed; ``records`` must be in the order of the input. A
+    failed record, which is only counted, keeps its own fields if its row is not there.
+
+    Raises:
+        InputError: the row of an answer is not there.
+    """
+    rows = InputRows(job)
+    for record in records:
+        kept = record.get("fields") or {}
+        is_enough = names <= kept.keys()
+        if is_enough and (rare <= kept.keys() or job.input.path is None):
+            yield record, kept
+        elif (row := rows.row(record)) is not None:
+            yield record, row.fields
+        elif is_enough or record["status"] == "failed":
+            yield record, kept
+        else:
+            raise InputError(
+                f"{rows.problem}; the fields {sorted(names)} are needed, and the run did not keep them: bring"
+                " the input back, or start a new run with them in output.keep"
+            )
+
+
+def with_group(records: Iterable[dict[str, Any]], job: JobConfig) -> Iterator[dict[str, Any]]:
+    """Each record with the field that the job's table is grouped by, if it is still known."""
+    group_by, rows = job.scoring.group_by, InputRows(job)
+    for record in records:
+        kept = record.get("fields") or {}
+        if group_by is not None and group_by not in kept:
+            row = rows.row(record)
+            kept = {**kept, group_by: None if row is None else row.fields.get(group_by)}
+            record = {**record, "fields": kept}
+        yield record

@@ -386,7 +386,7 @@ def test_rows_from_python_are_scored_by_what_was_kept(tmp_path: Path) -> None:
     ProductionBatchProcessor(made, quiet=True).process(counted(3))
     assert score_run(made.folder, say=quiet).to_json()["overall"]["em"] == 100
     other = made.scoring.model_copy(update={"reference": "say"})
-    with pytest.raises(InputError, match="rows came from Python; name them in output"):
+    with pytest.raises(InputError, match=r"rows came from Python; the fields .* in output\.keep"):
         score_run(made.folder, made.model_copy(update={"scoring": other}), say=quiet)
 
 

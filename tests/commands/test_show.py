@@ -124,7 +124,7 @@ def test_a_changed_row_is_not_shown_for_the_one_that_was_answered() -> None:
     write_rows([{"key": f"k{n}", "q": "another question"} for n in range(3)])
     found = batchkit("show", "-n", "1")
     assert "another question" not in found.stdout
-    assert "is not what was answered" in found.stderr
+    assert "is not the one that was answered" in found.stderr
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import orjson
 
 from batchkit.commands.export.outputs import exporting
 from batchkit.errors import StoreError
-from batchkit.runs.join import with_fields
+from batchkit.runs.inputs import with_fields
 from batchkit.scoring.metrics import OUT_OF_TEN, head
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.manifest import Start, read_manifest

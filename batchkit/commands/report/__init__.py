@@ -14,7 +14,7 @@ from batchkit.commands.report.rows import show
 from batchkit.commands.score import is_mixed, table_of
 from batchkit.commands.score.answer import Say
 from batchkit.errors import StoreError
-from batchkit.runs.join import with_group
+from batchkit.runs.inputs import with_group
 from batchkit.scoring.metrics import ScoreTable, tabulate
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.generations import Generations

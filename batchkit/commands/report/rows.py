@@ -21,8 +21,7 @@ from batchkit.config.tables import JobConfig, PromptTable
 from batchkit.config.terminal import cut_in_the_middle
 from batchkit.errors import BatchkitError, RowError
 from batchkit.rendering.steps import Renderer
-from batchkit.runs.inputs import InputRows
-from batchkit.runs.join import with_group
+from batchkit.runs.inputs import InputRows, with_group
 from batchkit.scoring import Scoring, kept_fields
 from batchkit.scoring.metrics import group_name
 from batchkit.storage.answers import answers_in_words, calls_in_words

@@ -21,7 +21,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import InputError
 from batchkit.execution.hints import scoring_hints
 from batchkit.execution.signals import StopRequest
-from batchkit.runs.join import with_fields
+from batchkit.runs.inputs import with_fields
 from batchkit.scoring import Scoring, scorers_of
 from batchkit.scoring.metrics import ScoreTable, tabulate
 from batchkit.sources import read_rows
