@@ -10,14 +10,16 @@ if TYPE_CHECKING:
     from batchkit.execution.processor import ProductionBatchProcessor as ProductionBatchProcessor
     from batchkit.execution.summary import Outcome as Outcome
     from batchkit.execution.summary import RunSummary as RunSummary
+    from batchkit.runs.run import Run as Run
 
 __version__ = "0.1.0"
-__all__ = ["JobConfig", "Outcome", "ProductionBatchProcessor", "RunSummary"]
+__all__ = ["JobConfig", "Outcome", "ProductionBatchProcessor", "Run", "RunSummary"]
 
 _HOMES = {
     "JobConfig": "batchkit.config.tables",
     "Outcome": "batchkit.execution.summary",
     "ProductionBatchProcessor": "batchkit.execution.processor",
+    "Run": "batchkit.runs.run",
     "RunSummary": "batchkit.execution.summary",
 }
 

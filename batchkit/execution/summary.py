@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from batchkit.config.numbers import number
 from batchkit.errors import BatchkitError, StoreError
 from batchkit.runs.failures import Failure, lines_of
-from batchkit.runs.joined_table import joined_table
+from batchkit.runs.joined_table import frame_of, joined_table
 from batchkit.sources.input import Input
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.manifest import read_manifest
@@ -122,13 +122,7 @@ class RunSummary:
     def to_pandas(self) -> pd.DataFrame:
         """``to_arrow`` as a DataFrame. It has the index of the DataFrame that was run, if one was; a
         column of whole numbers of which some are missing is of pandas' type ``Int64``."""
-        table = self.to_arrow()
-        nullable = {  # as floats, two long ids may be equal
-            column.name: str(column.type).title()
-            for column in table.schema
-            if str(column.type) in ("int32", "int64") and table[column.name].null_count
-        }
-        frame: pd.DataFrame = table.to_pandas(integer_object_nulls=True).astype(nullable)
+        frame = frame_of(self.to_arrow())
         if self.source is not None and self.source.labels is not None:
             frame.index = self.source.labels
         return frame

@@ -18,6 +18,7 @@ from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.manifest import read_manifest
 
 if TYPE_CHECKING:
+    import pandas as pd
     import pyarrow as pa
 
 
@@ -36,10 +37,10 @@ def joined_table(folder: Path, source: Input) -> pa.Table:
     """
     import pyarrow as pa
 
+    if source.files is None:
+        return records_table(folder)
     layout = Layout.of(folder)
     check_log(folder)
-    if source.files is None:
-        return _table(folder, layout)
     if changes := input_changes(read_manifest(folder).input, source.files):
         raise InputError(
             f"{folder}: its records are of another input now ({'; '.join(changes)}), so they are not put"
@@ -63,6 +64,23 @@ def joined_table(folder: Path, source: Input) -> pa.Table:
         if (column := _column(values)) is not None:
             columns[name] = column
     return pa.table({**columns, **{name: table[name] for name in table.column_names}})
+
+
+def records_table(folder: Path) -> pa.Table:
+    """The table of ``export --parquet``."""
+    check_log(folder)
+    return _table(folder, Layout.of(folder))
+
+
+def frame_of(table: pa.Table) -> pd.DataFrame:
+    """``table`` in pandas; whole numbers of which some are missing have its type ``Int64``."""
+    nullable = {  # as floats, two long ids may be equal
+        column.name: str(column.type).title()
+        for column in table.schema
+        if str(column.type) in ("int32", "int64") and table[column.name].null_count
+    }
+    frame: pd.DataFrame = table.to_pandas(integer_object_nulls=True).astype(nullable)
+    return frame
 
 
 def _table(folder: Path, layout: Layout) -> pa.Table:

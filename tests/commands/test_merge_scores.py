@@ -9,9 +9,10 @@ import pytest
 
 from batchkit.commands.merge import merge as join
 from batchkit.commands.run import run_job
-from batchkit.commands.score import is_mixed, score_run, table_of
+from batchkit.commands.score import score_run
 from batchkit.config.shard import Shard
 from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.runs.scores import is_mixed, table_of
 from tests.support.chat_server import serving
 from tests.support.command_line import Ended, batchkit
 from tests.support.dry_runs import manifest, run, verify, write_job, write_rows

@@ -16,12 +16,13 @@ import tomlkit
 
 from batchkit.commands.export import export
 from batchkit.commands.run import retry_failed, run_job
-from batchkit.commands.score import is_mixed, score_run, table_of
+from batchkit.commands.score import score_run
 from batchkit.commands.score.predictions import score_predictions
 from batchkit.config.loading import load_job
 from batchkit.config.tables import JobConfig, ScoringTable
 from batchkit.errors import InputError, JobError, StoreError
 from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.runs.scores import is_mixed, table_of
 from batchkit.scoring.extract import EXTRACTORS
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.ledger import RESULTS

@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 
-from batchkit.commands.score import score_run, table_of
+from batchkit.commands.score import score_run
 from batchkit.config.loading import make_job
 from batchkit.config.tables import ScoringTable
 from batchkit.errors import JobError
 from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.runs.scores import table_of
 from batchkit.scoring import Scored, Scoring
 from batchkit.scoring.extract import extracted
 from batchkit.scoring.overlap import overlap, pair

@@ -11,10 +11,10 @@ from batchkit.commands.report.figures import RunStats
 from batchkit.commands.report.page import check_page, render, write_page
 from batchkit.commands.report.pictures import Pictures
 from batchkit.commands.report.rows import show
-from batchkit.commands.score import is_mixed, table_of
 from batchkit.commands.score.answer import Say
 from batchkit.errors import StoreError
 from batchkit.runs.inputs import with_group
+from batchkit.runs.scores import is_mixed, table_of
 from batchkit.scoring.metrics import ScoreTable, tabulate
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.generations import Generations

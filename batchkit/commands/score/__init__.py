@@ -22,8 +22,9 @@ from batchkit.errors import InputError
 from batchkit.execution.hints import scoring_hints
 from batchkit.execution.signals import StopRequest
 from batchkit.runs.inputs import with_fields
+from batchkit.runs.scores import table_of
 from batchkit.scoring import Scoring, scorers_of
-from batchkit.scoring.metrics import ScoreTable, tabulate
+from batchkit.scoring.metrics import ScoreTable
 from batchkit.sources import read_rows
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import scoring_of
@@ -36,7 +37,6 @@ from batchkit.storage.score_store import (
     SCORES,
     ScoreLine,
     check_one_row_each,
-    read_scored,
     references_of,
     write_scores,
 )
@@ -91,28 +91,6 @@ def scored_from(folder: Path, job: JobConfig) -> list[list[int]]:
         made_from = [folder / RESULTS, reference / RESULTS, reference / SCORES]
     found = [path.stat() if path.exists() else None for path in made_from]
     return [[0, 0] if stat is None else [stat.st_size, stat.st_mtime_ns] for stat in found]
-
-
-def table_of(folder: Path, job: JobConfig | None = None) -> ScoreTable:
-    """The table of the scores that a run has.
-
-    Raises:
-        StoreError: its results are missing or damaged.
-    """
-    check_log(folder)
-    job = job or job_of_run(folder)
-    group_by = job.scoring.group_by
-    names = set() if group_by is None else {group_by}
-    pairs = with_fields(read_scored(folder), job, names)
-    return tabulate(({**record, "fields": fields} for record, fields in pairs), group_by)
-
-
-def is_mixed(folder: Path) -> bool:
-    """True if some of a run's rows may have been scored in another way than others.
-
-    This is so after a change of ``[scoring]``, until the next complete `run` or `score`.
-    """
-    return read_manifest(folder).scoring is None
 
 
 def _score_run(

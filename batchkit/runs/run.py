@@ -1,0 +1,193 @@
+"""A run on disk, to read from Python."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from html import escape
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from batchkit.config.masking import masked_text
+from batchkit.errors import JobError
+from batchkit.runs.finding import find_run
+from batchkit.runs.status import Reading, Status, status
+from batchkit.storage.checkpoint import check_log
+from batchkit.storage.job_toml import job_of_run
+from batchkit.storage.score_store import read_scored
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas as pd
+    import polars as pl
+    import pyarrow as pa
+
+    from batchkit.runs.comparison import Comparison
+    from batchkit.runs.index import Index
+    from batchkit.runs.verify import Verification
+    from batchkit.scoring.metrics import ScoreTable
+
+_PREVIEW = 5  # rows in a notebook
+_MOST_TEXT = 300
+_AS_LONG_AS_IT_TAKES_S = 1e6
+
+
+class RowVector(NamedTuple):
+    """The vector of one row of an embed run, a NumPy array."""
+
+    id: str
+    vector: np.ndarray[Any, Any]
+
+
+class Run:
+    """A run on disk, finished or not. ``target``: its folder, or the job file that made it; by default
+    the run below ``output/`` that was started last.
+
+    Each call reads the files as they are at that moment. Nothing starts an engine or writes to the run,
+    except for the cache ``.view/``, which makes ``record`` fast. ``rows``, ``vectors``, ``scores`` and
+    ``verify`` need the same memory for a million rows as for a thousand, a few bytes for each row aside.
+
+    Raises:
+        JobError: there is no such run.
+        StoreError: from any call: the run's files are missing or damaged.
+    """
+
+    def __init__(self, target: str | os.PathLike[str] | None = None) -> None:
+        self.folder: Path = find_run(None if target is None else os.fspath(target))
+        self._reading = Reading()
+        self._index: Index | None = None
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r})"
+
+    def status(self) -> Status:
+        """How many rows are done, failed and left, and the rate of a process that works on them. It does
+        not check the log for damage, as ``verify`` does."""
+        return status(self.folder, self._reading)
+
+    def verify(self) -> Verification:
+        """The audit of the run against its checkpoint and its input, as ``batchkit verify`` prints it."""
+        from batchkit.runs.verify import verify
+
+        return verify(self.folder)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The newest record of each row, in the order of the input, with its newest scores."""
+        check_log(self.folder)
+        return read_scored(self.folder)
+
+    def record(self, row: str | int) -> dict[str, Any]:
+        """As in ``rows``, of one row: by its id (a str) or its index (an int).
+
+        Raises:
+            KeyError: no record has it.
+            JobError: several rows have this id.
+        """
+        from batchkit.runs.values import hash_of
+
+        index = self._indexed()
+        found = index.grow(_AS_LONG_AS_IT_TAKES_S)
+        name, value = ("id", hash_of(row)) if isinstance(row, str) else ("row", row)
+        entries = found.entries[found.newest]
+        places = entries[name] == value
+        if not places.any():
+            raise KeyError(row)
+        if places.sum() > 1:
+            rows = ", ".join(map(str, entries["row"][places][:5].tolist()))
+            raise JobError(
+                f"{self.folder}: id {row!r} names several rows: {rows}; give one's index"
+            )
+        return index.record(entries[places][0])
+
+    def steps(self, row: str | int) -> list[dict[str, Any]]:
+        """What each generation of a row of ``[[steps]]`` or ``[rollout]`` answered, in the order in which
+        they ended; empty for a row with one. Raises as ``record``."""
+        from batchkit.storage.generations import of_row
+
+        return [*of_row(self.folder, self.record(row)["index"])]
+
+    def vectors(self) -> Iterator[RowVector]:
+        """Those of an embed run's rows, in the order of the input; failed rows have none."""
+        from batchkit.storage.vectors import Vectors
+
+        vectors = Vectors(self.folder)
+        for record in self.rows():
+            if record.get("embedding") is not None:
+                yield RowVector(record["id"], vectors.of(record))
+
+    def scores(self) -> ScoreTable:
+        """The mean of each scorer, by group and over all rows. Its ``to_json()`` is the dict of
+        ``batchkit score --json``.
+
+        Raises:
+            InputError: the rows are grouped by a field that the run did not keep, and the input changed.
+        """
+        from batchkit.runs.scores import table_of
+
+        return table_of(self.folder)
+
+    def compare(self, *others: Run | str | os.PathLike[str]) -> Comparison:
+        """This run against others of the same rows: differences of scores with their intervals, and the rows
+        that became better or worse, as ``batchkit report`` prints them."""
+        from batchkit.runs.compare import compare
+
+        runs = [other if isinstance(other, Run) else Run(other) for other in others]
+        return compare([self.folder, *(run.folder for run in runs)])
+
+    def to_arrow(self, *, inputs: bool = False) -> pa.Table:
+        """The newest record of each row as a table with the columns of ``batchkit export --parquet``: ``text``
+        is the answer. ``inputs``: a line for each row of the input, with its columns first; those of the
+        record are null if it has none yet.
+
+        Raises:
+            InputError: with ``inputs``, if the input is no longer what the run has read.
+        """
+        from batchkit.runs.joined_table import joined_table, records_table
+        from batchkit.sources.input import from_job
+
+        if not inputs:
+            return records_table(self.folder)
+        job = job_of_run(self.folder)
+        if job.input.path is None:
+            raise JobError(f"{self.folder}: its rows came from Python, so they can't be read again")
+        return joined_table(self.folder, from_job(job))
+
+    def to_pandas(self, *, inputs: bool = False) -> pd.DataFrame:
+        """``to_arrow`` as a DataFrame; a column of whole numbers of which some are missing is of pandas'
+        type ``Int64``."""
+        from batchkit.runs.joined_table import frame_of
+
+        return frame_of(self.to_arrow(inputs=inputs))
+
+    def to_polars(self, *, inputs: bool = False) -> pl.DataFrame:
+        """``to_arrow`` as a DataFrame of polars."""
+        import polars as pl
+
+        return pl.DataFrame(self.to_arrow(inputs=inputs))
+
+    def _indexed(self) -> Index:
+        from batchkit.runs.index import Index
+
+        check_log(self.folder)
+        group_by = job_of_run(self.folder).scoring.group_by
+        if self._index is None or not self._index.is_current(group_by):
+            self._index = Index(self.folder, group_by)
+        return self._index
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the counts, and the first rows. All of the run is escaped text."""
+        lines = self.status().to_text().splitlines()
+        body = "".join(map(_html_row, islice(self.rows(), _PREVIEW)))
+        return (
+            f"<p>{escape(masked_text(lines[0]))}</p><table><thead><tr><th>index</th><th>id</th>"
+            f"<th>status</th><th>answer</th></tr></thead><tbody>{body}</tbody></table>"
+        )
+
+
+def _html_row(record: Mapping[str, Any]) -> str:
+    from batchkit.storage.answers import answers_in_words
+
+    answer = (record.get("error") or {}).get("message") or answers_in_words(record)[0]
+    cells = record["index"], record["id"], record["status"], answer[:_MOST_TEXT]
+    return f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in cells)}</tr>"
