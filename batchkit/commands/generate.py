@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from batchkit.config.loading import make_job
 from batchkit.errors import JobError
+from batchkit.execution.run import start_run
 from batchkit.execution.signals import StopRequest
-from batchkit.execution.start import start_run
+from batchkit.execution.start import Options
 from batchkit.execution.summary import RunSummary
 from batchkit.sources.input import from_python
 from batchkit.storage.answers import answers_in_words
@@ -49,7 +50,8 @@ def generate(model: str, prompts: Sequence[str], overrides: Sequence[str] = ()) 
     job = make_job({"name": "generate", "engine": {"model": model}}, "generate", overrides)
     with StopRequest().installed() as stop:
         source = from_python(list(prompts), job.input)
-        return start_run(job, source, fresh=True, stop=stop, command="generate").checked()
+        options = Options(fresh=True, command="generate")
+        return start_run(job, source, options, stop=stop).checked()
 
 
 def answers_of(summary: RunSummary, prompts: Sequence[str]) -> Iterator[Answer]:

@@ -25,9 +25,9 @@ from batchkit.errors import (
     RowOutOfMemoryError,
 )
 from batchkit.execution.notify import notifying
-from batchkit.execution.resume import OnChange
+from batchkit.execution.run import start_run
 from batchkit.execution.signals import StopRequest
-from batchkit.execution.start import start_run
+from batchkit.execution.start import OnChange, Options
 from batchkit.execution.summary import Outcome, RunSummary
 from batchkit.rendering.constant_files import constant_files
 from batchkit.storage.checkpoint import check_log
@@ -70,9 +70,8 @@ def run_job(
         say(forecast)
     with notifying(job, say) as ended:
         with StopRequest().installed() as stop:
-            outcome = start_run(
-                job, fresh=fresh, on_change=on_change, skip_from=skip_from, stop=stop, command="run"
-            )
+            options = Options(fresh=fresh, on_change=on_change, skip_from=skip_from, command="run")
+            outcome = start_run(job, options=options, stop=stop)
             ended(outcome.summary)
             outcome = _finished(outcome, job, stop, say)
         if outcome.summary.exit in (0, 3) and (took := turned_out(job, outcome.summary)):
@@ -205,16 +204,15 @@ def retry_failed(
             f"{folder}: its rows came from Python, and only a program has them: run them again there, with"
             f" processor.retry({{index: attempt}}, rows=rows); `batchkit show --failed {folder}` lists them"
         )
+    options = Options(
+        attempts=attempts,
+        quarantined=quarantined,
+        begun_with=_filled(begun, given),
+        overrides=overrides,
+        command="retry-failed",
+    )
     with notifying(job, say) as ended, StopRequest().installed() as stop:
-        outcome = start_run(
-            _with_secrets(job, given, say),
-            attempts=attempts,
-            quarantined=quarantined,
-            begun_with=_filled(begun, given),
-            overrides=overrides,
-            stop=stop,
-            command="retry-failed",
-        )
+        outcome = start_run(_with_secrets(job, given, say), options=options, stop=stop)
         ended(outcome.summary)
         outcome.checked()
         outcome = _finished(outcome, job_of_run(folder), stop, say)

@@ -2,56 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from batchkit.config.tables import JobConfig
 from batchkit.execution.bisection import Suspicion
-from batchkit.execution.events import EngineHistory, Hear, Line
+from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Line, Note
+from batchkit.execution.progress import Progress
+from batchkit.execution.resume import OpenRun
+from batchkit.execution.start import Start
+from batchkit.execution.tasks import Tasks
 from batchkit.sources.rowhash import known_hashes
-from batchkit.storage.identity import is_learned
-from batchkit.storage.manifest import Manifest, Start, Suspects, forget_other_steps
+from batchkit.storage.identity import check_found, is_learned, names_same_model
+from batchkit.storage.manifest import Manifest, Suspects, forget_other_steps
 
 
-def known(
-    job: JobConfig, manifest: Manifest, may_come: Callable[[int], bool], hear: Hear, engine: str
-) -> EngineHistory:
-    """What earlier starts have learned of the engine of that name, as far as it holds for this one.
+class EngineNotes:
+    """Hears what happens to the engines of one start."""
 
-    ``may_come`` returns whether this start reads the row of that index.
-    """
-    noted, options = manifest.notes_of(engine), job.with_engine(engine).engine.options
-    if forget_other_steps(noted, _settings_hash(options)):
-        hear(Line("engine options have changed: smaller settings are forgotten"))
-    # Where the search for a poison row was when an earlier start was killed.
-    is_current = noted.suspects.of == _suspects_of(options, manifest)
-    groups = noted.suspects.groups if is_current else []
-    suspicions = [Suspicion.known(group).only(may_come) for group in groups]
-    suspicions = [found for found in suspicions if found.rows]
-    if suspicions:
-        n = sum(len(suspicion.rows) for suspicion in suspicions)
-        hear(Line(f"the search for a row that kills the engine continues: {n} rows are suspected"))
-    return EngineHistory(0, list(noted.engine_steps), noted.engine_accidents, suspicions, engine)
+    def __init__(self, start: Start, run: OpenRun, tasks: Tasks, progress: Progress) -> None:
+        self._job, self._run, self._tasks, self._progress = start.job, run, tasks, progress
+        manifest, store = run.manifest, run.store
+        self._is_runs_own = names_same_model(manifest.identity, start.identity)
+        """False if ``--set`` gives a retry another model."""
+        has_answers = store.totals.records > 0 or store.steps.count > 0
+        is_bound = self._is_runs_own and has_answers
+        self._found: Mapping[str, Any] = manifest.identity if is_bound else {}
+        self._restarts = Counter[tuple[int, str]]()
 
+    def hear(self, event: Event) -> None:
+        match event:
+            case Line(text):
+                self._progress.event(text)
+            case EngineLine(text):
+                self._progress.event(text)
+                self._run.manifest.last_start.note_event(text)
+            case Note(text):
+                self._progress.note(text)
+            case Found(found):
+                self._found = check_found(self._found, found)
+                if self._is_runs_own:
+                    self._run.manifest.identity |= {key: self._found[key] for key in found}
+                    self._run.save()
+            case EngineHistory():
+                self._remember(event)
+                self._run.save()  # at once: the next start needs it
 
-def note_versions(start: Start, versions: Mapping[str, Mapping[str, str]]) -> None:
-    """Note in ``start`` what engines, by name, report about themselves."""
-    named = {name: dict(of) for name, of in versions.items()}
-    if "" in named:
-        start.engine = named.pop("")
-    if named:
-        start.engines = {**start.engines, **named}
+    def known(self, names: Sequence[str]) -> dict[str, EngineHistory]:
+        """What earlier starts have learned of the engines of these names, as far as it holds for this
+        one."""
+        return {name: self._known(name) for name in names}
 
+    def announce(self, names: Sequence[str], *, kept: Mapping[str, Any]) -> None:
+        """Report which engines are loaded, or taken again from those that were ``kept``."""
+        for name in names:
+            for text in _announced(self._job, name, is_kept=name in kept):
+                self._progress.event(text)
 
-def remember(job: JobConfig, manifest: Manifest, history: EngineHistory, restarts: int) -> None:
-    """Note in ``manifest`` what an engine's death taught; ``restarts`` are those of all engines."""
-    manifest.last_start.engine_restarts = restarts
-    noted = manifest.notes_of(history.engine)
-    noted.engine_steps = [dict(step) for step in history.steps]
-    noted.engine_accidents = history.among_accidents
-    groups = [suspicion.noted() for suspicion in history.suspicions]
-    options = job.with_engine(history.engine).engine.options
-    noted.suspects = Suspects(of=_suspects_of(options, manifest), groups=groups)
+    def note_versions(self, versions: Mapping[str, Mapping[str, str]]) -> None:
+        """Note what engines, by name, report about themselves."""
+        start = self._run.manifest.last_start
+        named = {name: dict(of) for name, of in versions.items()}
+        if "" in named:
+            start.engine = named.pop("")
+        if named:
+            start.engines = {**start.engines, **named}
+
+    def _known(self, name: str) -> EngineHistory:
+        manifest, options = self._run.manifest, self._options(name)
+        noted = manifest.notes_of(name)
+        if forget_other_steps(noted, _settings_hash(options)):
+            self.hear(Line("engine options have changed: smaller settings are forgotten"))
+        # Where the search for a poison row was when an earlier start was killed.
+        is_current = noted.suspects.of == _suspects_of(options, manifest)
+        groups = noted.suspects.groups if is_current else []
+        suspicions = [Suspicion.known(group).only(self._tasks.may_come) for group in groups]
+        suspicions = [found for found in suspicions if found.rows]
+        if suspicions:
+            n = sum(len(suspicion.rows) for suspicion in suspicions)
+            self.hear(
+                Line(
+                    f"the search for a row that kills the engine continues: {n} rows are suspected"
+                )
+            )
+        return EngineHistory(0, list(noted.engine_steps), noted.engine_accidents, suspicions, name)
+
+    def _remember(self, history: EngineHistory) -> None:
+        """Note what an engine's death taught."""
+        manifest = self._run.manifest
+        self._restarts[self._tasks.turn, history.engine] = history.restarts
+        manifest.last_start.engine_restarts = self._restarts.total()
+        noted = manifest.notes_of(history.engine)
+        noted.engine_steps = [dict(step) for step in history.steps]
+        noted.engine_accidents = history.among_accidents
+        groups = [suspicion.noted() for suspicion in history.suspicions]
+        noted.suspects = Suspects(
+            of=_suspects_of(self._options(history.engine), manifest), groups=groups
+        )
+
+    def _options(self, name: str) -> Mapping[str, Any]:
+        return self._job.with_engine(name).engine.options
 
 
 def _suspects_of(options: Mapping[str, Any], manifest: Manifest) -> str:
@@ -61,12 +112,10 @@ def _suspects_of(options: Mapping[str, Any], manifest: Manifest) -> str:
 
 
 def _settings_hash(settings: Mapping[str, Any]) -> str:
-    """As earlier versions made it."""
     return known_hashes(settings)[-1]
 
 
-def announced(job: JobConfig, name: str, *, is_kept: bool) -> Iterator[str]:
-    """What the log says before the engine of this name is loaded, or taken again if it ``is_kept``."""
+def _announced(job: JobConfig, name: str, *, is_kept: bool) -> Iterator[str]:
     engine, workers = job.with_engine(name).engine, job.run.workers
     model = engine.model or engine.kind
     if workers is None:

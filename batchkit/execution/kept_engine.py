@@ -1,4 +1,4 @@
-"""The engines that one processor keeps between its runs, so that their models are loaded once."""
+"""Loaded engines, by name, and the processes that their own are forked from."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine
 from batchkit.engines.faults import EngineDied
-from batchkit.engines.process.launcher import LOG, Launcher, log_of
+from batchkit.engines.process.launcher import Launcher, log_of
 from batchkit.errors import EngineError
 
 
@@ -26,26 +25,22 @@ class Loaded(NamedTuple):
 
 class KeptEngine:
     """A run takes an engine, and puts it back into ``idle``, by its name, when it ends, if nothing is in
-    flight then. One run at a time.
+    flight then. One run at a time; a processor's outlives its runs.
 
-    ``folder`` is where its engines print to: a run's own folder may be moved aside while they live.
+    ``log`` is what ``[engine]`` prints to: outside the run's folder if the engine outlives the run,
+    since that folder may be moved aside.
     """
 
-    def __init__(self, job: JobConfig, folder: Path | None = None) -> None:
-        self.folder = folder or job.folder.with_name(f"{job.name}.engine")
+    def __init__(self, log: Path) -> None:
         self.idle: dict[str, Loaded] = {}
+        self._log = log
         self._launchers: dict[str, Launcher] = {}
 
     def launcher(self, name: str, environment: Mapping[str, str]) -> Launcher:
         """What starts the processes of the engine ``name``."""
         if name not in self._launchers:
-            self._launchers[name] = Launcher(log_of(self.folder / LOG, name), environment)
+            self._launchers[name] = Launcher(log_of(self._log, name), environment)
         return self._launchers[name]
-
-    def named(self, job: JobConfig) -> JobConfig:
-        """``job`` for an engine that prints to ``folder``."""
-        output = job.output.model_copy(update={"dir": str(self.folder.parent)})
-        return job.model_copy(update={"name": self.folder.name, "output": output})
 
     def take(
         self, name: str, options: Mapping[str, Any], identity: Mapping[str, Any]

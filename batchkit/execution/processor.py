@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, get_args
 
 from batchkit.config.loading import load_job, parse_job, resolve_paths
 from batchkit.config.tables import JobConfig
+from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, JobError
 from batchkit.execution.kept_engine import KeptEngine
 from batchkit.execution.notify import notifying
-from batchkit.execution.resume import OnChange
 from batchkit.execution.rollouts.function import Function, with_function
-from batchkit.execution.start import start_run
+from batchkit.execution.run import start_run
+from batchkit.execution.start import OnChange, Options
 from batchkit.execution.summary import Outcome, RunSummary
 from batchkit.rendering.renderer import AdjustSampling
 from batchkit.sources.input import Input, from_python
@@ -102,16 +104,19 @@ class ProductionBatchProcessor:
                 "adjust_sampling: a rollout's function gives each generation its parameters itself, as"
                 " generate(…, temperature=0.5); leave it out"
             )
-        self._rollout = rollout
-        self._fresh = fresh
-        self._on_change: OnChange = on_change
-        self._skip_from = None if skip_from is None else Path(skip_from)
-        self._quiet = quiet
-        self._adjust_sampling = adjust_sampling
+        self._options = Options(
+            fresh=fresh,
+            on_change=on_change,
+            skip_from=None if skip_from is None else Path(skip_from),
+            quiet=quiet,
+            adjust_sampling=adjust_sampling,
+            rollout=rollout,
+        )
         self._kept: KeptEngine | None = None
 
     def __enter__(self) -> ProductionBatchProcessor:
-        self._kept = KeptEngine(self.job)
+        log = self.job.folder.with_name(f"{self.job.name}.engine") / LOG
+        self._kept = KeptEngine(log)
         return self
 
     def __exit__(
@@ -168,18 +173,8 @@ class ProductionBatchProcessor:
         source: Input | None = None if rows is None else from_python(rows, job.input)
         try:
             with notifying(job, self._say) as ended:
-                outcome = start_run(
-                    job,
-                    source,
-                    attempts=attempts,
-                    fresh=self._fresh,
-                    on_change=self._on_change,
-                    skip_from=self._skip_from,
-                    adjust_sampling=self._adjust_sampling,
-                    rollout=self._rollout,
-                    kept=self._kept,
-                    quiet=self._quiet,
-                )
+                options = replace(self._options, attempts=attempts)
+                outcome = start_run(job, source, options, kept=self._kept)
                 ended(outcome.summary)
             return outcome
         except BatchkitError as error:
@@ -190,7 +185,7 @@ class ProductionBatchProcessor:
             raise
 
     def _say(self, text: str) -> None:
-        if not self._quiet:
+        if not self._options.quiet:
             print(f"batchkit: {text}", file=sys.stderr)
 
 

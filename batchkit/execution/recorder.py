@@ -13,6 +13,7 @@ from batchkit.execution.events import PoolLoad
 from batchkit.execution.exporter import Show
 from batchkit.execution.progress import State
 from batchkit.execution.resume import OpenRun
+from batchkit.storage.manifest import WorkerState
 from batchkit.storage.metrics import GpuLoad, Metrics, MetricsLog
 from batchkit.types import utc_now
 
@@ -28,6 +29,14 @@ class Pool(Protocol):
 
     @property
     def retried(self) -> int: ...
+
+    @property
+    def in_flight(self) -> int: ...
+
+    @property
+    def unfinished_tokens(self) -> int: ...
+
+    def workers(self) -> list[WorkerState]: ...
 
 
 class Recorder:

@@ -11,12 +11,13 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from batchkit.config.masking import masked
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, ChangedError, Interrupted, JobError, StoreError
 from batchkit.execution.requeue import Kept, finish_requeue, requeue
+from batchkit.execution.start import OnChange, Start
 from batchkit.rendering.constant_files import constant_files
 from batchkit.sources.formats import ROWS_ARE_FILES
 from batchkit.sources.input import Input, input_changes
@@ -24,14 +25,12 @@ from batchkit.storage.checkpoint import CHECKPOINT, check_log
 from batchkit.storage.identity import CHANGING, differences
 from batchkit.storage.job_toml import job_of_run, write_job
 from batchkit.storage.ledger import RESULTS
-from batchkit.storage.manifest import FileFingerprint, Manifest, Start, read_manifest
+from batchkit.storage.manifest import FileFingerprint, Manifest, StartNote, read_manifest
 from batchkit.storage.runfolder import MANIFEST, Claim, claim, is_run, move_aside
 from batchkit.storage.score_store import SCORES
 from batchkit.storage.steps import STEPS
 from batchkit.storage.store import Store
 from batchkit.types import Row, utc_now
-
-OnChange = Literal["fail", "new", "requeue"]
 
 # Changes that show in what a row asks for, or that leave it alone: a recorded answer to an equal request
 # stays valid. What decides the answer to an equal request (model, seed, ``parse``, ``reask``) is not here.
@@ -62,27 +61,19 @@ class OpenRun(NamedTuple):
 
 
 @contextmanager
-def open_run(
-    job: JobConfig,
-    source: Input,
-    *,
-    command: str,
-    overrides: Sequence[str],
-    fresh: bool,
-    on_change: OnChange,
-) -> Iterator[OpenRun]:
+def open_run(start: Start, source: Input) -> Iterator[OpenRun]:
     """Claim the run folder, handle changes, open the store; close everything afterwards.
 
-    ``job`` is the job that the run is made from; ``overrides`` apply to this start only.
     Raises:
         ChangedError: job or input changed, and ``on_change`` is "fail".
         StoreError: another process holds the folder, or the disk refuses.
     """
+    job = start.options.begun_with or start.job  # the one that the run is made from
     folder, messages = job.folder, list[str]()
     new = Manifest.new(job, source.files or [], constant_files(job))
     with ExitStack() as held:
         lock = held.enter_context(claim(folder))
-        if _must_move_aside(job, source, new, fresh=fresh, on_change=on_change, messages=messages):
+        if _must_move_aside(start, source, new, messages):
             messages.append(f"the earlier run is kept in {move_aside(folder)}")  # with its lock
             held.close()
             lock = held.enter_context(claim(folder))
@@ -96,8 +87,8 @@ def open_run(
             manifest = read_manifest(folder).renewed(new, has_records=_has_records(folder))
         if (moved := _moved_media(folder, job)) is not None:
             messages.append(moved)
-        start = Start.now(command, overrides)
-        manifest.starts.append(start)
+        noted = StartNote.now(start.options.command, start.options.overrides)
+        manifest.starts.append(noted)
         write_job(folder, job)
         store = Store(folder, check_lock=lock.check)
         for name, salvaged in (
@@ -113,7 +104,7 @@ def open_run(
             )
         run = OpenRun(folder, store, manifest, messages, lock)
         run.save()
-        with _closing(run, start):
+        with _closing(run, noted):
             yield run
 
 
@@ -132,7 +123,7 @@ def _moved_media(folder: Path, job: JobConfig) -> str | None:
 
 
 @contextmanager
-def _closing(run: OpenRun, start: Start) -> Iterator[None]:
+def _closing(run: OpenRun, start: StartNote) -> Iterator[None]:
     """Close the store and note in the manifest how this start ended, even after an error.
 
     The error that ended the run is the one raised: if the disk is full, a further write error
@@ -155,7 +146,7 @@ def _closing(run: OpenRun, start: Start) -> Iterator[None]:
         _close(run, start)
 
 
-def _close(run: OpenRun, start: Start) -> None:
+def _close(run: OpenRun, start: StartNote) -> None:
     start.ended_at = utc_now()
     try:
         run.store.close()
@@ -163,24 +154,16 @@ def _close(run: OpenRun, start: Start) -> None:
         run.save()
 
 
-def _must_move_aside(
-    job: JobConfig,
-    source: Input,
-    new: Manifest,
-    *,
-    fresh: bool,
-    on_change: OnChange,
-    messages: list[str],
-) -> bool:
+def _must_move_aside(start: Start, source: Input, new: Manifest, messages: list[str]) -> bool:
     """Handle what an earlier start left in the folder. True if it must be moved aside.
 
     Raises:
         StoreError: there are records, and no manifest that describes their job and input.
         ChangedError: job or input changed, and ``on_change`` is "fail".
     """
-    folder = job.folder
+    folder, options = start.job.folder, start.options
     if not is_run(folder):
-        if _has_run(folder) and not fresh:
+        if _has_run(folder) and not options.fresh:
             raise StoreError(
                 f"{folder}: has records ({RESULTS}, {CHECKPOINT}) but no {MANIFEST}, so it is unknown"
                 f" which job and input they were made from. Put {MANIFEST} back, or start a new run"
@@ -189,9 +172,9 @@ def _must_move_aside(
         return _has_run(folder)
     if finish_requeue(folder) is not None:
         messages.append("an interrupted --on-change requeue was finished first")
-    if fresh or source.files is None:
+    if options.fresh or source.files is None:
         return True
-    return _settle_changes(job, source, new, on_change, messages)
+    return _settle_changes(folder, source, new, options.on_change, messages)
 
 
 def _has_run(folder: Path) -> bool:
@@ -206,14 +189,13 @@ def _has_records(folder: Path) -> bool:
 
 
 def _settle_changes(
-    job: JobConfig,
+    folder: Path,
     source: Input,
     new: Manifest,
     on_change: OnChange,
     messages: list[str],
 ) -> bool:
     """Apply ``on_change`` to any changes. True if the old run must be moved aside."""
-    folder = job.folder
     manifest = read_manifest(folder)
     job_changes = differences(manifest.identity, new.identity)
     changes = job_changes + input_changes(manifest.input, new.input)

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 from batchkit.types import Request, Task
 
+AHEAD = 256  # requests that wait to be submitted
 READ_AT_ONCE = 16
 _READ_AHEAD = 1024
 

@@ -72,7 +72,7 @@ class WorkerState(_Part):
     engine_restarts: int
 
 
-class Start(_Part):
+class StartNote(_Part):
     """One start of the run. ``ended_at`` and ``seconds`` are None while it runs, or if it was killed.
 
     ``seconds``: with the engine up. ``gpu_seconds``: of all GPUs that the job asks for, loading included,
@@ -102,7 +102,7 @@ class Start(_Part):
     run: str | None = None
 
     @classmethod
-    def now(cls, command: str, overrides: Sequence[str] = ()) -> Start:
+    def now(cls, command: str, overrides: Sequence[str] = ()) -> StartNote:
         """A start that begins now, in this process."""
         return cls(
             command=command,
@@ -184,7 +184,7 @@ class Manifest(_Part):
     turn: str | None = None
     scoring: str | None = None
     scored_from: list[list[int]] | None = None
-    starts: list[Start]
+    starts: list[StartNote]
     merged_from: list[str] | None = None
 
     @classmethod
@@ -220,7 +220,7 @@ class Manifest(_Part):
         )
 
     @property
-    def last_start(self) -> Start:
+    def last_start(self) -> StartNote:
         return self.starts[-1]
 
     def renewed(self, new: Manifest, *, has_records: bool = True) -> Manifest:

@@ -8,8 +8,9 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ from batchkit.execution.cluster.actor import Actor
 from batchkit.execution.cluster.session import needs
 from batchkit.execution.cluster.worker_pool import RayWorkerPool
 from batchkit.execution.events import EngineLine, Event
+from batchkit.execution.kept_engine import KeptEngine
+from batchkit.execution.lane import Opening
 from batchkit.execution.processor import ProductionBatchProcessor
-from batchkit.execution.start import start_run
+from batchkit.execution.run import start_run
+from batchkit.execution.start import Options, Start
 from batchkit.execution.summary import RunSummary
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.newest import read_newest
@@ -98,7 +102,7 @@ def test_each_worker_has_gpus_of_its_own(
 ) -> None:
     made = job(run={"worker_gpus": share})
     hire = ray_here.remote(Actor).options(**needs(made))
-    actors = [hire.remote(number, made, [""], {}, None, ()) for number in range(2)]
+    actors = [hire.remote(number, Start.of(made).for_workers(), [""]) for number in range(2)]
     places = ray_here.get([actor.begin.remote({}) for actor in actors])
     assert sorted(list(place.gpus) for place in places) == gpus
     for actor in actors:
@@ -193,7 +197,8 @@ def test_failed_rows_are_retried_by_the_workers(in_a_folder: Path) -> None:
     made = job(input={"path": "rows.jsonl"}, prompt={"user": "{{ q }}"}, run={"workers": None})
     assert process(made).failed == 1
     recovered = job(input={"path": "rows.jsonl"}, prompt={"user": "{{ q | default('x') }}"})
-    outcome = start_run(recovered, begun_with=made, attempts={1: 1}, quiet=True)
+    options = Options(begun_with=made, attempts={1: 1}, quiet=True)
+    outcome = start_run(recovered, options=options)
     summary = outcome.checked()
     assert (summary.ok, summary.failed) == (3, 0)
     assert [record["attempt"] for record in newest(in_a_folder)] == [1, 2, 1]
@@ -215,7 +220,24 @@ def test_a_worker_whose_engine_can_not_start_leaves_its_place_to_the_next_until_
             process(job(engine=engine, run={"worker_cpus": CPUS - 1}), ["a"])  # a place for one
 
 
-def test_what_a_worker_answered_before_it_failed_is_handed_on(ray_here: Any) -> None:
+class Due:
+    may_wait = False
+    left = None
+
+    def __init__(self, *texts: str) -> None:
+        self._texts = texts
+
+    def of_turn(self) -> Iterator[Task]:
+        for n, text in enumerate(self._texts):
+            yield Task(Row(n, str(n), {"q": text}), 1)
+
+    def known(self, index: int) -> Sequence[Mapping[str, Any]]:
+        return ()
+
+
+def test_what_a_worker_answered_before_it_failed_is_handed_on(
+    in_a_folder: Path, ray_here: Any
+) -> None:
     def before(text: str, body: dict[str, Any]) -> None:
         if text == "hang":
             dead.wait()
@@ -226,17 +248,8 @@ def test_what_a_worker_answered_before_it_failed_is_handed_on(ray_here: Any) -> 
     options = {"give_up_s": 0.5, "max_num_seqs": 4}
     engine = {"kind": "openai-server", "model": MODEL, "base_url": server.url, "options": options}
     made = job(engine=engine, prompt={"user": "{{ q }}"}, run={"workers": 1})
-    tasks = [Task(Row(n, str(n), {"q": q}), 1) for n, q in enumerate(["now", "late", "hang"])]
-    pool = RayWorkerPool(
-        made,
-        iter(tasks),
-        lambda event: None,
-        {},
-        engines=[""],
-        left=lambda: None,
-        generations=lambda index: (),
-        engine_identity={},
-    )
+    opening = Opening(lambda event: None, KeptEngine(in_a_folder / "engine.log"))
+    pool = RayWorkerPool(Start.of(made), Due("now", "late", "hang"), [""], opening)
     answered: list[int] = []
 
     def answer(enough: Callable[[], object]) -> None:
@@ -263,7 +276,9 @@ class Deadly:
         return os._exit, (3,)
 
 
-def test_a_worker_that_dies_before_its_first_answer_is_given_up(ray_here: Any) -> None:
+def test_a_worker_that_dies_before_its_first_answer_is_given_up(
+    tmp_path: Path, ray_here: Any
+) -> None:
     heard: list[str] = []
 
     def hear(event: Event) -> None:
@@ -272,18 +287,10 @@ def test_a_worker_that_dies_before_its_first_answer_is_given_up(ray_here: Any) -
 
     made = job(run={"workers": 1, "max_engine_restarts": 1})
     references: Any = Deadly()
+    start = replace(Start.of(made), references=references)
+    opening = Opening(hear, KeptEngine(tmp_path / "engine.log"))
     with pytest.raises(EngineError, match="it died 2 times without one answer"):
-        RayWorkerPool(
-            made,
-            iter(()),
-            hear,
-            {},
-            engines=[""],
-            left=lambda: None,
-            generations=lambda index: (),
-            engine_identity={},
-            references=references,
-        )
+        RayWorkerPool(start, Due(), [""], opening)
     assert [line for line in heard if "worker 0 died with 0 rows: its process ended" in line]
 
 
@@ -308,7 +315,11 @@ def exchanged_once_it_is_up(ray_here: Any, actor: Any) -> Any:
 
 
 def test_a_process_that_was_restarted_unseen_refuses_rows(ray_here: Any) -> None:
-    actor = ray_here.remote(Actor).options(max_restarts=-1).remote(0, job(), [""], {}, None, ())
+    actor = (
+        ray_here.remote(Actor)
+        .options(max_restarts=-1)
+        .remote(0, Start.of(job()).for_workers(), [""])
+    )
     ray_here.get(actor.begin.remote({}))
     ray_here.kill(actor, no_restart=False)
     with pytest.raises(RuntimeError, match="a new one"):
@@ -316,7 +327,11 @@ def test_a_process_that_was_restarted_unseen_refuses_rows(ray_here: Any) -> None
 
 
 def test_a_worker_that_the_run_takes_for_dead_ends(ray_here: Any) -> None:
-    actor = ray_here.remote(Actor).options(max_restarts=0).remote(0, job(), [""], {}, None, ())
+    actor = (
+        ray_here.remote(Actor)
+        .options(max_restarts=0)
+        .remote(0, Start.of(job()).for_workers(), [""])
+    )
     ray_here.get(actor.begin.remote({}))
     with pytest.raises(ray_here.exceptions.RayActorError):
         ray_here.get(actor.begin.remote({}))

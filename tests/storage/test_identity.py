@@ -17,6 +17,7 @@ from batchkit.config.tables import JobConfig, Table
 from batchkit.config.tables.base import Mark
 from batchkit.errors import ChangedError, EngineError
 from batchkit.execution.resume import open_run
+from batchkit.execution.start import Options, Start
 from batchkit.sources.input import from_job
 from batchkit.storage.identity import (
     CHANGING,
@@ -60,7 +61,7 @@ def write_toml(job: dict[str, Any]) -> None:
 def go_on() -> None:
     job = load_job(Path("job.toml"))
     options: dict[str, Any] = {"fresh": False, "on_change": "fail", "overrides": []}
-    with open_run(job, from_job(job), command="run", **options):
+    with open_run(Start.of(job, Options(command="run", **options)), from_job(job)):
         pass
 
 

@@ -16,7 +16,7 @@ from batchkit.storage.job_toml import write_job
 from batchkit.storage.manifest import (
     MOST_EVENTS,
     Manifest,
-    Start,
+    StartNote,
     forget_other_steps,
     read_manifest,
 )
@@ -134,7 +134,7 @@ def test_run_that_did_not_note_its_scoring_is_scored_as_its_job_says(tmp_path: P
 def test_key_that_nothing_has_set_is_not_written(tmp_path: Path) -> None:
     put(tmp_path, EVERYTHING)
     manifest = read_manifest(tmp_path)
-    manifest.starts.append(Start.now("run"))
+    manifest.starts.append(StartNote.now("run"))
     manifest.write(tmp_path)
     assert not {"engine", "workers", "seconds"} & written(tmp_path)["starts"][-1].keys()
 

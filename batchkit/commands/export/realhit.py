@@ -22,7 +22,7 @@ from batchkit.errors import StoreError
 from batchkit.runs.inputs import with_fields
 from batchkit.scoring.metrics import OUT_OF_TEN, head
 from batchkit.storage.job_toml import job_of_run
-from batchkit.storage.manifest import Start, read_manifest
+from batchkit.storage.manifest import StartNote, read_manifest
 from batchkit.storage.runfolder import is_run
 from batchkit.storage.score_store import read_scored
 
@@ -135,7 +135,7 @@ def _config(folder: Path, finished: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _seconds(starts: Sequence[Start], finished: Sequence[str]) -> float:
+def _seconds(starts: Sequence[StartNote], finished: Sequence[str]) -> float:
     """A start that was killed did not note its time: it is taken to end with its last row."""
     seconds = 0.0
     for start, following in zip_longest(starts, starts[1:]):

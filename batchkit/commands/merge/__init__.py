@@ -26,7 +26,7 @@ from batchkit.storage.identity import continued, differences, scoring_of
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.job_toml import job_of_run, write_job
 from batchkit.storage.ledger import log_of
-from batchkit.storage.manifest import Manifest, Start, read_manifest
+from batchkit.storage.manifest import Manifest, StartNote, read_manifest
 from batchkit.storage.plain_json import encoded
 from batchkit.storage.runfolder import JOB, claim
 from batchkit.storage.score_store import SCORES, join_scores, write_scores
@@ -309,7 +309,7 @@ def _manifest(
     last: dict[str, Any] = {"ended_at": utc_now(), "exit": merged.exit_code, "seconds": 0.0}
     if starts:
         last["versions"] = starts[-1].versions
-    starts.append(Start.now("merge").model_copy(update=last))
+    starts.append(StartNote.now("merge").model_copy(update=last))
     ways = {part.manifest.scoring for part in parts}
     in_one_way = ways == {scoring_of(job)} and all(is_scored(part.folder, job) for part in parts)
     oldest_first = (_answers(part.manifest) for part in sorted(parts, key=_last_start))

@@ -15,8 +15,9 @@ from batchkit.errors import (
     Interrupted,
     JobError,
 )
+from batchkit.execution.run import start_run
 from batchkit.execution.signals import StopRequest
-from batchkit.execution.start import start_run
+from batchkit.execution.start import Options
 from batchkit.storage.answers import answers_in_words
 from batchkit.storage.manifest import read_manifest
 from batchkit.types import ErrorInfo
@@ -77,9 +78,8 @@ def answers_of(side: Side, stop: StopRequest) -> Answers:
         EngineError: the engine could not start, or died too often. It names the engine's log.
     """
     try:
-        summary = start_run(
-            side.job, adjust_sampling=side.greedy, stop=stop, quiet=True, command="parity"
-        ).checked()
+        options = Options(adjust_sampling=side.greedy, quiet=True, command="parity")
+        summary = start_run(side.job, options=options, stop=stop).checked()
     except BrokenInputError as error:
         raise InputError(str(error)) from error
     except InputError:

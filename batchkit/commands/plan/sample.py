@@ -16,10 +16,12 @@ from batchkit.commands.plan.lengths import Say
 from batchkit.commands.plan.throughput import Observed, Wave
 from batchkit.commands.scratch import scratch_folder
 from batchkit.config.tables import JobConfig
+from batchkit.engines.process.launcher import LOG
 from batchkit.engines.registry import max_num_seqs_of
 from batchkit.errors import BudgetError, Interrupted
 from batchkit.execution.kept_engine import KeptEngine
-from batchkit.execution.start import start_run
+from batchkit.execution.run import start_run
+from batchkit.execution.start import Options
 from batchkit.runs.status import counts_of
 from batchkit.sources.input import Input
 from batchkit.sources.sample import only
@@ -67,7 +69,7 @@ def answer_sample(job: JobConfig, source: Input, rows: Sequence[int], say: Say) 
     Raises:
         BatchkitError: as ``start_run``, or a budget is used up. What is answered is kept.
     """
-    with scratch_folder("batchkit-plan-") as folder, closing(KeptEngine(job, folder)) as kept:
+    with scratch_folder("batchkit-plan-") as folder, closing(KeptEngine(folder / LOG)) as kept:
         if job.run.workers is not None:
             running = _running(job, None)
             wave, load_s = _answered(job, source, rows, running, None)
@@ -120,7 +122,8 @@ def _answered(
     before = log.stat().st_size if log.exists() else 0
     settled = counts_of(job.folder).totals if before else Totals()
     wanted = only(source, IndexSet(rows), of=source.size() or 0, settled=settled)
-    summary = start_run(of_wave, wanted, kept=kept, begun_with=job, command="plan").checked()
+    options = Options(begun_with=job, command="plan")
+    summary = start_run(of_wave, wanted, options, kept=kept).checked()
     if summary.exit in (130, 143):
         raise Interrupted(summary.exit - 128)
     if summary.stopped_by is not None:

@@ -21,8 +21,9 @@ from batchkit.commands.score.answer import Answered, Say
 from batchkit.config.loading import resolve_paths
 from batchkit.config.tables import JobConfig, JudgeTable, ScoringTable
 from batchkit.errors import BudgetError, Interrupted
+from batchkit.execution.run import start_run
 from batchkit.execution.signals import StopRequest
-from batchkit.execution.start import start_run
+from batchkit.execution.start import Options
 from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.templates.prompt import names_in
 from batchkit.scoring import Scoring
@@ -214,13 +215,9 @@ def _ask(judging: JobConfig, questions: Mapping[str, Mapping[str, Any]], stop: S
     if not attempts:
         return
     rows = [Row(places[key], key, questions[key]) for key in attempts]
-    summary = start_run(
-        judging,
-        _growing(rows, end + len(new)),
-        attempts={places[key]: attempt for key, attempt in attempts.items()},
-        stop=stop,
-        command="score",
-    ).checked()
+    due = {places[key]: attempt for key, attempt in attempts.items()}
+    options = Options(attempts=due, command="score")
+    summary = start_run(judging, _growing(rows, end + len(new)), options, stop=stop).checked()
     if summary.exit >= 128:
         raise Interrupted(summary.exit - 128)
     if summary.stopped_by:

@@ -16,7 +16,7 @@ from batchkit.errors import BatchkitError, StoreError
 from batchkit.runs.status import Reading, Status, status
 from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.ledger import RESULTS
-from batchkit.storage.manifest import Manifest, Start, read_manifest
+from batchkit.storage.manifest import Manifest, StartNote, read_manifest
 from batchkit.storage.runfolder import LOCK, MANIFEST, held_by, is_run
 
 _PLAIN = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
@@ -137,7 +137,7 @@ def key_of(name: str) -> str:
     return "~" + sha256(os.fsencode(name)).hexdigest()[:20]
 
 
-def _start(number: int, start: Start) -> Mapping[str, Any]:
+def _start(number: int, start: StartNote) -> Mapping[str, Any]:
     texts, times = start.engine_events, start.engine_event_times
     unknown = [None] * (len(texts) - len(times))  # older versions noted none
     return {

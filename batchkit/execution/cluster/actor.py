@@ -13,20 +13,21 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, JobError
 from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Line, Note, PoolLoad
-from batchkit.execution.feeder import POLL_S
+from batchkit.execution.kept_engine import KeptEngine
+from batchkit.execution.lane import POLL_S, Opening
+from batchkit.execution.requests import requests_of
+from batchkit.execution.start import Start
 from batchkit.execution.turns import grouping_of
-from batchkit.execution.worker import EngineFacts, Returned, Worker, render_ahead
-from batchkit.rendering.steps import renderer_of
+from batchkit.execution.worker import EngineFacts, Returned, Worker
 from batchkit.storage.steps import GenerationLine
 from batchkit.storage.store import RecordLine
 from batchkit.types import Task
@@ -83,20 +84,14 @@ class Actor:
     def __init__(
         self,
         number: int,
-        job: JobConfig,
+        start: Start,
         engines: Sequence[str],
-        engine_identity: Mapping[str, Any],
-        references: Mapping[str, str | None] | None,
-        quarantined: Collection[int],
         import_from: Sequence[str] = (),
     ) -> None:
+        job = start.job
         if job.rollout is not None:  # its module may be in a folder that only the run looks in
             sys.path += [place for place in import_from if place not in sys.path]
-        self._number = number
-        self._job = job
-        self._engines, self._engine_identity = engines, engine_identity
-        self._references = references
-        self._quarantined = quarantined
+        self._number, self._start, self._engines = number, start, engines
         self._inbox: SimpleQueue[Task | None] = SimpleQueue()
         spacing_s = (job.run.workers or 1) / MOST_CALLS_PER_S
         self._gather_s, self._heartbeat_s = max(GATHER_S, spacing_s), max(HEARTBEAT_S, spacing_s)
@@ -162,35 +157,18 @@ class Actor:
 
     def _work(self, known: Mapping[str, EngineHistory]) -> None:
         try:
-            renderer = renderer_of(self._job)
             tasks = iter(self._inbox.get, None)
-            ahead = render_ahead(
-                self._job,
-                renderer,
-                tasks,
-                engines=self._engines,
-                may_wait=True,
-                references=self._references,
-            )
-            with closing(ahead) as rows:
-                try:
-                    worker = Worker(
-                        self._job,
-                        renderer,
-                        rows,
-                        self._hear,
-                        known,
-                        engines=self._engines,
-                        log=_engine_log(self._job.folder, self._number),
-                        engine_identity=self._engine_identity,
-                        references=self._references,
-                        quarantined=self._quarantined,
-                        environments=grouping_of(self._job).environments,
-                    )
-                    with closing(worker):
-                        self._answer(worker)
-                finally:
-                    self._inbox.put(None)  # otherwise the rendering threads wait for rows
+            with ExitStack() as held:
+                requests = requests_of(self._start, tasks, self._engines, may_wait=True)
+                held.enter_context(closing(requests))
+                held.callback(self._inbox.put, None)  # the rendering threads wait for rows
+                log = _engine_log(self._start.job.folder, self._number)
+                engines = held.enter_context(closing(KeptEngine(log)))
+                environments = grouping_of(self._start.job).environments
+                opening = Opening(self._hear, engines, known, environments=environments)
+                worker = Worker(self._start, requests, self._engines, opening)
+                held.enter_context(closing(worker))
+                self._answer(worker)
         except BatchkitError as error:
             self._fail(WorkerFailure(str(error), isinstance(error, JobError)))
         except BaseException:

@@ -7,30 +7,29 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
-from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, EngineCrashError, EngineError, Interrupted, JobError
 from batchkit.execution.cluster.actor import CLOSE_S, Actor, Place, Report, WorkerFailure
 from batchkit.execution.cluster.affinity import PrefixAffinity
 from batchkit.execution.cluster.leases import Leases
 from batchkit.execution.cluster.ray_worker import RayWorker
 from batchkit.execution.cluster.session import cause_of, needs, session
-from batchkit.execution.events import EngineHistory, EngineLine, Found, Hear, Line, PoolLoad
-from batchkit.execution.feeder import POLL_S
-from batchkit.execution.records import to_record
+from batchkit.execution.events import EngineHistory, EngineLine, Found, Line, PoolLoad
+from batchkit.execution.lane import POLL_S, Opening
 from batchkit.execution.rollouts.rollouts import PausedRow
+from batchkit.execution.settle import settle
+from batchkit.execution.start import Start
 from batchkit.execution.worker import EngineFacts, Returned
 from batchkit.rendering.prefetch import read_ahead
 from batchkit.rendering.row_size import size_of
-from batchkit.scoring import Scored, kept_fields
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.manifest import WorkerState
-from batchkit.storage.store import RecordLine, line_of
+from batchkit.storage.store import RecordLine
 from batchkit.types import Completion, Request, Task
 
 PLACE_S = 15.0  # how long a worker may wait for a place before that is reported
@@ -39,54 +38,50 @@ _ASK_AGAIN_S = 1.0
 _LOOK_S = 1.0  # between two checks of a worker that has no place yet
 
 
+class DueTasks(Protocol):
+    """What is still to be answered: ``Tasks``."""
+
+    @property
+    def may_wait(self) -> bool: ...
+
+    @property
+    def left(self) -> int | None:
+        """Rows of this start that have no record yet; None if the total is unknown."""
+
+    def of_turn(self) -> Iterator[Task]: ...
+
+    def known(self, index: int) -> Sequence[Mapping[str, Any]]:
+        """The generations that the ledger has of a row by now."""
+
+
 class RayWorkerPool:
     """The workers of a run with ``run.workers``, used like a Worker. Made once the first worker is
-    ready; the others follow.
-
-    ``left`` returns how many rows of this start have no record yet, ``generations`` what the ledger
-    has of a row by now. ``opening`` is entered while
-    the first model loads; other arguments are as Worker's.
+    ready; the others follow. ``opening`` says how workers open their engines, but for what each of them
+    has of its own.
 
     Raises:
         JobError: Ray is not installed, or this machine has no room for the workers.
     """
 
     def __init__(
-        self,
-        job: JobConfig,
-        tasks: Iterator[Task],
-        hear: Hear,
-        known: Mapping[str, EngineHistory],
-        *,
-        engines: Sequence[str],
-        left: Callable[[], int | None],
-        generations: Callable[[int], Sequence[Mapping[str, Any]]],
-        engine_identity: Mapping[str, Any],
-        references: Mapping[str, str | None] | None = None,
-        quarantined: Collection[int] = (),
-        may_wait: bool = False,
-        opening: Callable[[], AbstractContextManager[None]] = nullcontext,
+        self, start: Start, due: DueTasks, engines: Sequence[str], opening: Opening
     ) -> None:
-        self._job = job
-        self._hear = hear
-        self._left = left
-        self._generations = generations
-        self._engines, self._engine_identity = engines, engine_identity
-        self._references = references
-        self._quarantined = quarantined
-        self._kept = kept_fields(job)
-        self._leases = Leases(job.run.workers or 1, quarantined=quarantined)
+        self._start, self._due, self._engines = start, due, engines
+        self._job, self._hear = start.job, opening.hear
+        self._leases = Leases(start.job.run.workers or 1, quarantined=start.options.quarantined)
         self._workers: list[RayWorker] = []
         self._needs: Mapping[str, float] = {}
-        self._known = dict(known)
+        self._known = dict(opening.known)
         self._broken: BatchkitError | None = None
         with ExitStack() as held:
-            limit = job.media.max_memory_bytes  # the workers render what is read
-            self._tasks = read_ahead(tasks, max_bytes=limit, may_wait=may_wait, weigh=_weight)
+            limit = start.job.media.max_memory_bytes  # the workers render what is read
+            self._tasks = read_ahead(
+                due.of_turn(), max_bytes=limit, may_wait=due.may_wait, weigh=_weight
+            )
             held.enter_context(closing(self._tasks))
             self._waiting = PrefixAffinity(self._tasks)
-            with opening():
-                held.enter_context(session(job))
+            with opening.guard():
+                held.enter_context(session(start.job))
                 held.callback(self._dismiss)
                 self._hire()
                 self.engine_facts = self._first_engine()
@@ -118,7 +113,7 @@ class RayWorkerPool:
                         next_task = partial(self._waiting.get, worker.number)
                         leased = self._leases.lease(worker.number, self._unread(), next_task)
                         # Another worker may have held the row and died since it was read.
-                        tasks = [t._replace(known=self._generations(t.row.index)) for t in leased]
+                        tasks = [t._replace(known=self._due.known(t.row.index)) for t in leased]
                     written, worker.life.written = worker.life.written, 0
                     worker.call = worker.actor.exchange.remote(tasks, taking, written)
                 worker.called_at = time.monotonic()
@@ -195,17 +190,9 @@ class RayWorkerPool:
         hire = ray.remote(Actor).options(
             **self._needs, max_restarts=-1, max_task_retries=0, scheduling_strategy="SPREAD"
         )
-        references = None if self._references is None else ray.put(self._references)
+        start = ray.put(self._start.for_workers())
         for number in self._leases.holders:
-            actor = hire.remote(
-                number,
-                self._job,
-                self._engines,
-                self._engine_identity,
-                references,
-                self._quarantined,
-                sys.path,
-            )
+            actor = hire.remote(number, start, self._engines, sys.path)
             self._workers.append(RayWorker(number, actor))
 
     def _dismiss(self) -> None:
@@ -228,7 +215,7 @@ class RayWorkerPool:
         """Rows that have not been handed out yet; None if unknown."""
         if self._tasks.exhausted:
             return self._waiting.n_kept
-        left = self._left()
+        left = self._due.left
         return None if left is None else max(1, left - self._leases.n_held)
 
     def _received(self, worker: RayWorker, call: Any) -> list[Returned]:
@@ -322,8 +309,9 @@ class RayWorkerPool:
         self._hear(EngineLine(f"row {row.index} (id {row.id}) alone kills workers: failed"))
         error = EngineCrashError(f"the worker dies on this row alone: {cause}")
         request = Request(row, None, None, {}, input_hash(row.fields), task.attempt)
-        scored = Scored(None, {}) if self._job.scoring.is_on else None
-        return line_of(to_record(Completion(request, error=error), self._kept, scored=scored))
+        line = settle(self._start, Completion(request, error=error))
+        assert isinstance(line, RecordLine)
+        return line
 
     def _give_up(self, worker: RayWorker, failure: WorkerFailure) -> None:
         """Continue without this worker, if others could do better."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from batchkit.config.tables import JobConfig
-from batchkit.execution.feeder import AHEAD
 from batchkit.execution.rollouts.function import Function, Rollout, loaded_function
 from batchkit.execution.rollouts.rollouts import Rollouts
 from batchkit.execution.rollouts.steps import Steps
-from batchkit.rendering.prefetch import read_ahead
+from batchkit.rendering.prefetch import AHEAD, read_ahead
 from batchkit.rendering.steps import Renderer, StepsRenderer
 from batchkit.types import Task
 

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BlockedError, RolloutError, RowTimeoutError
-from batchkit.execution.feeder import AHEAD
 from batchkit.execution.rollouts.daemon_threads import DaemonThreads
 from batchkit.execution.rollouts.open_row import Answer, OpenRow
 from batchkit.execution.rollouts.shown import shown_code
-from batchkit.rendering.prefetch import Prefetch
+from batchkit.rendering.prefetch import AHEAD, Prefetch
 from batchkit.types import Completion, Request, Task
 
 T = TypeVar("T")

@@ -1,0 +1,246 @@
+"""One engine of a worker: opened, supervised, and fed with the requests that are for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from batchkit.config.tables import JobConfig
+from batchkit.engines.base import Engine
+from batchkit.engines.memory_ladder import Ladder
+from batchkit.engines.registry import open_engine
+from batchkit.errors import EngineError
+from batchkit.execution.attempts import Attempts
+from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Hear, Line, PoolLoad
+from batchkit.execution.kept_engine import KeptEngine, Loaded
+from batchkit.execution.requests import LaneRequests
+from batchkit.execution.settle import lacks_answer, resolved
+from batchkit.execution.start import Start
+from batchkit.execution.supervisor import SupervisedEngine
+from batchkit.execution.window import Window
+from batchkit.rendering.constant_files import constant_files
+from batchkit.rendering.prefetch import AHEAD
+from batchkit.storage import identity
+from batchkit.types import Completion, Key, Request
+
+POLL_S = 0.05
+
+
+class Opening(NamedTuple):
+    """How a worker opens its engines. ``hear`` gets what happens to them; ``known``, by name, is what
+    earlier starts learned. An engine that waits in ``engines`` is taken from there, and waits there
+    again afterwards. ``guard`` is entered each time a model is loaded. ``environments``: variables of
+    the engines' processes, by name, besides the run's own."""
+
+    hear: Hear
+    engines: KeptEngine
+    known: Mapping[str, EngineHistory] = MappingProxyType({})
+    guard: Callable[[], AbstractContextManager[None]] = nullcontext
+    environments: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+
+
+class Lane:
+    """The engine ``name``, "" for ``[engine]``, whose model is loaded in the constructor, and the
+    ``requests`` for it: each comes back once, as the completion that settled it. Used by one thread.
+
+    ``in_flight`` holds the requests that the engine works on.
+
+    Raises:
+        JobError, EngineError: the model can't be loaded.
+    """
+
+    def __init__(self, start: Start, name: str, requests: LaneRequests, opening: Opening) -> None:
+        self.name = name
+        self.in_flight: dict[Key, Request] = {}
+        self.unfinished_tokens = 0
+        self._start, self._requests, self._opening = start, requests, opening
+        self._job = start.job.with_engine(name)
+        self._hear = _named(opening.hear, name) if name else opening.hear
+        self._attempts = Attempts(
+            start.job.retry, start.renderer.shortened, partial(lacks_answer, start)
+        )
+        self._loaded: Loaded
+        self._engine = self._supervised()
+        fixed = start.job.run.max_in_flight
+        self._window = Window(self._engine.max_num_seqs, fixed=None if fixed == "auto" else fixed)
+        self.load = PoolLoad(self._window.size)
+
+    def fill(self) -> list[Completion]:
+        """Submit requests while there is room; wait only if the engine has nothing to do.
+
+        Returns rows that ended without the engine. Bounded, so that many of them reach the disk along
+        the way.
+        """
+        settled: list[Completion] = []
+        for _ in range(AHEAD):
+            if len(self.in_flight) >= self._window.size:
+                break
+            if settled and self._requests.broken:
+                break  # the error is raised once these are written
+            rendered = self._next()
+            if rendered is None:
+                break
+            if isinstance(rendered, Completion):
+                settled += self._settled(rendered)
+            else:
+                self._engine.submit(rendered)
+                self.in_flight[rendered.key] = rendered
+        return settled
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """What it has finished, after a wait of at most ``timeout_s`` for the first; then adapts the
+        window to its load."""
+        settled: list[Completion] = []
+        if self.in_flight:
+            for completion in self._engine.poll(timeout_s):
+                del self.in_flight[completion.request.key]
+                settled += self._settled(completion)
+        elif self._attempts:
+            time.sleep(timeout_s)  # all remaining rows wait for their next attempt
+        self._adapt()
+        return settled
+
+    @property
+    def is_done(self) -> bool:
+        """True once every request has come back."""
+        return not self.in_flight and not self._attempts and self._requests.exhausted
+
+    @property
+    def retried(self) -> int:
+        """Further attempts so far."""
+        return self._attempts.retried
+
+    @property
+    def window(self) -> int:
+        return self._window.size
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self._engine.max_num_seqs
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        return self._engine.versions
+
+    def close(self) -> None:
+        """Drop what is in flight. An idle engine waits for the next run."""
+        if self._engine.is_idle:
+            self._opening.engines.idle[self.name] = self._loaded
+        else:
+            self._engine.close()
+
+    def _next(self) -> Request | Completion | None:
+        """What to submit next, or a row that ended without the engine; None if neither is ready."""
+        if (again := self._attempts.pop_due()) is not None:
+            return again
+        if self.in_flight and self._requests.broken:
+            return None  # what is in flight is paid for: settle it before the error is raised
+        return self._requests.get(timeout_s=0 if self.in_flight else POLL_S)
+
+    def _settled(self, completion: Completion) -> list[Completion]:
+        """The completion that settles its request; nothing if it is tried again."""
+        if completion.generations is not None:  # the outcome of a row, whose requests were settled
+            return [completion]
+        settled = self._attempts.settle(resolved(self._start, completion))
+        if settled is None:
+            return []
+        self._requests.release(settled.request)
+        return [settled]
+
+    def _adapt(self) -> None:
+        window, load = self._window, self._engine.load()
+        change = window.fit(self._engine.max_num_seqs)
+        change = change or window.adapt(load, len(self.in_flight))
+        self.unfinished_tokens = load.unfinished_tokens
+        preemptions = self.load.preemptions + load.preempted
+        self.load = PoolLoad(
+            window.size, load.running, load.waiting, load.kv_cache_usage, preemptions
+        )
+        if change is not None:
+            self._hear(Line(f"window {change.old} → {change.new}: {change.reason}"))
+
+    def _supervised(self) -> SupervisedEngine:
+        known = self._opening.known.get(self.name, EngineHistory())
+        idle = self._opening.engines.idle.get(self.name)
+        ladder = Ladder(known.steps if idle is None else idle.steps)
+        if ladder.steps:
+            self._hear(Line(f"engine settings remembered: {dict(ladder.overrides)}"))
+        engine = SupervisedEngine(
+            self._job,
+            self._hear,
+            ladder=ladder,
+            quarantined=self._start.options.quarantined,
+            among_accidents=known.among_accidents,
+            suspicions=known.suspicions,
+            open_engine=lambda job: self._opened(job, ladder),
+        )
+        with ExitStack() as held:
+            held.enter_context(closing(engine))
+            engine.load()  # it says which model a server serves, before it gets a row
+            held.pop_all()
+        return engine
+
+    def _opened(self, job: JobConfig, ladder: Ladder) -> Engine:
+        """An engine for ``job``, whose options are those of the ladder."""
+        opening, options, then = self._opening, job.engine.options, self._start.identity
+        with opening.guard(), ExitStack() as held:
+            loaded = opening.engines.take(self.name, options, then)
+            if loaded is None:
+                environment = opening.environments.get(self.name, {})
+                engine = open_engine(job, opening.engines.launcher(self.name, environment))
+                held.enter_context(closing(engine))
+                commits = identity.hub_commits(self._job)
+                loaded = Loaded(engine, options, ladder.steps, then, commits)
+            else:
+                held.enter_context(closing(loaded.engine))
+            check_unchanged(self._start)
+            if loaded.commits:
+                self._hear(Found({"engine.commits": loaded.commits}))
+            held.pop_all()
+        self._loaded = loaded
+        return loaded.engine
+
+
+def _named(hear: Hear, name: str) -> Hear:
+    """``hear`` for one of ``[engines]``: what it gets says which."""
+
+    def hear_of_it(event: Event) -> None:
+        match event:
+            case Line(text) | EngineLine(text):
+                event = event._replace(text=f"engine {name}: {text}")
+            case EngineHistory():
+                event = event._replace(engine=name)
+            case Found(found):
+                event = Found(
+                    {f"engines.{name}.{k.removeprefix('engine.')}": found[k] for k in found}
+                )
+        hear(event)
+
+    return hear_of_it
+
+
+def check_unchanged(start: Start) -> None:
+    """Check that the files that engines, functions and prompts were loaded from are those that the start
+    began with. A worker on another machine may not see all of them: those that it sees are compared.
+
+    Raises:
+        EngineError: they are other files.
+    """
+    then = start.identity
+    now = identity.engine_identity(start.job) | identity.of_function(start.job)
+    if "prompt.files" in then:
+        now["prompt.files"] = constant_files(start.job)
+    if changes := identity.differences(_only(then, now), _only(now, then)):
+        raise EngineError(
+            "found other files than those that the run began with, and a run's answers are all"
+            f" of one model and prompt: {'; '.join(changes)}. Every finished row is on disk: bring"
+            " the old files back and run the same command again, or begin a new run (--fresh)"
+        )
+
+
+def _only(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in one.items() if key in other}

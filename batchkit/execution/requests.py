@@ -1,0 +1,118 @@
+"""What lanes submit: the requests of all rows, rendered ahead, or asked for by the rows' coroutines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from batchkit.execution.rollouts.begun import begun
+from batchkit.execution.rollouts.rollouts import PausedRow
+from batchkit.execution.start import Start
+from batchkit.rendering.prefetch import AHEAD, READ_AT_ONCE, Prefetch
+from batchkit.types import Completion, Request, Task
+
+Rendered = dict[int, Request | Completion]
+
+
+class LaneRequests(Protocol):
+    """The requests for one engine."""
+
+    def get(self, timeout_s: float) -> Request | Completion | None:
+        """The next request, or the completion of a row that ended without the engine; None if there
+        is none within ``timeout_s``. Raises what reading the rows raised, after all rows before."""
+
+    def release(self, request: Request, /) -> None:
+        """It is settled: its pixels no longer count."""
+
+    @property
+    def exhausted(self) -> bool:
+        """True once every row was handed out, and none may ask for more."""
+
+    @property
+    def broken(self) -> bool:
+        """True once the next ``get`` raises."""
+
+
+class Requests(Protocol):
+    """The requests of all rows, by engine. Used by the worker's thread."""
+
+    def of(self, engine: str) -> LaneRequests: ...
+
+    def answer(self, completions: Sequence[Completion]) -> None:
+        """Hand each to the row that asked for it; it is in the ledger by now."""
+
+    def ended(self) -> list[Completion]:
+        """The outcomes of rows that ended since, if no further request is wanted."""
+
+    def paused(self) -> list[PausedRow]:
+        """Rows that wait for an engine that is not loaded, since the last call."""
+
+    @property
+    def broken(self) -> bool: ...
+
+    def close(self) -> None:
+        """Drop the rows that have not ended."""
+
+
+class RowRequests:
+    """The requests of rows that have one generation each, rendered in threads."""
+
+    def __init__(self, ahead: Prefetch[Task, Request | Completion]) -> None:
+        self._ahead = ahead
+
+    def of(self, engine: str) -> LaneRequests:
+        return self._ahead
+
+    def answer(self, completions: Sequence[Completion]) -> None:
+        """Rows ask nothing further."""
+
+    def ended(self) -> list[Completion]:
+        return []
+
+    def paused(self) -> list[PausedRow]:
+        return []
+
+    @property
+    def broken(self) -> bool:
+        return False  # its one lane raises
+
+    def close(self) -> None:
+        self._ahead.close()
+
+
+def requests_of(
+    start: Start,
+    tasks: Iterator[Task],
+    engines: Sequence[str],
+    *,
+    may_wait: bool,
+    rendered: Rendered | None = None,
+) -> Requests:
+    """Begin to render ``tasks``, for ``engines``. ``may_wait``: reading them may block. ``rendered``:
+    rows that have been, by index; each is taken out of it."""
+    job, renderer = start.job, start.renderer
+    if job.has_several:
+        return begun(
+            job,
+            renderer,
+            tasks,
+            engines=engines,
+            may_wait=may_wait,
+            references=start.references,
+            function=start.options.rollout,
+        )
+    ready = {} if rendered is None else rendered
+
+    def render(task: Task) -> Request | Completion:
+        found = ready.pop(task.row.index, None)
+        return renderer.render_or_fail(task.row, task.attempt) if found is None else found
+
+    ahead = Prefetch(
+        tasks,
+        render,
+        threads=job.run.render_threads,
+        ahead=AHEAD,
+        max_bytes=job.media.max_memory_bytes,
+        at_once=1 if may_wait or renderer.takes_long else READ_AT_ONCE,
+    )
+    return RowRequests(ahead)

@@ -1,0 +1,121 @@
+"""One start of a run: opens its folder and its input, and lets the loop settle the rows."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from dataclasses import replace
+
+from batchkit.config.tables import JobConfig
+from batchkit.engines.registry import open_preflight
+from batchkit.errors import BatchkitError
+from batchkit.execution.budgets import Budgets
+from batchkit.execution.exporter import exporting
+from batchkit.execution.kept_engine import KeptEngine
+from batchkit.execution.loop import Loop
+from batchkit.execution.progress import Progress
+from batchkit.execution.recorder import Recorder
+from batchkit.execution.resume import OpenRun, open_run
+from batchkit.execution.screen import Screen
+from batchkit.execution.signals import StopRequest
+from batchkit.execution.skip import shared_ids
+from batchkit.execution.start import Options, Start
+from batchkit.execution.stop import Stop
+from batchkit.execution.summary import Outcome
+from batchkit.execution.tasks import Tasks
+from batchkit.execution.watched_input import WatchedInput
+from batchkit.sources.input import Input, from_job
+from batchkit.sources.sample import check_countable, sampled
+from batchkit.storage.job_toml import check_secrets
+from batchkit.storage.score_store import check_one_row_each
+
+
+def start_run(
+    job: JobConfig,
+    source: Input | None = None,
+    options: Options | None = None,
+    *,
+    kept: KeptEngine | None = None,
+    stop: StopRequest | None = None,
+) -> Outcome:
+    """Settle the rows of ``source``, by default the job's own input, that have no record yet.
+
+    An engine that waits in ``kept`` is used. ``stop``: the caller handles signals.
+
+    Raises:
+        BatchkitError: the run could not begin. What stops it later is in the outcome.
+    """
+    check_secrets(job)
+    source = from_job(job) if source is None else source
+    if job.run.sample is not None:
+        check_countable(source)
+    start = Start.of(job, options)
+    _check_before(start, source)
+    outcome: Outcome | None = None
+    try:
+        with ExitStack() as held:
+            if stop is None:
+                stop = held.enter_context(StopRequest().installed())
+            outcome = _settled(start, source, stop, kept, held)
+            outcome.checked()  # what closes the run must know of the error
+    except BatchkitError as error:
+        if outcome is None or error is not outcome.error:
+            raise
+    return outcome
+
+
+def _check_before(start: Start, source: Input) -> None:
+    """What can be refused before the run folder is touched."""
+    job = start.job
+    if start.references and source.files is not None:
+        check_one_row_each(start.references, shared_ids(job, source))
+    if start.options.fresh or start.options.on_change == "new":
+        for name in job.engine_names:  # before the folder is moved: an option may be mistyped
+            open_preflight(job.with_engine(name))
+
+
+def _settled(
+    start: Start, source: Input, signals: StopRequest, kept: KeptEngine | None, held: ExitStack
+) -> Outcome:
+    job = start.job
+    show = held.enter_context(exporting(job))
+    run = held.enter_context(open_run(start, source))
+    rows = _sampled(source, run, job)
+    start.renderer.check_files()  # the manifest must describe the same templates
+    progress = Progress(
+        job.folder,
+        interval_s=job.run.checkpoint_interval_s,
+        quiet=start.options.quiet,
+        generates=job.task == "generate",
+    )
+    held.enter_context(closing(progress))
+    recorder = Recorder(run, signals.began, progress.event, show)
+    held.enter_context(closing(recorder))
+    for text in filter(None, [source.left_out, *run.messages, _sample_of(rows, job)]):
+        progress.event(text)
+    gpu_seconds = sum(earlier.gpu_seconds for earlier in run.manifest.starts)
+    budgets = Budgets(job, signals.began, gpu_seconds)
+    tasks = Tasks(start, run, WatchedInput(start, run, rows), progress.event)
+    stop = Stop(start, signals, budgets, progress.event)
+    screen = Screen(run, progress, recorder, budgets)
+    outcome = Loop(start, run, tasks, stop, screen, kept).run()
+    if rows is source:
+        return outcome
+    # The table of its answers has all rows.
+    return outcome._replace(summary=replace(outcome.summary, source=source))
+
+
+def _sampled(source: Input, run: OpenRun, job: JobConfig) -> Input:
+    if job.run.sample is None:
+        return source
+    totals = run.store.totals
+    return sampled(source, job.input, job.run.sample, seed=job.run.seed, settled=totals)
+
+
+def _sample_of(source: Input, job: JobConfig) -> str:
+    if source.sample_of is None or job.run.sample is None:
+        return ""
+    n_rows, size = source.sample_of, min(job.run.sample or 0, source.sample_of)
+    return (
+        f"run.sample: {size:,} of {n_rows:,} rows, drawn at random with run.seed = {job.run.seed}; a start"
+        " without it runs the rest"
+    )

@@ -1,0 +1,217 @@
+"""The rows of one start that are still due, and what has become of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import Any
+
+from batchkit.errors import BrokenInputError
+from batchkit.execution.first_rows import checked
+from batchkit.execution.resume import OpenRun
+from batchkit.execution.rollouts.rollouts import PausedRow
+from batchkit.execution.skip import done_in
+from batchkit.execution.start import Start
+from batchkit.execution.turns import Turns
+from batchkit.execution.watched_input import WatchedInput
+from batchkit.rendering.ordering import well_ordered
+from batchkit.sources.input import Total
+from batchkit.storage.index_set import IndexSet
+from batchkit.storage.ledger import RESULTS, failure_kind, record_of
+from batchkit.storage.newest import NewestLog
+from batchkit.types import Completion, Request, Row, Task
+
+
+class Tasks:
+    """The ``rows`` without a record, or those that are retried, in the order in which they are
+    asked for; and what has become of them. ``say`` gets lines for the log.
+
+    ``elsewhere`` counts the rows that another run has done, ``settled`` and ``failed`` those that this
+    start has settled, and of them those that failed. ``rendered``: rows that were rendered before a
+    worker asked for them, by index.
+    """
+
+    def __init__(
+        self, start: Start, run: OpenRun, rows: WatchedInput, say: Callable[[str], None]
+    ) -> None:
+        self._start, self._run, self.input = start, run, rows
+        self._total = Total(rows.source)
+        self._turns = Turns(start.job, say, keeps_rows=rows.may_wait)
+        self._attempts = _still_due(run, start.options.attempts)
+        totals = run.store.totals
+        again = sum(map(totals.is_settled, self._attempts))
+        self.resumed = totals.ok + totals.failed - again
+        self._rows: Iterator[Row] = iter(())
+        self.elsewhere = run.manifest.skipped_elsewhere if start.is_retry else 0
+        self.settled = self.failed = 0
+        self.rendered: dict[int, Request | Completion] = {}
+
+    def first(self) -> Row | None:
+        """The first row that is due, which stays due; None if there is none."""
+        if self._start.is_retry:
+            self._run.store.steps.recall(self._attempts)
+            rows = self._only(self._attempts)
+        else:
+            if self._run.manifest.skipped_elsewhere:  # this start may take rows that another left
+                self._run.manifest.skipped_elsewhere = 0
+                self._run.save()
+            rows = self._without_records()
+        first = next(rows, None)
+        self._rows = rows if first is None else chain([first], rows)
+        return first
+
+    def check_first_rows(self) -> None:
+        """Render the first rows of a run without answers. Raises JobError if all of them fail alike."""
+        if not (self.may_wait or self._start.is_retry or self._run.store.totals.ok):
+            self._rows, self.rendered = checked(self._rows, self._start.job, self._start.renderer)
+
+    def turns(self) -> Iterator[Sequence[str]]:
+        """The engines to load next, until no row waits for another."""
+        manifest, turns = self._run.manifest, self._turns
+        engines = turns.first(None if self._start.is_retry else manifest.turn)
+        while True:
+            if turns.are_several:
+                manifest.turn = engines[0]
+                self._run.save()
+            yield engines
+            if not turns.n_paused:
+                break
+            engines, due = turns.next()
+            self._rows = turns.again(due) if self.may_wait else self._only(due)
+            self.rendered = {}
+        manifest.turn = None
+
+    def of_turn(self) -> Iterator[Task]:
+        """The tasks of the engines that are loaded, well ordered within the look-ahead."""
+        look_ahead = self._start.job.run.look_ahead
+        ordered: Iterator[tuple[Row, int]] = ((row, 0) for row in self._rows)
+        if look_ahead > 1 and not self.may_wait:  # an iterator may give its rows slowly
+            ordered = well_ordered(self._rows, self._start.renderer.hint, look_ahead)
+        attempts = self._attempts
+        return (
+            Task(row, attempts.get(row.index, 0) + 1, group, self.known(row.index))
+            for row, group in ordered
+        )
+
+    def known(self, index: int) -> Sequence[Mapping[str, Any]]:
+        """The generations that the ledger has of a row by now."""
+        return self._run.store.steps.known(index)
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether reading the next row may take long, and can be done only once."""
+        return self.input.may_wait
+
+    @property
+    def environments(self) -> Mapping[str, Mapping[str, str]]:
+        """Of the engines' processes, by name."""
+        return self._turns.environments
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether engines are loaded one after another."""
+        return self._turns.are_several
+
+    @property
+    def turn(self) -> int:
+        return self._turns.number
+
+    @property
+    def n_paused(self) -> int:
+        return self._turns.n_paused
+
+    def pause(self, row: PausedRow) -> None:
+        """It has to wait for another engine."""
+        self._turns.pause(row)
+
+    def settle(self, index: int, *, is_ok: bool) -> None:
+        """The row has its record."""
+        self.settled += 1
+        self.failed += not is_ok
+        self._turns.settle(index)
+
+    def may_come(self, index: int) -> bool:
+        """Whether this start reads the row of that index."""
+        return index in self._attempts or not self._run.store.totals.is_settled(index)
+
+    def total(self, timeout_s: float | None = 0) -> int | None:
+        """The rows of the whole job, counted while the model loads; None if that is not known after
+        ``timeout_s``, which may be None for no limit."""
+        return self._total.now() if timeout_s == 0 else self._total.wait(timeout_s)
+
+    @property
+    def left(self) -> int | None:
+        """Rows of this start that have no record yet; None if the total is unknown."""
+        if self._start.is_retry:
+            return len(self._attempts) - self.settled
+        total = self._total.now()
+        done = self.elsewhere + self.resumed + self.settled + self.n_paused
+        return None if total is None else total - done
+
+    def some_remain(self) -> bool:
+        """Whether rows of the whole job have no record. Past the limit others may have one, so it takes
+        a look at each."""
+        pending = self.input.source.read(self._run.store.totals.is_settled)
+        return next(islice(pending, self.elsewhere, None), None) is not None
+
+    def some_are_left(self) -> bool:
+        """Whether this start has left some of its rows."""
+        if self._start.is_retry:
+            return len(self._attempts) > self.settled
+        return self.may_wait or self.some_remain()
+
+    def check_complete(self) -> None:
+        """All rows were read. Raises BrokenInputError if one of them has no record, or may have that
+        of another prompt."""
+        self.input.check_late_files()
+        if self._start.is_retry:
+            missing = len(self._attempts) - self.settled
+        else:
+            total, totals = self._total.wait(), self._run.store.totals
+            missing = 0 if total is None else total - self.elsewhere - totals.ok - totals.failed
+        if missing > 0:
+            raise BrokenInputError(
+                f"{missing:,} rows have no record at the end: they were counted in the input or asked"
+                " for, and not there when it was read. What is finished is on disk; bring the whole"
+                " input back and run again"
+            )
+
+    def _without_records(self) -> Iterator[Row]:
+        """Every row that is neither settled nor done elsewhere."""
+        skip_from = self._start.options.skip_from
+        is_done = (
+            None if skip_from is None else done_in(skip_from, self._start.job, self.input.source)
+        )
+        for row in self._kept(self.input.source.read(self._run.store.totals.is_settled)):
+            if is_done is not None and row.error is None and is_done(row):
+                self.elsewhere += 1
+            else:
+                yield row
+
+    def _only(self, indexes: Container[int] | IndexSet) -> Iterator[Row]:
+        """The rows with these indexes."""
+        return self._kept(self.input.source.everything(lambda index: index not in indexes))
+
+    def _kept(self, rows: Iterator[Row]) -> Iterator[Row]:
+        return self._turns.kept(self.input.watched(rows))
+
+
+def _still_due(run: OpenRun, attempts: Mapping[int, int] | None) -> dict[int, int]:
+    """``attempts`` without the rows that another process retried before this one had the lock.
+
+    After a requeue by another process, an index may belong to a row that has an answer.
+    """
+    due = dict(attempts or {})
+    if not due:
+        return due
+    newest = NewestLog(run.folder / RESULTS)
+    try:
+        for index, start, end in newest:
+            if index in due:
+                record = record_of(newest.view[start:end]) or {"status": "failed"}
+                is_other = (record.get("attempt") or 1) != due[index]
+                if is_other or failure_kind(record) is None:
+                    del due[index]
+    finally:
+        newest.close()
+    return due
