@@ -122,6 +122,8 @@ class SupervisedEngine:
         try:
             done = self._engine.poll(timeout_s)
         except EngineDied as death:
+            if not self._job.run.max_engine_restarts:
+                raise
             return self._bury(death)
         for completion in done:
             del self._in_flight[completion.request.key]
@@ -328,6 +330,8 @@ class SupervisedEngine:
                     )
                 )
             except StartFailed as error:
+                if not self._job.run.max_engine_restarts:
+                    raise
                 fault = self._judged(error.fault)
                 if fault.is_unexplained_kill:  # one says nothing; a second one means memory
                     self._say(f"engine died at load ({fault}): tried once more")

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 import tomllib
-from bisect import bisect_right
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from batchkit.commands.trial import Answer
 from batchkit.commands.tuning.batch_size_option import (
     BatchSizeOption,
     batch_size_option,
@@ -29,15 +30,12 @@ from batchkit.commands.tuning.batch_size_option import (
     write_patch,
 )
 from batchkit.commands.tuning.bench import sizes_in
-from batchkit.commands.tuning.bottleneck import Rendered, bottleneck_of
-from batchkit.commands.tuning.feed import Idle, IdleMeter
-from batchkit.commands.tuning.rounds import Budget, Round, Rounds, TimedAnswer
-from batchkit.commands.tuning.table import OOM, SizeResult, SizeTable
-from batchkit.commands.tuning.trial import MemoryMeter
+from batchkit.commands.tuning.bottleneck import Rendered, bottleneck_of, idle_of
+from batchkit.commands.tuning.rounds import Budget, Round, Rounds
+from batchkit.commands.tuning.table import OOM, Idle, SizeResult, SizeTable
 from batchkit.config.loading import make_job
-from batchkit.engines.base import EngineLoad
-from batchkit.engines.memory import family_bytes
 from batchkit.errors import JobError
+from batchkit.storage.metrics import Metrics
 from tests.support.chat_server import serving
 from tests.support.own_process import batchkit, begin
 from tests.support.rows import write_jsonl
@@ -75,30 +73,33 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def steady(rate: float, n: int, *, since: float = 0.0) -> list[TimedAnswer]:
-    return [TimedAnswer(since + (k + 1) / rate, 0.5, 10, 4) for k in range(n)]
+def answers(*ends: float, latency_s: float = 0.5) -> list[Answer]:
+    return [Answer(n, end - latency_s, end, 10, 4, 4) for n, end in enumerate(ends)]
 
 
-def feed(
-    answers: list[TimedAnswer], batch_size: int, budget: Budget, *, rows: int, begins: float = 0.0
+def steady(rate: float, n: int, *, since: float = 0.0) -> list[Answer]:
+    return answers(*(since + (k + 1) / rate for k in range(n)))
+
+
+def rounds_of(
+    found: list[Answer], batch_size: int, budget: Budget, *, rows: int, first: int | None = None
 ) -> Rounds:
-    """What the feed does with its clock: looks twenty times a second until it is over."""
-    rounds, times = Rounds(batch_size, budget), [answer.at for answer in answers]
-    for tick in range(1, 100_000):
-        now = tick * 0.05
-        done = bisect_right(times, now)
-        has_begun = done >= batch_size and now >= begins
-        has_more = done + batch_size < rows
-        if rounds.is_over(now, done, has_begun=has_begun, has_more=has_more):
+    """What a trial does as its records come, until it is over. ``first``: the last one of those that
+    were submitted first."""
+    submitted = range(batch_size) if first is None else [*range(batch_size - 1), first]
+    rounds = Rounds(batch_size, budget, total=rows, first=submitted)
+    for each in found:
+        if rounds.is_over(0.0, each.ended):
             break
-        if done == len(answers):
-            break
+        rounds.add(each)
     return rounds
 
 
+SLOW_START = answers(*(3.0 + k / 10 for k in range(40)))
+
+
 def test_a_round_begins_when_the_engine_is_full_and_ends_with_the_rows() -> None:
-    slow_start = [TimedAnswer(3.0 + k / 10, 0.5, 10, 4) for k in range(40)]
-    (found,) = feed(slow_start, 8, Budget(60), rows=40).cut(slow_start, 6.9, is_whole=False)
+    (found,) = rounds_of(SLOW_START, 8, Budget(60), rows=40).cut(6.9, is_sample=True)
     assert found.is_typical
     assert found.rows_per_s == pytest.approx(10, rel=0.1), "the first three seconds do not count"
     assert found.prompt_tokens_per_s == pytest.approx(100, rel=0.1)
@@ -106,41 +107,39 @@ def test_a_round_begins_when_the_engine_is_full_and_ends_with_the_rows() -> None
 
 
 def test_a_whole_job_is_measured_as_a_whole() -> None:
-    slow_start = [TimedAnswer(3.0 + k / 10, 0.5, 10, 4) for k in range(40)]
-    (found,) = feed(slow_start, 8, Budget(60), rows=40).cut(slow_start, 6.9, is_whole=True)
+    (found,) = rounds_of(SLOW_START, 8, Budget(60), rows=40).cut(20.0, is_sample=False)
     assert found.is_typical
-    assert found.rows == 40
-    assert found.seconds == 6.9
+    assert (found.rows, found.seconds) == (40, pytest.approx(4.4)), "from the first row on"
 
 
 def test_few_rows_are_measured_and_said_to_be_few() -> None:
-    answers = steady(10, 5)
-    (found,) = feed(answers, 8, Budget(60), rows=5).cut(answers, 0.5, is_whole=False)
+    (found,) = rounds_of(steady(10, 5), 8, Budget(60), rows=5).cut(0.5, is_sample=True)
     assert not found.is_typical
-    assert found.rows_per_s == pytest.approx(10)
+    assert found.rows == 5
 
 
 def test_nothing_answered_is_no_round() -> None:
-    assert not Rounds(4, Budget(1)).cut([], 1.0, is_whole=False)
+    assert not Rounds(4, Budget(1), total=9, first=range(4)).cut(1.0, is_sample=False)
 
 
-def test_time_is_up() -> None:
-    rounds = Rounds(4, Budget(2, 3))
-    assert not rounds.is_over(1.9, 3, has_begun=False, has_more=True)
-    assert rounds.is_over(2.0, 3, has_begun=False, has_more=True), "it never became full"
-    rounds = Rounds(4, Budget(2, 3))
-    assert not rounds.is_over(1.5, 4, has_begun=True, has_more=True)
-    assert not rounds.is_over(7.4, 4, has_begun=True, has_more=True)
-    assert rounds.is_over(7.5, 4, has_begun=True, has_more=True), "three rounds of two seconds"
+@pytest.mark.parametrize(
+    ("full_at", "over_at"), [(None, 2.0), (1.5, 7.5)], ids=["it never became full", "three rounds"]
+)
+def test_time_is_up(full_at: float | None, over_at: float) -> None:
+    rounds = Rounds(4, Budget(2, 3), total=1000, first=range(4))
+    for each in answers(*([full_at] * 4 if full_at else [])):
+        rounds.add(each)
+    assert not rounds.is_over(0.0, over_at - 0.1)
+    assert rounds.is_over(0.0, over_at)
 
 
-def test_short_answers_come_first_and_do_not_count(folder: Path) -> None:
-    """Of the first eight, four take 6 s; the short ones that pass meanwhile would look like speed."""
-    answers = [TimedAnswer(k / 20, 0.2, 10, 1) for k in range(1, 120)]
-    answers += [TimedAnswer(6.0 + k / 10, 0.8, 10, 4) for k in range(200)]
-    (found,) = feed(answers, 8, Budget(9), rows=10**6, begins=6.0).cut(answers, 15, is_whole=False)
-    assert found.is_typical
-    assert found.rows_per_s == pytest.approx(10, rel=0.1)
+def test_short_answers_come_first_and_do_not_count() -> None:
+    """Of the first eight, one takes 6 s; the short ones that pass meanwhile would look like speed."""
+    short, long = [k / 20 for k in range(1, 120)], [6.0 + k / 10 for k in range(200)]
+    found = answers(*short, *long)
+    (each,) = rounds_of(found, 8, Budget(9), rows=10**6, first=119).cut(15, is_sample=False)
+    assert each.is_typical
+    assert each.rows_per_s == pytest.approx(10, rel=0.1)
 
 
 @settings(deadline=None, max_examples=50)
@@ -150,56 +149,56 @@ def test_short_answers_come_first_and_do_not_count(folder: Path) -> None:
     wanted=st.integers(1, 4),
     seconds=st.floats(4, 20),
 )
-def test_rounds_of_a_steady_feed_have_its_rate(
+def test_rounds_of_a_steady_trial_have_its_rate(
     rate: float, batch_size: int, wanted: int, seconds: float
 ) -> None:
-    answers = steady(rate, int(rate * seconds * (wanted + 1)) + batch_size + 1)
-    rounds = feed(answers, batch_size, Budget(seconds, wanted), rows=10**6)
-    found = rounds.cut(answers, answers[-1].at, is_whole=False)
-    assert 1 <= len(found) <= wanted
-    assert sum(each.seconds for each in found) <= seconds * wanted + 0.1
-    assert all(each.is_typical for each in found)
-    for each in found:
+    found = steady(rate, int(rate * seconds * (wanted + 1)) + batch_size + 1)
+    rounds = rounds_of(found, batch_size, Budget(seconds, wanted), rows=10**6)
+    cut = rounds.cut(found[-1].ended, is_sample=False)
+    assert 1 <= len(cut) <= wanted
+    assert sum(each.seconds for each in cut) <= (seconds + 1 / rate) * wanted
+    assert all(each.is_typical for each in cut)
+    for each in cut:
         tolerance = 2 / each.rows  # a row more or less at either end
         assert each.rows_per_s == pytest.approx(rate, rel=tolerance)
 
 
 def test_percentiles_are_of_latency() -> None:
-    answers = [TimedAnswer(k / 10, latency_s=k / 1000, prompt_tokens=1, completion_tokens=1)
-               for k in range(1, 101)]  # fmt: skip
-    (found,) = Rounds(1, Budget(60)).cut(answers, 10.0, is_whole=True)
-    assert (found.p50_ms, found.p99_ms) == (50.0, 99.0)
+    found = [Answer(k, k / 10 - k / 1000, k / 10, 1, 1, 1) for k in range(1, 101)]
+    rounds = rounds_of(found, 1, Budget(60), rows=100)
+    (each,) = rounds.cut(10.0, is_sample=False)
+    assert (each.p50_ms, each.p99_ms) == (pytest.approx(50.0), pytest.approx(99.0))
+
+
+def at(seconds: float, **figures: Any) -> Metrics:
+    time = datetime.fromtimestamp(seconds, UTC).isoformat()
+    return Metrics(time, 1, seconds, 0, 0, **figures)
 
 
 @pytest.mark.parametrize(
-    ("load", "in_flight", "field"),
+    ("latency_s", "figures", "shares"),
     [
-        (EngineLoad(3, 0, 0.1, 0), 5, "rendering"),
-        (EngineLoad(3, 0, 0.1, 0), 12, "preparing"),
-        (EngineLoad(3, 5, 0.99, 2), 12, "kv_cache"),
-        (EngineLoad(8, 0, 0.1, 0), 8, None),
-        (EngineLoad(8, 4, 0.1, 0), 12, None),
+        (0.5, {"in_flight": 5, "running": 5}, (3 / 8, 0, 0)),
+        (0.5, {"in_flight": 12, "running": 5}, (0, 3 / 8, 0)),
+        (0.5, {"in_flight": 6, "running": 5}, (2 / 8, 1 / 8, 0)),
+        (1.2, {"in_flight": 12, "running": 3, "kv_cache_usage": 0.99}, (0, 0, 1)),
+        (0.8, {"in_flight": 8, "running": 8}, (0, 0, 0)),
+        (1.2, {"in_flight": 12, "running": 8}, (0, 0, 0)),
     ],
 )
-def test_what_the_engine_waits_for(load: EngineLoad, in_flight: int, field: str | None) -> None:
-    meter = IdleMeter()
-    meter.add(1.0, load, in_flight, 12, 8)
-    idle = meter.read()
+def test_what_the_engine_waits_for(
+    latency_s: float, figures: dict[str, Any], shares: tuple[float, ...]
+) -> None:
+    """Ten rows a second, each of which takes so long, hold so many of its eight places."""
+    found = answers(*(k / 10 for k in range(1, 101)), latency_s=latency_s)
+    rounds = rounds_of(found, 8, Budget(60), rows=10**6)
+    lines = [at(0.5, preemptions=1), *(at(s, preemptions=2 * s, **figures) for s in range(2, 9))]
+    idle = idle_of(rounds, lines)
     assert idle is not None
-    shares = {name: getattr(idle, name) for name in ("rendering", "preparing", "kv_cache")}
-    assert shares == {name: float(name == field) for name in shares}
-    assert idle.running == load.running
-    assert idle.preempted == load.preempted
-
-
-def test_a_window_within_the_batch_never_waits_for_preparation() -> None:
-    """The engine reports its load too seldom: one that has just finished a row seems to lack one."""
-    meter = IdleMeter()
-    meter.add(1.0, EngineLoad(3, 0, 0.1, 0), 4, 4, 8)
-    meter.add(1.0, EngineLoad(3, 0, 0.1, 0), 3, 4, 8)
-    idle = meter.read()
-    assert idle is not None
-    assert (idle.preparing, idle.rendering) == (0.0, 0.5)
+    assert idle[:3] == pytest.approx(shares, abs=0.02)
+    assert idle.running == figures["running"]
+    assert idle.preempted == 6, "in the five seconds of its round"
+    assert idle_of(rounds, lines[:1]) is None, "it was not full yet"
 
 
 def trial(
@@ -213,7 +212,7 @@ def trial(
 def bottleneck(*trials: SizeResult, rendered: float = 10_000, with_images: bool = False) -> str:
     table = SizeTable.of(trials)
     assert table.best is not None
-    return bottleneck_of(table.lines, table.best, Rendered(512, rendered, with_images)).resource
+    return bottleneck_of(table.lines, table.best, Rendered(rendered, with_images)).resource
 
 
 def test_what_binds() -> None:
@@ -318,17 +317,6 @@ def test_a_link_to_a_job_file_stays_one(folder: Path) -> None:
     write_patch(link, SEQS, 9)
     assert link.is_symlink()
     assert "max_num_seqs = 9  # by hand" in (folder / "job.toml").read_text()
-
-
-def test_memory_of_a_process_is_seen() -> None:
-    meter = MemoryMeter()
-    meter.follow(os.getpid())
-    found = meter.close()
-    assert found is not None
-    assert (
-        found.gb == pytest.approx(family_bytes(os.getpid()) / 2**30, rel=0.2) or found.of == "gpu"
-    )
-    assert family_bytes(2**22 + 5) == 0
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,,2", "a", "-1", "1.5"])

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 
 from batchkit.config.tables import JobConfig
-from batchkit.engines.faults import FaultKind, StartFailed
+from batchkit.engines.faults import EngineDied, FaultKind, StartFailed
 from batchkit.engines.memory_ladder import Ladder
 from batchkit.errors import EngineError, JobError
 from batchkit.execution.bisection import PROOF
@@ -69,6 +69,19 @@ def test_a_run_without_one_answer_ends_with_the_last_fault() -> None:
     ):
         answer_all(engine, requests(0, 40))
     assert len(world.opened) == 4
+
+
+@pytest.mark.parametrize(
+    "world",
+    [World(dies_at={1: "oom"}), World(dies_at={1: "engine_crash"}), World(load_over=4)],
+)
+def test_without_restarts_the_first_death_is_raised_as_it_is(world: World) -> None:
+    with (
+        pytest.raises(EngineDied, match=r"planted|can't be loaded"),
+        closing(world.supervise(max_num_seqs=8, max_engine_restarts=0)) as engine,
+    ):
+        answer_all(engine, requests(0, 40))
+    assert len(world.opened) + len(world.failed_loads) == 1
 
 
 @pytest.mark.parametrize("window", [1, 8, 384])

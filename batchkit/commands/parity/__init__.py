@@ -11,7 +11,7 @@ from batchkit.commands.parity.answers import Answers, answers_of
 from batchkit.commands.parity.differences import difference
 from batchkit.commands.parity.findings import ParityResult, RowFailure
 from batchkit.commands.parity.sides import Side, sides_of
-from batchkit.commands.scratch import scratch_folder
+from batchkit.commands.trial import scratch_folder
 from batchkit.config.tables import JobConfig
 from batchkit.engines.registry import open_preflight
 from batchkit.errors import InputError, JobError

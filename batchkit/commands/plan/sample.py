@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from batchkit.commands.plan.lengths import Say
 from batchkit.commands.plan.throughput import Observed, Wave
-from batchkit.commands.scratch import scratch_folder
+from batchkit.commands.trial import scratch_folder
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
 from batchkit.engines.registry import max_num_seqs_of

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from batchkit.commands.trial import Say
 from batchkit.commands.tuning.batch_size_option import BatchSizeOption
 from batchkit.commands.tuning.rounds import Budget
 from batchkit.commands.tuning.table import SizeResult, SizeTable
-from batchkit.commands.tuning.trial import Say, Trials, trials_of, with_one_prompt
+from batchkit.commands.tuning.trial import Trials, trials_of, with_one_prompt
 from batchkit.config.numbers import number
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from contextlib import closing
-from itertools import islice
 from typing import Literal, NamedTuple
 
-from batchkit.commands.tuning.table import SizeResult
+from batchkit.commands.trial import seconds_at
+from batchkit.commands.tuning.rounds import Rounds, between
+from batchkit.commands.tuning.table import Idle, SizeResult
 from batchkit.config.numbers import number
-from batchkit.config.tables import JobConfig
-from batchkit.rendering.prefetch import Prefetch
-from batchkit.rendering.renderer import PromptRenderer
-from batchkit.sources import read_rows
-from batchkit.types import Request
+from batchkit.execution.window import KV_CACHE_FULL
+from batchkit.storage.metrics import Metrics
 
-RENDER_ROWS, RENDER_S = 512, 5.0
-_MOSTLY = 0.2  # share of the time: an engine that waits longer waits too long
+_MOSTLY = 0.2  # an engine of which a larger share waits is waiting too long
 _TIED = 1.1
+_LEAST_STEADY_S = 0.5
 _LEAST_GROWTH = 1.5  # of the batch, for two trials to show what a larger one gains
 
 
@@ -30,34 +26,34 @@ class Bottleneck(NamedTuple):
 
 
 class Rendered(NamedTuple):
-    """Rows rendered with no engine running; ``per_s`` is 0 if there were none to render."""
+    """How fast rows are rendered for an engine that answers at once; ``per_s`` is 0 if none can be."""
 
-    rows: int
     per_s: float
     with_images: bool
 
 
-def render_alone(job: JobConfig, rows: int | None, seconds: float) -> Rendered:
-    """How fast the job's threads render its first rows, opening and downscaling images."""
-    renderer = PromptRenderer(job)
-    prefetch = Prefetch(
-        islice(read_rows(job.input), min(rows or RENDER_ROWS, RENDER_ROWS)),
-        renderer.render_or_fail,
-        threads=job.run.render_threads,
-        ahead=RENDER_ROWS,
-        max_bytes=job.media.max_memory_bytes,
+def idle_of(rounds: Rounds, metrics: Sequence[Metrics]) -> Idle | None:
+    """What kept places of the engine empty; None if it was steady for too short a time to judge."""
+    steady = rounds.steady
+    if steady is None or steady.until - steady.since < _LEAST_STEADY_S:
+        return None
+    lines = [line for line in metrics if steady.since <= seconds_at(line.at) <= steady.until]
+    if not lines:
+        return None
+    answers = between(rounds.answers, *steady)
+    seconds, places = steady.until - steady.since, rounds.batch_size
+    # By Little's law, in its queue or running; the others in flight are being prepared for that.
+    held = sum(answer.latency_s for answer in answers) / seconds
+    preparing = sum(line.in_flight for line in lines) / len(lines) - held
+    empty = max(0.0, places - held)
+    preparing = min(empty, max(0.0, preparing))
+    return Idle(
+        rendering=(empty - preparing) / places,
+        preparing=preparing / places,
+        kv_cache=sum(line.kv_cache_usage >= KV_CACHE_FULL for line in lines) / len(lines),
+        running=sum(line.running for line in lines) / len(lines),
+        preempted=lines[-1].preemptions - lines[0].preemptions,
     )
-    done, last, with_images = 0, 0.0, False
-    started = time.monotonic()
-    with closing(prefetch):
-        while not prefetch.exhausted and time.monotonic() - started < seconds:
-            rendered = prefetch.get(timeout_s=0.05)
-            if rendered is not None:
-                done, last = done + 1, time.monotonic() - started
-                if isinstance(rendered, Request):
-                    with_images = with_images or rendered.media_bytes > 0
-                    prefetch.release(rendered)
-    return Rendered(done, done / last if last else 0.0, with_images)
 
 
 def bottleneck_of(lines: Sequence[SizeResult], best: SizeResult, rendered: Rendered) -> Bottleneck:
@@ -67,15 +63,15 @@ def bottleneck_of(lines: Sequence[SizeResult], best: SizeResult, rendered: Rende
     if idle is not None and idle.rendering > _MOSTLY:
         return Bottleneck(
             "rendering",
-            f"for {idle.rendering:.0%} of the time the engine had free places and no row was ready:"
+            f"{idle.rendering:.0%} of the engine's places were empty because no row was ready:"
             f" {what} at {number(rendered.per_s)} rows/s alone, the engine took {number(rate)} rows/s",
         )
     if idle is not None and idle.preparing > _MOSTLY:
         with_pixels = ", and images preprocessed" if rendered.with_images else ""
         return Bottleneck(
             "preprocessing",
-            f"for {idle.preparing:.0%} of the time the engine had free places although rows were"
-            f" waiting: prompts are tokenised{with_pixels} there on one thread, too slowly",
+            f"{idle.preparing:.0%} of the engine's places were empty although rows were waiting:"
+            f" prompts are tokenised{with_pixels} there on one thread, too slowly",
         )
     if 0 < rendered.per_s < _TIED * rate:
         return Bottleneck(

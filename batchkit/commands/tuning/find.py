@@ -7,22 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from batchkit.commands.trial import Say
 from batchkit.commands.tuning.batch_size_option import (
     BatchSizeOption,
     check_patch,
     patch,
     write_patch,
 )
-from batchkit.commands.tuning.bottleneck import (
-    RENDER_S,
-    Bottleneck,
-    Rendered,
-    bottleneck_of,
-    render_alone,
-)
+from batchkit.commands.tuning.bottleneck import Bottleneck, Rendered, bottleneck_of
 from batchkit.commands.tuning.rounds import ENOUGH_ROWS, Budget
 from batchkit.commands.tuning.table import OOM, SizeResult, SizeTable, header
-from batchkit.commands.tuning.trial import Say, Trials, trials_of, with_one_prompt
+from batchkit.commands.tuning.trial import Trials, trials_of, with_one_prompt
 from batchkit.config.numbers import duration, number
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
@@ -173,7 +168,7 @@ def find_batch_size(
                 return None
             return Rate(line.rows_per_s, line.is_typical and line.rows >= ENOUGH_ROWS)
 
-        rendered = render_alone(job, rows, min(RENDER_S, seconds))
+        rendered = Rendered(trials.rendered_per_s(seconds), bool(job.prompt.images))
         flattened = search(low, high, rate_of)
     table, option = SizeTable.of(trials.done), trials.option
     if write_to is not None and table.best is not None and trials.signum is None:

@@ -1,21 +1,24 @@
-"""Measurements: rates and latencies over periods in which the window was kept full.
+"""Measurements: rates and latencies over periods in which the engine was kept full.
 
 An engine that has just started answers short rows first, and one that runs out of rows is half
 empty; a job of many rows has little of either. So the first round begins when all rows that were
-submitted first, as many as run at once, are answered, and the last one ends when no row is left to
-refill the window with. (If it began when merely that many rows were answered, with lengths from 6
-to 96 tokens and 64 at once, the answers had 0.7 of the tokens a second that they have in a long
-run.) If that leaves nothing, because there are few rows or little time, the whole feed is one
-round; and if the feed has answered every row of the job, its own rate is used.
+submitted first, as many as run at once, are answered, and the last one ends when fewer rows than that
+are left. (If it began when merely that many rows were answered, with lengths from 6 to 96 tokens and 64
+at once, the answers had 0.7 of the tokens a second that they have in a long run.) If that leaves
+nothing, because there are few rows or little time, the whole trial is one round; and if the trial has
+answered every row of the job, its own rate is used.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
+
+from batchkit.commands.trial import Answer
 
 ENOUGH_S, ENOUGH_ROWS, ENOUGH_WAVES = 5.0, 32, 4
 _LEAST_ROWS = 4
@@ -30,27 +33,16 @@ class Budget(NamedTuple):
     seconds: float
     rounds: int = 1
 
-    @property
-    def most_s(self) -> float:
-        return self.seconds * (1 + self.rounds)
 
-
-class TimedAnswer(NamedTuple):
-    """A row that was answered, ``at`` seconds after the first one was submitted.
-
-    ``latency_s`` is measured from its entry into the engine's queue.
-    """
-
-    at: float
-    latency_s: float
-    prompt_tokens: int
-    completion_tokens: int
+class Period(NamedTuple):
+    since: float
+    until: float
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One period. ``is_typical``: the engine was as busy as in the whole job, its window always
-    full; or this was the whole job."""
+    """One period. ``is_typical``: the engine was as busy as in the whole job, always full; or this was
+    the whole job."""
 
     seconds: float
     rows: int
@@ -59,6 +51,20 @@ class Round:
     p50_ms: float
     p99_ms: float
     is_typical: bool
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer], seconds: float, *, is_typical: bool) -> Round:
+        seconds = max(seconds, 1e-6)
+        latencies = sorted(answer.latency_s for answer in answers)
+        return cls(
+            seconds=seconds,
+            rows=len(answers),
+            prompt_tokens=sum(answer.prompt_tokens for answer in answers),
+            completion_tokens=sum(answer.completion_tokens for answer in answers),
+            p50_ms=1000 * _percentile(latencies, 0.50),
+            p99_ms=1000 * _percentile(latencies, 0.99),
+            is_typical=is_typical,
+        )
 
     @property
     def rows_per_s(self) -> float:
@@ -74,81 +80,94 @@ class Round:
 
 
 class Rounds:
-    """Cuts a feed into rounds while it is running. ``batch_size`` is how many rows run at once."""
+    """Cuts a trial into rounds while it is running. ``batch_size`` rows run at once, of ``total``;
+    ``first``: those that are submitted first, as many."""
 
-    def __init__(self, batch_size: int, budget: Budget) -> None:
-        self._batch_size = batch_size
+    def __init__(
+        self, batch_size: int, budget: Budget, *, total: int, first: Collection[int]
+    ) -> None:
+        self.batch_size = batch_size
         self._budget = budget
+        self._left = total
+        self._first = set(first)
         self._bounds: list[float] = []
         self._rows_at_bound = 0
         self._full_until = 0.0
         self._rows_when_full = 0
-        self._is_full = True
+        self.answers: list[Answer] = []
+        self.failed = Counter[str]()
+        self.first_error = ""
 
-    @property
-    def is_steady(self) -> bool:
-        """The first round has begun, and there are rows to refill the window with."""
-        return bool(self._bounds) and self._is_full
+    def add(self, answer: Answer) -> None:
+        """The next row that is settled; begins and ends rounds."""
+        self._left -= 1
+        self._first.discard(answer.index)
+        if answer.kind:
+            self.failed[answer.kind] += 1
+            self.first_error = self.first_error or f"{answer.kind}: {answer.message}"
+        else:
+            self.answers.append(answer)
+        if self._left < self.batch_size:
+            return
+        now, rows = answer.ended, len(self.answers)
+        self._full_until, self._rows_when_full = now, rows
+        if self._is_at_bound(now, rows) if self._bounds else not self._first:
+            self._bounds.append(now)
+            self._rows_at_bound = rows
 
-    def is_over(self, now: float, rows: int, *, has_begun: bool, has_more: bool) -> bool:
-        """True if the feed may stop ``now``, with ``rows`` answered; begins and ends rounds.
-
-        ``has_begun``: the rows submitted first are all answered. ``has_more``: there are rows to
-        refill the window with.
-        """
-        self._is_full = self._is_full and has_more
-        if self._is_full:
-            self._full_until, self._rows_when_full = now, rows
-            if self._is_at_bound(now, rows) if self._bounds else has_begun:
-                self._bounds.append(now)
-                self._rows_at_bound = rows
+    def is_over(self, began: float, now: float) -> bool:
+        """True if the trial, whose engine ``began`` then, may stop ``now``."""
         if len(self._bounds) > self._budget.rounds:
             return True
         seconds = self._budget.seconds
-        return now >= (self._bounds[0] + seconds * self._budget.rounds if self._bounds else seconds)
+        return now >= (
+            self._bounds[0] + seconds * self._budget.rounds if self._bounds else began + seconds
+        )
 
-    def cut(self, answers: Sequence[TimedAnswer], end: float, *, is_whole: bool) -> list[Round]:
-        """The rounds of a feed that ended at ``end``; none if nothing was answered.
+    @property
+    def steady(self) -> Period | None:
+        """From the begin of the first round on, as long as the engine was full; None if it never was."""
+        if not self._bounds or self._full_until <= self._bounds[0]:
+            return None
+        return Period(self._bounds[0], self._full_until)
 
-        ``is_whole``: it has answered all rows of the job, so that its own rate is the job's.
-        """
-        bounds = list(self._bounds)
+    def cut(self, ended: float, *, is_sample: bool) -> list[Round]:
+        """The rounds of a trial that ``ended`` then; none if nothing was answered. ``is_sample``: the job
+        has other rows, so that the rate of all of these is not the job's."""
+        answers, bounds = self.answers, list(self._bounds)
+        if not answers:
+            return []
         is_open = 0 < len(bounds) <= self._budget.rounds
         if is_open and self._rows_when_full - self._rows_at_bound >= self._least_rows:
             bounds.append(self._full_until)
+        is_whole = not self._left and not is_sample
         if len(bounds) < 2 or (is_whole and self._budget.rounds == 1):
-            return [_round(answers, end, is_typical=is_whole)] if answers else []
+            end = ended if self._left else answers[-1].ended
+            seconds = end - min(answer.began for answer in answers)
+            return [Round.of(answers, seconds, is_typical=is_whole)]
         return [
-            _round([a for a in answers if since < a.at <= until], until - since, is_typical=True)
+            Round.of(between(answers, since, until), until - since, is_typical=True)
             for since, until in pairwise(bounds)
         ]
 
     @property
     def _least_rows(self) -> int:
-        return max(_LEAST_ROWS, self._batch_size)
+        return max(_LEAST_ROWS, self.batch_size)
 
     def _is_at_bound(self, now: float, rows: int) -> bool:
         """True if a round ends now and the next one begins."""
         if len(self._bounds) > self._budget.rounds:
             return False
         took_s, more = now - self._bounds[-1], rows - self._rows_at_bound
-        enough = max(ENOUGH_ROWS, ENOUGH_WAVES * self._batch_size)
+        enough = max(ENOUGH_ROWS, ENOUGH_WAVES * self.batch_size)
         if took_s >= ENOUGH_S and more >= enough:
             return True
         return took_s >= self._budget.seconds and more >= self._least_rows
 
 
-def _round(answers: Sequence[TimedAnswer], seconds: float, *, is_typical: bool) -> Round:
-    latencies = sorted(answer.latency_s for answer in answers)
-    return Round(
-        seconds=max(seconds, 1e-6),
-        rows=len(answers),
-        prompt_tokens=sum(answer.prompt_tokens for answer in answers),
-        completion_tokens=sum(answer.completion_tokens for answer in answers),
-        p50_ms=1000 * _percentile(latencies, 0.50),
-        p99_ms=1000 * _percentile(latencies, 0.99),
-        is_typical=is_typical,
-    )
+def between(answers: Sequence[Answer], since: float, until: float) -> list[Answer]:
+    """Those that ended then."""
+    return [answer for answer in answers if since < answer.ended <= until]
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from batchkit.commands.tuning.feed import Idle
 from batchkit.commands.tuning.rounds import Round
 from batchkit.config.numbers import number
 
@@ -32,6 +31,22 @@ class Memory(NamedTuple):
 
     gb: float
     of: Literal["gpu", "host"]
+
+
+class Idle(NamedTuple):
+    """Shares, 0 to 1, while the engine was kept full; ``running`` is how many requests ran at once on
+    average.
+
+    ``rendering``: of its places that were empty because no rendered row was ready. ``preparing``: that were
+    empty although there were rows, because these were still being tokenised or their images preprocessed.
+    ``kv_cache``: of the time in which the KV cache was full.
+    """
+
+    rendering: float
+    preparing: float
+    kv_cache: float
+    running: float
+    preempted: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +144,8 @@ class SizeResult:
             "waits": None
             if idle is None
             else {
-                "rendering": round(idle.rendering, 4),
-                "preparing": round(idle.preparing, 4),
-                "kv_cache": round(idle.kv_cache, 4),
+                name: round(getattr(idle, name), 4)
+                for name in ("rendering", "preparing", "kv_cache")
             },
             "rounds": [
                 {"seconds": round(found.seconds, 3), "rows": found.rows}

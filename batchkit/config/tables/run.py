@@ -62,9 +62,10 @@ class RunTable(Table):
         description="An engine that completes no step for this long is restarted, and its stacks are logged; not"
         " with `engine.in_process`, where no other process can watch it.",
     )
-    max_engine_restarts: Free[PositiveInt] = Field(
+    max_engine_restarts: Free[NonNegativeInt] = Field(
         16,
-        description="Stop if the engine died more often than this without one answer in between.",
+        description="Stop if the engine died more often than this without one answer in between. With 0, its"
+        " first death stops the run; no smaller settings are tried.",
     )
     max_host_gb: Free[PositiveFloat | None] = Field(
         None,
