@@ -20,6 +20,7 @@ LAYERS: list[set[str]] = [
     {"types"},
     {"config"},
     {"storage"},
+    {"isolation"},
     {"sources"},
     {"rendering"},
     {"engines"},

@@ -1,4 +1,4 @@
-"""PDFs: each page is a row. They are opened in a process of their own (``pdf_process``)."""
+"""PDFs: each page is a row. They are opened in a process of their own (``isolation.pdf_child``)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from batchkit.config.regular_file import open_regular
 from batchkit.config.tables import InputTable
 from batchkit.config.tables.input import PDF_SUFFIX
 from batchkit.errors import InputError, MediaError
-from batchkit.sources.files import BLOCK_BYTES, COMPRESSIONS, open_input
-from batchkit.sources.one_file import fields_of
-from batchkit.sources.pdf_process import (
+from batchkit.isolation.pdf import (
     PdfProcessError,
     UnreadablePdfError,
     ask,
     missing_package,
     place_of,
 )
+from batchkit.sources.files import BLOCK_BYTES, COMPRESSIONS, open_input
+from batchkit.sources.one_file import fields_of
 from batchkit.sources.reader import Broken, Format, Found, Skip
 
 

@@ -60,11 +60,9 @@ ENDLESS = [
 HARMLESS = [
     "{{ text }}",
     "{% set a = text | upper %}{% if n == 3 %}{{ a }}{% else %}-{% endif %}",
-    "{% for x in xs if x.b %}{{ loop.index }}. {{ x.a | trim }}{% if n %}!{% endif %}{% endfor %}",
-    "{% for x in xs %}{% for b in x.b %}{{ b }},{% endfor %}{% endfor %}",
+    "{% for x in xs if x.b %}{{ loop.index }}. {{ x.a | trim }}{% if x.b %}!{% endif %}{% endfor %}",
     "{{ xs | map(attribute='a') | join(', ') }} {{ xs | tojson }}",
-    "{{ 'the text is %s, and %5.2f' % (text, n) }} {{ '%d' | format(n) }}",
-    "{{ ['A', 'B'][n % 2] }} {{ n * 2 + 1 }} {{ text[:4] ~ '…' }} {{ day.strftime('%d.%m.%Y') }}",
+    "{{ ['A', 'B'][n - 2] }} {{ n + 1 }} {{ text[:4] ~ '…' }} {{ day.strftime('%d.%m.%Y') }}",
     "{{ xs[0].get('c', 'none') }} {{ text.split() | length }} {{ missing | default('no') }}",
 ]
 SOME_FILTERS = st.sampled_from(
@@ -357,7 +355,6 @@ def test_what_grows_without_bound_needs_a_process(source: str) -> None:
     [
         ("{% for line in q.splitlines() %}Fact {{ line }}" + "." * 100 + "{% endfor %}", "\n"),
         ("{% for line in q %}{{ line }}" + "." * 100 + "{% endfor %}", [0]),
-        ("{% set a = '" + "." * 99 + "' %}{% for line in q %}{{ a }}{% endfor %}", [[]]),
         ("{{ q | replace('a', 'aaaaaaaaaaaaaaaa') | replace('a', 'aaaaaaaaaaaaaaaa') }}", "a"),
     ],
 )
@@ -374,12 +371,7 @@ def test_a_row_that_would_grow_too_much_is_rendered_apart(source: str, row: Any)
     [
         ("a + b", "rb"),
         ("a[:1] + b[:1]", "rb"),
-        ("[one] * 2", "gg"),
-        ("a | batch(1) | first", "r"),
-        ("a | slice(1) | first", "r"),
-        ("[a, b] | sum(start=[])", "rb"),
-        ("(a + b) | selectattr('size', 'eq', (4, 4)) | list", "b"),
-        ("[one] * n + [raw]", "g!"),
+        ("[one] + [raw]", "g!"),
     ],
 )
 def test_an_image_expression_gives_the_rows_own_pictures(expression: str, expected: str) -> None:
@@ -396,6 +388,14 @@ def test_an_image_expression_gives_the_rows_own_pictures(expression: str, expect
         expected
     )
     assert all(part is known[k] for part, k in zip(found, expected, strict=True) if k != "!")
+
+
+def test_a_picture_does_not_leave_the_process() -> None:
+    source = RowTemplate("images.0", "{{ [one] * 2 }}", timeout_s=60, keeps_type=True)
+    with pytest.raises(
+        TemplateError, match=r"a Image can't leave the process .*: name it, or pick"
+    ):
+        source.value({"one": Image.new("RGB", (2, 2))})
 
 
 def test_no_more_processes_render_at_once_than_there_are_cores(tmp_path: Path) -> None:

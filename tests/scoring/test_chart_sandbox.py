@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import subprocess
@@ -98,7 +97,7 @@ def left_behind() -> set[str]:
     temporary = Path(tempfile.gettempdir())
     return {
         str(path)
-        for folder in temporary.glob("batchkit-chart-*")
+        for folder in temporary.glob("batchkit-isolation-*")
         for path in (folder, *folder.iterdir())
     }
 
@@ -520,16 +519,24 @@ def test_killed_run_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_killed_worker_is_started_again() -> None:
-    charts = iter([GOOD, GOOD])
-    scores = score_charts(charts, mode="fixed", workers=1)
-    assert next(scores).passed
-    for process in descendants():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if "batchkit.scoring.chart" in " ".join(process.cmdline()):
-                process.kill()
-    assert next(scores).passed
-    scores.close()
+KILLED = """\
+import psutil
+from batchkit.scoring.chart import Chart, score_charts
+good = Chart("import pandas as pd\\nplt.bar([1], [1])\\nplt.show()", "BarChart", "[1]", None)
+scores = score_charts(iter([good, good]), mode="fixed", workers=1)
+assert next(scores).passed
+server, = psutil.Process().children()
+assert "batchkit.scoring.chart.child" in server.cmdline()
+server.kill()
+assert next(scores).passed
+scores.close()
+"""
+
+
+def test_killed_server_is_started_again(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", KILLED], env=environment, check=True)
+    assert not list(tmp_path.iterdir())
 
 
 WITHOUT_LANDLOCK = """\

@@ -170,9 +170,10 @@ def test_the_process_that_reads_pdfs_may_be_killed() -> None:
 def readers_of(parent: int) -> list[int]:
     return [
         child.pid
-        for child in psutil.Process(parent).children()
+        for server in psutil.Process(parent).children()
+        if "batchkit.isolation.pdf_child" in server.cmdline()
+        for child in server.children()
         if child.status() != psutil.STATUS_ZOMBIE
-        and "batchkit.sources.pdf_child" in child.cmdline()
     ]
 
 
@@ -200,7 +201,7 @@ from batchkit.execution.processor import ProductionBatchProcessor
 peak, over = [0], threading.Event()
 def look():
     while not over.wait(0.05):
-        for child in psutil.Process().children():
+        for child in psutil.Process().children(recursive=True):
             try:
                 peak[0] = max(peak[0], child.memory_info().rss)
             except psutil.NoSuchProcess:

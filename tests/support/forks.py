@@ -18,7 +18,7 @@ import gc
 import importlib
 import multiprocessing
 import os
-import select
+import pickle
 import signal
 import socket
 import subprocess
@@ -27,12 +27,12 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchkit.engines.process.launcher import Launcher
-from batchkit.sources.child_process import die_with_parent
+from batchkit.isolation import server
+from batchkit.isolation.child import die_with_parent
 from tests.support.paths import ROOT
 
 LAUNCHER = "batchkit.engines.process.child"
@@ -81,6 +81,7 @@ class _Request(NamedTuple):
     has_vllm: bool
 
 
+_MOST_SAID = 100  # bytes of a process id, or an exit code
 _servers: dict[bool, socket.socket] = {}  # whether they have imported vLLM
 _server_below: int | None = None  # its process id, where it is this process's child
 
@@ -88,7 +89,7 @@ _server_below: int | None = None  # its process id, where it is this process's c
 def _connected(has_vllm: bool) -> socket.socket:
     """To the fork server, which is started on first use."""
     if has_vllm not in _servers:
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(int(has_vllm))],
@@ -107,7 +108,7 @@ class Fork(subprocess.Popen[Any]):
     """The process is not this one's child: the fork server waits for it, and sends its exit code."""
 
     _has_vllm = True
-    _life: Connection | None = None
+    _life: socket.socket | None = None
 
     def _execute_child(self, args: Any, *rest: Any) -> None:  # type: ignore[override]
         (_, _, _, pass_fds, cwd, env, _, _, _, *pipes) = rest
@@ -119,25 +120,22 @@ class Fork(subprocess.Popen[Any]):
         standard = [
             given if given != -1 else own for own, given in enumerate((stdin, stdout, stderr))
         ]
-        ours, theirs = socket.socketpair()
+        request = _Request(
+            "batchkit.__main__" if words[module] == "batchkit" else words[module],
+            words[module + 1 :],
+            str(Path(cwd or ".").absolute()),
+            "-P" not in words[:module],
+            dict(os.environ if env is None else env),
+            [0, 1, 2, *pass_fds],
+            new_session,
+            process_group,
+            self._has_vllm,
+        )
+        self._life, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             fds = [theirs.fileno(), *standard, *pass_fds]
-            socket.send_fds(_connected(self._has_vllm), [b"."], fds)
-        self._life = Connection(ours.detach())
-        self._life.send(
-            _Request(
-                "batchkit.__main__" if words[module] == "batchkit" else words[module],
-                words[module + 1 :],
-                str(Path(cwd or ".").absolute()),
-                "-P" not in words[:module],
-                dict(os.environ if env is None else env),
-                [0, 1, 2, *pass_fds],
-                new_session,
-                process_group,
-                self._has_vllm,
-            )
-        )
-        self.pid = self._life.recv()
+            socket.send_fds(_connected(self._has_vllm), [pickle.dumps(request)], fds)
+        self.pid = int(self._life.recv(_MOST_SAID).removeprefix(server.READY))
         self._child_created = True
         self._close_pipe_fds(stdin, stdin_ours, stdout_ours, stdout, stderr_ours, stderr)  # type: ignore[attr-defined]
 
@@ -155,11 +153,14 @@ class Fork(subprocess.Popen[Any]):
         return code
 
     def _ended_within(self, timeout_s: float | None) -> int | None:
-        if self.returncode is None and self._life is not None and self._life.poll(timeout_s):
+        if self.returncode is None and self._life is not None:
+            self._life.settimeout(timeout_s)
             try:
-                self.returncode = self._life.recv()
-            except EOFError:  # the server was killed, and this process with it
-                self.returncode = -signal.SIGKILL
+                code = self._life.recv(_MOST_SAID)
+            except (TimeoutError, BlockingIOError):
+                return None
+            # Without one, the server was killed, and this process with it.
+            self.returncode = int(code) if code else -signal.SIGKILL
             self._life.close()
         return self.returncode
 
@@ -172,36 +173,14 @@ class LightFork(Fork):
 
 def _serve(control: socket.socket) -> Callable[[], None]:
     """Fork for each request until the other end is closed. Returns, in each fork, what it does."""
-    lives: dict[int, tuple[int, Connection]] = {}  # by the descriptor that reports the fork's end
-    while True:
-        ready, _, _ = select.select([control, *lives], [], [])
-        for ended in set(ready) & lives.keys():
-            pid, life = lives.pop(ended)
-            os.close(ended)
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            try:
-                life.send(code)
-            except OSError:
-                pass  # nobody waits for it
-            life.close()
-        if control not in ready:
-            continue
-        _, fds, _, _ = socket.recv_fds(control, 1, 64)
-        if not fds:
-            os._exit(0)
-        life = Connection(fds[0])
-        request: _Request = life.recv()
-        pid = os.fork()
-        if pid == 0:
-            _group(request)
-            life.send(os.getpid())  # from now on it can be sent signals, as a group, too
-            for connection in (control, life, *(one for _, one in lives.values())):
-                connection.close()  # now: the numbers are for other descriptors
-            _take_over(request, fds[1:])
-            return lambda: _run(request)
-        for fd in fds[1:]:
-            os.close(fd)
-        lives[os.pidfd_open(pid)] = pid, life
+    fork = server.serve(control, ends_with_caller=False)
+    if fork is None:
+        os._exit(0)
+    request: _Request = pickle.loads(fork.message)
+    _group(request)
+    fork.report()  # from now on it can be sent signals, as a group, too
+    _take_over(request, fork.fds)
+    return lambda: _run(request)
 
 
 def _group(request: _Request) -> None:
@@ -240,7 +219,7 @@ def _run(request: _Request) -> None:
 def _fork_a_server() -> None:
     """For this process, while it has one thread and has opened nothing."""
     global _server_below
-    ours, theirs = socket.socketpair()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     _server_below = os.fork()
     if _server_below == 0:
         _server_below = None

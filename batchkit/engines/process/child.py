@@ -41,7 +41,7 @@ from batchkit.engines.process.messages import (
 )
 from batchkit.engines.registry import load_engine, preload_engine
 from batchkit.errors import JobError
-from batchkit.sources.child_process import die_with_parent
+from batchkit.isolation.child import die_with_parent
 from batchkit.types import Request
 
 HEARTBEAT_S = 0.5

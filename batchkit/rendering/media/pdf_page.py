@@ -10,15 +10,15 @@ from PIL import Image
 
 from batchkit.config.tables import MediaTable
 from batchkit.errors import MediaError
-from batchkit.rendering.media.pixels import target_of
-from batchkit.rendering.media.size import Size
-from batchkit.sources.pdf_process import (
+from batchkit.isolation.pdf import (
     PdfProcessError,
     UnreadablePdfError,
     ask,
     missing_package,
     place_of,
 )
+from batchkit.rendering.media.pixels import target_of
+from batchkit.rendering.media.size import Size
 
 _PAGE = re.compile(  # RFC 8118; a URL may have a query
     r"(.*\.pdf(?:\?[^#]*)?)#page=([1-9][0-9]{0,8})", re.IGNORECASE | re.DOTALL

@@ -1,4 +1,4 @@
-"""The process that templates are rendered in: ``python -m batchkit.rendering.templates.child FD``.
+"""The handler that renders templates.
 
 It refuses a template that needs more memory or makes more text than any prompt has.
 """
@@ -9,31 +9,31 @@ import marshal
 import pickle
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from multiprocessing.connection import Connection
 from typing import Any
 
 from jinja2 import StrictUndefined, UndefinedError
 
-from batchkit.rendering.templates.leaves import numbers_of
-from batchkit.rendering.templates.sandbox import functions_called, unbounded
-from batchkit.sources.child_process import Answer, limit_memory, serve
+from batchkit.isolation.child import Answer, answer_all, limit_memory
+from batchkit.rendering.templates.sandbox import functions_called, with_functions
 
 MOST_MEMORY = 1 << 30  # bytes, plus eight times the size of the question
 MOST_BYTES = 16_000_000  # of text, plus four times the size of the question: 4 million tokens
 
 
-def main() -> None:
-    serve(_answer)
+def main(connection: Connection) -> None:
+    answer_all(connection, _answer)
 
 
 def _answer(question: bytes) -> Answer:
     """The ``marshal`` bytes of "value" and the result, or of the kind and text of an error."""
     limit = limit_memory(MOST_MEMORY + 8 * len(question))
     try:
-        source, expression, names, leaves = pickle.loads(question)
+        source, expression, names = pickle.loads(question)
         found = _compiled(source, expression)(names)
         if isinstance(found, StrictUndefined):
             return _because("undefined", "")
-        line = marshal.dumps(("value", _plain(found, numbers_of(leaves))))
+        line = marshal.dumps(("value", _plain(found)))
         most = MOST_BYTES + 4 * len(question)
         if len(line) > most:
             return _because(
@@ -55,30 +55,24 @@ def _because(kind: str, message: str) -> Answer:
 
 @lru_cache(maxsize=64)
 def _compiled(source: str, expression: str | None) -> Callable[[Mapping[str, Any]], Any]:
-    environment, functions = unbounded().overlay(), functions_called(source)
-    environment.globals = {
-        name: value for name, value in environment.globals.items() if name in functions
-    }
+    environment = with_functions(functions_called(source))
     if expression is not None:
         return environment.compile_expression(expression, undefined_to_none=False)
     return environment.from_string(source).render
 
 
-def _plain(value: Any, numbers: Mapping[int, int]) -> Any:
-    """``value`` in types that ``marshal`` takes; a leaf of the row as a tuple of its number."""
+def _plain(value: Any) -> Any:
+    """``value`` in types that ``marshal`` takes."""
     match value:
         case str():
             return str(value)
         case None | bool() | int() | float() | bytes():
             return value
         case list() | tuple():
-            return [_plain(part, numbers) for part in value]
+            return [_plain(part) for part in value]
         case dict():
-            return {_plain(key, {}): _plain(part, numbers) for key, part in value.items()}
-    if id(value) in numbers:
-        return (numbers[id(value)],)
-    raise TypeError(f"a {type(value).__name__} can't leave the process that renders this template")
-
-
-if __name__ == "__main__":
-    main()
+            return {_plain(key): _plain(part) for key, part in value.items()}
+    raise TypeError(
+        f"a {type(value).__name__} can't leave the process that renders this template: name it, or"
+        " pick it from a list, without loops, functions and other operators than +"
+    )

@@ -93,7 +93,7 @@ class PromptTemplates:
         others = [*texts_of_row, self.tools.template, *self.captions]
         self.takes_long = any(part is not None and part.is_apart for part in (*files, *others))
         """True if a row's templates are rendered in a separate process."""
-        self.files_may_take_long = any(template.may_take_long for template in files)
+        self.files_may_take_long = any(template.is_apart for template in files)
 
     def check_files(self) -> None:
         """Raises JobError if a template file changed since it was read."""

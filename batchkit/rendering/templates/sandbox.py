@@ -1,19 +1,18 @@
-"""Jinja's sandbox in three forms: for parsing, for bounded work, and for a separate process.
+"""Jinja's sandbox in two forms: for parsing and for rendering.
 
-All refuse private attributes, and changes to a row's values: a template that appended to a list
+Both refuse private attributes, and changes to a row's values: a template that appended to a list
 would change the row, and its fingerprint.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from functools import cache
 from types import BuiltinMethodType, MethodType
-from typing import Any
+from typing import Any, NoReturn
 
-from jinja2 import StrictUndefined, Undefined, nodes, pass_context
+from jinja2 import StrictUndefined, nodes, pass_context
 from jinja2.defaults import DEFAULT_NAMESPACE
 from jinja2.filters import do_indent
 from jinja2.meta import find_undeclared_variables
@@ -21,15 +20,6 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _OPERATORS = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
-_PLAIN = re.compile(r"(?:[^%]|%%|%(?:\(\w+\))?[-+ #0]*\d{0,2}(?:\.\d{1,2})?[a-zA-Z])*+")
-_MOST_PLACES = 16  # placeholders in a format
-_MOST_TEXT = 100_000  # characters of each operand
-_MOST_BITS = 64
-_MOST_POWER = 32
-
-
-class Unbounded(Exception):
-    """An operation may be too much for the run's own process."""
 
 
 class _Method:
@@ -66,20 +56,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             return self.undefined(obj=obj, name=argument)
         return _only_called(super().getitem(obj, argument))
 
-
-class _Bounded(_Sandbox):
-    """Evaluates an operator only if its operands are small. Such templates call no function of Jinja."""
-
-    intercepted_binops = _OPERATORS
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.globals = {}  # a row that lacks the field `range` has none, and not the function
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if not _is_small(operator, left, right):
-            raise Unbounded(operator)
-        return super().call_binop(context, operator, left, right)
+    def handle_exception(self, source: str | None = None) -> NoReturn:
+        """Called where an error is handled. Jinja would write a new traceback, which nobody reads."""
+        raise
 
 
 class _Reading(ImmutableSandboxedEnvironment):
@@ -107,16 +86,12 @@ def _only_called(value: Any) -> Any:
     return _Method(value) if isinstance(value, MethodType | BuiltinMethodType) else value
 
 
-@cache
-def bounded() -> ImmutableSandboxedEnvironment:
-    """For templates that ``is_linear`` allows; raises Unbounded while it renders."""
-    return _Bounded(undefined=StrictUndefined, keep_trailing_newline=True)
-
-
-@cache
-def unbounded() -> ImmutableSandboxedEnvironment:
-    """For a process that can be killed: compiling and rendering may run forever."""
-    return _Sandbox(undefined=StrictUndefined, keep_trailing_newline=True)
+def with_functions(names: Set[str] = frozenset()) -> ImmutableSandboxedEnvironment:
+    """For rendering, with Jinja's functions of these names; without them, a row that lacks the field
+    ``range`` has none. Only for templates that ``is_plain`` allows, compiling and rendering end."""
+    made = _Sandbox(undefined=StrictUndefined, keep_trailing_newline=True)
+    made.globals = {name: made.globals[name] for name in names}
+    return made
 
 
 @cache
@@ -174,35 +149,6 @@ def _key_of(node: Any) -> str | None:
     return str(node.arg.value) if isinstance(node.arg, nodes.Const) else None
 
 
-def is_plain_format(text: str, most_places: int = _MOST_PLACES) -> bool:
-    """True for a ``%`` format with few placeholders, none of them wider than 99."""
-    return text.count("%") <= most_places and _PLAIN.fullmatch(text) is not None
-
-
 def names_in_order(source: str) -> list[str]:
     """Every name in a template, as often as it occurs."""
     return [name.name for name in reading().parse(source).find_all(nodes.Name)]
-
-
-def _is_small(operator: str, left: Any, right: Any) -> bool:
-    if isinstance(left, Undefined) or isinstance(right, Undefined):
-        return True  # an undefined name raises an error at once
-    if isinstance(left, str) and operator == "%":
-        return len(left) <= _MOST_TEXT and is_plain_format(left) and _is_small_value(right)
-    if isinstance(left, str) and isinstance(right, str):
-        return operator == "+" and len(left) <= _MOST_TEXT and len(right) <= _MOST_TEXT
-    if not _is_small_number(left) or not _is_small_number(right):
-        return False
-    return operator != "**" or abs(right) <= _MOST_POWER
-
-
-def _is_small_value(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_small_value, value))
-    return _is_small_number(value) or (isinstance(value, str) and len(value) <= _MOST_TEXT)
-
-
-def _is_small_number(value: Any) -> bool:
-    if isinstance(value, int):
-        return value.bit_length() <= _MOST_BITS
-    return isinstance(value, float | Undefined)

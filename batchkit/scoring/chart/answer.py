@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from batchkit.scoring.chart.messages import Mode
+from batchkit.scoring.overlap import Mode
 
 TABLE_NAME = "table.xlsx"
 TABLE_PATH = f"/batchkit/{TABLE_NAME}"  # replaced by the real path when the code runs

@@ -1,4 +1,4 @@
-"""One chart's process, forked from the zygote: confined first, then given the code."""
+"""The handler that runs one chart: it confines its process, then runs the code."""
 
 from __future__ import annotations
 
@@ -18,30 +18,22 @@ import tempfile
 import time
 from collections.abc import Callable
 from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from batchkit.isolation.confine import confine
 from batchkit.scoring.chart.answer import TABLE_NAME, TABLE_PATH
-from batchkit.scoring.chart.confine import confine
 from batchkit.scoring.chart.fix import fixed
-from batchkit.scoring.chart.messages import (
-    CONFINED,
-    DEFAULT_LIMITS,
-    MAX_Y_CHARS,
-    Run,
-    SandboxLimits,
-)
 from batchkit.scoring.chart.readings import fixed_readings, official_reading
-from batchkit.sources.child_process import die_with_parent
-
-SCRATCH = "scratch"
+from batchkit.scoring.chart.sandbox import CONFINED, MAX_Y_CHARS, SCRATCH, Run, SandboxLimits
 
 _PRINTED_CHARS = MAX_Y_CHARS
 _PROBLEM_CHARS = 1000
 _RESULT_FD = 3
 
 
-def preload() -> None:
+def prepare() -> None:
     """Import what charts need, and draw and read once, so that no fork has to load it."""
     import_module("matplotlib").use("Agg")
     pandas, pyplot = import_module("pandas"), import_module("matplotlib.pyplot")
@@ -56,52 +48,39 @@ def preload() -> None:
     pyplot.close("all")
 
 
-def probe(home: Path, result: int) -> NoReturn:
-    """End with 0 and send only CONFINED if code is confined as it should be."""
-    _guarded(home, result, DEFAULT_LIMITS, _escapes)
+def main(connection: Connection) -> None:
+    """Confine this process, report it, then send back what the code draws. Never returns.
 
-
-def run_chart(run: Run, home: Path, result: int) -> NoReturn:
-    """Run the code in ``home``, which holds its table and its scratch folder."""
-    _guarded(home, result, run.limits, lambda: _result(run, home / TABLE_NAME))
-
-
-def _guarded(home: Path, result: int, limits: SandboxLimits, act: Callable[[], str]) -> NoReturn:
-    """Confine this process, report it, then send back what ``act`` returns. Never returns.
-
-    CONFINED is sent before ``act`` starts: code that runs then can't take it back.
+    CONFINED is sent before the code starts: it can't take that back.
     """
+    home, fields = json.loads(connection.recv_bytes())
+    run = Run(**{**fields, "limits": SandboxLimits(*fields["limits"])})
     returncode = 1
     try:
         try:
-            _leave_the_zygote(result, home / SCRATCH)
-            _limit(limits)
-            confine(readable=home, writable=home / SCRATCH)
+            _leave_the_server(connection.fileno(), Path(home) / SCRATCH)
+            _limit(run.limits)
+            confine(readable=Path(home), writable=Path(home) / SCRATCH)
         except BaseException as error:
             _send(f"{type(error).__name__}: {error}")
         else:
             _send(CONFINED)
-            _send(act())
+            _send(_escapes() if run.code is None else _result(run, Path(home) / TABLE_NAME))
             returncode = 0
     finally:
         os._exit(returncode)  # threads of the code may still run
 
 
-def _leave_the_zygote(result: int, scratch: Path) -> None:
+def _leave_the_server(result: int, scratch: Path) -> None:
     """Give up its session, signal handlers, terminal, files, folder and library paths."""
     os.setsid()
-    die_with_parent(signal.SIGKILL)
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nothing, fd)
     if result != _RESULT_FD:
         os.dup2(result, _RESULT_FD)
-    for fd in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-        if fd > _RESULT_FD:
-            with contextlib.suppress(OSError):  # the one that listed them
-                os.close(fd)
+    os.closerange(_RESULT_FD + 1, os.sysconf("SC_OPEN_MAX"))
     os.chdir(scratch)
     for name in ("PYTHONPATH", "LD_LIBRARY_PATH"):
         os.environ.pop(name, None)
@@ -173,7 +152,7 @@ def _values(run: Run, table: str) -> list[str]:
     pyplot = import_module("matplotlib.pyplot")
     printed = _Printed()
     sys.stdout, sys.stderr = printed, _Printed()
-    code = run.code.replace(TABLE_PATH, table)
+    code = (run.code or "").replace(TABLE_PATH, table)
     names = _names(pyplot)
     if run.mode == "fixed":
         pyplot.close = lambda *_, **__: None  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
-from batchkit.scoring.chart.messages import Mode
+from batchkit.scoring.overlap import Mode
 
 _MISSING = ("nan", "masked")
 _ROUNDING = 0.05  # how far the sum of a pie's fractions, rounded to two decimals, may be from 1

@@ -1,49 +1,68 @@
 """Runs one chart after another, each in its own confined process.
 
-A sandbox is a process that has imported what charts need, and forks for each (``zygote``): 30 ms
-per chart instead of two seconds. Its environment is emptied before it starts, so that neither it
-nor its forks ever hold a secret.
+The process is forked from one that has imported what charts need: 30 ms per chart instead of two
+seconds. The environment of that one is emptied before it starts, so that neither it nor its forks
+ever hold a secret. This process alone decides when a chart has exceeded a limit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import shutil
 import signal
-import subprocess
 import tempfile
 import threading
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+import time
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from batchkit.config.installation import how_to_install
-from batchkit.errors import JobError
-from batchkit.scoring.chart.confine import what_is_missing
-from batchkit.scoring.chart.messages import (
-    CONFINED,
-    MAX_RESULT_BYTES,
-    MAX_Y_CHARS,
-    Ended,
-    Run,
-    SandboxLimits,
-    decode_ended,
-    encode,
-)
-from batchkit.sources.processes import start
+from batchkit.errors import EngineError, JobError
+from batchkit.isolation.client import Child, Gone, Server, server_of
+from batchkit.isolation.confine import what_is_missing
+from batchkit.scoring.chart.answer import TABLE_NAME
+from batchkit.scoring.overlap import Mode
 
+CONFINED = "+"  # a chart's process sends this first, or else why it is not confined
+SCRATCH = "scratch"
+MAX_Y_CHARS = 2**16  # the longest reference of RealHiTBench has 2,236
+MAX_RESULT_BYTES = 2**20  # two readings of MAX_Y_CHARS, each escaped, and an error
+_HANDLER = "batchkit.scoring.chart.child"
 _LIBRARIES = ("pandas", "numpy", "matplotlib", "openpyxl")
-_START_S = 120.0  # the first import after an installation compiles everything
-_END_S = 5.0
-_GRACE_S = 15.0  # on top of a chart's own time, for a busy machine
-_PREFIX = "batchkit-chart-"
+_TICK_S = 0.05
+_MAX_FILES = 500
+_READ_BYTES = 2**16
 _MAX_PROBLEM_CHARS = 300
-_MAX_ENDED_BYTES = 6 * MAX_RESULT_BYTES + 1000  # escaped again
 
 
 class SandboxError(JobError):
     """Code that a model wrote can't be confined here, so it is not run."""
+
+
+class SandboxLimits(NamedTuple):
+    """Limits of one chart. It can't start processes, and threads only within its memory."""
+
+    timeout_s: float = 20.0
+    memory_bytes: int = 2**30  # address space, on top of the interpreter's with its libraries
+    file_bytes: int = 2**24
+    folder_bytes: int = 2**26  # of all files; checked 20 times a second
+
+
+DEFAULT_LIMITS = SandboxLimits()
+
+
+class Run(NamedTuple):
+    """Code to run; ``table`` is copied for it, None if there is none. No code: the process tries to
+    escape, and sends what succeeded."""
+
+    code: str | None = None
+    chart_type: str = ""
+    mode: Mode = "fixed"
+    table: str | None = None
+    limits: SandboxLimits = DEFAULT_LIMITS
 
 
 class Outcome(NamedTuple):
@@ -51,6 +70,18 @@ class Outcome(NamedTuple):
 
     y: list[str]
     problem: str | None
+
+
+class _Ended(NamedTuple):
+    """How a chart's process ended.
+
+    ``cause`` is why it was killed, None if it ended on its own with ``returncode`` (negative: by
+    that signal). ``written`` is what it sent, unchanged: any text at all after CONFINED.
+    """
+
+    cause: Literal["time", "folder", "result"] | None
+    returncode: int
+    written: str
 
 
 def check_sandbox() -> None:
@@ -67,39 +98,27 @@ class Sandbox:
     """Starts with the first run. One run at a time; ``close`` may be called by another thread."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._closed = False
+        self._server: Server | None = None
+        self._is_closed = False
         self._running = threading.Lock()  # held by the thread that runs a chart or closes it
-        self._starting = threading.Lock()  # held while a process starts, and by ``close``
 
     def run(self, run: Run) -> Outcome:
-        """The outcome of ``run``; a sandbox that died during it is started again, once.
+        """The outcome of ``run``; a server that died during it is started again, once.
 
         Raises:
             SandboxError: the sandbox can't be started, did not confine this run, or was closed.
         """
         with self._running:
             for _ in range(2):
-                connection = self._started()
-                try:
-                    connection.send_bytes(encode(run))
-                    if connection.poll(run.limits.timeout_s + _GRACE_S):
-                        ended = decode_ended(connection.recv_bytes(_MAX_ENDED_BYTES))
-                        return _outcome(ended, run.limits)
-                except (OSError, EOFError):
-                    pass
-                self._end()
+                with contextlib.suppress(Gone):
+                    return _outcome(self._ended(run, self._started()), run.limits)
             return Outcome([], "the sandbox's own process died or hung under it, twice")
 
     def close(self) -> None:
         """End it and the chart that it runs. A ``run`` that waits in another thread ends, too."""
-        with self._starting:
-            self._closed = True
-            process = self._process
-        if process is not None:
-            _terminate(process)
+        self._is_closed = True
         with self._running:
-            self._end()
+            self._server = None
 
     def __enter__(self) -> Sandbox:
         return self
@@ -107,48 +126,76 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _started(self) -> Connection:
-        if self._process is not None and self._process.poll() is None:
-            return self._connection
-        self._end()
-        with self._starting:
-            if self._closed:
-                raise SandboxError("the sandbox is closed")
-            self._begin()
+    def _started(self) -> Server:
+        """The server, of which a fork has been tried: code is confined as it should be."""
+        if self._server is not None and self._server.is_alive:
+            return self._server
         try:
-            if self._connection.poll(_START_S):
-                refusal = self._connection.recv_bytes().decode()
-            else:
-                refusal = f"its process has not come up within {_START_S:.0f} s"
-        except (OSError, EOFError):
-            refusal = "its process ended while it started"
-        if refusal:
-            self._end()
-            raise _refusal(refusal)
-        return self._connection
+            server = server_of(_HANDLER, "drawing charts")
+        except EngineError as error:
+            raise _refusal(str(error)) from error
+        ended = self._ended(Run(), server)
+        if ended.returncode != 0 or ended.written != CONFINED:
+            reason = ended.written.removeprefix(CONFINED)
+            raise _refusal(reason or f"confining a process ended in {ended}")
+        self._server = server
+        return server
 
-    def _begin(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix=_PREFIX)
-        self._process, self._connection = start(
-            "batchkit.scoring.chart.zygote", self._folder, environ=_environment(self._folder)
-        )
+    def _ended(self, run: Run, server: Server) -> _Ended:
+        """Runs ``run`` in its own process, and leaves nothing behind. Raises Gone."""
+        home = Path(tempfile.mkdtemp(dir=server.folder))
+        try:
+            (home / SCRATCH).mkdir()
+            if run.table is not None:
+                with contextlib.suppress(OSError):  # the code reports that it is missing
+                    shutil.copyfile(run.table, home / TABLE_NAME)
+            child = server.fork()
+            try:
+                child.connection.send_bytes(json.dumps([str(home), run._asdict()]).encode())
+                return self._watched(child, home / SCRATCH, run.limits)
+            except OSError as error:
+                raise Gone(None) from error
+            finally:
+                child.end()
+        finally:
+            shutil.rmtree(home, ignore_errors=True)
 
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            _terminate(process)
-            self._connection.close()
-            shutil.rmtree(self._folder, ignore_errors=True)  # gone, unless it had to be killed
+    def _watched(self, child: Child, scratch: Path, limits: SandboxLimits) -> _Ended:
+        """Wait until the process ends or exceeds a limit."""
+        deadline = time.monotonic() + limits.timeout_s
+        written, is_open, cause = bytearray(), True, None
+        while cause is None and (is_open or not child.has_ended(_TICK_S)):
+            if self._is_closed:
+                raise SandboxError("the sandbox is closed")
+            if is_open and child.connection.poll(_TICK_S):
+                is_open = bool(read := _read(child))
+                written += read
+            cause = _excess(written, scratch, limits, deadline)
+        if cause is None and child.returncode is None:
+            raise Gone(None)
+        text = written[:MAX_RESULT_BYTES].decode(errors="replace")
+        return _Ended(cause, child.returncode or 0, text)
 
 
-def _terminate(process: subprocess.Popen[bytes]) -> None:
-    """May be called by two threads at once."""
-    process.terminate()
+def _read(child: Child) -> bytes:
+    """What is there; empty at the end."""
     try:
-        process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        return os.read(child.connection.fileno(), _READ_BYTES)
+    except ConnectionError:
+        return b""
+
+
+def _excess(
+    written: bytearray, scratch: Path, limits: SandboxLimits, deadline: float
+) -> Literal["time", "folder", "result"] | None:
+    if len(written) > MAX_RESULT_BYTES:
+        return "result"
+    if time.monotonic() > deadline:
+        return "time"
+    # Flat: folders can't be created in it. Complete: files can't be removed from it.
+    with os.scandir(scratch) as entries:
+        sizes = [entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries]
+    return "folder" if sum(sizes) > limits.folder_bytes or len(sizes) > _MAX_FILES else None
 
 
 def _refusal(reason: str) -> SandboxError:
@@ -158,26 +205,7 @@ def _refusal(reason: str) -> SandboxError:
     )
 
 
-def _environment(folder: str) -> dict[str, str]:
-    """The environment of a chart's process: no variable of this process's own but the paths of
-    libraries."""
-    libraries = os.environ.get("LD_LIBRARY_PATH")
-    return {
-        "HOME": folder,
-        "TMPDIR": folder,
-        "MPLCONFIGDIR": folder,
-        "MPLBACKEND": "Agg",
-        "LANG": "C.UTF-8",
-        "PYTHONHASHSEED": "0",  # the same chart gets the same score
-        "PYTHONNOUSERSITE": "1",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        **({} if libraries is None else {"LD_LIBRARY_PATH": libraries}),
-    }
-
-
-def _outcome(ended: Ended, limits: SandboxLimits) -> Outcome:
+def _outcome(ended: _Ended, limits: SandboxLimits) -> Outcome:
     if ended.written and not ended.written.startswith(CONFINED):
         raise _refusal(ended.written)  # sent before any code ran
     match ended.cause:
@@ -196,7 +224,7 @@ def _outcome(ended: Ended, limits: SandboxLimits) -> Outcome:
     return _reported(ended)
 
 
-def _reported(ended: Ended) -> Outcome:
+def _reported(ended: _Ended) -> Outcome:
     """The outcome in what was sent, which the code may have written itself."""
     written = ended.written.removeprefix(CONFINED)
     if not written:

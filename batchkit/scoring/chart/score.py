@@ -12,8 +12,15 @@ from typing import NamedTuple
 
 from batchkit.scoring.chart.answer import TABLE_NAME, chart_code, with_table
 from batchkit.scoring.chart.compare import passes, reference_values
-from batchkit.scoring.chart.messages import DEFAULT_LIMITS, Mode, Run, SandboxLimits
-from batchkit.scoring.chart.sandbox import Outcome, Sandbox, check_sandbox
+from batchkit.scoring.chart.sandbox import (
+    DEFAULT_LIMITS,
+    Outcome,
+    Run,
+    Sandbox,
+    SandboxLimits,
+    check_sandbox,
+)
+from batchkit.scoring.overlap import Mode
 
 _AHEAD = 2  # charts per worker that are started before the first result is awaited
 

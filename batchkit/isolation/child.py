@@ -1,4 +1,4 @@
-"""What a child process of the run does: it answers its parent, within limits, and ends with it."""
+"""What a child process does: it answers questions within limits, and ends with its parent."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import contextlib
 import ctypes
 import resource
 import signal
-import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 
@@ -21,13 +20,8 @@ class Answer(NamedTuple):
     is_last: bool = False
 
 
-def serve(answer: Callable[[bytes], Answer]) -> None:
-    """Answer the questions that arrive over the socket FD, the process's first argument, one at a
-    time, until the caller ends."""
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
-    connection: Any = Connection(int(sys.argv[1]))
-    connection.send_bytes(b"")  # it has started
+def answer_all(connection: Connection, answer: Callable[[bytes], Answer]) -> None:
+    """Answer the questions that arrive over ``connection``, one at a time, until the caller ends."""
     with contextlib.suppress(EOFError, OSError):  # the caller has ended
         is_last = False
         while not is_last:
@@ -43,13 +37,13 @@ def limit_memory(n_bytes: int) -> int:
     return limit
 
 
-def die_with_parent(signum: int = signal.SIGKILL) -> None:
-    """Have the kernel send ``signum`` to this process when the thread that started it ends.
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends.
 
     Raises:
         OSError: the kernel refuses.
     """
-    prctl(_PR_SET_PDEATHSIG, signum)
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def prctl(option: int, *arguments: int | bytes) -> None:

@@ -9,10 +9,11 @@ from importlib.util import find_spec
 from typing import Any
 
 from batchkit.config.installation import how_to_install
-from batchkit.sources.processes import Gone, child_of_thread
+from batchkit.isolation import client
 
 PAGE_S = 60.0
 MEMORY_BYTES = 2**31
+_HANDLER = "batchkit.isolation.pdf_child"
 _KILLED = -signal.SIGKILL
 
 
@@ -40,24 +41,24 @@ def ask(what: str, place: str, *arguments: int, memory_bytes: int = MEMORY_BYTES
         EngineError: no process can be started.
     """
     question = marshal.dumps((what, place, arguments, memory_bytes))
-    for _ in range(2):  # the first may have been killed, for example by the kernel for its memory
-        child = child_of_thread("batchkit.sources.pdf_child", "reading PDFs")
-        try:
-            kind, value = marshal.loads(child.ask(question, PAGE_S))
-        except TimeoutError:
-            raise PdfProcessError(f"it takes longer than {PAGE_S:g} s; save it anew") from None
-        except Gone:
-            code = child.returncode
-            continue
-        if kind == "value":
-            return value
-        raise UnreadablePdfError(value)
-    if code == _KILLED or code is None or code >= 0:
-        raise PdfProcessError("the process that reads it was killed twice; is memory short?")
-    raise UnreadablePdfError(
-        f"PDFium, which reads it, crashed ({signal.Signals(-code).name}): it is broken, or needs more"
-        f" memory than {memory_bytes:,} bytes; save it anew, for example by printing it to a PDF"
-    )
+    try:
+        kind, value = marshal.loads(client.ask(_HANDLER, "reading PDFs", question, PAGE_S))
+    except TimeoutError:
+        raise PdfProcessError(f"it takes longer than {PAGE_S:g} s; save it anew") from None
+    except client.Gone as gone:
+        code = gone.returncode
+        if code == _KILLED or code is None or code >= 0:
+            raise PdfProcessError(
+                "the process that reads it was killed twice; is memory short?"
+            ) from None
+        raise UnreadablePdfError(
+            f"PDFium, which reads it, crashed ({signal.Signals(-code).name}): it is broken, or needs"
+            f" more memory than {memory_bytes:,} bytes; save it anew, for example by printing it to"
+            " a PDF"
+        ) from None
+    if kind == "value":
+        return value
+    raise UnreadablePdfError(value)
 
 
 def place_of(descriptor: int) -> str:

@@ -14,8 +14,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from batchkit.scoring.chart.landlock import landlock_missing, restrict_files
-from batchkit.scoring.chart.seccomp import restrict_calls, seccomp_missing
+from batchkit.isolation.landlock import landlock_missing, restrict_files
+from batchkit.isolation.seccomp import restrict_calls, seccomp_missing
 
 _CAPABILITY_VERSION_3 = 0x20080522
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")

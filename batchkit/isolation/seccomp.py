@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from batchkit.sources.child_process import prctl
+from batchkit.isolation.child import prctl
 
 _PR_GET_SECCOMP, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 21, 22, 38
 _MODE_FILTER = 2

@@ -1,16 +1,17 @@
-"""The process that opens PDFs: ``python -m batchkit.sources.pdf_child FD``."""
+"""The handler that opens PDFs."""
 
 from __future__ import annotations
 
 import marshal
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pypdfium2 as pdfium
 import pypdfium2.raw as raw
 
-from batchkit.sources.child_process import Answer, limit_memory, serve
+from batchkit.isolation.child import Answer, answer_all, limit_memory
 
 _BYTES_PER_PIXEL = 4  # of a picture in a page, once PDFium has decoded it
 _HYPHENS = {2: "-", 0xFFFE: "-"}  # how PDFium writes one at the end of a line
@@ -22,8 +23,8 @@ class _NoSuchPage(Exception):
     """Which pages there are."""
 
 
-def main() -> None:
-    serve(_answer)
+def main(connection: Connection) -> None:
+    answer_all(connection, _answer)
 
 
 def _answer(question: bytes) -> Answer:
@@ -120,6 +121,3 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "size": _size,
     "image": _image,
 }
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,138 @@
+"""Decides which templates are rendered in the run's own process: those whose steps can't hang.
+
+A list of what they may contain decides; any other template is rendered in a process that can be
+killed. A filter may make its input up to 16 times as long, twice. A loop may read nothing but its own
+item and has no loop within, so nothing is multiplied.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from jinja2 import nodes
+
+# fmt: off
+_NODES = {
+    nodes.Output, nodes.TemplateData, nodes.If, nodes.For, nodes.Assign, nodes.Name, nodes.Const, nodes.Getattr,
+    nodes.Getitem, nodes.Slice, nodes.List, nodes.Tuple, nodes.Dict, nodes.Pair, nodes.Keyword,
+    nodes.Concat, nodes.Add, nodes.Sub, nodes.Div, nodes.FloorDiv, nodes.Neg, nodes.Pos, nodes.And,
+    nodes.Or, nodes.Not, nodes.Compare, nodes.Operand, nodes.CondExpr,
+}
+_FILTERS = {
+    "abs", "capitalize", "count", "first", "float", "int", "items", "last", "length", "list", "lower",
+    "map", "max", "min", "reverse", "round", "safe", "sort", "string", "title", "trim", "truncate",
+    "upper", "wordcount",
+}
+_TESTS = {
+    "boolean", "defined", "divisibleby", "eq", "even", "false", "float", "ge", "gt", "in", "integer",
+    "iterable", "le", "lower", "lt", "mapping", "ne", "none", "number", "odd", "sequence", "string",
+    "true", "undefined", "upper",
+}
+_METHODS = {
+    "capitalize", "casefold", "count", "endswith", "find", "isalpha", "isdigit", "isoformat", "items",
+    "keys", "lower", "lstrip", "partition", "removeprefix", "removesuffix", "rsplit", "rstrip", "split",
+    "splitlines", "startswith", "strftime", "strip", "title", "upper", "values",
+}
+_GROWING = {"e", "escape", "indent", "join", "replace", "tojson", "urlencode"}
+# fmt: on
+_JOINING = (nodes.Concat, nodes.Add, nodes.List, nodes.Tuple, nodes.Dict)
+_PADDED_DATE = re.compile(r"%[^A-Za-z%]")
+_MOST_NUMBER = 100_000
+_MOST_GROWN_BY = 16  # characters of an argument that a filter may add at every position
+_MOST_GROWTH = 2  # growing filters, one applied to the other
+
+
+def is_plain(tree: nodes.Template) -> bool:
+    """See above; ``tree`` must come from the sandbox's parser."""
+    return (
+        all(map(_is_known, tree.find_all(nodes.Node)))
+        and all(map(_is_simple, tree.find_all(nodes.For)))
+        and not any(map(_may_double, tree.find_all(nodes.Assign)))
+        and all(_growth(node) <= _MOST_GROWTH for node in tree.find_all(nodes.Expr) if _grows(node))
+    )
+
+
+def may_grow(tree: nodes.Template) -> bool:
+    """True if the text may be longer than the row and the template."""
+    return tree.find(nodes.For) is not None or _growth(tree) > 0
+
+
+def _is_known(node: nodes.Node) -> bool:
+    match node:
+        case nodes.Test(name=name, dyn_args=None, dyn_kwargs=None):
+            return name in _TESTS
+        case nodes.Filter(name="d" | "default", dyn_args=None, dyn_kwargs=None):
+            return node.node is not None
+        case nodes.Filter(name=name, dyn_args=None, dyn_kwargs=None):
+            arguments = [*node.args, *(pair.value for pair in node.kwargs)]
+            return node.node is not None and _is_known_call(name, _FILTERS, arguments)
+        case nodes.Call(node=nodes.Getattr(attr="get"), kwargs=[], dyn_args=None, dyn_kwargs=None):
+            return True
+        case nodes.Call(node=nodes.Getattr(attr="join", node=text), args=[_], kwargs=[]):
+            return node.dyn_args is None and node.dyn_kwargs is None and _is_short(text)
+        case nodes.Call(node=nodes.Getattr(attr=name), kwargs=[], dyn_args=None, dyn_kwargs=None):
+            return _is_known_call(name, _METHODS, node.args)
+    return type(node) in _NODES
+
+
+def _is_known_call(name: str, known: set[str], arguments: list[nodes.Expr]) -> bool:
+    """Of a filter, or of a method of a value."""
+    given: list[Any] = [arg.value for arg in arguments if isinstance(arg, nodes.Const)]
+    if len(given) < len(arguments):
+        return False
+    match name:
+        case "strftime":
+            return not any(_PADDED_DATE.search(str(text)) for text in given)
+        case "tojson":
+            return not given  # an indent grows with the nesting of its input
+        case "replace" if not given or not given[0]:
+            return False  # an empty text is found between any two characters
+    if name in _GROWING:
+        return all(map(_is_short, arguments))
+    return name in known and not any(
+        isinstance(value, int | float) and abs(value) > _MOST_NUMBER for value in given
+    )
+
+
+def _is_simple(loop: nodes.For) -> bool:
+    """Linear in what it iterates over, which is a part of the row."""
+    own = {"loop", *(name.name for name in _names([loop.target]))}
+    parts = [*loop.body, *([loop.test] if loop.test else [])]
+    return (
+        not loop.recursive
+        and loop.find(nodes.For) is None
+        and all(name.name in own for name in _names(parts))
+        and not _growth(loop.iter)
+    )
+
+
+def _may_double(assigned: nodes.Assign) -> bool:
+    """A name that is set may be used, twice, in what is set next."""
+    within = [assigned.node, *assigned.node.find_all(nodes.Expr)]
+    return any(_grows(node) or isinstance(node, _JOINING) for node in within)
+
+
+def _growth(node: nodes.Node) -> int:
+    """How many filters and methods in it make a text longer."""
+    return sum(map(_grows, [node, *node.find_all(nodes.Expr)]))
+
+
+def _grows(node: nodes.Node) -> bool:
+    match node:
+        case nodes.Filter(name=name) | nodes.Call(node=nodes.Getattr(attr=name)):
+            return name in _GROWING
+    return False
+
+
+def _is_short(argument: nodes.Expr) -> bool:
+    if not isinstance(argument, nodes.Const):
+        return False
+    value = argument.value
+    return bool((len(value) if isinstance(value, str) else abs(value or 0)) <= _MOST_GROWN_BY)
+
+
+def _names(parts: Iterable[nodes.Node]) -> Iterable[nodes.Name]:
+    within = (node for part in parts for node in (part, *part.find_all(nodes.Name)))
+    return (node for node in within if isinstance(node, nodes.Name))
