@@ -49,6 +49,7 @@ def _constant_templates(job: JobConfig) -> Iterator[RowTemplate]:
             for n, text in enumerate(images)
         }
         for key, text in {**texts, **images}.items():
+            keeps_type = key in images
+            made = RowTemplate(place + key, text, timeout_s=timeout_s, keeps_type=keeps_type)
             if fields_read(text) <= job.vars.keys():
-                keeps_type = key in images
-                yield RowTemplate(place + key, text, timeout_s=timeout_s, keeps_type=keeps_type)
+                yield made
