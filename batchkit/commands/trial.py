@@ -13,11 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from batchkit.config.tables import JobConfig
 from batchkit.errors import EngineError, Interrupted
-from batchkit.execution.start import start_run
+from batchkit.execution.kept_engine import KeptEngine
+from batchkit.execution.run import start_run
+from batchkit.execution.signals import StopRequest
+from batchkit.execution.start import Options
 from batchkit.execution.summary import RunSummary
 from batchkit.sources.input import Input
 from batchkit.storage.ledger import read_lines, tokens_in
@@ -72,14 +74,21 @@ def seconds_at(time: str) -> float:
     return datetime.fromisoformat(time).timestamp()
 
 
-def tried(job: JobConfig, source: Input | None = None, **how: Any) -> RunSummary:
-    """Start the run of ``job``; ``how``: further arguments of ``start_run``.
+def tried(
+    job: JobConfig,
+    source: Input | None,
+    options: Options,
+    *,
+    kept: KeptEngine | None = None,
+    stop: StopRequest | None = None,
+) -> RunSummary:
+    """As ``start_run``.
 
     Raises:
         BatchkitError: the run stopped, or could not begin.
         Interrupted: a signal ended it.
     """
-    summary = start_run(job, source, **how).checked()
+    summary = start_run(job, source, options, kept=kept, stop=stop).checked()
     if summary.exit >= 128:
         raise Interrupted(summary.exit - 128)
     return summary

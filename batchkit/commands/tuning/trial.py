@@ -19,10 +19,12 @@ from batchkit.commands.tuning.table import OK, OOM, Memory, SizeResult
 from batchkit.config.tables import EngineTable, JobConfig
 from batchkit.engines.faults import EngineDied, StartFailed
 from batchkit.engines.memory import family_bytes, gpu_bytes
+from batchkit.engines.process.launcher import LOG
 from batchkit.engines.registry import holds_model
 from batchkit.errors import BatchkitError, EngineError, InputError, Interrupted, JobError
 from batchkit.execution.kept_engine import KeptEngine
 from batchkit.execution.signals import StopRequest
+from batchkit.execution.start import Options
 from batchkit.rendering.ordering import well_ordered
 from batchkit.rendering.steps import renderer_of
 from batchkit.sources import count_rows, never
@@ -91,7 +93,7 @@ class Trials:
         if not self.total:
             raise InputError(f"{job.input.path}: no rows to try batch sizes on")
         self.rows = self.total if rows is None else min(rows, self.total)
-        self.kept = KeptEngine(job, folder)  # its engines are forks of one process
+        self.kept = KeptEngine(folder / LOG)  # its engines are forks of one process
         self._job = _of_trials(job, folder)
         self._source = self._first_rows(self.rows)
         self._renderer = renderer_of(job)
@@ -151,7 +153,8 @@ class Trials:
     def _start(self, job: JobConfig, source: Input, watch: Watch) -> None:
         """Raises as ``tried``, but the end that ``watch`` asked for is none."""
         try:
-            tried(job, source, kept=self.kept, stop=watch.stop, quiet=True, command="trial")
+            options = Options(command="trial", quiet=True)
+            tried(job, source, options, kept=self.kept, stop=watch.stop)
         except Interrupted:
             if not watch.has_asked:
                 raise
