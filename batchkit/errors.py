@@ -217,7 +217,7 @@ class RolloutError(RowError):
 
 
 class ReplayError(RolloutError):
-    """A function asked for something else than what the ledger has at that place."""
+    """A function asked for something else than before its row was interrupted."""
 
 
 def limit_reached(error: RecursionError | MemoryError) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from batchkit.execution.rollouts.begun import begun
-from batchkit.execution.rollouts.rollouts import PausedRow
+from batchkit.execution.rollouts.rollouts import PausedRow, Rollouts
 from batchkit.execution.start import Start
 from batchkit.rendering.prefetch import AHEAD, READ_AT_ONCE, Prefetch
 from batchkit.types import Completion, Request, Task
@@ -92,15 +91,7 @@ def requests_of(
     rows that have been, by index; each is taken out of it."""
     job, renderer = start.job, start.renderer
     if job.has_several:
-        return begun(
-            job,
-            renderer,
-            tasks,
-            engines=engines,
-            may_wait=may_wait,
-            references=start.references,
-            function=start.options.rollout,
-        )
+        return Rollouts(start, tasks, engines, may_wait=may_wait)
     ready = {} if rendered is None else rendered
 
     def render(task: Task) -> Request | Completion:

@@ -6,10 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from batchkit.config.tables import JobConfig
-from batchkit.execution.rollouts.function import Function
 from batchkit.execution.selection import Selection
 from batchkit.rendering.constant_files import constant_files
 from batchkit.rendering.renderer import AdjustSampling
@@ -17,6 +16,9 @@ from batchkit.rendering.steps import Renderer, renderer_of
 from batchkit.scoring import Scoring, kept_fields, scoring_of_steps
 from batchkit.storage.identity import engine_identity, of_function
 from batchkit.storage.score_store import references_of
+
+if TYPE_CHECKING:
+    from batchkit.execution.rollouts.function import Function
 
 OnChange = Literal["fail", "new", "requeue"]
 

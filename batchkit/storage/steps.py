@@ -88,7 +88,7 @@ def fresh_line(generation: Mapping[str, Any]) -> GenerationLine:
 
 
 def completion_of(line: Mapping[str, Any], request: Request) -> Completion:
-    """What a recorded generation answered to ``request``."""
+    """What a recorded generation answered to ``request``; which of several answers counts is chosen again."""
     if "choices" in line:
         choices = tuple(map(_choice, line["choices"]))
     else:
@@ -100,8 +100,6 @@ def completion_of(line: Mapping[str, Any], request: Request) -> Completion:
         line.get("latency_s", 0.0),
         _error(line.get("error") or {}) if line["status"] == "failed" else None,
         earlier_usage=_usage(line.get("earlier_usage")),
-        selected=line.get("selected"),
-        votes=line.get("votes"),
     )
 
 

@@ -114,7 +114,7 @@ async def solve(row, generate):
     assert 'solve.py", line 6, in solve' in shown
     assert 'solve.py", line 4, in parse' in shown
     assert "ValueError: dry-run: no model answered row 0" in shown
-    assert "rollouts/" not in shown
+    assert "execution/rollouts/" not in shown
     assert "asyncio" not in shown
     assert "sk-abc" not in (RUN / "results.jsonl").read_text()
 

@@ -231,8 +231,8 @@ class OutputTable(Table):
     )
     replay: Free[Literal["strict", "fresh"]] = Field(
         "strict",
-        description="What a row's recorded generations are good for if its function asks for something else"
-        " than before: the row fails with `rollout`, or goes on with new generations from there.",
+        description="What happens to a row whose function asks for something else than before it was interrupted:"
+        " it fails with `rollout`, or has the new answer.",
     )
     vector_dtype: Identity[Literal["float32", "float16"]] = Field(
         "float32", description='For `task = "embed"`: the type that vectors are stored with.'

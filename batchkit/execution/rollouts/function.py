@@ -22,8 +22,8 @@ from batchkit.errors import EmptyTextError, JobError, RolloutError, RowError
 from batchkit.execution.rollouts.generate import Generate
 from batchkit.execution.rollouts.open_row import OpenRow
 from batchkit.execution.rollouts.shown import shown_error
+from batchkit.execution.start import Start
 from batchkit.rendering.messages import short
-from batchkit.rendering.steps import Renderer
 from batchkit.storage.plain_json import valid
 from batchkit.types import Choice, Completion
 
@@ -33,23 +33,23 @@ Function = Callable[[Mapping[str, Any], Generate], Awaitable[str | dict[str, Any
 
 
 class Rollout:
-    """Answers rows with ``function``."""
+    """Answers rows with the function that a program gave, or that the job names."""
 
-    def __init__(self, job: JobConfig, renderer: Renderer, function: Function) -> None:
-        self._job, self._renderer, self._function = job, renderer, function
+    def __init__(self, start: Start) -> None:
+        assert start.job.rollout is not None
+        self._start = start
+        self._function = start.options.rollout or loaded_function(start.job.rollout.function)
 
     async def solve(self, row: OpenRow) -> Completion:
         """The outcome of the row: what the function returned, or its error."""
-        generate = Generate(row, self._job, self._renderer)
+        generate = Generate(row, self._start)
         fields = {name: _own(value) for name, value in row.row.fields.items()}
         try:
             text, parsed = _answer(await self._function(fields, generate))
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:
-            return row.failed(row.diverged or _row_error(error))
-        if row.diverged is not None:  # whatever the function made of that error
-            return row.failed(row.diverged)
+            return row.failed(_row_error(error))
         return replace(row.outcome(None, [Choice(text, None)]), parsed=parsed)
 
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import orjson
 
-from batchkit.config.tables import JobConfig
 from batchkit.errors import RequestError, RowError
 from batchkit.execution.rollouts.open_row import OpenRow
+from batchkit.execution.start import Start
 from batchkit.rendering.messages import short
 from batchkit.rendering.renderer import with_media_bytes
-from batchkit.rendering.steps import Renderer
 from batchkit.rendering.tools import checked_tools
 from batchkit.types import Completion, Request
 
@@ -31,9 +30,9 @@ class Generate:
     Nothing that was answered is asked again after a restart: the row gets its recorded answers.
     """
 
-    def __init__(self, row: OpenRow, job: JobConfig, renderer: Renderer) -> None:
-        self._row, self._job, self._renderer = row, job, renderer
-        self._sampling = job.params()
+    def __init__(self, row: OpenRow, start: Start) -> None:
+        self._row, self._start = row, start
+        self._sampling = start.job.params()
         self._loop = asyncio.get_running_loop()
 
     async def __call__(
@@ -63,8 +62,8 @@ class Generate:
             raise RequestError(
                 "generate: was called on another event loop; await it on the one that runs the function"
             )
-        if engine and engine not in self._job.engines:
-            known = ", ".join(self._job.engines) or "none is given"
+        if engine and engine not in self._start.job.engines:
+            known = ", ".join(self._start.job.engines) or "none is given"
             raise RequestError(
                 f"generate: engine is {engine!r}, expected one of [engines]: {known}"
             )
@@ -82,7 +81,7 @@ class Generate:
         def render() -> Request:
             request = Request(
                 self._row.row,
-                None if messages is None else self._renderer.messages(messages),
+                None if messages is None else self._start.renderer.messages(messages),
                 str(prompt) if messages is None else None,
                 merged,
                 input_hash="",

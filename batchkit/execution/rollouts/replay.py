@@ -36,14 +36,6 @@ def request_hash(request: Request, job: JobConfig, engine: str) -> str:
     return hashlib.blake2b(encoded(asked), digest_size=8).hexdigest()
 
 
-def hash_of_equal(request_hash: str, times: int) -> str:
-    """That of a request that the row has asked for ``times`` times before. So several samples for one
-    prompt keep their answers, though some of them were in flight when the row was interrupted."""
-    if times == 0:
-        return request_hash
-    return hashlib.blake2b(f"{request_hash} {times}".encode(), digest_size=8).hexdigest()
-
-
 def _model(engine: EngineTable) -> tuple[Any, ...]:
     command = None if engine.server is None else engine.server.command
     served = None if command is None else what_decides_answers(command)
@@ -68,6 +60,14 @@ def _hash_of(image: Image) -> list[Any]:
     return [image.mode, *image.size, pixels]
 
 
+def _hash_of_equal(request_hash: str, times: int) -> str:
+    """That of a request that the row has asked for ``times`` times before. So several samples for one
+    prompt keep their answers, though some of them were in flight when the row was interrupted."""
+    if times == 0:
+        return request_hash
+    return hashlib.blake2b(f"{request_hash} {times}".encode(), digest_size=8).hexdigest()
+
+
 class Recorded(NamedTuple):
     """A line of the ledger, and its place among those of its row."""
 
@@ -79,49 +79,46 @@ class Replay:
     """The recorded generations of one row, each of which answers one request.
 
     A request is found by what it asks, so calls that run side by side may come in another order than
-    before; of equal ones each is another request (``hash_of_equal``). Of ``earlier`` attempts
-    a row gets only answers, and it may ask for something else then; so may any row if not ``strict``,
-    and one whose lines say ``replay: fresh``: they are of another function, or one of them was damaged.
+    before; of equal ones each is another request (``_hash_of_equal``). A row that has asked for something
+    new and left a recorded answer unused is at ``fault``. Not so one that is tried again: it gets the
+    answers of ``earlier`` attempts, and no errors of them. Nor, if not ``strict``, any other, or one whose
+    lines say ``replay: fresh``: they are of another function, or one of them was damaged.
     """
 
     def __init__(self, task: Task, *, strict: bool) -> None:
-        is_first = task.attempt == 1
         is_fresh = any(line.get("replay") == "fresh" for line in task.known)
-        self._strict = strict and is_first and not is_fresh
-        self._by_asked: dict[tuple[str, str], Recorded] = {}
-        self._left = Counter[tuple[str, int]]()
-        known = (line for line in task.known if line["status"] == "ok" or not line.get("earlier"))
-        for place, line in enumerate(known):
-            self._by_asked.setdefault((line["step"], line["request_hash"]), Recorded(place, line))
-            self._left[line["step"], line["call"]] += 1
+        self._strict = strict and task.attempt == 1 and not is_fresh
+        self._left: dict[tuple[str, str], Recorded] = {}
+        for place, line in enumerate(task.known):
+            if line["status"] == "ok" or not line.get("earlier"):
+                asked = line["step"], line["request_hash"]
+                self._left.setdefault(asked, Recorded(place, line))
         self._taken = {(line["step"], line["call"]) for line in task.known}
+        self._asked = Counter[tuple[str, str]]()
+        self._new: Call | None = None
 
-    def find(self, step: str, number: int, hash_now: str, *, is_alone: bool) -> Recorded | None:
-        """The recorded generation for this request; None if it was not made yet. ``is_alone``: the row
-        waits for no other generation, and none of its tasks may ask for one, so none can have taken this
-        one's place.
-
-        Raises:
-            ReplayError: the ledger has another request at that place.
-        """
-        if not self._left:
-            return None
-        if (found := self._by_asked.pop((step, hash_now), None)) is not None:
-            self._left[step, found.line["call"]] -= 1
-            return found
-        if self._strict and is_alone and self._left[step, number] > 0:
-            call = Call(step, number, hash_now).in_words
-            raise ReplayError(
-                f"{call} asks for something else than before this row was interrupted, so its function"
-                " does not always ask the same; let it depend on the row and on answers only (a seed"
-                ' for random numbers, no clock), or set output.replay = "fresh"'
-            )
-        return None
-
-    def new_number(self, step: str, number: int) -> int:
-        """For a generation that the ledger does not have: ``number``, or the next that no other of the row
-        has."""
-        while (step, number) in self._taken:
+    def find(self, call: Call) -> tuple[Call, Recorded | None]:
+        """The recorded generation for ``call``; or else None, and the call by which the ledger will know
+        it: its number is the next that no other of the row has."""
+        times = self._asked[call.step, call.request_hash]
+        self._asked[call.step, call.request_hash] += 1
+        asked = _hash_of_equal(call.request_hash, times)
+        if (found := self._left.pop((call.step, asked), None)) is not None:
+            return call, found
+        self._new = self._new or call
+        number = call.number
+        while (call.step, number) in self._taken:
             number += 1
-        self._taken.add((step, number))
-        return number
+        self._taken.add((call.step, number))
+        return call._replace(number=number, request_hash=asked), None
+
+    @property
+    def fault(self) -> ReplayError | None:
+        """Of the row, once it has ended."""
+        if self._new is None or not (self._strict and self._left):
+            return None
+        return ReplayError(
+            f"{self._new.in_words} asks for something else than before this row was interrupted, so its"
+            " function does not always ask the same; let it depend on the row and on answers only (a seed"
+            ' for random numbers, no clock), or set output.replay = "fresh"'
+        )

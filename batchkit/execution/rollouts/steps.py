@@ -7,13 +7,13 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
-from batchkit.config.tables import JobConfig, StepTable
+from batchkit.config.tables import StepTable
 from batchkit.errors import EmptyTextError, InvalidOutputError, RowError
 from batchkit.execution.records import parsed_or_failed
 from batchkit.execution.rollouts.open_row import OpenRow
-from batchkit.execution.selection import Selection, eligible
+from batchkit.execution.selection import eligible
+from batchkit.execution.start import Start
 from batchkit.rendering.steps import NO_ANSWER, StepsRenderer, with_answers
-from batchkit.scoring import scoring_of_steps
 from batchkit.scoring.parsed import NotJson, parsed
 from batchkit.types import Completion, Request, Row
 
@@ -21,19 +21,9 @@ from batchkit.types import Completion, Request, Row
 class Steps:
     """Answers rows of a job with steps."""
 
-    def __init__(
-        self,
-        job: JobConfig,
-        renderer: StepsRenderer,
-        references: Mapping[str, str | None] | None = None,
-    ) -> None:
-        self._steps = job.steps
-        self._renderer = renderer
-        self._keeps_choices = job.keeps_choices
-        self._judge = job.select.step
-        self._selection = Selection(job, references)
-        self._parsing = job.parsing
-        self._scoring = scoring_of_steps(job)
+    def __init__(self, start: Start) -> None:
+        assert isinstance(start.renderer, StepsRenderer)
+        self._start, self._renderer = start, start.renderer
 
     async def solve(self, row: OpenRow) -> Completion:
         """The outcome of the row: that of its last step, of the one that failed, or what the step
@@ -43,9 +33,9 @@ class Steps:
         last: Completion | None = None
         try:
             self._renderer.check(row.row)
-            for step in self._steps:
+            for step in self._start.job.steps:
                 candidates: list[Completion] | None = None
-                if step.name == self._judge:
+                if step.name == self._start.job.select.step:
                     if not done:
                         break
                     candidates = self._candidates(done)
@@ -63,7 +53,7 @@ class Steps:
                     done.append(completion)
                     last = completion
                 if candidates is not None:
-                    last = candidates[self._selection.named(completion) or 0]
+                    last = candidates[self._start.selection.named(completion) or 0]
             if last is None:
                 raise EmptyTextError(NO_ANSWER)
         except RowError as error:
@@ -77,12 +67,9 @@ class Steps:
     def _candidates(self, done: Sequence[Completion]) -> list[Completion]:
         """The answers to choose from: of the newest step that has several, each as its completion."""
         judged = next((each for each in reversed(done) if len(each.choices) > 1), done[-1])
-        parses = self._parses(judged)
+        parses = judged.request.step in self._start.job.parsing
         chosen = [replace(judged, selected=number) for number in eligible(judged, parses=parses)]
         return [parsed_or_failed(each) if parses else each for each in chosen]
-
-    def _parses(self, completion: Completion) -> bool:
-        return completion.request.step in self._parsing
 
     async def _asked(self, step: StepTable, row: OpenRow, seen: Row) -> Completion | None:
         """None if the step is skipped; raises RowError if it fails."""
@@ -94,13 +81,7 @@ class Steps:
         completion = await row.ask(
             render, name, step.engine, takes_long=renderer.step_takes_long(name)
         )
-        if completion is None:
-            return None
-        if completion.selected is None:  # of another [select]
-            completion = self._selection.chosen(completion, parses=self._parses(completion))
-        if completion.parsed is None and self._parses(completion):
-            completion = parsed_or_failed(completion)
-        if completion.error is not None:
+        if completion is not None and completion.error is not None:
             raise completion.error
         return completion
 
@@ -117,7 +98,7 @@ class Steps:
             "finish_reason": completion.finish_reason,
             "skipped": False,
         }
-        if (scoring := self._scoring.get(step.name)) is not None:
+        if (scoring := self._start.step_scoring.get(step.name)) is not None:
             scored = scoring.score(completion.text, row.fields, row.id)
             found |= {"prediction": scored.prediction, "scores": scored.scores}
         return {name: value for name, value in found.items() if value is not None}
@@ -130,7 +111,7 @@ class Steps:
                 for key, value in answer.items()
                 if key != "json"
                 and (key, value) != ("skipped", False)
-                and (key != "choices" or (self._keeps_choices and len(value) > 1))
+                and (key != "choices" or (self._start.job.keeps_choices and len(value) > 1))
             }
             for name, answer in answers.items()
         }

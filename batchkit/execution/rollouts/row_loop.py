@@ -1,0 +1,121 @@
+"""The event loop that runs the code of all rows, on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from contextvars import ContextVar
+from typing import Any
+
+from batchkit.execution.rollouts.open_row import OpenRow
+from batchkit.execution.rollouts.shown import shown_code
+from batchkit.execution.rollouts.threads import DaemonThreads
+
+_LOOK_S = 1.0
+_CLOSE_S = 5.0
+_SIDE_THREADS = 32  # of asyncio.to_thread
+
+_ROW: ContextVar[OpenRow | None] = ContextVar("row", default=None)
+
+
+class RowLoop:
+    """``fail`` gets what is raised outside of a row's own code; ``look`` is called once a second.
+
+    Threads: its own runs the rows' code, ``fail``, ``look`` and what is given to ``soon``; another one calls
+    the methods, but for ``start``.
+    """
+
+    def __init__(self, fail: Callable[[BaseException], None], look: Callable[[], None]) -> None:
+        self._fail, self._look = fail, look
+        self._beat = self._looked_at = time.monotonic()
+        self._late_looks = 0
+        self._closing = False
+        self._loop = asyncio.new_event_loop()
+        # The loop itself forgets a task that nothing else holds, and one that swallows every error would
+        # never let go of the thread that collects it.
+        self._tasks = set[RowTask]()
+        self._loop.set_task_factory(self._task)
+        self._loop.set_default_executor(DaemonThreads(_SIDE_THREADS, "rollout"))
+        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
+        self._thread.start()
+
+    def start(self, row: OpenRow, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run ``coroutine`` as the code of ``row``; on the loop's thread."""
+        token = _ROW.set(row)
+        row.coroutine = self._loop.create_task(coroutine)
+        _ROW.reset(token)
+
+    def soon(self, do: Callable[..., None], *args: Any) -> None:
+        """``do`` on the loop's thread; its error stops the run."""
+
+        def guarded() -> None:
+            try:
+                do(*args)
+            except BaseException as error:
+                self._fail(error)
+
+        with suppress(RuntimeError):  # closed already
+            self._loop.call_soon_threadsafe(guarded)
+
+    def is_blocked(self, limit_s: float) -> bool:
+        """Whether some code has run for ``limit_s`` without an ``await``.
+
+        Two looks, a second apart: after a pause of the whole process the loop must have had time.
+        """
+        now = time.monotonic()
+        if now >= self._looked_at + _LOOK_S:
+            self._looked_at = now
+            self._late_looks = self._late_looks + 1 if now - self._beat > limit_s + _LOOK_S else 0
+        return self._late_looks >= 2
+
+    @property
+    def running(self) -> tuple[OpenRow | None, str]:
+        """The row whose code runs now, None if it is a callback; and where in the code that is."""
+        where = shown_code(self._thread)
+        task = asyncio.current_task(self._loop)
+        return task.row if isinstance(task, RowTask) else None, where
+
+    def close(self) -> None:
+        """End all code. Some may go on for a while if it swallows its cancellation, or blocks; nothing
+        waits for it."""
+        self.soon(self._stop)
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.call_soon(self._tick)
+        while not self._closing:  # the user's code may have stopped the loop
+            with suppress(SystemExit, KeyboardInterrupt):  # the task that raised it has it, too
+                self._loop.run_forever()
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+    def _task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> RowTask:
+        task = RowTask(coroutine, loop=loop, **options)
+        task.row = _ROW.get()
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _tick(self) -> None:
+        self._beat = time.monotonic()
+        self.soon(self._look)
+        self._loop.call_later(_LOOK_S, self._tick)
+
+    def _stop(self) -> None:
+        """Let every coroutine end, then the loop."""
+        self._closing = True
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        ended = asyncio.gather(*tasks, return_exceptions=True)
+        ended.add_done_callback(lambda _: self._loop.stop())
+
+
+class RowTask(asyncio.Task[Any]):
+    """A task, and the row whose code has started it."""
+
+    row: OpenRow | None = None
