@@ -2,73 +2,89 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
-from io import BufferedReader
-from itertools import islice
-from typing import Any
+from typing import IO, Any
 
 import ijson
 import orjson
 
 from batchkit.config.tables import InputTable
 from batchkit.errors import InputError, RequestError
-from batchkit.sources.depth import TOO_DEEP, ShallowJson, is_too_deep
-from batchkit.sources.files import BLOCK_BYTES, open_input
+from batchkit.sources.depth import TOO_DEEP, is_too_deep
+from batchkit.sources.files import open_input
 from batchkit.sources.reader import Format, Found, Skip, one_of, shown
-from batchkit.sources.surrogates import HALF, MarkedHalves
 
-MAX_DIAGNOSED_EVENTS = 2_000_000  # a few seconds, to list the keys of a file without such a list
+MAX_WHOLE_BYTES = 2**28  # a larger file is parsed as a stream, which is five times as slow
+_LONG_INT = re.compile(rb"\d{19}")  # orjson makes a float of a whole number beyond 64 bits
+_HALF = re.compile(  # of a surrogate pair: the other half is not beside it, nor may it begin there
+    rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F]|(?:\\(?:u[dD]?)?)?\Z)"
+    rb"|(?<=.{6})(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]",
+    re.DOTALL,
+)
+_TAIL_BYTES = 12  # of a block: what it does not decide yet
 
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
-    """See ``Reader``; the file is parsed as a stream, one member of the list at a time."""
-    n_rows = 0
+    """See ``Reader``; a file of up to 256 MB is parsed at once, a larger one a member at a time."""
     with open_input(path) as file:
-        start = file.peek(BLOCK_BYTES).lstrip()
-        if table.records is None and start[:1] != b"[":
-            raise _not_a_list(path, None, start)
-        prefix = "item" if table.records is None else f"{table.records}.item"
-        try:
-            shallow = ShallowJson(halves := MarkedHalves(file))
-            for member in ijson.items(shallow, prefix, use_float=True):
-                if skip(index):
-                    yield None
-                elif shallow.is_deep and is_too_deep(member):
-                    yield RequestError(f"{path} row {n_rows} of the list: {TOO_DEEP}")
-                elif halves.are_in(member):
-                    yield RequestError(f"{path} row {n_rows} of the list: {HALF}")
-                elif isinstance(member, dict):
-                    yield member
-                else:
-                    problem = f"expected a JSON object, found {shown(member)}"
-                    yield RequestError(f"{path} row {n_rows} of the list: {problem}")
-                index += 1
-                n_rows += 1
-        except (ijson.JSONError, UnicodeDecodeError) as error:
-            if n_rows == 0 and _is_lines(start):
-                raise _are_lines(path) from error
-            problem = f"broken JSON after {n_rows} rows: {_reason(error)}"
-            raise InputError(f"{path}: {problem}") from error
-    if n_rows == 0 and table.records is not None:
-        _check_records(path, table.records)
+        content = file.read(MAX_WHOLE_BYTES + 1)
+    if len(content) > MAX_WHOLE_BYTES:
+        del content
+        members = _stream(path, table.records)
+    else:
+        members = iter(_list(path, _parsed(path, content), table.records))
+    for number, member in enumerate(members):
+        yield None if skip(index) else _found(f"{path} row {number} of the list", member)
+        index += 1
 
 
-def _not_a_list(path: str, records: str | None, start: bytes) -> InputError:
-    if start[:1] != b"{":
-        found = shown(start[:40].decode(errors="replace"))
-        return InputError(f"{path}: expected a JSON list, found {found}; check input.format")
-    if _is_lines(start):
-        return _are_lines(path)
-    keys = _top_keys(path)
-    return InputError(
-        f"{path}: is a JSON object; set input.records to the key of its list;"
-        f" keys: {shown(', '.join(keys), 200)[1:-1]}"
-    )
+def _found(place: str, member: Any) -> Found:
+    if not isinstance(member, dict):
+        return RequestError(f"{place}: expected a JSON object, found {shown(member)}")
+    return RequestError(f"{place}: {TOO_DEEP}") if is_too_deep(member) else member
 
 
-def _is_lines(start: bytes) -> bool:
+def _parsed(path: str, content: bytes) -> Any:
+    try:
+        value = orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        if _is_lines(content):
+            raise _are_lines(path) from error
+        where = f"line {error.lineno}, column {error.colno}"
+        raise InputError(f"{path}: broken JSON: {error.msg} at {where}") from error
+    return json.loads(content) if _LONG_INT.search(content) else value
+
+
+def _list(path: str, value: Any, records: str | None) -> list[Any]:
+    """The list of rows in the file's ``value``."""
+    if records is None:
+        if isinstance(value, list):
+            return value
+        if not isinstance(value, dict):
+            raise InputError(
+                f"{path}: expected a JSON list, found {shown(value)}; check input.format"
+            )
+        keys = shown(", ".join(value), 200)[1:-1]
+        raise InputError(
+            f"{path}: is a JSON object; set input.records to the key of its list; keys: {keys}"
+        )
+    if isinstance(value, list):
+        raise InputError(f"{path}: the file is the list itself: leave input.records out")
+    for key in records.split("."):
+        if not isinstance(value, dict) or key not in value:
+            hint = one_of(key, value if isinstance(value, dict) else ())
+            raise InputError(f"{path}: input.records = {records!r} is not there; {hint}")
+        value = value[key]
+    if not isinstance(value, list):
+        raise InputError(f"{path}: input.records = {records!r} is not a list: {shown(value)}")
+    return value
+
+
+def _is_lines(content: bytes) -> bool:
     """Whether the first line is an object by itself, and more follows."""
-    first, _, rest = start.partition(b"\n")
+    first, _, rest = content.partition(b"\n")
     try:
         return isinstance(orjson.loads(first), dict) and bool(rest.strip())
     except orjson.JSONDecodeError:
@@ -79,30 +95,38 @@ def _are_lines(path: str) -> InputError:
     return InputError(f'{path}: holds a JSON object a line; set input.format = "jsonl"')
 
 
-def _check_records(path: str, records: str) -> None:
-    """Raises unless ``records`` is there, and is a list."""
-    with open_input(path) as file:
-        for prefix, event, _ in _events(file):
-            if prefix == records and event != "map_key":
-                if event == "start_array":
-                    return
-                raise InputError(f"{path}: input.records = {records!r} is not a list ({event})")
-    keys = _top_keys(path)
-    hint = one_of(records, keys) if keys else "the file is the list itself: leave input.records out"
-    raise InputError(f"{path}: input.records = {records!r} is not there; {hint}")
+def _stream(path: str, records: str | None) -> Iterator[Any]:
+    prefix = "item" if records is None else f"{records}.item"
+    n_rows = 0
+    try:
+        with open_input(path) as file:
+            for member in ijson.items(_WithoutHalves(file), prefix, use_float=True):
+                yield member
+                n_rows += 1
+    except (ijson.JSONError, UnicodeDecodeError) as error:
+        problem = f"broken JSON after {n_rows} rows: {_reason(error)}"
+        raise InputError(f"{path}: {problem}") from error
+    if n_rows == 0:
+        where = "at its top" if records is None else f"at input.records = {records!r}"
+        raise InputError(f"{path}: has no list of rows {where}; check input.records")
 
 
-def _top_keys(path: str) -> list[str]:
-    with open_input(path) as file:
-        try:
-            events = [event for event in _events(file) if event[:2] == ("", "map_key")]
-        except ijson.JSONError as error:
-            raise InputError(f"{path}: broken JSON: {_reason(error)}") from error
-    return list(dict.fromkeys(key for _, _, key in events))
+class _WithoutHalves:
+    """The JSON of ``file``; half of a surrogate pair, which ijson reads as a question mark, is an error."""
 
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._tail = b""
 
-def _events(file: BufferedReader[Any]) -> Iterator[tuple[str, str, str]]:
-    return islice(ijson.parse(ShallowJson(file), use_float=True), MAX_DIAGNOSED_EVENTS)
+    def read(self, size: int = -1) -> bytes:
+        block = self._file.read(size)
+        seen = (self._tail + block).replace(rb"\\", b"__")
+        if rb"\u" in seen and (half := _HALF.search(seen)):
+            raise ijson.JSONError(
+                f"a text has half of a surrogate pair (an emoji that was cut): {half[0][:6].decode()}"
+            )
+        self._tail = seen[-_TAIL_BYTES:]
+        return block
 
 
 def _reason(error: Exception) -> str:

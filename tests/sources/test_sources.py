@@ -289,8 +289,13 @@ def test_an_empty_json_list_has_no_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tail", ['{"a": 2}, {"a"', '{"a": 2}, {"a": NaN}]', '{"a": 2}] x'])
-def test_rows_before_the_break_in_a_json_file_are_yielded(tmp_path: Path, tail: str) -> None:
+def test_rows_before_the_break_in_a_large_json_file_are_yielded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tail: str
+) -> None:
     path = write(tmp_path, "x.json", '[{"a": 1}, ' + tail)
+    with pytest.raises(InputError, match=r"broken JSON: .* at line 1, column"):
+        next(read_rows(table(path)))
+    monkeypatch.setattr("batchkit.sources.json_list.MAX_WHOLE_BYTES", 10)
     rows = read_rows(table(path))
     assert [next(rows).fields, next(rows).fields] == [{"a": 1}, {"a": 2}]
     with pytest.raises(InputError, match="broken JSON after 2 rows"):
@@ -504,11 +509,11 @@ def test_zstd_frames_are_one_file(tmp_path: Path, url: str) -> None:
         ("x.json", b'{"n": 1, "rows": []}', {}, "set input.records to the key of its list; keys:"),
         ("x.json", b'{"n": 1, "rows": []}', {"records": "row"}, "did you mean 'rows'?"),
         ("x.json", b'{"n": 1, "rows": []}', {"records": "zz"}, "known: n, rows"),
-        ("x.json", b'{"n": 1, "rows": []}', {"records": "n"}, "is not a list (number)"),
+        ("x.json", b'{"n": 1, "rows": []}', {"records": "n"}, "is not a list: 1"),
         ("x.json", b'[{"n": 1}]', {"records": "n"}, "leave input.records out"),
-        ("x.json", b'"text"', {}, "expected a JSON list, found '\"text\"'"),
-        ("x.json", b"  \n ", {}, "expected a JSON list, found ''"),
-        ("x.json", b'[{"a": "\xff"}]', {}, "invalid bytes in UTF8 string"),
+        ("x.json", b'"text"', {}, "expected a JSON list, found 'text'"),
+        ("x.json", b"  \n ", {}, "broken JSON: "),
+        ("x.json", b'[{"a": "\xff"}]', {}, "broken JSON: str is not valid UTF-8"),
         ("x.csv", b"a,,b\n1,2,3\n", {}, "line 1: column 2 of 3 has no name"),
         ("x.csv", b"a,b,a\n1,2,3\n", {}, "line 1: two columns are named 'a'"),
         ("x.csv", b"\n\n", {}, "holds only blank lines"),
@@ -593,8 +598,12 @@ def test_whole_number_of_thousands_of_digits_fails_its_row_alone(tmp_path: Path)
     assert second.fields == {"n": 1}
 
 
-def test_json_list_with_such_a_number_says_what_to_do(tmp_path: Path) -> None:
+def test_json_list_keeps_them_too_unless_it_is_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "x.json"
     path.write_text('[{"n": 12345678901234567890123}]')
+    assert rows_of(path)[0].fields == {"n": 12345678901234567890123}
+    monkeypatch.setattr("batchkit.sources.json_list.MAX_WHOLE_BYTES", 10)
     with pytest.raises(InputError, match="beyond 64 bits; write it as text"):
-        list(read_rows(InputTable(path=str(path))))
+        rows_of(path)
