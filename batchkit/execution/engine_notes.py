@@ -13,7 +13,7 @@ from batchkit.execution.progress import Progress
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.start import Start
 from batchkit.execution.tasks import Tasks
-from batchkit.sources.rowhash import known_hashes
+from batchkit.sources.rowhash import input_hash
 from batchkit.storage.identity import check_found, is_learned, names_same_model
 from batchkit.storage.manifest import Manifest, Suspects, forget_other_steps
 
@@ -72,7 +72,7 @@ class EngineNotes:
     def _known(self, name: str) -> EngineHistory:
         manifest, options = self._run.manifest, self._options(name)
         noted = manifest.notes_of(name)
-        if forget_other_steps(noted, _settings_hash(options)):
+        if forget_other_steps(noted, input_hash(options)):
             self.hear(Line("engine options have changed: smaller settings are forgotten"))
         # Where the search for a poison row was when an earlier start was killed.
         is_current = noted.suspects.of == _suspects_of(options, manifest)
@@ -108,11 +108,7 @@ class EngineNotes:
 def _suspects_of(options: Mapping[str, Any], manifest: Manifest) -> str:
     """A hash of the settings that suspicions hold for; with others, rows may do no harm."""
     begun = {key: value for key, value in manifest.identity.items() if not is_learned(key)}
-    return _settings_hash({"identity": begun, "options": options})
-
-
-def _settings_hash(settings: Mapping[str, Any]) -> str:
-    return known_hashes(settings)[-1]
+    return input_hash({"identity": begun, "options": options})
 
 
 def _announced(job: JobConfig, name: str, *, is_kept: bool) -> Iterator[str]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from batchkit.errors import StoreError
-from batchkit.sources.rowhash import known_hashes
+from batchkit.sources.rowhash import input_hash
 from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.files import free_name, sync_folder
 from batchkit.storage.index_set import IndexSet
@@ -127,8 +127,7 @@ class _Rows:
         self._left: dict[str, list[int]] | None = None
         for row in rows:
             key = row.id if by_id else str(row.index)
-            for known in known_hashes(row.fields, nan_is_null=False):
-                self._same[key, known].append(row.index)
+            self._same[key, input_hash(row.fields)].append(row.index)
         for indexes in self._same.values():
             indexes.reverse()  # the first one is taken first
 

@@ -10,7 +10,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
 from batchkit.sources import is_fallback, never
 from batchkit.sources.input import Input, from_job
-from batchkit.sources.rowhash import known_hashes
+from batchkit.sources.rowhash import input_hash
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.ledger import RESULTS, failure_kind
 from batchkit.storage.manifest import read_manifest
@@ -51,13 +51,13 @@ def done_in(folder: Path, job: JobConfig, source: Input) -> Callable[[Row], bool
         return row_id in shared
 
     def is_done(row: Row) -> bool:
-        hashes = known_hashes(row.fields, nan_is_null=False)
+        known = input_hash(row.fields)
         if times[row.id] == 1 and left[row.id]:
-            differs = hash_of[row.id] not in (None, *hashes)
+            differs = hash_of[row.id] != known
             is_other = differs and (source.files is None or is_shared(row.id))
             found = None if is_other else row.id
         else:
-            found = next((each for one in hashes if left[each := name(row.id, one)]), None)
+            found = each if left[each := name(row.id, known)] else None
         if found is None:
             return False
         left[found] -= 1

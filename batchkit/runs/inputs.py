@@ -12,7 +12,7 @@ from batchkit.rendering.media import load_image
 from batchkit.rendering.renderer import LoadImage
 from batchkit.rendering.steps import Renderer, renderer_of
 from batchkit.sources import read_rows
-from batchkit.sources.rowhash import known_hashes
+from batchkit.sources.rowhash import input_hash
 from batchkit.types import Row
 
 
@@ -60,7 +60,7 @@ class InputRows:
         if (
             row.index == record["index"]
             and row.id == record["id"]
-            and record.get("input_hash") in (None, *known_hashes(row.fields))
+            and record.get("input_hash") == input_hash(row.fields)
         ):
             return row
         now = "" if row.id == record["id"] or row.index != record["index"] else f", but {row.id!r}"

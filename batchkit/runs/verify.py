@@ -12,9 +12,8 @@ from typing import Any
 from batchkit.errors import BatchkitError
 from batchkit.runs.status import pending_rows, total_rows
 from batchkit.runs.steps_audit import audit_steps, rows_again
-from batchkit.sources import is_fallback
 from batchkit.sources.input import Input, from_job, input_changes
-from batchkit.sources.rowhash import known_hashes
+from batchkit.sources.rowhash import input_hash
 from batchkit.storage.checkpoint import (
     CHECKPOINT,
     StepsPoint,
@@ -133,13 +132,13 @@ class _Rows:
     """The result of comparing the records with the input.
 
     ``n_pending``: rows without a record; None if the input could not be read. ``mixed``: for each
-    such row, the id and the ``known_hashes`` of which its record must have one.
+    such row, the id and the ``input_hash`` that its record must have.
     """
 
     n_pending: int | None = None
     pending: list[int] = field(default_factory=list)
     unknown: IndexSet = field(default_factory=IndexSet)
-    mixed: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    mixed: dict[int, tuple[str, str]] = field(default_factory=dict)
     not_compared: str | None = None
 
     def fits(self, record: Mapping[str, Any]) -> bool:
@@ -265,9 +264,9 @@ def _compare_rows(source: Input, records: Iterator[dict[str, Any]], found: _Rows
             found.unknown.add(record["index"])
             record = next(records, None)
         if record is not None and record["index"] == row.index:
-            hashes = known_hashes(row.fields)
-            if not _is_of(record, row.id, hashes):
-                found.mixed[row.index] = row.id, hashes
+            known = input_hash(row.fields)
+            if not _is_of(record, row.id, known):
+                found.mixed[row.index] = row.id, known
             record = next(records, None)
     while record is not None:
         found.unknown.add(record["index"])
@@ -300,16 +299,9 @@ def _pending(rows: _Rows, total: int | None, totals: Totals, manifest: Manifest)
     return max(0, rows.n_pending - manifest.skipped_elsewhere)
 
 
-def _is_of(record: Mapping[str, Any], row_id: str, hashes: tuple[str, ...]) -> bool:
-    """True if the record belongs to the row with this id and these ``known_hashes``.
-
-    Older versions named a row without an id by its index, and allowed ids of any form.
-    """
-    if record.get("input_hash") not in hashes:
-        return False
-    record_id = record["id"]
-    is_older = record_id == str(record["index"]) or is_fallback(record_id)
-    return record_id == row_id or (is_fallback(row_id) and is_older)
+def _is_of(record: Mapping[str, Any], row_id: str, known: str) -> bool:
+    """True if the record belongs to the row with this id and this ``input_hash``."""
+    return (record["id"], record.get("input_hash")) == (row_id, known)
 
 
 def _newest(path: Path, log: _Log) -> Iterator[dict[str, Any]]:

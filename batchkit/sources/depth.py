@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 MAX_DEPTH = 200
@@ -31,7 +32,9 @@ def _inside(part: Any) -> Any:
 
 
 def copied(value: Any, levels: int = MAX_DEPTH) -> Any:
-    """A copy of ``value``'s dicts, lists and tuples; a value of another type is the same object.
+    """A copy of ``value``'s dicts, lists and tuples; of a subclass, only the outermost level
+    is copied, and a value of another type is the same object.
+    Arrays of one dimension, which pandas makes of a Parquet file's lists, become lists.
 
     Raises:
         TooDeepError: they are nested more than ``levels`` deep.
@@ -39,10 +42,12 @@ def copied(value: Any, levels: int = MAX_DEPTH) -> Any:
     kind = type(value)
     if kind in _FLAT:
         return value
+    if kind.__name__ == "ndarray" and value.ndim == 1 and value.dtype.kind not in "mM":
+        value, kind = value.tolist(), list  # but of times: their numbers
     if kind is not dict and kind is not list and kind is not tuple:
         if is_too_deep(value):
             raise TooDeepError
-        return value
+        return copy(value) if isinstance(value, dict | list) else value
     if not levels:
         raise TooDeepError
     if kind is dict:

@@ -29,7 +29,7 @@ from batchkit.sources import (
     read_rows,
 )
 from batchkit.sources.reader import shown
-from batchkit.sources.rowhash import input_hash, known_hashes
+from batchkit.sources.rowhash import input_hash
 from batchkit.storage.identity import CHANGING
 from batchkit.storage.manifest import FileFingerprint, read_manifest
 from batchkit.types import Row
@@ -96,12 +96,8 @@ def from_python(rows: Any, table: InputTable) -> Input:
     if found.size is None:
         return Input(None, lambda skip: found.read(), lambda skip: found.read(), _unknown, has_ids)
     n_rows = found.size
-    hashes, earlier = bytearray(), hashlib.sha256()
     size = n_rows()
-    for row in found.read():
-        known = known_hashes(row.fields)
-        hashes += bytes.fromhex(known[0])
-        earlier.update(known[-1].encode())
+    hashes = b"".join(bytes.fromhex(input_hash(row.fields)) for row in found.read())
     is_other = False
 
     def changes(thorough: bool) -> dict[str, str]:
@@ -120,9 +116,7 @@ def from_python(rows: Any, table: InputTable) -> Input:
                 yield row
         is_other |= end < len(hashes)
 
-    file = FileFingerprint(
-        PLACE, size, 0, earlier.hexdigest(), row_hashes=hashlib.sha256(hashes).hexdigest()
-    )
+    file = FileFingerprint(PLACE, size, 0, hashlib.sha256(hashes).hexdigest())
     return Input([file], read, read, lambda: size, has_ids, changes, found.labels)
 
 
@@ -242,9 +236,7 @@ def input_changes(then: Sequence[FileFingerprint], now: Sequence[FileFingerprint
 def _same(then: FileFingerprint, now: FileFingerprint) -> bool:
     if then.sha256 == CHANGING:
         return False
-    # Older runs did not note these.
-    later = (then.read_as, now.read_as), (then.row_hashes, now.row_hashes)
-    return then.sha256 == now.sha256 and all(len({*pair} - {""}) < 2 for pair in later)
+    return (then.sha256, then.read_as) == (now.sha256, now.read_as)
 
 
 def _described(file: FileFingerprint | None) -> str:

@@ -127,7 +127,7 @@ def _dictionary_bytes(chunk: Any) -> float:
     if not chunk.has_dictionary_page or "BYTE_ARRAY" not in chunk.physical_type:
         return 0.0
     packed = chunk.data_page_offset - chunk.dictionary_page_offset
-    return packed * chunk.total_uncompressed_size / max(1, chunk.total_compressed_size)
+    return float(packed * chunk.total_uncompressed_size / max(1, chunk.total_compressed_size))
 
 
 FORMAT = Format(read, (".parquet",), count, is_table=True)

@@ -6,7 +6,6 @@ import threading
 from typing import Any
 
 _EXIF_ORIENTATION = 0x0112
-_PLAIN_MODES = ("RGB", "L")
 
 # Pillow decodes an opened file at its first use, and marks it as decoded before the pixels are
 # there. Rows may share such an image, and render threads run concurrently: without a lock, all but
@@ -37,14 +36,8 @@ def orientation_of(picture: Any) -> int | None:
     return orientation if isinstance(orientation, int) else None
 
 
-def look_of(picture: Any) -> str:
-    """What decides how a picture's bytes look; empty for upright RGB and gray.
-
-    Empty, so that most pictures keep the fingerprint that earlier versions gave them.
-    """
+def look_of(picture: Any) -> list[Any]:
+    """What decides how a picture's bytes look."""
     orientation, mode = loaded(picture), picture.mode
-    transparency = picture.info.get("transparency")
-    if mode in _PLAIN_MODES and transparency is None and orientation in (None, 1):
-        return ""
-    palette = bytes(picture.getpalette("RGBA") or ()).hex() if mode in ("P", "PA") else ""
-    return f" {mode} {palette} {transparency!r} {orientation}"
+    palette = bytes(picture.getpalette("RGBA") or ()) if mode in ("P", "PA") else b""
+    return [mode, palette, repr(picture.info.get("transparency")), orientation]

@@ -9,7 +9,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from batchkit.errors import JobError, RequestError
-from batchkit.sources.depth import TOO_DEEP, TooDeepError, copied, is_too_deep
+from batchkit.sources.depth import TOO_DEEP, TooDeepError, copied
 from batchkit.sources.ids import fallback_id, row_of
 from batchkit.sources.reader import shown
 from batchkit.types import Row
@@ -40,9 +40,9 @@ class _Values(NamedTuple):
 def python_rows(rows: Any, key: str | None) -> PythonRows:
     """``rows`` with their ids under ``key``; a single str or dict is one row.
 
-    Tables are DataFrames of pandas and polars, datasets of ``datasets``, pyarrow's tables, and all
-    that gives an Arrow stream; they are recognised by their methods, since none of these packages
-    need be installed. A value that is not a row fails alone.
+    Tables are DataFrames of pandas, datasets of ``datasets``, and all that gives an Arrow stream, as
+    polars and pyarrow do; they are recognised by their methods, since none of these packages need be
+    installed. A value that is not a row fails alone.
 
     Raises:
         JobError: no value of ``rows`` can be a row; for an iterator, its first value decides.
@@ -78,47 +78,28 @@ def python_rows(rows: Any, key: str | None) -> PythonRows:
 
 
 def _values(rows: Any) -> _Values:
-    if isinstance(rows, _NO_ROWS):
+    if isinstance(rows, _NO_ROWS) or getattr(rows, "ndim", 1) == 0:
         raise _refused(type(rows).__name__)
-    if (table := _of_table(rows)) is not None:
-        return table
-    if getattr(rows, "ndim", 1) == 0:  # numpy's scalar array has __iter__ but can't be iterated
-        raise _refused(type(rows).__name__)
-    if hasattr(rows, "to_pylist"):  # a column of pyarrow
-        return _Values(lambda: _of_column(rows), lambda: len(rows))
-    labels = rows.index if hasattr(rows, "iloc") else None
+    if hasattr(rows, "iloc") and hasattr(rows, "columns"):  # pandas
+        frame = rows.copy(deep=False)  # columns that the caller adds later are not in it
+        _check_names(frame.columns)
+        return _Values(lambda: _of_pandas(frame), lambda: len(frame), frame.index)
     if _is_column(rows):
-        rows = rows.tolist() if hasattr(rows, "tolist") else rows.to_list()
+        column = rows.tolist() if hasattr(rows, "tolist") else rows.to_list()
+        return _Values(lambda: iter(column), lambda: len(column), getattr(rows, "index", None))
+    if hasattr(rows, "to_pylist") and not hasattr(rows, "schema"):  # a column of pyarrow
+        return _Values(lambda: _of_column(rows), lambda: len(rows))
     if isinstance(rows, Sequence):
-        return _Values(lambda: iter(rows), rows.__len__, labels)
-    if hasattr(rows, "__arrow_c_stream__"):  # of duckdb, for example
+        return _Values(lambda: iter(rows), rows.__len__)
+    if hasattr(rows, "__arrow_c_stream__") and not hasattr(rows, "with_format"):
         return _of_stream(rows)
+    if hasattr(rows, "with_format") and getattr(rows, "format", {}).get("type") != "custom":
+        rows = rows.with_format(None)  # of Hugging Face: else its values may be torch's or numpy's
     if all(hasattr(type(rows), name) for name in ("__len__", "__getitem__")):  # torch's Dataset
-        return _Values(lambda: _each(rows, (rows[n] for n in range(len(rows)))), lambda: len(rows))
-    if hasattr(rows, "column_names") and hasattr(rows, "with_format"):  # a stream of Hugging Face
-        rows = rows.with_format(None)
+        return _Values(lambda: _each(rows), lambda: len(rows))
     if isinstance(rows, Iterable):
         return _Values(lambda: iter(rows), None)
     raise _refused(type(rows).__name__)
-
-
-def _of_table(rows: Any) -> _Values | None:
-    labels = None
-    if hasattr(rows, "iloc") and hasattr(rows, "columns"):  # pandas
-        rows = rows.copy(deep=False)  # columns that the caller adds later are not in it
-        names, read, labels = rows.columns, lambda: _of_pandas(rows), rows.index
-    elif hasattr(rows, "iter_rows") and hasattr(rows, "height"):  # polars
-        names, read = rows.columns, lambda: rows.iter_rows(named=True)
-    elif hasattr(rows, "to_pylist") and hasattr(rows, "schema"):  # pyarrow
-        names, read = rows.schema.names, lambda: _of_pyarrow(rows)
-    elif hasattr(rows, "column_names") and hasattr(rows, "__len__"):  # Hugging Face
-        is_computed = getattr(rows, "format", {}).get("type") == "custom"  # by with_transform
-        plain = rows if is_computed else rows.with_format(None)  # not of torch or numpy
-        names, read = rows.column_names, lambda: _each(plain, iter(plain))
-    else:
-        return None
-    _check_names(names)
-    return _Values(read, lambda: len(rows), labels)
 
 
 def _of_stream(rows: Any) -> _Values:
@@ -129,11 +110,27 @@ def _of_stream(rows: Any) -> _Values:
         stream = pa.RecordBatchReader.from_stream(rows)
         _check_names(stream.schema.names)
         if isinstance(rows, Iterator):
-            return _Values(lambda: chain.from_iterable(map(_of_pyarrow, stream)), None)
+            return _Values(lambda: _of_batches(stream), None)
         table = stream.read_all()
     except pa.ArrowException as error:
         raise JobError(f"{PLACE}: {type(rows).__name__}: {error}") from error
-    return _Values(lambda: _of_pyarrow(table), lambda: len(table))
+    return _Values(lambda: _of_batches(table.to_batches()), lambda: len(table))
+
+
+def _of_batches(batches: Iterable[Any]) -> Iterator[Any]:
+    from batchkit.sources.parquet import rows_of
+
+    position = 0
+    for batch in batches:
+        yield from rows_of(batch, PLACE, position)
+        position += len(batch)
+
+
+def _of_column(column: Any) -> Iterator[Any]:
+    import pyarrow as pa
+
+    for row in _of_batches(pa.table({"prompt": column}).to_batches()):
+        yield row["prompt"] if isinstance(row, dict) else row
 
 
 def _check_names(names: Iterable[Any]) -> None:
@@ -145,38 +142,15 @@ def _check_names(names: Iterable[Any]) -> None:
 
 
 def _of_pandas(frame: Any) -> Iterator[Any]:
-    """NaN, NaT and NA all become None, and the arrays that pandas makes of a Parquet file's lists lists."""
+    """NaN, NaT and NA all become None."""
     for start in range(0, len(frame), CHUNK_ROWS):
         chunk = frame.iloc[start : start + CHUNK_ROWS]
-        for row in chunk.astype(object).where(chunk.notna(), None).to_dict("records"):
-            yield {name: _with_lists(value) for name, value in row.items()}
+        yield from chunk.astype(object).where(chunk.notna(), None).to_dict("records")
 
 
-def _with_lists(value: Any) -> Any:
-    kind = type(value)
-    if kind is str or is_too_deep(value):
-        return value
-    if kind.__name__ == "ndarray" and value.ndim == 1 and value.dtype.kind not in "mM":
-        return [*map(_with_lists, value.tolist())]  # but of times: their numbers
-    if kind is dict:
-        return {key: _with_lists(part) for key, part in value.items()}
-    return [*map(_with_lists, value)] if kind is list else value
-
-
-def _of_pyarrow(table: Any) -> Iterator[Any]:
-    from batchkit.sources.parquet import NOT_PYTHON, row_by_column
-
-    for start in range(0, len(table), CHUNK_ROWS):
-        chunk = table.slice(start, CHUNK_ROWS)
-        try:
-            yield from chunk.to_pylist()
-        except NOT_PYTHON:
-            for n in range(len(chunk)):
-                yield row_by_column(chunk.slice(n, 1), f"{PLACE} row {start + n}")
-
-
-def _each(rows: Any, values: Iterator[Any]) -> Iterator[Any]:
-    """``values``, which are those of ``rows``; one that can't be made, as of a broken image, fails alone."""
+def _each(rows: Any) -> Iterator[Any]:
+    """A row that can't be made, as of a broken image, fails alone."""
+    values = iter(rows) if hasattr(rows, "__iter__") else map(rows.__getitem__, range(len(rows)))
     for n in range(n_rows := len(rows)):
         try:
             value = next(values)
@@ -184,18 +158,8 @@ def _each(rows: Any, values: Iterator[Any]) -> Iterator[Any]:
             return
         except Exception as error:  # the caller's own code, or a decoder's, runs here
             value = RequestError(f"{PLACE} row {n}: {type(error).__name__}: {error}")
-            values = (rows[later] for later in range(n + 1, n_rows))
+            values = map(rows.__getitem__, range(n + 1, n_rows))
         yield value
-
-
-def _of_column(column: Any) -> Iterator[Any]:
-    from batchkit.sources.parquet import NOT_PYTHON
-
-    for n, value in enumerate(column):
-        try:
-            yield value.as_py()
-        except NOT_PYTHON as error:
-            yield RequestError(f"{PLACE} row {n}: {error}")
 
 
 def _row(index: int, value: Any, key: str | None) -> Row:

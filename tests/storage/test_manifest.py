@@ -63,8 +63,6 @@ EVERYTHING: dict[str, Any] = {
             "sha256": "ab",
             "ctime_ns": 5,
             "read_as": "jsonl",
-            "hashes": "cd",
-            "row_hashes": "ef",
         }
     ],
     "identity": {"prompt.user": "{{ q }}", "sampling.temperature": 0.1, "vars.x": {"y": [None]}},
