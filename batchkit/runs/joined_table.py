@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from batchkit.errors import ChangedInputError, InputError
-from batchkit.runs.table import Layout, read_batches, schema_of
+from batchkit.runs.layout import Layout
+from batchkit.runs.table import read_batches, schema_of
 from batchkit.sources import never
 from batchkit.sources.input import Input, input_changes, watched
 from batchkit.sources.pictures import is_picture

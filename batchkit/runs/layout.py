@@ -1,13 +1,20 @@
-"""The columns of a table of records that only some jobs have: what answers hold besides text."""
+"""The columns of a table of records: those of every record, and those that only some jobs have."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from batchkit.config.tables import JobConfig
-from batchkit.scoring import score_names
+from batchkit.runs.parsed_columns import parsed_columns
+from batchkit.runs.vector_column import PLACE, vector_type
+from batchkit.scoring import kept_fields, score_names
+from batchkit.storage.job_toml import job_of_run
+from batchkit.storage.ledger import RESULTS
 from batchkit.storage.newest import read_newest
+from batchkit.storage.vectors import VectorType
 
 
 class Column(NamedTuple):
@@ -17,6 +24,82 @@ class Column(NamedTuple):
     keys: tuple[str, ...]
 
 
+class Layout(NamedTuple):
+    """The columns of a table of records besides those of every record.
+
+    ``answer``: those for what the job's answers hold besides text.
+    ``embedding``: the type of the vectors; None: no column for them.
+    ``scores``: one column ``scores.<name>`` each, and one for the prediction; None: not scored.
+    ``steps``: those of ``[[steps]]``. ``keep``: the kept fields, as text. ``parsed``: the type of each
+    key of the parsed answers. A field, a key or a step with the name of another column gets the prefix
+    ``fields.``, ``parsed.`` or ``steps.`` until its name is free.
+    """
+
+    scores: Sequence[str] | None
+    keep: Sequence[str]
+    parsed: Mapping[str, str] = MappingProxyType({})
+    embedding: VectorType | None = None
+    answer: Mapping[str, Column] = MappingProxyType({})
+    steps: Mapping[str, Column] = MappingProxyType({})
+
+    @classmethod
+    def of(cls, folder: Path) -> Layout:
+        """Fixed by the job, so that every export of a run has the same columns; those of parsed
+        answers and of scores also depend on the answers."""
+        job = job_of_run(folder)
+        scores = score_names(job.scoring) if job.scoring.is_on else None
+        parsed = parsed_columns(folder / RESULTS, job)
+        answer = answer_columns(folder / RESULTS, job)
+        vectors = vector_type(folder, job)
+        return cls(scores, kept_fields(job), parsed, vectors, answer, step_columns(job))
+
+    def columns(self) -> dict[str, str]:
+        """The columns' names and Arrow types, in order; for a vector, those that name its place."""
+        found = {name: column.type for name, column in {**_COLUMNS, **self.answer}.items()}
+        if self.embedding is not None:
+            found |= dict.fromkeys(PLACE, "int64")
+        if self.scores is not None:
+            found |= {"prediction": "string"}
+            found |= {f"scores.{name}": "double" for name in self.scores}
+        steps = {name: column.type for name, column in self.steps.items()}
+        fields = dict.fromkeys(self.keep, "string")
+        for prefix, columns in (("steps.", steps), ("parsed.", self.parsed), ("fields.", fields)):
+            for name, kind in columns.items():
+                while name in found:
+                    name = f"{prefix}{name}"
+                found[name] = kind
+        return found
+
+    def paths(self) -> list[tuple[str, ...]]:
+        """The keys of each column's value in a record, in the order of ``columns``."""
+        found = [column.keys for column in {**_COLUMNS, **self.answer}.values()]
+        if self.embedding is not None:
+            found += PLACE.values()
+        if self.scores is not None:
+            found += [("prediction",), *(("scores", name) for name in self.scores)]
+        found += [column.keys for column in self.steps.values()]
+        found += [("parsed", name) for name in self.parsed]
+        return found + [("fields", name) for name in self.keep]
+
+
+_COLUMNS = {
+    "index": Column("int64", ("index",)),
+    "id": Column("string", ("id",)),
+    "status": Column("string", ("status",)),
+    "attempt": Column("int32", ("attempt",)),
+    "text": Column("string", ("text",)),
+    "finish_reason": Column("string", ("finish_reason",)),
+    "prompt_tokens": Column("int64", ("usage", "prompt_tokens")),
+    "completion_tokens": Column("int64", ("usage", "completion_tokens")),
+    "latency_s": Column("double", ("latency_s",)),
+    "finished_at": Column("string", ("finished_at",)),
+    "error_kind": Column("string", ("error", "kind")),
+    "error_type": Column("string", ("error", "type")),
+    "error_message": Column("string", ("error", "message")),
+    "choices": Column("string", ("choices",)),
+    "prompt": Column("string", ("prompt",)),
+    "truncated_tokens": Column("int64", ("truncated_tokens",)),
+}
 _REASONING = {
     "reasoning": Column("string", ("reasoning",)),
     "reasoning_tokens": Column("int64", ("usage", "reasoning_tokens")),

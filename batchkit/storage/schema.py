@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from batchkit.config.masking import masked_text
 from batchkit.errors import RowError
@@ -143,7 +143,7 @@ class _Line(_Part):
     reasoning: str | None = None
     tool_calls: list[_ToolCall] | None = None
     parsed: Any = None
-    usage: Annotated[_Usage | None, BeforeValidator(lambda usage: usage or None)] = None
+    usage: _Usage | None = None
     latency_s: float | None = None
     finished_at: str | None = None
     error: _Error | None = None

@@ -50,15 +50,29 @@ _ALWAYS = set(_NAMES) - {"unscored"}  # older lines lack it
 
 def read_scored(folder: Path) -> Iterator[dict[str, Any]]:
     """The newest record of each row, in the order of the input, with its newest scores."""
-    lines = _lines(folder / SCORES)
-    line = next(lines, None)
+    newest_of = newest_scores(folder)
     for record in read_newest(folder / RESULTS):
-        while line is not None and line["index"] < record["index"]:
-            line = next(lines, None)
-        if line is not None and all(line[key] == record.get(key) for key in _KEYS):
+        line = newest_of(*(record.get(key) for key in _KEYS))
+        if line is not None:
             record["prediction"], record["scores"] = line["prediction"], line["scores"]
             record["unscored"] = line.get("unscored")
         yield record
+
+
+def newest_scores(folder: Path) -> Callable[[Any, Any, Any], dict[str, Any] | None]:
+    """A function from a record's index, input hash and time to its line; it must be asked for ascending
+    indexes."""
+    lines = _lines(folder / SCORES)
+    line = next(lines, None)
+
+    def of(index: int, input_hash: str | None, finished_at: str | None) -> dict[str, Any] | None:
+        nonlocal line
+        while line is not None and line["index"] < index:
+            line = next(lines, None)
+        found = line is not None and [line[key] for key in _KEYS]
+        return line if found == [index, input_hash, finished_at] else None
+
+    return of
 
 
 def join_scores(folders: Sequence[Path], chosen: Iterable[tuple[int, int]]) -> Iterator[ScoreLine]:

@@ -1,7 +1,4 @@
-"""The columns for what answers hold besides text: reasoning, tool calls, classes and scores.
-
-As in ``test_export_parquet.py``, Arrow and the reader of single records must agree.
-"""
+"""The columns for what answers hold besides text: reasoning, tool calls, classes and scores."""
 
 from __future__ import annotations
 
@@ -15,10 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchkit.runs.table import Layout, schema_of
-from batchkit.storage.score_store import read_scored
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import LOG, RUN, run, write_job, write_rows
+from tests.support.tables import expected_table
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -52,10 +48,8 @@ def made_run(*records: dict[str, Any], **tables: Any) -> pa.Table:
     LOG.write_bytes(b"".join(orjson.dumps(one, option=orjson.OPT_APPEND_NEWLINE) for one in lines))
     done = batchkit("export", "job.toml", "--parquet", "out.parquet", "--csv", "out.csv")
     assert done.exit_code == 0, done.stderr
-    layout, found = Layout.of(RUN), pq.read_table("out.parquet")
-    read = layout.reader()
-    rows = [dict(zip(layout.columns(), read(one), strict=True)) for one in read_scored(RUN)]
-    assert found.equals(pa.Table.from_pylist(rows, schema=schema_of(layout)))
+    found = pq.read_table("out.parquet")
+    assert found.equals(expected_table(RUN))
     return found
 
 

@@ -111,7 +111,13 @@ def test_records_of_other_programs_are_rows(view: Viewed) -> None:
     for _ in range(600):
         deep = [deep]
     lines = [
-        {**plain, "index": 3, "usage": {}, "latency_s": 1e300, "scores": {"f1": 1e300, "em": None}},
+        {
+            **plain,
+            "index": 3,
+            "usage": None,
+            "latency_s": 1e300,
+            "scores": {"f1": 1e300, "em": None},
+        },
         {**plain, "index": 4, "fields": {"deep": deep}, "finish_reason": {"any": 1}},
         {**plain, "index": 5, "status": "failed", "text": None, "error": {"kind": ""}},
         {**plain, "index": 6, "choices": [{"text": "a"}, {"text": "b"}], "tool_calls": None},

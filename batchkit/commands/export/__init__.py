@@ -20,7 +20,8 @@ from batchkit.commands.export.openai_lines import answer_line, error_line
 from batchkit.commands.export.outputs import exporting
 from batchkit.commands.export.realhit import write_realhit
 from batchkit.errors import StoreError
-from batchkit.runs.table import Layout, read_batches, schema_of
+from batchkit.runs.layout import Layout
+from batchkit.runs.table import read_batches, schema_of
 from batchkit.runs.vector_column import EMBEDDING
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.ledger import RESULTS
@@ -131,16 +132,16 @@ def _write_safe_csv(folder: Path, path: Path) -> dict[Path, int]:
 
 def _write_cells(folder: Path, path: Path, cell: Callable[[Any], Any]) -> dict[Path, int]:
     layout, rows = Layout.of(folder)._replace(embedding=None), 0
-    values = layout.reader()
     with (
         exporting(path, folder) as temporary,
         temporary.open("w", newline="", encoding="utf-8") as file,
     ):
         writer = csv.writer(file)
         writer.writerow(map(cell, layout.columns()))
-        for record in read_scored(folder):
-            writer.writerow(map(cell, values(record)))
-            rows += 1
+        for batch in read_batches(folder, layout):
+            columns = (map(cell, column.to_pylist()) for column in batch.columns)
+            writer.writerows(zip(*columns, strict=True))
+            rows += batch.num_rows
     return {path: rows}
 
 

@@ -9,7 +9,8 @@ import orjson
 
 from batchkit.commands.export.outputs import exporting
 from batchkit.errors import JobError
-from batchkit.runs.table import Layout, read_batches
+from batchkit.runs.layout import Layout
+from batchkit.runs.table import read_batches
 from batchkit.runs.vector_column import EMBEDDING, vector_type
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.vectors import VectorType
