@@ -273,8 +273,8 @@ def test_the_record_of_any_cut_is_read(kept: int, before: int, room: int, after:
 PACKED = json.dumps(said("packed")).encode()
 CODINGS: dict[str, tuple[str, bytes, bool]] = {
     "upper case": ("GZIP", gzip.compress(PACKED), True),
-    "its old name": ("x-gzip", gzip.compress(PACKED), True),
-    "two members": ("gzip", gzip.compress(PACKED[:20]) + gzip.compress(PACKED[20:]), True),
+    "its old name": ("x-gzip", gzip.compress(PACKED), False),
+    "two members": ("gzip", gzip.compress(PACKED[:20]) + gzip.compress(PACKED[20:]), False),
     "no checksum": ("gzip", gzip.compress(PACKED)[:-8], False),
     "bytes behind it": ("gzip", gzip.compress(PACKED) + b"more", False),
 }

@@ -156,7 +156,7 @@ def test_a_parameter_that_the_api_lacks_is_refused_before_it_is_passed_over() ->
         with opened(server, task="classify") as engine:
             (done,) = ask(engine, [text(0, dimensions=3)])
         assert isinstance(done.error, RequestError)
-        assert 'pooling.dimensions: not a parameter of the API with task = "classify"' in str(
+        assert 'pooling.dimensions: not a parameter of the API for task = "classify"' in str(
             done.error
         )
         with pytest.raises(RequestError, match="did you mean 'use_activation'"):
@@ -218,23 +218,26 @@ def embedded(found: Any, **more: Any) -> dict[str, Any]:
 
 
 NO_VECTORS: dict[str, tuple[Any, str]] = {
-    "no object": ([1], "found list, expected an object"),
-    "a chat's answer": ({"choices": []}, "data: found nothing, expected a list of 1 objects"),
-    "data that is text": ({"data": "x"}, "data: found x"),
-    "no vector at all": ({"data": []}, "data: found 0 items, expected 1"),
-    "two vectors": ({"data": [{"index": 0}, {"index": 1}]}, "data: found 2 items, expected 1"),
-    "another index": (embedded([1.0], index=3), "data[].index: found [3], expected 0 to 0"),
-    "no embedding": ({"data": [{"index": 0}]}, "data[0].embedding: found nothing"),
+    "no object": ([1], "Expected `object`, got `array`"),
+    "a chat's answer": ({"choices": []}, "found no list, expected a list of 1"),
+    "data that is text": ({"data": "x"}, "got `str` - at `$.data`"),
+    "no vector at all": ({"data": []}, "found a list of 0, expected a list of 1"),
+    "two vectors": (
+        {"data": [{"index": 0}, {"index": 1}]},
+        "found a list of 2, expected a list of 1",
+    ),
+    "another index": (embedded([1.0], index=3), "found the indexes [3], expected 0 to 0"),
+    "no embedding": ({"data": [{"index": 0}]}, "data[0].embedding: has no numbers"),
     "an empty one": (embedded([]), "data[0].embedding: has no numbers"),
     "an empty text": (embedded(""), "data[0].embedding: has no numbers"),
-    "null in it": (embedded([1.0, None]), "expected a list of numbers, or base64 of float32"),
-    "text in it": (embedded(["1"]), "expected a list of numbers"),
-    "truth in it": (embedded([True]), "expected a list of numbers"),
-    "one for each token": (embedded([[1.0], [2.0]]), "expected a list of numbers"),
-    "no base64": (embedded("?#!"), "data[0].embedding: found ?#!"),
-    "a byte more": (embedded(packed([1.0])[:-2] + "AAAA"), "expected a list of numbers, or base64"),
-    "an object": (embedded({"float": [1.0]}), "expected a list of numbers"),
-    "an error with 200": ({"error": {"message": "broken"}}, "data: found nothing"),
+    "null in it": (embedded([1.0, None]), "Expected `float`, got `null`"),
+    "text in it": (embedded(["1"]), "Expected `float`, got `str`"),
+    "truth in it": (embedded([True]), "Expected `float`, got `bool`"),
+    "one for each token": (embedded([[1.0], [2.0]]), "Expected `float`, got `array`"),
+    "no base64": (embedded("?#!"), "is no base64 of float32"),
+    "a byte more": (embedded(packed([1.0])[:-2] + "AAAA"), "is no base64 of float32"),
+    "an object": (embedded({"float": [1.0]}), "got `object`"),
+    "an error with 200": ({"error": {"message": "broken"}}, "the answer has an error: "),
 }
 
 
@@ -339,13 +342,13 @@ def classified(**item: Any) -> dict[str, Any]:
 
 
 NO_CLASSES: dict[str, tuple[Any, str, str]] = {
-    "no probabilities": (classified(label="a"), "server", "data[0].probs: found nothing"),
-    "none of them": (classified(label="a", probs=[]), "server", "expected numbers"),
-    "text": (classified(label="a", probs=["1"]), "server", "data[0].probs: found 1"),
+    "no probabilities": (classified(label="a"), "server", "data[0].probs: has no numbers"),
+    "none of them": (classified(label="a", probs=[]), "server", "data[0].probs: has no numbers"),
+    "text": (classified(label="a", probs=["1"]), "server", "Expected `float`, got `str`"),
     "a label that is a number": (
         classified(label=3, probs=[1.0]),
         "server",
-        "data[0].label: found 3",
+        "Expected `str | null`, got `int`",
     ),
 }
 
@@ -369,14 +372,14 @@ def ranked(name: str, *items: Any) -> dict[str, Any]:
 
 
 NO_SCORES: dict[str, tuple[Any, str, str]] = {
-    "too few": (ranked("data", (0, 0.5)), "server", "data: found 1 items, expected 2"),
-    "too many": (ranked("results", (0, 1), (1, 1), (2, 1)), "server", "results: found 3 items"),
-    "no indexes": (ranked("results", (None, 1), (None, 2)), "server", "results[].index: found"),
-    "one index twice": (ranked("data", (1, 0.5), (1, 0.5)), "server", "data[].index: found [1,1]"),
+    "too few": (ranked("data", (0, 0.5)), "server", "found a list of 1, expected a list of 2"),
+    "too many": (ranked("results", (0, 1), (1, 1), (2, 1)), "server", "found a list of 3"),
+    "no indexes": (ranked("results", (None, 1), (None, 2)), "server", "found the indexes"),
+    "one index twice": (ranked("data", (1, 0.5), (1, 0.5)), "server", "found the indexes [1]"),
     "an index beyond": (ranked("data", (0, 0.5), (2, 0.5)), "server", "expected 0 to 1"),
-    "true for 1": (ranked("data", (0, 0.5), (True, 0.5)), "server", "data[].index"),
-    "text": (ranked("data", (0, "0.5"), (1, 1)), "server", "data[].score: found 0.5"),
-    "nothing": (ranked("results", (0, None), (1, 1)), "server", "results[].relevance_score: found"),
+    "true for 1": (ranked("data", (0, 0.5), (True, 0.5)), "server", "got `bool`"),
+    "text": (ranked("data", (0, "0.5"), (1, 1)), "server", "Expected `float | null`, got `str`"),
+    "nothing": (ranked("results", (0, None), (1, 1)), "server", "a document has no score"),
 }
 
 
@@ -429,8 +432,8 @@ def test_a_run_scores_its_rows_and_a_number_that_is_none_fails_its_row() -> None
         assert batchkit("run", "job.toml").exit_code == 3
         assert_settled(server)
     nan, infinite, several, one = records()
-    for record in (nan, infinite):
-        assert (record["error"]["kind"], record.get("score")) == ("invalid_output", None)
+    assert (nan["error"]["kind"], nan.get("score")) == ("invalid_output", None)
+    assert (infinite["error"]["kind"], infinite.get("score")) == ("server", None)
     assert (several["score"], several["order"]) == (EXPECTED, [1, 0, 2])
     assert (one["score"], "order" in one) == (0.5, False)
 

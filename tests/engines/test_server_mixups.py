@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import time
@@ -12,14 +11,13 @@ from typing import Any
 import pytest
 
 from batchkit.engines.base import Engine
-from batchkit.engines.openai.remote import LIST_EVERY_S, Remote
 from batchkit.errors import EngineError
 from batchkit.execution.records import failed_unless_whole
 from batchkit.types import Choice, Completion, Request, Row
-from tests.support.chat_server import MODEL, ChatServer, HangUp, Raw, Refused, error, http, serving
+from tests.support.chat_server import MODEL, HangUp, Raw, Refused, error, http, serving
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import RUN
-from tests.support.server_engine import ask, job, opened, request, texts
+from tests.support.server_engine import ask, opened, request, texts
 from tests.support.server_runs import answering, assert_settled, records, said, write_job
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder", "short_pauses")
@@ -249,28 +247,6 @@ def test_a_server_that_goes_away_after_its_last_answer_has_answered_it() -> None
         write_job(server, 4, engine={"options": {"max_num_seqs": 1}})
         assert batchkit("run", "job.toml").exit_code == 0
     assert [r["status"] for r in records()] == ["ok"] * 4
-
-
-def test_a_server_that_is_never_idle_is_asked_for_its_model_from_time_to_time() -> None:
-    times = [0.0]
-
-    async def run(server: ChatServer) -> None:
-        remote = Remote(
-            job(server), server.url, extra_body={}, drop=(), event=print, clock=lambda: times[-1]
-        )
-        await remote.reach()
-        server.model = B
-        for later in (1.0, LIST_EVERY_S - 1):
-            times.append(later)
-            assert (await remote.ask(request(0))).error is None
-        times.append(LIST_EVERY_S)
-        with pytest.raises(EngineError, match="those of the last 30 s may be of either"):
-            await remote.ask(request(0))
-        await remote.close()
-
-    with serving(model=A) as server:
-        asyncio.run(run(server))
-        assert server.answered.total() == 2
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 import time
@@ -16,7 +17,7 @@ import pytest
 from batchkit.engines.base import Engine
 from batchkit.engines.openai.api import retry_after_s
 from batchkit.engines.openai.connections import Connections, Response
-from batchkit.engines.openai.rate_limiter import RateLimiter
+from batchkit.engines.openai.rate_limiter import NoAnswer, RateLimiter, Why
 from batchkit.engines.registry import open_engine
 from batchkit.errors import EngineError, RowTimeoutError
 from batchkit.types import Completion
@@ -137,8 +138,9 @@ def test_a_connection_that_breaks_off_is_tried_again() -> None:
     with serving(before) as server, opened(server) as engine:
         done = ask(engine, map(request, range(30)))
     assert all(c.error is None for c in done)
+    del server.answered["Hi"]  # the probe
     assert set(server.answered.values()) == {1}
-    assert seen.total() == 36
+    assert seen.total() - seen["Hi"] == 36
 
 
 def test_a_server_that_is_killed_and_comes_back_loses_no_row() -> None:
@@ -166,23 +168,55 @@ def test_a_server_that_is_killed_and_comes_back_loses_no_row() -> None:
 def test_the_pace_halves_once_a_burst_and_grows_back_by_steps() -> None:
     async def burst() -> list[int]:
         limiter, limits = RateLimiter(32), []
-        sent = [await limiter.enter() for _ in range(32)]
-        for sent_at in sent:
-            limiter.turned_away(sent_at, is_down=False, retry_after_s=None)
-            limiter.leave()
+        for place in [await limiter.enter() for _ in range(32)]:
+            limiter.failed(place, NoAnswer("busy", Why.BUSY))
+            limiter.leave(place)
         limits.append(limiter.limit)
         for _ in range(40):
-            limiter.went_well()
+            limiter.went_well(place)
         limits.append(limiter.limit)
-        began = asyncio.get_running_loop().time()
-        limiter.turned_away(await limiter.enter(), is_down=True, retry_after_s=None)
-        assert asyncio.get_running_loop().time() - began < 1  # the pause of the first burst
+        place = await limiter.enter()
+        limiter.failed(place, NoAnswer("away", Why.DOWN))
         limits.append(limiter.limit)
-        limiter.went_well()
+        limiter.went_well(place)  # sent before: no proof
+        limits.append(limiter.limit)
+        limiter.leave(place)
+        probe = await limiter.enter()
+        assert probe.is_probe
+        limiter.went_well(probe)
         limits.append(limiter.limit)
         return limits
 
-    assert asyncio.run(burst()) == [16, 26, 1, 26]
+    assert asyncio.run(burst()) == [16, 26, 1, 1, 26]
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_an_outage_is_reported_and_waited_for_with_one_probe_at_a_time(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchkit.engines.openai.engine._QUIET_S", 0.5)
+    asked: list[tuple[float, int]] = []
+
+    def before(text: str, body: dict[str, Any]) -> None:
+        asked.append((time.monotonic(), server.inside))
+        if time.monotonic() < well_at:
+            raise Refused(status, error("busy\x1b[2J"))
+
+    with serving(before) as server, opened(server, {"max_num_seqs": 8}) as engine:
+        well_at = time.monotonic() + 2.5
+        for index in range(8):
+            engine.submit(request(index))
+        done: list[Completion] = []
+        events: list[str] = []
+        while len(done) < 8:
+            done += engine.poll(0.05)
+            events += engine.load().events
+    assert all(c.error is None for c in done)
+    pattern = rf"the server answered {status}: busy\\u001b\[2J; 8 requests wait, next try in \d+ s"
+    assert 1 <= len(events) <= 4
+    assert all(re.search(pattern, event) for event in events)
+    assert len(asked) < 50
+    assert {inside for at, inside in asked if well_at - 1.5 < at < well_at} == {1}
 
 
 # --- what stops the run

@@ -1,6 +1,6 @@
-"""OpenAI's chat/completions API: writes requests, and reads answers and refusals.
+"""What the endpoints of OpenAI's API share: requests as JSON, refusals, and the list of models.
 
-https://platform.openai.com/docs/api-reference/chat, with the fields that `vllm serve` and
+https://platform.openai.com/docs/api-reference, with the fields that `vllm serve` and
 llama.cpp's server add to it. Nothing here touches the network.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import io
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from email.utils import parsedate_to_datetime
@@ -17,47 +16,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
-from batchkit.config.suggest import did_you_mean
+from batchkit.config.terminal import plain
 from batchkit.errors import PromptTooLongError, RequestError
 from batchkit.rendering.messages import loaded, with_parts
 from batchkit.storage.plain_json import encoded as as_json
 from batchkit.storage.plain_json import parsed, valid
-from batchkit.storage.schema import choice_of, is_count, usage_of
-from batchkit.types import BROKEN_OFF, Choice, Completion, Content, Request, Usage
+from batchkit.storage.schema import is_count
+from batchkit.types import Content, Request
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Names of vllm.SamplingParams that the API has, OpenAI's own or added by `vllm serve`.
-SAMPLING = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "n",
-    "stop",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "logprobs",
-    "reasoning_effort",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "repetition_detection",
-    "min_tokens",
-    "stop_token_ids",
-    "ignore_eos",
-    "bad_words",
-    "allowed_token_ids",
-    "logprob_token_ids",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "structured_outputs",
-    "thinking_token_budget",
-    "truncate_prompt_tokens",
-)
 # Error codes, types and parameters for a prompt that is too long: OpenAI's, llama.cpp's, vLLM's.
 _TOO_LONG = ("context_length_exceeded", "exceed_context_size_error", "input_tokens", "input_text")
 # The same in words: the first is vLLM's for a prompt with images, which has no code.
@@ -106,36 +75,8 @@ class Refusal(NamedTuple):
         return f"{self.status}: {self.message}" if self.message else str(self.status)
 
 
-def path_of(request: Request) -> str:
-    """The request's path below the base URL."""
-    return "/completions" if request.messages is None else "/chat/completions"
-
-
-def body_of(
-    request: Request, *, model: str, chat_template_kwargs: Mapping[str, Any], drop: Sequence[str]
-) -> dict[str, Any]:
-    """The request in the API's terms; its images are still PIL's (``encoded`` converts them).
-
-    Raises:
-        RequestError: a sampling parameter that the API does not have.
-    """
-    body: dict[str, Any] = {"model": model}
-    effort: dict[str, Any] = {}
-    if request.messages is None:
-        body["prompt"] = request.prompt
-    else:
-        body["messages"] = request.messages
-        body |= _tools(request)
-        own = {**chat_template_kwargs, **request.chat_template_kwargs}
-        if request.chat_template_kwargs.get("reasoning_effort") is not None:
-            effort["reasoning_effort"] = own.pop("reasoning_effort")
-        if own:
-            body["chat_template_kwargs"] = own
-    body |= _sampling(request.sampling, is_chat=request.messages is not None) | effort
-    return {name: value for name, value in body.items() if name not in drop}
-
-
-def _tools(request: Request) -> dict[str, Any]:
+def tools_of(request: Request) -> dict[str, Any]:
+    """The request's tools, and how they may be called, in the API's names."""
     if request.tools is None:
         return {}
     found = {
@@ -182,49 +123,11 @@ def shown(request: Request) -> str:
         return request.prompt
     parts = pair_of(request) if request.pair else {"messages": request.messages or []}
     found = {
-        **_tools(request),
+        **tools_of(request),
         **_with_images(parts, lambda image: f"<{image.width}x{image.height} PNG>"),
     }
     shown = found["messages"] if found.keys() == {"messages"} else found
     return orjson.dumps(shown, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode()
-
-
-def completion_of(request: Request, answer: Any, latency_s: float, n: int) -> Completion | None:
-    """The server's answer; None if it is not in OpenAI's shape.
-
-    It must have the ``n`` choices that were requested (0: not known), or one: some servers ignore
-    ``n``.
-    """
-    try:
-        found = answer["choices"]
-        places = [choice.get("index") for choice in found]
-        if all(place is None for place in places):
-            places = list(range(len(found)))
-        are_all = n in (0, len(found)) and sorted(places) == list(range(len(found)))
-        if not are_all and sorted(places) != [0] and (len(found) > 1 or n > 1):
-            return None
-        ordered = sorted(zip(places, found, strict=True), key=lambda placed: placed[0] or 0)
-        choices = [_choice(choice) for _, choice in ordered]
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
-    return Completion(request, choices, _usage(answer), latency_s) if choices else None
-
-
-def failure_in(answer: Mapping[str, Any], *, one_will_do: bool = False) -> str | None:
-    """What went wrong, if an answer with choices reports that a text of it is incomplete, or each of
-    them if ``one_will_do``."""
-    failures = [
-        (f"finish_reason is {_reason(choice)}", choice.get("error"))
-        for choice in answer["choices"]
-        if choice.get("error") or _reason(choice) in BROKEN_OFF
-    ]
-    if one_will_do and len(failures) < len(answer["choices"]):
-        failures = []
-    if answer.get("error"):
-        failures.append(("the answer has an error", answer["error"]))
-    return (
-        "; ".join(f"{how}: {in_words(error)}" if error else how for how, error in failures) or None
-    )
 
 
 def refusal_of(status: int, content: bytes) -> Refusal:
@@ -232,11 +135,10 @@ def refusal_of(status: int, content: bytes) -> Refusal:
     try:
         body = parsed(content)
     except ValueError:
-        text = " ".join(content[: 4 * _LONGEST_MESSAGE].decode("utf-8", "replace").split())
-        return Refusal(status, text[:_LONGEST_MESSAGE], frozenset())
+        return Refusal(status, in_words(content[: 4 * _LONGEST_MESSAGE].decode("utf-8", "replace")))
     found = body.get("error", body) if isinstance(body, Mapping) else body
     if not isinstance(found, Mapping):
-        return Refusal(status, in_words(found), frozenset())
+        return Refusal(status, in_words(found))
     message = in_words(found.get("message") or found.get("detail") or found)
     signs = (found.get(name) for name in ("code", "type", "param"))
     return Refusal(
@@ -248,9 +150,9 @@ def refusal_of(status: int, content: bytes) -> Refusal:
 
 
 def in_words(error: Any) -> str:
-    """What a server says, as one line of at most a thousand characters."""
+    """What a server says, as one line of at most a thousand characters, none of which controls a terminal."""
     text = valid(error) if isinstance(error, str) else as_json(error).decode()
-    return " ".join(text.split())[:_LONGEST_MESSAGE]
+    return plain(" ".join(text.split()))[:_LONGEST_MESSAGE]
 
 
 def _counts(error: Mapping[str, Any], message: str) -> tuple[int | None, int | None]:
@@ -268,7 +170,9 @@ def _counts(error: Mapping[str, Any], message: str) -> tuple[int | None, int | N
 
 def status_in(answer: Any) -> int | None:
     """The error status in the body of a server that answers 200; None if there is none."""
-    error = answer.get("error") if isinstance(answer, Mapping) else None
+    if not isinstance(answer, Mapping) or answer.get("choices") or answer.get("data"):
+        return None
+    error = answer.get("error")
     code = error.get("code") if isinstance(error, Mapping) else None
     return code if isinstance(code, int) and code >= 400 else None
 
@@ -332,58 +236,6 @@ def retry_after_s(value: str | None) -> float | None:
         return None
 
 
-def check_names(sampling: Mapping[str, Any]) -> None:
-    """Refuse names that the API does not have: the server would silently ignore them.
-
-    Raises:
-        RequestError: naming the parameter.
-    """
-    for name in sampling:
-        if name == "prompt_logprobs":
-            raise RequestError("sampling.prompt_logprobs: batchkit does not store them")
-        if name not in SAMPLING:
-            raise RequestError(
-                f"sampling.{name}: not a parameter of the API{did_you_mean(name, SAMPLING)}; put a"
-                " server's own parameters into engine.options.extra_body"
-            )
-
-
-def _sampling(sampling: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
-    check_names(sampling)
-    body = {name: value for name, value in sampling.items() if value is not None}
-    for name, value in body.items():  # JSON has only null for it: the server would use its default
-        if isinstance(value, float) and not math.isfinite(value):
-            raise RequestError(f"sampling.{name}: is {value}, expected a finite number")
-    if is_chat and "logprobs" in body:  # in chat it is a switch, and top_logprobs the count
-        body |= {"logprobs": True, "top_logprobs": body["logprobs"]}
-    if (wanted := body.get("structured_outputs")) is not None:
-        response_format = _response_format(wanted)
-        if response_format is not None:
-            del body["structured_outputs"]
-            body["response_format"] = response_format
-    return body
-
-
-def _response_format(wanted: Any) -> dict[str, Any] | None:
-    """OpenAI's own form, which every server supports; None if only vLLM has one."""
-    if not isinstance(wanted, Mapping) or len(wanted) != 1:
-        return None
-    if wanted.get("json_object") is True:
-        return {"type": "json_object"}
-    schema = wanted.get("json")
-    if isinstance(schema, str):
-        try:
-            schema = orjson.loads(schema)
-        except orjson.JSONDecodeError:
-            return None  # vLLM says what is wrong with it
-    if not isinstance(schema, Mapping):
-        return None
-    return {
-        "type": "json_schema",
-        "json_schema": {"name": "answer", "schema": schema, "strict": True},
-    }
-
-
 def _with_images(body: Mapping[str, Any], make: Callable[[Image], Any]) -> dict[str, Any]:
     """``body`` with each image in its messages, or in its pair, replaced by the result of ``make``."""
 
@@ -408,41 +260,3 @@ def _data_uri(image: Image) -> str:
     png = io.BytesIO()
     image.save(png, "PNG", compress_level=1)
     return "data:image/png;base64," + base64.b64encode(png.getbuffer()).decode()
-
-
-def _usage(answer: Mapping[str, Any]) -> Usage | None:
-    """None if the server does not report all counts: the answer is still valid."""
-    counts = answer.get("usage")
-    if not isinstance(counts, Mapping):
-        return None
-    details = counts.get("completion_tokens_details")
-    return usage_of(
-        counts.get("prompt_tokens"),
-        counts.get("completion_tokens"),
-        details.get("reasoning_tokens") if isinstance(details, Mapping) else None,
-    )
-
-
-def _choice(choice: Mapping[str, Any]) -> Choice:
-    message = choice.get("message")
-    beside = {} if message is None else message
-    text = choice["text"] if message is None else message.get("content")
-    if isinstance(text, list):  # some servers return parts
-        text = "".join(part["text"] for part in text if part.get("type") == "text")
-    if not isinstance(text, str | None):
-        raise TypeError(f"text is {type(text).__name__}")
-    return choice_of(
-        text or "",
-        _reason(choice),
-        choice.get("logprobs"),
-        # DeepSeek's name, which vLLM had, too, and other servers still have
-        beside.get("reasoning") or beside.get("reasoning_content"),
-        beside.get("tool_calls"),
-    )
-
-
-def _reason(choice: Mapping[str, Any]) -> Any:
-    """The finish_reason; SGLang's internal one is an object, ``{"type": "abort", …}``, which a
-    proxy may pass on. A router gives a choice an ``error`` instead."""
-    reason = "error" if choice.get("error") else choice.get("finish_reason")
-    return reason.get("type") if isinstance(reason, Mapping) else reason

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+from batchkit.engines.openai.rate_limiter import MOST_FAULTS, NoAnswer, Why
 from batchkit.errors import EngineError, RowTimeoutError
 
 if TYPE_CHECKING:
@@ -16,24 +17,6 @@ if TYPE_CHECKING:
 CONNECT_S = 10.0
 _ACCEPT_ENCODING = "gzip"
 _GZIP = 16 + zlib.MAX_WBITS
-_GZIP_NAMES = (_ACCEPT_ENCODING, "x-gzip")  # RFC 9110, 8.4.1.3
-
-
-class TurnedAway(Exception):
-    """The server is busy, or ``is_down``: it did not accept the request."""
-
-    def __init__(self, message: str, *, is_down: bool, retry_after_s: float | None = None) -> None:
-        super().__init__(message)
-        self.is_down = is_down
-        self.retry_after_s = retry_after_s
-
-
-class ServerFault(Exception):
-    """The server failed on the request; ``weight`` is how likely the request is the cause."""
-
-    def __init__(self, message: str, weight: float = 1.0) -> None:
-        super().__init__(message)
-        self.weight = weight
 
 
 class Response(NamedTuple):
@@ -90,7 +73,7 @@ class Connections:
 
         Raises:
             RowTimeoutError: the response did not arrive in time.
-            TurnedAway, ServerFault: there is no response.
+            NoAnswer: there is no response.
         """
         import httpx
 
@@ -109,12 +92,13 @@ class Connections:
                 f"no answer for {timeout_s:.0f} s (run.row_timeout_s = {timeout_s:g})"
             ) from None
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
-            raise TurnedAway(_text_of(error), is_down=True) from error
+            raise NoAnswer(_text_of(error), Why.DOWN) from error
         except httpx.HTTPError as error:
-            # Half: the server may just as well have gone away.
-            raise ServerFault(f"the connection broke: {_text_of(error)}", weight=0.5) from error
+            # Twice as many tries: the server may just as well have gone away.
+            broke = f"the connection broke: {_text_of(error)}"
+            raise NoAnswer(broke, tries=2 * MOST_FAULTS) from error
         except _CodingError as error:
-            raise ServerFault(f"{url}: the answer can't be unpacked: {error}") from error
+            raise NoAnswer(f"{url}: the answer can't be unpacked: {error}") from error
 
     @asynccontextmanager
     async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
@@ -171,27 +155,23 @@ async def _read(chunks: AsyncIterator[bytes], coding: str, max_bytes: int) -> tu
 def _unpacker(coding: str) -> Callable[[bytes, int], bytes]:
     """A function of a chunk and the most bytes to return (an uncompressed chunk may exceed this).
 
-    An empty chunk is the end. gzip data may have several members in a row (RFC 1952, 2.2).
+    An empty chunk is the end.
     """
     if coding in ("", "identity"):
         return lambda chunk, most: chunk
-    if coding not in _GZIP_NAMES:
+    if coding != _ACCEPT_ENCODING:
         raise _CodingError(f"Content-Encoding is {coding!r}, expected {_ACCEPT_ENCODING} or none")
-    stream, is_between = zlib.decompressobj(_GZIP), True
+    stream, is_empty = zlib.decompressobj(_GZIP), True
 
     def unpack(chunk: bytes, most: int) -> bytes:
-        nonlocal stream, is_between
-        if not chunk and not is_between:
-            raise _CodingError("the gzip data end in the middle")
-        unpacked = b""
-        while chunk and len(unpacked) < most:
-            try:
-                unpacked += stream.decompress(chunk, most - len(unpacked))
-            except zlib.error as error:
-                raise _CodingError(str(error)) from error
-            chunk, is_between = stream.unused_data, stream.eof
-            if is_between:
-                stream = zlib.decompressobj(_GZIP)
-        return unpacked
+        nonlocal is_empty
+        is_whole = stream.eof and not stream.unused_data
+        if stream.eof if chunk else not (is_whole or is_empty):
+            raise _CodingError("the gzip data end too soon or too late")
+        is_empty = is_empty and not chunk
+        try:
+            return stream.decompress(chunk, max(1, most)) if chunk else b""
+        except zlib.error as error:
+            raise _CodingError(str(error)) from error
 
     return unpack

@@ -2,22 +2,19 @@
 
 It either runs already, at ``engine.base_url``, or is started for the run (``own_server.py``).
 
-The server does the batching; this engine keeps requests in flight. Failures are of three kinds:
+The server does the batching; this engine keeps requests in flight. A request has no answer for one of
+three reasons:
 
-- the row's own fault (400, 413, 422, …, an answer that never arrives): that row fails;
-- a server that is busy or away (429, 502, 503, 504, no connection): all requests wait and are
-  retried, for ``give_up_s`` at most (``rate_limiter.py``); a row that is turned away for that long
-  while others are answered fails with ``server``;
-- what waiting does not fix (no access, no such model, no money, given up): EngineError. The run stops,
-  and continues when it is started again. A 402, 403, 404, 405, … or redirect counts as this only if
-  a request of one word gets it, too; otherwise it is the row's own.
-
-A 500, a 424, a broken connection or an invalid answer may be the row's fault or the server's. The
-row is retried a few times, and fails with ``server`` if others, or a request of one word, are
-answered meanwhile.
+- it is the row's own fault (400, 413, 422, …, an answer that takes too long): that row fails;
+- waiting does not fix it (401, no such model, no money): EngineError. The run stops, and continues when it is
+  started again;
+- anything else (``NoAnswer``) may be the row's fault or the server's. The row is tried again, and fails after a few tries
+  if others are answered meanwhile; one that is turned away (429, 502, 503, 504, no connection), after
+  ``give_up_s``. While nothing is answered, all requests wait, and now and then a request of one word is sent
+  (``rate_limiter.py``); after ``give_up_s`` the run stops.
 
 Another model than before ends the run. Nothing need fail when a server is replaced, so its list of
-models is read again from time to time, after a gap, and before the last answer is returned.
+models is read again after an outage, after a gap, and before the last answer is returned.
 
 A server of our own that ends, or is given up, is an engine that died: EngineDied. The supervisor
 then starts another, and finds the row that kills it.
@@ -38,12 +35,12 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.base import EngineLoad, RenderedPrompt
 from batchkit.engines.faults import EngineDied, Fault
 from batchkit.engines.openai import api
-from batchkit.engines.openai.connections import ServerFault, TurnedAway
-from batchkit.engines.openai.endpoints import check_names
+from batchkit.engines.openai.chat import SAMPLING as SAMPLING
 from batchkit.engines.openai.options import Options, options_of
 from batchkit.engines.openai.own_server import OwnServer
-from batchkit.engines.openai.rate_limiter import MOST_FAULTS, Away, RateLimiter, pause_s
-from batchkit.engines.openai.remote import Barred, Remote
+from batchkit.engines.openai.pooling import ENDPOINTS
+from batchkit.engines.openai.rate_limiter import NoAnswer, Place, RateLimiter, Why, pause_s
+from batchkit.engines.openai.remote import Remote
 from batchkit.errors import (
     EngineError,
     JobError,
@@ -54,9 +51,9 @@ from batchkit.errors import (
 )
 from batchkit.types import Completion, Pair, Request, Row
 
-SAMPLING = api.SAMPLING
 _CLOSE_S = 10.0
 _GAP_S = 1.0  # of nothing in flight, in which a server may be replaced unseen
+_QUIET_S = 5.0  # of an outage that nobody is told of
 
 
 class OpenAIServerEngine:
@@ -87,7 +84,7 @@ class OpenAIServerEngine:
         )
         self._limiter = RateLimiter(self._options.max_num_seqs)
         self._in_flight = 0
-        self._answers = 0
+        self._quiet_s = _QUIET_S
         self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
         self._ended: EngineError | None = None
         self._unsettled = 0  # requests in flight, as the event loop knows them
@@ -210,8 +207,8 @@ class OpenAIServerEngine:
         if not self._unsettled:  # this may be the run's last answer
             self._remote.doubt()
             try:
-                await self._remote.serves_the_same_model()
-            except (TurnedAway, ServerFault):
+                await self._remote.check_model()
+            except (NoAnswer, RowError):
                 pass  # it is away now; the answer is paid for
             except EngineError as error:
                 self._end(error)
@@ -226,83 +223,55 @@ class OpenAIServerEngine:
 
     async def _answer(self, request: Request) -> Completion:
         """Try until there is an answer, or the row's own error."""
-        faults, tries, answers = 0.0, 0, 0
-        away = Away(self._options.give_up_s, self._answers)
+        row = _Tries(self._limiter)
         while True:
-            found = await self._tried(request)
-            if isinstance(found, Completion):
-                return found
-            if isinstance(found, Barred):
-                if await self._is_sound(request):
-                    raise RequestError(
-                        f"the server answered {found.reason}, and answers other requests"
-                    )
-                self._limiter.is_troubled()
-            elif isinstance(found, TurnedAway):
-                others = self._answers > away.answers
-                is_due = away.is_suspicious or self._silence_s() >= self._patience_s
-                if others or (is_due and await self._is_sound(request)):
-                    if away.is_final(self._loop.time()):
-                        raise ServerError(
-                            f"turned away for {self._options.give_up_s:g} s"
-                            f" (engine.options.give_up_s) while others were answered; last: {found}"
-                        )
-                    away.answers = self._answers
-                    await asyncio.sleep(pause_s(away.tries))
-                    continue
-                away.count_alone()
-            self._lose_patience(found)
-            if isinstance(found, RowTimeoutError):
-                raise found
-            if isinstance(found, ServerFault):
-                answers = answers if tries else self._answers
-                faults, tries = faults + found.weight, tries + 1
-                others_fare_better = self._answers > answers
-                if faults >= MOST_FAULTS and (others_fare_better or await self._is_sound(request)):
-                    raise ServerError(f"{tries} times without an answer; last: {found}")
-            if not isinstance(found, TurnedAway):
-                await asyncio.sleep(pause_s(max(1, tries)))
+            place = await self._place(request, row)
+            try:
+                return await self._ask(request, place)
+            except NoAnswer as problem:
+                row.count(self._loop.time())
+                if row.is_at_fault(problem, self._loop.time(), self._options.give_up_s):
+                    raise self._error_of(problem, row.tries) from None
+                if row.is_alone or (problem.why is not Why.BUSY and not self._limiter.is_open):
+                    await asyncio.sleep(pause_s(row.tries))
 
-    async def _tried(
-        self, request: Request
-    ) -> Completion | TurnedAway | RowTimeoutError | ServerFault | Barred:
-        """The answer, or why this try gave none. Raises an error that no other try would change."""
-        sent_at = await self._limiter.enter()
-        try:
-            return await self._ask(request)
-        except TurnedAway as error:
-            self._limiter.turned_away(
-                sent_at, is_down=error.is_down, retry_after_s=error.retry_after_s
-            )
-            return error
-        except RowTimeoutError as error:
-            self._limiter.timed_out(sent_at)
-            return error
-        except ServerFault as error:
-            self._limiter.is_troubled()
-            return error
-        except Barred as error:
-            return error
-        finally:
-            self._limiter.leave()
+    async def _place(self, request: Request, row: _Tries) -> Place:
+        """Wait for a place; while the server answers nothing, for the answer to a prompt of one word."""
+        while (place := await self._limiter.enter()).is_probe:
+            try:
+                await self._ask(self._one_word(request), place)
+            except (NoAnswer, RowTimeoutError) as problem:
+                if isinstance(problem, NoAnswer) and problem.stops is not None:
+                    raise EngineError(problem.stops) from None
+                row.forget()
+                self._report(problem)
+                self._lose_patience(problem)
+            except RowError:
+                pass  # it is refused, and so the server works
+        return place
 
-    async def _ask(self, request: Request) -> Completion:
+    async def _ask(self, request: Request, place: Place) -> Completion:
         """``Remote.ask``; an answer, or a refusal other than a timeout, shows that it works."""
         try:
             completion = await self._remote.ask(request)
-        except RowTimeoutError:
+        except RowTimeoutError as error:
+            self._limiter.failed(place, NoAnswer(str(error), Why.SLOW))
+            raise
+        except NoAnswer as problem:
+            self._limiter.failed(place, problem)
             raise
         except RowError:
-            self._limiter.went_well()
+            self._limiter.went_well(place)
             raise
-        self._answers += 1
-        self._limiter.went_well()
-        return completion
+        else:
+            self._limiter.went_well(place)
+            return completion
+        finally:
+            self._limiter.leave(place)
 
-    async def _is_sound(self, request: Request) -> bool:
-        """Whether the server answers, or at least refuses, a prompt of one word."""
+    def _one_word(self, request: Request) -> Request:
         is_chat, is_pair = request.messages is not None, request.pair is not None
-        word = Request(
+        return Request(
             row=Row(-1, "", {}),
             messages=[{"role": "user", "content": "Hi"}] if is_chat else None,
             prompt=None if is_chat or is_pair else "Hi",
@@ -310,41 +279,85 @@ class OpenAIServerEngine:
             input_hash="",
             pair=Pair("Hi", ["Hi"], is_list=False) if is_pair else None,
         )
-        try:
-            await self._ask(word)
-        except (RowTimeoutError, TurnedAway, ServerFault):
-            return False
-        except RowError:
-            pass
-        return True
 
+    def _error_of(self, problem: NoAnswer, tries: int) -> RowError:
+        if problem.why is Why.BARRED:
+            return RequestError(f"{problem}, and answers other requests")
+        if problem.why in (Why.BUSY, Why.DOWN):
+            return ServerError(
+                f"turned away for {self._options.give_up_s:g} s (engine.options.give_up_s) while"
+                f" others were answered; last: {problem}"
+            )
+        return ServerError(f"{tries} times without an answer; last: {problem}")
+
+    @property
     def _silence_s(self) -> float:
         """Seconds since the server first failed to answer; 0 if it has answered since."""
         since = self._limiter.troubled_since
         return 0.0 if since is None else self._loop.time() - since
 
-    @property
-    def _patience_s(self) -> float:
-        limit_s = self._options.give_up_s
-        return max(limit_s, self._row_timeout_s) if self._limiter.running else limit_s
+    def _report(self, problem: Exception) -> None:
+        """Tell the run what the server answers, less and less often."""
+        if self._silence_s < self._quiet_s / 2:  # a new outage
+            self._quiet_s = _QUIET_S
+        if self._silence_s >= self._quiet_s:
+            self._quiet_s = 2 * self._silence_s
+            wait_s = self._limiter.waits_s
+            self._events.append(
+                f"{self._remote.base_url}: {problem}; {self._unsettled} requests wait, next try in"
+                f" {wait_s:.0f} s"
+            )
 
     def _lose_patience(self, problem: Exception) -> None:
         """Give up on the server if nothing has been answered for ``give_up_s``.
 
         Requests that are still in flight may yet be answered, within ``run.row_timeout_s``.
         """
-        silence_s = self._silence_s()
-        if self._limiter.troubled_since is not None and silence_s >= self._patience_s:
-            silence = (
-                f"no row answered for {silence_s:.0f} s (engine.options.give_up_s ="
-                f" {self._options.give_up_s:g}); last: {problem}"
-            )
-            if self._own is not None:
-                raise EngineDied(Fault("stall", "stall", silence))
-            raise EngineError(
-                f"{self._remote.base_url}: {silence}. Every finished row is on disk: check the server,"
-                " then run the same command again"
-            )
+        limit_s = self._options.give_up_s
+        if self._limiter.running:
+            limit_s = max(limit_s, self._row_timeout_s)
+        if self._silence_s < limit_s:
+            return
+        silence = (
+            f"no row answered for {self._silence_s:.0f} s (engine.options.give_up_s ="
+            f" {self._options.give_up_s:g}); last: {problem}"
+        )
+        if self._own is not None:
+            raise EngineDied(Fault("stall", "stall", silence))
+        raise EngineError(
+            f"{self._remote.base_url}: {silence}. Every finished row is on disk: check the server,"
+            " then run the same command again"
+        )
+
+
+class _Tries:
+    """The tries of one row that had no answer, since the server was last away."""
+
+    def __init__(self, limiter: RateLimiter) -> None:
+        self._limiter = limiter
+        self._since, self._answers = 0.0, 0
+        self.tries = 0
+
+    def count(self, now: float) -> None:
+        if not self.tries:
+            self._since, self._answers = now, self._limiter.answers
+        self.tries += 1
+
+    def forget(self) -> None:
+        """No other request is answered, either."""
+        self.tries = 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether others were answered since the first try."""
+        return self.tries > 0 and self._limiter.answers > self._answers
+
+    def is_at_fault(self, problem: NoAnswer, now: float, give_up_s: float) -> bool:
+        """A busy server turns rows away, too, and answers each of them eventually: ``give_up_s`` is for
+        that."""
+        if not self.is_alone or self.tries < problem.tries:
+            return False
+        return problem.why not in (Why.BUSY, Why.DOWN) or now - self._since >= give_up_s
 
 
 class OpenAIServerPreflight:
@@ -354,7 +367,7 @@ class OpenAIServerPreflight:
         self._job = job
 
     def render(self, request: Request) -> RenderedPrompt:
-        check_names(self._job, request.sampling)
+        ENDPOINTS[self._job.task].check_names(request.sampling)
         return RenderedPrompt(api.shown(request), None)
 
 

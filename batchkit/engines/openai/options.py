@@ -8,7 +8,7 @@ from pydantic import Field, PositiveInt
 
 from batchkit.config.tables import JobConfig, Table
 from batchkit.engines.openai import api
-from batchkit.engines.openai.endpoints import check_names
+from batchkit.engines.openai.pooling import ENDPOINTS
 from batchkit.engines.request_checks import problems_with
 from batchkit.errors import JobError, RequestError
 
@@ -41,7 +41,7 @@ def options_of(job: JobConfig) -> Options:
         if name in _NOT_EXTRA
     ]
     try:
-        check_names(job, job.params())
+        ENDPOINTS[job.task].check_names(job.params())
     except RequestError as error:
         problems.append(str(error))
     server = job.engine.server

@@ -1,17 +1,57 @@
-"""Limits how many requests a server gets at a time, and pauses when it turns requests away."""
+"""Limits how many requests a server gets at a time; while it answers none, one probe at a time."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections import deque
+from enum import Enum, auto
+from typing import NamedTuple
 
 MOST_FAULTS = 3
-"""Tries of a row before the engine checks whether others are answered."""
+"""Tries of a row until it fails, if others are answered; failures in a row until requests wait."""
 GROWTH = 0.25
 """How much the limit grows per answer: from 1 back to 32 in some 120 answers."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 LEAST_RETRY_AFTER_S, LONGEST_RETRY_AFTER_S = 0.1, 60.0
+
+
+class Why(Enum):
+    """Why a try gave no answer."""
+
+    BUSY = auto()  # turned away: there are too many requests
+    DOWN = auto()  # turned away: the server can't be reached
+    SLOW = auto()  # no answer in time
+    FAULT = auto()  # it failed on the request, or on all
+    BARRED = auto()  # refused, for a reason that may apply to all
+
+
+class NoAnswer(Exception):
+    """A try without an answer: the row's own failure if others are answered, else the server's.
+
+    ``tries``: after how many of them. ``stops``: why the run stops if every request is refused so.
+    ``retry_after_s``: the time that the server named.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        why: Why = Why.FAULT,
+        *,
+        tries: int = MOST_FAULTS,
+        retry_after_s: float | None = None,
+        stops: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.why, self.tries = why, tries
+        self.retry_after_s, self.stops = retry_after_s, stops
+
+
+class Place(NamedTuple):
+    """A request's turn, since the time ``since``."""
+
+    since: float
+    is_probe: bool
 
 
 def pause_s(tries: int) -> float:
@@ -23,84 +63,86 @@ def pause_s(tries: int) -> float:
 
 class RateLimiter:
     """At most ``most`` requests at a time. The limit is halved whenever the server reports that it
-    is busy or a request times out, is 1 while the server can't be reached, and grows with each
-    answer. Belongs to one event loop."""
+    is busy or a request times out, and grows with each answer.
+
+    If it can't be reached, bars a request or fails a few times in a row, the limiter ``is_open``: there is one
+    request at a time, a probe, after pauses that grow, until one is answered. Belongs to one event loop.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._limit = float(most)
-        self._line: deque[asyncio.Future[None]] = deque()
+        self._line: deque[asyncio.Future[bool]] = deque()
         self._pause: asyncio.TimerHandle | None = None
-        self._slowed_at = float("-inf")
-        self._pauses = 0
-        self._is_down = False
+        self._slowed_at = self._opened_at = float("-inf")
+        self._failures = self._pauses = 0
+        self._is_probing = False
+        self.is_open = False
         self.running = 0
+        self.answers = 0
+        """Requests that were answered, but for those sent before the limiter was last opened."""
         self.troubled_since: float | None = None
 
     @property
     def limit(self) -> int:
         """How many may run at once now."""
-        return 1 if self._is_down else int(self._limit)
+        return 1 if self.is_open else int(self._limit)
 
-    async def enter(self) -> float:
-        """Wait for a place, first come, first served, and take it; returns the time of that."""
+    @property
+    def waits_s(self) -> float:
+        """Seconds until the next request may be sent."""
+        if self._pause is None:
+            return 0.0
+        return max(0.0, self._pause.when() - asyncio.get_running_loop().time())
+
+    async def enter(self) -> Place:
+        """Wait for a place, first come, first served, and take it."""
         loop = asyncio.get_running_loop()
         place = loop.create_future()
         self._line.append(place)
         self._admit()
-        await place
-        return loop.time()
+        is_probe = await place
+        return Place(loop.time(), is_probe)
 
-    def leave(self) -> None:
+    def leave(self, place: Place) -> None:
         """Give the place back."""
         self.running -= 1
+        if place.is_probe:
+            self._is_probing = False
         self._admit()
 
-    def went_well(self) -> None:
-        """The server answered."""
+    def went_well(self, place: Place) -> None:
+        """The server answered; only an answer to a request sent since shows that it is well again."""
         self.troubled_since = None
-        self._pauses = 0
-        self._is_down = False
         self._limit = min(self._most, self._limit + GROWTH)
+        if place.since >= self._opened_at:
+            self.answers += 1
+            self.is_open, self._failures, self._pauses = False, 0, 0
 
-    def is_troubled(self) -> None:
-        """The server did not answer; ``troubled_since`` is the time of the first such failure."""
-        if self.troubled_since is None:
-            self.troubled_since = asyncio.get_running_loop().time()
-
-    def turned_away(self, sent_at: float, *, is_down: bool, retry_after_s: float | None) -> None:
-        """A request sent at ``sent_at`` was not accepted: pause, for ``retry_after_s`` if the
-        server named a time.
+    def failed(self, place: Place, problem: NoAnswer) -> None:
+        """The server did not answer.
 
         Requests that were sent before the last slowdown don't lower the limit again.
         """
-        self.is_troubled()
-        if self._is_new(sent_at):
-            self._pauses += 1
-            self._is_down = self._is_down or is_down
-            if not is_down:
-                self._halve()
-            if retry_after_s is None:
-                self._hold(pause_s(self._pauses))
-        if retry_after_s is not None:
-            wait_s = min(max(retry_after_s, LEAST_RETRY_AFTER_S), LONGEST_RETRY_AFTER_S)
+        now = asyncio.get_running_loop().time()
+        if self.troubled_since is None:
+            self.troubled_since = now
+        is_new = place.since >= self._slowed_at
+        if is_new:
+            self._slowed_at = now
+            if problem.why in (Why.BUSY, Why.SLOW):
+                self._limit = max(1.0, self._limit / 2)
+        self._failures += is_new or problem.why is not Why.BUSY
+        if not self.is_open and (
+            problem.why in (Why.DOWN, Why.BARRED) or self._failures >= MOST_FAULTS
+        ):
+            self.is_open, self._opened_at = True, now
+        if problem.retry_after_s is not None:
+            wait_s = min(max(problem.retry_after_s, LEAST_RETRY_AFTER_S), LONGEST_RETRY_AFTER_S)
             self._hold(wait_s * random.uniform(1.0, 1.1))
-
-    def timed_out(self, sent_at: float) -> None:
-        """A request sent at ``sent_at`` timed out: most likely there are too many at a time."""
-        self.is_troubled()
-        if self._is_new(sent_at):
-            self._halve()
-
-    def _is_new(self, sent_at: float) -> bool:
-        """Whether the request was sent since the last slowdown; if so, the last slowdown is now."""
-        if sent_at < self._slowed_at:
-            return False
-        self._slowed_at = asyncio.get_running_loop().time()
-        return True
-
-    def _halve(self) -> None:
-        self._limit = max(1.0, self._limit / 2)
+        elif is_new and (self.is_open or problem.why is Why.BUSY):
+            self._pauses += 1
+            self._hold(pause_s(self._pauses))
 
     def _hold(self, wait_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -115,38 +157,14 @@ class RateLimiter:
         self._admit()
 
     def _admit(self) -> None:
-        while self._line and self._pause is None and self.running < self.limit:
+        while self._line and self._pause is None and self._has_room:
             place = self._line.popleft()
             if not place.done():  # else its task was cancelled
                 self.running += 1
-                place.set_result(None)
-
-
-class Away:
-    """How long a row has been turned away while others were answered.
-
-    A busy server turns rows away, too, and answers each of them eventually. So a row fails only if
-    it is still turned away after ``give_up_s``; until then it is retried less and less often.
-    """
-
-    def __init__(self, give_up_s: float, answers: int) -> None:
-        self._give_up_s = give_up_s
-        self.answers = answers
-        self._since: float | None = None
-        self._alone = 0
-        self.tries = 0
+                self._is_probing = self.is_open
+                place.set_result(self.is_open)
 
     @property
-    def is_suspicious(self) -> bool:
-        """Whether it is time to check if the server answers anything at all."""
-        return self._alone + self.tries >= MOST_FAULTS
-
-    def is_final(self, now: float) -> bool:
-        """Count that the row was turned away while others were answered; True if it now fails."""
-        self.tries += 1
-        self._since = now if self._since is None else self._since
-        return self.tries >= MOST_FAULTS and now - self._since >= self._give_up_s
-
-    def count_alone(self) -> None:
-        """Count that the row was turned away while no other row was answered."""
-        self._alone += 1
+    def _has_room(self) -> bool:
+        """Requests that were sent before the limiter was opened may take long: no probe waits for them."""
+        return not self._is_probing if self.is_open else self.running < self.limit

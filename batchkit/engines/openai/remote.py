@@ -12,14 +12,8 @@ import orjson
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.openai import api, llama_cpp, pooling
-from batchkit.engines.openai.connections import (
-    CONNECT_S,
-    Connections,
-    Response,
-    ServerFault,
-    TurnedAway,
-)
-from batchkit.engines.openai.endpoints import endpoint_of
+from batchkit.engines.openai.connections import CONNECT_S, Connections, Response
+from batchkit.engines.openai.rate_limiter import NoAnswer, Why
 from batchkit.errors import (
     AnswerTooLargeError,
     EngineError,
@@ -32,24 +26,13 @@ from batchkit.storage.schema import is_count
 from batchkit.types import Completion, Request
 
 START_S = 3.0
-LIST_EVERY_S = 30.0
-"""How often the list of models is read again while requests are sent."""
 _START_PAUSE_S = 0.5
-_AWAY = (408, 425, 502, 504, 529)
+_DOWN = (408, 425, 502, 504, 529)
 _BUSY = (429, 503)
 _OF_THE_ROW = (400, 406, 413, 414, 415, 422, 431, 451)
 _OF_THE_MOMENT = (409, 423, 424, 499)  # TGI answers 424 when its model fails
 _SHORTEST_KEY = 8  # a shorter one may be a part of words that don't quote it: "token"
 _MOST_ERROR_BYTES = 1 << 20  # of an error, of which 1,000 characters are shown
-
-
-class Barred(EngineError):
-    """The request was refused for a reason that may apply to all. If others are answered, it is the
-    row's own failure, with this ``reason``."""
-
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 class Remote:
@@ -71,13 +54,12 @@ class Remote:
         drop: Sequence[str],
         event: Callable[[str], None],
         max_model_len: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         engine = job.engine
         self.base_url = base_url.rstrip("/")
         self.models: list[Mapping[str, Any]] = []
         self._model, self._key_name = engine.model, engine.api_key_env
-        self._endpoint = endpoint_of(job, drop)
+        self._endpoint = pooling.ENDPOINTS[job.task](job, drop)
         self._extra_body = extra_body
         self._asked_max_model_len = max_model_len
         self._timeout_s = job.run.row_timeout_s
@@ -88,8 +70,7 @@ class Remote:
         self._known: dict[str, Any] = {}
         """What its lists of models have said about the model so far."""
         self._may_differ = False
-        self._clock = clock
-        self._listed_at = clock()
+        self._listed_at = time.monotonic()
         self._ignores_n = False
         self._key = _key(engine.api_key_env)
         headers = {"Content-Type": "application/json", "User-Agent": "batchkit"}
@@ -119,7 +100,7 @@ class Remote:
             status = (await self._exchange("GET", url, None, CONNECT_S)).status
             if status < 500:
                 self._learn(await self._list_models())
-        except (TurnedAway, ServerFault, RowError):
+        except (NoAnswer, RowError):
             return False
         return status < 500
 
@@ -135,7 +116,9 @@ class Remote:
             try:
                 self._learn(await self._list_models())
                 return
-            except (TurnedAway, ServerFault) as problem:
+            except NoAnswer as problem:
+                if problem.stops is not None:
+                    raise EngineError(problem.stops) from None
                 if loop.time() + _START_PAUSE_S >= deadline:
                     raise EngineError(
                         f"{self.base_url}: no answer ({problem}); start the server, or correct"
@@ -158,73 +141,65 @@ class Remote:
 
         Raises:
             RowError: the request's own error.
-            EngineError: no request would succeed; after Barred, others may.
-            TurnedAway, ServerFault: try again.
+            EngineError: no request would succeed.
+            NoAnswer: try again.
         """
         url = self._endpoint.url(self.base_url, request)
         body = self.body_of(request)
         content = await _encoded(body)
-        self.doubt(LIST_EVERY_S)
-        is_known = await self.serves_the_same_model()
-        loop = asyncio.get_running_loop()
-        began = loop.time()
+        await self.check_model()
+        began = time.monotonic()
         response = await self._exchange("POST", url, content, self._timeout_s)
         status = response.status
-        if 200 <= status < 300:
-            if not is_known:  # it has loaded its model now, so its list says all that it ever says
-                await self.serves_the_same_model()
-                self._may_differ = False
+        if status < 300:
+            took_s = time.monotonic() - began
             n = asked if is_count(asked := body.get("n") or 1) else 0
             try:
                 answer = parsed(response.content)
             except ValueError as error:
-                raise ServerFault(f"{url}: the answer is no JSON: {error}") from None
-            took_s = loop.time() - began
+                raise NoAnswer(f"{url}: the answer is no JSON: {error}") from None
             try:
                 completion = self._endpoint.completion_of(request, answer, took_s, n)
-                self._check_answer(answer, completion, url, n)
-                return completion
             except api.ShapeError as problem:
                 in_body = api.status_in(answer)
                 if in_body is None:
-                    shape = response.content[:200].decode("utf-8", "replace")
-                    raise ServerFault(f"{url}: {problem}: {shape}") from None
+                    shape = api.in_words(response.content[:200].decode("utf-8", "replace"))
+                    raise NoAnswer(f"{url}: {problem}: {shape}") from None
+            else:
+                self._check_model_of(answer.get("model"))
+                self._check_count(len(completion.choices), n)
+                return completion
             status = in_body
             self._check(status, response.content, url, {})
         if self._endpoint.moved(url, status):
             return await self.ask(request)
-        refusal = api.refusal_of(status, response.content)
+        raise await self._refused(request, url, api.refusal_of(status, response.content))
+
+    async def _refused(self, request: Request, url: str, refusal: api.Refusal) -> Exception:
+        """The error for a refusal that concerns this request, or all of its kind."""
+        status = refusal.status
         if status in pooling.LACKS and self._endpoint.hint and self._lists_its_model:
-            raise Barred(
+            return _barred(
+                refusal,
                 f"{url}: answered {refusal}: the server lacks this endpoint, or its model does not"
                 f" fit the task; {self._endpoint.hint}",
-                str(refusal),
             )
         if refusal.is_of_the_model:
-            raise Barred(await self._without_model(refusal), str(refusal))
+            return _barred(refusal, await self._without_model(refusal))
         if refusal.is_too_long:
-            raise api.too_long(await self._counted(refusal, request), self._max_model_len)
+            return api.too_long(await self._counted(refusal, request), self._max_model_len)
         if status in _OF_THE_ROW:
-            raise RequestError(f"the server answered {refusal}")
+            return RequestError(f"the server answered {refusal}")
         if status in _OF_THE_MOMENT or (status >= 500 and status != 501):
-            raise ServerFault(f"the server answered {refusal}")
-        raise Barred(
+            return NoAnswer(f"the server answered {refusal}")
+        return _barred(
+            refusal,
             f"{url}: answered {refusal}, also to a request of one word; check the server, and any proxy"
             " between it and this run, then run the same command again",
-            str(refusal),
         )
 
-    def _check_answer(
-        self, answer: Mapping[str, Any], completion: Completion, url: str, n: int
-    ) -> None:
-        """
-        Raises:
-            ServerFault: the answer is incomplete.
-            EngineError: another model gave it; a run never mixes two.
-        """
-        if failure := self._endpoint.failure_in(answer):
-            raise ServerFault(f"{url}: the answer is incomplete: {failure}")
-        name = answer.get("model")
+    def _check_model_of(self, name: Any) -> None:
+        """Raises EngineError if another model gave an answer: a run never mixes two."""
         if isinstance(name, str) and name:
             self._answered_as = self._answered_as or name
             if name != self._answered_as:
@@ -233,37 +208,37 @@ class Remote:
                     f" {self._answered_as!r}; a run's answers are all of one model. Serve that one"
                     " again or name it as engine.model, then run the same command again"
                 )
-        if 0 < len(completion.choices) < n and not self._ignores_n:
+
+    def _check_count(self, found: int, n: int) -> None:
+        if 0 < found < n and not self._ignores_n:
             self._ignores_n = True
             self._event(f"{self.base_url}: answers with 1 choice instead of {n}")
 
     def doubt(self, after_s: float = 0.0) -> None:
         """The server may have another model now, if its list was read ``after_s`` ago or earlier."""
-        if self._clock() - self._listed_at >= after_s:
+        if time.monotonic() - self._listed_at >= after_s:
             self._may_differ = True
 
-    async def serves_the_same_model(self) -> bool:
-        """Read the list of models again if the server was away, or is in doubt: many servers answer
+    async def check_model(self) -> None:
+        """Read the list of models again if the server was away or idle: many servers answer
         under any name that a request has, and only their list shows which model it is. A server that
-        no longer lists its models is not checked.
-
-        False if the list says less than it did: llama.cpp's names a model that it still loads, and
-        gives its size later.
+        no longer lists its models is not checked. One that says less than before is checked again:
+        llama.cpp's names a model that it still loads, and gives its size later.
 
         Raises:
             EngineError: it serves another model now.
-            TurnedAway, ServerFault: it is not back yet.
+            NoAnswer: it is not back yet.
         """
         if not self._may_differ:
-            return True
+            return
         try:
             models = await self._list_models()
         except (EngineError, RowError):
-            self._may_differ, self._listed_at = False, self._clock()
-            return True
+            self._may_differ, self._listed_at = False, time.monotonic()
+            return
         found = api.known_of(models, self._model)
         if difference := api.difference(self._known, found):
-            since_s = self._clock() - self._listed_at
+            since_s = time.monotonic() - self._listed_at
             raise EngineError(
                 f"{self.base_url}: the server came back with another model, or changed it:"
                 f" {difference}. A run's answers are all of one model, and those of the last"
@@ -272,10 +247,9 @@ class Remote:
             )
         self._may_differ = not self._known.keys() <= found.keys()
         self._learn(models)
-        return not self._may_differ
 
     def _learn(self, models: list[Mapping[str, Any]]) -> None:
-        self.models, self._listed_at = models, self._clock()
+        self.models, self._listed_at = models, time.monotonic()
         self._known = {**self._known, **api.known_of(models, self._model)}
 
     async def _counted(self, refusal: api.Refusal, request: Request) -> api.Refusal:
@@ -294,7 +268,7 @@ class Remote:
         try:
             response = await self._exchange("POST", url, content, self._timeout_s)
             count = orjson.loads(response.content)["count"] if response.status == 200 else None
-        except (RowError, ServerFault, TurnedAway, EngineError, ValueError, KeyError, TypeError):
+        except (RowError, NoAnswer, EngineError, ValueError, KeyError, TypeError):
             count = None
         return refusal._replace(prompt_tokens=count if is_count(count) and count else None)
 
@@ -304,7 +278,7 @@ class Remote:
             response = await self._exchange("GET", url, None, CONNECT_S)
             status, content = response.status, response.content
         except RowTimeoutError:
-            raise TurnedAway(f"connected, but silent for {CONNECT_S:.0f} s", is_down=True) from None
+            raise NoAnswer(f"connected, but silent for {CONNECT_S:.0f} s", Why.DOWN) from None
         except AnswerTooLargeError as error:
             raise EngineError(f"{url}: no list of models: {error}") from None
         if status == 404:
@@ -313,7 +287,7 @@ class Remote:
                 " nearly always ends in /v1"
             )
         if status >= 500:
-            raise TurnedAway(str(api.refusal_of(status, content)), is_down=True)
+            raise NoAnswer(str(api.refusal_of(status, content)), Why.DOWN)
         try:
             models = orjson.loads(content)["data"]
             return [model for model in models if isinstance(model, Mapping)]
@@ -331,8 +305,8 @@ class Remote:
             response = await self._connections.exchange(
                 method, url, content, timeout_s=timeout_s, max_bytes=self._most_bytes
             )
-        except (TurnedAway, ServerFault, RowTimeoutError):
-            self.doubt()
+        except (NoAnswer, RowTimeoutError):
+            self._may_differ = True
             raise
         status, received = response.status, response.content
         if status < 300 and not response.is_whole:
@@ -350,32 +324,33 @@ class Remote:
         return self._max_answer_bytes if status < 300 else _MOST_ERROR_BYTES
 
     def _check(self, status: int, received: bytes, url: str, headers: Mapping[str, str]) -> None:
-        """Raise EngineError or TurnedAway if the response concerns all requests."""
+        """Raise EngineError or NoAnswer if the response concerns all requests."""
         if status < 300:
             return
-        if status >= 500 or status in _AWAY:  # any may be a proxy's, whose server is away
-            self.doubt()
+        if status >= 500 or status in _DOWN:  # any may be a proxy's, whose server is away
+            self._may_differ = True
         refusal = api.refusal_of(status, received)
         if status < 400:
-            raise Barred(
-                f"{url}: answered {status}, moved to {headers.get('location')}; redirects are not"
+            where = api.in_words(headers.get("location"))
+            raise _barred(
+                refusal,
+                f"{url}: answered {status}, moved to {where}; redirects are not"
                 " followed: give the new address as engine.base_url",
-                str(refusal),
             )
         if status == 402 or refusal.is_out_of_money:
             unpaid = f"{url}: {refusal}; no waiting helps, the account must be paid"
-            raise EngineError(unpaid) if refusal.is_out_of_money else Barred(unpaid, str(refusal))
+            raise EngineError(unpaid) if refusal.is_out_of_money else _barred(refusal, unpaid)
         if status in (401, 403):
             how = "does the key in it fit the server?" if self._key else "it is not set"
             denied = (
                 f"{url}: access refused ({refusal}); the key is read from the environment variable"
                 f" {self._key_name} (engine.api_key_env): {how}"
             )
-            raise EngineError(denied) if status == 401 else Barred(denied, str(refusal))
-        if status in _BUSY or status in _AWAY:
-            raise TurnedAway(
+            raise EngineError(denied) if status == 401 else _barred(refusal, denied)
+        if status in _BUSY or status in _DOWN:
+            raise NoAnswer(
                 f"the server answered {refusal}",
-                is_down=status in _AWAY,
+                Why.DOWN if status in _DOWN else Why.BUSY,
                 retry_after_s=api.retry_after_s(headers.get("retry-after")),
             )
 
@@ -386,7 +361,7 @@ class Remote:
     async def _without_model(self, refusal: api.Refusal) -> str:
         try:
             self.models = await self._list_models()
-        except (TurnedAway, ServerFault, EngineError):
+        except (NoAnswer, EngineError):
             pass  # use its earlier list
         names = ", ".join(str(model.get("id")) for model in self.models[:20]) or "nothing"
         return (
@@ -402,6 +377,11 @@ class Remote:
             if length is not None and (model.get("id") == self._model or len(self.models) == 1):
                 return length
         return self._asked_max_model_len
+
+
+def _barred(refusal: api.Refusal, stops: str) -> NoAnswer:
+    """Others are asked before it counts: the run ends if each of them is refused, else the row fails."""
+    return NoAnswer(f"the server answered {refusal}", Why.BARRED, tries=2, stops=stops)
 
 
 def _key(name: str) -> str:

@@ -1,0 +1,251 @@
+"""The endpoints of OpenAI's API for text: ``/chat/completions``, and ``/completions`` for a plain prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import orjson
+
+from batchkit.config.suggest import did_you_mean
+from batchkit.config.tables import JobConfig
+from batchkit.engines.openai.api import ShapeError, in_words, tools_of
+from batchkit.errors import RequestError
+from batchkit.storage.schema import choice_of, usage_of
+from batchkit.types import BROKEN_OFF, Choice, Completion, Request, Usage
+
+T = TypeVar("T")
+
+# Names of vllm.SamplingParams that the API has, OpenAI's own or added by `vllm serve`.
+SAMPLING = (
+    *("max_tokens", "temperature", "top_p", "n", "stop", "seed"),
+    *("presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "reasoning_effort"),
+    *("top_k", "min_p", "repetition_penalty", "repetition_detection", "min_tokens"),
+    *("stop_token_ids", "ignore_eos", "bad_words", "allowed_token_ids", "logprob_token_ids"),
+    *("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"),
+    *("structured_outputs", "thinking_token_budget", "truncate_prompt_tokens"),
+)
+
+
+class Endpoint:
+    """Writes the requests of one task, and reads the answers. Nothing in it touches the network.
+
+    ``parameters``: what the API has of the job's ``table``. ``hint``: which servers have the endpoint.
+    """
+
+    task = "generate"
+    table = "pooling"
+    parameters: Sequence[str] = ()
+    hint = ""
+
+    def __init__(self, job: JobConfig, drop: Sequence[str]) -> None:
+        self._model, self._drop = job.engine.model, drop
+        self._chat_template_kwargs = job.prompt.chat_template_kwargs
+        self._selects = job.select.by is not None
+
+    @classmethod
+    def check_names(cls, params: Mapping[str, Any]) -> None:
+        """Refuse names that the API does not have: the server would silently ignore them.
+
+        Raises:
+            RequestError: naming the parameter.
+        """
+        for name in params:
+            if name == "prompt_logprobs":
+                raise RequestError("sampling.prompt_logprobs: batchkit does not store them")
+            if name not in cls.parameters:
+                hint = did_you_mean(name, cls.parameters) or f"; it has {', '.join(cls.parameters)}"
+                raise RequestError(
+                    f'{cls.table}.{name}: not a parameter of the API for task = "{cls.task}"{hint};'
+                    " put a server's own parameters into engine.options.extra_body"
+                )
+
+    def url(self, base_url: str, request: Request) -> str:
+        """Where ``request`` is sent."""
+        raise NotImplementedError
+
+    def body_of(self, request: Request) -> dict[str, Any]:
+        """The request in the API's terms; its images are still PIL's (``api.encoded`` converts them).
+
+        Raises:
+            RequestError: a parameter that the API does not have.
+        """
+        raise NotImplementedError
+
+    def completion_of(self, request: Request, answer: Any, latency_s: float, n: int) -> Completion:
+        """The server's answer; ``n`` choices were asked for (0: not known).
+
+        Raises:
+            ShapeError: it is not in the API's format, or not whole.
+            RowError: it is, but can't be used.
+        """
+        raise NotImplementedError
+
+    def moved(self, url: str, status: int) -> bool:
+        """True if the server answered ``url`` with ``status``, so that another endpoint is used from
+        now on."""
+        return False
+
+    @property
+    def seen(self) -> Mapping[str, Any]:
+        """What the answers so far have shown of the model."""
+        return {}
+
+
+class _Part(msgspec.Struct):
+    type: str = ""
+    text: str = ""
+
+
+class _Message(msgspec.Struct):
+    content: str | list[_Part] | None = None  # some servers return parts
+    reasoning: Any = None
+    reasoning_content: Any = (
+        None  # DeepSeek's name, which vLLM had, too, and other servers still have
+    )
+    tool_calls: Any = None
+
+
+class _Choice(msgspec.Struct):
+    index: int | None = None
+    message: _Message | None = None
+    text: str | None = None
+    finish_reason: Any = None
+    logprobs: Any = None
+    error: Any = None
+
+    @property
+    def reason(self) -> Any:
+        """SGLang's internal one is an object, ``{"type": "abort", …}``, which a proxy may pass on. A
+        router gives a choice an ``error`` instead."""
+        reason = "error" if self.error else self.finish_reason
+        return reason.get("type") if isinstance(reason, Mapping) else reason
+
+    @property
+    def failure(self) -> str | None:
+        """What went wrong, if the choice is incomplete."""
+        if not self.error and self.reason not in BROKEN_OFF:
+            return None
+        return f"finish_reason is {self.reason}" + (f": {in_words(self.error)}" * bool(self.error))
+
+    def read(self) -> Choice:
+        message = self.message or _Message(self.text)
+        text = message.content or ""
+        if isinstance(text, list):
+            text = "".join(part.text for part in text if part.type == "text")
+        thought = message.reasoning or message.reasoning_content
+        return choice_of(text, self.reason, self.logprobs, thought, message.tool_calls)
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+    usage: Any = None
+    error: Any = None
+
+    def ordered(self, n: int) -> list[_Choice]:
+        """The ``n`` choices that were requested (0: not known), or one: some servers ignore ``n``."""
+        places = [choice.index for choice in self.choices]
+        if not any(place is not None for place in places):
+            places = [*range(len(places))]
+        found = dict(zip(places, self.choices, strict=True))
+        if n in (0, len(places)) and found.keys() == {*range(len(places))}:
+            return [found[place] for place in range(len(places))]
+        if len(places) == 1 and (n <= 1 or places == [0]):
+            return self.choices
+        raise ShapeError(f"the answer has choices with the indexes {places[:10]}, asked were {n}")
+
+
+class Chat(Endpoint):
+    """``/chat/completions``, and ``/completions`` for a plain prompt."""
+
+    table, parameters = "sampling", SAMPLING
+
+    def url(self, base_url: str, request: Request) -> str:
+        return base_url + ("/completions" if request.messages is None else "/chat/completions")
+
+    def body_of(self, request: Request) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self._model}
+        effort: dict[str, Any] = {}
+        if request.messages is None:
+            body["prompt"] = request.prompt
+        else:
+            body |= {"messages": request.messages, **tools_of(request)}
+            own = {**self._chat_template_kwargs, **request.chat_template_kwargs}
+            if request.chat_template_kwargs.get("reasoning_effort") is not None:
+                effort["reasoning_effort"] = own.pop("reasoning_effort")
+            if own:
+                body["chat_template_kwargs"] = own
+        self.check_names(request.sampling)
+        body |= _sampling(request.sampling, is_chat=request.messages is not None) | effort
+        return {name: value for name, value in body.items() if name not in self._drop}
+
+    def completion_of(self, request: Request, answer: Any, latency_s: float, n: int) -> Completion:
+        found = as_shape(answer, _Answer)
+        choices = found.ordered(n)
+        failures = [failure for choice in choices if (failure := choice.failure) is not None]
+        if self._selects and len(failures) < len(choices):
+            failures = []
+        if found.error:
+            failures.append(f"the answer has an error: {in_words(found.error)}")
+        if failures:
+            raise ShapeError(f"the answer is incomplete: {'; '.join(failures)}")
+        if not choices:
+            raise ShapeError("the answer has no choices")
+        read = [choice.read() for choice in choices]
+        return Completion(request, read, usage_in(found.usage), latency_s)
+
+
+def as_shape(answer: Any, shape: type[T]) -> T:
+    """``answer`` as a ``shape``. Raises ShapeError if it is no such thing."""
+    try:
+        return msgspec.convert(answer, shape)
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise ShapeError(f"the answer is not in OpenAI's format: {error}") from None
+
+
+def usage_in(counts: Any) -> Usage | None:
+    """None if the server does not report all counts: the answer is still valid."""
+    if not isinstance(counts, Mapping):
+        return None
+    details = counts.get("completion_tokens_details")
+    return usage_of(
+        counts.get("prompt_tokens"),
+        counts.get("completion_tokens"),
+        details.get("reasoning_tokens") if isinstance(details, Mapping) else None,
+    )
+
+
+def _sampling(sampling: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
+    body = {name: value for name, value in sampling.items() if value is not None}
+    for name, value in body.items():  # JSON has only null for it: the server would use its default
+        if isinstance(value, float) and not math.isfinite(value):
+            raise RequestError(f"sampling.{name}: is {value}, expected a finite number")
+    if is_chat and "logprobs" in body:  # in chat it is a switch, and top_logprobs the count
+        body |= {"logprobs": True, "top_logprobs": body["logprobs"]}
+    response_format = _response_format(body.get("structured_outputs"))
+    if response_format is not None:
+        del body["structured_outputs"]
+        body["response_format"] = response_format
+    return body
+
+
+def _response_format(wanted: Any) -> dict[str, Any] | None:
+    """OpenAI's own form, which every server supports; None if only vLLM has one."""
+    if not isinstance(wanted, Mapping) or len(wanted) != 1:
+        return None
+    if wanted.get("json_object") is True:
+        return {"type": "json_object"}
+    schema = wanted.get("json")
+    if isinstance(schema, str):
+        try:
+            schema = orjson.loads(schema)
+        except orjson.JSONDecodeError:
+            return None  # vLLM says what is wrong with it
+    if not isinstance(schema, Mapping):
+        return None
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": schema, "strict": True},
+    }
