@@ -21,7 +21,7 @@ from figures import Figure
 
 from batchkit.storage.checkpoint import CHECKPOINT, read_checkpoint
 from batchkit.storage.index_set import IndexSet
-from batchkit.storage.store import Store
+from batchkit.storage.ledger import Ledger
 
 ROUNDS = 3
 
@@ -63,16 +63,16 @@ def measure(completed: IndexSet) -> dict[str, float]:
     """Medians of ``ROUNDS`` rounds, fsync and rename included."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        store = Store(folder)
-        store.totals.completed = completed
+        ledger = Ledger(folder)
+        ledger.totals.completed = completed
 
         def write() -> None:
-            store.checkpoint()
+            ledger.checkpoint()
 
         write_s = median(write)
         read_s = median(lambda: read_checkpoint(folder))
         size = (folder / CHECKPOINT).stat().st_size
-        store.close()
+        ledger.close()
     return {
         "ranges": len(completed.ranges()),
         "bytes": size,

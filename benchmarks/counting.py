@@ -43,8 +43,8 @@ kind = "dry-run"
 OLDER = """
 import sys
 from pathlib import Path
-from batchkit.storage.store import Store
-Store(Path(sys.argv[1])).close()
+from batchkit.storage.ledger import Ledger
+Ledger(Path(sys.argv[1])).close()
 """
 
 

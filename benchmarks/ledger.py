@@ -155,12 +155,11 @@ def child(mode: str, interval_s: float) -> None:
     from batchkit.config.loading import load_job
     from batchkit.execution import worker
     from batchkit.execution.processor import ProductionBatchProcessor
-    from batchkit.storage import store
     from batchkit.storage.checkpoint import check_log
-    from batchkit.storage.ledger import RESULTS
+    from batchkit.storage.ledger import RESULTS, Ledger
 
     clock = Clock()
-    ledger: Any = store.Store
+    ledger: Any = Ledger
     if mode in ("no fsync", "no checkpoint"):
         os.fsync = nothing  # type: ignore[assignment]
     if mode in ("no checkpoint", "no writing", "no ledger"):
@@ -168,7 +167,7 @@ def child(mode: str, interval_s: float) -> None:
     if mode == "no writing":
         ledger.flush = only_count
     if mode == "no ledger":
-        ledger.copy = ledger.flush = nothing
+        ledger.write = ledger.flush = nothing
     if mode == TIMED:
         os.fsync = clock.around("fsync", os.fsync)
         worker.line_of = clock.around("encode", worker.line_of)  # type: ignore[assignment]
@@ -188,15 +187,15 @@ def child(mode: str, interval_s: float) -> None:
     print(json.dumps({**summary.to_json(), **checked, "wall": clock.wall, "cpu": clock.cpu}))
 
 
-def only_flush(store: Any) -> float:
-    store.flush()
+def only_flush(ledger: Any) -> float:
+    ledger.flush()
     return 0.0
 
 
-def only_count(store: Any) -> None:
-    pending, store._pending = store._pending, []
-    for line in pending:
-        store.totals.add(line.record)
+def only_count(ledger: Any) -> None:
+    waiting, ledger._waiting = ledger._waiting, []
+    for line in waiting:
+        ledger.totals.add(line.record)
 
 
 def nothing(*args: Any) -> None:

@@ -44,7 +44,7 @@ from typing import Any
 import psutil
 
 from batchkit.commands.demo_model import build_demo_model
-from batchkit.storage.ledger import RESULTS, read_lines
+from batchkit.storage.log import RESULTS, read_lines
 from batchkit.storage.newest import read_newest
 
 ROOT = Path(__file__).parents[1]

@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from batchkit.storage.store import RecordLine, Store
+from batchkit.storage.ledger import Ledger, RecordLine
 
 folder, rows, dimensions, dtype = Path(sys.argv[1]), *map(int, sys.argv[2:4]), sys.argv[4]
 record = orjson.loads((folder / "results.jsonl").read_bytes())
@@ -39,7 +39,7 @@ del record["embedding"]
 error = {"kind": "timeout", "type": "RowTimeoutError", "message": "late", "retryable": True}
 shuffle, values = random.Random(0), np.random.default_rng(0)
 (folder / "results.jsonl").unlink()
-store = Store(folder)
+ledger = Ledger(folder)
 for block in range(0, rows, 256):
     n = min(256, rows - block)
     vectors = values.standard_normal((n, dimensions), np.float32)
@@ -49,9 +49,8 @@ for block in range(0, rows, 256):
         if index % 100 == 99:
             made |= {"status": "failed", "error": error, "usage": None}
             vector = None
-        store.copy(RecordLine(orjson.dumps(made, option=orjson.OPT_APPEND_NEWLINE), made, vector))
-    store.flush_if_due()
-store.close()
+        ledger.write([RecordLine(orjson.dumps(made, option=orjson.OPT_APPEND_NEWLINE), made, vector)])
+ledger.close()
 """
 READ = """
 import sys

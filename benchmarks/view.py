@@ -153,7 +153,7 @@ def serving(folder: Path) -> Iterator[Server]:
 
 def write_run(folder: Path, n: int) -> Path:
     """A finished run of ``n`` rows, with scores, groups and failures; its log as a run writes it."""
-    from batchkit.storage.store import RecordLine, Store
+    from batchkit.storage.ledger import Ledger, RecordLine
 
     first = make_run(folder, 1)
     run = first.parent.rename(folder / "output" / "view")
@@ -177,9 +177,9 @@ def write_run(folder: Path, n: int) -> Path:
             raw = json.dumps(made, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
             yield RecordLine(raw, made)
 
-    store = Store(run)
-    store.copy_all(lines())
-    store.close()
+    ledger = Ledger(run)
+    ledger.write(lines())
+    ledger.close()
     manifest = json.loads((run / "manifest.json").read_bytes())
     (run / "manifest.json").write_text(json.dumps({**manifest, "name": "view", "total": n}))
     return run / "results.jsonl"

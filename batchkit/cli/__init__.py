@@ -26,7 +26,6 @@ from batchkit.cli.options import (
     SET,
     Texts,
     find,
-    find_to_read,
     job_file,
     load,
     printed,
@@ -240,7 +239,7 @@ def retry_failed(run: str | None, kinds: Texts, notify: str | None, overrides: T
             raise JobError(f"--kind {kind}: known kinds are {', '.join(ERROR_KINDS)}")
     if notify is not None:
         overrides += (f"run.on_end={json.dumps(notify, ensure_ascii=False)}",)
-    folder = find_to_read(run)
+    folder = find(run)
     found = again(folder, kinds=kinds, overrides=overrides, job_file=job_file(run), say=say)
     if found.summary is not None:
         say_summary(found.summary, was_retry=True)
@@ -299,7 +298,7 @@ def export(
             raise JobError(f"--hub {hub}: give --parquet, too; the table is what is pushed")
         check_hub(hub)
     run = run or _run_taken_for_path(wanted)
-    folder = find_to_read(run)
+    folder = find(run)
     for name, path in wanted.items():
         for file in write(folder, name, Path(path) if path else None):
             show(file, as_json)
@@ -333,7 +332,7 @@ def score(run: str | None, predictions: Path | None, job: Path | None, overrides
         folder = None if named or run is None else find(run)
         return score_predictions(job_of_rows(named, folder, overrides), predictions, say)
     check_overrides(overrides)
-    of = find_to_read(run, overrides)
+    of = find(run, overrides)
     return score_run(of, job_to_score(of, named, overrides), say=say)
 
 
@@ -353,7 +352,7 @@ def report(runs: Texts, output: Path | None, no_images: bool) -> Result:
     from batchkit.commands.report import write_comparison
     from batchkit.runs.compare import compare
 
-    folders = [find_to_read(run) for run in runs] or [find_to_read(None)]
+    folders = [find(run) for run in runs] or [find(None)]
     if len(folders) == 1:
         return write(folders[0], output, images=not no_images, say=say)
     comparison = compare(folders)

@@ -78,16 +78,6 @@ def printed(command: Callable[..., Result]) -> Callable[..., None]:
     return run
 
 
-def find_to_read(run: str | None, overrides: Texts = ()) -> Path:
-    """Like ``find``; reports the first damaged line of the log that will be skipped."""
-    from batchkit.storage.checkpoint import passed_over
-
-    folder = find(run, overrides)
-    if (warning := passed_over(folder)) is not None:
-        say(warning)
-    return folder
-
-
 def find(run: str | None, overrides: Texts = ()) -> Path:
     """The run folder; if it was not named, prints on stderr which one it is."""
     from batchkit.runs.finding import find_run

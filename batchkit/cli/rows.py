@@ -8,7 +8,7 @@ import time
 import click
 
 from batchkit.cli.frame import draw, echo, say, show
-from batchkit.cli.options import COUNT, JSON, RUN, Texts, find, find_to_read
+from batchkit.cli.options import COUNT, JSON, RUN, Texts, find
 
 _WATCH_S = 2.0
 
@@ -27,7 +27,7 @@ def show_rows(run: str | None, failed: bool, ids: Texts, most: int | None, as_js
     """
     from batchkit.commands.show import show_rows as look
 
-    found = look(find_to_read(run), failed=failed, ids=ids, most=most)
+    found = look(find(run), failed=failed, ids=ids, most=most)
     if as_json:
         echo(json.dumps(found.to_json()))
         return

@@ -8,21 +8,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from batchkit.errors import StoreError
 from batchkit.execution.requeue import finish_requeue
 from batchkit.runs.steps_audit import audit_steps, each_once, whole_lines
 from batchkit.runs.verify import compare, read_log
-from batchkit.storage.checkpoint import CHECKPOINT, log_damage, sealed_checkpoint
+from batchkit.storage.checkpoint import CHECKPOINT, Checkpoint, damage_in, read_checkpoint
 from batchkit.storage.files import free_name, write_atomically
-from batchkit.storage.ledger import RECORD_HEAD, RESULTS, log_of, read_lines, record_of
+from batchkit.storage.ledger import Ledger, RecordLine
+from batchkit.storage.lines import RECORD_HEAD, record_of
+from batchkit.storage.log import RESULTS, STEPS, log_of, read_lines
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.plain_json import encoded
 from batchkit.storage.runfolder import claim
 from batchkit.storage.schema import COUNT_LIMIT
-from batchkit.storage.steps import STEPS, GenerationLine, steps_damage
-from batchkit.storage.store import RecordLine, Store
+from batchkit.storage.steps import GenerationLine
 from batchkit.storage.vectors import Vectors
 
 
@@ -63,10 +64,7 @@ def repair(folder: Path) -> Repair:
     with claim(folder) as lock:
         finish_requeue(folder)
         path, manifest = log_of(folder), read_manifest(folder)
-        checkpoint = sealed_checkpoint(folder)
-        damage = None if checkpoint is None else log_damage(folder, checkpoint.checksum)
-        if checkpoint is not None and damage is None:
-            damage = steps_damage(folder, checkpoint.steps)
+        damage = damage_in(folder, read_checkpoint(folder) or Checkpoint.none())
         scratch = folder / ".repair.tmp"
         shutil.rmtree(scratch, ignore_errors=True)  # left by a killed process
         whole, known = scratch / "whole", scratch / "known"
@@ -130,9 +128,9 @@ def _copy(
     other lines. Records of the rows in ``generations`` count no more than these."""
     into.mkdir(parents=True)
 
-    def to_keep(file: BinaryIO) -> Iterator[RecordLine]:
+    def to_keep() -> Iterator[RecordLine]:
         for line in read_lines(log):
-            raw = file.read(line.end - line.offset)
+            raw = line.raw
             if (record := line.record) is None:
                 removed.append(raw)
                 yield from _records_within(raw)
@@ -145,9 +143,9 @@ def _copy(
             else:
                 yield RecordLine(raw, record)
 
-    with log.open("rb") as file, closing(Store(into)) as store:
-        store.copy_all(to_keep(file))
-        store.copy_all(steps)
+    with closing(Ledger(into)) as ledger:
+        ledger.write(to_keep())
+        ledger.write(steps)
 
 
 def _records_within(raw: bytes) -> Iterator[RecordLine]:

@@ -33,7 +33,8 @@ from batchkit.rendering.constant_files import constant_files
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import differences, identity
 from batchkit.storage.job_toml import in_order_of, job_of_run, with_secrets_of, without_masked
-from batchkit.storage.ledger import RESULTS, failure_kind
+from batchkit.storage.lines import failure_kind
+from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.newest import read_newest
 from batchkit.storage.runfolder import JOB

@@ -22,7 +22,8 @@ from batchkit.execution.signals import StopRequest
 from batchkit.execution.start import Options
 from batchkit.execution.summary import RunSummary
 from batchkit.sources.input import Input
-from batchkit.storage.ledger import read_lines, tokens_in
+from batchkit.storage.lines import tokens_in
+from batchkit.storage.log import read_lines
 
 Say = Callable[[str], None]
 

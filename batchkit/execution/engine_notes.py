@@ -23,10 +23,10 @@ class EngineNotes:
 
     def __init__(self, start: Start, run: OpenRun, tasks: Tasks, progress: Progress) -> None:
         self._job, self._run, self._tasks, self._progress = start.job, run, tasks, progress
-        manifest, store = run.manifest, run.store
+        manifest, ledger = run.manifest, run.ledger
         self._is_runs_own = names_same_model(manifest.identity, start.identity)
         """False if ``--set`` gives a retry another model."""
-        has_answers = store.totals.records > 0 or store.steps.count > 0
+        has_answers = ledger.totals.records > 0 or ledger.steps.count > 0
         is_bound = self._is_runs_own and has_answers
         self._found: Mapping[str, Any] = manifest.identity if is_bound else {}
         self._restarts = Counter[tuple[int, str]]()

@@ -23,8 +23,8 @@ from batchkit.execution.summary import Outcome, RunSummary
 from batchkit.execution.tasks import Tasks
 from batchkit.execution.worker import Returned, Worker
 from batchkit.runs.failures import Failure, failures_of
-from batchkit.storage.ledger import RESULTS
-from batchkit.storage.store import RecordLine
+from batchkit.storage.ledger import RecordLine
+from batchkit.storage.log import RESULTS
 
 WorkerPool = Worker | RayWorkerPool
 _BEGUN = {
@@ -36,7 +36,7 @@ _BEGUN = {
 
 
 class Loop:
-    """One start of a run. Only its own thread uses the worker pool and the store."""
+    """One start of a run. Only its own thread uses the worker pool and the ledger."""
 
     def __init__(
         self,
@@ -107,22 +107,19 @@ class Loop:
         finally:
             self._seconds += time.monotonic() - began
             self._retried += pool.retried
-            self._run.store.flush()
+            self._run.ledger.flush()
             self._screen.note_workers(pool)
             self._screen.show(self._tasks, pool, force=True)
 
     def _write(self, lines: Sequence[Returned], pool: WorkerPool) -> None:
         """Write settled rows and generations to their logs; rows that wait for another engine are noted."""
-        store, tasks = self._run.store, self._tasks
+        tasks = self._tasks
         for line in lines:
             if isinstance(line, RecordLine):
-                store.copy(line)
                 tasks.settle(line.record["index"], is_ok=line.record["status"] == "ok")
             elif isinstance(line, PausedRow):
                 tasks.pause(line)
-            else:
-                store.copy_generation(line)
-        store.flush_if_due()
+        self._run.ledger.write(line for line in lines if not isinstance(line, PausedRow))
         pool.written()
         self._stop.check_failures(tasks, pool.in_flight)
 
@@ -134,7 +131,7 @@ class Loop:
         """
         self._screen.show(self._tasks, pool)
         if (now := time.monotonic()) >= self._next_sync:
-            took = self._run.store.sync()
+            took = self._run.ledger.sync()
             interval = max(self._start.job.run.checkpoint_interval_s, 50 * took)
             self._next_sync = now + took + interval
             self._screen.note(pool)
@@ -193,7 +190,7 @@ class Loop:
 
     def _stopped(self) -> Outcome:
         """A signal or a used-up budget has ended this start; the next one continues."""
-        self._run.store.sync()
+        self._run.ledger.sync()
         signum = self._stop.request.signum
         return Outcome(self._summary(1 if signum is None else 128 + signum))
 
@@ -203,10 +200,10 @@ class Loop:
         run, tasks, job = self._run, self._tasks, self._start.job
         total, failures = tasks.total(None if code is None else 0), list[Failure]()
         if code is None:
-            run.store.sync()  # after an error, closing the store writes what it can
-            failures = failures_of(run.folder / RESULTS, run.store.totals, job)
+            run.ledger.sync()  # after an error, closing the ledger writes what it can
+            failures = failures_of(run.folder / RESULTS, run.ledger.totals, job)
             some_remain = self._start.is_retry and tasks.some_remain()
-            code = 1 if some_remain else 3 if run.store.totals.failed else 0
+            code = 1 if some_remain else 3 if run.ledger.totals.failed else 0
         state = self._screen.state(tasks, None)
         run.manifest.total = self._tasks.input.source.sample_of or total
         run.manifest.skipped_elsewhere = tasks.elsewhere
@@ -232,7 +229,7 @@ class Loop:
             exit=code,
             stopped_by=self._stop.by,
             price=None if price is None else round(price, 6),
-            failed_by_kind=run.store.totals.count_by_kind(),
+            failed_by_kind=run.ledger.totals.count_by_kind(),
             failures=failures,
             source=self._tasks.input.source,
             run=run.manifest.created_at,

@@ -60,7 +60,7 @@ class Recorder:
         if now < self._next_look and not force:
             return
         self._next_look = now + INTERVAL_S
-        totals, load, manifest = self._run.store.totals, pool.load, self._run.manifest
+        totals, load, manifest = self._run.ledger.totals, pool.load, self._run.manifest
         metrics = Metrics(
             at=utc_now(),
             start=len(manifest.starts),

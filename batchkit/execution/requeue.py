@@ -23,13 +23,13 @@ from batchkit.sources.rowhash import input_hash
 from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.files import free_name, sync_folder
 from batchkit.storage.index_set import IndexSet
-from batchkit.storage.ledger import REQUEUE, RESULTS
+from batchkit.storage.ledger import Ledger, RecordLine
+from batchkit.storage.log import REQUEUE, RESULTS, STEPS, read_lines
 from batchkit.storage.manifest import Manifest
 from batchkit.storage.newest import read_newest
 from batchkit.storage.plain_json import encoded
 from batchkit.storage.runfolder import MANIFEST
-from batchkit.storage.steps import STEPS, GenerationLine, fresh_line, raw_lines
-from batchkit.storage.store import RecordLine, Store
+from batchkit.storage.steps import GenerationLine, fresh_line
 from batchkit.storage.vectors import VECTORS, Vectors, segments_of
 from batchkit.types import Row
 
@@ -190,7 +190,7 @@ def _copy(run: Path, folder: Path, rows: _Rows, by_id: bool, keep: Kept) -> tupl
 
     def generations() -> Iterator[GenerationLine]:
         nonlocal reused
-        for line, _ in raw_lines(run):
+        for line in read_lines(run / STEPS):
             if (found := line.record) is None:
                 continue
             was, key = found["index"], found["id"] if by_id else str(found["index"])
@@ -209,8 +209,8 @@ def _copy(run: Path, folder: Path, rows: _Rows, by_id: bool, keep: Kept) -> tupl
 
     if os.path.lexists(run / STEPS):
         (folder / STEPS).touch()
-    with closing(Store(folder, first_segment=max(segments_of(run), default=-1) + 1)) as store:
-        store.copy_all(to_keep())
-        store.copy_all(generations())
-    kept = store.totals.records
+    with closing(Ledger(folder, first_segment=max(segments_of(run), default=-1) + 1)) as ledger:
+        ledger.write(to_keep())
+        ledger.write(generations())
+    kept = ledger.totals.records
     return kept, n_records - kept, reused

@@ -24,12 +24,11 @@ from batchkit.sources.input import Input, input_changes
 from batchkit.storage.checkpoint import CHECKPOINT, check_log
 from batchkit.storage.identity import CHANGING, differences
 from batchkit.storage.job_toml import job_of_run, write_job
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.ledger import Ledger
+from batchkit.storage.log import RESULTS, STEPS
 from batchkit.storage.manifest import FileFingerprint, Manifest, StartNote, read_manifest
 from batchkit.storage.runfolder import MANIFEST, Claim, claim, is_run, move_aside
 from batchkit.storage.score_store import SCORES
-from batchkit.storage.steps import STEPS
-from batchkit.storage.store import Store
 from batchkit.types import Row, utc_now
 
 # Changes that show in what a row asks for, or that leave it alone: a recorded answer to an equal request
@@ -44,7 +43,7 @@ class OpenRun(NamedTuple):
     """A claimed run folder; ``messages`` report what was done to open it."""
 
     folder: Path
-    store: Store
+    ledger: Ledger
     manifest: Manifest
     messages: list[str]
     lock: Claim
@@ -62,7 +61,7 @@ class OpenRun(NamedTuple):
 
 @contextmanager
 def open_run(start: Start, source: Input) -> Iterator[OpenRun]:
-    """Claim the run folder, handle changes, open the store; close everything afterwards.
+    """Claim the run folder, handle changes, open the ledger; close everything afterwards.
 
     Raises:
         ChangedError: job or input changed, and ``on_change`` is "fail".
@@ -90,19 +89,9 @@ def open_run(start: Start, source: Input) -> Iterator[OpenRun]:
         noted = StartNote.now(start.options.command, start.options.overrides)
         manifest.starts.append(noted)
         write_job(folder, job)
-        store = Store(folder, check_lock=lock.check)
-        for name, salvaged in (
-            (RESULTS, store.salvaged_bytes),
-            (STEPS, store.steps.salvaged_bytes),
-        ):
-            if salvaged:
-                messages.append(f"{name} ended in {salvaged} broken bytes; they are set aside")
-        if store.steps.broken_at is not None:
-            messages.append(
-                f"{store.steps.path}: the line at byte {store.steps.broken_at} is not a generation and is"
-                " skipped; if its row has no record yet, it is asked for again"
-            )
-        run = OpenRun(folder, store, manifest, messages, lock)
+        ledger = Ledger(folder, lock)
+        messages += ledger.messages
+        run = OpenRun(folder, ledger, manifest, messages, lock)
         run.save()
         with _closing(run, noted):
             yield run
@@ -124,7 +113,7 @@ def _moved_media(folder: Path, job: JobConfig) -> str | None:
 
 @contextmanager
 def _closing(run: OpenRun, start: StartNote) -> Iterator[None]:
-    """Close the store and note in the manifest how this start ended, even after an error.
+    """Close the ledger and note in the manifest how this start ended, even after an error.
 
     The error that ended the run is the one raised: if the disk is full, a further write error
     becomes a note on it.
@@ -149,7 +138,7 @@ def _closing(run: OpenRun, start: StartNote) -> Iterator[None]:
 def _close(run: OpenRun, start: StartNote) -> None:
     start.ended_at = utc_now()
     try:
-        run.store.close()
+        run.ledger.close()
     finally:
         run.save()
 

@@ -107,7 +107,7 @@ def _settled(
 def _sampled(source: Input, run: OpenRun, job: JobConfig) -> Input:
     if job.run.sample is None:
         return source
-    totals = run.store.totals
+    totals = run.ledger.totals
     return sampled(source, job.input, job.run.sample, seed=job.run.seed, settled=totals)
 
 

@@ -60,11 +60,11 @@ class Screen:
 
     def tokens(self, unfinished: int = 0) -> Usage:
         """Of the run, over all starts, with those of answers that have not ended."""
-        usage = self._run.store.usage
+        usage = self._run.ledger.usage
         return Usage(usage.prompt_tokens, usage.completion_tokens + unfinished)
 
     def state(self, tasks: Tasks, pool: Pool | None) -> State:
-        totals, before, now = self._run.store.totals, self._tokens_before, self.tokens()
+        totals, before, now = self._run.ledger.totals, self._tokens_before, self.tokens()
         total = tasks.total()
         return State(
             total=None if total is None else total - tasks.elsewhere,
@@ -75,5 +75,5 @@ class Screen:
             prompt_tokens=now.prompt_tokens - before.prompt_tokens,
             completion_tokens=now.completion_tokens - before.completion_tokens,
             unfinished_tokens=0 if pool is None else pool.unfinished_tokens,
-            generations=self._run.store.steps.count,
+            generations=self._run.ledger.steps.count,
         )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from batchkit.execution.records import failed_unless_whole, parsed_or_failed, to_record
 from batchkit.execution.start import Start
 from batchkit.scoring import Scored
+from batchkit.storage.ledger import RecordLine, line_of
 from batchkit.storage.steps import GenerationLine, generation_line
-from batchkit.storage.store import RecordLine, line_of
 from batchkit.types import Completion
 
 SettledLine = RecordLine | GenerationLine

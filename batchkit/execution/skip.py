@@ -12,7 +12,8 @@ from batchkit.sources import is_fallback, never
 from batchkit.sources.input import Input, from_job
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.checkpoint import check_log
-from batchkit.storage.ledger import RESULTS, failure_kind
+from batchkit.storage.lines import failure_kind
+from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.newest import read_newest
 from batchkit.storage.runfolder import is_run

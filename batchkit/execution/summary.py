@@ -12,7 +12,7 @@ from batchkit.errors import BatchkitError, StoreError
 from batchkit.runs.failures import Failure, lines_of
 from batchkit.runs.joined_table import frame_of, joined_table
 from batchkit.sources.input import Input
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.newest import read_newest
 

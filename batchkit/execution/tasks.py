@@ -17,7 +17,8 @@ from batchkit.execution.watched_input import WatchedInput
 from batchkit.rendering.ordering import well_ordered
 from batchkit.sources.input import Total
 from batchkit.storage.index_set import IndexSet
-from batchkit.storage.ledger import RESULTS, failure_kind, record_of
+from batchkit.storage.lines import failure_kind, record_of
+from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import NewestLog
 from batchkit.types import Completion, Request, Row, Task
 
@@ -38,7 +39,7 @@ class Tasks:
         self._total = Total(rows.source)
         self._turns = Turns(start.job, say, keeps_rows=rows.may_wait)
         self._attempts = _still_due(run, start.options.attempts)
-        totals = run.store.totals
+        totals = run.ledger.totals
         again = sum(map(totals.is_settled, self._attempts))
         self.resumed = totals.ok + totals.failed - again
         self._rows: Iterator[Row] = iter(())
@@ -49,7 +50,7 @@ class Tasks:
     def first(self) -> Row | None:
         """The first row that is due, which stays due; None if there is none."""
         if self._start.is_retry:
-            self._run.store.steps.recall(self._attempts)
+            self._run.ledger.steps.recall(self._attempts)
             rows = self._only(self._attempts)
         else:
             if self._run.manifest.skipped_elsewhere:  # this start may take rows that another left
@@ -62,7 +63,7 @@ class Tasks:
 
     def check_first_rows(self) -> None:
         """Render the first rows of a run without answers. Raises JobError if all of them fail alike."""
-        if not (self.may_wait or self._start.is_retry or self._run.store.totals.ok):
+        if not (self.may_wait or self._start.is_retry or self._run.ledger.totals.ok):
             self._rows, self.rendered = checked(self._rows, self._start.job, self._start.renderer)
 
     def turns(self) -> Iterator[Sequence[str]]:
@@ -95,7 +96,7 @@ class Tasks:
 
     def known(self, index: int) -> Sequence[Mapping[str, Any]]:
         """The generations that the ledger has of a row by now."""
-        return self._run.store.steps.known(index)
+        return self._run.ledger.steps.known(index)
 
     @property
     def may_wait(self) -> bool:
@@ -132,7 +133,7 @@ class Tasks:
 
     def may_come(self, index: int) -> bool:
         """Whether this start reads the row of that index."""
-        return index in self._attempts or not self._run.store.totals.is_settled(index)
+        return index in self._attempts or not self._run.ledger.totals.is_settled(index)
 
     def total(self, timeout_s: float | None = 0) -> int | None:
         """The rows of the whole job, counted while the model loads; None if that is not known after
@@ -151,7 +152,7 @@ class Tasks:
     def some_remain(self) -> bool:
         """Whether rows of the whole job have no record. Past the limit others may have one, so it takes
         a look at each."""
-        pending = self.input.source.read(self._run.store.totals.is_settled)
+        pending = self.input.source.read(self._run.ledger.totals.is_settled)
         return next(islice(pending, self.elsewhere, None), None) is not None
 
     def some_are_left(self) -> bool:
@@ -167,7 +168,7 @@ class Tasks:
         if self._start.is_retry:
             missing = len(self._attempts) - self.settled
         else:
-            total, totals = self._total.wait(), self._run.store.totals
+            total, totals = self._total.wait(), self._run.ledger.totals
             missing = 0 if total is None else total - self.elsewhere - totals.ok - totals.failed
         if missing > 0:
             raise BrokenInputError(
@@ -182,7 +183,7 @@ class Tasks:
         is_done = (
             None if skip_from is None else done_in(skip_from, self._start.job, self.input.source)
         )
-        for row in self._kept(self.input.source.read(self._run.store.totals.is_settled)):
+        for row in self._kept(self.input.source.read(self._run.ledger.totals.is_settled)):
             if is_done is not None and row.error is None and is_done(row):
                 self.elsewhere += 1
             else:

@@ -37,8 +37,8 @@ class WatchedInput:
             InputError: the rows can't be read; BrokenInputError, if some were answered.
             ChangedInputError: the input has changed.
         """
-        store = self._run.store
-        begun = store.totals.records > 0 or store.steps.count > 0
+        ledger = self._run.ledger
+        begun = ledger.totals.records > 0 or ledger.steps.count > 0
         try:
             for row in watched(rows, self.source):
                 begun = True

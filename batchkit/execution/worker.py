@@ -20,8 +20,8 @@ from batchkit.execution.requests import Requests
 from batchkit.execution.rollouts.rollouts import PausedRow
 from batchkit.execution.settle import SettledLine, settle
 from batchkit.execution.start import Start
+from batchkit.storage.ledger import RecordLine
 from batchkit.storage.manifest import WorkerState
-from batchkit.storage.store import RecordLine
 from batchkit.types import Completion
 
 _SHARED_POLL_S = POLL_S / 8  # of several engines, each waits while the others may have answers

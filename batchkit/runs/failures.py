@@ -18,7 +18,7 @@ from batchkit.errors import (
     ServerError,
 )
 from batchkit.storage.checkpoint import Totals
-from batchkit.storage.ledger import record_of
+from batchkit.storage.lines import record_of
 from batchkit.storage.newest import NewestLog
 
 _MAY_PASS = {error.kind for error in (

@@ -24,9 +24,10 @@ from batchkit.errors import StoreError
 from batchkit.runs.columns import Columns, Table
 from batchkit.runs.saved_columns import load, save
 from batchkit.runs.values import reader
-from batchkit.storage.checkpoint import CHECKPOINT, check_log, passed_over
+from batchkit.storage.checkpoint import CHECKPOINT, check_log
 from batchkit.storage.job_toml import job_of_run
-from batchkit.storage.ledger import RESULTS, log_of, whole_record
+from batchkit.storage.lines import whole_record
+from batchkit.storage.log import RESULTS, log_of
 from batchkit.storage.score_store import SCORES
 
 _BLOCK_BYTES = 1 << 20
@@ -184,7 +185,7 @@ class Index:
         def check() -> None:
             try:
                 check_log(self.folder)
-                self._log_problem = passed_over(self.folder)
+                self._log_problem = None
             except (StoreError, OSError) as error:
                 self._log_problem = str(error)
 

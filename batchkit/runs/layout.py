@@ -12,7 +12,7 @@ from batchkit.runs.parsed_columns import parsed_columns
 from batchkit.runs.vector_column import PLACE, vector_type
 from batchkit.scoring import kept_fields, score_names
 from batchkit.storage.job_toml import job_of_run
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from batchkit.storage.vectors import VectorType
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from batchkit.config.answer_schema import resolved, schema_in
 from batchkit.config.tables import JobConfig
-from batchkit.storage.ledger import whole_record
+from batchkit.storage.lines import whole_record
 from batchkit.storage.newest import NewestLog
 
 _RELEASE_EVERY = 10_000  # records

@@ -13,9 +13,9 @@ from batchkit.config.numbers import duration
 from batchkit.engines.memory_ladder import Ladder
 from batchkit.errors import BatchkitError, CutOffReasoningError
 from batchkit.sources import count_rows
-from batchkit.storage.checkpoint import Checkpoint, StepsPoint, Totals, sealed_checkpoint
+from batchkit.storage.checkpoint import Checkpoint, StepsPoint, Totals, read_checkpoint
 from batchkit.storage.job_toml import job_of_run
-from batchkit.storage.ledger import log_of, read_lines
+from batchkit.storage.log import log_of, read_lines
 from batchkit.storage.manifest import Manifest, read_manifest
 from batchkit.storage.runfolder import held_by, named
 from batchkit.storage.steps import counted
@@ -170,11 +170,12 @@ def counts_of(folder: Path, reading: Reading | None = None) -> Counts:
     Raises:
         StoreError: the log is missing.
     """
-    log, checkpoint = log_of(folder), sealed_checkpoint(folder)
+    log, checkpoint = log_of(folder), read_checkpoint(folder)
     if checkpoint is not None and checkpoint.checksum.end > log.stat().st_size:
         checkpoint = None
     totals = _read_on(log, checkpoint, reading or Reading())
-    return Counts(totals, counted(folder, checkpoint.steps if checkpoint else StepsPoint()))
+    point = (checkpoint or Checkpoint.none()).steps
+    return Counts(totals, counted(folder, point))
 
 
 def _read_on(log: Path, checkpoint: Checkpoint | None, reading: Reading) -> Totals:

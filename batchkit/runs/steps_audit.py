@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchkit.storage.index_set import IndexSet
-from batchkit.storage.ledger import RECORD_HEAD, read_lines
-from batchkit.storage.steps import STEPS, GenerationLine, fresh_line, generation_in, raw_lines
+from batchkit.storage.lines import RECORD_HEAD, generation_in
+from batchkit.storage.log import STEPS, read_lines
+from batchkit.storage.steps import GenerationLine, fresh_line
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,7 +70,7 @@ def audit_steps(folder: Path, checkpoint_end: int = 0) -> StepsAudit:
 
     rows, keys = array("q"), array("q")
     at_checkpoint = torn_bytes = 0
-    for line in read_lines(folder / STEPS, 0, generation_in):
+    for line in read_lines(folder / STEPS):
         if (found := line.record) is None:
             torn_bytes += line.end - line.offset
             continue
@@ -90,12 +91,12 @@ def rows_again(audit: StepsAudit) -> IndexSet:
 def whole_lines(folder: Path, removed: list[bytes]) -> Iterator[GenerationLine]:
     """The generations of ``folder``; lines that are none go to ``removed``, but for the generations
     within one, for example if a newline between two was lost."""
-    for line, raw in raw_lines(folder):
+    for line in read_lines(folder / STEPS):
         if line.record is not None:
-            yield GenerationLine(raw, line.record)
+            yield GenerationLine(line.raw, line.record)
             continue
-        removed.append(raw)
-        for piece in raw.split(RECORD_HEAD)[1:]:
+        removed.append(line.raw)
+        for piece in line.raw.split(RECORD_HEAD)[1:]:
             whole = RECORD_HEAD + piece.strip() + b"\n"
             if (found := generation_in(whole)) is not None:
                 yield GenerationLine(whole, found)
@@ -108,11 +109,12 @@ def each_once(
     again. If it has some already, what is left of rows that are not settled may not be all, so these may
     ask for something else (``replay``)."""
     some_are_gone = bool(removed)
-    for (line, raw), is_again in zip(raw_lines(folder), audit.is_again.tolist(), strict=True):
+    lines = read_lines(folder / STEPS)
+    for line, is_again in zip(lines, audit.is_again.tolist(), strict=True):
         assert line.record is not None
         if is_again:
-            removed.append(raw)
+            removed.append(line.raw)
         elif some_are_gone and not is_settled(line.record["index"]):
             yield fresh_line(line.record)
         else:
-            yield GenerationLine(raw, line.record)
+            yield GenerationLine(line.raw, line.record)

@@ -19,7 +19,8 @@ import orjson
 from batchkit.errors import StoreError
 from batchkit.runs.layout import Layout
 from batchkit.runs.vector_column import EMBEDDING, PLACE, arrow_type, with_vectors
-from batchkit.storage.ledger import RESULTS, whole_record
+from batchkit.storage.lines import whole_record
+from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import NewestLog
 from batchkit.storage.schema import COUNT_LIMIT
 from batchkit.storage.score_store import newest_scores

@@ -11,7 +11,7 @@ import msgspec
 
 from batchkit.scoring.metrics import group_name
 from batchkit.storage.answers import answers_in_words
-from batchkit.storage.ledger import failure_kind, record_of
+from batchkit.storage.lines import failure_kind, record_of
 
 _UNKNOWN = "unknown"
 DAMAGE = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError)

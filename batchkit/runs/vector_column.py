@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchkit.config.tables import JobConfig
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from batchkit.storage.vectors import VectorPlace, Vectors, VectorType, segments_of
 

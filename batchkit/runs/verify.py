@@ -14,18 +14,12 @@ from batchkit.runs.status import pending_rows, total_rows
 from batchkit.runs.steps_audit import audit_steps, rows_again
 from batchkit.sources.input import Input, from_job, input_changes
 from batchkit.sources.rowhash import input_hash
-from batchkit.storage.checkpoint import (
-    CHECKPOINT,
-    StepsPoint,
-    Totals,
-    log_damage,
-    read_checkpoint,
-)
+from batchkit.storage.checkpoint import CHECKPOINT, Checkpoint, Totals, damage_in, read_checkpoint
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.job_toml import job_of_run
-from batchkit.storage.ledger import RESULTS, failure_kind, log_of, read_lines, record_of
+from batchkit.storage.lines import failure_kind, record_of
+from batchkit.storage.log import RESULTS, log_of, read_lines
 from batchkit.storage.manifest import Manifest, read_manifest
-from batchkit.storage.steps import steps_damage
 from batchkit.storage.vectors import Vectors
 
 NAMED = 5  # rows named of each kind of finding
@@ -156,16 +150,15 @@ def verify(folder: Path) -> Verification:
     """
     manifest = read_manifest(folder)
     checkpoint = read_checkpoint(folder)  # before the log, which grows
-    offset = 0 if checkpoint is None else checkpoint.checksum.end
-    log = read_log(log_of(folder), offset, vectors=Vectors(folder))
+    known = checkpoint or Checkpoint.none()
+    log = read_log(log_of(folder), known.checksum.end, vectors=Vectors(folder))
     rows = compare(folder, folder / RESULTS, manifest, log)
     lost = IndexSet()
     if checkpoint is not None:
         claimed = checkpoint.totals.completed | checkpoint.totals.failed_rows
         lost = claimed - (log.totals.completed | log.totals.failed_rows)
     total = total_rows(folder, manifest)
-    point = StepsPoint() if checkpoint is None else checkpoint.steps
-    steps = audit_steps(folder, point.end)
+    steps = audit_steps(folder, known.steps.checksum.end)
     too_few = steps.too_few(log.indexes, log.generations)
     return Verification(
         rows=total,
@@ -185,13 +178,10 @@ def verify(folder: Path) -> Verification:
         checkpoint_matches=not (folder / CHECKPOINT).exists()
         or (
             checkpoint is not None
-            and (checkpoint.is_sealed or checkpoint.is_older)
             and _says(checkpoint.totals) == _says(log.at_checkpoint)
-            and point.generations == steps.at_checkpoint
+            and known.steps.generations == steps.at_checkpoint
         ),
-        damage=log_damage(folder, checkpoint.checksum) or steps_damage(folder, point)
-        if checkpoint and checkpoint.is_sealed
-        else None,
+        damage=damage_in(folder, known),
         bad_vectors=len(log.bad_vectors),
         bad_vector_rows=list(islice(log.bad_vectors, NAMED)),
         vector_fault=log.vector_fault,

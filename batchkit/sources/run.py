@@ -10,7 +10,7 @@ from batchkit.config.tables import InputTable
 from batchkit.errors import InputError, StoreError
 from batchkit.sources.reader import Format, Found, Skip
 from batchkit.storage.checkpoint import check_log, read_checkpoint
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.runfolder import is_run
 from batchkit.storage.score_store import SCORES, read_scored

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import orjson
 
 from batchkit.storage.files import open_private
-from batchkit.storage.ledger import tokens_in
+from batchkit.storage.lines import tokens_in
+from batchkit.storage.log import STEPS
 from batchkit.storage.newest import line_rows
-from batchkit.storage.steps import STEPS
 
 _BLOCK_BYTES = 1 << 20
 

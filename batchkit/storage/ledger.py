@@ -1,118 +1,213 @@
-"""Reading ``results.jsonl``: its lines, and what a line says."""
+"""The writing side of a run folder: its logs, its vectors, and their checkpoint.
+
+The logs are the truth; the checkpoint is a cache of what they say. A row counts as settled only once its
+record is in ``results.jsonl``, and the checkpoint moves only after an fsync. So a kill at any time loses
+nothing that was written, and a power cut nothing before the checkpoint. What a record relies on, its vector and
+its row's generations, survives both before the record is written.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
 from batchkit.errors import StoreError
-from batchkit.storage.schema import fault_in
+from batchkit.storage.checkpoint import CHECKPOINT, Checkpoint, read_checkpoint
+from batchkit.storage.log import RESULTS, Log, LogLine
+from batchkit.storage.plain_json import encoded
+from batchkit.storage.runfolder import Claim
+from batchkit.storage.steps import GenerationLine, StepsLog
+from batchkit.storage.vectors import VectorPlace, VectorWriter
+from batchkit.types import Record, Usage
 
-RESULTS = "results.jsonl"
-IS_MISSING = "is missing; its rows must be run again: batchkit run --fresh"
-REQUEUE = ".requeue"  # a folder beside the log: holds what will replace the log
-RECORD_HEAD = b'{"index":'
-POOLED = ("embedding", "label", "score")  # what answers a row of a pooling task
+if TYPE_CHECKING:
+    import numpy as np
+
+_AT_ONCE = 1000
+_SHARED_S = 1.0  # an fsync of what records rely on is for all that came in this time
+_SHARED_BYTES = 64 << 20
 
 
-class LogLine(NamedTuple):
-    """One line of the log; ``record`` is None if the bytes are not a record.
+class RecordLine(NamedTuple):
+    """A record as it is in the log, newline included, and its parsed fields: at least ``index``,
+    ``status``, ``usage`` and ``error``.
 
-    ``offset`` and ``end`` are byte positions, ``end`` behind the newline (or at the end of the
-    file if the newline is missing: such a line is torn and never a record).
+    ``vector`` (float32 or float16): the store writes it, and completes the line with its place.
     """
 
-    offset: int
-    end: int
-    record: dict[str, Any] | None
+    raw: bytes
+    record: Mapping[str, Any]
+    vector: np.ndarray[Any, Any] | None = None
 
 
-def log_of(folder: Path) -> Path:
-    """The path of a run's log.
+def line_of(record: Record, vector_dtype: str = "float32") -> RecordLine:
+    """The log line for ``record``; its vector will be stored as ``vector_dtype``."""
+    table = record.to_json()
+    if record.vector is None:
+        return RecordLine(encoded(table), table)
+    import numpy as np
 
-    Raises:
-        StoreError: it is missing, or it is being replaced.
+    vector = np.frombuffer(record.vector, "<f4").astype(vector_dtype)
+    return RecordLine(encoded(table), table, vector)
+
+
+class Ledger:
+    """What is written of a run: ``results.jsonl``, ``steps.jsonl``, vectors and the checkpoint.
+
+    Used by one process at a time (``lock``, the folder's) and by one thread. ``write`` takes lines, and from then
+    on they survive a kill, but for records with a vector or with generations: these wait up to a second, for an
+    fsync of what they rely on is shared. ``flush`` writes them at once, and ``sync`` makes all survive a power cut and moves
+    the checkpoint. ``totals`` count the records, and ``steps`` are the generations. ``messages``: what opening it set
+    aside. Vectors go to segments with numbers from ``first_segment`` on.
+
+    Every method raises StoreError if a disk operation fails, and the logs then end in a whole line; or
+    LostLockError if the folder's lock was lost, and writes nothing then. Opening a log that was damaged before its
+    checkpoint raises StoreError, too.
     """
-    path = folder / RESULTS
-    if os.path.lexists(folder / REQUEUE):
-        raise StoreError(
-            f"{folder}: --on-change requeue was interrupted while it replaced {RESULTS}; run the"
-            " job again to finish it"
+
+    def __init__(
+        self,
+        folder: Path,
+        lock: Claim | None = None,
+        *,
+        first_segment: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.folder = folder
+        self._lock, self._clock = lock, clock
+        known = read_checkpoint(folder) or Checkpoint.none()
+        self.totals = known.totals
+        self._records = Log(folder / RESULTS, known.checksum, self._take, start=known.checksum.end)
+        self.steps = StepsLog(folder, self.totals, known.steps)
+        self._vectors = VectorWriter(folder, first_segment, known.vectors)
+        self._waiting: list[RecordLine] = []
+        self._waiting_bytes = 0
+        self._next_flush = 0.0
+        self._at_checkpoint: tuple[int, int] | None = None
+        self._records.append(b"")  # a run that was begun has the file
+
+    @property
+    def messages(self) -> list[str]:
+        logs = [log for log in (self._records, self.steps.log) if log.salvaged_bytes]
+        return [
+            f"{log.path.name} ended in {log.salvaged_bytes} broken bytes; they are set aside"
+            for log in logs
+        ]
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens of all that is in the folder. A generation that a row got again, after a failure
+        or a restart, counts once, though each record of the row has it."""
+        totals = self.totals
+        if self.steps.count:
+            return self.steps.usage
+        return Usage(totals.prompt_tokens, totals.completion_tokens)
+
+    def write(self, lines: Iterable[RecordLine | GenerationLine]) -> None:
+        """Write ``lines``, in their order in each log, generations first. Of many, a thousand are in memory
+        at a time."""
+        generations = list[GenerationLine]()
+        for line in lines:
+            if isinstance(line, GenerationLine):
+                generations.append(line)
+            else:
+                self._waiting.append(line)
+                self._waiting_bytes += 0 if line.vector is None else line.vector.nbytes
+            if len(self._waiting) + len(generations) >= _AT_ONCE:
+                generations = self._write_some(generations)
+        self._write_some(generations)
+
+    def flush(self) -> None:
+        """Write the records that wait; after this their rows count as settled."""
+        if not self._waiting:
+            return
+        self._check_lock()
+        if any(map(_relies, self._waiting)):
+            self.steps.log.sync()
+            self._next_flush = self._clock() + _SHARED_S
+        self._records.append(b"".join(self._lines()))
+        written, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        for line in written:
+            self.totals.add(line.record)
+            self.steps.settle(line.record["index"])
+
+    def sync(self) -> float:
+        """Flush, fsync, then move the checkpoint. Returns the seconds that it took."""
+        self._check_lock()
+        for log in (self._records, self.steps.log):
+            log.check()
+        self._vectors.check()
+        self.flush()
+        started = time.monotonic()
+        ends = self._records.end, self.steps.log.end
+        if self._at_checkpoint == ends:
+            return 0.0
+        self.steps.log.sync()  # before the records that follow from it
+        self._records.sync()
+        try:
+            self.checkpoint()
+        except OSError as error:
+            raise StoreError(
+                f"{self.folder / CHECKPOINT}: can't write: {error.strerror}; every finished row is"
+                f" in {RESULTS}. Make room, then run the same command again"
+            ) from error
+        self._at_checkpoint = ends
+        return time.monotonic() - started
+
+    def checkpoint(self) -> None:
+        """Replace the checkpoint with one for all of the logs; ``sync`` is the safe way."""
+        Checkpoint(self.totals, self._records.checksum, self.steps.point, self._vectors.ends).write(
+            self.folder
         )
-    if not path.is_file():
-        raise StoreError(f"{path}: {IS_MISSING}")
-    return path
+
+    def close(self) -> None:
+        """Sync and close; the files are closed even if the sync fails or the lock was lost."""
+        try:
+            self.sync()
+        finally:
+            self._records.close()
+            self.steps.log.close()
+            self._vectors.close()
+
+    def _take(self, line: LogLine) -> None:
+        assert line.record is not None
+        self.totals.add(line.record)
+
+    def _check_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.check()
+
+    def _write_some(self, generations: list[GenerationLine]) -> list[GenerationLine]:
+        """Write these, and the records if they don't have to wait. Returns an empty list for the next ones."""
+        if generations:
+            self._check_lock()
+            self.steps.write(generations)
+        if not any(map(_relies, self._waiting)) or (
+            self._waiting_bytes >= _SHARED_BYTES or self._clock() >= self._next_flush
+        ):
+            self.flush()
+        return []
+
+    def _lines(self) -> Iterator[bytes]:
+        """The waiting lines, whose vectors have survived a power cut by then.
+
+        They are all in one order, so that the newest record of a row stays the last.
+        """
+        with_vector = [line for line in self._waiting if line.vector is not None]
+        vectors = [line.vector for line in with_vector if line.vector is not None]
+        places = iter(self._vectors.write([line.record["index"] for line in with_vector], vectors))
+        for line in self._waiting:
+            yield line.raw if line.vector is None else _with_place(line.raw, next(places))
 
 
-def read_lines(
-    path: Path,
-    offset: int = 0,
-    parse: Callable[[bytes], dict[str, Any] | None] | None = None,
-) -> Iterator[LogLine]:
-    """The log's lines from byte ``offset`` on, in the order in which they were written; ``parse`` is
-    ``record_of`` unless another file is read."""
-    parse = parse or record_of
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        file.seek(offset)
-        for raw in file:
-            end = offset + len(raw)
-            yield LogLine(offset, end, parse(raw))
-            offset = end
+def _relies(line: RecordLine) -> bool:
+    """Whether the record relies on something that is written beside it."""
+    return line.vector is not None or "generations" in line.record
 
 
-def failure_kind(record: Mapping[str, Any]) -> str | None:
-    """The record's error kind; ``empty`` for an ok record without an answer; None for an answer."""
-    if record["status"] == "failed":
-        return str((record.get("error") or {}).get("kind", "unknown"))
-    if any(record.get(name) is not None for name in POOLED):
-        return None
-    choices = record.get("choices") or [record]
-    is_answer = any((c.get("text") or "").strip() or c.get("tool_calls") for c in choices)
-    return None if is_answer else "empty"
-
-
-def tokens_in(line: Mapping[str, Any]) -> tuple[int, int]:
-    """Prompt and completion tokens of a record or of a generation, those of its earlier attempts
-    included."""
-    prompt_tokens = completion_tokens = 0
-    for name in ("usage", "earlier_usage"):
-        if usage := line.get(name):
-            prompt_tokens += usage.get("prompt_tokens", 0)
-            completion_tokens += usage.get("completion_tokens", 0)
-    return prompt_tokens, completion_tokens
-
-
-def whole_record(raw: bytes, path: Path, offset: int) -> dict[str, Any]:
-    """The record in the line ``raw``, which begins at byte ``offset`` of ``path``.
-
-    Raises:
-        StoreError: it is damaged.
-    """
-    try:
-        record: dict[str, Any] = orjson.loads(raw)
-        fault = fault_in(record)
-    except orjson.JSONDecodeError as error:
-        fault = str(error)
-    if fault is not None:
-        raise StoreError(
-            f"{path}: the record at byte {offset} is damaged: {fault}. `batchkit verify --repair"
-            f" {path.parent}` sets it aside; its row is then run again"
-        )
-    return record
-
-
-def record_of(raw: bytes, fault: Callable[[Any], str | None] = fault_in) -> dict[str, Any] | None:
-    """The record in the line ``raw``, newline included; None if it is not a record, by ``fault``."""
-    if not raw.endswith(b"\n"):
-        return None
-    try:
-        record: dict[str, Any] = orjson.loads(raw)
-    except orjson.JSONDecodeError:
-        return None
-    return record if fault(record) is None else None
+def _with_place(raw: bytes, place: VectorPlace) -> bytes:
+    return b'%b,"embedding":%b}\n' % (raw.removesuffix(b"}\n"), orjson.dumps(place._asdict()))

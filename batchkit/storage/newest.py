@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from batchkit.storage.index_set import INDEX_LIMIT
-from batchkit.storage.ledger import RECORD_HEAD, record_of, whole_record
+from batchkit.storage.lines import RECORD_HEAD, record_of, whole_record
 
 if TYPE_CHECKING:
     import numpy as np

@@ -20,7 +20,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError, StoreError
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.files import replacing
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from batchkit.storage.runfolder import is_run
 from batchkit.storage.schema import is_count

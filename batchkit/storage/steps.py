@@ -1,44 +1,31 @@
 """``steps.jsonl``: every generation of the rows that have several, in the order in which they ended.
 
 A generation is in it before its row asks for the next one. So a row that was interrupted gets the
-answers that it had, and repeats only what was in flight (``execution/rollouts/replay.py``). As with the
-log, a kill at any time loses nothing that was written, and a power cut at most what came since the
-checkpoint.
+answers that it had, and repeats only what was in flight (``execution/rollouts/replay.py``).
 
 A resume needs the lines of rows that have no record yet, and these are near the end. So the checkpoint
-has the place of the first of them, and what all lines count (``StepsPoint``): a resume reads from
-there. There is no checksum: it would have to read all of the file, and what a damaged line before that
-place said is in no answer any more, since its row has its record. A line that is not a generation is
-passed over; its generation is asked for again. ``batchkit verify`` reads all lines.
+has the place of the first of them, and what all lines count (``StepsPoint``): a resume parses the lines
+from there on.
 """
 
 from __future__ import annotations
 
-import os
 from array import array
-from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import orjson
+
 import batchkit.errors
 from batchkit.errors import RowError, ServerError, StoreError
 from batchkit.storage.checkpoint import StepsPoint, Totals
-from batchkit.storage.files import (
-    free_name,
-    is_same_file,
-    open_private,
-    write_all,
-    write_atomically,
-)
-from batchkit.storage.ledger import LogLine, read_lines, record_of, tokens_in
+from batchkit.storage.lines import tokens_in
+from batchkit.storage.log import STEPS, Log, LogLine, Span, read_lines
 from batchkit.storage.plain_json import encoded
-from batchkit.storage.schema import error_of, fault_in_generation, possible, seconds_of
+from batchkit.storage.schema import error_of, possible, seconds_of
 from batchkit.types import Choice, Completion, Request, Usage, line_of_choice, utc_now
-
-STEPS = "steps.jsonl"
-_BLOCK_BYTES = 1 << 20
 
 
 class GenerationLine(NamedTuple):
@@ -104,40 +91,35 @@ def completion_of(line: Mapping[str, Any], request: Request) -> Completion:
 
 
 class StepsLog:
-    """The ``steps.jsonl`` of one run folder, open for appending; made when its first line is written.
+    """The generations of one run folder, open for appending. ``totals`` say which rows have a record, and ``point``
+    is that of the last checkpoint.
 
-    Used by one process and one thread, as the Store that owns it, but for ``known``. ``totals`` say
-    which rows have a record; ``point``, of the last checkpoint, where to begin to read. ``count`` is
-    the number of generations in the file, and ``usage`` are their tokens. ``broken_at``: the byte position
-    of a line that is not a generation, if there is one among those that were read.
+    Used by one process and one thread, as the Ledger that owns it, but for ``known``. ``count`` is the number of
+    generations, and ``usage`` are their tokens.
 
     Raises:
         StoreError: the disk refuses, or the file is not what it was at the last checkpoint.
     """
 
     def __init__(self, folder: Path, totals: Totals, point: StepsPoint) -> None:
-        self.path = folder / STEPS
         self._totals = totals
-        self._file: int | None = None
-        self._end = self._synced_end = point.end
         self.count = point.generations
         self.usage = Usage(point.prompt_tokens, point.completion_tokens)
-        self.salvaged_bytes = 0
-        self.broken_at: int | None = None
         # Where the lines of a row begin and end, by turns: of rows without a record, in the order of their
         # first lines, and of those that were recalled.
         self._places: dict[int, array[int]] = {}
         self._recalled: Container[int] = ()
         self._recalled_end = 0
-        try:
-            if os.path.lexists(self.path):
-                self._file = open_private(self.path, os.O_RDWR | os.O_APPEND)
-            if (damage := steps_damage(folder, point)) is not None:
-                raise StoreError(damage)
-            if self._file is not None:
-                self._recover(self._file, point)
-        except OSError as error:
-            raise StoreError(f"{self.path}: {error.strerror or error}") from error
+        counted_end = point.checksum.end
+
+        def take(line: LogLine) -> None:
+            assert line.record is not None
+            if line.end > counted_end:
+                self._count(line.record)
+            if not totals.is_settled(line.record["index"]):
+                self._hold(line.record["index"], line.offset, line.end)
+
+        self.log = Log(folder / STEPS, point.checksum, take, start=point.first, rewritten=_as_fresh)
 
     def known(self, index: int) -> list[dict[str, Any]]:
         """What is recorded of the row, in the order of the log; of a row that is tried again, what came of
@@ -146,58 +128,32 @@ class StepsLog:
         Raises:
             StoreError: the disk refuses.
         """
-        places = self._places.get(index)
-        if places is None:
-            return []
+        places = self._places.get(index, ())
         try:
-            file = open_private(self.path, os.O_RDONLY)
-            try:
-                found = [
-                    self._read(file, *place)
-                    for place in zip(places[::2], places[1::2], strict=True)
-                ]
-            finally:
-                os.close(file)
+            return [
+                self._read(Span(*place)) for place in zip(places[::2], places[1::2], strict=True)
+            ]
         except OSError as error:
-            raise StoreError(f"{self.path}: {error.strerror or error}") from error
-        lines = [line for line in found if line is not None and line["index"] == index]
-        if self.broken_at is not None or len(lines) < len(found):  # some of the row's may be lost
-            return [{**line, "replay": "fresh"} for line in lines]
-        return lines
+            raise StoreError(f"{self.log.path}: {error.strerror or error}") from error
 
     def recall(self, rows: Container[int]) -> None:
         """From now on, know the generations of ``rows``, too, though they have a record."""
-        self._recalled, self._recalled_end = rows, self._end
-        for line in read_lines(self.path, 0, generation_in):
+        self._recalled, self._recalled_end = rows, self.log.end
+        for line in read_lines(self.log.path):
             index = -1 if line.record is None else line.record["index"]
             if index in rows and self._totals.is_settled(index):
                 self._hold(index, line.offset, line.end)
 
-    def write(self, lines: Iterable[GenerationLine]) -> None:
+    def write(self, lines: Sequence[GenerationLine]) -> None:
         """Append ``lines``; from now on they survive a kill."""
-        lines = [*lines]
-        try:
-            if self._file is None:
-                self._file = open_private(
-                    self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND
-                )
-            try:
-                write_all(self._file, b"".join(line.raw for line in lines))
-            except BaseException:
-                with suppress(OSError):
-                    os.ftruncate(self._file, self._end)
-                raise
-        except OSError as error:
-            raise StoreError(
-                f"{self.path}: can't write: {error.strerror}; every generation before is on disk."
-                " Make room, then run the same command again"
-            ) from error
+        end = self.log.end
+        self.log.append(b"".join(line.raw for line in lines))
         for line in lines:
-            start, self._end = self._end, self._end + len(line.raw)
+            start, end = end, end + len(line.raw)
             self._count(line.generation)
             index = line.generation["index"]
             if index in self._recalled or not self._totals.is_settled(index):
-                self._hold(index, start, self._end)
+                self._hold(index, start, end)
 
     def settle(self, index: int) -> None:
         """The row has its record now."""
@@ -208,54 +164,11 @@ class StepsLog:
         """For a checkpoint."""
         settled = self._totals.is_settled
         open_rows = (places for row, places in self._places.items() if not settled(row))
-        first = next((places[0] for places in open_rows), self._end)
-        if self.broken_at is not None:  # what is known of a row behind it may not be all
-            first = min(first, self.broken_at)
+        first = next((places[0] for places in open_rows), self.log.end)
         usage = self.usage
         return StepsPoint(
-            first, self._end, self.count, usage.prompt_tokens, usage.completion_tokens
+            self.log.checksum, first, self.count, usage.prompt_tokens, usage.completion_tokens
         )
-
-    @property
-    def is_synced(self) -> bool:
-        return self._synced_end == self._end
-
-    @property
-    def is_there(self) -> bool:
-        """False if the file was removed, replaced or cut since it was opened."""
-        return self._file is None or is_same_file(self.path, self._file, self._end)
-
-    def sync(self) -> None:
-        """What was written survives a power cut.
-
-        Raises:
-            OSError: the disk refuses.
-        """
-        if self._file is not None and not self.is_synced:
-            os.fsync(self._file)
-            self._synced_end = self._end
-
-    def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-    def _recover(self, file: int, point: StepsPoint) -> None:
-        """Count the lines since the checkpoint, and find those of rows without a record."""
-        self._end, size = _whole_end(file), os.fstat(file).st_size
-        if size > self._end:  # a kill cut the last line off
-            torn = os.pread(file, size - self._end, self._end)
-            write_atomically(free_name(self.path, ".torn-"), torn)
-            os.ftruncate(file, self._end)
-            self.salvaged_bytes = len(torn)
-        for line in read_lines(self.path, point.first, generation_in):
-            if line.record is None:
-                self.broken_at = line.offset if self.broken_at is None else self.broken_at
-                continue
-            if line.end > point.end:
-                self._count(line.record)
-            if not self._totals.is_settled(line.record["index"]):
-                self._hold(line.record["index"], line.offset, line.end)
 
     def _count(self, generation: Mapping[str, Any]) -> None:
         self.count += 1
@@ -264,60 +177,30 @@ class StepsLog:
     def _hold(self, index: int, start: int, end: int) -> None:
         self._places.setdefault(index, array("q")).extend((start, end))
 
-    def _read(self, file: int, start: int, end: int) -> dict[str, Any] | None:
-        line = generation_in(os.pread(file, end - start, start))
-        if line is None or end > self._recalled_end:
+    def _read(self, span: Span) -> dict[str, Any]:
+        line: dict[str, Any] = orjson.loads(self.log.read(span))
+        if span.end > self._recalled_end:
             return line
         # A retry may choose in another way.
         kept = {key: value for key, value in line.items() if key not in ("selected", "votes")}
         return {**kept, "earlier": True}
 
 
-def generation_in(raw: bytes) -> dict[str, Any] | None:
-    """The generation in the line ``raw``, newline included; None if it is not one."""
-    return record_of(raw, fault_in_generation)
-
-
-def raw_lines(folder: Path) -> Iterator[tuple[LogLine, bytes]]:
-    """The lines of ``steps.jsonl``, if there is one, each with its bytes."""
-    path = folder / STEPS
-    if path.exists():
-        with path.open("rb") as file:
-            for line in read_lines(path, 0, generation_in):
-                yield line, file.read(line.end - line.offset)
-
-
-def steps_damage(folder: Path, point: StepsPoint) -> str | None:
-    """How ``steps.jsonl`` shows that it is not the file of the checkpoint that has ``point``, and the
-    remedy; None if nothing shows.
-
-    Raises:
-        OSError: it can't be read.
-    """
-    path = folder / STEPS
-    remedy = (
-        f"; put a copy of it back, or accept what is left with `batchkit verify --repair {folder}`: answers"
-        " stay, and rows without an answer ask again for what is gone"
-    )
-    size = path.stat().st_size if path.exists() else 0
-    if size < point.end:
-        return f"{path}: has {size} bytes, and had {point.end} at the last checkpoint{remedy}"
-    for place in filter(None, (point.first, point.end)):
-        with path.open("rb") as file:
-            file.seek(place - 1)
-            if file.read(1) != b"\n":
-                return f"{path}: was changed since the last checkpoint, before byte {place}{remedy}"
-    return None
+def _as_fresh(raw: bytes) -> bytes:
+    """A line behind a broken one: what its row was answered before may be lost."""
+    return fresh_line(orjson.loads(raw)).raw
 
 
 def counted(folder: Path, point: StepsPoint) -> StepsPoint:
     """``point``, with what was written since then. Safe while a run writes."""
     generations, usage = point.generations, Usage(point.prompt_tokens, point.completion_tokens)
-    for line in read_lines(folder / STEPS, point.end, generation_in):
+    for line in read_lines(folder / STEPS, point.checksum.end):
         if line.record is not None:
             generations, usage = generations + 1, _added(usage, line.record)
-    return StepsPoint(
-        point.first, point.end, generations, usage.prompt_tokens, usage.completion_tokens
+    return point._replace(
+        generations=generations,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
     )
 
 
@@ -325,17 +208,6 @@ def _added(usage: Usage, generation: Mapping[str, Any]) -> Usage:
     """``usage`` with the tokens of ``generation``."""
     prompt_tokens, completion_tokens = tokens_in(generation)
     return Usage(usage.prompt_tokens + prompt_tokens, usage.completion_tokens + completion_tokens)
-
-
-def _whole_end(file: int) -> int:
-    """The byte behind the last newline."""
-    end = os.fstat(file).st_size
-    while end:
-        start = max(0, end - _BLOCK_BYTES)
-        if (last := os.pread(file, end - start, start).rfind(b"\n")) >= 0:
-            return start + last + 1
-        end = start
-    return 0
 
 
 def _table_of(usage: Usage | None) -> dict[str, int | None] | None:

@@ -70,12 +70,41 @@ def segments_of(folder: Path) -> dict[int, Path]:
 class VectorWriter:
     """Writes vectors to new segments of the run in ``folder``, one for each type of them.
 
-    The segments get numbers that are free, from ``first`` on.
+    The segments get numbers that are free, from ``first`` on. ``ends``: how many bytes each segment of the run has at
+    least, by its file's name; at first, as of the last checkpoint.
+
+    Raises:
+        StoreError: one of those is missing or shorter now.
     """
 
-    def __init__(self, folder: Path, first: int = 0) -> None:
+    def __init__(self, folder: Path, first: int, ends: Mapping[str, int]) -> None:
         self._folder, self._first = folder, first
         self._open: dict[VectorType, _OpenSegment] = {}
+        self._ends = ends
+        self.check()
+        there = {path.name: path.stat().st_size for path in segments_of(folder).values()}
+        self._ends = {**ends, **there}
+
+    @property
+    def ends(self) -> Mapping[str, int]:
+        mine = {segment_path(self._folder, s.number).name: s.end for s in self._open.values()}
+        return {**self._ends, **mine}
+
+    def check(self) -> None:
+        """Check that the segments are still there.
+
+        Raises:
+            StoreError: one was removed or cut.
+        """
+        there = segments_of(self._folder).values()
+        sizes = {path.name: path.stat().st_size for path in there}
+        for name, end in self.ends.items():
+            if (size := sizes.get(name, 0)) < end:
+                raise StoreError(
+                    f"{self._folder / VECTORS / name}: has {size} bytes, and had {end}: vectors are gone. Put a copy"
+                    f" of it back; or `batchkit verify --repair {self._folder}` sets the records aside whose"
+                    " vector is gone, and the next start runs their rows"
+                )
 
     def write(self, indexes: Sequence[int], vectors: Sequence[Vector]) -> list[VectorPlace]:
         """The places of the vectors of the rows ``indexes``. They have survived a power cut then.
@@ -100,7 +129,11 @@ class VectorWriter:
 
     def close(self) -> None:
         while self._open:
-            os.close(self._open.popitem()[1].file)
+            self._close(next(iter(self._open)))
+
+    def _close(self, kind: VectorType) -> None:
+        self._ends = self.ends
+        os.close(self._open.pop(kind).file)
 
     def _append(self, kind: VectorType, rows: Sequence[tuple[int, Vector]]) -> list[VectorPlace]:
         segment = self._open.get(kind) or self._begin(kind)
@@ -111,10 +144,9 @@ class VectorWriter:
             first, segment.rows = segment.rows, segment.rows + len(rows)
             segment.end += block.size
         except BaseException:  # what its end is, is not known: the next ones go to a new segment
-            del self._open[kind]
             with suppress(OSError):
                 os.ftruncate(segment.file, segment.end)
-            os.close(segment.file)
+            self._close(kind)
             raise
         assert kind.dimensions is not None
         return [
@@ -124,7 +156,7 @@ class VectorWriter:
 
     def _begin(self, kind: VectorType) -> _OpenSegment:
         if len(self._open) >= MOST_OPEN:
-            os.close(self._open.pop(next(iter(self._open))).file)
+            self._close(next(iter(self._open)))
         number = max([self._first, *(known + 1 for known in segments_of(self._folder))])
         path = segment_path(self._folder, number)
         path.parent.mkdir(exist_ok=True)

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchkit.storage.store import Store
+from batchkit.storage.ledger import Ledger, line_of
 from batchkit.types import Choice, ErrorInfo, Record, Usage
 from tests.support.command_line import Ended, batchkit
 from tests.support.dry_runs import LOG, RUN, run, write_job, write_rows
@@ -73,10 +73,10 @@ def run_of(*records: Record, keep: list[str] | None = None) -> None:
     run_rows([{"q": "x", "kind": "none"}], keep=keep or [])
     for file in (LOG, RUN / "checkpoint.json"):
         file.unlink()
-    store = Store(RUN)
+    ledger = Ledger(RUN)
     for one in records:
-        store.append(one)
-    store.close()
+        ledger.write([line_of(one)])
+    ledger.close()
 
 
 def parquet() -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ import pytest
 
 from batchkit.runs.layout import Layout
 from batchkit.runs.table import read_batches, schema_of
-from batchkit.storage.ledger import read_lines
+from batchkit.storage.log import read_lines
 from batchkit.storage.newest import NewestLog
 from batchkit.storage.score_store import SCORES
 from tests.support.command_line import batchkit

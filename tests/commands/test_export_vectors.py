@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchkit.execution.processor import ProductionBatchProcessor
-from batchkit.storage.store import Store, line_of
+from batchkit.storage.ledger import Ledger, line_of
 from batchkit.storage.vectors import segment_path
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import RUN, run
@@ -46,10 +46,10 @@ def export(*args: str) -> None:
 
 
 def appended(folder: Path, *lines: Any) -> None:
-    store = Store(folder)
+    ledger = Ledger(folder)
     for line in lines:
-        store.copy(line)
-    store.close()
+        ledger.write([line])
+    ledger.close()
 
 
 @DTYPES

@@ -25,7 +25,7 @@ from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.runs.scores import is_mixed, table_of
 from batchkit.scoring.extract import EXTRACTORS
 from batchkit.storage.job_toml import job_of_run
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from batchkit.storage.runfolder import claim
 from batchkit.storage.score_store import SCORES, read_scored

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchkit.execution.records import to_record
+from batchkit.storage.ledger import line_of
 from batchkit.storage.schema import fault_in
-from batchkit.storage.store import line_of
 from batchkit.types import Choice, Completion, Cut, Request, Row, Usage
 from tests.support.chat_server import ChatServer, Flood, Refused, serving
 from tests.support.command_line import batchkit

@@ -25,7 +25,7 @@ from batchkit.engines.transformers.rendering import Prepared
 from batchkit.engines.transformers.sampling import Sampling
 from batchkit.errors import JobError, PromptTooLongError
 from batchkit.storage.identity import identity
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from batchkit.types import Completion, Request, Row
 from tests.support.engine_requests import ask, plain, request, with_image

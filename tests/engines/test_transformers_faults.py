@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from batchkit.engines.base import EngineLoad
 from batchkit.engines.faults import EngineDied
 from batchkit.engines.registry import open_engine
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from batchkit.types import Request
 from tests.support.engine_requests import ask, collect, request

@@ -17,7 +17,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG, Launcher
 from batchkit.engines.registry import open_engine
 from batchkit.errors import JobError
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from batchkit.storage.vectors import Vectors
 from batchkit.types import Completion, Pair, Request, Row

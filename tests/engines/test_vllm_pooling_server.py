@@ -10,7 +10,7 @@ import pytest
 import tomlkit
 from PIL import Image
 
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from batchkit.storage.vectors import Vectors
 from tests.support.forks import Fork, LightFork

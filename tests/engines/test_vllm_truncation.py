@@ -17,7 +17,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.registry import open_preflight
 from batchkit.errors import PromptTooLongError
 from batchkit.rendering.truncation import MARK
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from batchkit.types import Cut, Request, Row
 from tests.support.own_process import batchkit

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 from PIL import Image
 
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit

@@ -20,7 +20,7 @@ import pytest
 
 from batchkit.runs.status import status
 from batchkit.runs.verify import verify
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from tests.support.chat_server import MODEL, ChatServer, serving
 from tests.support.faulty_runs import (
     IN,

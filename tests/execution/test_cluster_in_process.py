@@ -30,7 +30,7 @@ from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.run import start_run
 from batchkit.execution.start import Options, Start
 from batchkit.execution.summary import RunSummary
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from batchkit.types import Row, Task
 from tests.support.chat_server import MODEL, ChatServer, serving

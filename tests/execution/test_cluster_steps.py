@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from batchkit.runs.verify import verify
-from batchkit.storage.steps import STEPS
+from batchkit.storage.log import STEPS
 from tests.support.chat_server import MODEL, serving
 from tests.support.faulty_runs import question_rows, running, start
 from tests.support.ray_head import RayHead

@@ -10,9 +10,10 @@ from subprocess import DEVNULL
 
 import pytest
 
-from batchkit.storage.ledger import RESULTS, read_lines
+from batchkit.storage.log import RESULTS
 from tests.support.forks import LightFork
 from tests.support.own_process import batchkit
+from tests.support.rows import read_jsonl
 from tests.support.storm import Blow, answers_by_row, kill_often
 
 N_ROWS = 40_000
@@ -75,10 +76,9 @@ def test_hundred_kills_lose_no_row_and_answer_none_twice(tmp_path: Path) -> None
     exported = tmp_path / "all.jsonl"
     assert batchkit("export", run, "--jsonl", exported, cwd=tmp_path).returncode == 0
     assert answers_by_row(log) == answers_by_row(exported) == dict.fromkeys(range(N_ROWS), 1)
-    for index, line in enumerate(read_lines(exported)):  # each row its own answer, in order
-        assert line.record is not None
-        assert line.record["fields"] == {"q": f"question {index}"}
-        assert line.record["text"] == f"dry-run: no model answered row {index}"
+    for index, record in enumerate(read_jsonl(exported)):  # each row its own answer, in order
+        assert record["fields"] == {"q": f"question {index}"}
+        assert record["text"] == f"dry-run: no model answered row {index}"
     torn = len(list(run.glob("*.torn-*")))
     print(
         f"{storm.kills} kills, {storm.kills_after_progress} of them after progress;"

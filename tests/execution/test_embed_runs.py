@@ -14,7 +14,7 @@ from subprocess import DEVNULL
 import numpy as np
 import pytest
 
-from batchkit.storage.store import Store, line_of
+from batchkit.storage.ledger import Ledger, line_of
 from batchkit.storage.vectors import segment_path, segments_of
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import LOG, RUN, records, run, settled, shard, verify
@@ -87,9 +87,9 @@ def test_retried_row_gets_a_vector_in_a_segment_of_its_own() -> None:
 def test_rerun_row_has_its_newer_vector() -> None:
     prepare(3)
     assert run().exit_code == 0
-    store = Store(RUN)
-    store.append(with_vector(1, 8))
-    store.close()
+    ledger = Ledger(RUN)
+    ledger.write([line_of(with_vector(1, 8))])
+    ledger.close()
     np.testing.assert_array_equal(stored()[1], vector(1, 8))
 
 
@@ -217,9 +217,9 @@ def test_merge_of_vectors_of_two_models_is_refused() -> None:
     prepare(4)
     shards = run_shards(2)
     for row in range(4):
-        store = Store(shards[1])
-        store.copy(line_of(with_vector(row, 5)))
-        store.close()
+        ledger = Ledger(shards[1])
+        ledger.write([line_of(with_vector(row, 5))])
+        ledger.close()
     segment_path(shards[1], 0).unlink()
     done = merge(*shards)
     assert done.exit_code == 2

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from tests.support.fake_mortal_engine import OPENED
 from tests.support.forks import LightFork

@@ -23,7 +23,7 @@ from batchkit.execution.cluster import session
 from batchkit.execution.cluster.local import private_folder
 from batchkit.runs.status import status
 from batchkit.runs.verify import verify
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from tests.support.command_line import batchkit
 from tests.support.faulty_runs import (
     N_ROWS,

@@ -14,8 +14,8 @@ import tomlkit
 from batchkit import ProductionBatchProcessor
 from batchkit.errors import JobError
 from batchkit.execution.records import failed_unless_whole, to_record
-from batchkit.storage.ledger import failure_kind
-from batchkit.storage.store import line_of
+from batchkit.storage.ledger import line_of
+from batchkit.storage.lines import failure_kind
 from batchkit.types import Completion, Pair, Pooled, Request, Row, Usage
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import records, run, status, verify, write_rows

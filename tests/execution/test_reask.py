@@ -17,7 +17,7 @@ from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
 from batchkit.errors import ChangedError, JobError
 from batchkit.execution.processor import ProductionBatchProcessor
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from tests.support.chat_server import MODEL, ChatServer, Refused, error, serving
 from tests.support.own_process import begin

@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from batchkit.storage.steps import STEPS
+from batchkit.storage.log import STEPS
 from tests.support.chat_server import serving
 from tests.support.rollouts import RUN, records, run, write
 from tests.support.several import calls, cut_back

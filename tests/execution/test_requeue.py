@@ -20,7 +20,7 @@ import pytest
 
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.sources.rowhash import input_hash
-from batchkit.storage.ledger import REQUEUE
+from batchkit.storage.log import REQUEUE
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import (
     LOG,

@@ -19,7 +19,7 @@ from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.turns import grouping_of
-from batchkit.storage.steps import STEPS
+from batchkit.storage.log import STEPS
 from tests.support import own_process
 from tests.support.chat_server import MODEL, ChatServer, serving
 from tests.support.command_line import batchkit

@@ -14,8 +14,7 @@ import pytest
 import tomlkit
 
 from batchkit.runs.status import status
-from batchkit.storage.ledger import RESULTS
-from batchkit.storage.steps import STEPS
+from batchkit.storage.log import RESULTS, STEPS
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit
 from tests.support.paths import ROOT

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from batchkit.storage.ledger import REQUEUE
-from batchkit.storage.steps import STEPS
+from batchkit.storage.log import REQUEUE, STEPS
 from tests.support.chat_server import ChatServer, Refused, error, serving
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import shard, status, verify

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import tomlkit
 
-from batchkit.storage.ledger import RESULTS
-from batchkit.storage.steps import STEPS
+from batchkit.storage.log import RESULTS, STEPS
 from tests.support.forks import Fork, LightFork
 from tests.support.own_process import batchkit
 from tests.support.rows import read_jsonl, write_jsonl

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import tomlkit
 
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from batchkit.storage.vectors import segment_path, segments_of
 from tests.support.embed_runs import stored

@@ -28,7 +28,7 @@ from batchkit.errors import EngineError, JobError, RenderTimeoutError, RowError,
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.rendering.templates import RowTemplate
 from batchkit.rendering.templates.prompt import PathTemplate
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl

@@ -23,7 +23,7 @@ from batchkit.runs.scores import table_of
 from batchkit.scoring import Scored, Scoring
 from batchkit.scoring.extract import extracted
 from batchkit.scoring.overlap import overlap, pair
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from batchkit.storage.score_store import SCORES, read_scored
 

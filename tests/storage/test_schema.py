@@ -22,9 +22,10 @@ from batchkit.engines.openai.api import ShapeError
 from batchkit.engines.openai.chat import Chat
 from batchkit.execution.records import to_record
 from batchkit.storage.checkpoint import Totals
-from batchkit.storage.ledger import RESULTS, record_of, whole_record
+from batchkit.storage.ledger import line_of
+from batchkit.storage.lines import record_of, whole_record
+from batchkit.storage.log import RESULTS
 from batchkit.storage.plain_json import parsed
-from batchkit.storage.store import line_of
 from batchkit.types import Completion, Record, Request, Row, Usage
 from tests.support.records import record
 

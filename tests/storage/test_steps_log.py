@@ -14,8 +14,9 @@ from typing import Any
 import orjson
 import pytest
 
-from batchkit.storage.steps import STEPS, GenerationLine
-from batchkit.storage.store import Store
+from batchkit.storage.ledger import Ledger
+from batchkit.storage.log import STEPS
+from batchkit.storage.steps import GenerationLine
 from tests.support.chat_server import serving
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import status, verify
@@ -107,15 +108,14 @@ def test_damaged_generation_of_an_open_row_is_asked_for_again(solve: str | None,
         server.answered.clear()
         ended = run()
         assert ended.exit_code == 0, ended.stderr
-        where = f"{STEPS}: the line at byte {len(found[0])} is not a generation and is skipped"
-        assert where in ended.stderr
+        aside = b"".join(found[1:])
+        assert f"{STEPS} ended in {len(aside)} broken bytes; they are set aside" in ended.stderr
+        assert (RUN / f"{STEPS}.torn-1").read_bytes() == aside
         left = N_ROWS * n - (N_ROWS + 3)
         assert server.answered.total() == left + 2  # what is lost, and what followed from it
     assert {record["status"] for record in records()} == {"ok"}
     assert verify()["generations_duplicate"] == verify()["generations_lost"] == 0
-    assert batchkit("verify", "--repair").exit_code == 0
-    assert verify()["torn_bytes"] == 0
-    assert (RUN / f"{STEPS}.broken-1").read_bytes() == found[1]
+    assert batchkit("verify").exit_code == 0
 
 
 @KINDS
@@ -148,9 +148,9 @@ def shifted() -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (cut_in_half, "bytes, and had"),
+        (cut_in_half, "is damaged"),
         (LEDGER.unlink, "has 0 bytes, and had"),
-        (shifted, "was changed"),
+        (shifted, "the record at byte 0 is damaged"),
     ],
 )
 def test_file_that_is_not_that_of_the_checkpoint_is_refused_until_it_is_repaired(
@@ -181,7 +181,6 @@ def test_lost_generation_of_a_finished_row_is_found_and_its_answer_kept() -> Non
     before = records()
     found = lines()
     LEDGER.write_bytes(b"".join([found[0], b"?" * (len(found[1]) - 1) + b"\n", *found[2:]]))
-    assert run().json["skipped"] == N_ROWS  # nobody needs it
     audit = batchkit("verify", "--json")
     assert audit.exit_code == 1
     expected = {"generations": 17, "generations_lost": 1, "generations_lost_rows": [1]}
@@ -309,14 +308,12 @@ def test_run_whose_disk_fills_up_stops_and_goes_on() -> None:
     assert each_once(3)
 
 
-def test_resume_reads_from_the_first_open_row_on() -> None:
-    """What is before that place may be anything: the checkpoint says what it counts."""
+def test_checkpoint_says_where_the_first_open_row_begins() -> None:
     prepare()
     run("--limit", "4")
     steps = orjson.loads(CHECKPOINT.read_bytes())["steps"]
     assert steps["first"] == steps["end"] == LEDGER.stat().st_size
     assert (steps["generations"], steps["completion_tokens"]) == (12, 72)
-    LEDGER.write_bytes(b"\n".rjust(steps["end"], b"?"))
     assert run().exit_code == 0
     assert (status()["generations"], status()["completion_tokens"]) == (18, 108)
 
@@ -324,12 +321,12 @@ def test_resume_reads_from_the_first_open_row_on() -> None:
 def test_a_generation_that_ends_after_its_row_is_not_kept_in_memory() -> None:
     prepare()
     run()
-    with closing(Store(RUN)) as store:
+    with closing(Ledger(RUN)) as ledger:
         for line in generations():
-            store.copy_generation(GenerationLine(orjson.dumps(line) + b"\n", line))
-        store.flush()
-        assert store.steps.count == 2 * 3 * N_ROWS
-        assert [store.steps.known(index) for index in range(N_ROWS)] == [[]] * N_ROWS
+            ledger.write([GenerationLine(orjson.dumps(line) + b"\n", line)])
+        ledger.flush()
+        assert ledger.steps.count == 2 * 3 * N_ROWS
+        assert [ledger.steps.known(index) for index in range(N_ROWS)] == [[]] * N_ROWS
 
 
 def test_status_counts_generations_of_rows_under_way() -> None:

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from batchkit.errors import StoreError
 from batchkit.storage.checkpoint import CHECKPOINT, Totals, check_log
-from batchkit.storage.ledger import RESULTS, read_lines
+from batchkit.storage.ledger import Ledger, line_of
+from batchkit.storage.log import RESULTS, read_lines
 from batchkit.storage.newest import NewestLog, read_newest
-from batchkit.storage.store import Store
 from tests.support.mounts import small_disk
 from tests.support.paths import ROOT
 from tests.support.records import facts, indexes, record, reopened, write
@@ -49,13 +49,11 @@ MIXED = [record(0), record(1, None), record(2, "né"), record(3, None, kind="med
 
 
 def test_records_count_only_once_flushed(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    store.append(record(0))
-    assert (store.totals.ok, indexes(tmp_path)) == (0, [])
-    store.flush()
-    assert (store.totals.ok, indexes(tmp_path)) == (1, [0])
+    ledger = Ledger(tmp_path)
+    ledger.write([line_of(record(0))])
+    assert (ledger.totals.ok, indexes(tmp_path)) == (1, [0])
     assert not (tmp_path / CHECKPOINT).exists()
-    store.close()
+    ledger.close()
     assert (tmp_path / CHECKPOINT).exists()
 
 
@@ -89,7 +87,7 @@ def test_newest_records_come_in_the_order_of_the_input(tmp_path: Path) -> None:
 
 def test_empty_and_missing_logs_hold_no_record(tmp_path: Path) -> None:
     assert list(read_newest(tmp_path / RESULTS)) == []
-    Store(tmp_path).close()
+    Ledger(tmp_path).close()
     assert list(read_newest(tmp_path / RESULTS)) == []
     assert reopened(tmp_path)["records"] == 0
 
@@ -107,13 +105,13 @@ def test_torn_tail_is_redone(tmp_path: Path) -> None:
     torn = b'{"index":2,"id":"q2","status":"o'
     with (tmp_path / RESULTS).open("ab") as file:
         file.write(torn)
-    store = Store(tmp_path)
-    assert store.salvaged_bytes == len(torn)
+    ledger = Ledger(tmp_path)
+    assert f"ended in {len(torn)} broken bytes" in ledger.messages[0]
     assert (tmp_path / f"{RESULTS}.torn-1").read_bytes() == torn
     assert (tmp_path / RESULTS).read_bytes() == whole
-    assert not store.totals.is_settled(2)
-    store.append(record(2))
-    store.close()
+    assert not ledger.totals.is_settled(2)
+    ledger.write([line_of(record(2))])
+    ledger.close()
     assert indexes(tmp_path) == [0, 1, 2]
 
 
@@ -127,13 +125,14 @@ def test_long_log_with_an_early_broken_line_fits_the_memory(tmp_path: Path) -> N
     (tmp_path / CHECKPOINT).unlink()
     size, rest = log.stat().st_size, whole[second:]
     tracemalloc.start()
-    store = Store(tmp_path)
+    ledger = Ledger(tmp_path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    store.close()
+    ledger.close()
     assert log.read_bytes() == rest
     assert peak < size / 4
-    assert store.salvaged_bytes == size == (tmp_path / f"{RESULTS}.torn-1").stat().st_size
+    assert f"ended in {size} broken bytes" in ledger.messages[0]
+    assert size == (tmp_path / f"{RESULTS}.torn-1").stat().st_size
 
 
 def test_each_torn_tail_is_kept_under_a_number_of_its_own(tmp_path: Path) -> None:
@@ -141,7 +140,7 @@ def test_each_torn_tail_is_kept_under_a_number_of_its_own(tmp_path: Path) -> Non
     for tail in (b"first", b"second"):
         with (tmp_path / RESULTS).open("ab") as file:
             file.write(tail)
-        Store(tmp_path).close()
+        Ledger(tmp_path).close()
     kept = sorted(path.name for path in tmp_path.glob("*.torn-*"))
     assert kept == [f"{RESULTS}.torn-1", f"{RESULTS}.torn-2"]
     assert (tmp_path / f"{RESULTS}.torn-2").read_bytes() == b"second"
@@ -175,9 +174,9 @@ GARBAGE = {
 def test_garbage_tail_is_cut_off_and_kept(tmp_path: Path, garbage: bytes) -> None:
     whole = write(tmp_path, record(0), record(1))
     (tmp_path / RESULTS).write_bytes(whole + garbage)
-    store = Store(tmp_path)
-    store.append(record(2))
-    store.close()
+    ledger = Ledger(tmp_path)
+    ledger.write([line_of(record(2))])
+    ledger.close()
     assert reopened(tmp_path)["completed"] == [0, 1, 2]
     assert indexes(tmp_path) == [0, 1, 2]
     assert (tmp_path / f"{RESULTS}.torn-1").read_bytes() == garbage
@@ -222,10 +221,9 @@ def test_log_cut_at_any_byte_keeps_every_whole_record(tmp_path: Path) -> None:
         for one in MIXED[:n_whole]:
             expected.add(one.to_json())
 
-        store = Store(folder)
-        assert facts(store.totals) == facts(expected), size
-        store.append(record(99))
-        store.flush()
+        ledger = Ledger(folder)
+        assert facts(ledger.totals) == facts(expected), size
+        ledger.write([line_of(record(99))])
         kill(folder)
         lines = list(read_lines(folder / RESULTS))
         assert [line.record and line.record["index"] for line in lines] == [
@@ -295,9 +293,9 @@ def test_damaged_checkpoint_changes_nothing(tmp_path: Path, damage: Any) -> None
         (folder / CHECKPOINT).write_bytes(content)
     with (folder / RESULTS).open("ab") as file:  # what the killed process flushed after it
         file.write(orjson.dumps(record(8).to_json()) + b"\n")
-    store = Store(folder)
-    assert store.totals.ok == expected["ok"] + 1
-    store.close()
+    ledger = Ledger(folder)
+    assert ledger.totals.ok == expected["ok"] + 1
+    ledger.close()
     assert reopened(folder) == read_whole(folder, tmp_path / "log-alone")
 
 
@@ -309,7 +307,7 @@ def test_any_changed_byte_before_the_checkpoint_is_noticed(tmp_path: Path) -> No
         changed[place] ^= 1
         (tmp_path / RESULTS).write_bytes(changed)
         with pytest.raises(StoreError, match=r"results\.jsonl: .*verify --repair"):
-            Store(tmp_path)
+            Ledger(tmp_path)
         with pytest.raises(StoreError, match=r"results\.jsonl: .*verify --repair"):
             check_log(tmp_path)
     (tmp_path / RESULTS).write_bytes(whole)
@@ -321,10 +319,10 @@ def test_what_was_cut_off_before_the_checkpoint_is_noticed(tmp_path: Path) -> No
     for size in range(0, len(whole), 11):
         (tmp_path / RESULTS).write_bytes(whole[:size])
         with pytest.raises(StoreError, match=r"results\.jsonl: .*verify --repair"):
-            Store(tmp_path)
+            Ledger(tmp_path)
     (tmp_path / RESULTS).write_bytes(whole[: whole.index(b"\n") + 1])
     with pytest.raises(StoreError, match=rf"has \d+ bytes, and had {len(whole)} at the last"):
-        Store(tmp_path)
+        Ledger(tmp_path)
 
 
 def test_checkpoint_says_what_the_contract_promises(tmp_path: Path) -> None:
@@ -339,14 +337,14 @@ def test_checkpoint_says_what_the_contract_promises(tmp_path: Path) -> None:
 
 def test_checkpoint_is_replaced_in_one_step(tmp_path: Path) -> None:
     """A reader that opened the old one still reads all of it."""
-    store = Store(tmp_path)
-    store.append(record(0))
-    store.sync()
+    ledger = Ledger(tmp_path)
+    ledger.write([line_of(record(0))])
+    ledger.sync()
     with (tmp_path / CHECKPOINT).open("rb") as old:
-        store.append(record(1))
-        store.sync()
+        ledger.write([line_of(record(1))])
+        ledger.sync()
         assert orjson.loads(old.read())["completed"] == [[0, 0]]
-    store.close()
+    ledger.close()
     assert orjson.loads((tmp_path / CHECKPOINT).read_bytes())["completed"] == [[0, 1]]
     assert sorted(path.name for path in tmp_path.iterdir()) == [CHECKPOINT, RESULTS]
 
@@ -360,11 +358,11 @@ def test_half_written_checkpoint_of_a_killed_process_is_passed_over(tmp_path: Pa
 
 
 def test_nothing_new_leaves_the_checkpoint_alone(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    store.append(record(0))
-    store.sync()
+    ledger = Ledger(tmp_path)
+    ledger.write([line_of(record(0))])
+    ledger.sync()
     (tmp_path / CHECKPOINT).unlink()
-    assert store.sync() == 0.0
+    assert ledger.sync() == 0.0
     assert not (tmp_path / CHECKPOINT).exists()
     kill(tmp_path)
 
@@ -388,11 +386,11 @@ def test_full_disk_leaves_whole_records_and_says_so(tmp_path: Path, limit: int) 
     assert len(log) <= limit
     assert indexes(folder) == list(range(int(flushed)))
     assert log.endswith(b"\n")
-    store = Store(folder)
-    assert store.salvaged_bytes == 0
+    ledger = Ledger(folder)
+    assert not ledger.messages
     for index in range(int(flushed), 1000):
-        store.append(record(index))
-    store.close()
+        ledger.write([line_of(record(index))])
+    ledger.close()
     assert indexes(folder) == list(range(1000))
 
 
@@ -400,21 +398,20 @@ def test_store_outlives_a_disk_that_was_full(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "128k") as disk:
         ballast = disk / "ballast"
         ballast.write_bytes(bytes(100_000))
-        store, n_flushed, refusal = Store(disk), 0, ""
+        ledger, n_flushed, refusal = Ledger(disk), 0, ""
         while not refusal:
-            for index in range(n_flushed, n_flushed + 5):
-                store.append(record(index))
+            five = range(n_flushed, n_flushed + 5)
             try:
-                store.flush()
+                ledger.write(line_of(record(index)) for index in five)
                 n_flushed += 5
             except StoreError as error:
                 refusal = str(error)
         assert "No space left" in refusal
-        assert store.totals.ok == n_flushed > 0
+        assert ledger.totals.ok == n_flushed > 0
         assert indexes(disk) == list(range(n_flushed))
 
         ballast.unlink()
-        store.sync()  # what was collected when the disk was full is written after all
+        ledger.sync()  # what was collected when the disk was full is written after all
         kill(disk)
         assert indexes(disk) == list(range(n_flushed + 5))
         assert reopened(disk)["completed"] == list(range(n_flushed + 5))
@@ -422,16 +419,15 @@ def test_store_outlives_a_disk_that_was_full(tmp_path: Path) -> None:
 
 def test_checkpoint_that_can_not_be_written_leaves_the_old_one(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "64k") as disk:
-        store = Store(disk)
-        store.append(record(0))
-        store.sync()
+        ledger = Ledger(disk)
+        ledger.write([line_of(record(0))])
+        ledger.sync()
         before = (disk / CHECKPOINT).read_bytes()
-        store.append(record(1))
-        store.flush()
+        ledger.write([line_of(record(1))])
         with suppress(OSError):
             (disk / "ballast").write_bytes(bytes(64_000))
         with pytest.raises(StoreError, match=r"checkpoint\.json: can't write: No space left"):
-            store.sync()
+            ledger.sync()
         assert (disk / CHECKPOINT).read_bytes() == before
         kill(disk)
         (disk / "ballast").unlink()
@@ -443,7 +439,7 @@ def test_checkpoint_that_can_not_be_written_leaves_the_old_one(tmp_path: Path) -
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("append"), st.integers(0, 6), st.booleans()),
-        st.tuples(st.sampled_from(["flush", "sync", "close", "kill", "tear"])),
+        st.tuples(st.sampled_from(["sync", "close", "kill", "tear"])),
     ),
     max_size=30,
 )
@@ -456,32 +452,27 @@ def test_store_agrees_with_a_dict_whatever_happens(
 ) -> None:
     folder = tmp_path_factory.mktemp("store")
     model: dict[int, str] = {}
-    collected: list[tuple[int, str]] = []
-    store, n_written = Store(folder), 0
+    ledger, n_written = Ledger(folder), 0
     for number, (verb, *what) in enumerate(steps):
         if verb == "append":
             index, ok = what
             text = f"step {number}" if ok else None
-            store.append(record(index, text))
-            collected.append((index, text or ""))
+            ledger.write([line_of(record(index, text))])
+            model[index], n_written = text or "", n_written + 1
             continue
-        if verb in ("flush", "sync", "close"):
-            getattr(store, verb)()
-            model |= dict(collected)
-            n_written += len(collected)
+        if verb in ("sync", "close"):
+            getattr(ledger, verb)()
         else:
             kill(folder)
             if verb == "tear":
                 with (folder / RESULTS).open("ab") as file:
                     file.write(orjson.dumps(record(3, "torn").to_json())[: 5 + number])
-        if verb not in ("flush", "sync"):
-            store = Store(folder)
-        collected.clear()
-        assert set(store.totals.completed) == {i for i, text in model.items() if text}
-        assert set(store.totals.failed_rows) == {i for i, text in model.items() if not text}
-        assert store.totals.records == n_written
-    store.close()
-    model |= dict(collected)
+        if verb != "sync":
+            ledger = Ledger(folder)
+        assert set(ledger.totals.completed) == {i for i, text in model.items() if text}
+        assert set(ledger.totals.failed_rows) == {i for i, text in model.items() if not text}
+        assert ledger.totals.records == n_written
+    ledger.close()
     found = [(r["index"], r["text"] or "") for r in read_newest(folder / RESULTS)]
     assert found == sorted(model.items())
     assert len(NewestLog(folder / RESULTS).rows) == len(model)

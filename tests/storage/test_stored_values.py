@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from batchkit.types import Choice, Record
 from tests.support.records import indexes, record, reopened, write

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pytest
 
 from batchkit.errors import StoreError
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.ledger import Ledger, line_of
+from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
-from batchkit.storage.store import Store, line_of
 from batchkit.storage.vectors import MOST_OPEN, Vectors, VectorType, segment_path, segments_of
 from tests.support.forks import LightFork
 from tests.support.killed_store import ROWS
@@ -71,7 +71,7 @@ def test_each_start_begins_a_segment_of_its_own(tmp_path: Path) -> None:
     written(tmp_path, 0, 1)
     before = segment_path(tmp_path, 0).read_bytes()
     written(tmp_path, 2)
-    Store(tmp_path).close()
+    Ledger(tmp_path).close()
     written(tmp_path, 3)
     assert list(segments_of(tmp_path)) == [0, 1, 2]
     assert segment_path(tmp_path, 0).read_bytes() == before
@@ -79,9 +79,9 @@ def test_each_start_begins_a_segment_of_its_own(tmp_path: Path) -> None:
 
 
 def test_run_without_vectors_has_no_folder_for_them(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    store.append(record(0))
-    store.close()
+    ledger = Ledger(tmp_path)
+    ledger.write([line_of(record(0))])
+    ledger.close()
     assert not (tmp_path / "vectors").exists()
 
 
@@ -92,10 +92,10 @@ def test_newer_vector_of_a_row_counts(tmp_path: Path) -> None:
 
 
 def test_vectors_of_several_lengths_go_to_several_segments(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    ledger = Ledger(tmp_path)
     for row, dimensions in enumerate([4, 2, 4, 2]):
-        store.append(with_vector(row, dimensions))
-    store.close()
+        ledger.write([line_of(with_vector(row, dimensions))])
+    ledger.close()
     found = [r["embedding"] for r in read_newest(tmp_path / RESULTS)]
     assert [tuple(place.values()) for place in found] == [
         (0, 0, 4),
@@ -108,13 +108,13 @@ def test_vectors_of_several_lengths_go_to_several_segments(tmp_path: Path) -> No
 
 def test_any_number_of_lengths_needs_few_open_files(tmp_path: Path) -> None:
     before = len([*Path("/proc/self/fd").iterdir()])
-    store = Store(tmp_path)
+    ledger = Ledger(tmp_path)
     for row in range(2 * MOST_OPEN):
-        store.copy(line_of(with_vector(row, 1 + row)))
-    store.flush()
+        ledger.write([line_of(with_vector(row, 1 + row))])
+    ledger.flush()
     assert len([*Path("/proc/self/fd").iterdir()]) - before <= MOST_OPEN + 5
-    store.copy(line_of(with_vector(2 * MOST_OPEN, 1)))  # of a length whose segment was closed
-    store.close()
+    ledger.write([line_of(with_vector(2 * MOST_OPEN, 1))])  # of a length whose segment was closed
+    ledger.close()
     vectors = Vectors(tmp_path)
     found = [vectors.of(one) for one in read_newest(tmp_path / RESULTS)]
     assert [len(one) for one in found] == [*range(1, 2 * MOST_OPEN + 1), 1]
@@ -122,42 +122,39 @@ def test_any_number_of_lengths_needs_few_open_files(tmp_path: Path) -> None:
 
 def test_vectors_of_a_second_share_an_fsync(tmp_path: Path) -> None:
     now = 10.0
-    store = Store(tmp_path, clock=lambda: now)
+    ledger = Ledger(tmp_path, clock=lambda: now)
     for row in range(4):
-        store.append(with_vector(row))
-        store.append(record(10 + row, None))
-        store.flush_if_due()
+        ledger.write([line_of(with_vector(row))])
+        ledger.write([line_of(record(10 + row, None))])
         assert indexes(tmp_path) == [0, 10]  # the first ones had none to wait for
-        assert (store.totals.ok, store.totals.failed) == (1, 1)
+        assert (ledger.totals.ok, ledger.totals.failed) == (1, 1)
     now = 11.0
-    store.flush_if_due()
+    ledger.write([])
     assert indexes(tmp_path) == [0, 1, 2, 3, 10, 11, 12, 13]
-    store.append(with_vector(4))
-    store.sync()
-    store.append(record(14, None))
-    store.flush_if_due()
+    ledger.write([line_of(with_vector(4))])
+    ledger.sync()
+    ledger.write([line_of(record(14, None))])
     assert indexes(tmp_path)[-1] == 14
-    store.close()
+    ledger.close()
     assert batches(segment_path(tmp_path, 0)) == [[0], [1, 2, 3], [4]]
 
 
 def test_waiting_vectors_are_few(tmp_path: Path) -> None:
     dimensions = 1 << 20
-    store = Store(tmp_path, clock=lambda: 0.0)
-    store.append(with_vector(0))
-    store.flush()
+    ledger = Ledger(tmp_path, clock=lambda: 0.0)
+    ledger.write([line_of(with_vector(0))])
+    ledger.flush()
     waiting = np.zeros(dimensions, np.float32)
     for row in range(1, 17):
-        store.copy(line_of(with_vector(row))._replace(vector=waiting))
-        store.flush_if_due()
-        assert store.totals.ok == (17 if row == 16 else 1)  # 64 MiB
-    store.close()
+        ledger.write([line_of(with_vector(row))._replace(vector=waiting)])
+        assert ledger.totals.ok == (17 if row == 16 else 1)  # 64 MiB
+    ledger.close()
 
 
 def test_lines_of_another_run_are_copied_in_parts(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    store.copy_all(line_of(with_vector(row)) for row in range(2500))
-    store.close()
+    ledger = Ledger(tmp_path)
+    ledger.write(line_of(with_vector(row)) for row in range(2500))
+    ledger.close()
     assert len(embedded(tmp_path)) == 2500
 
 
@@ -165,12 +162,11 @@ def test_lines_of_another_run_are_copied_in_parts(tmp_path: Path) -> None:
 
 
 def test_segment_cut_anywhere_gives_its_whole_vectors(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    for row in range(5):
-        store.append(with_vector(row))
-        if row in (1, 4):
-            store.flush()
-    store.close()
+    ledger = Ledger(tmp_path)
+    for rows in (range(2), range(2, 5)):
+        ledger.write(line_of(with_vector(row)) for row in rows)
+        ledger.flush()
+    ledger.close()
     path, records = segment_path(tmp_path, 0), list(read_newest(tmp_path / RESULTS))
     whole, found = path.read_bytes(), list[int]()
     for size in range(len(whole) + 1):
@@ -263,13 +259,13 @@ def test_other_files_in_the_folder_are_ignored(tmp_path: Path) -> None:
 
 
 def test_reader_finds_vectors_that_are_written_after_it_began(tmp_path: Path) -> None:
-    store, vectors = Store(tmp_path), Vectors(tmp_path)
+    ledger, vectors = Ledger(tmp_path), Vectors(tmp_path)
     for row in range(3):
-        store.append(with_vector(row))
-        store.flush()
+        ledger.write([line_of(with_vector(row))])
+        ledger.flush()
         (*_, newest) = read_newest(tmp_path / RESULTS)
         np.testing.assert_array_equal(vectors.of(newest), vector(row))
-    store.close()
+    ledger.close()
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
@@ -322,18 +318,18 @@ def test_disk_that_fills_up_leaves_whole_records_and_says_so(tmp_path: Path, lim
 
 def test_store_outlives_a_disk_that_was_full_of_vectors(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "128k") as disk:
-        store = Store(disk)
-        store.append(with_vector(0, 4000))
-        store.flush()
+        ledger = Ledger(disk)
+        ledger.write([line_of(with_vector(0, 4000))])
+        ledger.flush()
         (disk / "ballast").write_bytes(bytes(90_000))
         for row in range(1, 4):
-            store.append(with_vector(row, 4000))
+            ledger.write([line_of(with_vector(row, 4000))])
         with pytest.raises(StoreError, match=r"vectors: can't write: No space left on device"):
-            store.flush()
+            ledger.flush()
         assert indexes(disk) == [0]
         assert batches(segment_path(disk, 0)) == [[0]]
         (disk / "ballast").unlink()
-        store.close()
+        ledger.close()
         found = list(read_newest(disk / RESULTS))
         assert [Vectors(disk).of(one)[0] * 8 for one in found] == [0, 1, 2, 3]
         assert [one["embedding"]["segment"] for one in found] == [0, 1, 1, 1]

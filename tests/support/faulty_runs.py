@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from tests.support.forks import Fork
 from tests.support.paths import ROOT

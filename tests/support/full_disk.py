@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow  # noqa: F401  (it is loaded before the limit holds)
 
 from batchkit.errors import StoreError
-from batchkit.storage.store import Store
+from batchkit.storage.ledger import Ledger, line_of
 from tests.support.records import generation, record, with_vector
 
 
@@ -22,19 +22,20 @@ def main() -> None:
     folder, limit, what = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    store = Store(folder)
+    ledger = Ledger(folder)
     flushed = 0
+    made = {"vectors": with_vector, "records": lambda index: record(index, "x" * 50)}
     try:
-        for index in range(1000):
+        for first in range(0, 1000, 7):
+            seven = range(first, first + 7)
             if what == "generations":
-                store.copy_generation(generation(index, "x" * 50))
+                ledger.write(generation(index, "x" * 50) for index in seven)
             else:
-                store.append(with_vector(index) if what == "vectors" else record(index, "x" * 50))
-            if index % 7 == 6:
-                store.flush()
-                flushed = index + 1
+                ledger.write(line_of(made[what](index)) for index in seven)
+            ledger.flush()
+            flushed = first + 7
     except StoreError as error:
-        print(flushed, store.steps.count or store.totals.ok, error)
+        print(flushed, ledger.steps.count or ledger.totals.ok, error)
         sys.exit(error.exit_code)
 
 

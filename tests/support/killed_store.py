@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchkit.storage.store import Store, line_of
+from batchkit.storage.ledger import Ledger, line_of
 from tests.support.records import record, with_vector
 
 ROWS = range(9)
@@ -22,7 +22,7 @@ ROWS = range(9)
 
 def main() -> None:
     folder, name, number = sys.argv[1:]
-    store = Store(Path(folder))
+    ledger = Ledger(Path(folder))
     pa.array([1])  # it is loaded by now
     real, left = getattr(os, name), int(number)
 
@@ -37,11 +37,11 @@ def main() -> None:
 
     setattr(os, name, killed)
     for row in ROWS:
-        if not store.totals.is_settled(row):
-            store.copy(line_of(record(row, None) if row % 3 == 2 else with_vector(row)))
+        if not ledger.totals.is_settled(row):
+            ledger.write([line_of(record(row, None) if row % 3 == 2 else with_vector(row))])
         if row % 2 == 1:
-            store.flush()
-    store.close()
+            ledger.flush()
+    ledger.close()
 
 
 if __name__ == "__main__":

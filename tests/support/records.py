@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from batchkit.storage.checkpoint import Totals
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.ledger import Ledger, line_of
+from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
 from batchkit.storage.steps import GenerationLine, generation_line
-from batchkit.storage.store import Store, line_of
 from batchkit.types import Call, Choice, Completion, ErrorInfo, Record, Request, Row, Usage
 
 
@@ -47,10 +47,10 @@ def generation(index: int, text: str = "yes", step: str = "draft") -> Generation
 def write(folder: Path, *records: Record) -> bytes:
     """A closed store that holds ``records``; the bytes of its log."""
     folder.mkdir(exist_ok=True)
-    store = Store(folder)
+    ledger = Ledger(folder)
     for one in records:
-        store.append(one)
-    store.close()
+        ledger.write([line_of(one)])
+    ledger.close()
     return (folder / RESULTS).read_bytes()
 
 
@@ -60,9 +60,9 @@ def indexes(folder: Path) -> list[int]:
 
 def reopened(folder: Path) -> dict[str, Any]:
     """What a new start reads from ``folder``."""
-    store = Store(folder)
-    found = facts(store.totals)
-    store.close()
+    ledger = Ledger(folder)
+    found = facts(ledger.totals)
+    ledger.close()
     return found
 
 
@@ -89,7 +89,7 @@ def vector(index: int, dimensions: int = 4) -> np.ndarray[Any, Any]:
 def written(folder: Path, *rows: int, dtype: str = "float32", dimensions: int = 4) -> None:
     """A start that appends embed records of ``rows``, and ends."""
     folder.mkdir(exist_ok=True)
-    store = Store(folder)
+    ledger = Ledger(folder)
     for row in rows:
-        store.copy(line_of(with_vector(row, dimensions), dtype))
-    store.close()
+        ledger.write([line_of(with_vector(row, dimensions), dtype)])
+    ledger.close()

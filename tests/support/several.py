@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from batchkit.storage.checkpoint import CHECKPOINT
-from batchkit.storage.ledger import RESULTS
-from batchkit.storage.steps import STEPS
+from batchkit.storage.log import RESULTS, STEPS
 from tests.support.rows import read_jsonl
 
 THREE = [

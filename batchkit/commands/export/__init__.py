@@ -24,7 +24,7 @@ from batchkit.runs.layout import Layout
 from batchkit.runs.table import read_batches, schema_of
 from batchkit.runs.vector_column import EMBEDDING
 from batchkit.storage.checkpoint import check_log
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.score_store import read_scored
 from batchkit.storage.vectors import Vectors

@@ -13,7 +13,7 @@ from batchkit.sources.finding import input_files
 from batchkit.sources.formats import format_of
 from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.files import replacing
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.metrics import METRICS
 from batchkit.storage.runfolder import JOB, LOCK, LOG, MANIFEST, is_run

@@ -25,13 +25,13 @@ from batchkit.storage.files import building
 from batchkit.storage.identity import continued, differences, scoring_of
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.job_toml import job_of_run, write_job
-from batchkit.storage.ledger import log_of
+from batchkit.storage.ledger import Ledger, RecordLine
+from batchkit.storage.log import STEPS, log_of, read_lines
 from batchkit.storage.manifest import Manifest, StartNote, read_manifest
 from batchkit.storage.plain_json import encoded
 from batchkit.storage.runfolder import JOB, claim
 from batchkit.storage.score_store import SCORES, join_scores, write_scores
-from batchkit.storage.steps import GenerationLine, fresh_line, raw_lines
-from batchkit.storage.store import RecordLine, Store
+from batchkit.storage.steps import GenerationLine, fresh_line
 from batchkit.storage.vectors import MOST_OPEN, Vectors
 from batchkit.types import utc_now
 
@@ -267,9 +267,9 @@ def _copy(folder: Path, logs: JoinedLogs, merged: Merged, runs: Sequence[Path]) 
                 del newest.record["embedding"]  # it gets another place here
                 yield RecordLine(encoded(newest.record), newest.record, vector)
 
-    with closing(Store(folder)) as store:
-        store.copy_all(lines())
-        store.copy_all(_generations(runs, IndexSet(map(int, logs.rows)), picked))
+    with closing(Ledger(folder)) as ledger:
+        ledger.write(lines())
+        ledger.write(_generations(runs, IndexSet(map(int, logs.rows)), picked))
     return chosen
 
 
@@ -281,12 +281,12 @@ def _generations(
     taken = IndexSet()
     for run, of_run in zip(runs, picked, strict=True):
         begun = IndexSet()
-        for line, raw in raw_lines(run):
+        for line in read_lines(run / STEPS):
             if line.record is None:
                 continue
             row = line.record["index"]
             if row in of_run:
-                yield GenerationLine(raw, line.record)
+                yield GenerationLine(line.raw, line.record)
             elif row not in settled and row not in taken:
                 begun.add(row)
                 yield fresh_line(line.record)  # a damaged one may be missing

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 
 from batchkit.errors import StoreError
-from batchkit.storage.ledger import failure_kind, record_of
+from batchkit.storage.lines import failure_kind, record_of
 from batchkit.storage.newest import NewestLog
 
 if TYPE_CHECKING:

@@ -27,7 +27,8 @@ from batchkit.sources.input import Input
 from batchkit.sources.sample import only
 from batchkit.storage.checkpoint import Totals
 from batchkit.storage.index_set import IndexSet
-from batchkit.storage.ledger import RESULTS, read_lines, tokens_in
+from batchkit.storage.lines import tokens_in
+from batchkit.storage.log import RESULTS, read_lines
 
 _WAVES = 3
 _WARM_UP = 16  # a row of so many warms the engine up

@@ -19,7 +19,7 @@ from batchkit.scoring.metrics import ScoreTable, tabulate
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.generations import Generations
 from batchkit.storage.job_toml import job_of_run
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.score_store import read_scored
 

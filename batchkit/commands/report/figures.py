@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from batchkit.storage.answers import answers_in_words
-from batchkit.storage.ledger import failure_kind
+from batchkit.storage.lines import failure_kind
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

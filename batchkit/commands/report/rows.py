@@ -27,7 +27,7 @@ from batchkit.scoring.metrics import group_name
 from batchkit.storage.answers import answers_in_words, calls_in_words
 from batchkit.storage.generations import Generations
 from batchkit.storage.job_toml import job_of_run, without_masked
-from batchkit.storage.ledger import failure_kind
+from batchkit.storage.lines import failure_kind
 from batchkit.storage.score_store import read_scored, references_of
 from batchkit.types import Row
 

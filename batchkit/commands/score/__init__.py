@@ -29,7 +29,7 @@ from batchkit.sources import read_rows
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import scoring_of
 from batchkit.storage.job_toml import job_of_run, write_job
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.newest import read_newest
 from batchkit.storage.runfolder import Claim, claim

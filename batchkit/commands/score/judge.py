@@ -33,11 +33,12 @@ from batchkit.sources.rowhash import input_hash
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import differences, hash_of, identity
 from batchkit.storage.job_toml import without_masked
-from batchkit.storage.ledger import RESULTS, failure_kind
+from batchkit.storage.ledger import Ledger, RecordLine
+from batchkit.storage.lines import failure_kind
+from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.newest import read_newest
 from batchkit.storage.runfolder import JOB, MANIFEST, claim, is_run
-from batchkit.storage.store import RecordLine, Store
 from batchkit.types import Row
 
 FOLDER = "judge"  # of a run: holds a folder for each judge
@@ -115,20 +116,24 @@ def join_judgements(folders: Sequence[Path], into: Path) -> None:
         joined = into / FOLDER / name
         joined.mkdir(parents=True)
         known: set[str] = set()
-        with closing(Store(joined)) as store:
-            for place in places:
-                check_log(place)
-                for record in read_newest(place / RESULTS):
-                    if failure_kind(record) is None and record["id"] not in known:
-                        record["index"] = len(known)
-                        known.add(record["id"])
-                        line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
-                        store.copy(RecordLine(line, record))
-                store.flush()
+        with closing(Ledger(joined)) as ledger:
+            ledger.write(_answers(places, known))
         shutil.copyfile(places[0] / JOB, joined / JOB)
         manifest = read_manifest(places[0])
         manifest.total = len(known)
         manifest.write(joined)
+
+
+def _answers(places: Sequence[Path], known: set[str]) -> Iterator[RecordLine]:
+    """One for each id that is not ``known`` yet."""
+    for place in places:
+        check_log(place)
+        for record in read_newest(place / RESULTS):
+            if failure_kind(record) is None and record["id"] not in known:
+                record["index"] = len(known)
+                known.add(record["id"])
+                line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+                yield RecordLine(line, record)
 
 
 def names_read(job: JobConfig, table: JudgeTable) -> set[str]:

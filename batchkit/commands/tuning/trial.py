@@ -29,7 +29,7 @@ from batchkit.rendering.ordering import well_ordered
 from batchkit.rendering.steps import renderer_of
 from batchkit.sources import count_rows, never
 from batchkit.sources.input import Input, from_job
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from batchkit.storage.metrics import read_metrics
 
 LOOK_S, MEMORY_LOOK_S = 0.1, 0.5

@@ -12,7 +12,7 @@ from batchkit.runs.columns import Table
 from batchkit.runs.index import Index, Snapshot
 from batchkit.scoring.metrics import group_name
 from batchkit.storage.answers import answers_in_words
-from batchkit.storage.ledger import failure_kind
+from batchkit.storage.lines import failure_kind
 
 OUTCOMES = ("ok", "failed", "unscored", "cut")
 SORTS = {"latency": "latency", "tokens": "tokens", "length": "letters"}  # by column

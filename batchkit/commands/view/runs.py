@@ -15,7 +15,7 @@ from batchkit.config.masking import masked_text
 from batchkit.errors import BatchkitError, StoreError
 from batchkit.runs.status import Reading, Status, status
 from batchkit.storage.checkpoint import CHECKPOINT
-from batchkit.storage.ledger import RESULTS
+from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import Manifest, StartNote, read_manifest
 from batchkit.storage.runfolder import LOCK, MANIFEST, held_by, is_run
 

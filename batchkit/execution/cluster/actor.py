@@ -28,8 +28,8 @@ from batchkit.execution.requests import requests_of
 from batchkit.execution.start import Start
 from batchkit.execution.turns import grouping_of
 from batchkit.execution.worker import EngineFacts, Returned, Worker
+from batchkit.storage.ledger import RecordLine
 from batchkit.storage.steps import GenerationLine
-from batchkit.storage.store import RecordLine
 from batchkit.types import Task
 
 GATHER_S = 0.1  # records finished within it are returned together

@@ -28,8 +28,8 @@ from batchkit.execution.worker import EngineFacts, Returned
 from batchkit.rendering.prefetch import read_ahead
 from batchkit.rendering.row_size import size_of
 from batchkit.sources.rowhash import input_hash
+from batchkit.storage.ledger import RecordLine
 from batchkit.storage.manifest import WorkerState
-from batchkit.storage.store import RecordLine
 from batchkit.types import Completion, Request, Task
 
 PLACE_S = 15.0  # how long a worker may wait for a place before that is reported

@@ -1,0 +1,325 @@
+"""The append-only logs of a run, ``results.jsonl`` and ``steps.jsonl``: writing, recovering, reading.
+
+A line is sound if ``record_of`` (or ``generation_in``) accepts it: a start, ``verify`` and every
+reader ask the same. A kill can only cut off the last line, which then has no newline.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from batchkit.errors import StoreError
+from batchkit.storage.files import (
+    free_name,
+    is_same_file,
+    open_private,
+    write_all,
+    write_atomically,
+)
+from batchkit.storage.lines import generation_in, record_of
+
+RESULTS = "results.jsonl"
+STEPS = "steps.jsonl"
+REQUEUE = ".requeue"  # a folder beside the log: holds what will replace the log
+_PARSE = {RESULTS: record_of, STEPS: generation_in}
+_SEGMENT_BYTES = 16 << 20
+_BLOCK_BYTES = 1 << 20
+
+
+class LogLine(NamedTuple):
+    """One line of a log; ``record`` is None if the bytes are not a record, or not a generation.
+
+    ``offset`` and ``end`` are byte positions, ``end`` behind the newline (or at the end of the
+    file if the newline is missing: such a line is torn and never a record).
+    """
+
+    offset: int
+    end: int
+    raw: bytes
+    record: dict[str, Any] | None
+
+
+def read_lines(path: Path, offset: int = 0) -> Iterator[LogLine]:
+    """The lines of the log at ``path`` from byte ``offset`` on, in the order in which they were
+    written. A missing log has none."""
+    parse = _PARSE[path.name]
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        file.seek(offset)
+        for raw in file:
+            end = offset + len(raw)
+            yield LogLine(offset, end, raw, parse(raw))
+            offset = end
+
+
+def log_of(folder: Path) -> Path:
+    """The path of a run's log.
+
+    Raises:
+        StoreError: it is missing, or it is being replaced.
+    """
+    path = folder / RESULTS
+    if os.path.lexists(folder / REQUEUE):
+        raise StoreError(
+            f"{folder}: --on-change requeue was interrupted while it replaced {RESULTS}; run the"
+            " job again to finish it"
+        )
+    if not path.is_file():
+        raise StoreError(_missing(path))
+    return path
+
+
+class Span(NamedTuple):
+    """Byte positions from ``start`` to ``end``, the end not included."""
+
+    start: int
+    end: int
+
+
+class Checksum:
+    """CRC-32 of each segment of a log (16 MiB), from its first byte to ``end``.
+
+    CRC-32 detects every burst of up to 32 wrong bits, and misses one in 2^32 of all other changes;
+    it can be continued from its own value, and reads 2 GiB/s.
+    """
+
+    def __init__(
+        self, segments: Iterable[int] = (), end: int = 0, *, segment_bytes: int = _SEGMENT_BYTES
+    ) -> None:
+        self.segments = list(segments)
+        self.end = end
+        self._segment_bytes = segment_bytes
+
+    def add(self, block: bytes) -> None:
+        """Continue with ``block``, the bytes from ``end`` on."""
+        view = memoryview(block)
+        while len(view):
+            room = self._segment_bytes - self.end % self._segment_bytes
+            if room == self._segment_bytes:
+                self.segments.append(0)
+            self.segments[-1] = zlib.crc32(view[:room], self.segments[-1])
+            self.end += len(view[:room])
+            view = view[room:]
+
+    def extend(self, path: Path, end: int) -> None:
+        """Continue with the file's own bytes, up to ``end``."""
+        for block in _blocks(path, Span(self.end, end)):
+            self.add(block)
+
+    def difference(self, path: Path) -> Span | None:
+        """The first segment of the file that is not what was added; None if all of it is."""
+        now = Checksum(segment_bytes=self._segment_bytes)
+        for number, expected in enumerate(self.segments):
+            start = number * self._segment_bytes
+            end = min(start + self._segment_bytes, self.end)
+            now.extend(path, end)
+            if now.end < end or now.segments[number] != expected:
+                return Span(start, end)
+        return None
+
+
+class Log:
+    """One log, open for appending by one thread of the process that holds the folder.
+
+    ``checksum`` is that of the last checkpoint at first; opening checks the file against it, then reads on from byte
+    ``start`` and gives each line to ``take``. If a line is not sound, the rest of the file is set aside as
+    ``<name>.torn-<n>``, and sound lines behind it are written again, each as ``rewritten`` makes it.
+    ``salvaged_bytes``: the size of what was set aside. The file is made when its first line is written.
+
+    Raises:
+        StoreError: the log is not what it was at the checkpoint, or the disk refuses.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        checksum: Checksum,
+        take: Callable[[LogLine], None],
+        *,
+        start: int,
+        rewritten: Callable[[bytes], bytes] = lambda raw: raw,
+    ) -> None:
+        self.path, self.checksum = path, checksum
+        self.salvaged_bytes = 0
+        self._file: int | None = None
+        self._synced_end = -1
+        try:
+            if os.path.lexists(path):
+                self._file = open_private(path, os.O_RDWR | os.O_APPEND)
+            if (damage := difference(path, checksum)) is not None:
+                raise StoreError(damage)
+            self._recover(start, take, rewritten)
+        except OSError as error:
+            raise StoreError(f"{path}: {error.strerror or error}") from error
+
+    @property
+    def end(self) -> int:
+        return self.checksum.end
+
+    def append(self, block: bytes) -> None:
+        """Write whole lines in one call; from now on they survive a kill.
+
+        Raises:
+            StoreError: the disk refuses; the log is as it was before.
+        """
+        try:
+            if self._file is None:
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND
+                self._file = open_private(self.path, flags)
+            try:
+                write_all(self._file, block)
+            except BaseException:  # also a KeyboardInterrupt: the lines may be written again
+                with suppress(OSError):
+                    os.ftruncate(self._file, self.end)
+                raise
+        except OSError as error:
+            raise self._cant_write(error) from error
+        self.checksum.add(block)
+
+    def read(self, span: Span) -> bytes:
+        """Any thread may call it."""
+        assert self._file is not None
+        return os.pread(self._file, span.end - span.start, span.start)
+
+    def check(self) -> None:
+        """Check that the file is still there.
+
+        Raises:
+            StoreError: it was removed, replaced or cut.
+        """
+        if self._file is not None and not is_same_file(self.path, self._file, self.end):
+            raise StoreError(
+                f"{self.path}: was removed, replaced or cut while this run worked, so lines of it are gone."
+                f" Put it back, if there is a copy; `batchkit verify --repair {self.path.parent}` keeps what"
+                " is left, and the next start runs the rows without a record"
+            )
+
+    def sync(self) -> None:
+        """What was written survives a power cut.
+
+        Raises:
+            StoreError: the disk refuses.
+        """
+        if self._file is not None and self._synced_end != self.end:
+            try:
+                os.fsync(self._file)
+            except OSError as error:
+                raise self._cant_write(error) from error
+            self._synced_end = self.end
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _cant_write(self, error: OSError) -> StoreError:
+        return StoreError(
+            f"{self.path}: can't write: {error.strerror}; every line before is on disk. Make room, then run"
+            " the same command again"
+        )
+
+    def _recover(
+        self, start: int, take: Callable[[LogLine], None], rewritten: Callable[[bytes], bytes]
+    ) -> None:
+        if self._file is None:
+            return
+        end = self._take(start, take)
+        if os.fstat(self._file).st_size > end:
+            self._file = self._set_aside(self._file, end, rewritten)
+            end = self._take(end, take)
+        self.checksum.extend(self.path, end)
+
+    def _take(self, start: int, take: Callable[[LogLine], None]) -> int:
+        """Takes the sound lines from ``start`` on; returns where they end."""
+        for line in read_lines(self.path, start):
+            if line.record is None:
+                break
+            take(line)
+            start = line.end
+        return start
+
+    def _set_aside(self, file: int, broken_at: int, rewritten: Callable[[bytes], bytes]) -> int:
+        """Keep all from ``broken_at`` on in a file of its own; returns the log's descriptor, which ends
+        in the sound lines of that part."""
+        size = os.fstat(file).st_size
+        write_atomically(free_name(self.path, ".torn-"), _blocks(self.path, Span(broken_at, size)))
+        self.salvaged_bytes = size - broken_at
+        parse = _PARSE[self.path.name]
+        with self.path.open("rb") as rest:
+            rest.seek(broken_at)
+            sound = (rewritten(raw) for raw in rest if parse(raw) is not None)
+            if (first := next(sound, None)) is None:
+                os.ftruncate(file, broken_at)
+                return file
+            # In one step, so that a kill loses no line behind the broken one.
+            kept = _blocks(self.path, Span(0, broken_at))
+            write_atomically(self.path, chain(kept, [first], sound))
+        os.close(file)
+        return open_private(self.path, os.O_RDWR | os.O_APPEND)
+
+
+def difference(path: Path, checksum: Checksum) -> str | None:
+    """Where and how the log differs from ``checksum``, and the remedy; None if it does not.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    if checksum.end == 0:
+        return None
+    if path.name == RESULTS and not path.exists():
+        return _missing(path)
+    size = path.stat().st_size if path.exists() else 0
+    span = Span(0, size) if size < checksum.end else checksum.difference(path)
+    if span is None:
+        return None
+    for line in read_lines(path):
+        if line.offset >= span.end:
+            break
+        if line.record is None and line.end > span.start:
+            return _damaged(line, path)
+    repair = f"`batchkit verify --repair {path.parent}`"
+    if size < checksum.end:
+        return (
+            f"{path}: has {size} bytes, and had {checksum.end} at the last checkpoint; put a copy of it"
+            f" back, or keep what is left with {repair}"
+        )
+    return (
+        f"{path}: was changed since the last checkpoint, between byte {span.start} and {span.end},"
+        " and each line there is a whole record, so the change can't be located. Restore a copy"
+        f", or accept the file as it is now with {repair}"
+    )
+
+
+def damage_of(path: Path, checksum: Checksum) -> str | None:
+    """As ``difference``; or the first line behind that is not sound. The last line may be torn: it is being written,
+    or a kill cut it off."""
+    if (found := difference(path, checksum)) is not None:
+        return found
+    for line in read_lines(path, checksum.end):
+        if line.record is None and line.raw.endswith(b"\n"):
+            return _damaged(line, path)
+    return None
+
+
+def _damaged(line: LogLine, path: Path) -> str:
+    return (
+        f"{path}: the record at byte {line.offset} is damaged; `batchkit verify --repair {path.parent}` sets"
+        " the damage aside and keeps every whole record"
+    )
+
+
+def _missing(path: Path) -> str:
+    return f"{path}: is missing; its rows must be run again: batchkit run --fresh"
+
+
+def _blocks(path: Path, span: Span) -> Iterator[bytes]:
+    """The file's bytes in blocks: a log may be larger than memory."""
+    with path.open("rb") as file:
+        file.seek(span.start)
+        while block := file.read(min(span.end - file.tell(), _BLOCK_BYTES)):
+            yield block
