@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -113,13 +114,14 @@ class PromptRenderer:
 
     def _request(self, row: Row, fields: Mapping[str, Any], attempt: int, of_input: str) -> Request:
         """As ``_render``; ``fields`` are the row's own, and the texts of its files."""
-        if self._own_prompt(fields) == "body":
+        own = self._own_prompt(fields)
+        if own == "body":
             check_url(fields.get("url"), self._job.task)
         if self._job.task == "score":
             pair, messages, prompt = self._pair(fields), None, None
         else:
-            pair, (messages, prompt) = None, self._content(fields)
-        body = fields.get("body") if self._own_prompt(fields) == "body" else None
+            pair, (messages, prompt) = None, self._content(fields, own)
+        body = fields.get("body") if own == "body" else None
         body = body if isinstance(body, Mapping) else {}
         tools = self._tools(fields, body)
         if tools.tools and messages is None:
@@ -129,15 +131,15 @@ class PromptRenderer:
             messages=messages,
             prompt=prompt,
             pair=pair,
-            sampling=with_temperature(self._row_sampling(fields), attempt, self._job.retry),
+            sampling=with_temperature(self._row_sampling(fields, own), attempt, self._job.retry),
             input_hash=of_input,
             attempt=attempt,
             tools=tools.tools,
             tool_choice=tools.tool_choice,
             parallel_tool_calls=tools.parallel_tool_calls,
-            chat_template_kwargs={**self._chat_template_kwargs, **template_kwargs_of(body)},
+            chat_template_kwargs=self._template_kwargs(body),
         )
-        return with_media_bytes(request)
+        return with_media_bytes(request) if self.opens_files else request
 
     def render_or_fail(self, row: Row, attempt: int = 1) -> Request | Completion:
         """As ``render``; a row error is returned as a failed Completion."""
@@ -197,7 +199,8 @@ class PromptRenderer:
     def hint(self, row: Row) -> RowHint:
         """Opens no file. A row that can't be rendered is like no other row."""
         try:
-            max_tokens = self._row_sampling(row.fields).get("max_tokens")
+            own = self._own_prompt(row.fields)
+            max_tokens = self._row_sampling(row.fields, own).get("max_tokens")
             beginning = self._files(row) or self._beginning(row)
         except Exception:  # the values' own code runs here; rendering will report the error
             return RowHint(str(row.index), 0)
@@ -264,9 +267,10 @@ class PromptRenderer:
                     return name
         return "prompt"
 
-    def _content(self, fields: Mapping[str, Any]) -> tuple[Sequence[Message] | None, str | None]:
+    def _content(
+        self, fields: Mapping[str, Any], own: str | None
+    ) -> tuple[Sequence[Message] | None, str | None]:
         """Messages or plain text: from the job's templates, else from the row itself."""
-        own = self._own_prompt(fields)
         if own == "messages":
             return loaded(fields["messages"], self._image_part), None
         if own == "body":
@@ -313,9 +317,11 @@ class PromptRenderer:
 
     def _tools(self, fields: Mapping[str, Any], body: Mapping[str, Any]) -> RequestTools:
         """Those of the row's body, else of the job."""
-        return tools_of_body(
-            body, lambda: self._templates.tools.of_row(self._templates.with_vars(fields))
-        )
+        of_job = partial(self._templates.tools.of_row, self._templates.with_vars(fields))
+        return tools_of_body(body, of_job) if body else of_job()
+
+    def _template_kwargs(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self._chat_template_kwargs, **(template_kwargs_of(body) if body else {})}
 
     def _user_content(self, text: str, names: Mapping[str, Any]) -> str | list[dict[str, Any]]:
         if not self._images:
@@ -337,13 +343,12 @@ class PromptRenderer:
             image = self._load(source, self._job.media)
         return {"type": "image_pil", "image_pil": image}
 
-    def _row_sampling(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _row_sampling(self, fields: Mapping[str, Any], own: str | None) -> Mapping[str, Any]:
+        """``own``: the name of the field with the row's own prompt."""
         if self._job.task != "generate":
-            body = fields["body"] if self._own_prompt(fields) == "body" else {}
-            return {**self._sampling, **pooling_of(body)}
+            return {**self._sampling, **pooling_of(fields["body"] if own == "body" else {})}
         column = self._job.sampling.sampling_column
-        with_body = self._own_prompt(fields) == "body"
-        found = row_sampling(self._sampling, fields, column=column, with_body=with_body)
+        found = row_sampling(self._sampling, fields, column=column, with_body=own == "body")
         if self._adjust_sampling is None:
             return found
         return self._adjust_sampling(deepcopy(found))  # it may change what it gets; rows share it

@@ -146,6 +146,9 @@ class RowTemplate:
         if self._expression is not None:
             return environment.compile_expression(self._expression, undefined_to_none=False)
         template = environment.from_string(self._source)
+        if "{" not in self._source:
+            text = template.render()
+            return lambda names: text
         template.globals = dict(template.globals)  # a ChainMap would be searched for every row
         return template.render
 
