@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchkit.commands.plan.answers import replicates, strata_of, stratified
-from batchkit.commands.plan.throughput import Observed, StepTime, Wave, fit, points_of, steps_of
+from batchkit.commands.plan.throughput import StepTime, Wave, fit, points_of, steps_of
+from batchkit.commands.trial import Answer
 
 
 def wave(answers: list[int], window: int, steps: StepTime) -> Wave:
     """Rows of 50 prompt tokens as an engine with these times answers them, to the step."""
     waiting, running = [*enumerate(answers)], dict[int, tuple[int, float]]()
-    now, rows = 0.0, list[Observed]()
+    now, rows = 0.0, list[Answer]()
     while waiting or running:
         begun = 0
         while waiting and len(running) < window:
@@ -29,7 +30,7 @@ def wave(answers: list[int], window: int, steps: StepTime) -> Wave:
             running[index] = left - 1, began
             if left == 1:
                 del running[index]
-                rows.append(Observed(index, 50, answers[index], answers[index], 1, began, now))
+                rows.append(Answer(index, began, now, 50, answers[index], answers[index]))
     return Wave(window, rows, now)
 
 

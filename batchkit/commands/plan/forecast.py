@@ -103,7 +103,7 @@ def rest_of(lengths: Lengths, sample: Sample, engines: Engines, prices: Prices, 
         sizes=lengths.sizes[is_open],
         sampled_sizes=lengths.sizes[at],
         prompt_tokens=np.array([row.prompt_tokens for row in sampled], dtype=np.float64),
-        sequences=sampled[0].sequences,
+        sequences=first.sequences,
         row_s=lengths.row_s,
         start_s=max(_LEAST_START_S, first.took_s - _expected_s(first, steps, engines)),
         spread=_spread(steps, sample, engines),
@@ -132,10 +132,10 @@ def _refitted(points: Points, spreads: Sequence[float], rng: np.random.Generator
 
 
 def _expected_s(wave: Wave, steps: StepTime, engines: Engines) -> float:
-    at_once = max(1, wave.window // wave.rows[0].sequences)
+    at_once = max(1, wave.window // wave.sequences)
     return steps.seconds(
-        steps_of([row.tokens for row in wave.rows], at_once, in_batches=engines.in_batches),
-        sum(row.tokens * row.sequences for row in wave.rows),
+        steps_of(wave.lengths, at_once, in_batches=engines.in_batches),
+        sum(wave.lengths) * wave.sequences,
         sum(row.prompt_tokens for row in wave.rows),
         len(wave.rows),
         at_once,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from batchkit.commands.trial import Say
 from batchkit.commands.validate import SHOWN, Problem, checked
 from batchkit.config.masking import masked_text
 from batchkit.config.tables import JobConfig
@@ -27,8 +27,6 @@ MOST_COUNTED, MOST_WITH_IMAGES = 100_000, 2_000
 _LONGEST = 5
 _SAY_EVERY_S = 5.0
 _UNTIMED = 64  # the first rows wait for imports and for the threads
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, order=True, slots=True)

@@ -14,11 +14,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from batchkit.commands.trial import Answer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,27 +29,14 @@ _LEAST_S, _TINY = 0.001, 1e-12
 _REFITS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """One row of the sample. Times in seconds; ``tokens``: of one answer, ``sequences`` of which
-    ran side by side."""
-
-    index: int
-    prompt_tokens: int
-    completion_tokens: int
-    tokens: float
-    sequences: int
-    began: float
-    ended: float
-    is_ok: bool = True
-
-
 class Wave(NamedTuple):
-    """Rows that were answered together, at most ``window`` at a time, by a start that took ``took_s``."""
+    """Rows that were answered together, at most ``window`` at a time, by a start that took ``took_s``; with
+    ``sequences`` answers to each, side by side."""
 
     window: int
-    rows: Sequence[Observed]
+    rows: Sequence[Answer]
     took_s: float
+    sequences: int = 1
 
     @property
     def seconds(self) -> float:
@@ -56,6 +44,11 @@ class Wave(NamedTuple):
         if not self.rows:
             return 0.0
         return max(row.ended for row in self.rows) - min(row.began for row in self.rows)
+
+    @property
+    def lengths(self) -> list[float]:
+        """The tokens of one answer of each row."""
+        return [max(1.0, row.last_tokens / self.sequences) for row in self.rows]
 
 
 class StepTime(NamedTuple):
@@ -104,12 +97,11 @@ def _points(waves: Sequence[Wave], steps: StepTime) -> Points:
     for wave in waves:
         began = np.array([row.began for row in wave.rows])
         ended = np.array([row.ended for row in wave.rows])
-        tokens = np.array([row.tokens for row in wave.rows])
+        tokens = np.array(wave.lengths)
         prompts = np.array([row.prompt_tokens for row in wave.rows])
-        sequences = np.array([row.sequences for row in wave.rows])
         times = np.unique(np.concatenate((began, ended)))
         runs = (began[:, None] <= times[:-1]) & (ended[:, None] >= times[1:])
-        at_once = sequences @ runs
+        at_once = wave.sequences * runs.sum(axis=0)
         n_steps = np.diff(times) / (steps.step_s + steps.sequence_s * at_once + _TINY)
         beside = (runs @ (n_steps * at_once) + _TINY) / (runs @ n_steps + _TINY)
         since, until = began[:, None] - _TOGETHER_S, ended[:, None]
@@ -126,8 +118,8 @@ def points_of_batches(waves: Sequence[Wave]) -> Points:
     parts = [
         [
             0.0,
-            steps_of([row.tokens for row in wave.rows], wave.window, in_batches=True),
-            sum(row.tokens for row in wave.rows),
+            steps_of(wave.lengths, wave.window, in_batches=True),
+            sum(wave.lengths),
             0.0,
         ]
         for wave in waves
