@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import bz2
 import io
 import lzma
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import PurePath
+from tempfile import TemporaryFile
 from typing import Any
 
 from batchkit.config.regular_file import open_regular
 from batchkit.config.urls import failure
 from batchkit.errors import InputError
-from batchkit.sources.packed_streams import PackedStreams
 
 BLOCK_BYTES = 2**20
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")  # decompressed on the fly, by name, as fsspec does
 
 # fsspec's own, each of which may keep its copies in a folder that outlives a start.
 _CACHES = ("simplecache", "filecache", "blockcache", "cached")
-_STREAMS = {".bz2": bz2.BZ2Decompressor, ".xz": lzma.LZMADecompressor}
 UTF8_BOM = b"\xef\xbb\xbf"
 NOT_TEXT = {  # first bytes of files that no text format can read; the longer ones first
     b"\xff\xfe\x00\x00": "is UTF-32 text; save it as UTF-8",
@@ -109,27 +108,36 @@ def _open(path: str, *, text: bool) -> Iterator[io.BufferedReader[Any]]:
 def _through_fsspec(path: str, stack: ExitStack, *, text: bool) -> Any:
     """``path``, decompressed by its name; a local one is opened here: fsspec waits for a pipe.
 
-    Only what ``COMPRESSIONS`` names: of a zip archive, fsspec reads the first member alone.
+    Only what ``COMPRESSIONS`` names: of a zip archive, fsspec reads the first member alone. Parquet and
+    other files that are no text get a copy in which they can seek.
     """
     import fsspec
-    import pyarrow as pa
-    from fsspec.utils import infer_compression
 
     opened: Any = (
         fsspec.open(path, "rb", **_new_copies(path)) if "://" in path else open_regular(path)
     )
-    name = name_of(path)
-    suffix = PurePath(name).suffix.lower()
     packed = stack.enter_context(opened)
     if isinstance(packed, io.BytesIO):  # memory:// gives all who open a file one object
         packed = io.BytesIO(packed.getvalue())
-    if suffix == ".zst":  # not through zstandard, which takes a cut file for a whole one
-        return pa.CompressedInputStream(packed, "zstd")
-    if text and suffix in _STREAMS:  # Parquet seeks in its file
-        return nullcontext(PackedStreams(packed, _STREAMS[suffix]))
-    if suffix in COMPRESSIONS:
-        return fsspec.compression.compr[infer_compression(name)](packed, mode="rb")
-    return nullcontext(packed)
+    suffix = PurePath(name_of(path)).suffix.lower()
+    if suffix not in COMPRESSIONS:
+        return nullcontext(packed)
+    unpacked = stack.enter_context(_unpacked(packed, suffix))
+    if text:
+        return nullcontext(unpacked)
+    copy = stack.enter_context(TemporaryFile())  # noqa: SIM115 - the stack closes it
+    shutil.copyfileobj(unpacked, copy, BLOCK_BYTES)
+    copy.seek(0)
+    return nullcontext(copy)
+
+
+def _unpacked(packed: Any, suffix: str) -> Any:
+    """By Arrow where it can: it takes no cut or damaged stream for the end, as Python's bz2 does."""
+    if suffix == ".xz":
+        return lzma.LZMAFile(packed)
+    import pyarrow as pa
+
+    return pa.CompressedInputStream(packed, {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}[suffix])
 
 
 class _Foreign(io.RawIOBase):

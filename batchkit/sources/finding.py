@@ -7,7 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from batchkit.sources.formats import ROWS_ARE_FILES, format_with, suffix_of
 from batchkit.sources.run import files_of, left_out
 
 _NAMES = {"files": "image", "pdf": "PDF"}
+_ANY_DEPTH = 100  # of folders in folders; a link may lead back
 _DIGITS = re.compile(r"([0-9]+)")
 
 
@@ -253,34 +254,28 @@ def _fixed(pattern: str) -> str:
 
 def _matches(filesystem: Any, pattern: str) -> dict[str, dict[str, Any]]:
     """As ``filesystem.glob``, but raises why a folder can't be listed: to glob it would be empty."""
-    store = behind_caches(filesystem)
-    name = "_ls" if store.async_impl else "ls"
-    listing, failed = getattr(store, name), list[Exception]()
+    from fsspec.utils import glob_translate
 
-    @contextmanager
-    def noting() -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            failed.append(error)
-            raise
-
-    def listed(*args: Any, **kwargs: Any) -> Any:
-        with noting():
-            return listing(*args, **kwargs)
-
-    async def listed_later(*args: Any, **kwargs: Any) -> Any:
-        with noting():
-            return await listing(*args, **kwargs)
-
-    setattr(store, name, listed_later if store.async_impl else listed)
+    root, found = _fixed(pattern), dict[str, dict[str, Any]]()
+    depth = _ANY_DEPTH if "**" in pattern else pattern.removeprefix(root).count("/") + 1
+    is_match = re.compile(glob_translate(pattern.replace("?", "[?]"))).match
     try:
-        found: dict[str, dict[str, Any]] = filesystem.glob(pattern, detail=True)
-    finally:
-        delattr(store, name)
-    if failed and (found or not isinstance(failed[0], FileNotFoundError)):
-        raise failed[0]
+        for info in _listed_below(behind_caches(filesystem), root, depth):
+            if is_match(info["name"].rstrip("/")):
+                found[info["name"]] = info
+    except FileNotFoundError:
+        if found:
+            raise
     return found
+
+
+def _listed_below(filesystem: Any, folder: str, depth: int) -> Iterator[dict[str, Any]]:
+    for info in filesystem.ls(folder, detail=True):
+        if (name := info["name"]).rstrip("/") == folder.rstrip("/"):
+            continue
+        yield info
+        if info["type"] == "directory" and depth > 1 and name.startswith(folder):
+            yield from _listed_below(filesystem, name, depth - 1)
 
 
 def _neighbour(path: str) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 from pydantic import Field, PositiveInt, PrivateAttr, field_validator
 
+from batchkit.config.regular_file import is_file
 from batchkit.config.seams import FormatName
 from batchkit.config.shard import parse_shard
 from batchkit.config.tables.base import Free, Identity, Table
@@ -71,7 +72,7 @@ class InputTable(Table):
         """Whether the rows are those of another run, whose folder ``path`` is."""
         if self.format != "auto" or self.path is None:
             return self.format == "run"
-        return (Path(self.path) / "manifest.json").is_file()
+        return is_file(f"{self.path}/manifest.json")
 
     @property
     def may_be_batch(self) -> bool:

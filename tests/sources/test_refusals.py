@@ -1,0 +1,72 @@
+"""What stops the reading of a file: one line that names it and says what to do."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchkit.errors import InputError
+from tests.support.sources import rows_of, write
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "keys", "problem"),
+    [
+        ("x.jsonl", b"", {}, "is empty"),
+        ("x.jsonl", b"\xef\xbb\xbf", {}, "is empty"),
+        ("x.csv", b"", {}, "is empty"),
+        ("x.parquet", b"", {}, "is empty"),
+        ("x.jsonl", '{"a": 1}'.encode("utf-16"), {}, "is UTF-16 text; save it as UTF-8"),
+        ("x.txt", "cat\ndog\n".encode("utf-16-le"), {}, "has zero bytes, as UTF-16 text does"),
+        ("x.txt", b"one\rtwo\r", {}, "its lines end in"),
+        ("x.csv", "a,b".encode("utf-32"), {}, "is UTF-32 text; save it as UTF-8"),
+        ("x.jsonl", b"PAR1\x00", {}, 'set input.format = "parquet"'),
+        ("x.csv", b"PK\x03\x04", {}, "an Excel workbook; unpack it, or name it .xlsx"),
+        ("x.jsonl", gzip.compress(b"{}", mtime=0), {}, "give its name the suffix .gz"),
+        ("x.jsonl", b"\x28\xb5\x2f\xfd..", {}, "give its name the suffix .zst"),
+        ("x.jsonl", bz2.compress(b"{}"), {}, "give its name the suffix .bz2"),
+        ("x.jsonl", bz2.compress(b"{}", 1), {}, "give its name the suffix .bz2"),
+        ("x.jsonl", lzma.compress(b"{}"), {}, "give its name the suffix .xz"),
+        ("x.jsonl.gz", b"{}", {}, "can't be read: OSError: zlib inflate failed"),
+        ("x.jsonl.gz", gzip.compress(b"{}" * 999, mtime=0)[:-9], {}, "can't be read: "),
+        ("x.jsonl", b'[\n{"a": 1}]', {}, 'set input.format = "json"'),
+        ("x.jsonl", b'[{"a": 1}]', {}, 'set input.format = "json"'),
+        ("x.jsonl", b'{\n "a": 1}', {}, 'set input.format = "json"'),
+        ("x.xyz", b"a", {}, "the suffix '.xyz' names no format; set input.format to one of jsonl,"),
+        ("x", b"a", {}, "the suffix '' names no format"),
+        ("x.json", b'{"a": 1}\n{"a": 2}', {}, 'set input.format = "jsonl"'),
+        ("x.json", b'{"a": 1}\n{"a": 2}', {"records": "a"}, 'set input.format = "jsonl"'),
+        ("x.json", b'{"n": 1, "rows": []}', {}, "set input.records to the key of its list; keys:"),
+        ("x.json", b'{"n": 1, "rows": []}', {"records": "row"}, "did you mean 'rows'?"),
+        ("x.json", b'{"n": 1, "rows": []}', {"records": "zz"}, "known: n, rows"),
+        ("x.json", b'{"n": 1, "rows": []}', {"records": "n"}, "is not a list: 1"),
+        ("x.json", b'[{"n": 1}]', {"records": "n"}, "leave input.records out"),
+        ("x.json", b'"text"', {}, "expected a JSON list, found 'text'"),
+        ("x.json", b"  \n ", {}, "broken JSON: "),
+        ("x.json", b'[{"a": "\xff"}]', {}, "broken JSON: str is not valid UTF-8"),
+        ("x.csv", b"a,,b\n1,2,3\n", {}, "line 1: column 2 of 3 has no name"),
+        ("x.csv", b"a,b,a\n1,2,3\n", {}, "line 1: two columns are named 'a'"),
+        ("x.csv", b"\n\n", {}, "holds only blank lines"),
+        ("x.csv", b'{"a": 1}\n', {}, 'set input.format to "json" or "jsonl"'),
+        ("x.csv", b"\xff,b\n1,2\n", {}, "line 1: the header is not UTF-8"),
+        ("x.csv", b'a,b\n1,2\n3,"open\n4,5\n', {}, "lines 3-4: unexpected end of data; a quote"),
+        ("x.csv", b'"a,b\n', {}, "line 1: the header can't be read"),
+        ("x.parquet", b"a,b\n1,2\n" * 9, {}, "not a Parquet file"),
+        ("x.jsonl", b'{"a": 1}', {"format": "parquet"}, "not a Parquet file"),
+        ("x.jsonl", b'{"kind": 1}', {"where": {"knd": 1}}, "did you mean 'kind'?"),
+        ("x.jsonl", b'{"kind": 1}', {"where": {"zz": 1}}, "which its first readable row lacks"),
+    ],
+)
+def test_an_unreadable_input_is_named_with_a_way_out(
+    tmp_path: Path, name: str, content: bytes, keys: dict[str, Any], problem: str
+) -> None:
+    path = write(tmp_path, name, content)
+    with pytest.raises(InputError) as stop:
+        rows_of(path, **keys)
+    assert str(stop.value).startswith(str(path))
+    assert problem in str(stop.value)
