@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from batchkit.scoring.chart import Chart, ChartScore, Mode, chart_code, score_charts
-from batchkit.scoring.chart.fix import fixed
+from batchkit.scoring.chart.answer import fixed
 
 
 class Gold(NamedTuple):

@@ -19,8 +19,7 @@ from batchkit.config.tables import JobConfig, ScoringTable
 from batchkit.scoring.bounds import MOST_COMPARED, Unscorable, check_length
 from batchkit.scoring.extract import extracted
 from batchkit.scoring.overlap import OVERLAPS, Pair, overlap, pair, preload
-from batchkit.scoring.reward import parse_reward
-from batchkit.scoring.values import choice, numeric
+from batchkit.scoring.values import choice, numeric, parse_reward
 from batchkit.sources.where import compile_where
 
 T = TypeVar("T")

@@ -12,10 +12,8 @@ from json import JSONDecodeError, JSONDecoder
 from typing import Any
 
 from batchkit.config.tables import ScoringTable
-from batchkit.scoring.bounds import MOST_READ, Unscorable, check_length
-from batchkit.scoring.patterns import last_match
-from batchkit.scoring.reward import parse_reward
-from batchkit.scoring.values import in_digits, numbers_in
+from batchkit.scoring.bounds import MOST_READ, Unscorable, check_length, last_match
+from batchkit.scoring.values import in_digits, numbers_in, parse_reward
 
 Extractor = Callable[[str, ScoringTable], str | None]
 

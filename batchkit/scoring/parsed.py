@@ -14,9 +14,8 @@ import orjson
 from batchkit.config.answer_schema import fault_in_schema
 from batchkit.config.terminal import shortened
 from batchkit.errors import InvalidOutputError
-from batchkit.scoring.bounds import Unscorable
+from batchkit.scoring.bounds import Unscorable, last_match
 from batchkit.scoring.extract import FENCED
-from batchkit.scoring.patterns import last_match
 
 _MOST_MISFITS = 100  # looked at, to show the one that matters
 _SHOWN = 200

@@ -1,4 +1,4 @@
-"""Scorers of values: numbers within a tolerance, and one of several choices."""
+"""Scorers of values: numbers within a tolerance, one of several choices, a score from 0 to 10."""
 
 from __future__ import annotations
 
@@ -10,6 +10,20 @@ _NUMBER = re.compile(
     r"(?<![\w.])[-+]?[$€£¥]?"
     r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?"
 )
+# Possessive, and never starting inside a number: otherwise a page of digits takes minutes.
+_DIGITS = r"(?<!\d)(\d++(?:\.\d++)?+)"
+# In this order, from a number that is called a score to any number.
+_PATTERNS = [
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        rf"\bscores?\b[\s:=*_\-]*{_DIGITS}",
+        rf"\bratings?\b[\s:=*_\-]*{_DIGITS}",
+        rf"{_DIGITS}\s*/\s*10\b",
+        rf"{_DIGITS}\s+out\s+of\s+10\b",
+        rf"\A[\s*]*{_DIGITS}[\s*.]*\Z",
+        _DIGITS,
+    )
+]
 
 
 def numbers_in(text: str) -> list[float]:
@@ -79,3 +93,15 @@ def _chosen(text: str, choices: Sequence[str]) -> str | None:
 
 def _named(text: str, choices: Sequence[str], flags: re.RegexFlag) -> list[str]:
     return [name for name in choices if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text, flags)]
+
+
+def parse_reward(text: str, default: float | None = None) -> float | None:
+    """The score in ``text``, clamped to 0–10; ``default`` if it has no number.
+
+    Searched in this order: ``Score``, ``Rating``, ``x/10``, ``x out of 10``, a number that is the
+    whole text, the first number. A minus sign is ignored.
+    """
+    for pattern in _PATTERNS:
+        if found := pattern.search(text):
+            return min(float(found[1]), 10.0)
+    return default

@@ -15,8 +15,7 @@ from batchkit.scoring import Scored, Scoring
 from batchkit.scoring.extract import EXTRACTORS
 from batchkit.scoring.metrics import tabulate
 from batchkit.scoring.overlap import OVERLAPS, Mode, normalise, overlap, pair
-from batchkit.scoring.reward import parse_reward
-from batchkit.scoring.values import choice, numbers_in, numeric, vote_of
+from batchkit.scoring.values import choice, numbers_in, numeric, parse_reward, vote_of
 from tests.support.paths import ROOT
 
 VECTORS = ROOT.parent / "shared/realhit/metric_vectors.json"

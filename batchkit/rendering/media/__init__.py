@@ -1,17 +1,18 @@
 """Images and texts: from what a row names to RGB pixels of the right size, or to text.
 
 ``load_image`` and ``load_text`` are the entry points. ``source`` turns a name into bytes and stays
-within the media root; ``remote`` does the same for a root that is an fsspec URL, and ``download``
-for web addresses on the listed hosts. ``pixels`` turns bytes into the image, ``pdf_page`` those of
-a PDF, ``size`` holds the size rule. ``shared`` lets several rows use one image.
+within the media root, a folder or an fsspec URL; ``download`` does it for web addresses on the listed
+hosts. ``pixels`` turns bytes into the image, ``pdf_page`` those of a PDF.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 from PIL import Image
 
@@ -19,11 +20,15 @@ from batchkit.config.tables import MediaTable
 from batchkit.config.urls import is_remote
 from batchkit.errors import MediaError
 from batchkit.rendering.media.pdf_page import is_pdf, page_image, page_of
-from batchkit.rendering.media.pixels import decode, fit
-from batchkit.rendering.media.remote import check_root, read_remote
-from batchkit.rendering.media.shared import SharedImages
-from batchkit.rendering.media.size import Size, target_size
-from batchkit.rendering.media.source import is_for_fetch, read_data_uri, read_file, shown
+from batchkit.rendering.media.pixels import Size, decode, fit, target_size
+from batchkit.rendering.media.source import (
+    check_root,
+    is_for_fetch,
+    read_data_uri,
+    read_file,
+    read_remote,
+    shown,
+)
 
 __all__ = [
     "SharedImages",
@@ -132,3 +137,25 @@ def _decoded(data: bytes, name: str, media: MediaTable, page: int | None = None)
 def _read(source: str, name: str, media: MediaTable) -> bytes:
     """The bytes of a file under ``media.root``, wherever that is."""
     return (read_remote if is_remote(media.root) else read_file)(source, name, media)
+
+
+class SharedImages:
+    """Images by name, in weak references, so no limit is needed. Many threads may use it."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._alive: WeakValueDictionary[str, Image.Image] = WeakValueDictionary()
+        self._loading: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
+
+    def get(self, name: str, load: Callable[[], Image.Image]) -> Image.Image:
+        """The image of that name; calls ``load`` if no row holds it. One thread at a time loads it.
+
+        Callers must not modify the image. Raises what ``load`` raises.
+        """
+        with self._guard:
+            turn = self._loading.setdefault(name, threading.Lock())
+        with turn:
+            image = self._alive.get(name)
+            if image is None:
+                image = self._alive[name] = load()
+            return image

@@ -17,8 +17,7 @@ from batchkit.isolation.pdf import (
     missing_package,
     place_of,
 )
-from batchkit.rendering.media.pixels import target_of
-from batchkit.rendering.media.size import Size
+from batchkit.rendering.media.pixels import Size, target_of
 
 _PAGE = re.compile(  # RFC 8118; a URL may have a query
     r"(.*\.pdf(?:\?[^#]*)?)#page=([1-9][0-9]{0,8})", re.IGNORECASE | re.DOTALL

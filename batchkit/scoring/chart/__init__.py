@@ -46,9 +46,8 @@ code that writes a spreadsheet fails.
 """
 
 from batchkit.scoring.chart.answer import chart_code
-from batchkit.scoring.chart.compare import same_values
 from batchkit.scoring.chart.sandbox import Sandbox, SandboxError, SandboxLimits
-from batchkit.scoring.chart.score import Chart, ChartScore, score_chart, score_charts
+from batchkit.scoring.chart.score import Chart, ChartScore, same_values, score_chart, score_charts
 from batchkit.scoring.overlap import Mode
 
 __all__ = [

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from batchkit.isolation.confine import confine
-from batchkit.scoring.chart.answer import TABLE_NAME, TABLE_PATH
-from batchkit.scoring.chart.fix import fixed
+from batchkit.scoring.chart.answer import TABLE_NAME, TABLE_PATH, fixed
 from batchkit.scoring.chart.readings import fixed_readings, official_reading
 from batchkit.scoring.chart.sandbox import CONFINED, MAX_Y_CHARS, SCRATCH, Run, SandboxLimits
 
