@@ -1,14 +1,19 @@
 """The types that pass through batchkit: Row → Request → Completion → Record.
 
-All are frozen: a later step never changes what an earlier one made.
+All are frozen: a later step never changes what an earlier one made. (msgspec's structs are made in a
+tenth of the time of frozen dataclasses.)
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from msgspec import Struct, field
 
 from batchkit.errors import RowError
 
@@ -30,8 +35,7 @@ ERROR_KINDS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(Struct, frozen=True):
     """One row of the input.
 
     ``index`` is its position in the unfiltered input, over all files in order, and the key of the
@@ -81,8 +85,7 @@ class Call(NamedTuple):
         return f"step {self.step}" + f", call {self.number}" * (self.number > 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(Struct, frozen=True):
     """How a row's longest text was cut in the middle to make its prompt fit.
 
     ``kept``: characters of that text. ``prompt_tokens``: of the whole prompt before any cut.
@@ -114,8 +117,7 @@ class Pair(NamedTuple):
 Key = int | tuple[int, str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """One row, ready for an engine.
 
     One of ``messages`` (chat, OpenAI's shape, with images as in ``Content``), ``prompt`` (the text as
@@ -190,8 +192,7 @@ BROKEN_OFF = ("abort", "error", "insufficient_system_resource", "network_error")
 router's, DeepSeek's and Zhipu's."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """One of the ``n`` answers to a request. ``logprobs``: a list of tokens, or None.
 
     ``text`` is the answer alone, without its ``reasoning`` and its ``tool_calls`` (OpenAI's shape).
@@ -208,8 +209,7 @@ class Choice:
         return bool(self.text.strip() or self.tool_calls)
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(Struct, frozen=True):
     """Tokens; ``completion_tokens`` is summed over the choices, and so is the part of them that is
     reasoning, None if it is not known."""
 
@@ -218,8 +218,7 @@ class Usage:
     reasoning_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Pooled:
+class Pooled(Struct, frozen=True):
     """What a pooling model answers, depending on the job's task: ``vector`` (embed; float32, little
     endian), ``probabilities`` of the model's classes in their order, with the ``label`` of the
     likeliest (classify), or ``scores``, one for each document of the request's pair (score)."""
@@ -240,8 +239,7 @@ class ErrorInfo:
     retryable: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(Struct, frozen=True):
     """An engine's reply to a request: ``choices`` or ``pooled``, and ``usage``; or ``error``.
 
     ``prompt`` is the text that the engine saw, including special tokens, if the engine knows it.
@@ -432,4 +430,10 @@ def _of_usage(usage: Usage) -> dict[str, int]:
 
 def utc_now() -> str:
     """Now, in UTC, as ``2026-11-21T01:02:03.456Z``."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    ms = time.time_ns() // 1_000_000
+    return f"{_second(ms // 1000)}.{ms % 1000:03}Z"
+
+
+@lru_cache(maxsize=1)
+def _second(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")

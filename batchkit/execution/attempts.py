@@ -11,8 +11,9 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msgspec.structs import replace
 
 from batchkit.config.tables import RetryTable
 from batchkit.errors import (

@@ -98,10 +98,11 @@ def requests_of(
         found = ready.pop(task.row.index, None)
         return renderer.render_or_fail(task.row, task.attempt) if found is None else found
 
+    is_light = not (renderer.takes_long or renderer.opens_files)
     ahead = Prefetch(
         tasks,
         render,
-        threads=job.run.render_threads,
+        threads=1 if is_light else job.run.render_threads,  # more would wait for Python's lock
         ahead=AHEAD,
         max_bytes=job.media.max_memory_bytes,
         at_once=1 if may_wait or renderer.takes_long else READ_AT_ONCE,

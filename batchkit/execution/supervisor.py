@@ -13,8 +13,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine, EngineLoad

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
+
+from msgspec.structs import replace
 
 from batchkit.config.tables import JobConfig, MediaTable
 from batchkit.errors import PromptTooLongError, RequestError, RowError, TemplateError

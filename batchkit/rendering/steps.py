@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig, StepTable
@@ -71,6 +72,7 @@ class StepsRenderer:
         if found := [*_misread(self.job)]:
             raise JobError("\n".join(found))
         self.takes_long = any(renderer.takes_long for renderer in self._by_name.values())
+        self.opens_files = any(renderer.opens_files for renderer in self._by_name.values())
         named = (
             (f"steps.{step.name}.{key}", text) for step in steps for key, text in _templates(step)
         )

@@ -7,8 +7,9 @@ and ``limit``, which are handled here for all formats. CONTRIBUTING.md says how 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from itertools import islice
+
+from msgspec.structs import replace
 
 from batchkit.config.masking import masked
 from batchkit.config.shard import parse_shard

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from batchkit.errors import RequestError
 from batchkit.sources.reader import Broken, one_of, shown

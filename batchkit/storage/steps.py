@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import orjson
 
 import batchkit.errors
@@ -211,7 +212,7 @@ def _added(usage: Usage, generation: Mapping[str, Any]) -> Usage:
 
 
 def _table_of(usage: Usage | None) -> dict[str, int | None] | None:
-    return None if (known := possible(usage)) is None else asdict(known)
+    return None if (known := possible(usage)) is None else msgspec.structs.asdict(known)
 
 
 def _usage(found: Mapping[str, Any] | None) -> Usage | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import json
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomlkit
+from msgspec.structs import replace
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.registry import open_engine, open_preflight

@@ -6,12 +6,12 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomlkit
+from msgspec.structs import replace
 from PIL import Image
 
 from batchkit.commands.tuning.batch_size_option import batch_size_option

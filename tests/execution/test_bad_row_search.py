@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.faults import EngineDied, Fault, FaultKind

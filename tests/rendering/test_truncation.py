@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec import structs
 from PIL import Image
 
 from batchkit.config.loading import make_job
@@ -360,7 +361,7 @@ def test_a_rows_own_max_tokens_may_be_anything(own: Any) -> None:
 def test_sampling_changed_since_stays_changed() -> None:
     one = renderer(prompt={"user": "{{ q }}"})
     request = one.render(Row(0, "0", {"q": WORDS}))
-    object.__setattr__(request, "sampling", {"temperature": 0.7, "max_tokens": 100})
+    request = structs.replace(request, sampling={"temperature": 0.7, "max_tokens": 100})
     shorter = one.shortened(request, too_long())
     assert shorter is not None
     assert shorter.sampling == {"temperature": 0.7, "max_tokens": 100}

@@ -16,6 +16,7 @@ import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.openai.api import ShapeError
@@ -111,7 +112,7 @@ def read_back(made: Record) -> dict[str, Any]:
 @given(ANSWERS, TEXT)
 def test_any_answer_is_read_back_as_it_was_written(answer: Any, row_id: str) -> None:
     sent = json.dumps(answer).encode()  # as a server in Python sends it: with NaN and surrogates
-    done = completion(parsed(sent), replace(ROW, id=row_id))
+    done = completion(parsed(sent), structs.replace(ROW, id=row_id))
     if done is None:
         return
     made = to_record(done, keep=[])
@@ -130,7 +131,7 @@ def test_any_id_is_read_back(row_id: str, size: int) -> None:
 def test_what_no_engine_can_have_counted_is_not_written(usage: Usage) -> None:
     done = completion({"choices": [{"text": "yes"}]})
     assert done is not None
-    made = to_record(replace(done, usage=usage, latency_s=float("nan")), keep=[])
+    made = to_record(structs.replace(done, usage=usage, latency_s=float("nan")), keep=[])
     found = read_back(made)
     assert (found["usage"], found["latency_s"]) == (None, 0)
 

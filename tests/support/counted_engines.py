@@ -5,10 +5,11 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import EngineLoad

@@ -6,9 +6,9 @@ A parser reads a ``ChatCompletionRequest``; what it wants of the generation, it 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
+from msgspec.structs import replace
 from pydantic import ValidationError
 
 from batchkit.config.suggest import did_you_mean

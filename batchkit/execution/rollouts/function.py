@@ -10,11 +10,11 @@ import inspect
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import orjson
+from msgspec.structs import replace
 
 from batchkit.config.tables import JobConfig, RolloutTable
 from batchkit.config.tables.steps import misfits_of_steps

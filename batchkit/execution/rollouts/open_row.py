@@ -7,8 +7,9 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple, Protocol
+
+from msgspec.structs import replace
 
 from batchkit.errors import ReplayError, RowError
 from batchkit.execution.rollouts.replay import Recorded, Replay, request_hash

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from batchkit.config.tables import StepTable
 from batchkit.errors import EmptyTextError, InvalidOutputError, RowError
