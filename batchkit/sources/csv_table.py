@@ -16,8 +16,6 @@ from batchkit.sources.reader import Format, Found, Skip, fault, shown
 MAX_CELL_CHARS = 2**26
 """A longer cell is refused: it comes from a quote that was never closed, not from real data."""
 
-_RETURN = "a carriage return (\\r) in a cell without quotes; quote the cell"
-
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
     """See ``Reader``; blank lines are skipped, and quoting is checked strictly.
@@ -33,26 +31,24 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
         text = io.TextIOWrapper(
             file, "utf-8", errors="surrogateescape", newline=_line_end(file.peek(BLOCK_BYTES))
         )
-        lines = _Lines(text)
-        rows = csv.reader(lines, delimiter=delimiter, strict=True)
+        rows = csv.reader(text, delimiter=delimiter, strict=True)
         header = _header(path, rows)
         while True:
             start = rows.line_num + 1
             try:
                 cells = next(rows, None)
             except csv.Error as error:
-                is_return = str(error).startswith("new-line character")
-                if rows.line_num > start and not is_return:
+                if str(error).startswith("new-line character"):
+                    raise InputError(
+                        f"{path} line {rows.line_num}: a carriage return (\\r) in a cell without quotes, so it is"
+                        " unknown where its row ends; quote the cell"
+                    ) from error
+                if rows.line_num > start:
                     raise InputError(
                         f"{path} lines {start}-{rows.line_num}: {error}; a quote that line {start}"
                         " opens is not closed where its cell ends"
                     ) from error
-                if is_return and lines.last.count('"') % 2 == (rows.line_num == start):
-                    raise InputError(
-                        f"{path} line {rows.line_num}: {_RETURN}. Its row goes on in the next line, and it"
-                        " is unknown how far"
-                    ) from error
-                problem = _RETURN if is_return else f"{error}; check its quotes"
+                problem = f"{error}; check its quotes"
                 yield None if skip(index) else fault(path, start, problem)
                 index += 1
                 continue
@@ -67,19 +63,6 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
             else:
                 yield fault(path, _lines(start, rows.line_num), _problem(cells, header))
             index += 1
-
-
-class _Lines:
-    """The lines of ``text``, of which ``last`` is the one that was read last."""
-
-    def __init__(self, text: Iterator[str]) -> None:
-        self._text = text
-        self.last = ""
-
-    def __iter__(self) -> Iterator[str]:
-        for line in self._text:
-            self.last = line
-            yield line
 
 
 def _line_end(start: bytes) -> str:

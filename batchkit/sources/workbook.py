@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import IO, Any
-from zipfile import ZipFile
+from zipfile import BadZipFile, ZipFile
 
 from batchkit.config.installation import how_to_install
 from batchkit.config.tables import InputTable
 from batchkit.errors import InputError, RequestError
-from batchkit.sources.files import BLOCK_BYTES, open_input
+from batchkit.sources.files import open_input
 from batchkit.sources.reader import Format, Found, Skip, one_of, shown
 
 MAX_TEXT_BYTES = (
@@ -21,16 +21,10 @@ MAX_TEXT_BYTES = (
 _TEXTS = "sharedstrings.xml"
 # What a program writes that leaves computing to Excel: the values of its formulas are missing, or 0.
 _TO_COMPUTE = re.compile(rb'fullCalcOnLoad="(?:1|true)"')
-# A cell whose formula has no value. Its attributes say whether that is an empty text, which is one.
-_NO_VALUE = re.compile(
-    rb"<(?:\w+:)?c((?:\s[^<>]*)?)>\s*<(?:\w+:)?f(?:\s[^<>]*?)?(?:/>|>[^<]*</(?:\w+:)?f>)\s*"
-    rb"(?:</(?:\w+:)?c>|(<(?:\w+:)?v(?:\s[^<>]*?)?(?:/>|></)))"
-)
 # How a workbook writes what XML has no characters for, such as the \r of a line break, and the _ that
 # begins a text of that form. Other escapes are left: openpyxl hides whether they were meant.
 _ESCAPED = re.compile("_x(00[01][0-9A-Fa-f]|005[Ff])_")
 _EXACT = 2**53  # a cell's number is a double, which is exact below this
-_LONGEST_CELL = 2**17  # bytes, with a formula, which may have 8,192 characters
 _FORMULA = object()  # in place of a value that is not known
 _NOT_COMPUTED = (
     "a formula without a value; open the workbook in Excel or LibreOffice and save it there"
@@ -39,13 +33,17 @@ _NOT_COMPUTED = (
 
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
     """See ``Reader``; ``input.records`` names the sheet, by default the first one. Blank rows are
-    skipped. A formula has the value that Excel has saved with it; without one, it fails its row."""
-    with open_input(path, text=False) as file, closing(_opened(path, file)) as workbook:
-        rows = _values(_sheet(path, workbook, table.records))
+    skipped. A formula has the value that is saved with it; without one, it fails its row."""
+    with open_input(path, text=False) as file, ExitStack() as stack:
+        is_computed = _is_computed(path, file)
+        sheets = [
+            _sheet(path, stack.enter_context(closing(book)), table.records)
+            for book in (_opened(path, file, data_only=True), _opened(path, file, data_only=False))
+        ]
         number = 0
         try:
             header: list[str] | None = None
-            for number, cells in enumerate(rows, start=1):
+            for number, cells in enumerate(_values(*sheets, is_computed=is_computed), start=1):
                 if all(cell is None for cell in cells):
                     continue
                 if header is None:
@@ -61,7 +59,19 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
         raise InputError(f"{path}: its sheet is empty; the first row must name the columns")
 
 
-def _opened(path: str, file: IO[bytes]) -> Any:
+def _is_computed(path: str, file: IO[bytes]) -> bool:
+    """Whether the values of formulas are those that Excel would show."""
+    try:
+        with ZipFile(file) as archive:
+            for part in archive.infolist():
+                if part.filename.lower().endswith(_TEXTS):
+                    _check_size(path, part.file_size)
+            return _TO_COMPUTE.search(archive.read("xl/workbook.xml")) is None
+    except (BadZipFile, KeyError) as error:
+        raise _is_no_workbook(path, error) from error
+
+
+def _opened(path: str, file: IO[bytes], *, data_only: bool) -> Any:
     try:
         from openpyxl import load_workbook
     except ImportError as error:
@@ -69,33 +79,15 @@ def _opened(path: str, file: IO[bytes]) -> Any:
             f"{path}: an Excel workbook needs openpyxl: {how_to_install('excel')}"
         ) from error
     try:
-        is_computed = True
-        with ZipFile(file) as archive:
-            for part in archive.infolist():
-                if part.filename.lower().endswith(_TEXTS):
-                    _check_size(path, part.file_size)
-                elif part.filename.endswith("/workbook.xml"):
-                    is_computed &= _TO_COMPUTE.search(archive.read(part)) is None
-                elif is_computed and "/worksheets/" in part.filename:
-                    with archive.open(part) as sheet:
-                        is_computed = _has_all_values(sheet)
-        return load_workbook(file, read_only=True, data_only=is_computed, keep_links=False)
-    except InputError:
-        raise
+        return load_workbook(file, read_only=True, data_only=data_only, keep_links=False)
     except Exception as error:  # openpyxl raises what its parsers do
-        raise InputError(
-            f"{path}: not an .xlsx workbook: {error}; save it anew as .xlsx, or check input.format"
-        ) from error
+        raise _is_no_workbook(path, error) from error
 
 
-def _has_all_values(sheet: IO[bytes]) -> bool:
-    """False if a formula has no value; then other formulas may have old ones."""
-    seen = b""
-    while block := sheet.read(BLOCK_BYTES):
-        seen = seen[-_LONGEST_CELL:] + block
-        if any(not value or b't="str"' not in of for of, value in _NO_VALUE.findall(seen)):
-            return False
-    return True
+def _is_no_workbook(path: str, error: Exception) -> InputError:
+    return InputError(
+        f"{path}: not an .xlsx workbook: {error}; save it anew as .xlsx, or check input.format"
+    )
 
 
 def _check_size(path: str, n_bytes: int) -> None:
@@ -122,13 +114,20 @@ def _sheet(path: str, workbook: Any, name: str | None) -> Any:
     return sheet
 
 
-def _values(sheet: Any) -> Iterator[Sequence[Any]]:
-    if sheet.parent.data_only:
-        for values in sheet.iter_rows(values_only=True):
-            yield [_plain(value) for value in values]
-        return
-    for cells in sheet.iter_rows():
-        yield [_FORMULA if cell.data_type == "f" else _plain(cell.value) for cell in cells]
+def _values(saved: Any, written: Any, *, is_computed: bool) -> Iterator[Sequence[Any]]:
+    """The sheet as it was saved, whose formulas are known from the sheet as it was written."""
+    for cells, formulas in zip(saved.iter_rows(), written.iter_rows(), strict=True):
+        yield [
+            _plain(cell.value)
+            if of.data_type != "f" or (is_computed and _has_value(cell))
+            else _FORMULA
+            for cell, of in zip(cells, formulas, strict=True)
+        ]
+
+
+def _has_value(cell: Any) -> bool:
+    """An empty text is a value; without one, the cell has a number's type."""
+    return cell.value is not None or cell.data_type != "n"
 
 
 def _plain(value: Any) -> Any:

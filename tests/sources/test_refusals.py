@@ -56,6 +56,13 @@ from tests.support.sources import rows_of, write
         ("x.csv", b"\xff,b\n1,2\n", {}, "line 1: the header is not UTF-8"),
         ("x.csv", b'a,b\n1,2\n3,"open\n4,5\n', {}, "lines 3-4: unexpected end of data; a quote"),
         ("x.csv", b'"a,b\n', {}, "line 1: the header can't be read"),
+        ("x.csv", b"a,b\n1,cut\roff\n3,4\n", {}, "line 2: a carriage return (\\r) in a cell"),
+        (
+            "x.csv",
+            b'a,b\n1,cut\roff,"x\ny"\n',
+            {},
+            "it is unknown where its row ends; quote the cell",
+        ),
         ("x.parquet", b"a,b\n1,2\n" * 9, {}, "not a Parquet file"),
         ("x.jsonl", b'{"a": 1}', {"format": "parquet"}, "not a Parquet file"),
         ("x.jsonl", b'{"kind": 1}', {"where": {"knd": 1}}, "did you mean 'kind'?"),
