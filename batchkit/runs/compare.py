@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from batchkit.errors import JobError
-from batchkit.runs.bootstrap import bootstrap_interval
-from batchkit.runs.comparison import GRADED_STEP, REWARD_STEP, Comparison, Delta, Flip
+from batchkit.runs.comparison import Comparison, Delta, Flip, origin
 from batchkit.runs.inputs import with_group
-from batchkit.runs.origin import origin
+from batchkit.runs.pairs import Pairing, RowKeys, flipped, have_same_input, paired
+from batchkit.runs.values import hash_of
 from batchkit.scoring.metrics import OUT_OF_TEN, ScoreTable, group_name, tabulate
-from batchkit.sources.input import input_changes
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import differences
 from batchkit.storage.job_toml import job_of_run
@@ -28,7 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _SHOWN_DIFFERENCES = 12
-_NUMBERING = ("input.format", "input.records")  # keys that say which rows a file has
+_MOST_VALUES = 20_000  # up to so many distinct differences the draws are exact
+_DRAWS = 20_000_000  # at a time
 
 
 def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) -> Comparison:
@@ -61,9 +60,10 @@ def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) ->
     flips: list[Flip] = []
     only_in_baseline, only_in_run = {}, {}
     for name, side, manifest in zip(names[1:], sides[1:], manifests[1:], strict=True):
-        pairs = _pairs(baseline, side, by_place=have_same_input(manifests[0], manifest))
-        only_in_baseline[name] = len(baseline.rows) - len(pairs.before)
-        only_in_run[name] = len(side.rows) - len(pairs.before)
+        by_place = have_same_input(manifests[0], manifest)
+        pairs = paired(baseline.keys, side.keys, by_place=by_place)
+        only_in_baseline[name] = len(baseline.ids) - len(pairs.before)
+        only_in_run[name] = len(side.ids) - len(pairs.before)
         for scorer in _both(baseline, side):
             found = _Found(name, scorer, baseline, side, pairs)
             deltas += _deltas(found, resamples, seed)
@@ -81,42 +81,14 @@ def compare(folders: Sequence[Path], *, resamples: int = 1000, seed: int = 0) ->
     )
 
 
-def flipped(
-    scorer: str, before: NDArray[np.floating], after: NDArray[np.floating]
-) -> NDArray[np.int8]:
-    """1 better, -1 worse, 0 neither; for each row. nan: not scored."""
-    change = np.nan_to_num(after - before)
-    is_binary = all(np.isin(found[~np.isnan(found)], (0, 1)).all() for found in (before, after))
-    graded = REWARD_STEP if scorer in OUT_OF_TEN else GRADED_STEP
-    step = 1.0 if is_binary and scorer not in OUT_OF_TEN else graded
-    found: NDArray[np.int8] = (np.sign(change) * (np.abs(change) >= step - 1e-9)).astype(np.int8)
-    return found
-
-
-def have_same_input(a: Manifest, b: Manifest) -> bool:
-    """Whether a row has the same index in both runs; False if that is unknown."""
-    return (
-        bool(a.input)
-        and not input_changes(a.input, b.input)
-        and all(a.identity.get(key) == b.identity.get(key) for key in _NUMBERING)
-    )
-
-
-@dataclass
-class _Side:
-    """One run's scores. ``rows``: the id and the index of the row at each place."""
+class _Side(NamedTuple):
+    """One run's scores, by the place of a row."""
 
     table: ScoreTable
-    rows: list[tuple[str, int]]
-    groups: list[str]
+    keys: RowKeys
+    ids: list[str]
+    groups: NDArray[np.object_]
     scores: dict[str, NDArray[np.float64]]  # nan: not scored
-
-
-class _Pairs(NamedTuple):
-    """Places of the same rows in both runs."""
-
-    before: NDArray[np.int64]
-    after: NDArray[np.int64]
 
 
 class _Found(NamedTuple):
@@ -126,7 +98,7 @@ class _Found(NamedTuple):
     scorer: str
     baseline: _Side
     side: _Side
-    pairs: _Pairs
+    pairs: Pairing
 
     @property
     def scores(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -141,64 +113,34 @@ class _Found(NamedTuple):
         return flipped(self.scorer, *self.scores)
 
 
-@dataclass
-class _Columns:
-    """Fills ``_Side`` as the records pass."""
-
-    group_by: str | None
-    rows: list[tuple[str, int]] = field(default_factory=list)
-    groups: list[str] = field(default_factory=list)
-    scores: dict[str, array[float]] = field(default_factory=dict)
-
-    def watch(self, records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        for record in records:
-            self._add(record)
-            yield record
-
-    def _add(self, record: Mapping[str, Any]) -> None:
-        place = len(self.groups)
-        self.rows.append((str(record["id"]), record["index"]))
-        value = (record.get("fields") or {}).get(self.group_by) if self.group_by else None
-        self.groups.append(group_name(value))
-        if record["status"] != "ok":
-            return
-        for name, score in (record.get("scores") or {}).items():
-            column = self.scores.setdefault(name, array("d"))
-            column.extend([np.nan] * (place - len(column)))
-            column.append(np.nan if score is None else score)
-
-
 def _read(folder: Path, group_by: str | None) -> _Side:
     job = job_of_run(folder)
     scoring = job.scoring.model_copy(update={"group_by": group_by})
-    records = with_group(read_scored(folder), job.model_copy(update={"scoring": scoring}))
-    columns = _Columns(group_by)
-    table = tabulate(columns.watch(records), group_by)
-    n = len(columns.groups)
-    scores = {
+    rows, ids, groups = array("q"), list[str](), list[str]()
+    scores: dict[str, array[float]] = {}
+
+    def watched() -> Iterator[dict[str, Any]]:
+        for record in with_group(read_scored(folder), job.model_copy(update={"scoring": scoring})):
+            value = (record.get("fields") or {}).get(group_by) if group_by else None
+            groups.append(sys.intern(group_name(value)))
+            of_row = (record.get("scores") or {}) if record["status"] == "ok" else {}
+            for name, score in of_row.items():
+                column = scores.setdefault(name, array("d"))
+                column.extend([np.nan] * (len(rows) - len(column)))
+                column.append(np.nan if score is None else score)
+            rows.append(record["index"])
+            ids.append(record["id"])
+            yield record
+
+    table = tabulate(watched(), group_by)
+    n = len(rows)
+    columns = {
         name: np.pad(np.array(found), (0, n - len(found)), constant_values=np.nan)
-        for name, found in columns.scores.items()
+        for name, found in scores.items()
     }
-    return _Side(table, columns.rows, columns.groups, scores)
-
-
-def _pairs(baseline: _Side, side: _Side, *, by_place: bool) -> _Pairs:
-    places = {key: place for place, key in enumerate(_keys(side, by_place))}
-    found = [
-        (place, other)
-        for place, key in enumerate(_keys(baseline, by_place))
-        if (other := places.get(key)) is not None
-    ]
-    pairs = np.array(found, dtype=np.int64).reshape(-1, 2)
-    return _Pairs(pairs[:, 0], pairs[:, 1])
-
-
-def _keys(side: _Side, by_place: bool) -> Iterator[tuple[str, int]]:
-    """For each row its id, and its index or how often its id came before."""
-    seen = Counter[str]()
-    for row_id, index in side.rows:
-        yield row_id, index if by_place else seen[row_id]
-        seen[row_id] += 1
+    hashes = np.fromiter(map(hash_of, ids), np.uint64, n)
+    keys = RowKeys(hashes, np.array(rows, np.int64))
+    return _Side(table, keys, ids, np.array(groups, dtype=object), columns)
 
 
 def _both(baseline: _Side, side: _Side) -> list[str]:
@@ -212,7 +154,7 @@ def _deltas(found: _Found, resamples: int, seed: int) -> Iterator[Delta]:
     before, after = found.scores
     scored = ~np.isnan(before) & ~np.isnan(after)
     flipped = found.flipped()
-    groups = np.array(found.baseline.groups, dtype=object)[found.pairs.before]
+    groups = found.baseline.groups[found.pairs.before]
     masks: list[tuple[str | None, NDArray[np.bool_]]] = [
         (name, scored & (groups == name)) for name in found.baseline.table.groups
     ]
@@ -235,6 +177,28 @@ def _deltas(found: _Found, resamples: int, seed: int) -> Iterator[Delta]:
         )
 
 
+def bootstrap_interval(
+    differences: NDArray[np.float64], *, resamples: int, rng: np.random.Generator
+) -> tuple[float, float]:
+    """The 2.5th and 97.5th percentile of the mean over rows drawn with replacement.
+
+    Rows with the same difference are drawn together, as a multinomial: the same distribution,
+    without a table of rows × resamples. Beyond 20,000 distinct differences they are rounded to
+    0.0001.
+    """
+    values, counts = np.unique(differences, return_counts=True)
+    if len(values) > _MOST_VALUES:
+        values, counts = np.unique(np.round(differences, 4), return_counts=True)
+    n, means = len(differences), []
+    shares = counts / n
+    step = max(1, _DRAWS // len(values))
+    for start in range(0, resamples, step):
+        drawn = rng.multinomial(n, shares, size=min(step, resamples - start))
+        means.append(drawn @ values / n)
+    low, high = np.percentile(np.concatenate(means), (2.5, 97.5))
+    return float(low), float(high)
+
+
 def _flips(found: _Found) -> Iterator[Flip]:
     before, after = found.scores
     for place in np.flatnonzero(found.flipped()).tolist():
@@ -242,7 +206,7 @@ def _flips(found: _Found) -> Iterator[Flip]:
         yield Flip(
             run=found.run,
             scorer=found.scorer,
-            id=found.baseline.rows[row][0],
+            id=found.baseline.ids[row],
             group=found.baseline.groups[row],
             before=float(before[place]),
             after=float(after[place]),

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from batchkit.config.numbers import when
+from batchkit.runs.pairs import GRADED_STEP, REWARD_STEP
 from batchkit.scoring.metrics import ALL, ScoreTable, head, markdown
+from batchkit.storage.manifest import Manifest
 
-GRADED_STEP = 0.5  # of 1: how far a graded score must move for its row to count as flipped
-REWARD_STEP = 2.0  # of 10
 _SHOWN_FLIPS = 10
 
 
@@ -152,3 +153,12 @@ class Comparison:
                 if ids:
                     more = f" … ({len(ids):,} in all)" if len(ids) > _SHOWN_FLIPS else ""
                     yield f"{head(scorer)} {way}: {', '.join(ids[:_SHOWN_FLIPS])}{more}"
+
+
+def origin(manifest: Manifest) -> list[str]:
+    """The model, or the engine if it has none, and the time of the run."""
+    model, starts = manifest.model, manifest.starts
+    name = model.name or manifest.identity.get("engine.kind", "")
+    revision = f" at {model.revision}" if model.revision else ""
+    time = when(starts[0].started_at, starts[-1].ended_at) if starts else ""
+    return [part for part in (f"{name}{revision}", time) if part]

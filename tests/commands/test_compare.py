@@ -12,8 +12,7 @@ import pytest
 
 from batchkit.commands.report import write_comparison
 from batchkit.errors import JobError, StoreError
-from batchkit.runs.bootstrap import bootstrap_interval
-from batchkit.runs.compare import compare
+from batchkit.runs.compare import bootstrap_interval, compare
 from tests.support.made_runs import failure, make_run, rows
 
 N = 60

@@ -22,7 +22,7 @@ from batchkit.commands.report.rows import Shown, clip
 from batchkit.config.numbers import number, when
 from batchkit.config.tables import JobConfig
 from batchkit.errors import StoreError
-from batchkit.runs.origin import origin
+from batchkit.runs.comparison import origin
 from batchkit.scoring.metrics import ALL, OUT_OF_TEN, Group, ScoreTable, head
 from batchkit.storage.files import replacing
 from batchkit.storage.generations import totals_by_step

@@ -24,8 +24,8 @@ from batchkit.commands.view.timeline import newest_point, timeline
 from batchkit.config.masking import masked_text
 from batchkit.errors import BatchkitError, MediaError
 from batchkit.runs.columns import Table
-from batchkit.runs.compare import have_same_input
 from batchkit.runs.index import Index, Indexes, Snapshot
+from batchkit.runs.pairs import have_same_input
 from batchkit.scoring.metrics import OUT_OF_TEN, head
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.manifest import read_manifest

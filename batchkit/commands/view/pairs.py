@@ -9,11 +9,10 @@ import numpy as np
 
 from batchkit.commands.view.rows import row_of
 from batchkit.runs.columns import Table
-from batchkit.runs.compare import flipped
 from batchkit.runs.index import Index, Snapshot
+from batchkit.runs.pairs import RowKeys, flipped, paired
 
 ONLY = ("changed", "fixed", "broken", "all")
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Pairs(NamedTuple):
@@ -40,10 +39,7 @@ def pairs_of(a: Snapshot, b: Snapshot, *, by_place: bool) -> Pairs:
     "fixed": a failure that is an answer now, or a score that became better, as ``report`` counts it;
     "broken": the reverse; "changed": these, and those with another answer or kind of failure.
     """
-    keys_a, keys_b = _keys(a, by_place), _keys(b, by_place)
-    _, in_a, in_b = np.intersect1d(keys_a, keys_b, return_indices=True)
-    order = np.argsort(in_a)
-    in_a, in_b = in_a[order], in_b[order]
+    in_a, in_b = paired(_keys(a), _keys(b), by_place=by_place)
     before, after = a.newest[in_a], b.newest[in_b]
     old, new = a.entries[before], b.entries[after]
     fixed, broken = (old["kind"] > 0) & (new["kind"] == 0), (old["kind"] == 0) & (new["kind"] > 0)
@@ -89,21 +85,9 @@ def page_of(
     return found
 
 
-def _keys(snapshot: Snapshot, by_place: bool) -> Table:
-    """For each row, a number that is equal in both runs for the row with an id at the same index, or for
-    the n-th row with that id."""
-    ids = snapshot.entries["id"][snapshot.newest]
-    if by_place:
-        rows = snapshot.entries["row"][snapshot.newest].astype(np.uint64)
-        found: Table = ids + rows * _GOLDEN
-        return found
-    order = np.argsort(ids, kind="stable")
-    ordered, places = ids[order], np.arange(len(ids))
-    is_first = np.append(True, ordered[1:] != ordered[:-1])[: len(ids)]
-    nth = places - np.maximum.accumulate(np.where(is_first, places, 0))
-    keys = np.empty_like(ids)
-    keys[order] = ordered + nth.astype(np.uint64) * _GOLDEN
-    return keys
+def _keys(snapshot: Snapshot) -> RowKeys:
+    entries = snapshot.entries[snapshot.newest]
+    return RowKeys(entries["id"], entries["row"])
 
 
 def _rest(snapshot: Snapshot, paired: Table) -> Table:
