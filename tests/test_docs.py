@@ -115,7 +115,9 @@ def test_commands_in_the_docs_can_be_typed(page: str, command: str) -> None:
         found.make_context(name, rest, parent=context)
 
 
-@pytest.mark.parametrize(("page", "text"), blocks("toml"))
+@pytest.mark.parametrize(
+    ("page", "text"), [block for block in blocks("toml") if block[0] != "plugins.md"]
+)  # which test_plugins.py runs
 def test_job_files_in_the_docs_are_jobs(page: str, text: str) -> None:
     table = tomllib.loads(text)
     parse_job({"engine": {"kind": "dry-run"}} | table, page)

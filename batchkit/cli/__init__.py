@@ -246,7 +246,7 @@ def retry_failed(run: str | None, kinds: Texts, notify: str | None, overrides: T
     return found
 
 
-@cli.command()
+@cli.command(cls=options.Export)
 @RUN
 @options.export_format("--parquet", "zstd Parquet.")
 @options.export_format("--jsonl", "Records as they are.")

@@ -45,6 +45,24 @@ def export_format(flag: str, text: str) -> Callable[[Any], Any]:
     return click.option(flag, is_flag=False, flag_value="", metavar="[PATH]", help=text)
 
 
+class Export(click.Command):
+    """A command with a flag for each format of an export that another package adds."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        from batchkit.config.seams import EXPORTS
+
+        known = {option for param in self.params for option in param.opts}
+        for name, point in EXPORTS.added.items():
+            if f"--{name}" not in known:
+                text = f"As {point.value.partition(':')[0]} writes it."
+                self.params.insert(-1, export_option(f"--{name}", text))
+        return super().get_params(ctx)
+
+
+def export_option(flag: str, text: str) -> click.Option:
+    return click.Option([flag], is_flag=False, flag_value="", metavar="[PATH]", help=text)
+
+
 COUNT = click.IntRange(1)
 CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True}
 FILE = click.Path(path_type=Path)

@@ -83,9 +83,14 @@ class Seam(NamedTuple):
 ENGINES = Seam("engines", "batchkit.engines:ENGINES")
 
 READERS = Seam("readers", "batchkit.sources.formats:FORMATS", also=("auto",))
+SCORERS = Seam("scorers", "batchkit.scoring.scorers:SCORERS", also=("chart", "judge"))
+EXTRACTORS = Seam("extractors", "batchkit.scoring.extract:EXTRACTORS")
+EXPORTS = Seam("exports", "batchkit.commands.export:EXPORTS")
 
 EngineKind = Annotated[str, ENGINES, AfterValidator(ENGINES.check)]
 FormatName = Annotated[str, READERS, AfterValidator(READERS.check)]
+ScorerName = Annotated[str, SCORERS, AfterValidator(SCORERS.check)]
+Extract = Annotated[str, EXTRACTORS, AfterValidator(EXTRACTORS.check)]
 
 
 def found_at(target: str) -> Any:

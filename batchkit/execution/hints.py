@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from batchkit.config.seams import SCORERS
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig, ScoringTable
 from batchkit.rendering.steps import CANDIDATES
 from batchkit.rendering.templates.prompt import names_in
 from batchkit.scoring import fields_of
 
-_NEED_NO_REFERENCE = {"reward", "judge"}
+_NEED_NO_REFERENCE = {"reward", "judge"}  # nor may a scorer of another package
 
 
 def hints(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
@@ -103,4 +104,5 @@ def _without_reference(table: ScoringTable) -> list[str]:
         if (part.reference or table.reference) is None
         for name in (table.scorers if part.scorers is None else part.scorers)
     }
-    return sorted(found - _NEED_NO_REFERENCE)
+    known = {*SCORERS.also, *SCORERS.own}
+    return sorted(found & known - _NEED_NO_REFERENCE)

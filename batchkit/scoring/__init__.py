@@ -15,22 +15,19 @@ from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
+from batchkit.config.seams import SCORERS
 from batchkit.config.tables import JobConfig, ScoringTable
-from batchkit.scoring.bounds import MOST_COMPARED, Unscorable, check_length
+from batchkit.scoring.bounds import Unscorable
 from batchkit.scoring.extract import extracted
-from batchkit.scoring.overlap import OVERLAPS, Pair, overlap, pair, preload
-from batchkit.scoring.values import choice, numeric, parse_reward
+from batchkit.scoring.overlap import preload
+from batchkit.scoring.scorers import score_by
 from batchkit.sources.where import compile_where
 
 T = TypeVar("T")
 
-DEFERRED = ("chart", "judge")
+DEFERRED = SCORERS.also
 _NO_ANSWER = "[ERROR]"  # how RealHiTBench's harness marks a failure
 _BLANK = "the answer has no text"
-COMPARISONS: dict[str, Callable[[str, str, ScoringTable], float | None]] = {
-    "numeric": lambda prediction, reference, table: numeric(prediction, reference, table.tolerance),
-    "choice": lambda prediction, reference, table: choice(prediction, reference, table.choices),
-}
 SCORES_OF = {"chart": ("ecr", "pass")}  # all others: one, with the scorer's own name
 
 
@@ -108,13 +105,12 @@ class Scoring:
         table = self.table_for(fields)
         reference = self.reference(fields, row_id)
         scores: dict[str, float | None] = {}
-        compare = _Comparison(prediction, reference, table)
         for name in table.scorers:
             if name in DEFERRED:
                 scores |= dict.fromkeys(SCORES_OF.get(name, (name,)))
             else:
-                by_name = partial(compare.by, name)
-                scores[name] = self._tried(f"the scorer {name}", row_id, by_name, reasons)
+                score = partial(score_by, name, prediction, reference, table)
+                scores[name] = self._tried(f"the scorer {name}", row_id, score, reasons)
         return Scored(prediction, scores, "; ".join(dict.fromkeys(reasons)) or None)
 
     def finds_nothing(self, text: str, fields: Mapping[str, Any], row_id: str = "?") -> bool:
@@ -191,30 +187,6 @@ def kept_fields(job: JobConfig) -> list[str]:
     """The row's fields that a record keeps: those of ``output.keep``, and what its scoring reads."""
     read = sorted(fields_of(job.scoring)) if job.scoring.is_on else []
     return list(dict.fromkeys([*job.output.keep, *read]))
-
-
-class _Comparison:
-    """Compares one prediction with its reference by any of the scorers; normalised once."""
-
-    def __init__(self, prediction: str | None, reference: str | None, table: ScoringTable) -> None:
-        self._prediction, self._reference, self._table = prediction, reference, table
-        self._pair: Pair | None = None
-
-    def by(self, name: str) -> float | None:
-        """The score by the scorer called ``name``; None if there is nothing to compare."""
-        prediction, reference, table = self._prediction, self._reference, self._table
-        if prediction is None:
-            return None
-        if name == "reward":
-            return parse_reward(prediction)
-        if reference is None:
-            return None
-        check_length("prediction", prediction, MOST_COMPARED)
-        check_length("reference", reference, MOST_COMPARED)
-        if name in OVERLAPS:
-            self._pair = self._pair or pair(prediction, reference, table.mode)
-            return overlap(name, self._pair, table.mode)
-        return COMPARISONS[name](prediction, reference, table)
 
 
 def _as_text(value: Any) -> str:

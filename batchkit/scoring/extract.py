@@ -11,11 +11,22 @@ from collections.abc import Callable, Iterator, Mapping
 from json import JSONDecodeError, JSONDecoder
 from typing import Any
 
+from batchkit.config.seams import EXTRACTORS as SEAM
 from batchkit.config.tables import ScoringTable
 from batchkit.scoring.bounds import MOST_READ, Unscorable, check_length, last_match
 from batchkit.scoring.values import in_digits, numbers_in, parse_reward
 
 Extractor = Callable[[str, ScoringTable], str | None]
+
+EXTRACTORS = {
+    "text": "batchkit.scoring.extract:whole",
+    "regex": "batchkit.scoring.extract:regex",
+    "json": "batchkit.scoring.extract:json_value",
+    "number": "batchkit.scoring.extract:last_number",
+    "final-answer": "batchkit.scoring.extract:final_answer",
+    "code": "batchkit.scoring.extract:code",
+    "reward": "batchkit.scoring.extract:reward",
+}
 
 # An object or a list may start here: a key, a value or its end follows.
 _OPENED = re.compile(r"""\{(?=[ \t\n\r]*+["}])|\[(?=[ \t\n\r]*+["{\[\]\-\dtfnNI])""")
@@ -24,6 +35,11 @@ FENCED = re.compile(r"```[ \t]*+\w*+[ \t]*+\r?\n(.*?)```", re.DOTALL)
 _MOST_IN_VAIN = 10_000_000  # characters; a text of nothing but brackets would take hours
 _DEAR = 10_000  # cost of a value nested too deep for Python
 _FAILURE = 50  # cost of any failure
+
+
+def whole(text: str, table: ScoringTable) -> str | None:
+    """The text without white space around it."""
+    return text.strip()
 
 
 def final_answer(text: str, table: ScoringTable) -> str | None:
@@ -124,15 +140,6 @@ def extracted(text: str, table: ScoringTable) -> str | None:
         Unscorable: the answer is too long, or reading it takes too long.
     """
     check_length("answer", text, MOST_READ)
-    return EXTRACTORS[table.extract](text, table)
-
-
-EXTRACTORS: dict[str, Extractor] = {
-    "text": lambda text, table: text.strip(),
-    "final-answer": final_answer,
-    "number": last_number,
-    "regex": regex,
-    "json": json_value,
-    "code": code,
-    "reward": reward,
-}
+    extract: Extractor = SEAM.load(table.extract)
+    found = extract(text, table)
+    return None if found is None else str(found)

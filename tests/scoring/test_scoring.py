@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchkit.config.seams import EXTRACTORS
 from batchkit.config.tables import ScoringTable
 from batchkit.scoring import Scored, Scoring
-from batchkit.scoring.extract import EXTRACTORS
 from batchkit.scoring.metrics import tabulate
 from batchkit.scoring.overlap import OVERLAPS, Mode, normalise, overlap, pair
 from batchkit.scoring.values import choice, numbers_in, numeric, parse_reward, vote_of
@@ -132,7 +132,7 @@ def test_any_two_texts_have_scores_from_0_to_1(one: str, other: str, mode: Mode)
     ],
 )
 def test_the_final_answer(text: str, found: str | None) -> None:
-    assert EXTRACTORS["final-answer"](text, ScoringTable()) == found
+    assert EXTRACTORS.load("final-answer")(text, ScoringTable()) == found
 
 
 def test_without_a_marker_the_whole_text_is_the_prediction() -> None:
@@ -169,12 +169,12 @@ def test_without_a_marker_the_whole_text_is_the_prediction() -> None:
 )
 def test_extractors(extract: str, options: dict[str, Any], text: str, found: str | None) -> None:
     table = ScoringTable.model_validate({"extract": extract, "pattern": "x", **options})
-    assert EXTRACTORS[extract](text, table) == found
+    assert EXTRACTORS.load(extract)(text, table) == found
 
 
-@given(st.text(max_size=200), st.sampled_from(sorted(EXTRACTORS)))
+@given(st.text(max_size=200), st.sampled_from(sorted(EXTRACTORS.own)))
 def test_no_text_breaks_an_extractor(text: str, extract: str) -> None:
-    EXTRACTORS[extract](text, ScoringTable(extract="regex", pattern=r"(\w+)?x"))
+    EXTRACTORS.load(extract)(text, ScoringTable(extract="regex", pattern=r"(\w+)?x"))
 
 
 def test_numbers() -> None:

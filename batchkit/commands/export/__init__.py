@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from batchkit.commands.export.npy import write_npy
 from batchkit.commands.export.openai_answers import answers
 from batchkit.commands.export.openai_lines import answer_line, error_line
 from batchkit.commands.export.outputs import exporting
-from batchkit.commands.export.realhit import write_realhit
+from batchkit.config.seams import EXPORTS as SEAM
 from batchkit.errors import StoreError
 from batchkit.runs.layout import Layout
 from batchkit.runs.table import read_batches, schema_of
@@ -31,6 +30,24 @@ from batchkit.storage.vectors import Vectors
 
 _FORMULA = re.compile(r"[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")  # the last four: full width
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+
+EXPORTS = {
+    "parquet": "batchkit.commands.export:write_parquet",
+    "jsonl": "batchkit.commands.export:write_jsonl",
+    "csv": "batchkit.commands.export:write_csv",
+    "safe-csv": "batchkit.commands.export:write_safe_csv",
+    "npy": "batchkit.commands.export.npy:write_npy",
+    "openai": "batchkit.commands.export:write_openai",
+    "realhit": "batchkit.commands.export.realhit:write_realhit",
+}
+"""Each a function of the run folder and the path that writes the file, and returns how many rows each
+file has that it wrote."""
+_NAMES = {  # others are results.NAME
+    "jsonl": "results.newest.jsonl",
+    "safe-csv": "results.csv",
+    "openai": "results.openai.jsonl",
+    "realhit": "realhit",
+}
 
 
 class Exported(NamedTuple):
@@ -57,8 +74,8 @@ class Exported(NamedTuple):
 
 
 def export(folder: Path, format_name: str, path: Path | None = None) -> list[Exported]:
-    """Write a run's records as ``parquet``, ``jsonl``, ``csv``, ``safe-csv``, ``npy``, ``openai`` or
-    ``realhit``.
+    """Write a run's records as ``parquet``, ``jsonl``, ``csv``, ``safe-csv``, ``npy``, ``openai``,
+    ``realhit`` or what another package adds.
 
     Without ``path``: ``results.<suffix>`` in the run folder (``results.newest.jsonl`` for jsonl,
     since ``results.jsonl`` is the log). ``safe-csv`` is a CSV that is safe to open in a
@@ -74,10 +91,10 @@ def export(folder: Path, format_name: str, path: Path | None = None) -> list[Exp
     read_manifest(folder)
     log = folder / RESULTS
     check_log(folder)
-    path = path or folder / _NAMES[format_name]
+    path = path or folder / _NAMES.get(format_name, f"results.{format_name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        written = _WRITERS[format_name](folder, path)
+        written: dict[Path, int] = SEAM.load(format_name)(folder, path)
     except OSError as error:
         raise StoreError(f"{path}: can't write: {error.strerror or error}") from error
     source_bytes = log.stat().st_size
@@ -87,7 +104,7 @@ def export(folder: Path, format_name: str, path: Path | None = None) -> list[Exp
     ]
 
 
-def _write_parquet(folder: Path, path: Path) -> dict[Path, int]:
+def write_parquet(folder: Path, path: Path) -> dict[Path, int]:
     """The job fixes the schema, so a column may be null for any number of rows."""
     import pyarrow.parquet as pq
 
@@ -110,7 +127,7 @@ def _write_parquet(folder: Path, path: Path) -> dict[Path, int]:
     return {path: rows}
 
 
-def _write_jsonl(folder: Path, path: Path) -> dict[Path, int]:
+def write_jsonl(folder: Path, path: Path) -> dict[Path, int]:
     """A vector is written as numbers: what its record names is in the run folder."""
     vectors, rows = Vectors(folder), 0
     with exporting(path, folder) as temporary, temporary.open("wb") as file:
@@ -122,11 +139,11 @@ def _write_jsonl(folder: Path, path: Path) -> dict[Path, int]:
     return {path: rows}
 
 
-def _write_csv(folder: Path, path: Path) -> dict[Path, int]:
+def write_csv(folder: Path, path: Path) -> dict[Path, int]:
     return _write_cells(folder, path, _cell)
 
 
-def _write_safe_csv(folder: Path, path: Path) -> dict[Path, int]:
+def write_safe_csv(folder: Path, path: Path) -> dict[Path, int]:
     return _write_cells(folder, path, _safe_cell)
 
 
@@ -160,7 +177,7 @@ def _safe_cell(value: Any) -> Any:
     return f"'{value}" if is_formula else value
 
 
-def _write_openai(folder: Path, path: Path) -> dict[Path, int]:
+def write_openai(folder: Path, path: Path) -> dict[Path, int]:
     """OpenAI's batch output: one file of answers, one of errors."""
     model = str(read_manifest(folder).model.name or "")
     errors = path.with_name(f"{path.stem}.errors{path.suffix}")
@@ -183,23 +200,3 @@ def _write_openai(folder: Path, path: Path) -> dict[Path, int]:
 
 def _line(value: Mapping[str, Any]) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
-
-
-_WRITERS: dict[str, Callable[[Path, Path], dict[Path, int]]] = {
-    "parquet": _write_parquet,
-    "jsonl": _write_jsonl,
-    "csv": _write_csv,
-    "safe-csv": _write_safe_csv,
-    "npy": write_npy,
-    "openai": _write_openai,
-    "realhit": write_realhit,
-}
-_NAMES = {
-    "parquet": "results.parquet",
-    "jsonl": "results.newest.jsonl",
-    "csv": "results.csv",
-    "safe-csv": "results.csv",
-    "npy": "results.npy",
-    "openai": "results.openai.jsonl",
-    "realhit": "realhit",
-}

@@ -15,9 +15,7 @@ from batchkit.config.tables.job import JobConfig
 from batchkit.config.tables.prompt import MediaTable, PromptTable
 from batchkit.config.tables.run import OutputTable, RetryTable, RunTable
 from batchkit.config.tables.scoring import (
-    Extract,
     JudgeTable,
-    ScorerName,
     ScoringRule,
     ScoringTable,
 )
@@ -27,7 +25,6 @@ from batchkit.config.tables.task import PairTable, PoolingTable, TaskName
 __all__ = [
     "DEMO_MODEL",
     "EngineTable",
-    "Extract",
     "InputTable",
     "JobConfig",
     "JudgeTable",
@@ -40,7 +37,6 @@ __all__ = [
     "RolloutTable",
     "RunTable",
     "SamplingTable",
-    "ScorerName",
     "ScoringRule",
     "ScoringTable",
     "SelectTable",

@@ -7,18 +7,12 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
+from batchkit.config.seams import Extract, ScorerName
 from batchkit.config.tables.base import Table
 from batchkit.config.tables.engine import EngineTable, SamplingTable
 from batchkit.config.tables.prompt import PromptTable
 from batchkit.config.terminal import shortened
 from batchkit.config.values import reason_of
-
-Extract = Literal["text", "regex", "json", "number", "final-answer", "code", "reward"]
-
-
-ScorerName = Literal[
-    "f1", "em", "rouge-l", "sacrebleu", "numeric", "choice", "chart", "judge", "reward"
-]
 
 
 class JudgeTable(Table):

@@ -15,17 +15,17 @@ from pydantic import (
     model_validator,
 )
 
+from batchkit.config.seams import SCORERS, Extract, ScorerName
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables.base import Free, Identity, Table
 from batchkit.config.tables.engine import SamplingTable
 from batchkit.config.tables.prompt import PromptTable
-from batchkit.config.tables.scoring import Extract, ScorerName, ScoringTable
+from batchkit.config.tables.scoring import ScoringTable
 
 if TYPE_CHECKING:
     from batchkit.config.tables.job import JobConfig
 
 _NAME_OF_ENGINE = re.compile(r"[A-Za-z0-9_-]+")
-_COMPUTED_LATER = {"chart", "judge"}
 SCORING_OF_STEP = ("extract", "pattern", "key", "choices", "reference", "scorers", "tolerance")
 
 
@@ -185,7 +185,7 @@ def _misfits_of_step(job: JobConfig, step: StepTable, *, is_first: bool) -> Iter
     key, prompt = f"steps.{step.name}", step.prompt
     if hasattr(dict, step.name):
         yield f"{key}: a template can't read steps.{step.name}, a method of Python's dict; name it otherwise"
-    for name in _COMPUTED_LATER & {*(step.scorers or ())}:
+    for name in {*SCORERS.also} & {*(step.scorers or ())}:
         yield (
             f"{key}.scorers: {name} is computed once the run has ended, and later steps could not see"
             " it; name it in scoring.scorers"
@@ -260,7 +260,7 @@ def _misfits_of_scorer(
         yield f"select.scorer: is missing; {place} has {len(scorers)}: name one of them"
     elif name is not None and name not in scorers:
         yield f"select.scorer: found {name!r}, expected one of {place}"
-    elif (chosen := name or scorers[0]) in _COMPUTED_LATER:
+    elif (chosen := name or scorers[0]) in SCORERS.also:
         yield (
             f"select.scorer: {chosen} is computed when all rows are settled, so it can't choose; a step"
             ' can judge (by = "step")'

@@ -1,0 +1,88 @@
+"""Scorers: one function each, from a prediction and the right answer to a score.
+
+Each returns a number from 0 to 1 (``reward``: to 10), or None: unscored, which is never the same as 0. The
+right answer is None if the row has none. CONTRIBUTING.md says how to add one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from batchkit.config.seams import SCORERS as SEAM
+from batchkit.config.tables import ScoringTable
+from batchkit.scoring.bounds import MOST_COMPARED, check_length
+from batchkit.scoring.overlap import overlap, pair
+from batchkit.scoring.values import choice as same_choice
+from batchkit.scoring.values import numeric as same_numbers
+from batchkit.scoring.values import parse_reward
+
+Scorer = Callable[[str, str | None, ScoringTable], float | None]
+
+SCORERS = {
+    "f1": "batchkit.scoring.scorers:f1",
+    "em": "batchkit.scoring.scorers:em",
+    "rouge-l": "batchkit.scoring.scorers:rouge_l",
+    "sacrebleu": "batchkit.scoring.scorers:sacrebleu",
+    "numeric": "batchkit.scoring.scorers:numeric",
+    "choice": "batchkit.scoring.scorers:choice",
+    "reward": "batchkit.scoring.scorers:reward",
+}
+
+_pair = lru_cache(maxsize=1)(pair)  # normalised once for all scorers
+
+
+def score_by(
+    name: str, prediction: str | None, reference: str | None, table: ScoringTable
+) -> float | None:
+    """The score by the scorer called ``name``; None if there is nothing to compare.
+
+    Raises:
+        Unscorable: comparing them would take too long.
+    """
+    if prediction is None:
+        return None
+    scorer: Scorer = SEAM.load(name)
+    score = scorer(prediction, reference, table)
+    if score is None or name in SCORERS:
+        return score
+    if not 0 <= score <= 1:
+        raise ValueError(f"it returned {score!r}, expected a number from 0 to 1, or None")
+    return float(score)
+
+
+def _of_words(name: str) -> Scorer:
+    def score(prediction: str, reference: str | None, table: ScoringTable) -> float | None:
+        if reference is None:
+            return None
+        _check_lengths(prediction, reference)
+        return overlap(name, _pair(prediction, reference, table.mode), table.mode)
+
+    return score
+
+
+f1, em = _of_words("f1"), _of_words("em")
+rouge_l, sacrebleu = _of_words("rouge-l"), _of_words("sacrebleu")
+
+
+def numeric(prediction: str, reference: str | None, table: ScoringTable) -> float | None:
+    if reference is None:
+        return None
+    _check_lengths(prediction, reference)
+    return same_numbers(prediction, reference, table.tolerance)
+
+
+def choice(prediction: str, reference: str | None, table: ScoringTable) -> float | None:
+    if reference is None:
+        return None
+    _check_lengths(prediction, reference)
+    return same_choice(prediction, reference, table.choices)
+
+
+def reward(prediction: str, reference: str | None, table: ScoringTable) -> float | None:
+    return parse_reward(prediction)
+
+
+def _check_lengths(prediction: str, reference: str) -> None:
+    check_length("prediction", prediction, MOST_COMPARED)
+    check_length("reference", reference, MOST_COMPARED)
