@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from batchkit.config.tables import JobConfig
-from batchkit.engines.base import Engine
+from batchkit.engines.base import Engine, EngineLoad
 from batchkit.engines.memory_ladder import Ladder
 from batchkit.engines.registry import open_engine
 from batchkit.errors import EngineError
@@ -64,6 +64,7 @@ class Lane:
             start.job.retry, start.renderer.shortened, partial(lacks_answer, start)
         )
         self._loaded: Loaded
+        self._served: Mapping[str, Any] = {}
         self._engine = self._supervised()
         fixed = start.job.run.max_in_flight
         self._window = Window(self._engine.max_num_seqs, fixed=None if fixed == "auto" else fixed)
@@ -152,7 +153,7 @@ class Lane:
         return [settled]
 
     def _adapt(self) -> None:
-        window, load = self._window, self._engine.load()
+        window, load = self._window, self._look(self._engine)
         change = window.fit(self._engine.max_num_seqs)
         change = change or window.adapt(load, len(self.in_flight))
         self.unfinished_tokens = load.unfinished_tokens
@@ -163,24 +164,31 @@ class Lane:
         if change is not None:
             self._hear(Line(f"window {change.old} → {change.new}: {change.reason}"))
 
+    def _look(self, engine: Engine) -> EngineLoad:
+        load = engine.load()
+        if load.served != self._served:
+            self._served = load.served
+            self._hear(Found({"engine.served": load.served}))
+        return load
+
     def _supervised(self) -> SupervisedEngine:
         known = self._opening.known.get(self.name, EngineHistory())
-        idle = self._opening.engines.idle.get(self.name)
-        ladder = Ladder(known.steps if idle is None else idle.steps)
+        if (idle := self._opening.engines.idle.get(self.name)) is not None:
+            known = known._replace(steps=idle.steps)
+        ladder = Ladder(known.steps)
         if ladder.steps:
             self._hear(Line(f"engine settings remembered: {dict(ladder.overrides)}"))
         engine = SupervisedEngine(
             self._job,
             self._hear,
+            lambda job: self._opened(job, ladder),
+            known=known,
             ladder=ladder,
             quarantined=self._start.options.quarantined,
-            among_accidents=known.among_accidents,
-            suspicions=known.suspicions,
-            open_engine=lambda job: self._opened(job, ladder),
         )
         with ExitStack() as held:
             held.enter_context(closing(engine))
-            engine.load()  # it says which model a server serves, before it gets a row
+            self._look(engine)  # it says which model a server serves, before it gets a row
             held.pop_all()
         return engine
 

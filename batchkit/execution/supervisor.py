@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -21,7 +21,6 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine, EngineLoad
 from batchkit.engines.faults import EngineDied, Fault, StartFailed
 from batchkit.engines.memory_ladder import STRETCH, Ladder
-from batchkit.engines.registry import open_engine
 from batchkit.errors import (
     EngineCrashError,
     EngineError,
@@ -31,7 +30,7 @@ from batchkit.errors import (
     RowTimeoutError,
 )
 from batchkit.execution.bisection import Expected, Group, Suspects, Suspicion
-from batchkit.execution.events import EngineHistory, EngineLine, Found, Hear, Note
+from batchkit.execution.events import EngineHistory, EngineLine, Hear, Note
 from batchkit.types import Completion, Key, Request
 
 GROWTH_SHARE = 0.05
@@ -42,13 +41,60 @@ _KILLED = "SIGKILL"
 _UNKNOWN_LIMITS = {"max_num_seqs": 256}  # vLLM's default, if the engine died before it reported
 
 
+class Clock(NamedTuple):
+    """The time, in seconds, and how to wait."""
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+REAL_TIME = Clock()
+NOTHING_KNOWN = EngineHistory()
+
+
+class HostMemory:
+    """Whether an engine's process grows beyond ``limit_gb``, None for no limit."""
+
+    def __init__(self, limit_gb: float | None) -> None:
+        self._limit_gb = limit_gb
+        self._at_start_gb: float | None = None
+        self._answers = STRETCH  # since it grew too large
+        self.is_new = True
+        """No engine since ``opened`` was measured before."""
+
+    def opened(self) -> None:
+        """There is a new engine."""
+        self._at_start_gb = None
+
+    def answered(self, rows: int) -> None:
+        self._answers += rows
+
+    def too_much(self, host_gb: float) -> str:
+        """What its process holds, with the limit, if a restart is due or a new engine is too large for
+        it; else empty."""
+        if self._limit_gb is None or not host_gb:
+            return ""
+        self.is_new = self._at_start_gb is None
+        if self._at_start_gb is None:
+            self._at_start_gb = host_gb
+        elif self._at_start_gb > self._limit_gb:
+            return ""
+        over = host_gb > self._limit_gb
+        return f"{host_gb:.1f} GiB (run.max_host_gb = {self._limit_gb:g})" if over else ""
+
+    def grew_again(self) -> bool:
+        """It is restarted for this; True if that was done within a stretch of answers before."""
+        is_soon, self._answers = self._answers < STRETCH, 0
+        return is_soon
+
+
 class SupervisedEngine:
     """``hear`` gets what happens, and an EngineHistory before the next engine is opened and when a
     search ends.
 
-    ``restarts`` counts attempts to open an engine after the first. ``among_accidents`` and
-    ``suspicions`` are what an earlier start learned. ``quarantined`` are the indices of rows that
-    killed an engine in an earlier start: each is run alone, and once.
+    ``restarts`` counts attempts to open an engine after the first. ``known`` is what an earlier start
+    learned. ``quarantined`` are the indices of rows that killed an engine in an earlier start: each is
+    run alone, and once.
 
     Raises:
         JobError: the engine's options are invalid.
@@ -60,22 +106,18 @@ class SupervisedEngine:
         self,
         job: JobConfig,
         hear: Hear,
+        open_engine: Callable[[JobConfig], Engine],
         *,
+        known: EngineHistory = NOTHING_KNOWN,
         ladder: Ladder | None = None,
         quarantined: Iterable[int] = (),
-        among_accidents: bool = False,
-        suspicions: Iterable[Suspicion] = (),
-        open_engine: Callable[[JobConfig], Engine] = open_engine,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        clock: Clock = REAL_TIME,
     ) -> None:
-        self._job = job
-        self._hear = hear
-        self._open_engine = open_engine
-        self._clock, self._sleep = clock, sleep
-        self.ladder = ladder or Ladder()
-        self._suspects = Suspects[Request](among_accidents=among_accidents)
-        self._expected = Expected(suspicions)
+        self._job, self._hear, self._open_engine = job, hear, open_engine
+        self._clock = clock
+        self.ladder = ladder or Ladder(known.steps)
+        self._suspects = Suspects[Request](among_accidents=known.among_accidents)
+        self._expected = Expected(known.suspicions)
         self._is_search_remembered = False
         self._quarantined = set(quarantined)
         self._in_flight: dict[Key, Request] = {}
@@ -84,9 +126,9 @@ class SupervisedEngine:
         self._probe: Request | None = None
         self._deaths = 0
         self._restart_due = ""
-        self._host_gb_at_start: float | None = None
-        self._since_too_large = self._since_kill = STRETCH
-        self._served: Mapping[str, Any] = {}
+        self._host = HostMemory(job.run.max_host_gb)
+        self._since_kill = STRETCH
+        self._may_grow_at = 0.0
         self.restarts = 0
         self._engine = self._open()
         self.ladder.keep()
@@ -136,9 +178,6 @@ class SupervisedEngine:
         load = self._engine.load()
         for text in load.events:
             self._say(text)
-        if load.served != self._served:
-            self._served = load.served
-            self._hear(Found({"engine.served": load.served}))
         self._watch_memory(load.host_bytes / 2**30)
         return load._replace(waiting=load.waiting + len(self._held) + len(self._suspects))
 
@@ -199,30 +238,25 @@ class SupervisedEngine:
             return
         self._answered = answered[-1]
         self._deaths = 0
-        self._since_too_large += len(answered)
+        self._host.answered(len(answered))
         self._since_kill += len(answered)
         if self._suspects:
             return
         self.ladder.keep()
-        may_grow = (self._clock() - self._opened_at) * GROWTH_SHARE >= self._open_s
+        may_grow = self._clock.now() >= self._may_grow_at
         if self.ladder.succeeded(len(answered)) and may_grow and not self._restart_due:
             self._restart_due = _GROWTH
 
     def _watch_memory(self, host_gb: float) -> None:
         """Plan a restart if the engine's process uses too much memory."""
-        limit_gb = self._job.run.max_host_gb
-        if limit_gb is None or not host_gb or self._restart_due:
+        if self._restart_due or not (held := self._host.too_much(host_gb)):
             return
-        held = f"{host_gb:.1f} GiB (run.max_host_gb = {limit_gb:g})"
-        if self._host_gb_at_start is None:
-            self._host_gb_at_start = host_gb
-            if host_gb > limit_gb:
-                self._say(f"a new engine already holds {held}: no restart would help")
-        elif host_gb > limit_gb >= self._host_gb_at_start:
-            self._restart_due = f"its process holds {held}"
-            if self._since_too_large < STRETCH:  # again too soon: the batch is too large
-                self._make_smaller(Fault("oom", "run.max_host_gb", self._restart_due))
-            self._since_too_large = 0
+        if self._host.is_new:
+            self._say(f"a new engine already holds {held}: no restart would help")
+            return
+        self._restart_due = f"its process holds {held}"
+        if self._host.grew_again():  # too soon: the batch is too large
+            self._make_smaller(Fault("oom", "run.max_host_gb", self._restart_due))
 
     def _bury(self, death: EngineDied) -> list[Completion]:
         """Handle the engine's death. Returns the poison row as failed, if this death proves it.
@@ -316,13 +350,13 @@ class SupervisedEngine:
                 self._count_death(error)
                 if isinstance(error, JobError):  # the engine does not allow the smaller settings
                     self.ladder.back()
-                self._sleep(min(self._deaths, LONGEST_PAUSE_S))
+                self._clock.sleep(min(self._deaths, LONGEST_PAUSE_S))
 
     def _open(self) -> Engine:
         """An engine with the ladder's settings; smaller still if memory runs out at load."""
         n_steps = 0
         while True:
-            started = self._clock()
+            started = self._clock.now()
             options = {**self._job.engine.options, **self.ladder.overrides}
             try:
                 engine = self._open_engine(
@@ -349,9 +383,9 @@ class SupervisedEngine:
                 self._say(f"out of memory at load ({fault}): next try with {_shown(step)}")
                 self._remember()
             else:
-                self._opened_at = self._clock()
-                self._open_s = self._opened_at - started
-                self._host_gb_at_start = None
+                opened = self._clock.now()
+                self._may_grow_at = opened + (opened - started) / GROWTH_SHARE
+                self._host.opened()
                 return engine
 
     def _remember(self, *, quarantined: Request | None = None, proves: bool = True) -> None:

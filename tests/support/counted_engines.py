@@ -18,7 +18,7 @@ from batchkit.engines.memory_ladder import Ladder
 from batchkit.errors import RequestError
 from batchkit.execution.bisection import Suspicion
 from batchkit.execution.events import EngineHistory, Event, Note
-from batchkit.execution.supervisor import SupervisedEngine
+from batchkit.execution.supervisor import Clock, SupervisedEngine
 from batchkit.types import Choice, Completion, Request, Row
 
 FAULTS: dict[FaultKind, Fault] = {
@@ -123,12 +123,11 @@ class World:
         return SupervisedEngine(
             job,
             hear,
+            self.open,
+            known=EngineHistory(suspicions=tuple(suspicions)),
             ladder=ladder,
             quarantined=quarantined,
-            suspicions=suspicions,
-            open_engine=self.open,
-            clock=lambda: self.now,
-            sleep=self.sleep,
+            clock=Clock(lambda: self.now, self.sleep),
         )
 
     def sleep(self, seconds: float) -> None:
