@@ -231,7 +231,7 @@ def retry_failed(run: str | None, kinds: Texts, notify: str | None, overrides: T
     New results are appended; rows that are ok are not touched. --set applies to this start only.
     Secrets are read from RUN if it is a job file. Exits with 1 if rows of RUN have no record yet.
     """
-    from batchkit.commands.run import retry_failed as again
+    from batchkit.commands.retry import retry_failed as again
     from batchkit.types import ERROR_KINDS
 
     for kind in kinds:

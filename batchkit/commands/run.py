@@ -1,45 +1,22 @@
-"""The commands that run the rows of a job: run and retry-failed."""
+"""The ``run`` command: a start of a job's run, then its scores and its exported table."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
 
 from batchkit.commands.export import export
 from batchkit.commands.export.outputs import format_for
 from batchkit.commands.forecast_file import announced, turned_out
 from batchkit.commands.score import finish_scoring
 from batchkit.commands.score.answer import Say
-from batchkit.config.loading import load_job, masked_override
-from batchkit.config.masking import masked_keys
 from batchkit.config.tables import JobConfig
-from batchkit.errors import (
-    BatchkitError,
-    EngineCrashError,
-    Interrupted,
-    JobError,
-    RowOutOfMemoryError,
-)
+from batchkit.errors import BatchkitError, Interrupted, JobError
 from batchkit.execution.notify import notifying
 from batchkit.execution.run import start_run
 from batchkit.execution.signals import StopRequest
 from batchkit.execution.start import OnChange, Options
-from batchkit.execution.summary import Outcome, RunSummary
-from batchkit.rendering.constant_files import constant_files
-from batchkit.storage.checkpoint import check_log
-from batchkit.storage.identity import differences, identity
-from batchkit.storage.job_toml import in_order_of, job_of_run, with_secrets_of, without_masked
-from batchkit.storage.lines import failure_kind
-from batchkit.storage.log import RESULTS
-from batchkit.storage.manifest import read_manifest
-from batchkit.storage.newest import read_newest
-from batchkit.storage.runfolder import JOB
-
-_LETHAL = (EngineCrashError.kind, RowOutOfMemoryError.kind)
+from batchkit.execution.summary import Outcome
 
 
 def run_job(
@@ -74,7 +51,7 @@ def run_job(
             options = Options(fresh=fresh, on_change=on_change, skip_from=skip_from, command="run")
             outcome = start_run(job, options=options, stop=stop)
             ended(outcome.summary)
-            outcome = _finished(outcome, job, stop, say)
+            outcome = with_scores(outcome, job, stop, say)
         if outcome.summary.exit in (0, 3) and (took := turned_out(job, outcome.summary)):
             say(took)
         if output is not None and output_format is not None:
@@ -95,7 +72,7 @@ def _exported(outcome: Outcome, name: str, output: Path, say: Say) -> Outcome:
     return outcome
 
 
-def _finished(outcome: Outcome, job: JobConfig, stop: StopRequest, say: Say) -> Outcome:
+def with_scores(outcome: Outcome, job: JobConfig, stop: StopRequest, say: Say) -> Outcome:
     """Once all rows have finished, compute the scores that had to wait until then."""
     summary = outcome.summary
     if outcome.error is not None or summary.exit not in (0, 3):
@@ -109,136 +86,3 @@ def _finished(outcome: Outcome, job: JobConfig, stop: StopRequest, say: Say) -> 
     if table is not None:
         say(table.to_text())
     return outcome
-
-
-class Retry(NamedTuple):
-    """What ``retry-failed`` found, and how it ended; ``recovered`` of the ``rows`` are ok now.
-
-    ``kinds``: the only failures that were to be retried; empty: all. ``summary`` is None if no row
-    had failed.
-    """
-
-    kinds: Sequence[str]
-    rows: int = 0
-    by_kind: Mapping[str, int] = MappingProxyType({})
-    recovered: int = 0
-    summary: RunSummary | None = None
-
-    @property
-    def exit_code(self) -> int:
-        return 0 if self.summary is None else self.summary.exit
-
-    def to_json(self) -> dict[str, Any]:
-        found = {"rows": self.rows, "by_kind": dict(self.by_kind), "recovered": self.recovered}
-        return found | ({} if self.summary is None else self.summary.to_json())
-
-    def to_text(self) -> str:
-        if self.summary is None:
-            return "nothing to retry: no row failed" + f" by {', '.join(self.kinds)}" * bool(
-                self.kinds
-            )
-        by_kind = ", ".join(f"{count} {kind}" for kind, count in self.by_kind.items())
-        return f"retried {self.rows} rows ({by_kind}): {self.recovered} recovered"
-
-
-def retry_failed(
-    folder: Path,
-    *,
-    kinds: Sequence[str] = (),
-    overrides: Sequence[str] = (),
-    job_file: Path | None = None,
-    say: Say = print,
-) -> Retry:
-    """Run the rows of a run again whose newest record failed, or is ok but blank.
-
-    ``kinds`` keeps only failures of these kinds; a blank ok record counts as ``empty``.
-    ``overrides`` apply to this start only, and are noted in the manifest. Secrets, which the run's
-    ``job.toml`` does not have, come from ``job_file``, else from ``overrides`` or the environment;
-    nothing else is taken from ``job_file``, and if it differs, ``say`` gets that.
-    """
-    for override in overrides:
-        key = override.partition("=")[0].strip()
-        if key.partition(".")[0] == "scoring":
-            setting = masked_override(override)
-            raise JobError(
-                f"--set {setting}: a run is scored in one way; `batchkit score {folder} --set"
-                f" {setting}` scores all of it again"
-            )
-        if key.startswith("input") and key != "input.path":
-            raise JobError(
-                f"--set {masked_override(override)}: a retry finds the rows of the run as the run did;"
-                " only input.path may differ, for an input that was moved"
-            )
-    manifest = read_manifest(folder)
-    check_log(folder)
-    attempts: dict[int, int] = {}
-    by_kind: Counter[str] = Counter()
-    quarantined: set[int] = set()
-    for record in read_newest(folder / RESULTS):
-        kind = failure_kind(record)
-        if kind is not None and (not kinds or kind in kinds):
-            attempts[record["index"]] = record.get("attempt") or 1
-            by_kind[kind] += 1
-            if kind in _LETHAL:
-                quarantined.add(record["index"])
-    if not attempts:
-        return Retry(kinds)
-    given = None if job_file is None else load_job(job_file)
-    if given is not None and (
-        changes := differences(manifest.identity, identity(given, constant_files(given)))
-    ):
-        say(
-            f"{job_file} has changed since the run began, and a retry keeps to the run's own job:"
-            f" {'; '.join(changes)}. To use the change, give it with --set, or `batchkit run"
-            f" {job_file} --on-change requeue`"
-        )
-    begun = in_order_of(manifest.identity, job_of_run(folder))
-    job = in_order_of(manifest.identity, job_of_run(folder, overrides))
-    if job.engine.kind == "dry-run" != begun.engine.kind:
-        raise JobError(
-            "--set engine.kind=dry-run: no model would answer, and its sentences would stand among the"
-            f" answers of {folder}; to try the job, give it another name: batchkit run"
-            f" {folder / JOB} --set engine.kind=dry-run --set name=trial"
-        )
-    if job.input.path is None:
-        raise JobError(
-            f"{folder}: its rows came from Python, and only a program has them: run them again there, with"
-            f" processor.retry({{index: attempt}}, rows=rows); `batchkit show --failed {folder}` lists them"
-        )
-    options = Options(
-        attempts=attempts,
-        quarantined=quarantined,
-        begun_with=_filled(begun, given),
-        overrides=overrides,
-        command="retry-failed",
-    )
-    with notifying(job, say) as ended, StopRequest().installed() as stop:
-        outcome = start_run(_with_secrets(job, given, say), options=options, stop=stop)
-        ended(outcome.summary)
-        outcome.checked()
-        outcome = _finished(outcome, job_of_run(folder), stop, say)
-        ended(outcome.summary)
-        summary = outcome.checked()
-    recovered = sum(
-        record["index"] in attempts and failure_kind(record) is None
-        for record in read_newest(folder / RESULTS)
-    )
-    return Retry(kinds, len(attempts), by_kind, recovered, summary)
-
-
-def _with_secrets(job: JobConfig, given: JobConfig | None, say: Say) -> JobConfig:
-    """``job``, which was read from its ``job.toml``, with the secrets that are known."""
-    job = _filled(job, given)
-    known = without_masked(job)
-    gone = sorted({*masked_keys(job.model_dump())} - {*masked_keys(known.model_dump())})
-    if gone:
-        say(
-            f"left out, for it is a secret and not kept: {', '.join(gone)}; where it is needed, name"
-            " the job file instead of the run folder, or give it with --set"
-        )
-    return known
-
-
-def _filled(job: JobConfig, given: JobConfig | None) -> JobConfig:
-    """``job`` with the secrets of the ``given`` one, if there is one."""
-    return job if given is None else with_secrets_of(job, given)

@@ -15,7 +15,8 @@ import pytest
 import tomlkit
 
 from batchkit.commands.export import export
-from batchkit.commands.run import retry_failed, run_job
+from batchkit.commands.retry import retry_failed
+from batchkit.commands.run import run_job
 from batchkit.commands.score import score_run
 from batchkit.commands.score.predictions import score_predictions
 from batchkit.config.loading import load_job

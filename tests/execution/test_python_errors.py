@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from batchkit import JobConfig, ProductionBatchProcessor
-from batchkit.commands.run import retry_failed
+from batchkit.commands.retry import retry_failed
 from batchkit.errors import BatchkitError, ChangedError, JobError
 
 DRY = {"kind": "dry-run"}
