@@ -54,16 +54,6 @@ def fault_in_schema(schema: Any) -> str | None:
     return None
 
 
-def check_schema(schema: Any, place: str = "") -> None:
-    """Raises ValueError if ``schema``, unless it is None, is not a JSON schema. ``place`` precedes
-    its key."""
-    if schema is not None and (fault := fault_in_schema(schema)) is not None:
-        raise ValueError(
-            f"{place}sampling.structured_outputs.json is no JSON schema, so answers can't be checked:"
-            f" {fault}"
-        )
-
-
 def _example(schema: Any, root: Any, text: str, depth: int) -> Any:
     found = resolved(schema, root)
     if depth > _DEEPEST:  # it refers to itself

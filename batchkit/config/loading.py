@@ -28,7 +28,7 @@ from batchkit.config.terminal import shortened
 from batchkit.config.toml_problems import problem_in
 from batchkit.config.tool_definitions import is_template
 from batchkit.config.urls import bare, is_remote, scheme_with_password
-from batchkit.config.values import place_in, reason_of
+from batchkit.config.values import reason_of
 from batchkit.errors import JobError
 
 _ESCAPED = re.compile(r"\[([*?[])\]")  # by glob.escape
@@ -65,7 +65,7 @@ def load_job(
             raise _is_data(path) from None
         raise JobError(f"{path}: not valid TOML: {problem_in(text, error)}") from error
     except (RecursionError, ValueError) as error:  # ValueError: thousands of digits
-        raise JobError(f"{path}: {place_in(text, error)}: {reason_of(error)}") from None
+        raise JobError(f"{path}: {reason_of(error)}") from None
     if (rows := given.get("input.path")) is not None:
         given = {**given, "input.path": _find_input(rows, Path.cwd())}
     return make_job(table, str(path), overrides, given, base=path.parent)
@@ -144,7 +144,7 @@ def check_override(override: str, flag: str = "--set") -> None:
     """Raises JobError if ``override`` is not KEY=VALUE."""
     key, equals, _ = override.partition("=")
     if not equals or not all(key.strip().split(".")):
-        key = next(iter(homes_of(key)), key if "." in key else "sampling.temperature")
+        key = next(iter(homes_of(JobConfig, key)), key if "." in key else "sampling.temperature")
         raise JobError(
             f"{flag} {masked_override(override)}: write KEY=VALUE in one word, as in {flag} {key}=…"
         )
@@ -212,8 +212,7 @@ def _one_of(tables: list[dict[str, Any]], part: str, key: str, origin: str) -> d
 
 
 def _wants_text(parts: list[str]) -> bool:
-    annotation = annotation_of(parts)
-    return annotation in (str, str | None)
+    return annotation_of(JobConfig, parts) in (str, str | None)
 
 
 def resolve_paths(job: JobConfig, base: Path) -> JobConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from math import isfinite
 from typing import Any
@@ -18,10 +17,6 @@ _FREE_FORM = (
     ("prompt", "tools"),
 )
 _OPTIONS = (("sampling",), ("pooling",), ("engine", "options"))
-_BRACKET = re.compile(r"[\[\]{}]")
-_LONG_NUMBER = re.compile(r"\d[\d_]{4000,}")  # Python reads up to 4300 digits
-_KEY = re.compile(r"^[ \t]*([\w.\"' -]+?)[ \t]*=", re.MULTILINE)
-_TABLE = re.compile(r"^[ \t]*\[+([^\[\]\n]+)\]+[ \t]*(?:#.*)?$", re.MULTILINE)
 
 
 def check_values(table: Mapping[str, Any]) -> None:
@@ -39,25 +34,14 @@ def check_values(table: Mapping[str, Any]) -> None:
                 f" {_BITS} at most"
             )
         if isinstance(value, float) and not isfinite(value) and _below(path, _FREE_FORM + _OPTIONS):
-            is_text = _below(path, _FREE_FORM)
-            remedy = f'write it as a text: "{value}"' if is_text else "expected a finite number"
-            raise ValueError(f"{_dotted(path)}: found {value}; {remedy}")
+            raise ValueError(f"{_dotted(path)}: found {value}, expected a finite number, or a text")
         if value is None and _must_be_kept(path):
-            in_tools = _below(path, (("prompt", "tools"),))
-            remedy = "give tools as a JSON file" if in_tools else 'write it as a text: "None"'
             raise ValueError(
-                f"{_dotted(path)}: found None, which a job file can't hold; leave it out, or {remedy}"
+                f"{_dotted(path)}: found None, which a job file can't hold; leave it out, or write it as a"
+                ' text: "None"'
             )
         if isinstance(value, str) and not _is_unicode(value):
             raise ValueError(f"{_dotted(path)}: found text that is no valid UTF-8")
-
-
-def place_in(text: str, error: Exception) -> str:
-    """The line and key of the value in a TOML file at which Python's reader failed."""
-    position = _too_deep(text) if isinstance(error, RecursionError) else _too_long(text)
-    before = text[: position + 1]
-    keys = [found[-1][1] for pattern in (_TABLE, _KEY) if (found := [*pattern.finditer(before)])]
-    return f"line {before.count(chr(10)) + 1} ({'.'.join(keys)})"
 
 
 def reason_of(error: Exception) -> str:
@@ -100,17 +84,3 @@ def _is_unicode(text: str) -> bool:
         return text.isascii() or bool(text.encode())
     except UnicodeEncodeError:
         return False
-
-
-def _too_deep(text: str) -> int:
-    depth = 0
-    for bracket in _BRACKET.finditer(text):
-        depth += 1 if bracket[0] in "[{" else -1
-        if depth > MAX_DEPTH:
-            return bracket.start()
-    return 0
-
-
-def _too_long(text: str) -> int:
-    found = _LONG_NUMBER.search(text)
-    return found.start() if found else 0

@@ -17,7 +17,7 @@ import orjson
 from msgspec.structs import replace
 
 from batchkit.config.tables import JobConfig, RolloutTable
-from batchkit.config.tables.steps import misfits_of_steps
+from batchkit.config.tables.misfits import misfits_of_steps
 from batchkit.errors import EmptyTextError, JobError, RolloutError, RowError
 from batchkit.execution.rollouts.generate import Generate
 from batchkit.execution.rollouts.open_row import OpenRow
