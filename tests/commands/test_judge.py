@@ -317,8 +317,6 @@ def test_a_judge_with_another_file_in_its_prompt_is_another_judge(tmp_path: Path
         made = judged_job(tmp_path, server, judge={"prompt": prompt}, media={"root": str(tmp_path)})
         rules.write_text("kind")
         folder = run(made)
-        (manifest,) = folder.glob("judge/*/manifest.json")
-        manifest.parent.rename(manifest.parent.with_name("as-an-earlier-version-named-it"))
         score_run(folder, say=quiet)
         assert judge.asked.total() == 3
         rules.write_text("strict")

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from batchkit.commands.score.answer import Answered, Say
+from batchkit.commands.trial import tried
 from batchkit.config.loading import resolve_paths
 from batchkit.config.tables import JobConfig, JudgeTable, ScoringTable
-from batchkit.errors import BudgetError, Interrupted
-from batchkit.execution.run import start_run
+from batchkit.errors import BudgetError
 from batchkit.execution.signals import StopRequest
 from batchkit.execution.start import Options
 from batchkit.rendering.constant_files import constant_files
@@ -31,7 +32,7 @@ from batchkit.scoring.values import numbers_in
 from batchkit.sources.input import Input
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.checkpoint import check_log
-from batchkit.storage.identity import differences, hash_of, identity
+from batchkit.storage.identity import hash_of, identity
 from batchkit.storage.job_toml import without_masked
 from batchkit.storage.ledger import Ledger, RecordLine
 from batchkit.storage.lines import failure_kind
@@ -76,10 +77,9 @@ def judge(
         key_of[answer.index] = key = input_hash(shown)
         questions.setdefault(key, shown)
     with claim(folder):  # no other process may judge meanwhile
-        _ask(judging, questions, stop)
-        judged = {r["id"]: r for r in _records(judging) if r["id"] in questions}
-    _report_failures([judged[key] for key in questions], say)
-    found = {key: _unless_cut(judged[key].get("prediction"), judged[key]) for key in questions}
+        judged = _judged(judging, questions, stop)
+    _report_failures(judged.values(), say)
+    found = {key: _unless_cut(record.get("prediction"), record) for key, record in judged.items()}
     return {index: _score(found[key], table) for index, key in key_of.items()}
 
 
@@ -170,17 +170,9 @@ def _job(job: JobConfig, table: JudgeTable, folder: Path) -> JobConfig:
         }
     )
     made = resolve_paths(without_masked(made), Path.cwd())
-    decides = identity(made, constant_files(made))
     model = re.sub(r"[^A-Za-z0-9]+", "-", Path(made.engine.model).name)[:40].strip("-")
-    new = f"{model or FOLDER}-{hash_of(decides)[:8]}"
-    return made.model_copy(update={"name": _begun(folder, decides) or new})
-
-
-def _begun(folder: Path, decides: Mapping[str, Any]) -> str | None:
-    """The name of this judge's run, which an earlier version may have named in another way."""
-    begun = (path.parent for path in sorted(folder.glob(f"*/{MANIFEST}")))
-    same = (run.name for run in begun if not differences(read_manifest(run).identity, decides))
-    return next(same, None)
+    decides = hash_of(identity(made, constant_files(made)))
+    return made.model_copy(update={"name": f"{model or FOLDER}-{decides[:8]}"})
 
 
 def _shown(
@@ -200,55 +192,51 @@ def _shown(
     }
 
 
-def _ask(judging: JobConfig, questions: Mapping[str, Mapping[str, Any]], stop: StopRequest) -> None:
-    """Get an answer for every question that has none.
+def _judged(
+    judging: JobConfig, questions: Mapping[str, Mapping[str, Any]], stop: StopRequest
+) -> dict[str, dict[str, Any]]:
+    """The record of each question, once those without an answer have been asked. A question keeps the
+    index at which it was first asked; new ones get the next indexes."""
+    known = _records(judging)
+    new = count(len(known))
+    attempts: dict[int, int] = {}
+    rows: list[Row] = []
+    for key, shown in questions.items():
+        record = known.get(key)
+        if record is None or failure_kind(record) is not None:
+            index = next(new) if record is None else record["index"]
+            attempts[index] = 0 if record is None else record["attempt"]
+            rows.append(Row(index, key, shown))
+    if not rows:
+        return {key: known[key] for key in questions}
 
-    A question keeps the index at which it was first answered; new ones get the next indexes.
-    """
-    attempts: dict[str, int] = {}
-    places: dict[str, int] = {}
-    end = 0
-    for record in _records(judging):
-        end = record["index"] + 1
-        if record["id"] in questions:
-            places[record["id"]] = record["index"]
-            if failure_kind(record) is not None:
-                attempts[record["id"]] = record["attempt"]
-    new = [key for key in questions if key not in places]
-    places |= {key: end + n for n, key in enumerate(new)}
-    attempts |= dict.fromkeys(new, 0)
-    if not attempts:
-        return
-    rows = [Row(places[key], key, questions[key]) for key in attempts]
-    due = {places[key]: attempt for key, attempt in attempts.items()}
-    options = Options(attempts=due, command="score")
-    summary = start_run(judging, _growing(rows, end + len(new)), options, stop=stop).checked()
-    if summary.exit >= 128:
-        raise Interrupted(summary.exit - 128)
+    def read(skip: Callable[[int], bool]) -> Iterator[Row]:
+        return (row for row in rows if not skip(row.index))
+
+    size = next(new)
+    # No files: other questions are not a change of the input.
+    source = Input(files=[], read=read, everything=read, size=lambda: size, has_ids=True)
+    options = Options(attempts=attempts, command="score")
+    summary = tried(judging, source, options, stop=stop)
     if summary.stopped_by:
         raise BudgetError(
             f"{judging.folder}: the judge was stopped by {summary.stopped_by}; all rows are answered, and"
             " every judgement that was made is kept. `batchkit score` continues, with a larger budget"
             " unless it is that of a start"
         )
+    known = _records(judging)
+    return {key: known[key] for key in questions}
 
 
-def _growing(rows: Sequence[Row], size: int) -> Input:
-    """These of all questions so far; no ``files``, since other questions are not a change."""
-
-    def read(skip: Callable[[int], bool]) -> Iterator[Row]:
-        return (row for row in rows if not skip(row.index))
-
-    return Input(files=[], read=read, everything=read, size=lambda: size, has_ids=True)
-
-
-def _records(judging: JobConfig) -> Iterator[dict[str, Any]]:
-    if is_run(judging.folder):
-        check_log(judging.folder)
-    return read_newest(judging.folder / RESULTS)
+def _records(judging: JobConfig) -> dict[str, dict[str, Any]]:
+    """The newest record of every question that was ever asked."""
+    if not is_run(judging.folder):
+        return {}
+    check_log(judging.folder)
+    return {record["id"]: record for record in read_newest(judging.folder / RESULTS)}
 
 
-def _report_failures(judged: Sequence[Mapping[str, Any]], say: Say) -> None:
+def _report_failures(judged: Collection[Mapping[str, Any]], say: Say) -> None:
     failed = [record for record in judged if failure_kind(record) is not None]
     if failed:
         error = failed[0].get("error") or {}
