@@ -117,7 +117,7 @@ def test_no_command_shows_the_help() -> None:
         ["run", "job.toml", "--limit", "many"],
         ["run", "job.toml", "--on-change", "ignore"],
         ["validate", "job.toml", "--rows", "-1"],
-        ["generate", "--prompts", "a"],
+        ["generate", "a"],
         ["status", "a", "b"],
         ["run", "job.toml", "--shard"],
         ["merge", "--into", "output/b"],
@@ -159,7 +159,6 @@ def test_wrong_command_line_exits_with_2_and_says_so_on_stderr(
         (["run", "job.toml", "--shard", "2/2"], "the last 1/2"),
         (["retry-failed", "job.toml", "--kind", "bad"], "known kinds are template, media"),
         (["generate", "--model", "m"], "no prompt"),
-        (["generate", "--model", "m", "--prompts"], "no prompt"),
         (["generate", "--model", "m", "--prompts-file", "empty.txt"], "no prompt"),
         (["generate", "--model", "m", "--prompts-file", "latin.txt"], "latin.txt"),
         (["demo-model", "job.toml"], "job.toml"),
@@ -432,7 +431,7 @@ def test_export_takes_the_run_behind_the_format(finished: Path) -> None:
 
 def test_generate_answers_prompts_in_their_order(folder: Path) -> None:
     (folder / "more.txt").write_bytes("\ufeffthree\n\nfour\u2028and more\n".encode())
-    args = ["generate", "--model", "m", "--set", "engine.kind=dry-run", "--prompts", "one", "two"]
+    args = ["generate", "--model", "m", "--set", "engine.kind=dry-run", "one", "two"]
     result = batchkit(*args, "--prompts-file", "more.txt")
     assert result.exit_code == 0
     prompts = [line[2:] for line in result.stdout.split("\n") if line.startswith("> ")]

@@ -77,7 +77,7 @@ def assert_one_line(ended: subprocess.CompletedProcess[str], *words: str) -> Non
         ["run", "job.toml", "--dry-run"],
         ["run", "job.toml", "--set", "engine.in_process=true"],
         ["validate", "job.toml"],
-        ["generate", "--model", "no-such-org/no-such-model", "--prompts", "tea?"],
+        ["generate", "--model", "no-such-org/no-such-model", "tea?"],
     ],
     ids=" ".join,
 )

@@ -409,12 +409,6 @@ def verify(run: str | None, repair: bool) -> Result:
 @cli.command()
 @click.option("--model", required=True, help="A folder, or a name on the Hugging Face hub.")
 @click.option(
-    "--prompts",
-    is_flag=True,
-    expose_value=False,
-    help="The arguments are prompts (this flag may be left out).",
-)
-@click.option(
     "--prompts-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="One prompt a line.",

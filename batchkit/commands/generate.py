@@ -41,7 +41,7 @@ def prompts_of(texts: Sequence[str], file: Path | None) -> list[str]:
     lines = content.split("\n")  # not splitlines: U+2028 may be part of a prompt
     prompts = [*texts, *(line for line in lines if line.strip())]
     if not prompts:
-        raise JobError('no prompt: give --prompts "…" "…" or --prompts-file FILE')
+        raise JobError('no prompt: give "…" "…" or --prompts-file FILE')
     return prompts
 
 
