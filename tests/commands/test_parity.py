@@ -14,8 +14,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from batchkit.commands.parity import parity
-from batchkit.commands.parity.answers import SideAnswer, Token
-from batchkit.commands.parity.differences import Difference, difference
+from batchkit.commands.parity.differences import Difference, SideAnswer, Token, difference
 from batchkit.commands.parity.findings import ParityResult
 from batchkit.commands.parity.sides import MODEL_OPTIONS, sides_of
 from batchkit.config.loading import load_job
@@ -515,7 +514,7 @@ def test_a_signal_ends_it_and_leaves_nothing(
 
 def answer(*tokens: Token, text: str | None = None, finish_reason: str = "stop") -> SideAnswer:
     written = "".join(token.text for token in tokens) if text is None else text
-    return SideAnswer("q", "", written, finish_reason, tokens)
+    return SideAnswer(written, finish_reason, tokens)
 
 
 def token(text: str, logprob: float = -0.1, **others: float) -> Token:
@@ -523,9 +522,9 @@ def token(text: str, logprob: float = -0.1, **others: float) -> Token:
 
 
 def part(a: SideAnswer, b: SideAnswer) -> Difference:
-    found = difference(0, a, b)
+    found = difference(0, "q", a, b)
     assert found is not None
-    assert difference(0, a, a) is difference(0, b, b) is None
+    assert difference(0, "q", a, a) is difference(0, "q", b, b) is None
     return found
 
 

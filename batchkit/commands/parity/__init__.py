@@ -5,17 +5,19 @@ For a model that was quantised or is new to an engine, before it is used for a l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from batchkit.commands.parity.answers import Answers, answers_of
-from batchkit.commands.parity.differences import difference
-from batchkit.commands.parity.findings import ParityResult, RowFailure
+from batchkit.commands.parity.differences import SideAnswer, difference
+from batchkit.commands.parity.findings import Answers, ParityResult, RowFailure
 from batchkit.commands.parity.sides import Side, sides_of
-from batchkit.commands.trial import scratch_folder
+from batchkit.commands.trial import Say, scratch_folder, tried
 from batchkit.config.tables import JobConfig
+from batchkit.engines.process.launcher import LOG
 from batchkit.engines.registry import open_preflight
-from batchkit.errors import InputError, JobError
+from batchkit.errors import EngineError, InputError, JobError
 from batchkit.execution.signals import StopRequest
+from batchkit.execution.start import Options
+from batchkit.storage.manifest import read_manifest
 
 
 def parity(
@@ -25,7 +27,7 @@ def parity(
     rows: int,
     tie: float,
     settings: tuple[Sequence[str], Sequence[str]] = ((), ()),
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = lambda text: None,
 ) -> ParityResult:
     """Run the first ``rows`` rows on both ``engines`` (``vllm,transformers``), one after the other.
 
@@ -52,10 +54,10 @@ def parity(
         first, second = sides_of(job, engines, settings, folder)
         _check(second)  # before the first one loads and answers in vain
         one = _ask(first, stop, say)
-        if not one.rows:
+        if not one.records:
             raise InputError(f"{job.input.path}: no rows to compare two engines on")
         two = _ask(second, stop, say)
-    if _inputs(one) != _inputs(two):
+    if one.inputs != two.inputs:
         raise InputError(
             f"{job.input.path}: changed after {first} had read it, so {second} answered other rows;"
             " let it stay as it is, then run the same command again"
@@ -70,35 +72,45 @@ def _check(side: Side) -> None:
         raise JobError(f"{side}: {error}") from error
 
 
-def _ask(side: Side, stop: StopRequest, say: Callable[[str], None]) -> Answers:
+def _ask(side: Side, stop: StopRequest, say: Say) -> Answers:
     say(f"{side}: starting the engine")
-    answers = answers_of(side, stop)
-    say(f"{side}: {len(answers.rows):,} rows in {answers.seconds:.1f} s")
-    return answers
-
-
-def _inputs(answers: Answers) -> dict[int, tuple[str, str]]:
-    """The id and the hash of each row, by its index."""
-    return {index: (answer.id, answer.input_hash) for index, answer in answers.rows.items()}
+    options = Options(adjust_sampling=side.greedy, quiet=True, command="parity")
+    try:
+        summary = tried(side.job, None, options, stop=stop)
+    except InputError as error:
+        raise InputError(str(error)) from error
+    except JobError as error:
+        raise JobError(f"{side}: {error}") from error
+    except EngineError as error:
+        message, log = str(error), side.job.folder / LOG
+        if log.exists() and str(log) not in message:
+            message += f"; what it printed is in {log}"
+        raise EngineError(f"{side}: {message}") from error
+    records = {record["index"]: record for record in summary.records()}
+    say(f"{side}: {len(records):,} rows in {summary.seconds:.1f} s")
+    versions = read_manifest(side.job.folder).last_start.engine
+    return Answers(side, records, versions, summary.seconds)
 
 
 def _findings(one: Answers, two: Answers, tie: float) -> ParityResult:
     differences, failures = [], []
     equal = failed_on_both = 0
-    for index in sorted(one.rows):
-        a, b = one.rows[index], two.rows[index]
-        if a.error is not None and b.error is not None:
+    for index, a in sorted(one.records.items()):
+        has_failed = one.has_failed(index), two.has_failed(index)
+        if all(has_failed):
             failed_on_both += 1
-        elif error := a.error or b.error:
-            side = "b" if a.error is None else "a"
-            failures.append(RowFailure(index, a.id, side, error.kind, error.message))
-        elif (found := difference(index, a, b)) is not None:
-            differences.append(found)
+        elif any(has_failed):
+            side, record = ("a", a) if has_failed[0] else ("b", two.records[index])
+            error = record["error"]
+            failures.append(RowFailure(index, a["id"], side, error["kind"], error["message"]))
         else:
-            equal += 1
+            answers = SideAnswer.of(a), SideAnswer.of(two.records[index])
+            found = difference(index, a["id"], *answers)
+            differences += [] if found is None else [found]
+            equal += found is None
     return ParityResult(
         sides=(one, two),
-        rows=len(one.rows),
+        rows=len(one.records),
         equal=equal,
         differences=sorted(differences, key=lambda found: found.rank),
         failures=failures,

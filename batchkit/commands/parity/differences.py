@@ -8,14 +8,49 @@ model. If an engine was far from taking the other's token, the two compute diffe
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from batchkit.commands.parity.answers import SideAnswer, Token
+from batchkit.storage.answers import answers_in_words
 
 _WORDS = re.compile(r"\s*\S+")
 _PIECE = "\N{REPLACEMENT CHARACTER}"  # part of a character that takes several tokens
+
+
+class Token(NamedTuple):
+    """``logprob`` is None if the engine gives none; ``top``: the likeliest tokens, by text."""
+
+    text: str
+    logprob: float | None = None
+    top: Mapping[str, float] = {}
+
+
+class SideAnswer(NamedTuple):
+    """One side's answer to a row. ``text`` has its reasoning and tool calls, too; ``tokens`` is None if the
+    engine gives none."""
+
+    text: str
+    finish_reason: str | None
+    tokens: Sequence[Token] | None = None
+    prompt_tokens: int | None = None
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> SideAnswer:
+        tokens = record["choices"][0]["logprobs"] if "choices" in record else None
+        return cls(
+            "\n".join(filter(None, [record.get("reasoning"), answers_in_words(record)[0]])),
+            record["finish_reason"],
+            None if tokens is None else [_token(found) for found in tokens],
+            None if record["usage"] is None else record["usage"]["prompt_tokens"],
+        )
+
+
+def _token(found: Mapping[str, Any]) -> Token:
+    """Of two likeliest tokens with one text, the likelier; those that a grammar forbids have no logprob."""
+    top = {t["token"]: t["logprob"] for t in reversed(found["top_logprobs"])}
+    known = {text: logprob for text, logprob in top.items() if logprob is not None}
+    return Token(found["token"], found["logprob"], known)
 
 
 class Part(NamedTuple):
@@ -66,7 +101,7 @@ class Difference:
         return self.gap is None, -(self.gap or 0.0), self.index
 
 
-def difference(index: int, a: SideAnswer, b: SideAnswer) -> Difference | None:
+def difference(index: int, row_id: str, a: SideAnswer, b: SideAnswer) -> Difference | None:
     """None if text and finish_reason are equal: then the answers count as equal."""
     if (a.text, a.finish_reason) == (b.text, b.finish_reason):
         return None
@@ -80,7 +115,7 @@ def difference(index: int, a: SideAnswer, b: SideAnswer) -> Difference | None:
     begins = _common(a.text, b.text)
     return Difference(
         index,
-        a.id,
+        row_id,
         position,
         "token" if has_tokens else "word",
         _part(a, begins, ours, theirs),

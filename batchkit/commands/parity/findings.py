@@ -4,16 +4,50 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from batchkit.commands.parity.answers import Answers
 from batchkit.commands.parity.differences import Difference, Part
+from batchkit.commands.parity.sides import Side
+from batchkit.errors import EmptyTextError
 from batchkit.scoring.metrics import markdown
 
 SHOWN = 10
 _BEFORE, _SHOWN_CHARACTERS = 20, 72
+
+
+class Answers(NamedTuple):
+    """The records of one side, by row index. ``seconds``: without loading the model."""
+
+    side: Side
+    records: Mapping[int, Mapping[str, Any]]
+    versions: Mapping[str, str]
+    seconds: float
+
+    def has_failed(self, index: int) -> bool:
+        """An answer without text is compared like any other, although a run counts it as failed."""
+        error = self.records[index]["error"]
+        return error is not None and error["kind"] != EmptyTextError.kind
+
+    @property
+    def failed(self) -> int:
+        return sum(map(self.has_failed, self.records))
+
+    @property
+    def inputs(self) -> dict[int, tuple[str, str]]:
+        """The id and the hash of each row."""
+        return {index: (r["id"], r["input_hash"]) for index, r in self.records.items()}
+
+    @property
+    def rows_per_s(self) -> float:
+        return len(self.records) / self.seconds if self.seconds else 0.0
+
+    @property
+    def left_out(self) -> list[str]:
+        """Keys of the job that this side does not use."""
+        sampling = [f"sampling.{name}" for name in sorted(self.side.greedy.left_out)]
+        return [*self.side.left_out, *sampling]
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,23 +126,25 @@ def sides_of(
 def _side(name: str, kind: str, job: JobConfig, settings: Sequence[str], greedy: Greedy) -> Side:
     for setting in settings:
         key, equals, _ = setting.partition("=")
-        key = key.strip()
-        if not equals:
-            raise JobError(
-                f"--set-{name} {masked_override(setting)}: write KEY=VALUE, as engine.model=PATH"
-            )
-        if key == "engine.kind":
-            raise JobError(
-                f"--set-{name} {masked_override(setting)}: --engines says which kinds are compared"
-            )
-        if not key.startswith("engine."):
-            raise JobError(
-                f"--set-{name} {masked_override(setting)}: only engine.… may differ between the sides; rows, prompts"
-                " and sampling are the same for both (--set)"
-            )
+        problem = _problem_with(key.strip(), is_whole=bool(equals))
+        if problem is not None:
+            raise JobError(f"--set-{name} {masked_override(setting)}: {problem}")
     table, left_out = _table_for(kind, job.engine)
     engine = make_job({"engine": table}, _side_name(name, kind), settings).engine
     return Side(name, job.model_copy(update={"engine": engine, "name": name}), left_out, greedy)
+
+
+def _problem_with(key: str, *, is_whole: bool) -> str | None:
+    if not is_whole:
+        return "write KEY=VALUE, as engine.model=PATH"
+    if key == "engine.kind":
+        return "--engines says which kinds are compared"
+    if not key.startswith("engine."):
+        return (
+            "only engine.… may differ between the sides; rows, prompts and sampling are the same for both"
+            " (--set)"
+        )
+    return None
 
 
 def _table_for(kind: str, engine: EngineTable) -> tuple[dict[str, Any], list[str]]:
