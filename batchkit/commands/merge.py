@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import os
 import resource
 from array import array
@@ -9,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from functools import reduce
+from itertools import groupby, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from batchkit.commands.merge.newest import JoinedLogs, NewestRecord
+import orjson
+
 from batchkit.commands.score import is_scored, scored_from
 from batchkit.commands.score.judge import join_judgements
 from batchkit.config.loading import load_job
@@ -26,8 +29,10 @@ from batchkit.storage.identity import continued, differences, scoring_of
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.job_toml import job_of_run, write_job
 from batchkit.storage.ledger import Ledger, RecordLine
-from batchkit.storage.log import STEPS, log_of, read_lines
+from batchkit.storage.lines import failure_kind, whole_record
+from batchkit.storage.log import RESULTS, STEPS, log_of, read_lines
 from batchkit.storage.manifest import Manifest, StartNote, read_manifest
+from batchkit.storage.newest import NewestLine, NewestLog
 from batchkit.storage.plain_json import encoded
 from batchkit.storage.runfolder import JOB, claim
 from batchkit.storage.score_store import SCORES, join_scores, write_scores
@@ -36,6 +41,7 @@ from batchkit.storage.vectors import MOST_OPEN, Vectors
 from batchkit.types import utc_now
 
 NAMED = 5  # ids shown of the rows that are missing, and of those in conflict
+_RELEASE_EVERY = 4096  # rows
 _SHOWN = 3  # runs of another job whose differences are shown
 
 
@@ -99,6 +105,52 @@ class _Part(NamedTuple):
     job: JobConfig
 
 
+class NewestRecord(NamedTuple):
+    """The record of a row that counts, as the line ``raw`` of the run number ``run``.
+
+    ``answers``: how many runs have an answer for the row; ``agree``: their texts, labels and scores are equal.
+    """
+
+    run: int
+    raw: bytes
+    record: dict[str, Any]
+    answers: int = 1
+    agree: bool = True
+
+
+def _newest_records(runs: Sequence[Path], logs: Sequence[NewestLog]) -> Iterator[NewestRecord]:
+    """Of each row, in the order of the input. In each log the newest record of a row counts; of those the
+    newest answer, by ``finished_at``, and a failure only if no log has an answer.
+
+    Raises:
+        StoreError: a record is damaged.
+    """
+
+    def read(line: NewestLine, run: int) -> NewestRecord:
+        raw = logs[run].view[line.start : line.end]
+        return NewestRecord(run, raw, whole_record(raw, runs[run] / RESULTS, line.start))
+
+    lines = heapq.merge(*(zip(log, repeat(run)) for run, log in enumerate(logs)))
+    for number, (_, same) in enumerate(groupby(lines, lambda found: found[0].row)):
+        found = [read(line, run) for line, run in same]
+        answers = [one for one in found if failure_kind(one.record) is None]
+        newest = max(answers or found, key=lambda one: str(one.record.get("finished_at")))
+        said = {_answer(one.record) for one in answers} if len(found) > 1 else ()
+        yield newest._replace(answers=len(answers), agree=len(said) < 2)
+        if number % _RELEASE_EVERY == 0:
+            for log in logs:
+                log.release()
+
+
+def _answer(record: dict[str, Any]) -> bytes:
+    """What two answers have to have in common to be the same; ids of tool calls are random."""
+    parts = [
+        (choice.get("text"), [call["function"] for call in choice.get("tool_calls") or ()])
+        for choice in record.get("choices") or [record]
+    ]
+    return orjson.dumps([parts, record.get("label"), record.get("score")])
+
+
 def merge(runs: Sequence[Path], into: Path, *, partial: bool = False) -> Merged:
     """Join ``runs`` into the new run folder ``into``, which appears whole or not at all.
 
@@ -120,17 +172,19 @@ def merge(runs: Sequence[Path], into: Path, *, partial: bool = False) -> Merged:
             parts.append(_Part(folder, read_manifest(folder), job_of_run(folder)))
         _check_same_job(parts)
         _check_same_vectors(parts)
-        logs = held.enter_context(closing(JoinedLogs([log_of(folder) for folder in runs])))
+        logs = [held.enter_context(closing(NewestLog(log_of(folder)))) for folder in runs]
+        there = IndexSet(row for log in logs for row in log.rows.tolist())
         merged = Merged([str(folder) for folder in runs])
-        for row_id in _missing(parts, IndexSet(map(int, logs.rows))):
+        for row_id in _missing(parts, there):
             merged.missing += 1
             merged.missing_ids += [row_id][: NAMED - len(merged.missing_ids)]
-        merged.total = len(logs.rows) + merged.missing
+        merged.total = len(there) + merged.missing
+        records = _newest_records(runs, logs)
         if merged.missing and not partial:
-            for newest in logs:
+            for newest in records:
                 merged.add(newest)
             return merged
-        _write(into, parts, logs, merged)
+        _write(into, parts, records, there, merged)
         merged.folder = str(into)
         return merged
 
@@ -228,7 +282,13 @@ def _whole(job: JobConfig, parts: Sequence[_Part]) -> JobConfig:
     )
 
 
-def _write(into: Path, parts: Sequence[_Part], logs: JoinedLogs, merged: Merged) -> None:
+def _write(
+    into: Path,
+    parts: Sequence[_Part],
+    records: Iterator[NewestRecord],
+    settled: IndexSet,
+    merged: Merged,
+) -> None:
     newest = max(parts, key=_last_start)
     load_job(newest.folder / JOB, [f"name={into.name}"])  # refuses an invalid name
     update = {"dir": str(into.resolve().parent)}
@@ -237,39 +297,45 @@ def _write(into: Path, parts: Sequence[_Part], logs: JoinedLogs, merged: Merged)
     )
     try:
         with building(into) as folder:
-            chosen = _copy(folder, logs, merged, [part.folder for part in parts])
-            if any((part.folder / SCORES).exists() for part in parts):
-                picked = zip(map(int, logs.rows), chosen, strict=True)
-                lines = join_scores([part.folder for part in parts], picked)
+            runs = [part.folder for part in parts]
+            chosen = _copy(folder, runs, records, settled, merged)
+            if any((run / SCORES).exists() for run in runs):
+                lines = join_scores(runs, zip(settled, chosen, strict=True))
                 write_scores(folder, lines, before=lambda: None)
-            join_judgements([part.folder for part in parts], folder)
+            join_judgements(runs, folder)
             write_job(folder, job)
             _manifest(folder, newest, parts, job, merged).write(folder)
     except OSError as error:
         raise StoreError(f"{into}: can't write: {error.strerror or error}") from error
 
 
-def _copy(folder: Path, logs: JoinedLogs, merged: Merged, runs: Sequence[Path]) -> array[int]:
-    """Write log, vectors, generations and checkpoint. Returns, for each row, the number of the log of its
+def _copy(
+    folder: Path,
+    runs: Sequence[Path],
+    records: Iterator[NewestRecord],
+    settled: IndexSet,
+    merged: Merged,
+) -> array[int]:
+    """Write log, vectors, generations and checkpoint. Returns, for each row, the number of the run of its
     record."""
     vectors = [*map(Vectors, runs)]
     chosen, picked = array("I"), [IndexSet() for _ in runs]
 
     def lines() -> Iterator[RecordLine]:
-        for newest in logs:
+        for newest in records:
             merged.add(newest)
-            chosen.append(newest.log)
-            picked[newest.log].add(newest.record["index"])
+            chosen.append(newest.run)
+            picked[newest.run].add(newest.record["index"])
             if newest.record.get("embedding") is None:
                 yield RecordLine(newest.raw, newest.record)
             else:
-                vector = vectors[newest.log].of(newest.record)
+                vector = vectors[newest.run].of(newest.record)
                 del newest.record["embedding"]  # it gets another place here
                 yield RecordLine(encoded(newest.record), newest.record, vector)
 
     with closing(Ledger(folder)) as ledger:
         ledger.write(lines())
-        ledger.write(_generations(runs, IndexSet(map(int, logs.rows)), picked))
+        ledger.write(_generations(runs, settled, picked))
     return chosen
 
 
