@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchkit.storage.ledger import Ledger, line_of
-from batchkit.types import Choice, ErrorInfo, Record, Usage
+from batchkit.types import Choice, ErrorInfo, Record, Usage, line_of_choice
 from tests.support.command_line import Ended, batchkit
 from tests.support.dry_runs import LOG, RUN, run, write_job, write_rows
 from tests.support.records import record
@@ -85,45 +85,57 @@ def parquet() -> list[dict[str, Any]]:
     return found
 
 
-# Which records, in which order
+# The same run in every format
 
-NEWEST = [
+CHOICES = [Choice("a", "stop", [{"token": "a", "logprob": -0.5}]), Choice("b", "length")]
+KEEP = ["kind", "n", "deep", "id", "text", "fields.text", "kind"]
+FIELDS = {"kind": "é,\n\"'", "n": 3, "deep": {"a": [1, None]}, "id": "mine", "text": "original"}
+GOLDEN = [
     replace(OK, index=2, id="c", text="c, first"),
     replace(FAILED, index=0, id="a"),
     replace(OK, index=1, id="b"),
-    replace(OK, index=2, id="c", text="c, again", attempt=2),
-    replace(OK, index=0, id="a", text="a, mended", attempt=2),
+    replace(OK, index=2, id="c", text="c, again", attempt=2, choices=CHOICES),
+    replace(OK, index=0, id="a", text="a, again", attempt=2, fields=FIELDS),
     replace(FAILED, index=1, id="b", attempt=2),
 ]
+NEWEST = {
+    "id": ["a", "b", "c"],
+    "status": ["ok", "failed", "ok"],
+    "text": ["a, again", None, "c, again"],
+    "attempt": [2, 2, 2],
+    "finish_reason": ["stop", None, "stop"],
+    "prompt_tokens": [3, None, 3],
+    "error_kind": [None, "media", None],
+    "error_type": [None, "MediaError", None],
+    "error_message": [None, "a.png: missing", None],
+    "kind": ["é,\n\"'", None, None],
+    "n": ["3", None, None],
+    "deep": ['{"a":[1,null]}', None, None],
+    "fields.id": ["mine", None, None],
+    "fields.text": ["original", None, None],
+    "fields.fields.text": [None, None, None],
+}
 
 
-def test_newest_record_of_each_row_in_the_order_of_the_input() -> None:
-    run_of(*NEWEST)
-    expected = [("a", "ok", "a, mended"), ("b", "failed", None), ("c", "ok", "c, again")]
-    assert [(row["id"], row["status"], row["text"]) for row in parquet()] == expected
-    export("job.toml", "--jsonl", "--csv")
-    newest = read_jsonl(RUN / "results.newest.jsonl")
-    assert [(row["id"], row["status"], row["text"]) for row in newest] == expected
-    with (RUN / "results.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["id"], row["status"], row["text"] or None) for row in rows] == expected
-
-
-def test_jsonl_holds_the_records_as_they_are() -> None:
-    run_of(*NEWEST[:3])
-    export("job.toml", "--jsonl", "out.jsonl")
-    in_log = {line["index"]: line for line in read_jsonl(LOG)}
-    assert read_jsonl(Path("out.jsonl")) == [in_log[0], in_log[1], in_log[2]]
-
-
-def test_run_that_was_interrupted_exports_what_it_has() -> None:
-    run_of(*NEWEST)
+def test_each_format_has_the_newest_records_in_the_order_of_the_input() -> None:
+    run_of(*GOLDEN, keep=KEEP)
     with LOG.open("ab") as log:
-        log.write(b'{"index":7,"id":"h","status":"o')
-    assert [row["id"] for row in parquet()] == ["a", "b", "c"]
-
-
-# Columns
+        log.write(b'{"index":7,"id":"h","status":"o')  # the run was interrupted
+    (RUN / "checkpoint.json").unlink()
+    export("job.toml", "--parquet", "--csv", "--jsonl")
+    table = pq.read_table(RUN / "results.parquet")
+    assert table.column_names == [*COLUMNS, *NEWEST][: len(COLUMNS)] + [*NEWEST][9:]
+    assert {name: table[name].to_pylist() for name in NEWEST} == NEWEST
+    choices = [None, None, [line_of_choice(choice) for choice in CHOICES]]
+    assert [one and json.loads(one) for one in table["choices"].to_pylist()] == choices
+    with (RUN / "results.csv").open(newline="") as file:
+        rows = [*csv.DictReader(file)]
+    assert [*rows[0]] == table.column_names
+    for name, values in NEWEST.items():
+        assert [row[name] for row in rows] == ["" if v is None else str(v) for v in values], name
+    lines = LOG.read_bytes().splitlines(keepends=True)
+    newest = b"".join(lines[number] for number in (4, 5, 3))
+    assert (RUN / "results.newest.jsonl").read_bytes() == newest
 
 
 def test_columns_are_the_same_whatever_the_rows_hold() -> None:
@@ -136,66 +148,15 @@ def test_columns_are_the_same_whatever_the_rows_hold() -> None:
     assert pq.read_schema(RUN / "results.parquet").equals(schema)
 
 
-def test_failed_rows_say_why() -> None:
-    run_of(FAILED)
-    (row,) = parquet()
-    assert (row["error_kind"], row["error_type"]) == ("media", "MediaError")
-    assert row["error_message"] == "a.png: missing"
-    assert row["text"] is row["finish_reason"] is row["prompt_tokens"] is None
-
-
-def test_kept_fields_whose_names_meet_have_a_column_each() -> None:
-    run_rows([{"q": "x", "text": "a", "fields.text": "b"}], keep=["text", "fields.text"])
-    for option, read in (("--csv", pd.read_csv), ("--parquet", pd.read_parquet)):
-        done = batchkit("export", "job.toml", option, "out")
-        assert done.exit_code == 0, done.stderr
-        (row,) = read("out").to_dict("records")
-        assert (row["fields.text"], row["fields.fields.text"]) == ("a", "b")
-
-
 def test_column_that_is_null_for_the_first_batches_keeps_its_type() -> None:
     rows: list[dict[str, Any]] = [{"q": "x"}] * 20_000 + [{"q": "x", "late": f"v{n}"} for n in "ab"]
     run_rows(rows, keep=["late"])
     export("job.toml", "--parquet")
     table = pq.read_table(RUN / "results.parquet", columns=["index", "late"])
     assert table.schema.field("late").type == pa.string()
-    assert table.num_rows == 20_002
     assert table["late"].null_count == 20_000
     assert table["late"][-2:].to_pylist() == ["va", "vb"]
     assert table["index"].to_pylist() == list(range(20_002))
-
-
-def test_kept_fields_are_columns_of_text() -> None:
-    rows = [
-        {"q": "x", "kind": "é,\n\"'", "n": 3, "deep": {"a": [1, None]}, "yes": True},
-        {"q": "y"},
-    ]
-    run_rows(rows, keep=["kind", "n", "deep", "yes", "kind"])
-    first, second = parquet()
-    assert list(first)[len(COLUMNS) :] == ["kind", "n", "deep", "yes"]
-    assert (first["kind"], first["n"], first["yes"]) == ("é,\n\"'", "3", "true")
-    assert json.loads(first["deep"]) == {"a": [1, None]}
-    assert [second[name] for name in ("kind", "n", "deep", "yes")] == [None] * 4
-
-
-def test_kept_field_named_like_a_column_gets_a_prefix() -> None:
-    run_rows([{"q": "x", "id": "mine", "text": "original"}], keep=["id", "text"])
-    (row,) = parquet()
-    assert (row["id"], row["fields.id"]) == ("0", "mine")
-    assert (row["text"], row["fields.text"]) == ("dry-run: no model answered row 0", "original")
-
-
-CHOICES = [Choice("a", "stop", [{"token": "a", "logprob": -0.5}]), Choice("b", "length")]
-
-
-def test_choices_are_kept_as_json() -> None:
-    run_of(replace(OK, text="a", choices=CHOICES))
-    (row,) = parquet()
-    assert row["text"] == "a"
-    assert json.loads(row["choices"]) == [
-        {"text": "a", "finish_reason": "stop", "logprobs": [{"token": "a", "logprob": -0.5}]},
-        {"text": "b", "finish_reason": "length", "logprobs": None},
-    ]
 
 
 # Read back
@@ -360,18 +321,6 @@ def test_a_tool_call_without_an_id_is_exported_with_one() -> None:
     assert [call.id for call in choice.message.tool_calls] == ["call_0", "a", "call_2"]
 
 
-def test_a_reason_that_is_not_text_is_exported_as_json() -> None:
-    """As older versions wrote down what a server answered."""
-    odd = [{"x": 1}, [1, None], 3, True]
-    records = [replace(OK, index=n, finish_reason=reason) for n, reason in enumerate(odd)]  # type: ignore[arg-type]
-    run_of(*records, replace(OK, index=len(odd)))
-    found = [row["finish_reason"] for row in parquet()]
-    assert found == ['{"x":1}', "[1,null]", "3", "true", "stop"]
-    export("job.toml", "--csv", "--jsonl")
-    with (RUN / "results.csv").open(newline="") as file:
-        assert [row["finish_reason"] for row in csv.DictReader(file)] == found
-
-
 # The command
 
 
@@ -412,61 +361,41 @@ def test_export_of_the_last_run_needs_no_name() -> None:
     assert (RUN / "results.parquet").exists()
 
 
-@pytest.mark.parametrize(
-    "name", ["results.jsonl", "link.jsonl", "hard.jsonl", "sub/../results.jsonl"]
-)
-def test_export_never_writes_over_the_ledger(name: str) -> None:
-    run_rows([{"q": "x"}])
+LEDGER = ["results.jsonl", "link.jsonl", "hard.jsonl", "sub/../results.jsonl"]
+REFUSED = [
+    *((option, f"output/a/{name}", "ledger")
+      for option in ("--jsonl", "--parquet", "--csv", "--openai") for name in LEDGER),
+    ("--jsonl", "input.errors.jsonl", "input"),
+    ("--openai", "input.jsonl", "input"),  # its second file
+    ("--realhit", "as-input", "input"),  # its second file
+    ("--openai", "hard.jsonl", "ledger"),  # its second file
+    ("--jsonl", "output/a/checkpoint.json", "checkpoint"),
+    ("--jsonl", "output/a/manifest.json", "manifest"),
+    ("--jsonl", "output/a/job.toml", "job"),
+    ("--jsonl", "output/a/.lock", "lock"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("option", "path", "role"), REFUSED)
+def test_export_never_writes_over_a_file_of_the_run(option: str, path: str, role: str) -> None:
+    write_rows([{"q": "x"}])
+    Path("in.jsonl").rename("input.errors.jsonl")
+    write_job(input={"path": "input.errors.jsonl"})
+    run()
     (RUN / "sub").mkdir()
     (RUN / "link.jsonl").symlink_to("results.jsonl")
-    os.link(LOG, RUN / "hard.jsonl")
-    before = LOG.read_bytes()
-    for option in ("--jsonl", "--parquet", "--csv", "--openai"):
-        done = batchkit("export", "job.toml", option, str(RUN / name))
-        assert done.exit_code == 1
-        assert "is the ledger of a run" in done.stderr
-    assert LOG.read_bytes() == before
-
-
-def test_export_never_writes_over_the_input() -> None:
-    run_rows([{"q": "x"}])
-    (source,) = json.loads((RUN / "manifest.json").read_text())["input"]
-    before = Path(source["path"]).read_bytes()
-    done = batchkit("export", "job.toml", "--jsonl", source["path"])
-    assert (done.exit_code, "is the input of a run" in done.stderr) == (1, True)
-    assert Path(source["path"]).read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("name", "args"),
-    [("out.errors.jsonl", ["--openai", "out.jsonl"]), ("checkpoint.json", ["--realhit", "."])],
-)
-def test_no_second_file_of_an_export_is_written_over_the_input(name: str, args: list[str]) -> None:
-    write_job(input={"path": name, "format": "jsonl"})
-    write_rows([{"q": "x"}])
-    Path("in.jsonl").rename(name)
-    run()
-    before = Path(name).read_bytes()
-    done = batchkit("export", "job.toml", *args)
-    assert (done.exit_code, f"{name}: is the input of a run" in done.stderr) == (1, True)
-    assert Path(name).read_bytes() == before
-    assert sorted(path.name for path in Path().iterdir()) == sorted([name, "job.toml", "output"])
-
-
-@pytest.mark.parametrize("name", ["checkpoint.json", "manifest.json", "job.toml", ".lock"])
-def test_export_never_writes_over_what_the_run_needs(name: str) -> None:
-    run_rows([{"q": "x"}])
-    before = (RUN / name).read_bytes()
-    batchkit("export", "job.toml", "--jsonl", str(RUN / name))
-    assert (RUN / name).read_bytes() == before
-
-
-def test_openai_errors_never_land_on_the_ledger() -> None:
-    run_rows([{"q": "x"}])
-    os.link(LOG, "out.errors.jsonl")
-    before = LOG.read_bytes()
-    batchkit("export", "job.toml", "--openai", "out.jsonl")
-    assert LOG.read_bytes() == before
+    Path("as-input").mkdir()
+    for old, new in (
+        (LOG, RUN / "hard.jsonl"),
+        (LOG, Path("hard.errors.jsonl")),
+        (Path("input.errors.jsonl"), Path("as-input/checkpoint.json")),
+    ):
+        os.link(old, new)
+    before = {file: file.read_bytes() for file in Path().rglob("*") if file.is_file()}
+    done = batchkit("export", "job.toml", option, path)
+    assert done.exit_code == 1
+    assert f"is the {role} of a run" in done.stderr
+    assert {file: file.read_bytes() for file in Path().rglob("*") if file.is_file()} == before
 
 
 @pytest.mark.parametrize("option", ["--jsonl", "--parquet"])
@@ -492,7 +421,7 @@ def test_export_replaces_an_older_export_in_one_step() -> None:
     run_rows([{"q": "x"}])
     export("job.toml", "--csv", "out.csv")
     with Path("out.csv").open() as old:
-        run_of(*NEWEST)
+        run_of(*GOLDEN)
         export("job.toml", "--csv", "out.csv")
         assert len(old.read().splitlines()) == 2
     assert len(Path("out.csv").read_text().splitlines()) == 4
