@@ -83,7 +83,6 @@ def test_images_of_query_and_documents(pictures: dict[str, Any]) -> None:
     pair = {**TEXTS, "query_images": ["{{ a }}"], "document_images": ["{{ b }}"]}
     row = {"q": "x", "a": "0.png", "d": ["one", "two"], "b": ["1.png", "2.png"]}
     found = render(row, pair, **pictures)
-    assert found.pair is not None
     assert widths(found.pair.query) == [40]
     assert [widths(document) for document in found.pair.documents] == [[41], [42]]
     assert found.media_bytes == 4 * 30 * (40 + 41 + 42)
@@ -93,7 +92,6 @@ def test_images_of_query_and_documents(pictures: dict[str, Any]) -> None:
 def test_a_document_may_be_images_alone(pictures: dict[str, Any]) -> None:
     pair = {"query": "{{ q }}", "document_images": ["{{ b }}"]}
     found = render({"q": "x", "b": ["1.png", "2.png"]}, pair, **pictures).pair
-    assert found is not None
     assert (len(found.documents), found.is_list) == (1, False)
     assert widths(found.documents[0]) == [41, 42]
 
@@ -108,7 +106,6 @@ def test_a_row_that_ran_out_of_memory_gets_smaller_images(pictures: dict[str, An
     pair = {**TEXTS, "query_images": ["{{ a }}"], "document_images": ["{{ b }}"]}
     row = {"q": "x", "a": "0.png", "d": ["one"], "b": "1.png"}
     smaller = with_smaller_images(render(row, pair, **pictures)).pair
-    assert smaller is not None
     assert (widths(smaller.query), widths(smaller.documents[0])) == ([28], [29])
     assert smaller.documents[0][-1] == {"type": "text", "text": "one"}
 
@@ -128,8 +125,6 @@ def test_the_longest_text_of_a_pair_is_cut() -> None:
     error = PromptTooLongError("too long")
     error.prompt_tokens, error.max_model_len = 1000, 256
     shorter = made.shortened(request, error)
-    assert shorter is not None
-    assert shorter.pair is not None
     query, (first, second) = shorter.pair.query, shorter.pair.documents
     assert (query, first) == ("Q: short", "x")
     assert 50 < len(second) < 300

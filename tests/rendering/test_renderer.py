@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from batchkit.config.loading import make_job
-from batchkit.config.tables import InputTable, JobConfig
+from batchkit.config.tables import InputTable
 from batchkit.errors import JobError, MediaError, RequestError, RowError, TemplateError
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.rendering.templates.prompt import names_in
@@ -37,7 +37,6 @@ def render(fields: Mapping[Any, Any], attempt: int = 1, **tables: Any) -> Reques
 
 def user_text(fields: Mapping[Any, Any], **tables: Any) -> Any:
     messages = render(fields, **tables).messages
-    assert messages is not None
     return messages[-1]["content"]
 
 
@@ -58,7 +57,6 @@ def media(tmp_path: Path) -> dict[str, Any]:
 
 def outline(request: Request) -> list[Any]:
     """The last message's parts: a text as it is, an image as its color."""
-    assert request.messages is not None
     parts = request.messages[-1]["content"]
     return [part.get("text") or part["image_pil"].getpixel((0, 0)) for part in parts]
 
@@ -126,19 +124,21 @@ def test_template_cannot_change_its_row() -> None:
     assert fields == {"x": [1]}
 
 
-@pytest.mark.parametrize("key", ["system", "user"])
-def test_template_with_a_syntax_error_is_a_job_error_with_its_line(key: str) -> None:
-    with pytest.raises(JobError, match=rf"prompt.{key}: line 3: "):
-        renderer(prompt={key: "one\ntwo\n{% if %}"})
-    with pytest.raises(JobError, match=r"prompt.user: line 1: No filter named 'shout'"):
-        renderer(prompt={"user": "{{ x | shout }}"})
-
-
-def test_syntax_errors_in_images_and_captions_name_their_place() -> None:
-    with pytest.raises(JobError, match=r"prompt\.images\.1: "):
-        renderer(prompt={"images": ["{{ a }}", "{{ b | }}"]})
-    with pytest.raises(JobError, match=r"prompt\.captions\.0: "):
-        renderer(prompt={"images": ["{{ a }}"], "captions": ["{{"]})
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ({"system": "one\ntwo\n{% if %}"}, "prompt.system: line 3: "),
+        ({"user": "one\ntwo\n{% if %}"}, "prompt.user: line 3: "),
+        ({"user": "{{ x | shout }}"}, r"prompt.user: line 1: No filter named 'shout'"),
+        ({"images": ["{{ a }}", "{{ b | }}"]}, r"prompt\.images\.1: "),
+        ({"images": ["{{ a }}"], "captions": ["{{"]}, r"prompt\.captions\.0: "),
+    ],
+)
+def test_a_syntax_error_is_a_job_error_that_names_its_place(
+    prompt: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(JobError, match=words):
+        renderer(prompt=prompt)
 
 
 def test_templates_may_stand_in_files(tmp_path: Path) -> None:
@@ -169,19 +169,20 @@ def test_template_file_that_changes_as_the_run_begins_is_noticed_and_reaches_no_
     row = Row(0, "0", {"q": "?"})
     later = PromptRenderer(made.job).render(row)  # as a worker does that is started again
     assert later.messages == made.render(row).messages
-    assert later.messages is not None
     assert later.messages[0]["content"] == "first ?"
 
 
-def test_template_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "can't be read"), (b"\xff\xfe", "can't be read"), (b"a\n{% if %}", "line 2")],
+)
+def test_template_file_that_cannot_be_used_is_named(
+    tmp_path: Path, content: bytes | None, words: str
+) -> None:
     path = tmp_path / "u.j2"
-    with pytest.raises(JobError, match=rf"prompt\.user_file: {path}: can't be read"):
-        renderer(prompt={"user_file": str(path)})
-    path.write_bytes(b"\xff\xfe")
-    with pytest.raises(JobError, match=rf"prompt\.user_file: {path}: can't be read"):
-        renderer(prompt={"user_file": str(path)})
-    path.write_text("a\n{% if %}", encoding="utf-8")
-    with pytest.raises(JobError, match=rf"{path}.*line 2"):
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(JobError, match=rf"prompt\.user_file: {path}: {words}"):
         renderer(prompt={"user_file": str(path)})
 
 
@@ -242,19 +243,24 @@ def test_row_may_have_columns_of_any_name(column: str, media: dict[str, Any]) ->
     assert outline(render(fields, prompt={"images": ["{{ a }}"]}, media=media)) == [RED]
 
 
-@pytest.mark.parametrize("value", [None, "", []])
-def test_row_without_its_image_fails(value: Any, media: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"a": None}, "no image"),
+        ({"a": ""}, "no image"),
+        ({"a": []}, "no image"),
+        ({"a": "no.png"}, "no.png"),
+        ({"a": "../x.png"}, "root"),
+        ({"a": b"no image"}, "is not an image that can be read"),
+        ({"a": 3}, "an image is a path"),
+        ({"a": np.zeros((2, 2, 3))}, "an image is a path"),
+    ],
+)
+def test_wrong_images_are_errors_of_their_row(
+    fields: dict[str, Any], words: str, media: dict[str, Any]
+) -> None:
     prompt = {"user": "u", "images": ["{{ a }}"]}
-    assert "no image" in refusal(MediaError, {"a": value}, prompt=prompt, media=media)
-
-
-def test_wrong_images_are_errors_of_their_row(media: dict[str, Any]) -> None:
-    prompt = {"user": "u", "images": ["{{ a }}"]}
-    assert "no.png" in refusal(MediaError, {"a": "no.png"}, prompt=prompt, media=media)
-    assert "root" in refusal(MediaError, {"a": "../x.png"}, prompt=prompt, media=media)
-    assert refusal(MediaError, {"a": b"no image"}, prompt=prompt, media=media)
-    assert refusal(MediaError, {"a": 3}, prompt=prompt, media=media)
-    assert refusal(MediaError, {"a": np.zeros((2, 2, 3))}, prompt=prompt, media=media)
+    assert words in refusal(MediaError, fields, prompt=prompt, media=media)
     message = refusal(TemplateError, {"b": "x"}, prompt=prompt, media=media)
     assert "prompt.images.0" in message
     assert "the row has b" in message
@@ -292,7 +298,6 @@ def test_messages_row_is_sent_with_its_images_loaded(media: dict[str, Any]) -> N
     ]
     found = render({"messages": messages}, media=media)
     assert outline(found) == ["What?", BLUE, RED, BLUE]
-    assert found.messages is not None
     assert found.messages[0] == {"role": "system", "content": "s"}
     assert messages[1]["content"][1]["type"] == "image_url", "the row itself stays as it was"  # type: ignore[index]
 
@@ -553,12 +558,6 @@ def test_rows_that_share_an_opened_picture_all_see_the_whole_of_it(tmp_path: Pat
             found = list(pool.map(rendered, range(4)))
         assert len({request.input_hash for request in found}) == 1
         assert all(np.array_equal(np.asarray(request.images[0]), pixels) for request in found)
-
-
-def test_renderer_takes_a_job_from_python() -> None:
-    job = JobConfig(engine={"kind": "dry-run"}, prompt={"user": "{{ a }}"})  # type: ignore[arg-type]
-    found = PromptRenderer(job).render(Row(0, "0", {"a": "b"}))
-    assert found.input_hash == input_hash({"a": "b"})
 
 
 def test_a_template_cannot_change_the_row_nor_its_hash_nor_vars() -> None:

@@ -243,7 +243,6 @@ def test_a_killed_run_leaves_no_process_behind(tmp_path: Path) -> None:
         "RowTemplate('k', '{{ 9**(9**9) }}', timeout_s=600).text({})\n"
     )
     run = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert run.stdout is not None
     assert run.stdout.readline() == "up\n"
     (child,) = psutil.Process(run.pid).children()
     time.sleep(0.2)

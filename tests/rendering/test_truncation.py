@@ -38,38 +38,40 @@ def too_long(prompt_tokens: int | None = 1000, max_model_len: int | None = 512) 
 # Which text
 
 
-def test_longest_text_is_found_however_deep_it_stands() -> None:
-    fields = {"a": "short", "b": {"c": ["x", {"d": "the longest"}], "e": 7, "f": None}}
-    place = longest_text(fields, {"a", "b"})
-    assert place is not None
-    assert (list(place.path), place.length) == (["b", "c", 1, "d"], len("the longest"))
+PARTS = [
+    {"type": "image_url", "image_url": {"url": DATA_URI}},
+    {"type": "image_url", "image_url": DATA_URI},
+    {"type": "image", "image": DATA_URI},
+    {"type": "text", "text": "what is it?"},
+]
+DEEP = {"a": "short", "b": {"c": ["x", {"d": "the longest"}], "e": 7, "f": None}}
 
 
-def test_field_that_no_template_reads_is_left_alone() -> None:
-    fields = {"text": "short", "source": WORDS}
-    place = longest_text(fields, {"text"})
-    assert place is not None
-    assert list(place.path) == ["text"]
-    assert longest_text(fields, {"title"}) is None
-    assert longest_text({"text": 3, "list": []}, {"text", "list"}) is None
-
-
-def test_what_stands_for_an_image_is_no_text() -> None:
-    parts = [
-        {"type": "image_url", "image_url": {"url": DATA_URI}},
-        {"type": "image_url", "image_url": DATA_URI},
-        {"type": "image", "image": DATA_URI},
-        {"type": "text", "text": "what is it?"},
-    ]
-    place = longest_text({"messages": [{"role": "user", "content": parts}]}, {"messages"})
-    assert place is not None
-    assert list(place.path) == ["messages", 0, "content", 3, "text"]
-
-
-def test_field_may_be_called_as_an_image_part_is() -> None:
-    place = longest_text({"type": WORDS}, {"type"})
-    assert place is not None
-    assert list(place.path) == ["type"]
+@pytest.mark.parametrize(
+    ("fields", "names", "path"),
+    [
+        (DEEP, {"a", "b"}, ["b", "c", 1, "d"]),
+        ({"text": "short", "source": WORDS}, {"text"}, ["text"]),
+        ({"text": "short", "source": WORDS}, {"title"}, None),
+        ({"text": 3, "list": []}, {"text", "list"}, None),
+        (
+            {"messages": [{"role": "user", "content": PARTS}]},
+            {"messages"},
+            ["messages", 0, "content", 3, "text"],
+        ),
+        ({"type": WORDS}, {"type"}, ["type"]),
+    ],
+    ids=["deep", "read by no template", "no field", "no text", "images", "called as a part"],
+)
+def test_the_longest_text_of_the_fields_that_are_read_is_found(
+    fields: Any, names: set[str], path: list[Any] | None
+) -> None:
+    place = longest_text(fields, names)
+    assert (place and list(place.path)) == path
+    text = fields
+    for part in path or ():
+        text = text[part]
+    assert place is None or place.length == len(text)
 
 
 # Where it is cut
@@ -208,7 +210,6 @@ def test_uneven_text_is_cut_until_it_fits(
 def test_longer_than_twenty_contexts_is_cut_too() -> None:
     """A slack in proportion to what is cut would cut away more than there is."""
     cut = next_cut(160_000, None, too_long(40_000, 512), 16)
-    assert cut is not None
     assert cut.prompt_tokens == 40_000
     assert 1500 < cut.kept < 2000
 
@@ -243,7 +244,6 @@ def test_a_text_that_is_refused_for_ever_is_cut_ten_times_at_most(
 def test_a_prompt_that_is_refused_with_a_count_that_fits_is_made_shorter() -> None:
     """As by a server that counts the whole answer in: 200 tokens and 900 are more than 1,000."""
     cut = next_cut(800, None, too_long(200, 1000), 900)
-    assert cut is not None
     assert cut.kept == (800 - len(MARK)) // 2
 
 
@@ -292,11 +292,6 @@ def renderer(**tables: Any) -> PromptRenderer:
     return PromptRenderer(make_job(table, "test"))
 
 
-def test_nothing_is_cut_where_the_job_does_not_say_so() -> None:
-    _, shorter = shortened({"prompt": WORDS}, retry={})
-    assert shorter is None
-
-
 def shortened(
     fields: Mapping[str, Any], error: PromptTooLongError | None = None, **tables: Any
 ) -> tuple[Request, Request | None]:
@@ -311,7 +306,6 @@ def shortened(
 
 def cut_text(shorter: Request | None) -> str:
     """The last message's text, or the prompt, of a request that has been cut once."""
-    assert shorter is not None
     assert shorter.cut is not None
     text = shorter.prompt
     if shorter.messages is not None:
@@ -329,17 +323,14 @@ def test_all_but_the_text_stays() -> None:
         retry={"temperatures": [0.1, 0.2, 0.3], "on_too_long": "truncate-middle"},
     )
     text = cut_text(shorter)
-    assert shorter is not None
     assert shorter.row is request.row
     assert shorter.input_hash == request.input_hash
     assert shorter.attempt == request.attempt == 3
     assert shorter.sampling == request.sampling
     assert request.sampling["temperature"] == 0.3
-    assert shorter.messages is not None
     assert shorter.messages[0] == {"role": "system", "content": "Be brief."}
     assert text.startswith("Sum up: w0 w1 ")
     assert text.endswith("w498 w499 \nIn one line.")
-    assert shorter.cut is not None
     assert shorter.cut == Cut(
         len(text) - len("Sum up: \nIn one line.") - len(MARK), 1000, shorter.cut.answer_tokens
     )
@@ -354,7 +345,6 @@ def test_a_rows_own_max_tokens_may_be_anything(own: Any) -> None:
         sampling={"sampling_column": "params"},
     )
     assert cut_text(shorter).startswith("w0 w1 ")
-    assert shorter is not None
     assert shorter.sampling["max_tokens"] == own
 
 
@@ -363,18 +353,13 @@ def test_sampling_changed_since_stays_changed() -> None:
     request = one.render(Row(0, "0", {"q": WORDS}))
     request = structs.replace(request, sampling={"temperature": 0.7, "max_tokens": 100})
     shorter = one.shortened(request, too_long())
-    assert shorter is not None
     assert shorter.sampling == {"temperature": 0.7, "max_tokens": 100}
 
 
 def test_second_cut_is_made_of_the_whole_text() -> None:
     one = renderer(prompt={"user": "{{ q }}"})
     first = one.shortened(one.render(Row(0, "0", {"q": WORDS})), too_long(1000))
-    assert first is not None
     second = one.shortened(first, too_long(600))
-    assert second is not None
-    assert second.cut is not None
-    assert first.cut is not None
     assert second.cut.kept < first.cut.kept
     assert second.cut.prompt_tokens == 1000
     assert cut_text(second) == cut_at(WORDS, (), second.cut.kept)
@@ -409,8 +394,6 @@ def test_text_in_the_system_prompt_or_in_a_caption_is_cut_where_it_is_the_longes
     _, shorter = shortened(
         {"rules": WORDS, "q": "why?"}, prompt={"system": "{{ rules }}", "user": "{{ q }}"}
     )
-    assert shorter is not None
-    assert shorter.messages is not None
     assert MARK in shorter.messages[0]["content"]
     assert shorter.messages[1]["content"] == "why?"
     Image.new("RGB", (4, 2)).save(tmp_path / "a.png")
@@ -419,8 +402,6 @@ def test_text_in_the_system_prompt_or_in_a_caption_is_cut_where_it_is_the_longes
         prompt={"images": ["a.png"], "captions": ["{{ about }}"], "user": "What?"},
         media={"root": str(tmp_path)},
     )
-    assert shorter is not None
-    assert shorter.messages is not None
     assert MARK in shorter.messages[0]["content"][0]["text"]
 
 
@@ -457,7 +438,6 @@ def test_schema_of_an_openai_body_is_no_text() -> None:
     }
     request, shorter = shortened({"body": body})
     assert cut_text(shorter)
-    assert shorter is not None
     assert shorter.sampling == request.sampling
     assert request.sampling["structured_outputs"] == {"json": schema}
 
@@ -470,29 +450,32 @@ def test_arguments_of_a_tool_call_stay_json() -> None:
     ]
     _, shorter = shortened({"messages": messages})
     assert cut_text(shorter)
-    assert shorter is not None
-    assert shorter.messages is not None
     assert shorter.messages[0] == messages[0]
 
 
 @pytest.mark.parametrize(
     ("fields", "tables"),
     [
+        ({"prompt": WORDS}, {"retry": {}}),
         ({"q": WORDS}, {"prompt": {"user": "no name at all"}}),
         ({"q": 3}, {"prompt": {"user": "{{ q }}"}}),
         ({"q": "short"}, {"prompt": {"user": "{{ q }}" + WORDS}}),
         ({"q": WORDS}, {"prompt": {"user": "{{ rules }}"}, "vars": {"rules": WORDS}}),
         ({"q": f'"{WORDS}"'}, {"prompt": {"user": "{{ 1 // (q | length > 1800) | int }}"}}),
+        ({"q": WORDS}, {"prompt": {"user": "{{ q }}"}, "error": PromptTooLongError("no count")}),
     ],
-    ids=["nothing read", "no text", "too short", "only vars", "template breaks"],
+    ids=[
+        "not asked",
+        "nothing read",
+        "no text",
+        "too short",
+        "vars",
+        "template breaks",
+        "no count",
+    ],
 )
 def test_none_where_nothing_can_be_cut(fields: Mapping[str, Any], tables: dict[str, Any]) -> None:
     assert shortened(fields, **tables)[1] is None
-
-
-def test_none_where_the_engine_did_not_count() -> None:
-    error = PromptTooLongError("from an engine that does not count")
-    assert shortened({"q": WORDS}, error, prompt={"user": "{{ q }}"})[1] is None
 
 
 def test_images_stay_and_so_does_what_they_are_accounted_at(tmp_path: Path) -> None:
@@ -502,7 +485,6 @@ def test_images_stay_and_so_does_what_they_are_accounted_at(tmp_path: Path) -> N
         prompt={"images": ["{{ file }}", "a.png"], "user": "{{ q }}"},
         media={"root": str(tmp_path)},
     )
-    assert shorter is not None
     assert [image.size for image in shorter.images] == [(40, 20), (40, 20)]
     assert shorter.images[0].getpixel((0, 0)) == (9, 8, 7)
     assert shorter.media_bytes == request.media_bytes == 2 * 4 * 40 * 20
@@ -514,7 +496,6 @@ def test_picture_that_changed_meanwhile_gives_back_what_the_first_one_took(tmp_p
     request = one.render(Row(0, "0", {"q": WORDS}))
     Image.new("RGB", (10, 10)).save(tmp_path / "a.png")
     shorter = one.shortened(request, too_long())
-    assert shorter is not None
     assert shorter.media_bytes == request.media_bytes == 4 * 40 * 20
 
 
@@ -529,7 +510,6 @@ def test_images_of_chat_messages_stay(tmp_path: Path) -> None:
     ]
     messages = [{"role": "user", "content": parts}]
     request, shorter = shortened({"messages": messages}, media={"root": str(tmp_path)})
-    assert shorter is not None
     assert len(shorter.images) == 2
     assert [i.tobytes() for i in shorter.images] == [i.tobytes() for i in request.images]
     assert shorter.media_bytes == request.media_bytes > 0
@@ -538,12 +518,13 @@ def test_images_of_chat_messages_stay(tmp_path: Path) -> None:
 # The job file
 
 
-def test_other_word_for_it_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(JobError, match="on_too_long") as refused:
-        renderer(retry={"on_too_long": "truncate"})
-    assert "truncate-middle" in str(refused.value)
-
-
-def test_negative_backoff_is_refused() -> None:
-    with pytest.raises(JobError, match=r"retry\.backoff_s: found -1"):
-        renderer(retry={"backoff_s": -1})
+@pytest.mark.parametrize(
+    ("retry", "words"),
+    [
+        ({"on_too_long": "truncate"}, "on_too_long(?s:.*)truncate-middle"),
+        ({"backoff_s": -1}, r"retry\.backoff_s: found -1"),
+    ],
+)
+def test_what_the_job_file_can_not_say(retry: dict[str, Any], words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        renderer(retry=retry)

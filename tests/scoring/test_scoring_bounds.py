@@ -39,7 +39,6 @@ def scored(text: str, reference: str = "a", **table: Any) -> Scored:
 def test_a_pattern_without_an_end_leaves_its_row_unscored() -> None:
     found = scored(ANSWER, extract="regex", pattern=ENDLESS, scorers=["em", "f1"])
     assert found.scores == {"em": None, "f1": None}
-    assert found.unscored is not None
     assert "scoring.pattern did not finish within 2 s of CPU time" in found.unscored
     assert scored("the end", extract="regex", pattern=ENDLESS, scorers=["em"]).unscored is None
 
@@ -201,7 +200,6 @@ def test_json_is_found_behind_many_other_brackets() -> None:
 def test_a_text_beyond_any_answer_is_unscored(scorer: str) -> None:
     found = scored("1 word " * 40_000, reference="1 word", scorers=[scorer])
     assert found.scores == {scorer: None}
-    assert found.unscored is not None
     assert "the prediction has more than 200,000 characters" in found.unscored
     reward = scored("score: 7 " + "word " * 800_000, extract="reward", scorers=["reward"])
     assert "4,000,000 characters" in str(reward.unscored)
