@@ -46,8 +46,7 @@ LONGEST = (
     "test_vllm_faults",
     "test_benchmarks",
     "test_vllm_engine",
-    "test_vllm_storm",
-    "test_steps_storm",
+    "test_storms",
     "test_process_engine",
     "test_engine_contract",
     "test_transformers_engine",
@@ -65,7 +64,6 @@ LONGEST = (
     "test_own_server",
     "test_server_mixups",
     "test_chart_sandbox",
-    "test_crash_storm",
 )
 # Files that start an engine, Ray, a browser, or many processes. `make test-quick` leaves them out.
 SLOW = {
@@ -141,7 +139,6 @@ SLOW = {
     "test_embed_runs",
     "test_step_engines_vllm",
     "test_tool_loop",
-    "test_vllm_embed_storm",
     "test_vllm_stepper",
     "test_vllm_truncation",
 }

@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from random import Random
 from subprocess import DEVNULL
 
 import numpy as np
 import pytest
 
 from batchkit.storage.ledger import Ledger, line_of
-from batchkit.storage.vectors import segment_path, segments_of
+from batchkit.storage.vectors import segment_path
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import LOG, RUN, records, run, settled, shard, verify
 from tests.support.embed_runs import check, prepare, stored, write_job
@@ -24,7 +23,6 @@ from tests.support.merges import MERGED, merge, run_shards
 from tests.support.mounts import small_disk
 from tests.support.records import vector, with_vector
 from tests.support.rows import read_jsonl, write_jsonl
-from tests.support.storm import Blow, kill_often
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -34,26 +32,6 @@ def rows() -> list[dict[str, str]]:
 
 
 # Kills
-
-
-def test_twenty_kills_leave_every_vector_once_and_at_its_row() -> None:
-    n = 20_000
-    engine = {"options": {"latency_s": 0.02}}
-    prepare(n, engine=engine, run={"max_in_flight": 48, "checkpoint_interval_s": 0.05})
-    random = Random(20261123)
-    blows = [Blow(random.uniform(0.0, 0.2), awaits_record=k % 4 < 3) for k in range(20)]
-    command = [sys.executable, "-m", "batchkit", "run", "job.toml"]
-    storm = kill_often(lambda: LightFork(command, stdout=DEVNULL, stderr=DEVNULL), LOG, blows)
-    assert (storm.kills, storm.ended_by_itself) == (20, None)
-    assert storm.kills_after_progress >= 10
-    assert storm.lines == sorted(storm.lines)
-    assert len(stored()) == storm.lines[-1] < n  # each finds its own
-    done = run("--set", "run.max_in_flight=1000")
-    assert done.exit_code == 0, done.stderr
-    assert settled() == dict.fromkeys(range(n), "ok")
-    assert check() == list(range(n))
-    assert len(segments_of(RUN)) > 10
-    assert verify()["bad_vectors"] == 0
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])

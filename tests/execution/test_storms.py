@@ -1,0 +1,182 @@
+"""SIGKILL at random instants of a run, for each kind of log and engine: nothing that was finished is lost,
+nothing is there twice, and every answer is that of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import tomlkit
+from PIL import Image
+
+from batchkit.storage.checkpoint import CHECKPOINT
+from batchkit.storage.ledger import RESULTS
+from batchkit.storage.newest import read_newest
+from batchkit.storage.runfolder import MANIFEST
+from batchkit.storage.steps import STEPS
+from batchkit.storage.vectors import segment_path, segments_of
+from tests.support.embed_runs import stored
+from tests.support.forks import Fork, LightFork
+from tests.support.own_process import batchkit
+from tests.support.pooling_models import build_embedding_model
+from tests.support.rows import read_jsonl, write_jsonl
+from tests.support.several import CALLS, SOLVE, THREE, calls, each_once
+from tests.support.small_vllm import SMALL
+from tests.support.storm import strike
+
+N_KILLS = 30
+KINDS: dict[str, dict[str, Any]] = {
+    "records": {"prompt": {"user": "{{ q }}"}, "output": {"keep": ["q"]}},
+    "vectors": {"prompt": {"user": "{{ q }}"}, "task": "embed"},
+    "steps": {"steps": THREE},
+    "rollout": {"rollout": {"function": "solve.py:solve"}},
+}
+DRY = {"kind": "dry-run", "options": {"latency_s": 0.02}}
+SLOW = "run.max_in_flight=48"  # 2,400 answers a second at best: the storm ends before the run
+FAST = "run.max_in_flight=1000"
+SEGMENT = "the next segment of vectors"
+
+
+class Stormy:
+    """A run of ``n_rows`` that is killed again and again. Nothing that was written to ``log`` goes."""
+
+    def __init__(self, folder: Path, kind: str, n_rows: int, tables: dict[str, Any]) -> None:
+        self.folder, self.kind, self.n_rows = folder, kind, n_rows
+        self.run = folder / "output/storm"
+        self.log = self.run / (STEPS if kind in CALLS else RESULTS)
+        self.kept = b""
+        rows = [{"id": f"r{n}", "q": f"question {n}" + " tea" * (n % 29)} for n in range(n_rows)]
+        write_jsonl(folder / "in.jsonl", [{**row, "file": f"{n % 8}.png"} for n, row in enumerate(rows)])  # fmt: skip
+        (folder / "solve.py").write_text(SOLVE)
+        job = {"name": "storm", "input": {"path": "in.jsonl", "id": "id"}, **KINDS[kind], **tables}
+        (folder / "job.toml").write_text(tomlkit.dumps(job))
+
+    def strike(self, awaited: str | None, delay_s: float, *settings: str, start: Any) -> int:
+        """Kill it after that file of its folder was written. Returns how much of its log is whole."""
+        path = None if awaited is None else self.run / awaited
+        if awaited == SEGMENT:
+            path = segment_path(self.run, max(segments_of(self.run), default=-1) + 1)
+        strike(self.folder, path, delay_s, *settings, start=start)
+        now = self.log.read_bytes() if self.log.exists() else b""
+        assert now.startswith(self.kept), "a kill took finished lines away"
+        self.kept = now[: now.rfind(b"\n") + 1]
+        if self.kind == "vectors" and self.kept:
+            assert len(stored(self.run)) == len(self.records())  # each finds its own
+        return self.kept.count(b"\n")
+
+    def records(self) -> list[dict[str, Any]]:
+        return list(read_newest(self.run / RESULTS)) if (self.run / RESULTS).exists() else []
+
+    def finish(self, *settings: str, start: Any) -> None:
+        """The last start asks for what is missing, and for nothing else; then a run without kills says the
+        same."""
+        n_before = len(self.records())
+        for name in ("storm", "calm"):
+            arguments = [part for one in (f"name={name}", *settings) for part in ("--set", one)]
+            ended = batchkit("run", "job.toml", *arguments, cwd=self.folder, start=start)
+            assert ended.returncode == 0, ended.stderr
+            if name == "storm":
+                assert json.loads(ended.stdout)["skipped"] == n_before
+        assert self.log.read_bytes().startswith(self.kept)
+        found = json.loads(batchkit("verify", self.run, "--json", cwd=self.folder).stdout)
+        assert found["ok"] == found["rows"] == found["records"] == self.n_rows
+        for name in ("failed", "pending", "lost", "duplicates", "torn_bytes"):
+            assert found[name] == 0
+        assert found["checkpoint_matches"]
+        if self.kind in CALLS:
+            assert calls(self.run) == each_once(self.kind, self.n_rows)
+            of_a_row = len(CALLS[self.kind])
+            assert all(one["generations"] == of_a_row for one in read_jsonl(self.run / RESULTS))
+        assert self.answers("storm") == self.answers("calm")
+        if self.kind == "vectors":
+            assert found["bad_vectors"] == 0
+            stormy, calm = (
+                np.stack([*stored(self.folder / "output" / name).values()])
+                for name in ("storm", "calm")
+            )
+            assert len({row.tobytes() for row in calm.round(4)}) == self.n_rows  # none are alike
+            np.testing.assert_allclose(stormy, calm, rtol=0, atol=1e-5)
+
+    def answers(self, name: str) -> list[dict[str, Any]]:
+        """Of rows, as they are exported, and of generations, in an order that does not depend on time."""
+        path = self.folder / f"{name}.jsonl"
+        done = batchkit("export", f"output/{name}", "--jsonl", path, cwd=self.folder)
+        assert done.returncode == 0, done.stderr
+        rows = read_jsonl(path)
+        assert [row["index"] for row in rows] == list(range(self.n_rows))
+        keys = ("id", "status", "text", "finish_reason", "usage", "input_hash", "fields", "steps")
+        parts = (
+            "index",
+            "step",
+            "call",
+            "status",
+            "request_hash",
+            "text",
+            "finish_reason",
+            "usage",
+        )
+        log = self.folder / "output" / name / STEPS
+        asked = [_only(line, parts) for line in read_jsonl(log)] if log.exists() else []
+        asked.sort(key=lambda line: (line["index"], line["step"], line["call"]))
+        return [_only(row, keys) for row in rows] + asked
+
+
+def _only(line: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    return {key: line.get(key) for key in keys}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.timeout(280)
+def test_kills_lose_nothing_and_repeat_nothing(kind: str, tmp_path: Path) -> None:
+    n_rows = 3_000 if kind in CALLS else 9_000
+    tables = {"engine": DRY, "run": {"checkpoint_interval_s": 0.01}}
+    run, random = Stormy(tmp_path, kind, n_rows, tables), Random(20261123)
+    done = [0]
+    for number in range(N_KILLS):
+        awaited = run.log.name if number % 5 < 3 else None
+        done.append(run.strike(awaited, random.uniform(0, 0.15), SLOW, start=LightFork))
+    assert sum(before < after for before, after in pairwise(done)) >= N_KILLS // 2
+    assert 0 < len(run.records()) < n_rows
+    run.finish(FAST, start=LightFork)
+    if kind == "records":  # each row its own answer
+        for index, row in enumerate(read_jsonl(tmp_path / "storm.jsonl")):
+            assert row["fields"]["q"].startswith(f"question {index}")
+            assert row["text"] == f"dry-run: no model answered row {index}"
+    print(f"{N_KILLS} kills; done after each: {done}")
+
+
+@pytest.mark.parametrize("kind", ["steps", "vectors"])
+def test_kills_on_vllm_change_no_answer(
+    kind: str, tmp_path: Path, text_model: Path, demo_model: Path
+) -> None:
+    """Each phase of a run: its start, the load of the model, answers, and checkpoints."""
+    for n in range(8):
+        Image.new("RGB", (96, 64), (n * 30, 80, 140)).save(tmp_path / f"{n}.png")
+    model, options = demo_model, {**SMALL, "max_num_seqs": 8}
+    tables: dict[str, Any] = {"sampling": {"max_tokens": 24}}
+    draft = {**THREE[0], "prompt": {**THREE[0]["prompt"], "images": ["{{ file }}"]}}
+    if kind == "steps":
+        tables["steps"] = [draft, *THREE[1:]]
+    else:
+        model, tables = build_embedding_model(tmp_path / "model", text_model), {}
+        del options["limit_mm_per_prompt"]
+    tables |= {"engine": {"model": str(model), "options": options}}
+    tables |= {"run": {"checkpoint_interval_s": 0.2}}
+    run, random = Stormy(tmp_path, kind, 96 if kind == "steps" else 600, tables), Random(20261123)
+    written = (SEGMENT, 0.01) if kind == "vectors" else (RESULTS, 0.02)
+    answered, loads, flushed = (run.log.name, 0.4), (MANIFEST, 2.0), (CHECKPOINT, 0.05)
+    done = []
+    for awaited, most_s in ((None, 1.0), written, answered, loads, flushed, answered):
+        delay_s = random.uniform(0, most_s)
+        done.append(run.strike(awaited, delay_s, "run.max_in_flight=4", start=Fork))
+    assert done[-1] > 0, f"the kills missed the run: {done}"
+    assert len(run.records()) < run.n_rows
+    if kind == "vectors":
+        assert len(segments_of(run.run)) > 2
+    run.finish(start=Fork)
