@@ -66,7 +66,7 @@ FOREIGN_HOMES = {  # who alone may import it; never when the module itself is im
     "prometheus_client": {"execution.exporter"},
     "ray": {
         "execution.cluster.actor",
-        "execution.cluster.worker_pool",
+        "execution.cluster.pool",
         "execution.cluster.local",
         "execution.cluster.session",
     },

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, Interrupted
-from batchkit.execution.cluster.worker_pool import RayWorkerPool
+from batchkit.execution.cluster.pool import RayPool
 from batchkit.execution.engine_notes import EngineNotes
 from batchkit.execution.hints import hints
 from batchkit.execution.kept_engine import KeptEngine
@@ -26,7 +26,7 @@ from batchkit.runs.failures import Failure, failures_of
 from batchkit.storage.ledger import RecordLine
 from batchkit.storage.log import RESULTS
 
-WorkerPool = Worker | RayWorkerPool
+WorkerPool = Worker | RayPool
 _BEGUN = {
     "generate": "generating",
     "embed": "embedding",
@@ -155,7 +155,7 @@ class Loop:
             pool: WorkerPool
             if start.job.run.workers is not None:
                 self._screen.progress.start_clock("waiting for a worker")
-                pool = RayWorkerPool(start, tasks, engines, opening)
+                pool = RayPool(start, tasks, engines, opening)
             else:
                 self._screen.progress.start_clock("loading the model")
                 requests = requests_of(

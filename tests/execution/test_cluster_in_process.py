@@ -21,8 +21,8 @@ from batchkit.config.installation import how_to_install
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BrokenInputError, EngineError, JobError, TooManyFailuresError
 from batchkit.execution.cluster.actor import Actor
+from batchkit.execution.cluster.pool import RayPool
 from batchkit.execution.cluster.session import needs
-from batchkit.execution.cluster.worker_pool import RayWorkerPool
 from batchkit.execution.events import EngineLine, Event
 from batchkit.execution.kept_engine import KeptEngine
 from batchkit.execution.lane import Opening
@@ -102,41 +102,18 @@ def test_each_worker_has_gpus_of_its_own(
 ) -> None:
     made = job(run={"worker_gpus": share})
     hire = ray_here.remote(Actor).options(**needs(made))
-    actors = [hire.remote(number, Start.of(made).for_workers(), [""]) for number in range(2)]
-    places = ray_here.get([actor.begin.remote({}) for actor in actors])
-    assert sorted(list(place.gpus) for place in places) == gpus
+    actors = [hire.remote(number, Start.of(made).for_workers(), [""], {}) for number in range(2)]
+    reports = ray_here.get([actor.exchange.remote([], True, 0) for actor in actors])
+    assert sorted(list(report.place.gpus) for report in reports) == gpus
     for actor in actors:
         ray_here.kill(actor)
 
 
-@pytest.mark.parametrize(
-    ("options", "gpus"),
-    [
-        ({}, 1),
-        ({"tensor_parallel_size": 2}, 2),
-        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, 6),
-    ],
-)
-def test_a_worker_gets_the_gpus_that_its_engine_asks_for(
-    options: dict[str, int], gpus: int, ray_here: Any
-) -> None:
-    assert needs(job(engine={"model": "m", "options": options}))["num_gpus"] == gpus
+def test_a_worker_gets_the_gpus_that_its_engine_asks_for(ray_here: Any) -> None:
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3}
+    for options, gpus in (({}, 1), ({"tensor_parallel_size": 2}, 2), (sizes, 6)):
+        assert needs(job(engine={"model": "m", "options": options}))["num_gpus"] == gpus
     assert needs(job(engine={"kind": "dry-run"}))["num_gpus"] == 0
-
-
-def test_a_worker_that_has_another_file_than_the_run_for_all_prompts_gets_no_rows(
-    in_a_folder: Path,
-) -> None:
-    """As on a node with an old copy of it: some rows would be asked in another way."""
-    made = job(
-        prompt={"user": "{{ guide }} {{ prompt }}", "texts": {"guide": "comm"}},
-        media={"root": "/proc/self"},  # each process has its own name there
-    )
-    with pytest.raises(
-        EngineError, match=r'other files than .* prompt.files: {"prompt.texts.guide"'
-    ):
-        process(made, ["a", "b"])
-    assert newest(in_a_folder) == []
 
 
 def test_images_are_opened_and_answers_scored_by_the_workers(in_a_folder: Path) -> None:
@@ -165,31 +142,48 @@ def test_images_are_opened_and_answers_scored_by_the_workers(in_a_folder: Path) 
     assert found["scores"]["f1"] > 0
 
 
-def test_vectors_of_two_workers_are_those_of_one_process(in_a_folder: Path) -> None:
-    rows = [f"row {n}" for n in range(60)]
-    found = process(job(task="embed"), rows).to_pandas()
-    alone = job(task="embed", name="alone", run={"workers": None})
-    expected = process(alone, rows).to_pandas()
-    assert [vector.tolist() for vector in found["embedding"]] == [
-        vector.tolist() for vector in expected["embedding"]
-    ]
-    assert len({vector.tobytes() for vector in found["embedding"]}) == 60
+def broken_off() -> Iterator[str]:
+    yield from ("tea" for _ in range(50))
+    raise BrokenInputError("rows.parquet: broken from here on")
 
 
-def test_an_input_that_breaks_off_stops_the_run_with_all_before_it_done(in_a_folder: Path) -> None:
-    def rows() -> Iterator[str]:
-        yield from ("tea" for _ in range(50))
-        raise BrokenInputError("rows.parquet: broken from here on")
-
-    with pytest.raises(BrokenInputError, match="broken from here on"):
-        process(job(), rows())
-    assert [record["status"] for record in newest(in_a_folder)] == ["ok"] * 50
-
-
-def test_too_many_failures_stop_the_run(in_a_folder: Path) -> None:
-    made = job(prompt={"user": "{{ missing }}"}, run={"fail_on_error": 3, "check_rows": 0})
-    with pytest.raises(TooManyFailuresError):
-        process(made, [{"q": n} for n in range(500)])
+@pytest.mark.parametrize(
+    ("tables", "rows", "error", "message", "n_answered"),
+    [
+        ({}, broken_off, BrokenInputError, "broken from here on", 50),
+        (
+            {"prompt": {"user": "{{ missing }}"}, "run": {"fail_on_error": 3, "check_rows": 0}},
+            lambda: [{"q": n} for n in range(500)],
+            TooManyFailuresError,
+            "",
+            None,
+        ),
+        ({"engine": {"kind": "dry-run", "options": {"latency_ms": 1}}}, lambda: ["a"], JobError, "latency_ms", 0),
+        (  # as on a node with an old copy of a file for all prompts: some rows would be asked otherwise
+            {
+                "prompt": {"user": "{{ guide }} {{ prompt }}", "texts": {"guide": "comm"}},
+                "media": {"root": "/proc/self"},  # each process has its own name there
+            },
+            lambda: ["a", "b"],
+            EngineError,
+            r'other files than .* prompt.files: {"prompt.texts.guide"',
+            0,
+        ),
+    ],
+    ids=["input breaks off", "too many failures", "unknown option", "another file"],
+)  # fmt: skip
+def test_what_stops_a_run_leaves_what_is_done(
+    tables: dict[str, Any],
+    rows: Callable[[], Any],
+    error: type[Exception],
+    message: str,
+    n_answered: int | None,
+    in_a_folder: Path,
+) -> None:
+    with pytest.raises(error, match=message):
+        process(job(**tables), rows())
+    if n_answered is not None:
+        assert [record["status"] for record in newest(in_a_folder)] == ["ok"] * n_answered
 
 
 def test_failed_rows_are_retried_by_the_workers(in_a_folder: Path) -> None:
@@ -202,12 +196,6 @@ def test_failed_rows_are_retried_by_the_workers(in_a_folder: Path) -> None:
     summary = outcome.checked()
     assert (summary.ok, summary.failed) == (3, 0)
     assert [record["attempt"] for record in newest(in_a_folder)] == [1, 2, 1]
-
-
-def test_an_unknown_option_is_refused_before_a_row_is_answered(in_a_folder: Path) -> None:
-    with pytest.raises(JobError, match="latency_ms"):
-        process(job(engine={"kind": "dry-run", "options": {"latency_ms": 1}}), ["a"])
-    assert newest(in_a_folder) == []
 
 
 def test_a_worker_whose_engine_can_not_start_leaves_its_place_to_the_next_until_all_have_failed(
@@ -249,7 +237,7 @@ def test_what_a_worker_answered_before_it_failed_is_handed_on(
     engine = {"kind": "openai-server", "model": MODEL, "base_url": server.url, "options": options}
     made = job(engine=engine, prompt={"user": "{{ q }}"}, run={"workers": 1})
     opening = Opening(lambda event: None, KeptEngine(in_a_folder / "engine.log"))
-    pool = RayWorkerPool(Start.of(made), Due("now", "late", "hang"), [""], opening)
+    pool = RayPool(Start.of(made), Due("now", "late", "hang"), [""], opening)
     answered: list[int] = []
 
     def answer(enough: Callable[[], object]) -> None:
@@ -290,8 +278,8 @@ def test_a_worker_that_dies_before_its_first_answer_is_given_up(
     start = replace(Start.of(made), references=references)
     opening = Opening(hear, KeptEngine(tmp_path / "engine.log"))
     with pytest.raises(EngineError, match="it died 2 times without one answer"):
-        RayWorkerPool(start, Due(), [""], opening)
-    assert [line for line in heard if "worker 0 died with 0 rows: its process ended" in line]
+        RayPool(start, Due(), [""], opening)
+    assert [line for line in heard if "worker 0 died with 0 rows: ActorDiedError: " in line]
 
 
 def test_rows_that_come_one_by_one_are_answered_as_they_come(in_a_folder: Path) -> None:
@@ -304,37 +292,6 @@ def test_rows_that_come_one_by_one_are_answered_as_they_come(in_a_folder: Path) 
                 time.sleep(0.01)
 
     assert process(job(), rows()).ok == 6
-
-
-def exchanged_once_it_is_up(ray_here: Any, actor: Any) -> Any:
-    while True:
-        try:
-            return ray_here.get(actor.exchange.remote([], True, 0))
-        except ray_here.exceptions.ActorUnavailableError:
-            time.sleep(0.2)
-
-
-def test_a_process_that_was_restarted_unseen_refuses_rows(ray_here: Any) -> None:
-    actor = (
-        ray_here.remote(Actor)
-        .options(max_restarts=-1)
-        .remote(0, Start.of(job()).for_workers(), [""])
-    )
-    ray_here.get(actor.begin.remote({}))
-    ray_here.kill(actor, no_restart=False)
-    with pytest.raises(RuntimeError, match="a new one"):
-        exchanged_once_it_is_up(ray_here, actor)
-
-
-def test_a_worker_that_the_run_takes_for_dead_ends(ray_here: Any) -> None:
-    actor = (
-        ray_here.remote(Actor)
-        .options(max_restarts=0)
-        .remote(0, Start.of(job()).for_workers(), [""])
-    )
-    ray_here.get(actor.begin.remote({}))
-    with pytest.raises(ray_here.exceptions.RayActorError):
-        ray_here.get(actor.begin.remote({}))
 
 
 def test_without_ray_it_is_said_how_to_get_it(

@@ -117,52 +117,39 @@ def test_equal_workers_end_together() -> None:
     played = play(1000, [0.5] * 4)
     assert max(played.rows) - min(played.rows) <= 32
     assert played.seconds < 1.1 * 1000 * 0.5 / 16 / 4
+    assert play(8, [1.0, 1.0]).rows == [4, 4], "few rows are shared out from the start"
 
 
 def test_leases_shrink_to_one_near_the_end() -> None:
     sizes = [len(indices) for _, indices in play(2000, [0.3, 1.0]).leases]
     assert max(sizes) > 8
     assert sizes[-1] == 1
+    unknown = play(500, [0.3, 0.6], known=False)
+    assert len(unknown.leases[0][1]) == 32, "what it can use, if nobody knows how many are left"
 
 
-def test_few_rows_are_shared_out_from_the_start() -> None:
-    played = play(8, [1.0, 1.0])
-    assert played.rows == [4, 4]
-
-
-def test_where_nobody_knows_how_many_are_left_workers_get_what_they_can_use() -> None:
-    played = play(500, [0.3, 0.6], known=False)
-    assert len(played.leases[0][1]) == 32
-
-
-def test_what_a_dead_worker_held_is_answered_once_more() -> None:
-    played = play(1000, [0.3, 0.3], dies_at={1: 4.0})
+@pytest.mark.parametrize("restart_s", [20.0, 10_000])
+def test_what_a_dead_worker_held_is_answered_once_more(restart_s: float) -> None:
+    played = play(1000, [0.3, 0.3], dies_at={1: 4.0}, restart_s=restart_s)
     handed = [index for _, indices in played.leases for index in indices]
     again = len(handed) - len(set(handed))
     assert 0 < again <= 32
     assert not played.quarantined
+    assert sum(played.rows) == 1000
 
 
-def test_what_a_worker_held_that_stays_away_is_answered_by_another() -> None:
-    played = play(300, [0.3, 0.3], dies_at={1: 1.0}, restart_s=10_000)
-    assert sum(played.rows) == 300
-    assert played.rows[0] > 200
-
-
-def test_a_row_that_kills_workers_is_found_and_the_others_answered() -> None:
-    played = play(400, [0.3, 0.3], poison=[77])
-    assert played.quarantined == [77]
-    deaths = sum(77 in indices for _, indices in played.leases)
-    assert deaths <= 8  # of 32: log2, and twice alone
-
-
-def test_two_rows_that_kill_workers_are_found() -> None:
-    played = play(400, [0.3, 0.3, 0.3], poison=[10, 399])
-    assert sorted(played.quarantined) == [10, 399]
-
-
-def test_a_row_that_kills_every_worker_at_the_end_of_the_input_is_found() -> None:
-    assert play(5, [0.3, 0.3], poison=[4]).quarantined == [4]
+@pytest.mark.parametrize(
+    ("n_rows", "workers", "poison"),
+    [(400, 2, [77]), (400, 3, [10, 399]), (5, 2, [4])],
+    ids=["one", "two", "every worker at the end of the input"],
+)
+def test_rows_that_kill_workers_are_found_and_the_others_answered(
+    n_rows: int, workers: int, poison: list[int]
+) -> None:
+    played = play(n_rows, [0.3] * workers, poison=poison)
+    assert sorted(played.quarantined) == poison
+    for row in poison:
+        assert sum(row in indices for _, indices in played.leases) <= 8  # log2 of 32, twice alone
 
 
 def test_a_row_that_is_known_to_kill_goes_out_alone() -> None:

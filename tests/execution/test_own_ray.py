@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -84,15 +85,12 @@ def test_a_run_that_is_killed_over_two_workers_goes_on_from_its_ledger_over_thre
     assert not psutil.wait_procs(workers, timeout=30)[1], "the dead driver's workers are gone"
 
 
-CLI_AFTER = "import sys; {first}; from batchkit.cli import cli; cli(sys.argv[1:])"
-
-
 def test_a_ray_of_the_run_listens_on_this_machine_alone_and_ends_with_it(
     tmp_path: Path, one_row: list[str]
 ) -> None:
     write_jsonl(Path("rows.jsonl"), question_rows({}))
     options = "engine.options={latency_s = 0.5, max_num_seqs = 2}"
-    program = CLI_AFTER.format(first="import ray")  # which reads the environment
+    program = "import sys; from batchkit.cli import cli; cli(sys.argv[1:])"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     del environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"], environment["RAY_AUTH_TOKEN"]
     with subprocess.Popen(
@@ -110,11 +108,16 @@ def test_a_ray_of_the_run_listens_on_this_machine_alone_and_ends_with_it(
                 for connection in one.net_connections("inet")
                 if connection.status == psutil.CONN_LISTEN
             ]
+            made = re.findall(
+                r"/\S*/batchkit-ray-\w+", " ".join(part for one in family for part in one.cmdline())
+            )
+            modes = {Path(folder).stat().st_mode for folder in made}
         finally:
             process.terminate()
             stdout, stderr = process.communicate(timeout=90)
     assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
     assert [found for found in listening if not is_loopback(found[1])] == []
+    assert {mode & 0o077 for mode in modes} == {0}, "nobody else may look into Ray's files"
     summary = json.loads(stdout)
     assert process.returncode == summary["exit"] == 143, stderr
     assert 4 <= summary["ok"] < N_ROWS

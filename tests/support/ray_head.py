@@ -21,6 +21,7 @@ from tests.support.paths import ROOT
 from tests.support.waiting import until
 
 _FORKS = "BATCHKIT_TEST_FORKS"
+_MOST_BYTES = 2**17  # of a request for a fork
 CPUS, GPUS = 8, 4  # Ray counts GPUs and does not look: nothing touches one
 
 
@@ -67,7 +68,7 @@ def start_head() -> Iterator[RayHead]:
 
     with (
         tempfile.TemporaryDirectory(prefix="b", dir="/tmp") as folder,
-        socket.socket(socket.AF_UNIX) as listening,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening,
         pytest.MonkeyPatch.context() as environment,
     ):
         listening.bind(path := str(Path(folder, "forks")))
@@ -97,7 +98,7 @@ def start_head() -> Iterator[RayHead]:
 
 def fork_engines() -> None:
     """In a worker's process: its engines are forks of the test's fork server, too."""
-    server = socket.socket(socket.AF_UNIX)
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.connect(os.environ[_FORKS])
     forks._servers[True] = server
     Launcher.start = forks.Fork
@@ -116,7 +117,7 @@ def _relay_from(connection: socket.socket) -> None:
     """Pass on to the fork server what a worker asks of it."""
     with connection:
         while True:
-            data, fds, _, _ = socket.recv_fds(connection, 1, 64)
+            data, fds, _, _ = socket.recv_fds(connection, _MOST_BYTES, 64)
             if not fds:
                 return
             socket.send_fds(forks._connected(has_vllm=True), [data], fds)

@@ -1,6 +1,6 @@
 """Several workers, placed, pinned to their GPUs and restarted by Ray. Only this package uses Ray.
 
-The run hands out rows in leases (``leases``) and is the only writer (``worker_pool``). Each process
+The run hands out rows in leases (``leases``) and is the only writer (``pool``). Each process
 that Ray starts runs a Worker (``actor``). ``session`` joins or starts Ray, and knows which
 resources a worker needs.
 """

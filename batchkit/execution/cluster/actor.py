@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -67,93 +68,79 @@ class Load(NamedTuple):
 IDLE = Load(0, 0, 0, 0)
 
 
-class Report(NamedTuple):
+@dataclass
+class Report:
     """A worker's answer to a call; ``histories`` are the newest ones by engine, ``events`` are the others."""
 
-    lines: Sequence[Returned]
-    events: Sequence[Line | EngineLine | Note | Found]
-    histories: Mapping[str, EngineHistory]
-    engine: EngineFacts | None
-    failure: WorkerFailure | None
-    load: Load
+    place: Place
+    lines: list[Returned] = field(default_factory=list)
+    events: list[Line | EngineLine | Note | Found] = field(default_factory=list)
+    histories: dict[str, EngineHistory] = field(default_factory=dict)
+    engine: EngineFacts | None = None
+    failure: WorkerFailure | None = None
+    load: Load = IDLE
 
 
 class Actor:
-    """One worker's process. Ray calls it from one thread, one call at a time."""
+    """One worker's process, which begins to load its models at once. Ray calls it from one thread, one call
+    at a time. ``known``, by engine, is what earlier ones learned.
+    """
 
     def __init__(
         self,
         number: int,
         start: Start,
         engines: Sequence[str],
+        known: Mapping[str, EngineHistory],
         import_from: Sequence[str] = (),
     ) -> None:
-        job = start.job
-        if job.rollout is not None:  # its module may be in a folder that only the run looks in
+        import ray
+
+        if (
+            start.job.rollout is not None
+        ):  # its module may be in a folder that only the run looks in
             sys.path += [place for place in import_from if place not in sys.path]
         self._number, self._start, self._engines = number, start, engines
         self._inbox: SimpleQueue[Task | None] = SimpleQueue()
-        spacing_s = (job.run.workers or 1) / MOST_CALLS_PER_S
-        self._gather_s, self._heartbeat_s = max(GATHER_S, spacing_s), max(HEARTBEAT_S, spacing_s)
+        self._spacing_s = (start.job.run.workers or 1) / MOST_CALLS_PER_S
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._report = Report(Place(socket.gethostname(), ray.get_gpu_ids()))
         self._taking = True
         self._closed = False
         self._unsettled = self._written = 0
-        self._lines: list[Returned] = []
-        self._events: list[Line | EngineLine | Note | Found] = []
-        self._histories: dict[str, EngineHistory] = {}
-        self._engine: EngineFacts | None = None
-        self._failure: WorkerFailure | None = None
-        self._load = IDLE
-
-    def begin(self, known: Mapping[str, EngineHistory]) -> Place:
-        """Load the models, on its own thread."""
-        import ray
-
-        if self._thread is not None:  # the run takes this worker for dead, so end it
-            os._exit(1)
         self._thread = threading.Thread(target=self._work, args=(known,), name="worker")
         self._thread.daemon = True
         self._thread.start()
-        return Place(socket.gethostname(), ray.get_gpu_ids())
 
     def exchange(self, tasks: Sequence[Task], taking: bool, written: int) -> Report:
         """Take ``tasks``; return what has been settled since, after a wait for it.
 
         ``written``: how many further generations that were returned are in the ledger now.
-
-        Raises:
-            RuntimeError: Ray has restarted this process since ``begin`` and the run did not notice.
         """
-        if self._thread is None:
-            raise RuntimeError("its process is a new one")
         self._taking = taking
         for task in tasks:
             self._inbox.put(task)
         with self._changed:
             self._written += written
             self._unsettled += len(tasks)
+            now = self._report
             self._changed.wait_for(
-                lambda: self._lines or self._events or self._failure, self._heartbeat_s
+                lambda: now.lines or now.events or now.failure, max(HEARTBEAT_S, self._spacing_s)
             )
-            if self._lines:
+            if now.lines:
                 enough = self._unsettled // 2
                 self._changed.wait_for(
-                    lambda: len(self._lines) >= enough or self._failure, self._gather_s
+                    lambda: len(now.lines) >= enough or now.failure,
+                    max(GATHER_S, self._spacing_s),
                 )
-            lines, self._lines = self._lines, []
-            events, self._events = self._events, []
-            self._unsettled -= sum(not isinstance(line, GenerationLine) for line in lines)
-            return Report(
-                lines, events, {**self._histories}, self._engine, self._failure, self._load
-            )
+            self._report = replace(now, lines=[], events=[], histories={**now.histories})
+            self._unsettled -= sum(not isinstance(line, GenerationLine) for line in now.lines)
+            return now
 
     def close(self) -> None:
         """Drop what is in flight and release the GPU."""
         self._closed = True
-        if self._thread is not None:
-            self._thread.join(CLOSE_S)
+        self._thread.join(CLOSE_S)
 
     def _work(self, known: Mapping[str, EngineHistory]) -> None:
         try:
@@ -176,7 +163,7 @@ class Actor:
 
     def _answer(self, worker: Worker) -> None:
         with self._changed:
-            self._engine = worker.engine_facts
+            self._report.engine = worker.engine_facts
         while not self._closed:
             taking = self._taking
             self._bring(worker, worker.fill(taking=taking))
@@ -189,29 +176,28 @@ class Actor:
 
     def _bring(self, worker: Worker, lines: Sequence[Returned]) -> None:
         with self._changed:
-            self._load = Load(
+            self._report.load = Load(
                 worker.in_flight,
                 worker.retried,
                 worker.capacity,
                 worker.unfinished_tokens,
                 worker.load,
             )
-            for line in lines:
-                self._lines.append(_brief(line))
+            self._report.lines += map(_brief, lines)
             if lines:
                 self._changed.notify_all()
 
     def _hear(self, event: Event) -> None:
         with self._changed:
             if isinstance(event, EngineHistory):
-                self._histories[event.engine] = event
+                self._report.histories[event.engine] = event
             else:
-                self._events.append(event)
+                self._report.events.append(event)
                 self._changed.notify_all()
 
     def _fail(self, failure: WorkerFailure) -> None:
         with self._changed:
-            self._failure = failure
+            self._report.failure = failure
             self._changed.notify_all()
 
 

@@ -9,14 +9,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from uuid import uuid4
 
 from batchkit.config.tables import JobConfig
 
-LONGEST_TMP = 16  # Ray's sockets have long names in it; a socket path has at most 107 bytes
+LONGEST_TMP = 14  # Ray's sockets have long names in it; a socket path has at most 107 bytes
 _PREFIX = "batchkit-ray-"
 _MARK = "locked-by-its-driver"
 _SET_BY_RAY = "RAY_AUTH_MODE"  # and never removed: a child process could join no Ray without tokens
@@ -24,7 +24,8 @@ _OBJECT_STORE_BYTES = 512 * 2**20
 
 
 def begin(job: JobConfig, folder: Path) -> None:
-    """Start Ray for this run only, its files in ``folder``. Needs ``on_this_machine_alone``."""
+    """Start Ray for this run only. Its files are below ``folder``, because Ray lets all users read and write
+    in the folder that it is given. Needs ``on_this_machine_alone``."""
     import ray
 
     workers, run = job.run.workers or 1, job.run
@@ -35,30 +36,18 @@ def begin(job: JobConfig, folder: Path) -> None:
         object_store_memory=_OBJECT_STORE_BYTES,
         logging_level=logging.ERROR,
         log_to_driver=False,
-        _temp_dir=str(folder),
+        _temp_dir=str(folder / "ray"),
     )
 
 
-@contextmanager
-def on_this_machine_alone() -> Iterator[None]:
+def on_this_machine_alone() -> AbstractContextManager[None]:
     """Ray started inside listens on 127.0.0.1 and requires a token of this process for every call.
 
-    Ray has no argument for this: it replaces ``_node_ip_address="127.0.0.1"`` by an outer address.
-    Its variable is read when Ray is imported, here, and when its processes start.
+    Ray has no argument for the first, and reads its variable when it is imported. If the program has
+    imported it before, Ray listens on the machine's address, and the token alone keeps others out.
     """
-    from ray._private import ray_constants
-
-    variables = {
-        ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
-        "RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN") or _token(),  # else one is written to ~
-    }
-    reachable = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        with _environment(variables):
-            yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = reachable
+    token = os.environ.get("RAY_AUTH_TOKEN") or _token()  # else one is written to ~
+    return _environment({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_TOKEN": token})
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +16,17 @@ from batchkit.storage.manifest import WorkerState
 
 @dataclass
 class Life:
-    """One life of a worker: from its wait for a place to its death. ``histories``: of its engines, by
-    name, with the state of its own search for a poison row. ``returned``: generations that are
-    not in the ledger yet; ``written``: those that are, which the worker does not know yet.
+    """One process of a worker: from its wait for a place to its death. ``call`` is the pending one.
+    ``histories``: of its engines, by name, with the state of its own search for a poison row.
+    ``returned``: generations that are not in the ledger yet; ``written``: those that are, which the worker
+    does not know yet.
     """
 
-    began_at: float
-    histories: Mapping[str, EngineHistory] = field(default_factory=dict)
+    actor: Any
+    histories: Mapping[str, EngineHistory]
+    began_at: float = field(default_factory=time.monotonic)
+    call: Any = None
+    called_at: float = 0.0
     place: Place | None = None
     engine: EngineFacts | None = None
     load: Load = IDLE
@@ -47,32 +51,32 @@ class Life:
 
 
 class RayWorker:
-    """A worker over all its lives. ``call`` is the pending one."""
+    """A worker over all its lives."""
 
-    def __init__(self, number: int, actor: Any) -> None:
+    def __init__(self, number: int) -> None:
         self.number = number
-        self.actor = actor
-        self.call: Any = None
-        self.called_at = self.begins_at = self.looked_at = time.monotonic()
         self.rows = 0
-        self.life = Life(self.called_at)
-        self._before: list[Life] = []
+        self.lives: list[Life] = []
 
-    def bury(self) -> None:
-        """Record a death and begin the next life."""
-        self._before.append(self.life)
-        self.begins_at = time.monotonic()
-        before = self.life.histories
-        kept = {name: history._replace(restarts=0) for name, history in before.items()}
-        self.life = Life(self.begins_at, kept)
+    def begin(self, actor: Any, known: Mapping[str, EngineHistory]) -> None:
+        """Its next life; what it knows of its search for a poison row, it still knows."""
+        before = {name: self.history(name) for name in known}
+        self.lives.append(
+            Life(
+                actor,
+                {
+                    name: history._replace(restarts=0, steps=known[name].steps)
+                    for name, history in before.items()
+                },
+            )
+        )
 
     @property
-    def lives(self) -> Sequence[Life]:
-        return *self._before, self.life
+    def life(self) -> Life:
+        return self.lives[-1]
 
-    @property
-    def deaths(self) -> int:
-        return len(self._before)
+    def history(self, engine: str) -> EngineHistory:
+        return self.life.history(engine) if self.lives else EngineHistory(engine=engine)
 
     @property
     def engine_restarts(self) -> int:
@@ -99,6 +103,6 @@ class RayWorker:
             rows=self.rows,
             rows_per_s=0.0 if holder is None else round(holder.rate, 3),
             in_flight=0 if holder is None else self.life.load.in_flight,
-            restarts=self.deaths,
+            restarts=len(self.lives) - 1,
             engine_restarts=self.engine_restarts,
         )

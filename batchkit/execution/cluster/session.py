@@ -7,9 +7,10 @@ import math
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from pathlib import Path
 
 from batchkit.config.installation import how_to_install
@@ -33,13 +34,7 @@ def session(job: JobConfig) -> Iterator[None]:
         JobError: not installed, no Ray at the address, or this machine has too few GPUs.
         EngineError: no Ray could be started here.
     """
-    try:
-        import ray
-    except ImportError:
-        raise JobError(
-            f"run.workers: Ray is not installed; {how_to_install('ray')}, or leave workers out"
-        ) from None
-    if ray.is_initialized():
+    if (imported := sys.modules.get("ray")) is not None and imported.is_initialized():
         yield
         return
     address = job.run.ray_address or os.environ.get("RAY_ADDRESS")
@@ -49,10 +44,16 @@ def session(job: JobConfig) -> Iterator[None]:
         if not address:
             folder = held.enter_context(private_folder())
             held.enter_context(on_this_machine_alone())
+        try:
+            import ray
+        except ImportError:
+            raise JobError(
+                f"run.workers: Ray is not installed; {how_to_install('ray')}, or leave workers out"
+            ) from None
         held.callback(ray.shutdown)
+        # Ray reports dead workers on stdout, which is for our results.
+        held.enter_context(redirect_stdout(sys.stderr))
         _join(job, address, folder)
-        # Ray reports dead workers on stdout, which is for our results; we report them ourselves.
-        ray._private.worker._worker_logs_enabled = False
         yield
 
 

@@ -58,47 +58,27 @@ class Generate:
         Raises:
             RowError: this generation failed. A function that does not catch it fails the row with it.
         """
-        if asyncio.get_running_loop() is not self._loop:
-            raise RequestError(
-                "generate: was called on another event loop; await it on the one that runs the function"
-            )
-        if engine and engine not in self._start.job.engines:
-            known = ", ".join(self._start.job.engines) or "none is given"
-            raise RequestError(
-                f"generate: engine is {engine!r}, expected one of [engines]: {known}"
-            )
-        if not isinstance(step, str) or not _STEP.fullmatch(step):
-            raise RequestError(
-                f"generate: step is {short(step)}, expected a name of letters, digits and _"
-            )
+        self._check(step, engine)
         wanted = checked_tools(
             _own("tools", tools), _own("tool_choice", tool_choice), "tools", "tool_choice"
         )
-        own = {name: _own(name, value) for name, value in sampling.items()}
-        merged = {**self._sampling, **own} if own else self._sampling
-        kwargs = _own("chat_template_kwargs", chat_template_kwargs) or {}
-
-        def render() -> Request:
-            request = Request(
-                self._row.row,
-                None if messages is None else self._start.renderer.messages(messages),
-                str(prompt) if messages is None else None,
-                merged,
-                input_hash="",
-                tools=wanted.tools,
-                tool_choice=wanted.tool_choice,
-                chat_template_kwargs=kwargs,
-            )
-            request = with_media_bytes(request)
-            if request.messages is None or request.media_bytes:
-                return request
-            return replace(request, messages=_own("messages", request.messages))
-
         messages = _messages(prompt) if chat else None
         if messages is None and (wanted.tools or not isinstance(prompt, str)):
             raise RequestError("generate: chat=False is for a text without tools")
+        request = Request(
+            self._row.row,
+            messages,
+            str(prompt) if messages is None else None,
+            self._sampling | {name: _own(name, value) for name, value in sampling.items()},
+            input_hash="",
+            tools=wanted.tools,
+            tool_choice=wanted.tool_choice,
+            chat_template_kwargs=_own("chat_template_kwargs", chat_template_kwargs) or {},
+        )
         has_parts = any(isinstance(one.get("content"), list) for one in messages or ())
-        completion = await self._row.ask(render, step, engine, takes_long=has_parts)
+        completion = await self._row.ask(
+            lambda: self._rendered(request), step, engine, takes_long=has_parts
+        )
         assert completion is not None
         if completion.error is not None:
             raise completion.error
@@ -126,6 +106,30 @@ class Generate:
             if isinstance(one, BaseException) and not isinstance(one, RowError):
                 raise one
         return found
+
+    def _check(self, step: str, engine: str) -> None:
+        if asyncio.get_running_loop() is not self._loop:
+            raise RequestError(
+                "generate: was called on another event loop; await it on the one that runs the function"
+            )
+        engines = self._start.job.engines
+        if engine and engine not in engines:
+            known = ", ".join(engines) or "none is given"
+            raise RequestError(
+                f"generate: engine is {engine!r}, expected one of [engines]: {known}"
+            )
+        if not isinstance(step, str) or not _STEP.fullmatch(step):
+            raise RequestError(
+                f"generate: step is {short(step)}, expected a name of letters, digits and _"
+            )
+
+    def _rendered(self, request: Request) -> Request:
+        """``request`` with its images opened."""
+        if request.messages is None:
+            return request
+        messages = self._start.renderer.messages(request.messages)
+        made = with_media_bytes(replace(request, messages=messages))
+        return made if made.media_bytes else replace(made, messages=_own("messages", messages))
 
 
 def _messages(prompt: Any) -> list[Mapping[str, Any]]:

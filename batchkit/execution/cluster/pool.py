@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 from batchkit.errors import BatchkitError, EngineCrashError, EngineError, Interrupted, JobError
-from batchkit.execution.cluster.actor import CLOSE_S, Actor, Place, Report, WorkerFailure
+from batchkit.execution.cluster.actor import CLOSE_S, Actor, Report, WorkerFailure
 from batchkit.execution.cluster.affinity import PrefixAffinity
 from batchkit.execution.cluster.leases import Leases
 from batchkit.execution.cluster.ray_worker import RayWorker
@@ -24,6 +24,7 @@ from batchkit.execution.lane import POLL_S, Opening
 from batchkit.execution.rollouts.rollouts import PausedRow
 from batchkit.execution.settle import settle
 from batchkit.execution.start import Start
+from batchkit.execution.tasks import Tasks
 from batchkit.execution.worker import EngineFacts, Returned
 from batchkit.rendering.prefetch import read_ahead
 from batchkit.rendering.row_size import size_of
@@ -34,27 +35,9 @@ from batchkit.types import Completion, Request, Task
 
 PLACE_S = 15.0  # how long a worker may wait for a place before that is reported
 HEAVY_ROW_BYTES = 16 * 1024
-_ASK_AGAIN_S = 1.0
-_LOOK_S = 1.0  # between two checks of a worker that has no place yet
 
 
-class DueTasks(Protocol):
-    """What is still to be answered: ``Tasks``."""
-
-    @property
-    def may_wait(self) -> bool: ...
-
-    @property
-    def left(self) -> int | None:
-        """Rows of this start that have no record yet; None if the total is unknown."""
-
-    def of_turn(self) -> Iterator[Task]: ...
-
-    def known(self, index: int) -> Sequence[Mapping[str, Any]]:
-        """The generations that the ledger has of a row by now."""
-
-
-class RayWorkerPool:
+class RayPool:
     """The workers of a run with ``run.workers``, used like a Worker. Made once the first worker is
     ready; the others follow. ``opening`` says how workers open their engines, but for what each of them
     has of its own.
@@ -64,26 +47,27 @@ class RayWorkerPool:
     """
 
     def __init__(
-        self, start: Start, due: DueTasks, engines: Sequence[str], opening: Opening
+        self, start: Start, tasks: Tasks, engines: Sequence[str], opening: Opening
     ) -> None:
-        self._start, self._due, self._engines = start, due, engines
-        self._job, self._hear = start.job, opening.hear
+        self._start, self._due, self._engines = start, tasks, engines
+        self._hear = opening.hear
         self._leases = Leases(start.job.run.workers or 1, quarantined=start.options.quarantined)
-        self._workers: list[RayWorker] = []
-        self._needs: Mapping[str, float] = {}
+        self._workers = [RayWorker(number) for number in self._leases.holders]
         self._known = dict(opening.known)
         self._broken: BatchkitError | None = None
         with ExitStack() as held:
             limit = start.job.media.max_memory_bytes  # the workers render what is read
             self._tasks = read_ahead(
-                due.of_turn(), max_bytes=limit, may_wait=due.may_wait, weigh=_weight
+                tasks.of_turn(), max_bytes=limit, may_wait=tasks.may_wait, weigh=_weight
             )
             held.enter_context(closing(self._tasks))
             self._waiting = PrefixAffinity(self._tasks)
             with opening.guard():
                 held.enter_context(session(start.job))
+                self._hire = self._hiring()
                 held.callback(self._dismiss)
-                self._hire()
+                for worker in self._workers:
+                    worker.begin(self._hire(worker.number), self._known)
                 self.engine_facts = self._first_engine()
             self._held = held.pop_all()
 
@@ -98,30 +82,22 @@ class RayWorkerPool:
         if self._tasks.broken and self._are_settled:  # rows in flight are paid for
             self._tasks.get(timeout_s=0)
         for worker in self._at_work():
-            if worker.call is None:
-                if worker.life.place is None:
-                    if time.monotonic() < worker.begins_at:
-                        continue
-                    worker.life.histories = {
-                        name: worker.life.history(name)._replace(steps=known.steps)
-                        for name, known in self._known.items()
-                    }
-                    worker.call = worker.actor.begin.remote(self._known)
-                else:
-                    tasks: Sequence[Task] = []
-                    if taking:
-                        next_task = partial(self._waiting.get, worker.number)
-                        leased = self._leases.lease(worker.number, self._unread(), next_task)
-                        # Another worker may have held the row and died since it was read.
-                        tasks = [t._replace(known=self._due.known(t.row.index)) for t in leased]
-                    written, worker.life.written = worker.life.written, 0
-                    worker.call = worker.actor.exchange.remote(tasks, taking, written)
-                worker.called_at = time.monotonic()
+            life, tasks = worker.life, list[Task]()
+            if life.call is not None:
+                continue
+            if taking and life.place is not None:
+                next_task = partial(self._waiting.get, worker.number)
+                leased = self._leases.lease(worker.number, self._unread(), next_task)
+                # Another worker may have held the row and died since it was read.
+                tasks = [t._replace(known=self._due.known(t.row.index)) for t in leased]
+            written, life.written = life.written, 0
+            life.call = life.actor.exchange.remote(tasks, taking, written)
+            life.called_at = time.monotonic()
         return []
 
     def poll(self) -> list[Returned]:
         """The records of all workers whose calls have returned."""
-        workers = {worker.call: worker for worker in self._workers if worker.call is not None}
+        workers = {one.life.call: one for one in self._workers if one.life.call is not None}
         lines: list[Returned] = []
         if not workers:
             time.sleep(POLL_S)
@@ -130,7 +106,7 @@ class RayWorkerPool:
         if came and (pending := [call for call in workers if call not in came]):
             came += _wait(pending, len(pending), 0)
         for call in came:
-            workers[call].call = None
+            workers[call].life.call = None
             lines += self._received(workers[call], call)
         self._watch()
         return lines
@@ -183,29 +159,26 @@ class RayWorkerPool:
                 if worker.life.engine is not None:
                     return worker.life.engine
 
-    def _hire(self) -> None:
+    def _hiring(self) -> Callable[[int], Any]:
+        """What makes an actor for the worker of a number. Ray restarts none: each death shows in a call."""
         import ray
 
-        self._needs = needs(self._job, self._engines)
-        hire = ray.remote(Actor).options(
-            **self._needs, max_restarts=-1, max_task_retries=0, scheduling_strategy="SPREAD"
+        made = ray.remote(Actor).options(
+            **needs(self._start.job, self._engines), max_restarts=0, scheduling_strategy="SPREAD"
         )
         start = ray.put(self._start.for_workers())
-        for number in self._leases.holders:
-            actor = hire.remote(number, start, self._engines, sys.path)
-            self._workers.append(RayWorker(number, actor))
+        return lambda number: made.remote(number, start, self._engines, self._known, sys.path)
 
     def _dismiss(self) -> None:
-        if not self._workers:
-            return
         import ray
 
+        lives = [worker.life for worker in self._workers if worker.lives]
         # Workers that are loading can't answer before they are done, and have nothing to close.
-        farewells = [worker.actor.close.remote() for worker in self._workers if worker.life.engine]
+        farewells = [life.actor.close.remote() for life in lives if life.engine]
         if farewells:
             _wait(farewells, len(farewells), CLOSE_S)
-        for worker in self._workers:
-            ray.kill(worker.actor)
+        for life in lives:
+            ray.kill(life.actor)
 
     def _at_work(self) -> list[RayWorker]:
         """The workers that are not given up."""
@@ -220,21 +193,12 @@ class RayWorkerPool:
 
     def _received(self, worker: RayWorker, call: Any) -> list[Returned]:
         import ray
-        from ray.exceptions import ActorUnavailableError, RayError
+        from ray.exceptions import RayError
 
         try:
-            answer = ray.get(call)
-        except ActorUnavailableError as error:
-            if worker.life.place is not None:
-                return self._bury(worker, error)
-            worker.begins_at = time.monotonic() + _ASK_AGAIN_S  # no place yet
-            return []
+            return self._take_in(worker, ray.get(call))
         except RayError as error:
             return self._bury(worker, error)
-        if isinstance(answer, Place):
-            worker.life.place = answer
-            return []
-        return self._take_in(worker, answer)
 
     def _take_in(self, worker: RayWorker, report: Report) -> list[Returned]:
         holder = self._leases.holders[worker.number]
@@ -246,6 +210,7 @@ class RayWorkerPool:
         for history in report.histories.values():
             self._learn(worker, history)
         life = worker.life
+        life.place = report.place
         if report.engine is not None and life.engine is None:
             life.engine = report.engine
             self._hear(Line(f"worker {worker.number} is up{life.where}"))
@@ -259,7 +224,7 @@ class RayWorkerPool:
             self._tasks.release(task)
         if report.failure is not None:
             self._give_up(worker, report.failure)
-        return list(report.lines)
+        return report.lines
 
     def _learn(self, worker: RayWorker, history: EngineHistory) -> None:
         """Pass what one worker's engine learned to all that start from now on: they are alike."""
@@ -278,29 +243,31 @@ class RayWorkerPool:
             self._known[name] = learned
             self._hear(learned)
 
-    def _bury(self, worker: RayWorker, error: Exception | None) -> list[Returned]:
-        """Handle the death of a worker, or a lost connection: Ray starts another in its place.
-        ``error`` is None if no call failed, because it died before its first."""
-        from ray.exceptions import ActorDiedError, ActorUnavailableError
+    def _bury(self, worker: RayWorker, error: Exception) -> list[Returned]:
+        """Handle the death of a worker, or a lost connection, and hire another in its place."""
+        import ray
+        from ray.exceptions import ActorUnavailableError, RayActorError
 
         holder = self._leases.holders[worker.number]
         is_gone = isinstance(error, ActorUnavailableError)  # whose message says only that
-        cause = "its process or its node is gone" if is_gone else _cause(error)
+        cause = "its process or its node is gone" if is_gone else cause_of(error)
         self._hear(
             EngineLine(
                 f"worker {worker.number} died{worker.life.where} with {len(holder.held)} rows: {cause}"
             )
         )
-        worker.bury()
+        ray.kill(worker.life.actor)
         poison = holder.die("worker died")
         lines: list[Returned] = [] if poison is None else [self._quarantine(poison, cause)]
         if poison is not None:
             holder.deaths_in_a_row = 0
-        elif isinstance(error, ActorDiedError):  # Ray will not restart it
+        elif isinstance(error, RayActorError) and error.actor_init_failed:
             self._give_up(worker, WorkerFailure(cause, is_of_the_job=False))
-        elif holder.deaths_in_a_row > self._job.run.max_engine_restarts:
+        elif holder.deaths_in_a_row > self._start.job.run.max_engine_restarts:
             message = f"it died {holder.deaths_in_a_row} times without one answer; last: {cause}"
             self._give_up(worker, WorkerFailure(message, is_of_the_job=False))
+        if worker.number in self._leases.holders:
+            worker.begin(self._hire(worker.number), self._known)
         return lines
 
     def _quarantine(self, task: Task, cause: str) -> RecordLine:
@@ -321,8 +288,8 @@ class RayWorkerPool:
             self._broken = JobError(failure.message)
             return
         self._leases.give_up(worker.number)
-        worker.call = None  # otherwise its end would count as another death
-        ray.kill(worker.actor)  # otherwise it would hold GPUs that waiting workers need
+        worker.life.call = None  # otherwise its end would count as another death
+        ray.kill(worker.life.actor)  # otherwise it would hold GPUs that waiting workers need
         if self._leases.holders:
             self._hear(EngineLine(f"worker {worker.number} is given up: {failure.message}"))
         elif len(self._workers) == 1:
@@ -332,47 +299,31 @@ class RayWorkerPool:
             self._broken = EngineError(message)
 
     def _watch(self) -> None:
-        """Restart a worker that does not answer a call; report once that a worker waits for a
-        place; record the death of one that dies before it has a place."""
+        """End a worker that does not answer a call; report once that a worker waits for a place."""
         import ray
 
-        now = time.monotonic()
+        now, stall_s = time.monotonic(), self._start.job.run.stall_timeout_s
         for worker in self._at_work():
-            silent_s, life = now - worker.called_at, worker.life
-            if self._died_unplaced(worker, now):
-                self._bury(worker, None)
-            elif life.place is None:
-                if now - life.began_at >= PLACE_S and not life.is_said_to_wait:
-                    life.is_said_to_wait = True
-                    self._hear(
-                        Line(
-                            f"worker {worker.number} waits for a place: it needs"
-                            f" {self._needs['num_cpus']:g} CPUs and {self._needs['num_gpus']:g} GPUs on"
-                            " one node"
-                        )
+            life = worker.life
+            if life.place is None and now - life.began_at >= PLACE_S and not life.is_said_to_wait:
+                life.is_said_to_wait = True
+                wanted = needs(self._start.job, self._engines)
+                self._hear(
+                    Line(
+                        f"worker {worker.number} waits for a place: it needs {wanted['num_cpus']:g}"
+                        f" CPUs and {wanted['num_gpus']:g} GPUs on one node"
                     )
-            elif worker.call is not None and silent_s >= self._job.run.stall_timeout_s:
-                worker.called_at = now
+                )
+            silent_s = now - life.called_at
+            if life.place is not None and life.call is not None and silent_s >= stall_s:
+                life.called_at = now
                 self._hear(
                     EngineLine(
                         f"worker {worker.number} is silent for {silent_s:.0f} s"
-                        f" (run.stall_timeout_s = {self._job.run.stall_timeout_s:g}): restarted"
+                        f" (run.stall_timeout_s = {stall_s:g}): restarted"
                     )
                 )
-                ray.kill(worker.actor, no_restart=False)
-
-    def _died_unplaced(self, worker: RayWorker, now: float) -> bool:
-        """True if Ray restarted it more often than deaths were counted; its first call waits."""
-        from ray._private.state import actors
-
-        if worker.life.place is not None or now < worker.looked_at + _LOOK_S:
-            return False
-        worker.looked_at = now
-        return int(actors(worker.actor._actor_id.hex()).get("NumRestarts", 0)) > worker.deaths
-
-
-def _cause(error: Exception | None) -> str:
-    return "its process ended before it could answer" if error is None else cause_of(error)
+                ray.kill(life.actor)
 
 
 def _weight(task: Task) -> int:
