@@ -65,6 +65,7 @@ _SAID = re.compile(
     r"(\"[^\"]*\"|'[^']*'|[^\s,;&\"')\]}]+)",
     re.IGNORECASE,
 )
+_WORD = re.compile(r"[A-Za-z]+[.:]?")
 _COOKIE = re.compile(r"(\bcookie:\s*+)([^\r\n\"']+)", re.IGNORECASE)
 _IN_EACH = re.compile(  # what a text must hold so that the two above can match: 4 µs instead of 50
     r"token|secret|passw|passphrase|pwd|credential|auth|bearer|cookie|jwt|dsn|conn|key"
@@ -181,10 +182,12 @@ def _without_query(url: str) -> str:
 
 def _say_without(said: re.Match[str]) -> str:
     head, quote, name, sign = said[1], said[2], said[3], said[4]
-    is_word = not (quote or "=" in sign or set("-_.") & set(name))  # "unexpected token: x"
-    if not is_secret(name) or (is_word and name.lower() != "authorization"):
-        return said[0]
     value = said[5]
+    # "unexpected token: x", "sampling.max_token: vLLM has no such parameter"
+    is_about = not set("-_.") & set(name) or _WORD.fullmatch(value) is not None
+    is_sentence = not quote and "=" not in sign and is_about
+    if not is_secret(name) or (is_sentence and name.lower() != "authorization"):
+        return said[0]
     return head + (value[0] + MASK + value[0] if value[0] in "\"'" else MASK)
 
 

@@ -388,6 +388,8 @@ def test_text_without_a_secret_stays_as_it_is(text: str) -> None:
         "line 3: unexpected token: x",
         "pattern '(?=a)b' is no regular expression",
         "sampling.max_tokens=5: too many",
+        "sampling.max_token: vLLM's SamplingParams has no such parameter",
+        "engine.api_key: unknown key; did you mean 'api_key_env'?",
         "see https://docs.vllm.ai/en/latest/ for more",
     ],
 )
