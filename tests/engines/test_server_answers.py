@@ -1,23 +1,54 @@
-"""What a server answers besides text: reasoning and tool calls, over real HTTP."""
+"""Whatever a server answers over real HTTP: what the run makes of it, writes and reads back.
+
+Each row of a table is one response to one row of a job, and what its record has.
+"""
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.support.chat_server import serving
+from batchkit.execution.records import to_record
+from batchkit.storage.ledger import line_of
+from batchkit.storage.schema import fault_in
+from batchkit.types import Choice, Completion, Cut, Request, Row, Usage
+from tests.support.chat_server import MODEL, ChatServer, Flood, Refused, serving
 from tests.support.command_line import batchkit
-from tests.support.server_runs import answering, assert_settled, records, said, write_job
+from tests.support.rows import write_jsonl
+from tests.support.server_engine import ask, opened, request, texts
+from tests.support.server_runs import (
+    RUN,
+    answering,
+    assert_settled,
+    counted,
+    records,
+    said,
+    write_job,
+)
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder", "short_pauses")
 
+MiB = 1 << 20
 CALL = {
     "id": "call-1",
     "type": "function",
     "function": {"name": "weather", "arguments": '{"city": "Paris"}'},
 }
+DIED = {"code": 502, "message": "the provider died"}
+
+
+def nested(depth: int) -> Any:
+    value: Any = "leaf"
+    for _ in range(depth):
+        value = [value]
+    return value
 
 
 def answer(content: str | None, finish_reason: str = "stop", **beside: Any) -> dict[str, Any]:
@@ -26,46 +57,194 @@ def answer(content: str | None, finish_reason: str = "stop", **beside: Any) -> d
     return body
 
 
-def run(*bodies: dict[str, Any], **tables: Any) -> tuple[int, list[dict[str, Any]]]:
-    with serving(answering([*bodies])) as server:
-        write_job(server, len(bodies), **tables)
-        done = batchkit("run", "job.toml")
+def choices(*indexes: int | None) -> dict[str, Any]:
+    choices = [{"index": i, "message": {"content": f"choice {i}"}} for i in indexes]
+    return {**said(), "choices": choices}
+
+
+def called(*calls: Any) -> dict[str, Any]:
+    return answer("fine", tool_calls=[*calls])
+
+
+def packed(coding: str, content: bytes) -> Refused:
+    return Refused(200, content, Content_Encoding=coding)
+
+
+def ok(text: str = "fine", **expected: Any) -> dict[str, Any]:
+    """What the record of an answer has; None: nothing."""
+    return {"status": "ok", "text": text, "error": None, **expected}
+
+
+def failed(kind: str = "server", *, retryable: bool = True, message: str = "") -> dict[str, Any]:
+    error = {"kind": kind, "retryable": retryable, "message": message}
+    return {"status": "failed", "text": None, "error": error}
+
+
+def function(name: str, arguments: str) -> dict[str, Any]:
+    return {"id": None, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+NOT_A_COUNT = [-1, 2**32, 2**63, 2**64, 10**400, 1.5, 3.0, True, "3", None, [3], float("nan")]
+FINE = json.dumps(said()).encode()
+WITH_REASONING = answer("Paris", reasoning="It is the capital.")
+WITH_REASONING["usage"]["completion_tokens_details"] = {"reasoning_tokens": 3}
+COUNTS = {"prompt_tokens": 3, "completion_tokens": 4}
+
+TABLE: dict[str, tuple[Any, dict[str, Any]]] = {
+    # A failure that looks like an answer.
+    "the reason is error": (said("half", "error"), failed()),
+    "the reason is abort": (said("half", "abort"), failed()),
+    "the reason is DeepSeek's": (said("half", "insufficient_system_resource"), failed()),
+    "the reason is Zhipu's": (said("half", "network_error"), failed()),
+    "the reason is an object of SGLang's": (said("half", {"type": "abort", "message": "x"}), failed()),
+    "the choice has an error": (said("half", "stop", error=DIED), failed()),
+    "the answer has an error": ({**said("half"), "error": DIED}, failed()),
+    "the answer has an error in words": ({**said("half"), "error": "upstream died"}, failed()),
+    # Any other reason.
+    **{
+        f"the reason is {reason}": (said("all of it", reason, error=None), ok("all of it", finish_reason=reason))
+        for reason in ("repetition", "length", "stop", "something new", None)
+    },
+    "a reason that is an object": (said(finish_reason={"x": 1}), ok(finish_reason=None)),
+    "a reason that is a number": (said(finish_reason=3), ok(finish_reason=None)),
+    "a reason that is nested": (said(finish_reason=nested(300)), ok(finish_reason=None)),
+    "a lone surrogate in the reason": (said(finish_reason="\udfff"), ok()),
+    # Counts.
+    **{f"{n!r:.20} prompt tokens": (counted(n), ok(usage=None)) for n in NOT_A_COUNT},
+    **{f"{n!r:.20} answered tokens": (counted(3, n), ok(usage=None)) for n in NOT_A_COUNT},
+    **{
+        f"usage is {usage!r}": ({**said(), "usage": usage}, ok(usage=None))
+        for usage in ([], "3", {"prompt_tokens": 3}, 7)
+    },
+    # Text, and what is beside it.
+    "NUL": (said("a\0b"), ok("a\0b")),
+    "a lone surrogate": (said("a\ud800b"), ok("a?b")),
+    "white space of all kinds": (said("\u2028a\r\n\x85\u2029"), ok("\u2028a\r\n\x85\u2029")),
+    "logprobs that are text": (said(logprobs="many"), ok(choices=None)),
+    "logprobs that are nested": (said(logprobs=nested(300)), ok(choices=None)),
+    "logprobs with NaN": (
+        said(logprobs={"content": [{"token": "a", "logprob": float("nan")}]}),
+        ok(choices=None),
+    ),
+    "logprobs of a token that is none": (
+        said(logprobs={"content": [{"token": {"a": 1}, "logprob": -1}]}),
+        ok(choices=None),
+    ),
+    "a number that no float holds": ({**said(), "created": 10**400}, ok()),
+    "NaN beside the answer": ({**said(), "took": float("nan")}, ok()),
+    "nested beside the answer": ({**said(), "more": nested(900)}, ok()),
+    "a key twice": (json.dumps(said("b")).encode().replace(b"{", b'{"choices":[],', 1), ok("b")),
+    **{
+        f"the model is {model!r}, the {n}th": ({**said(), "model": model}, ok())
+        for n, model in enumerate((None, 3, "", [], MODEL, MODEL, None))
+    },
+    # Choices, when one was asked for.
+    "one index twice": (choices(0, 0), failed()),
+    "two choices": (choices(1, 0), failed()),
+    "two without an index": (choices(None, None), failed()),
+    "one before the first": (choices(-1, 0), failed()),
+    "one of another index": (choices(7), ok("choice 7", choices=None)),
+    # Reasoning and tool calls.
+    "reasoning": (
+        WITH_REASONING,
+        ok("Paris", reasoning="It is the capital.", usage={**COUNTS, "reasoning_tokens": 3}, tool_calls=None),
+    ),
+    "reasoning_content": (answer("a", reasoning_content="b"), ok("a", reasoning="b")),
+    "reasoning that is a list": (answer("fine", reasoning=["x"]), ok(reasoning=None)),
+    "a call": (
+        answer(None, "tool_calls", tool_calls=[CALL]),
+        ok("", tool_calls=[CALL], finish_reason="tool_calls", reasoning=None),
+    ),
+    "arguments that are an object": (
+        called({"function": {"name": "f", "arguments": {"a": [1]}}}),
+        ok(tool_calls=[function("f", '{"a":[1]}')]),
+    ),
+    "calls that are none among one": (
+        called({"id": 7, "function": {"name": "f"}}, "x", {}),
+        ok(tool_calls=[function("f", "{}")]),
+    ),
+    "a call without a name": (called({"function": {"name": 7, "arguments": ""}}), ok(tool_calls=None)),
+    "calls that are no list": (answer("fine", tool_calls="f()"), ok(tool_calls=None)),
+    "no calls": (called(), ok(tool_calls=None)),
+    # How it is sent.
+    "gzip in upper case": (packed("GZIP", gzip.compress(FINE)), ok()),
+    "gzip of two members": (packed("gzip", gzip.compress(FINE[:20]) + gzip.compress(FINE[20:])), failed()),
+    "gzip without its checksum": (packed("gzip", gzip.compress(FINE)[:-8]), failed()),
+    "gzip with bytes behind it": (packed("gzip", gzip.compress(FINE) + b"more"), failed()),
+    "another coding": (packed("br", FINE), failed()),
+    "201": (Refused(201, said()), ok()),
+    "206": (Refused(206, said()), ok()),
+    "201 without an answer": (Refused(201, {"accepted": True}), failed()),
+    "206 without an answer": (Refused(206, {"accepted": True}), failed()),
+    # Errors of any shape.
+    **{
+        f"an error whose message is a {type(message).__name__}": (
+            Refused(422, {"error": {"message": message, "code": message}}),
+            failed("invalid_request", retryable=False, message="the server answered 422: "),
+        )
+        for message in (nested(900), {"a": nested(400)}, "\ud800")
+    },
+}  # fmt: skip
+
+
+def check(record: dict[str, Any], expected: dict[str, Any]) -> None:
+    error = expected.get("error")
+    if error is not None:
+        assert error["message"] in record["error"]["message"]
+        same = {name: record["error"][name] for name in ("kind", "retryable")}
+        record, expected = {**record, "error": same}, {**expected, "error": {**error}}
+        del expected["error"]["message"]
+    assert {name: record.get(name) for name in expected} == expected
+
+
+def test_each_answer_becomes_its_record_and_is_read_back() -> None:
+    bodies = [body for body, _ in TABLE.values()]
+    with serving(answering(bodies)) as server:
+        write_job(server, len(bodies) + 1)
+        assert batchkit("run", "job.toml").exit_code == 3
+        asked = [body["messages"][0]["content"] for body in server.bodies]
         assert_settled(server)
-    return done.exit_code, records()
+    found = dict(zip(TABLE, records(), strict=False))
+    for n, (name, (_, expected)) in enumerate(TABLE.items()):
+        try:
+            check(found[name], expected)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
+        is_retried = expected["status"] == "failed" and expected["error"]["retryable"]
+        assert (asked.count(f"row {n}") > 1) == is_retried, name
+    assert records()[-1]["usage"]["prompt_tokens"] == 2
 
 
-@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-def test_reasoning_is_kept_beside_the_answer(name: str) -> None:
-    body = answer("Paris", **{name: "It is the capital."})
-    body["usage"]["completion_tokens_details"] = {"reasoning_tokens": 3}
-    code, (record,) = run(body)
-    assert code == 0
-    assert (record["text"], record["reasoning"]) == ("Paris", "It is the capital.")
-    assert record["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "reasoning_tokens": 3}
-    assert "tool_calls" not in record
+OF_TWO: dict[str, tuple[Any, list[str] | None]] = {
+    "as many as asked": (choices(1, 0), ["choice 0", "choice 1"]),
+    "without an index": (choices(None, None), ["choice None"] * 2),
+    "one too many": (choices(0, 1, 2), None),
+    "a gap": (choices(0, 5), None),
+    "one index twice": (choices(0, 0), None),
+    "none of the first": (choices(1), None),
+}
 
 
-def test_a_tool_call_is_an_answer() -> None:
-    code, (record,) = run(answer(None, "tool_calls", tool_calls=[CALL]))
-    assert (code, record["status"], record["text"]) == (0, "ok", "")
-    assert record["tool_calls"] == [CALL]
-    assert record["finish_reason"] == "tool_calls"
-    assert "reasoning" not in record
-
-
-def test_a_tool_call_is_no_json_that_lacks_something() -> None:
-    parse = {"output": {"parse": "json"}}
-    code, (call, text) = run(answer(None, tool_calls=[CALL]), answer('{"a": 1}'), **parse)
-    assert code == 0
-    assert ("parsed" in call, text["parsed"]) == (False, {"a": 1})
+def test_an_answer_with_other_choices_than_asked_for_is_never_stored() -> None:
+    bodies = [body for body, _ in OF_TWO.values()]
+    with serving(answering(bodies)) as server:
+        write_job(server, len(bodies), sampling={"n": 2, "temperature": 1.0})
+        assert batchkit("run", "job.toml").exit_code == 3
+    found = [
+        r["choices"] and [c["text"] for c in r["choices"]] if r["text"] else None for r in records()
+    ]
+    assert dict(zip(OF_TWO, found, strict=True)) == {n: texts for n, (_, texts) in OF_TWO.items()}
 
 
 def test_choices_have_their_own_reasoning_and_calls() -> None:
     first, second = answer("one", reasoning="a"), answer(None, tool_calls=[CALL])
     second["choices"][0]["index"] = 1
     first["choices"] += second["choices"]
-    code, (record,) = run(first, sampling={"n": 2, "temperature": 1.0})
-    assert code == 0
+    with serving(answering([first])) as server:
+        write_job(server, 1, sampling={"n": 2, "temperature": 1.0})
+        assert batchkit("run", "job.toml").exit_code == 0
+        assert_settled(server)
+    (record,) = records()
     assert record["reasoning"] == "a"
     assert record["choices"] == [
         {"text": "one", "reasoning": "a", "finish_reason": "stop", "logprobs": None},
@@ -73,10 +252,31 @@ def test_choices_have_their_own_reasoning_and_calls() -> None:
     ]
 
 
+def test_a_tool_call_is_no_json_that_lacks_something() -> None:
+    with serving(answering([answer(None, tool_calls=[CALL]), answer('{"a": 1}')])) as server:
+        write_job(server, 2, output={"parse": "json"})
+        assert batchkit("run", "job.toml").exit_code == 0
+    call, text = records()
+    assert ("parsed" in call, text["parsed"]) == (False, {"a": 1})
+
+
+@pytest.mark.parametrize("tokens", [0, -5, True, 2**70])
+def test_a_prompt_too_long_by_an_impossible_count_is_too_long(tokens: Any) -> None:
+    details = {"code": "context_length_exceeded", "n_prompt_tokens": tokens, "n_ctx": 100}
+    with serving(answering([Refused(400, {"error": {"message": "no", **details}})])) as server:
+        prompt = {"user": "row {{ text }} {{ n }}"}
+        write_job(server, 2, prompt=prompt, retry={"on_too_long": "truncate-middle"})
+        write_jsonl(Path("rows.jsonl"), ({"n": n, "text": "word " * 90} for n in range(2)))
+        assert batchkit("run", "job.toml").exit_code == 3
+    assert records()[0]["error"]["kind"] == "prompt_too_long"
+
+
 def test_an_answer_cut_off_inside_its_reasoning_says_so() -> None:
     cut, blank = answer(None, "length", reasoning="First, I"), answer(" ", "length")
-    code, (inside, without) = run(cut, blank)
-    assert code == 3
+    with serving(answering([cut, blank])) as server:
+        write_job(server, 2)
+        assert batchkit("run", "job.toml").exit_code == 3
+    inside, without = records()
     assert (inside["status"], inside["text"], inside["finish_reason"]) == ("failed", None, "length")
     assert inside["reasoning"] == "First, I"
     assert inside["error"]["kind"] == without["error"]["kind"] == "empty"
@@ -93,7 +293,9 @@ def test_an_answer_cut_off_inside_its_reasoning_says_so() -> None:
 def test_show_has_calls_and_the_beginning_of_the_reasoning() -> None:
     body = answer(None, "tool_calls", reasoning="Well,\n" + "so " * 500, tool_calls=[CALL, CALL])
     body["usage"]["completion_tokens_details"] = {"reasoning_tokens": 3}
-    run(body, answer(None, "length", reasoning="Hm"))
+    with serving(answering([body, answer(None, "length", reasoning="Hm")])) as server:
+        write_job(server, 2)
+        batchkit("run", "job.toml")
     shown = batchkit("show", "job.toml").stdout.splitlines()
     at = shown.index('→ weather({"city": "Paris"})')
     assert shown[at + 1] == 'weather({"city": "Paris"})'
@@ -104,25 +306,161 @@ def test_show_has_calls_and_the_beginning_of_the_reasoning() -> None:
     assert "(thought: Hm)" in shown
 
 
-@pytest.mark.parametrize(
-    ("calls", "kept"),
-    [
-        ([{"function": {"name": "f", "arguments": {"a": [1]}}}], [(None, "f", '{"a":[1]}')]),
-        ([{"id": 7, "function": {"name": "f"}}, "x", {}], [(None, "f", "{}")]),
-        ([{"function": {"name": 7, "arguments": ""}}], None),
-        ({"function": {"name": "f", "arguments": ""}}, None),
-        ("f()", None),
-        ([], None),
-    ],
-)
-def test_calls_of_another_shape_are_fitted_or_left_out(
-    calls: Any, kept: list[tuple[str | None, str, str]] | None
-) -> None:
-    code, (record,) = run(answer("fine", reasoning=["x"], tool_calls=calls))
-    assert (code, record["text"]) == (0, "fine")
-    assert "reasoning" not in record
-    found = record.get("tool_calls") and [
-        (call["id"], call["function"]["name"], call["function"]["arguments"])
-        for call in record["tool_calls"]
+def test_the_largest_counts_add_up_and_are_written() -> None:
+    bodies: list[Any] = [counted(2**32 - 1, 2**32 - 1)] * 5
+    with serving(answering(bodies)) as server:
+        write_job(server, len(bodies))
+        assert batchkit("run", "job.toml").exit_code == 0
+        assert_settled(server)
+    status = json.loads(batchkit("status", "job.toml", "--json").stdout)
+    assert status["prompt_tokens"] == 5 * (2**32 - 1)
+
+
+def test_logprobs_of_what_is_impossible_have_openais_number() -> None:
+    tops = [{"token": "b", "logprob": float("-inf")}, {"token": "c", "logprob": -1}]
+    content = [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": tops}]
+    with serving(answering([said(logprobs={"content": content})])) as server:
+        write_job(server, 1)
+        assert batchkit("run", "job.toml").exit_code == 0
+        assert_settled(server)
+    (record,) = records()
+    (token,) = record["choices"][0]["logprobs"]
+    assert token["top_logprobs"] == [
+        {"token": "b", "logprob": -9999.0},
+        {"token": "c", "logprob": -1.0},
     ]
-    assert found == kept
+
+
+def test_kept_fields_of_any_kind_are_read_back_and_exported() -> None:
+    with serving() as server:
+        write_job(server, 1, output={"keep": ["id", "v", "w"]}, input={"id": "id"})
+        rows = [
+            {"n": 0, "id": "a\nb\0" + "x" * MiB, "v": nested(150), "w": "\0\u2028"},
+            {"n": 1, "id": " ", "v": 2**70, "w": [1.5, None, {"index": 1}]},
+        ]
+        write_jsonl(Path("rows.jsonl"), rows)
+        done = batchkit("run", "job.toml")
+        assert done.exit_code == 0, done.stderr
+        assert_settled(server)
+    first, second = records()
+    assert (first["id"], first["fields"]["w"]) == (rows[0]["id"], rows[0]["w"])
+    assert second["fields"]["w"] == rows[1]["w"]
+    with (RUN / "results.csv").open(newline="", encoding="utf-8") as file:
+        csv.field_size_limit(4 * MiB)
+        assert [row["id"] for row in csv.DictReader(file)] == [row["id"] for row in rows]
+
+
+def limited(server: ChatServer, rows: int) -> None:
+    engine = {"max_answer_bytes": MiB, "options": {"max_num_seqs": 4}}
+    write_job(server, rows, engine=engine)
+
+
+def test_an_answer_without_end_fails_its_row_and_no_other() -> None:
+    flood = Flood(b'{"choices": [' + b" " * MiB, 300)
+    with serving(answering([flood])) as server:
+        limited(server, 6)
+        assert batchkit("run", "job.toml").exit_code == 3
+        assert server.flooded < 64 * MiB  # what the sockets hold, not all that there was
+        assert len(server.bodies) == 6  # it would be as long if it were asked for again
+        assert_settled(server)
+    flooded, *others = records()
+    error = flooded["error"]
+    assert (error["kind"], error["retryable"]) == ("server", False)
+    for part in ("engine.max_answer_bytes = 1048576", "sampling.max_tokens"):
+        assert part in error["message"]
+    assert {record["status"] for record in others} == {"ok"}
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_the_limit_is_on_what_a_compressed_answer_unpacks_to(times: int) -> None:
+    body = json.dumps(said("x" * 64 * MiB)).encode()
+    small = json.dumps(said("small")).encode()
+    for _ in range(times):
+        body, small = gzip.compress(body), gzip.compress(small)
+    encoding = ", ".join(["gzip"] * times)
+    bodies = [Refused(200, one, Content_Encoding=encoding) for one in (body, small)]
+    assert len(body) < MiB
+    with serving(answering(bodies)) as server:
+        limited(server, 4)
+        assert batchkit("run", "job.toml").exit_code == 3
+    bomb, packed, *others = records()
+    assert bomb["error"]["kind"] == "server"
+    if times == 1:
+        assert "engine.max_answer_bytes" in bomb["error"]["message"]
+        assert packed["text"] == "small"
+    else:  # nobody asked for that
+        assert packed["error"]["kind"] == "server"
+        assert "gzip, gzip" in packed["error"]["message"]
+    assert {record["status"] for record in others} == {"ok"}
+
+
+def test_the_beginning_of_an_endless_error_is_reported() -> None:
+    flood = Flood(b"no such image, " * 100_000, 300, status=400)
+    with serving(answering([flood])) as server:
+        limited(server, 3)
+        assert batchkit("run", "job.toml").exit_code == 3
+        assert server.flooded < 64 * MiB
+    failed, *others = records()
+    assert failed["error"]["kind"] == "invalid_request"
+    assert failed["error"]["message"].startswith("the server answered 400: no such image")
+    assert len(failed["error"]["message"]) < 1100
+    assert {record["status"] for record in others} == {"ok"}
+
+
+def test_a_list_of_models_without_end_stops_at_the_limit() -> None:
+    with serving() as server:
+        limited(server, 1)
+        server.model = {"owned_by": "x" * 3 * MiB}
+        stopped = batchkit("run", "job.toml")
+    assert stopped.exit_code == 1
+    assert "/models" in stopped.stderr
+    assert "engine.max_answer_bytes = 1048576" in stopped.stderr
+
+
+def test_a_count_in_words_that_cannot_be_true_leaves_a_record_that_is_read() -> None:
+    reason = (
+        f"maximum context length is {2 * 10**22} tokens. However, your prompt resulted in"
+        f" {2 * 10**22 + 1} tokens"
+    )
+
+    def before(text: str, body: dict[str, Any]) -> None:
+        if len(text.split()) == 92:  # a shorter one is answered
+            raise Refused(400, {"error": {"message": reason}})
+
+    with serving(before) as server:
+        write_job(
+            server,
+            2,
+            prompt={"user": "row {{ text }} {{ n }}"},
+            retry={"on_too_long": "truncate-middle"},
+        )
+        rows = [{"n": 0, "text": "word " * 90}, {"n": 1, "text": "short"}]
+        write_jsonl(Path("rows.jsonl"), rows)
+        assert batchkit("run", "job.toml").exit_code == 3
+        assert_settled(server)
+    first, second = records()
+    assert first["error"]["kind"] == "prompt_too_long"
+    assert second["status"] == "ok"
+
+
+@given(st.integers(), st.integers(), st.integers(), st.integers())
+def test_the_record_of_any_cut_is_read(kept: int, before: int, room: int, after: int) -> None:
+    request = Request(Row(0, "0", {}), None, "x", {}, "", cut=Cut(kept, before, room))
+    completion = Completion(request, [Choice("fine", "stop")], Usage(after, 1))
+    line = json.loads(line_of(to_record(completion, ())).raw)
+    assert fault_in(line) is None
+
+
+def test_a_row_that_asks_for_a_billion_answers_takes_no_memory_for_them() -> None:
+    """The run was killed for it, and so was each later start."""
+    with serving(answering([choices(0), choices(1, 0)])) as server, opened(server) as engine:
+        one, two = ask(engine, (request(row, n=2**31) for row in range(2)))
+    assert texts([one, two]) == ["choice 0", "ServerError"]
+
+
+def test_a_server_that_returns_one_choice_whatever_n_is_reported_once() -> None:
+    with serving(answering([choices(0)] * 6)) as server:
+        write_job(server, 6, sampling={"n": 2, "temperature": 1.0})
+        done = batchkit("run", "job.toml")
+    assert done.exit_code == 0
+    assert done.stderr.count("1 choice instead of 2") == 1

@@ -14,52 +14,13 @@ from batchkit.engines.base import Engine
 from batchkit.errors import EngineError
 from batchkit.execution.records import failed_unless_whole
 from batchkit.types import Choice, Completion, Request, Row
-from tests.support.chat_server import MODEL, HangUp, Raw, Refused, error, http, serving
+from tests.support.chat_server import HangUp, Raw, Refused, error, http, serving
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import RUN
 from tests.support.server_engine import ask, opened, request, texts
-from tests.support.server_runs import answering, assert_settled, records, said, write_job
+from tests.support.server_runs import answering, records, said, write_job
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder", "short_pauses")
-
-FAILURE = {"code": 502, "message": "the provider died"}
-
-
-# --- a failure that looks like an answer
-
-FAILURES: dict[str, Any] = {
-    "the reason is error": said("half an ans", "error"),
-    "the reason is abort": said("half an ans", "abort"),
-    "the reason is DeepSeek's": said("half an ans", "insufficient_system_resource"),
-    "the reason is Zhipu's": said("half an ans", "network_error"),
-    "the reason is an object of SGLang's": said("half an ans", {"type": "abort", "message": "x"}),
-    "the choice has an error": said("half an ans", "stop", error=FAILURE),
-    "the answer has an error": {**said("half an ans"), "error": FAILURE},
-    "the answer has an error in words": {**said("half an ans"), "error": "upstream died"},
-}
-
-
-def test_an_answer_that_the_server_broke_off_is_tried_again_and_never_stored() -> None:
-    bodies = list(FAILURES.values())
-    with serving(answering(bodies)) as server:
-        write_job(server, len(bodies) + 1)
-        assert batchkit("run", "job.toml").exit_code == 3
-        asked = [body["messages"][0]["content"] for body in server.bodies]
-        assert_settled(server)
-    *broken, whole = records()
-    assert [(r["status"], r["text"]) for r in broken] == [("failed", None)] * len(bodies)
-    assert {(r["error"]["kind"], r["error"]["retryable"]) for r in broken} == {("server", True)}
-    assert all(asked.count(f"row {n}") > 1 for n in range(len(bodies)))
-    assert whole["status"] == "ok"
-
-
-@pytest.mark.parametrize("reason", ["repetition", "length", "stop", "something new", None])
-def test_an_answer_with_any_other_reason_is_an_answer(reason: str | None) -> None:
-    with serving(answering([said("all of it", reason, error=None)])) as server:
-        write_job(server, 1)
-        assert batchkit("run", "job.toml").exit_code == 0
-    (record,) = records()
-    assert (record["text"], record["finish_reason"]) == ("all of it", reason)
 
 
 # --- the answer to another request
@@ -374,68 +335,3 @@ def answered(engine: Engine, n: int) -> list[Completion]:
     while len(done) < n:
         done += engine.poll(0.05)
     return done
-
-
-def test_an_answer_that_names_no_model_says_nothing() -> None:
-    bodies = [{**said(), "model": model} for model in (None, 3, "", [], MODEL, MODEL, None)]
-    with serving(answering(bodies)) as server:
-        write_job(server, len(bodies))
-        assert batchkit("run", "job.toml").exit_code == 0
-
-
-def choices(*indexes: int | None) -> dict[str, Any]:
-    choices = [{"index": i, "message": {"content": f"choice {i}"}} for i in indexes]
-    return {**said(), "choices": choices}
-
-
-NUMBERS = {
-    "as many as asked": (choices(1, 0), ["choice 0", "choice 1"]),
-    "without an index": (choices(None, None), ["choice None"] * 2),
-    "one too many": (choices(0, 1, 2), None),
-    "a gap": (choices(0, 5), None),
-    "one index twice": (choices(0, 0), None),
-    "none of the first": (choices(1), None),
-}
-
-
-def test_an_answer_with_other_choices_than_asked_for_is_never_stored() -> None:
-    bodies = [body for body, _ in NUMBERS.values()]
-    with serving(answering(bodies)) as server:
-        write_job(server, len(bodies), sampling={"n": 2, "temperature": 1.0})
-        assert batchkit("run", "job.toml").exit_code == 3
-    found = [
-        r["choices"] and [c["text"] for c in r["choices"]] if r["text"] else None for r in records()
-    ]
-    assert dict(zip(NUMBERS, found, strict=True)) == {n: texts for n, (_, texts) in NUMBERS.items()}
-
-
-UNASKED = {
-    "one index twice": choices(0, 0),
-    "two": choices(1, 0),
-    "two without an index": choices(None, None),
-    "one before the first": choices(-1, 0),
-}
-
-
-def test_an_answer_with_more_choices_than_the_one_asked_for_is_never_stored() -> None:
-    with serving(answering([*UNASKED.values(), choices(7)])) as server:
-        write_job(server, len(UNASKED) + 1)
-        assert batchkit("run", "job.toml").exit_code == 3
-    *several, one = records()
-    assert [r["status"] for r in several] == ["failed"] * len(UNASKED)
-    assert (one["text"], one.get("choices")) == ("choice 7", None)
-
-
-def test_a_row_that_asks_for_a_billion_answers_takes_no_memory_for_them() -> None:
-    """The run was killed for it, and so was each later start."""
-    with serving(answering([choices(0), choices(1, 0)])) as server, opened(server) as engine:
-        one, two = ask(engine, (request(row, n=2**31) for row in range(2)))
-    assert texts([one, two]) == ["choice 0", "ServerError"]
-
-
-def test_a_server_that_returns_one_choice_whatever_n_is_reported_once() -> None:
-    with serving(answering([choices(0)] * 6)) as server:
-        write_job(server, 6, sampling={"n": 2, "temperature": 1.0})
-        done = batchkit("run", "job.toml")
-    assert done.exit_code == 0
-    assert done.stderr.count("1 choice instead of 2") == 1
