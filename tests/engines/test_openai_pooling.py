@@ -217,39 +217,78 @@ def embedded(found: Any, **more: Any) -> dict[str, Any]:
     return {"data": [{"index": 0, "embedding": found, **more}], "model": MODEL}
 
 
-NO_VECTORS: dict[str, tuple[Any, str]] = {
-    "no object": ([1], "Expected `object`, got `array`"),
-    "a chat's answer": ({"choices": []}, "found no list, expected a list of 1"),
-    "data that is text": ({"data": "x"}, "got `str` - at `$.data`"),
-    "no vector at all": ({"data": []}, "found a list of 0, expected a list of 1"),
-    "two vectors": (
-        {"data": [{"index": 0}, {"index": 1}]},
-        "found a list of 2, expected a list of 1",
-    ),
-    "another index": (embedded([1.0], index=3), "found the indexes [3], expected 0 to 0"),
-    "no embedding": ({"data": [{"index": 0}]}, "data[0].embedding: has no numbers"),
-    "an empty one": (embedded([]), "data[0].embedding: has no numbers"),
-    "an empty text": (embedded(""), "data[0].embedding: has no numbers"),
-    "null in it": (embedded([1.0, None]), "Expected `float`, got `null`"),
-    "text in it": (embedded(["1"]), "Expected `float`, got `str`"),
-    "truth in it": (embedded([True]), "Expected `float`, got `bool`"),
-    "one for each token": (embedded([[1.0], [2.0]]), "Expected `float`, got `array`"),
-    "no base64": (embedded("?#!"), "is no base64 of float32"),
-    "a byte more": (embedded(packed([1.0])[:-2] + "AAAA"), "is no base64 of float32"),
-    "an object": (embedded({"float": [1.0]}), "got `object`"),
-    "an error with 200": ({"error": {"message": "broken"}}, "the answer has an error: "),
+def classified(**item: Any) -> dict[str, Any]:
+    return {"data": [{"index": 0, **item}], "model": MODEL}
+
+
+def ranked(name: str, *items: Any) -> dict[str, Any]:
+    key = "score" if name == "data" else "relevance_score"
+    return {name: [{"index": n, key: s} for n, s in items], "model": MODEL}
+
+
+NO_ANSWERS: dict[str, dict[str, tuple[Any, str]]] = {
+    "embed": {
+        "no object": ([1], "Expected `object`, got `array`"),
+        "a chat's answer": ({"choices": []}, "found no list, expected a list of 1"),
+        "data that is text": ({"data": "x"}, "got `str` - at `$.data`"),
+        "no vector at all": ({"data": []}, "found a list of 0, expected a list of 1"),
+        "two vectors": ({"data": [{"index": 0}, {"index": 1}]}, "found a list of 2"),
+        "another index": (embedded([1.0], index=3), "found the indexes [3], expected 0 to 0"),
+        "no embedding": ({"data": [{"index": 0}]}, "data[0].embedding: has no numbers"),
+        "an empty one": (embedded([]), "data[0].embedding: has no numbers"),
+        "an empty text": (embedded(""), "data[0].embedding: has no numbers"),
+        "null in it": (embedded([1.0, None]), "Expected `float`, got `null`"),
+        "text in it": (embedded(["1"]), "Expected `float`, got `str`"),
+        "truth in it": (embedded([True]), "Expected `float`, got `bool`"),
+        "one for each token": (embedded([[1.0], [2.0]]), "Expected `float`, got `array`"),
+        "no base64": (embedded("?#!"), "is no base64 of float32"),
+        "a byte more": (embedded(packed([1.0])[:-2] + "AAAA"), "is no base64 of float32"),
+        "an object": (embedded({"float": [1.0]}), "got `object`"),
+        "an error with 200": ({"error": {"message": "broken"}}, "the answer has an error: "),
+    },
+    "classify": {
+        "no probabilities": (classified(label="a"), "data[0].probs: has no numbers"),
+        "none of them": (classified(label="a", probs=[]), "data[0].probs: has no numbers"),
+        "text": (classified(label="a", probs=["1"]), "Expected `float`, got `str`"),
+        "a label that is a number": (classified(label=3, probs=[1.0]), "Expected `str | null`"),
+    },
+    "score": {
+        "too few": (ranked("data", (0, 0.5)), "found a list of 1, expected a list of 2"),
+        "too many": (ranked("results", (0, 1), (1, 1), (2, 1)), "found a list of 3"),
+        "no indexes": (ranked("results", (None, 1), (None, 2)), "found the indexes"),
+        "one index twice": (ranked("data", (1, 0.5), (1, 0.5)), "found the indexes [1]"),
+        "an index beyond": (ranked("data", (0, 0.5), (2, 0.5)), "expected 0 to 1"),
+        "true for 1": (ranked("data", (0, 0.5), (True, 0.5)), "got `bool`"),
+        "text": (ranked("data", (0, "0.5"), (1, 1)), "Expected `float | null`, got `str`"),
+        "nothing": (ranked("results", (0, None), (1, 1)), "a document has no score"),
+    },
 }
 
 
 @pytest.mark.usefixtures("short_pauses")
-def test_what_is_no_vector_fails_its_row_and_says_why() -> None:
-    bodies = [body for body, _ in NO_VECTORS.values()]
-    with pooling(answering(bodies)) as server, opened(server, task="embed") as engine:
-        *failed, fine = ask(engine, [*map(text, range(len(bodies))), text(len(bodies), "tea")])
-    assert numbers(fine) == vector("tea")
-    for (name, (_, message)), done in zip(NO_VECTORS.items(), failed, strict=True):
+@pytest.mark.parametrize("task", NO_ANSWERS)
+def test_what_is_no_vector_class_or_score_fails_its_row_and_says_why(task: str) -> None:
+    cases = NO_ANSWERS[task]
+    tables = {"pair": PAIR} if task == "score" else {}
+    make = (lambda n, q: pair(n, q, ["tea", "a"])) if task == "score" else text
+    with (
+        pooling(answering([body for body, _ in cases.values()])) as server,
+        opened(server, task=task, **tables) as engine,
+    ):
+        rows = [make(n, f"row {n}") for n in range(len(cases))]
+        *failed, fine = ask(engine, [*rows, make(len(cases), "tea")])
+    assert fine.error is None
+    for (name, (_, message)), done in zip(cases.items(), failed, strict=True):
         assert done.error is not None, name
         assert (done.error.kind, message in str(done.error)) == ("server", True), (name, done.error)
+
+
+def test_a_class_without_a_name_has_its_number() -> None:
+    body = classified(label=None, probs=[0.2, 0.7, 0.1])
+    with pooling(answering([body])) as server, opened(server, task="classify") as engine:
+        (done,) = ask(engine, [text(0)])
+    assert done.pooled is not None
+    assert done.pooled.label == "LABEL_1"
 
 
 def test_a_vector_of_another_size_than_asked_for_fails_its_row() -> None:
@@ -335,65 +374,6 @@ def test_what_llama_cpp_would_ignore_is_refused(
         if task == "embed":  # its vectors have the length 1 anyway
             write_run(server, task, [{"q": "tea"}], pooling={"normalize": True}, **tables)
             assert batchkit("run", "job.toml").exit_code == 0
-
-
-def classified(**item: Any) -> dict[str, Any]:
-    return {"data": [{"index": 0, **item}], "model": MODEL}
-
-
-NO_CLASSES: dict[str, tuple[Any, str, str]] = {
-    "no probabilities": (classified(label="a"), "server", "data[0].probs: has no numbers"),
-    "none of them": (classified(label="a", probs=[]), "server", "data[0].probs: has no numbers"),
-    "text": (classified(label="a", probs=["1"]), "server", "Expected `float`, got `str`"),
-    "a label that is a number": (
-        classified(label=3, probs=[1.0]),
-        "server",
-        "Expected `str | null`, got `int`",
-    ),
-}
-
-
-@pytest.mark.usefixtures("short_pauses")
-def test_what_is_no_class_fails_its_row_and_says_why() -> None:
-    bodies = [body for body, *_ in NO_CLASSES.values()]
-    bodies.append(classified(label=None, probs=[0.2, 0.7, 0.1]))
-    with pooling(answering(bodies)) as server, opened(server, task="classify") as engine:
-        *failed, unnamed = ask(engine, [*map(text, range(len(bodies)))])
-    assert unnamed.pooled is not None
-    assert unnamed.pooled.label == "LABEL_1"
-    for (name, (_, kind, message)), done in zip(NO_CLASSES.items(), failed, strict=True):
-        assert done.error is not None, name
-        assert (done.error.kind, message in str(done.error)) == (kind, True), (name, done.error)
-
-
-def ranked(name: str, *items: Any) -> dict[str, Any]:
-    key = "score" if name == "data" else "relevance_score"
-    return {name: [{"index": n, key: s} for n, s in items], "model": MODEL}
-
-
-NO_SCORES: dict[str, tuple[Any, str, str]] = {
-    "too few": (ranked("data", (0, 0.5)), "server", "found a list of 1, expected a list of 2"),
-    "too many": (ranked("results", (0, 1), (1, 1), (2, 1)), "server", "found a list of 3"),
-    "no indexes": (ranked("results", (None, 1), (None, 2)), "server", "found the indexes"),
-    "one index twice": (ranked("data", (1, 0.5), (1, 0.5)), "server", "found the indexes [1]"),
-    "an index beyond": (ranked("data", (0, 0.5), (2, 0.5)), "server", "expected 0 to 1"),
-    "true for 1": (ranked("data", (0, 0.5), (True, 0.5)), "server", "got `bool`"),
-    "text": (ranked("data", (0, "0.5"), (1, 1)), "server", "Expected `float | null`, got `str`"),
-    "nothing": (ranked("results", (0, None), (1, 1)), "server", "a document has no score"),
-}
-
-
-@pytest.mark.usefixtures("short_pauses")
-def test_what_is_no_score_fails_its_row_and_says_why() -> None:
-    bodies = [body for body, *_ in NO_SCORES.values()]
-    with pooling(answering(bodies)) as server, opened(server, task="score", pair=PAIR) as engine:
-        rows = [pair(n, f"row {n}", ["a", "b"]) for n in range(len(bodies))]
-        *failed, fine = ask(engine, [*rows, pair(len(rows), "tea", ["tea", "a"])])
-    assert fine.pooled is not None
-    assert fine.pooled.scores == [score("tea", "tea"), 0.0]
-    for (name, (_, kind, message)), done in zip(NO_SCORES.items(), failed, strict=True):
-        assert done.error is not None, name
-        assert (done.error.kind, message in str(done.error)) == (kind, True), (name, done.error)
 
 
 def test_usage_may_be_the_sum_alone_or_missing() -> None:

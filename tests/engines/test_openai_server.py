@@ -191,39 +191,6 @@ def test_the_engine_table_is_checked(engine: dict[str, Any], message: str) -> No
 # --- the row's own fault
 
 
-def test_what_the_server_refuses_is_the_rows_own_error() -> None:
-    def before(text: str, body: dict[str, Any]) -> None:
-        if text == "row 1":
-            raise Refused(400, error("image is broken", param="messages"))
-        if text == "row 2":
-            raise Refused(422, {"detail": [{"loc": ["body", "n"], "msg": "too many"}]})
-
-    with serving(before) as server, opened(server) as engine:
-        done = ask(engine, map(request, range(4)))
-    assert texts(done)[1:3] == ["RequestError", "RequestError"]
-    assert "400: image is broken" in str(done[1].error)
-    assert "too many" in str(done[2].error)
-    assert done[0].error is done[3].error is None
-
-
-@pytest.mark.parametrize(
-    "refusal",
-    [
-        error("…", "invalid_request_error", code="context_length_exceeded"),
-        error("…", param="input_tokens", code=400),
-        error("…", param="input_text", code=400),
-        error("Input length (2072) exceeds model's maximum context length (2048).", code=400),
-    ],
-)
-def test_a_prompt_that_is_too_long_is_recognised_by_its_code(refusal: dict[str, Any]) -> None:
-    def before(text: str, body: dict[str, Any]) -> None:
-        raise Refused(400, refusal)
-
-    with serving(before) as server, opened(server) as engine:
-        (done,) = ask(engine, [request(0)])
-    assert isinstance(done.error, PromptTooLongError)
-
-
 def test_a_short_key_hides_no_words_of_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers of one's own take any key, and many are given such a word."""
     monkeypatch.setenv("OPENAI_API_KEY", "token")

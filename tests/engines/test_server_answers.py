@@ -19,7 +19,7 @@ from batchkit.execution.records import to_record
 from batchkit.storage.ledger import line_of
 from batchkit.storage.schema import fault_in
 from batchkit.types import Choice, Completion, Cut, Request, Row, Usage
-from tests.support.chat_server import MODEL, ChatServer, Flood, Refused, serving
+from tests.support.chat_server import MODEL, ChatServer, Flood, Refused, error, serving
 from tests.support.command_line import batchkit
 from tests.support.rows import write_jsonl
 from tests.support.server_engine import ask, opened, request, texts
@@ -78,6 +78,10 @@ def ok(text: str = "fine", **expected: Any) -> dict[str, Any]:
 def failed(kind: str = "server", *, retryable: bool = True, message: str = "") -> dict[str, Any]:
     error = {"kind": kind, "retryable": retryable, "message": message}
     return {"status": "failed", "text": None, "error": error}
+
+
+def refused(message: str) -> dict[str, Any]:
+    return failed("invalid_request", retryable=False, message=message)
 
 
 def function(name: str, arguments: str) -> dict[str, Any]:
@@ -176,11 +180,39 @@ TABLE: dict[str, tuple[Any, dict[str, Any]]] = {
     "206": (Refused(206, said()), ok()),
     "201 without an answer": (Refused(201, {"accepted": True}), failed()),
     "206 without an answer": (Refused(206, {"accepted": True}), failed()),
+    # The row's own fault.
+    "a broken image": (
+        Refused(400, error("image is broken", param="messages")),
+        refused("400: image is broken"),
+    ),
+    "what FastAPI refuses": (
+        Refused(422, {"detail": [{"loc": ["body", "n"], "msg": "too many"}]}),
+        refused("too many"),
+    ),
+    **{
+        f"too long, {n}": (Refused(400, body), failed("prompt_too_long", retryable=False))
+        for n, body in enumerate(
+            (
+                error("…", "invalid_request_error", code="context_length_exceeded"),
+                error("…", param="input_tokens", code=400),
+                error("…", param="input_text", code=400),
+                error("Input length (2072) exceeds model's maximum context length (2048).", code=400),
+            )
+        )
+    },
+    # Refused as all may be, while others are answered.
+    "a flagged input": (Refused(403, error("your input was flagged")), refused("403: your input")),
+    "a model that costs more": (Refused(402, error("costs more")), refused("402: costs more")),
+    "not modified": (Refused(304, b""), refused("304")),
+    "a redirect": (Refused(307, b"", Location="/login"), refused("307")),
+    "no such model": (Refused(404, error("no image model", "not_found_error")), refused("404: ")),
+    "a load balancer's 404": (Refused(404, b"default backend - 404"), refused("404: default")),
+    **{str(n): (Refused(n, b"no"), refused(f"{n}: no")) for n in (405, 407, 410, 421, 426, 501)},
     # Errors of any shape.
     **{
         f"an error whose message is a {type(message).__name__}": (
             Refused(422, {"error": {"message": message, "code": message}}),
-            failed("invalid_request", retryable=False, message="the server answered 422: "),
+            refused("the server answered 422: "),
         )
         for message in (nested(900), {"a": nested(400)}, "\ud800")
     },
@@ -210,8 +242,8 @@ def test_each_answer_becomes_its_record_and_is_read_back() -> None:
             check(found[name], expected)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from None
-        is_retried = expected["status"] == "failed" and expected["error"]["retryable"]
-        assert (asked.count(f"row {n}") > 1) == is_retried, name
+        if expected["status"] == "ok" or expected["error"]["retryable"]:
+            assert (asked.count(f"row {n}") > 1) == (expected["status"] == "failed"), name
     assert records()[-1]["usage"]["prompt_tokens"] == 2
 
 

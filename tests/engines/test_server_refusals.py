@@ -30,23 +30,6 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("refused", [0, 5])
-@pytest.mark.parametrize("kind", REFUSALS)
-def test_a_row_that_is_refused_while_others_are_answered_fails_alone(
-    kind: str, refused: int
-) -> None:
-    def before(text: str, body: dict[str, Any]) -> None:
-        if text == f"row {refused}":
-            raise REFUSALS[kind]
-
-    with serving(before) as server, opened(server, {"max_num_seqs": 2}) as engine:
-        done = ask(engine, map(request, range(8)))
-    failed = [c for c in done if c.error is not None]
-    assert [c.request.row.index for c in failed] == [refused]
-    assert texts(failed) == ["RequestError"]
-    assert kind[:3] in str(failed[0].error)
-
-
 @pytest.mark.parametrize("kind", REFUSALS)
 def test_what_every_request_is_refused_stops_the_run(kind: str) -> None:
     def before(text: str, body: dict[str, Any]) -> None:
