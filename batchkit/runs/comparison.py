@@ -81,6 +81,8 @@ class Comparison:
             "only_in_run": self.only_in_run,
             "warnings": self.warnings,
             "resamples": self.resamples,
+            "heads": {delta.scorer: head(delta.scorer) for delta in self.deltas},
+            "method": self.method,
         }
 
     def to_text(self) -> str:

@@ -159,9 +159,13 @@ def tabulate(records: Iterable[Mapping[str, Any]], group_by: str | None) -> Scor
         if group_by is not None:
             value = (record.get("fields") or {}).get(group_by)
             groups.setdefault(group_name(value), Group()).add(record)
+    return ScoreTable(dict(sorted(groups.items())), overall, in_order(overall.scores))
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Scores as the columns of a table."""
     order = {name: place for place, name in enumerate(_NAMES)}
-    names = sorted(overall.scores, key=lambda name: order.get(name, len(order)))
-    return ScoreTable(dict(sorted(groups.items())), overall, names)
+    return sorted(names, key=lambda name: order.get(name, len(order)))
 
 
 def group_name(value: Any) -> str:

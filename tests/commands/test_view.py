@@ -110,7 +110,7 @@ def test_what_is_not_there_and_what_is_wrong_are_named(tmp_path: Path) -> None:
     assert "nothing: neither a run folder nor a job file" in ended.stderr
 
 
-def test_events_of_the_engine_have_their_time_if_it_was_noted(tmp_path: Path) -> None:
+def test_events_of_the_engine_have_their_time(tmp_path: Path) -> None:
     prepare(3)
     run()
     run("--set", "input.limit=3")
@@ -118,15 +118,12 @@ def test_events_of_the_engine_have_their_time_if_it_was_noted(tmp_path: Path) ->
     time, worker = "2026-11-21T01:02:03.456Z", {"worker": 0, "state": "ready", "node": "n1"}
     counts = ("rows", "rows_per_s", "in_flight", "restarts", "engine_restarts")
     worker |= {"gpus": [0]} | dict.fromkeys(counts, 1)
-    noted["starts"][0] |= {"engine_events": ["of an older version", "died"]}
-    noted["starts"][0] |= {"engine_event_times": [time], "workers": [worker]}
+    noted["starts"][0] |= {"engine_events": ["died"], "engine_event_times": [time]}
+    noted["starts"][0] |= {"workers": [worker]}
     (RUN / "manifest.json").write_text(json.dumps(noted))
     with viewing("output/a", cwd=tmp_path) as view:
         first, second = view.get("runs/a")["starts"]
-    assert first["events"] == [
-        {"at": None, "text": "of an older version"},
-        {"at": time, "text": "died"},
-    ]
+    assert first["events"] == [{"at": time, "text": "died"}]
     assert first["workers"][0]["node"] == "n1"
     assert second["events"] == []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import multiprocessing
 import sys
 import threading
@@ -29,6 +28,7 @@ from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.rendering.media import load_image, load_text
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.sources import read_rows
+from tests.support.pages import data_in
 from tests.support.rows import write_jsonl
 
 ROOT = "memory://bucket/images"
@@ -410,8 +410,6 @@ def test_a_run_answers_what_is_there_and_says_why_the_rest_is_not(
         "../beside.png: contains a .., which could lead outside media.root"
     )
 
-    page = write_report(made.folder).read_text("utf-8")
-    found = page.split('<script type="application/json" id="pictures">')[1].split("</script>")[0]
-    pictures = {picture["name"]: picture for picture in json.loads(found)}
+    pictures = {one["name"]: one for one in data_in(write_report(made.folder))["pictures"]}
     assert pictures["a.png"]["src"].startswith("data:image/webp;base64,")
     assert "no such file" in pictures["none.png"]["problem"]

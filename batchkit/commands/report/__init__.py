@@ -1,31 +1,34 @@
-"""``batchkit report``: a run on one self-contained web page."""
+"""``batchkit report``: the page of ``batchkit view`` as one file, with its data inside."""
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from batchkit.commands.report.comparison import write_comparison
-from batchkit.commands.report.figures import RunStats
-from batchkit.commands.report.page import check_page, render, write_page
-from batchkit.commands.report.pictures import Pictures
-from batchkit.commands.report.rows import show
+from batchkit.commands.report.rows import read_rows
 from batchkit.commands.score.answer import Say
+from batchkit.commands.view.overview import Figures, about, overview
+from batchkit.commands.view.page import check_page, write_page
+from batchkit.commands.view.runs import Look
+from batchkit.commands.view.spread import spreads
+from batchkit.commands.view.timeline import timeline
 from batchkit.errors import StoreError
+from batchkit.runs.comparison import Comparison
+from batchkit.runs.index import Index
 from batchkit.runs.inputs import with_group
 from batchkit.runs.scores import is_mixed, table_of
+from batchkit.runs.status import status
 from batchkit.scoring.metrics import ScoreTable, tabulate
 from batchkit.storage.checkpoint import check_log
-from batchkit.storage.generations import Generations
-from batchkit.storage.job_toml import job_of_run
+from batchkit.storage.job_toml import job_of_run, without_masked
 from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest
+from batchkit.storage.metrics import read_metrics
 from batchkit.storage.score_store import read_scored
 
-__all__ = ["REPORT", "report", "write_comparison", "write_report"]
-
 REPORT = "report.html"
+_POINTS = 600  # of the charts over time
+_ALL_S = 1e6
 
 
 class Report(NamedTuple):
@@ -65,18 +68,38 @@ def write_report(folder: Path, path: Path | None = None, *, images: bool = True)
         StoreError: not a run folder, no row has finished, its log is damaged, or the file can't be
             written.
     """
-    manifest, job = read_manifest(folder), job_of_run(folder)
-    path = path or folder / REPORT
+    path, manifest = path or folder / REPORT, read_manifest(folder)
+    check_page(path)
     if not (folder / RESULTS).exists():
         raise StoreError(f"{folder}: nothing to report: no row has finished yet")
     check_log(folder)
-    check_page(path)
-    stats = RunStats()
-    records = with_group(read_scored(folder), job)
-    table = tabulate(stats.watch(records), job.scoring.group_by)
-    if not stats.rows:
+    job, look = without_masked(job_of_run(folder)), Look(status(folder), manifest)
+    index = Index(folder, job.scoring.group_by)
+    snapshot = index.grow(_ALL_S)
+    if not len(snapshot.newest):
         raise StoreError(f"{folder}: nothing to report: no row has finished yet")
-    with Pictures(job.media) as pictures, closing(Generations(folder)) as generations:
-        shown = show(folder, stats, pictures if images else None, generations)
-        found = pictures.finish()
-    return write_page(path, render(folder, manifest, job, stats, table, shown, found))
+    table = tabulate(with_group(read_scored(folder), job), job.scoring.group_by)
+    shown = read_rows(index, snapshot, job, images=images)
+    found = overview(look, index, snapshot, Figures(table, spreads(snapshot)))
+    notes = ["The run had not ended when this page was made."] * (look.state == "running")
+    data = {
+        "status": {
+            **found,
+            "folder": folder.name,
+            "notes": [*notes, *found["notes"], *shown.notes],
+        },
+        "about": about(folder),
+        "metrics": timeline(read_metrics(folder), _POINTS),
+        "rows": shown.rows,
+        "pictures": shown.pictures,
+    }
+    return write_page(path, look.status.name, data)
+
+
+def write_comparison(comparison: Comparison, path: Path) -> Path:
+    """Write ``comparison`` as one self-contained web page.
+
+    Raises:
+        StoreError: the file can't be written, or its name is not that of a web page.
+    """
+    return write_page(path, ", ".join(comparison.runs), {"comparison": comparison.to_json()})

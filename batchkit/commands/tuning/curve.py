@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from batchkit.commands.report.figures import nice
-from batchkit.commands.report.page import page
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
 from batchkit.commands.tuning.bench import FEW_ROUNDS, Bench, few_rounds
 from batchkit.commands.tuning.table import SizeResult
-from batchkit.config.numbers import number
+from batchkit.commands.view.page import policy, style
+from batchkit.config.numbers import nice, number
 from batchkit.errors import JobError
 from batchkit.storage.files import replacing
 
@@ -27,8 +29,16 @@ def write_curve(found: Bench, path: Path) -> None:
     step = (WIDTH - _LEFT - _RIGHT) / max(1, len(lines))
     # Spaced evenly, because batch sizes mostly double from one to the next.
     points = [_point(line, _LEFT + step * (n + 0.5), top) for n, line in enumerate(lines)]
-    pieces = page(
-        "tuning/curve.html.j2",
+    environment = Environment(
+        loader=PackageLoader("batchkit", "commands/tuning"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
+    environment.filters["number"] = number
+    pieces = environment.get_template("curve.html.j2").generate(
+        policy=Markup(policy(style())),
+        style=Markup(style()),
         bench=found,
         lines=lines,
         points=points,

@@ -14,26 +14,26 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from batchkit.commands.forecast_file import read_forecast
 from batchkit.commands.view.detail import Details
+from batchkit.commands.view.overview import Figures, about, figures_of, overview
 from batchkit.commands.view.pairs import ONLY, Pairs, page_of, pairs_of
-from batchkit.commands.view.rows import OUTCOMES, SORTS, Query, failures, row_of
+from batchkit.commands.view.rows import OUTCOMES, SORTS, Query, Side, labels_of
 from batchkit.commands.view.runs import Runs
 from batchkit.commands.view.search import Searches
 from batchkit.commands.view.timeline import newest_point, timeline
 from batchkit.config.masking import masked_text
 from batchkit.errors import BatchkitError, MediaError
 from batchkit.runs.columns import Table
+from batchkit.runs.compare import compare
 from batchkit.runs.index import Index, Indexes, Snapshot
 from batchkit.runs.pairs import have_same_input
-from batchkit.scoring.metrics import OUT_OF_TEN, head
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.metrics import read_metrics
 from batchkit.storage.plain_json import encoded
 
-_MOST_ROWS, _MOST_POINTS, _MOST_GROUPS = 500, 10_000, 1_000
-_FORECAST = ("at", "left", "seconds", "prompt_tokens", "completion_tokens", "gpu_hours", "price")
+_MOST_ROWS, _MOST_POINTS = 500, 10_000
+_KEPT = 4  # runs whose figures are held, with the arrays that they are of
 _GROW_S = 0.5  # a request lets the index grow so long
 _SEARCH_S = 1.5
 _END_WITHIN_S = 0.1
@@ -47,6 +47,7 @@ class Api:
     def __init__(self, runs: Runs, is_ending: Callable[[], bool]) -> None:
         self._runs, self._is_ending = runs, is_ending
         self._indexes, self._searches, self._details = Indexes(), Searches(), Details()
+        self._figures: dict[Path, tuple[Snapshot, Figures]] = {}
         self._pairs: tuple[Snapshot, Snapshot, Pairs] | None = None  # of the last comparison
 
     def runs(self, request: Request) -> Response:
@@ -54,6 +55,9 @@ class Api:
 
     def status(self, request: Request) -> Response:
         return _json(self._status(self._folder(request)))
+
+    def about(self, request: Request) -> Response:
+        return _json(about(self._folder(request)))
 
     def metrics(self, request: Request) -> Response:
         points = max(2, _whole(request, "points", 600, _MOST_POINTS))
@@ -63,7 +67,8 @@ class Api:
         offset = _whole(request, "offset", 0, 2**32)
         limit = _whole(request, "limit", 50, _MOST_ROWS)
         query = _query(request)
-        index, snapshot = self._grown(self._folder(request))
+        side = self._side(self._folder(request))
+        index, snapshot = side.index, side.snapshot
         share, has_words = snapshot.share, None
         if query.text:
             search = self._searches.of(index, query.text)
@@ -76,7 +81,7 @@ class Api:
             {
                 "total": None if query.text and share < 1 else len(found),
                 "offset": offset,
-                "rows": [row_of(index, entry) for entry in snapshot.entries[page]],
+                "rows": [side.row(number) for number in page.tolist()],
                 "indexed": share,
                 "next": None if is_last else offset + limit,
             }
@@ -104,11 +109,13 @@ class Api:
         limit = _whole(request, "limit", 50, _MOST_ROWS)
         only = _one_of(request, "only", ONLY) or "changed"
         keys = [request.query_params.get(name, "") for name in ("a", "b")]
-        a, b = (self._grown(self._found(key)) for key in keys)
-        if self._pairs is None or self._pairs[0] is not a[1] or self._pairs[1] is not b[1]:
-            by_place = have_same_input(*(read_manifest(index.folder) for index, _ in (a, b)))
-            self._pairs = a[1], b[1], pairs_of(a[1], b[1], by_place=by_place)
-        pairs = self._pairs[2]
+        a, b = (self._side(self._found(key)) for key in keys)
+        known = self._pairs
+        if known is None or known[0] is not a.snapshot or known[1] is not b.snapshot:
+            by_place = have_same_input(*(read_manifest(side.index.folder) for side in (a, b)))
+            known = a.snapshot, b.snapshot, pairs_of(a.snapshot, b.snapshot, by_place=by_place)
+            self._pairs = known
+        pairs = known[2]
         counts = pairs.counts()
         return _json(
             {
@@ -116,9 +123,13 @@ class Api:
                 "counts": counts,
                 "rows": page_of(pairs, only, offset, limit, a, b),
                 "offset": offset,
-                "indexed": min(a[1].share, b[1].share),
+                "indexed": min(a.snapshot.share, b.snapshot.share),
             }
         )
+
+    def comparison(self, request: Request) -> Response:
+        keys = [request.query_params.get(name, "") for name in ("a", "b")]
+        return _json(compare([*map(self._found, keys)]).to_json())
 
     def _folder(self, request: Request) -> Path:
         return self._found(request.path_params["run"])
@@ -144,23 +155,17 @@ class Api:
         index = self._indexes.of(folder)
         return index, index.grow(_GROW_S)
 
+    def _side(self, folder: Path) -> Side:
+        return Side(*self._grown(folder), labels_of(job_of_run(folder)))
+
     def _status(self, folder: Path) -> dict[str, Any]:
-        look = self._runs.look(folder)
-        index, snapshot = self._grown(folder)
-        return {
-            **look.summary(),
-            **look.to_json(),
-            "failures": failures(index, snapshot),
-            "groups": sorted(snapshot.groups)[:_MOST_GROUPS],
-            "group_by": index.group_by,
-            "scorers": [
-                {"name": name, "head": head(name), "scale": 1 if name in OUT_OF_TEN else 100}
-                for name in snapshot.scorers
-            ],
-            "problem": index.problem and masked_text(index.problem),
-            "indexed": snapshot.share,
-            "forecast": _forecast(folder),
-        }
+        look, (index, snapshot) = self._runs.look(folder), self._grown(folder)
+        known = self._figures.get(folder)
+        if known is None or known[0] is not snapshot:
+            if len(self._figures) >= _KEPT:
+                self._figures.clear()
+            known = self._figures[folder] = snapshot, figures_of(snapshot, index.group_by)
+        return overview(look, index, snapshot, known[1])
 
     async def _events(self, key: str) -> AsyncIterator[bytes]:
         """Until the client goes: then Starlette cancels it; or until the server does."""
@@ -190,11 +195,6 @@ class Api:
             text = error.detail if isinstance(error, HTTPException) else str(error)
             news = {"problem": {"error": masked_text(text)}}
         return {name: encoded(value) for name, value in news.items()}
-
-
-def _forecast(folder: Path) -> dict[str, Any] | None:
-    found = read_forecast(folder, job_of_run(folder))
-    return None if found is None else {name: found.get(name) for name in _FORECAST}
 
 
 def _json(value: Any) -> Response:

@@ -1,6 +1,5 @@
-// Line charts over the time at work, drawn as the report draws its own: the SVG holds only shapes, so
-// that it may be stretched to any width; the labels around it are HTML.
-import { clock, short } from "./view.js";
+// Charts. The SVG holds only shapes, so that it may be stretched to any width; the labels around it are
+// HTML.
 
 const GIB = 2 ** 30;
 const NEAR_PX = 6;
@@ -22,8 +21,8 @@ const CHARTS = [
   },
 ];
 
-// The next number up that divides into four readable parts, as the report's charts have it.
-export function nice(value) {
+// The next number up that divides into four readable parts.
+function nice(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
   const step = [1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10].find((one) => value <= one * power * (1 + 1e-9));
@@ -31,7 +30,7 @@ export function nice(value) {
 }
 
 // Where an event of a start is on the axis of seconds at work: its distance from the nearest point.
-export function placeOf(at, start, metrics) {
+function placeOf(at, start, metrics) {
   const moment = Date.parse(at);
   let best = null;
   metrics.start.forEach((number, place) => {
@@ -49,7 +48,7 @@ export function placeOf(at, start, metrics) {
 let pointed = null; // where the pointer is: its seconds at work, and in which chart
 
 // Draws all charts that have something to show into the box. Each mark: {seconds, text}.
-export function drawCharts(box, metrics, marks) {
+function drawCharts(box, metrics, marks) {
   const { seconds } = metrics;
   const span = seconds.at(-1) || 1;
   const figures = seconds.length < 2 ? [] : CHARTS
@@ -83,21 +82,10 @@ function linesOf({ lines, scale = 1 }, metrics) {
 function figureOf(chart, metrics, span, marks) {
   const { title, unit, lines } = chart, { seconds } = metrics;
   const top = chart.top ?? nice(Math.max(...lines.flatMap(({ values }) => values)));
-  const figure = make("figure"), caption = make("figcaption"), text = make("p");
-  caption.append(make("h3", "", title), text);
-  figure.role = "group";
-  figure.ariaLabel = title;
-
   const summary = lines.map((line) => legend(line, seconds));
-  text.append(...summary);
-  const svg = shape("svg", {
-    role: "img", "aria-label": `${title}: ${text.textContent}`, viewBox: "0 0 1000 100",
-    preserveAspectRatio: "none",
-  });
+  const ticks = [0, 1, 2, 3, 4].map((part) => clock(span * part / 4));
+  const { figure, text, svg, plot } = frameOf({ title, summary, top: short(top, unit), ticks });
   const x = (at) => (1000 * at / span).toFixed(2), y = (value) => (100 - 100 * value / top).toFixed(2);
-  for (const height of [0, 50, 100]) {
-    svg.append(shape("line", { class: "grid", x1: 0, x2: 1000, y1: height, y2: height }));
-  }
   lines.forEach(({ values }, nth) => {
     for (const part of parts(values, metrics.start)) {
       const corners = part.flatMap((place) => [
@@ -116,13 +104,6 @@ function figureOf(chart, metrics, span, marks) {
   const cursor = upright("cursor", 0);
   cursor.setAttribute("visibility", "hidden");
   svg.append(cursor);
-
-  const plot = make("div", "plot"), axis = make("div", "x");
-  const label = make("span", "y", short(top, unit));
-  label.ariaHidden = axis.ariaHidden = "true";
-  plot.append(label, svg);
-  axis.append(...[0, 1, 2, 3, 4].map((part) => make("span", "", clock(span * part / 4))));
-  figure.append(caption, plot, axis);
 
   // The chart that is pointed at shows an event that is near; the others their values there.
   function show(at, isPointedAt) {
@@ -143,6 +124,48 @@ function figureOf(chart, metrics, span, marks) {
     plot.title = mark?.text ?? "";
   }
   return { figure, plot, show };
+}
+
+// A chart without its shapes, 1000 wide and 100 high. summary: what its caption says; top: the value at
+// the upper edge.
+function frameOf({ title, summary, top, ticks }) {
+  const figure = make("figure"), caption = make("figcaption"), text = make("p");
+  const plot = make("div", "plot"), axis = make("div", "x"), label = make("span", "y", top);
+  text.append(...summary);
+  caption.append(make("h3", "", title), text);
+  figure.role = "group";
+  figure.ariaLabel = title;
+  const svg = shape("svg", {
+    role: "img", "aria-label": `${title}: ${text.textContent}`, viewBox: "0 0 1000 100", preserveAspectRatio: "none",
+  });
+  for (const height of [0, 50, 100]) {
+    svg.append(shape("line", { class: "grid", x1: 0, x2: 1000, y1: height, y2: height }));
+  }
+  label.ariaHidden = axis.ariaHidden = "true";
+  plot.append(label, svg);
+  axis.append(...ticks.map((tick) => make("span", "", tick)));
+  figure.append(caption, plot, axis);
+  return { figure, text, svg, plot };
+}
+
+// A histogram, as the run's status gives it.
+function spreadFigure({ title, unit, counts, low, top, overflow, is_whole: isWhole, median, p99, largest }) {
+  const most = nice(Math.max(...counts)), width = (top - low) / counts.length, step = 1000 / counts.length;
+  const ticks = [0, 1, 2, 3, 4].map((part) => short(low + (top - low) * part / 4) || "0");
+  ticks[4] = `${ticks[4]}${overflow ? " +" : ""} ${unit}`.trimEnd();
+  const summary = `median ${short(median, unit)}, 99th percentile ${short(p99, unit)}, largest ${short(largest, unit)}`;
+  const { figure, svg } = frameOf({ title, summary: [summary], top: short(most, "rows"), ticks });
+  counts.forEach((count, place) => {
+    const height = count && Math.max(100 * count / most, 1); // one row among a million stays visible
+    const from = low + place * width, to = from + width - (isWhole ? 1 : 0), isLast = place === counts.length - 1;
+    const range = isWhole && width === 1 ? short(from, unit) : `${short(from) || "0"}–${short(to, unit)}`;
+    const hit = shape("rect", { class: "hit", x: place * step, y: 0, width: step, height: 100 });
+    hit.append(shape("title", {}));
+    hit.firstChild.textContent = `${range}${overflow && isLast ? " and more" : ""}: ${number.format(count)} rows`;
+    if (count) svg.append(shape("rect", { class: "bar", x: (place + 0.08) * step, y: 100 - height, width: 0.84 * step, height }));
+    svg.append(hit);
+  });
+  return figure;
 }
 
 // What a chart says while nobody points at it: of one line, its mean and its newest value.

@@ -1,9 +1,9 @@
-// The filters and the order of the rows: their controls, and what the server is asked with.
+// The filters and the order of the rows: their controls, and what is asked for.
 const TYPING_MS = 200;
 const CONTROLS = ["search", "group", "outcome", "scorer", "low", "high", "order"];
 
 // changed() is called when other rows are wanted.
-export function openFilters(changed) {
+function openFilters(changed) {
   const controls = CONTROLS.map(byId);
   let scorers = new Map(), typing = null;
 

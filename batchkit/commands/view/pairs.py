@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from batchkit.commands.view.rows import row_of
+from batchkit.commands.view.rows import Side
 from batchkit.runs.columns import Table
-from batchkit.runs.index import Index, Snapshot
+from batchkit.runs.index import Snapshot
 from batchkit.runs.pairs import RowKeys, flipped, paired
 
 ONLY = ("changed", "fixed", "broken", "all")
@@ -65,21 +65,13 @@ def pairs_of(a: Snapshot, b: Snapshot, *, by_place: bool) -> Pairs:
 
 
 def page_of(
-    pairs: Pairs,
-    only: str,
-    offset: int,
-    limit: int,
-    a: tuple[Index, Snapshot],
-    b: tuple[Index, Snapshot],
+    pairs: Pairs, only: str, offset: int, limit: int, a: Side, b: Side
 ) -> list[dict[str, Any]]:
     """The rows of a page; a side without the row is None."""
-    places = np.flatnonzero(pairs.masks[only])[offset : offset + limit].tolist()
     found = []
-    for place in places:
-        sides = [
-            None if number < 0 else row_of(index, snapshot.entries[number])
-            for number, (index, snapshot) in ((pairs.before[place], a), (pairs.after[place], b))
-        ]
+    for place in np.flatnonzero(pairs.masks[only])[offset : offset + limit].tolist():
+        numbers = (pairs.before[place], a), (pairs.after[place], b)
+        sides = [None if number < 0 else side.row(number) for number, side in numbers]
         one = next(side for side in sides if side is not None)
         found.append({"id": one["id"], "group": one["group"], "a": sides[0], "b": sides[1]})
     return found

@@ -1,17 +1,16 @@
 // One row: its images, prompt, reasoning and answer, its steps and its earlier attempts.
-import { button, fetchJson, shownScore, when } from "./view.js";
 
 const LONG = 500; // characters: a longer prompt scrolls in its own box
 
 // found: as /api/runs/{run}/rows/{index} gives it. Without the row's place, which drawPlace adds.
-export function drawRow(detail, found, scorers) {
+function drawRow(detail, found, scorers) {
   const { record, attempts = [], steps = [] } = found, nav = detail.querySelector("nav") ?? make("nav");
   const held = nav.contains(document.activeElement) ? document.activeElement : null;
   const open = new Set([...detail.querySelectorAll("details[open] > summary")].map(titleOf));
   detail.replaceChildren(...[
     headOf(record, nav), errorOf(record), ...promptOf(found),
     pairOf(record, found.reference), scoresOf(record, scorers), ...choicesOf(found),
-    ...steps.flatMap(stepOf), attemptsOf(attempts), fieldsOf(record), rawOf(record),
+    ...steps.map((step) => stepOf(step, scorers)), attemptsOf(attempts), fieldsOf(found.fields), rawOf(record),
   ].filter(Boolean));
   for (const summary of detail.querySelectorAll("summary")) {
     summary.parentElement.open = open.has(titleOf(summary));
@@ -23,7 +22,7 @@ export function drawRow(detail, found, scorers) {
 const titleOf = (summary) => summary.textContent.replace(/\d/g, "");
 
 // step(by): to another row; place: where the row is among the total that pass the filters, or null.
-export function drawPlace(detail, { step, place, total }) {
+function drawPlace(detail, { step, place, total }) {
   const nav = detail.querySelector("nav");
   if (!nav) return;
   if (!nav.firstChild) {
@@ -78,15 +77,24 @@ function promptOf({ record, prompt }) {
     titled(role ? `Prompt: ${role}` : "Prompt", make("p", content.length > LONG ? "question long" : "question", content)))];
 }
 
+// {src, name}, and its size; or {name, problem}. Of a server, the image's address is all that is known.
+const pictureOf = (image) => (held ? held.pictures[image] : { src: image });
+const isPicture = ({ src }) => src?.startsWith(held ? "data:image/webp;base64," : "/api/runs/");
+
 function picturesOf(images) {
   if (!images.length) return null;
   const box = make("div", "pictures");
-  images.forEach((url, n) => {
-    if (!url.startsWith("/api/runs/")) return;
+  images.map(pictureOf).forEach((found, n) => {
+    if (!isPicture(found)) {
+      box.append(make("p", "missing", found.problem));
+      return;
+    }
     const image = make("img"), frame = button("", () => enlarge(image), "");
-    image.alt = `Image ${n + 1} of the prompt`;
-    image.addEventListener("error", () => frame.replaceWith(missing(url)));
-    image.src = url;
+    image.alt = found.name ?? `Image ${n + 1} of the prompt`;
+    if (found.w) Object.assign(image, { width: found.w, height: found.h });
+    image.addEventListener("error", () => frame.replaceWith(missing(found.src)));
+    image.src = found.src;
+    frame.title = found.name ?? "";
     frame.ariaLabel = `Image ${n + 1}, larger`;
     frame.append(image);
     box.append(frame);
@@ -108,7 +116,7 @@ function enlarge(image) {
   box.showModal();
 }
 
-export function enlargeFirst(detail) {
+function enlargeFirst(detail) {
   const image = detail.querySelector(".pictures img");
   if (image) enlarge(image);
   return image !== null;
@@ -127,12 +135,24 @@ function choicesOf({ record, answers }) {
   }));
 }
 
-function stepOf(step) {
-  const again = step.call > 0 && `call ${step.call + 1}`;
-  const parts = [`Step ${step.step}`, again, step.engine, ...figuresOf(step)].filter(Boolean);
+function stepOf(step, scorers) {
+  if (step.more) return make("p", "caption", `and ${number.format(step.more)} generations more`);
+  const box = make("section", "step"), head = make("header", "detail-head");
+  const nth = step.call ? `, call ${step.call + 1}` : "";
+  const facts = [
+    step.engine, step.skipped && "skipped", step.prediction !== undefined && step.prediction !== null && `prediction: ${step.prediction}`,
+    ...Object.entries(step.scores ?? {}).map(([name, score]) => `${scorers.get(name)?.head ?? name} ${shownScore(score, scorers.get(name))}`),
+    ...figuresOf(step),
+  ];
+  head.append(make("strong", "", step.step ? step.step + nth : `call ${(step.call ?? 0) + 1}`));
+  head.append(...facts.filter(Boolean).map((fact) => make("span", "", fact)));
   const calls = (step.tool_calls ?? []).map(({ function: called }) => `${called.name}(${called.arguments})`);
-  const text = [step.text, ...calls].filter(Boolean).join("\n"), title = parts.join(", ");
-  return step.error ? [titled(title, errorOf(step))] : said({ title, reasoning: step.reasoning, text });
+  const text = [step.text, ...calls].filter(Boolean).join("\n");
+  box.append(head, ...[
+    step.reasoning && folded("Reasoning", make("div", "prompt", step.reasoning)),
+    step.error ? errorOf(step) : !step.skipped && make("div", text ? "full" : "full nothing", text || "(none)"),
+  ].filter(Boolean));
+  return box;
 }
 
 function said({ title, reasoning, text }) {
@@ -169,12 +189,6 @@ function scoresOf(record, scorers) {
 
 // ---- folded away
 
-function folded(name, ...parts) {
-  const box = make("details"), summary = make("summary", "", name);
-  box.append(summary, ...parts);
-  return box;
-}
-
 function attemptsOf(attempts) {
   if (!attempts.length) return null;
   const parts = attempts.flatMap((record) => {
@@ -185,17 +199,16 @@ function attemptsOf(attempts) {
   return folded(`Earlier records of this row: ${attempts.length}`, ...parts);
 }
 
-function fieldsOf({ fields }) {
-  const names = Object.entries(fields ?? {});
+function fieldsOf(fields) {
+  const names = Object.entries(fields);
   if (!names.length) return null;
   const list = make("dl", "fields");
-  for (const [name, value] of names) {
+  for (const [name, text] of names) {
     const line = make("div");
-    line.append(make("dt", "", name), make("dd", "", inWords(value)));
+    line.append(make("dt", "", name), make("dd", "", text));
     list.append(line);
   }
   return folded(`Fields of the row: ${names.length}`, list);
 }
 
-const inWords = (value) => (typeof value === "string" ? value : JSON.stringify(value, null, 2));
-const rawOf = (record) => folded("Record, as it is in the log", make("div", "prompt", inWords(record)));
+const rawOf = (record) => folded("Record", make("div", "prompt", JSON.stringify(record, null, 2)));

@@ -1,16 +1,13 @@
 // The rows of a run by page: the list, and the row that is open beside it. The address keeps both.
-import { openFilters } from "./filters.js";
-import { drawPlace, drawRow, enlargeFirst } from "./row.js";
-import { apiUrl, drawPager, fetchJson, listenToKeys, shownScore } from "./view.js";
 
 const LIMIT = 50;
 const HOLDING_MS = 60; // rows that j runs past while it is held down are not asked for
 const GAP_MS = 1500; // between two looks at a page of a live run; more where they take long
 const SOON_MS = 50; // until the next look while the server has not read all of the log
 
-// set({outcome, row, …}) puts other filters in place of all, and opens the row; runChanged is to be
+// The hash of the address keeps what is shown. set({outcome, row, …}) puts other filters in place of all, and opens the row; runChanged is to be
 // called with each new status.
-export function openRows(run) {
+function openRows(run) {
   const list = byId("list"), detail = byId("detail");
   const filters = openFilters(() => go(0));
   let offset = 0; // of the page that is wanted
@@ -112,8 +109,13 @@ export function openRows(run) {
     element.ariaSelected = "false";
     element.ariaPosInSet = page.offset + place + 1;
     element.ariaSetSize = page.total ?? -1;
-    element.append(make("div", isOk ? "what" : "what failed", oneLine(row.text) || "(no answer)"));
-    element.append(make("div", "under", figures(row).filter(Boolean).join(" · ")));
+    const answer = oneLine(isOk ? row.prediction ?? row.text : row.text) || "(no answer)";
+    const [what, under] = row.asked
+      ? [oneLine(row.asked), answer]
+      : [oneLine(row.text) || "(no answer)", figures(row).filter(Boolean).join(" · ")];
+    if (row.image !== undefined) element.append(thumbnail(row.image));
+    element.append(make("div", isOk || row.asked ? "what" : "what failed", what));
+    element.append(make("div", isOk || !row.asked ? "under" : "under failed", under));
     if (!isOk) element.append(make("div", "score failed", row.kind));
     else if (filters.scorers().size) {
       const scorer = filters.scorer()
@@ -123,6 +125,12 @@ export function openRows(run) {
       element.lastChild.title = scorer?.head ?? "";
     }
     element.append(make("div", "id", row.id));
+    return element;
+  }
+
+  function thumbnail(image) {
+    const { src } = pictureOf(image), element = make(src ? "img" : "div", "blank");
+    if (src) Object.assign(element, { src, alt: "" });
     return element;
   }
 
@@ -212,18 +220,20 @@ export function openRows(run) {
     const state = new URLSearchParams(filters.values());
     if (offset) state.set("offset", offset);
     if (open !== null) state.set("row", open);
-    history.replaceState(null, "", location.pathname + (state.size ? `?${state}` : ""));
+    try {
+      history.replaceState(null, "", `#${state}`);
+    } catch { /* some browsers refuse it for files */ }
   }
 
   function recall() {
-    const state = new URLSearchParams(location.search);
+    const state = new URLSearchParams(location.hash.slice(1));
     const whole = (name) => (/^\d{1,10}$/.test(state.get(name)) ? Number(state.get(name)) : null);
     filters.put(Object.fromEntries(state));
     offset = Math.floor(whole("offset") / LIMIT) * LIMIT;
     open = whole("row");
   }
 
-  function set({ row, ...values }) {
+  function set({ row = null, ...values }) {
     filters.put(values);
     open = row;
     go(0, "open");
@@ -246,6 +256,11 @@ export function openRows(run) {
   const steps = { j: 1, k: -1 }, turns = { n: 1, p: -1 };
   listenToKeys({
     list,
+    help: [
+      ["j k", "next, previous row"], ["↓ ↑", "the same, in the list"], ["n p", "next, previous page"],
+      ["Home End", "first, last row of the page, in the list"], ["Enter", "to the row’s text, to scroll it"],
+      ["/", "search"], ["i", "the row’s image, larger"], ["Esc", "back to the list; again: clear all filters"],
+    ],
     onEnter: filters.apply,
     clear: () => (detail.contains(document.activeElement) ? list.focus() : filters.clear()),
     onKey: (event) => {

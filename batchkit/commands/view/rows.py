@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+from jinja2 import Environment
+from jinja2 import TemplateError as JinjaError
+from jinja2.meta import find_undeclared_variables
 
+from batchkit.config.tables import JobConfig, PromptTable
 from batchkit.runs.columns import Table
 from batchkit.runs.index import Index, Snapshot
 from batchkit.scoring.metrics import group_name
@@ -16,7 +21,9 @@ from batchkit.storage.lines import failure_kind
 
 OUTCOMES = ("ok", "failed", "unscored", "cut")
 SORTS = {"latency": "latency", "tokens": "tokens", "length": "letters"}  # by column
-_MOST_TEXT = 500
+_LISTED = ("index", "id", "status", "prediction", "scores", "usage", "latency_s", "attempt")
+_MOST_TEXT, _LONGEST_QUESTION = 500, 1_000
+_ASKED = ("question", "query", "instruction", "prompt", "problem", "input", "text")
 
 
 @dataclass(frozen=True)
@@ -68,24 +75,70 @@ class Query:
         return found
 
 
-def row_of(index: Index, entry: Any) -> dict[str, Any]:
-    """What the list shows of a row; ``entry`` is its newest."""
-    record = index.record(entry)
-    answer = answers_in_words(record)[0] or (record.get("error") or {}).get("message") or ""
-    group_by = index.group_by
-    return {
-        "index": record["index"],
-        "id": record["id"],
-        "status": record["status"],
-        "kind": failure_kind(record),
-        "text": answer if len(answer) <= _MOST_TEXT else answer[: _MOST_TEXT - 1] + "…",
-        "prediction": record.get("prediction"),
-        "scores": record.get("scores"),
-        "group": group_name((record.get("fields") or {}).get(group_by)) if group_by else None,
-        "usage": record.get("usage"),
-        "latency_s": record.get("latency_s"),
-        "attempt": record.get("attempt"),
-    }
+class Labels(NamedTuple):
+    """What a row is found by in the list: its group, its question, and how it failed.
+
+    ``asked_in``: the fields that the prompt reads; None: any may be the question.
+    """
+
+    group_by: str | None
+    asked_in: frozenset[str] | None
+
+    def of(self, record: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+        group = group_name(fields.get(self.group_by)) if self.group_by else None
+        question = self._question(fields)
+        asked = None if question is None else fields[question][:_MOST_TEXT]
+        return {"kind": failure_kind(record), "group": group, "asked": asked}
+
+    def _question(self, fields: Mapping[str, Any]) -> str | None:
+        """Of the texts that the prompt reads, the one whose name says so, else the longest that is still
+        short enough for a question."""
+        texts = {
+            name: value
+            for name, value in fields.items()
+            if isinstance(value, str) and (self.asked_in is None or name in self.asked_in)
+        }
+        short = (name for name, text in texts.items() if len(text) <= _LONGEST_QUESTION)
+        by_name = (
+            name for word in _ASKED for name in sorted(texts, key=len) if word in name.lower()
+        )
+        by_length = sorted(short, key=lambda name: (-len(texts[name]), name))
+        return next(iter([*by_name, *by_length]), None)
+
+
+def labels_of(job: JobConfig) -> Labels:
+    prompt = job.steps[0].prompt if job.steps else job.prompt
+    asked_in = None if job.rollout is not None else frozenset(_read_by(prompt))
+    return Labels(job.scoring.group_by, asked_in)
+
+
+def _read_by(prompt: PromptTable) -> set[str]:
+    """Names of the fields that the user's template reads."""
+    try:
+        path = prompt.user_file
+        text = prompt.user if path is None else Path(path).read_text(encoding="utf-8-sig")
+        return find_undeclared_variables(Environment().parse(text or ""))
+    except (OSError, ValueError, JinjaError):  # the prompt's own problem is shown beside the row
+        return set()
+
+
+@dataclass(frozen=True)
+class Side:
+    """A run as a list of rows."""
+
+    index: Index
+    snapshot: Snapshot
+    labels: Labels
+
+    def row(self, number: int) -> dict[str, Any]:
+        """What the list shows of a row; ``number``: of its newest entry."""
+        record = self.index.record(self.snapshot.entries[number])
+        answer = answers_in_words(record)[0] or (record.get("error") or {}).get("message") or ""
+        return {
+            **{name: record.get(name) for name in _LISTED},
+            **self.labels.of(record, record.get("fields") or {}),
+            "text": answer if len(answer) <= _MOST_TEXT else answer[: _MOST_TEXT - 1] + "…",
+        }
 
 
 def failures(index: Index, snapshot: Snapshot) -> list[dict[str, Any]]:

@@ -1,263 +1,282 @@
-// The page of a run: what it has done, over time, and its engine; rows.js has its rows.
-import { drawCharts, placeOf } from "./charts.js";
-import { openRows } from "./rows.js";
-import {
-  apiUrl, button, clock, duration, fetchJson, note, percent, short, shortCount, stateBadge, table, timeOf,
-  when,
-} from "./view.js";
+// The page of a run: what it has done, over time, its scores and its engine; rows.js has its rows.
+function openRun() {
+  const MOST_POINTS = 900; // then they are asked for again, thinned
+  const POINTS = 600;
+  const AGAIN_MS = 3000;
+  const run = held ? held.status.name : decodeURIComponent(location.pathname.split("/")[2]);
+  const rows = openRows(run);
+  let status = null, metrics = null;
 
-const MOST_POINTS = 900; // then they are asked for again, thinned
-const POINTS = 600;
-const AGAIN_MS = 3000;
-const run = decodeURIComponent(location.pathname.split("/")[2]);
-const rows = openRows(run);
-let status = null, metrics = null;
+  // ---- what the server sends
 
-// ---- what the server sends
+  // A page that nobody sees gives its connection back: a browser has only six to a server.
+  let source = null, timer = null;
 
-// A page that nobody sees gives its connection back: a browser has only six to a server.
-let source = null, timer = null;
-
-function connect() {
-  clearTimeout(timer);
-  source?.close();
-  source = null;
-  if (document.hidden) return;
-  source = new EventSource(apiUrl(run, "/events"));
-  source.addEventListener("open", loadMetrics);
-  source.addEventListener("status", (event) => {
-    note("lost", "");
-    drawStatus(JSON.parse(event.data));
-  });
-  source.addEventListener("problem", (event) => {
-    const { error } = JSON.parse(event.data);
-    note("lost", `${error}. The page shows what was known last.`);
-  });
-  source.addEventListener("metrics", (event) => addPoint(JSON.parse(event.data)));
-  source.addEventListener("error", () => {
-    explain();
-    if (source?.readyState === EventSource.CLOSED) timer = setTimeout(connect, AGAIN_MS);
-  });
-}
-
-async function explain() {
-  try {
-    drawStatus(await fetchJson(apiUrl(run)));
-    note("lost", "");
-  } catch (error) {
-    note("lost", error instanceof TypeError
-      ? "The server does not answer: the page shows what was known last, and tries again."
-      : `${error.message}. The page shows what was known last, and tries again.`);
+  function connect() {
+    clearTimeout(timer);
+    source?.close();
+    source = null;
+    if (document.hidden) return;
+    source = new EventSource(apiUrl(run, "/events"));
+    source.addEventListener("open", loadMetrics);
+    source.addEventListener("status", (event) => {
+      note("lost", "");
+      drawStatus(JSON.parse(event.data));
+    });
+    source.addEventListener("problem", (event) => {
+      const { error } = JSON.parse(event.data);
+      note("lost", `${error}. The page shows what was known last.`);
+    });
+    source.addEventListener("metrics", (event) => addPoint(JSON.parse(event.data)));
+    source.addEventListener("error", () => {
+      explain();
+      if (source?.readyState === EventSource.CLOSED) timer = setTimeout(connect, AGAIN_MS);
+    });
   }
-}
 
-async function loadMetrics() {
-  try {
-    metrics = await fetchJson(apiUrl(run, `/metrics?points=${POINTS}`));
+  async function explain() {
+    try {
+      drawStatus(await fetchJson(apiUrl(run)));
+      note("lost", "");
+    } catch (error) {
+      note("lost", error instanceof TypeError
+        ? "The server does not answer: the page shows what was known last, and tries again."
+        : `${error.message}. The page shows what was known last, and tries again.`);
+    }
+  }
+
+  async function loadMetrics() {
+    try {
+      metrics = await fetchJson(apiUrl(run, `/metrics?points=${POINTS}`));
+      draw();
+    } catch (error) {
+      byId("charts-note").textContent = error.message;
+    }
+  }
+
+  function addPoint(point) {
+    if (!metrics || metrics.at.at(-1) === point.at) return;
+    if (metrics.at.length >= MOST_POINTS || Date.parse(point.at) < Date.parse(metrics.at.at(-1))) {
+      loadMetrics();
+      return;
+    }
+    for (const [name, column] of Object.entries(metrics)) column.push(point[name] ?? null);
     draw();
-  } catch (error) {
-    byId("charts-note").textContent = error.message;
   }
-}
 
-function addPoint(point) {
-  if (!metrics || metrics.at.at(-1) === point.at) return;
-  if (metrics.at.length >= MOST_POINTS || Date.parse(point.at) < Date.parse(metrics.at.at(-1))) {
+  // What is drawn already stays: a selection, the focus and what a screen reader is at.
+  const drawn = new Map();
+
+  function isNew(part, shown) {
+    const text = JSON.stringify(shown);
+    if (drawn.get(part) === text) return false;
+    drawn.set(part, text);
+    return true;
+  }
+
+  // ---- the run in numbers
+
+  function drawStatus(found) {
+    status = found;
+    if (!held) document.title = `${status.name} · ${status.state} · batchkit view`;
+    byId("name").textContent = status.name;
+    const parts = [status.model, status.kind, status.started_at && `started ${when(status.started_at)}`];
+    if (isNew("subtitle", [status.state, parts])) {
+      const said = parts.filter(Boolean).map((part) => make("span", "", part));
+      byId("subtitle").replaceChildren(stateBadge(status.state), ...said);
+    }
+    byId("folder").textContent = status.folder;
+    note("problem", status.problem ?? "");
+    const done = status.ok + status.failed, total = status.total ?? (status.pending === null ? 0 : done);
+    const bar = byId("progress");
+    bar.hidden = !total;
+    bar.replaceChildren(meter(status.ok / total, status.failed / total));
+    bar.ariaValueNow = total ? Math.floor(100 * done / total) : 0;
+    bar.ariaValueText = `${number.format(done)} of ${number.format(total)} rows`;
+    const { notes, scores, spreads, scorers } = status;
+    byId("notes").hidden = !notes.length;
+    byId("notes").replaceChildren(...notes.map((text) => make("li", "", text)));
+    if (isNew("scores", [scores, scorers])) drawScores(status, rows.set);
+    if (isNew("spreads", spreads)) byId("spreads").replaceChildren(...spreads.map(spreadFigure));
+    drawFailures();
+    drawEngine();
+    draw();
+    rows.runChanged(status);
+    drawForecast();
+  }
+
+  // As `batchkit plan` says it: 12 min [10 min to 15 min].
+  function drawForecast() {
+    const { forecast } = status;
+    byId("forecast").hidden = !forecast;
+    if (!forecast) return;
+    const time = (seconds) => (seconds < 10 ? clock(seconds) : duration(seconds));
+    const tokens = (count) => shortCount(Math.round(count));
+    const parts = [
+      ["seconds", time, `time for ${number.format(forecast.left)} rows`], ["prompt_tokens", tokens, "prompt tokens"],
+      ["completion_tokens", tokens, "completion tokens"], ["gpu_hours", short, "GPU hours"], ["price", short, "price"],
+    ].filter(([name]) => forecast[name]).map(([name, how, what]) => {
+      const [low, expected, high] = ["low", "expected", "high"].map((bound) => how(forecast[name][bound]));
+      return `${what}: ${low === high ? expected : `${expected} [${low} to ${high}]`}`;
+    });
+    byId("forecast").querySelector("dd").textContent = `${parts.join("; ")}; made ${when(forecast.at)}`;
+  }
+
+  function facts() {
+    const { ok, failed, total, pending, state, scores, scorers } = status, done = ok + failed;
+    const worked = workedFor(), isRunning = state === "running";
+    const rate = isRunning ? status.rows_per_s ?? lastOf("rows_per_s") : worked ? done / worked : null;
+    const left = isRunning && status.eta_s !== null ? `about ${duration(status.eta_s)}` : "";
+    const over = worked ? `in ${worked < 10 ? clock(worked) : duration(worked)}` : "";
+    const perSecond = (column, tokens) => {
+      const found = isRunning ? lastOf(column) : worked ? tokens / worked : null;
+      return found === null ? "" : `${short(found)} a second`;
+    };
+    return [
+      ["rows", number.format(done), total === null ? "" : done < total ? `of ${number.format(total)}` : "all of the input"],
+      status.generations && ["generations", number.format(status.generations), `${short(status.generations / done)} a row`],
+      ["answered", number.format(ok), percent(ok, done)],
+      ["failed", number.format(failed), failed ? percent(failed, done) : ""],
+      scorers.length && ["unscored", number.format(scores.unscored), percent(scores.unscored, done)],
+      pending && ["left", number.format(pending), left],
+      rate !== null && ["rows/s", short(rate), isRunning ? over && `${over} so far` : over],
+      ["tokens written", shortCount(status.completion_tokens), perSecond("completion_tokens_per_s", status.completion_tokens)],
+      ["tokens read", shortCount(status.prompt_tokens), perSecond("prompt_tokens_per_s", status.prompt_tokens)],
+      status.engine_restarts && ["engine restarts", number.format(status.engine_restarts), ""],
+    ].filter(Boolean);
+  }
+
+  // Over the time with the engine up, as `run` says it; with loading, where a start was killed.
+  function workedFor() {
+    const seconds = status.starts.map((start) => start.seconds);
+    return seconds.includes(null) ? metrics?.seconds.at(-1) ?? 0 : seconds.reduce((sum, one) => sum + one, 0);
+  }
+
+  const lastOf = (column) => metrics?.[column]?.findLast((value) => value !== null) ?? null;
+
+  // What both the status and the metrics change.
+  function draw() {
+    if (!status) return;
+    byId("facts").replaceChildren(...facts().map(([name, value, below]) => {
+      const box = make("div", name === "failed" && value !== "0" ? "bad" : "");
+      const shown = make("dd", "", value);
+      shown.append(make("small", "", below));
+      box.append(make("dt", "", name), shown);
+      return box;
+    }));
+    const happened = metrics && marks();
+    if (!metrics || !isNew("charts", [metrics.at, happened, status.state])) return;
+    drawCharts(byId("charts"), metrics, happened);
+    const starts = new Set(metrics.start).size;
+    byId("charts-note").textContent = metrics.at.length < 2
+      ? (status.state === "running" ? "Nothing has been measured yet: that begins when the model is loaded." : "Too short for a chart.")
+      : [
+        "Over the time at work, loading the model included.",
+        starts > 1 && "A broken line is a new start; the time between two is cut out.",
+        happened.length && "A red line is an event of the engine: point at it, or see the list below.",
+      ].filter(Boolean).join(" ");
+  }
+
+  function marks() {
+    return status.starts.flatMap((start) => start.events
+      .map(({ at, text }) => ({ seconds: placeOf(at, start.number, metrics), text }))
+      .filter((mark) => mark.seconds !== null));
+  }
+
+  function drawFailures() {
+    const first = new Map((status.failures ?? []).map((failure) => [failure.kind, failure]));
+    const counts = Object.entries(status.failed_by_kind).sort(([, a], [, b]) => b - a);
+    if (!isNew("failures", [counts, status.failures])) return;
+    const held = document.activeElement?.dataset.kind;
+    byId("failures").hidden = !counts.length;
+    byId("failure-list").replaceChildren(...counts.map(([kind, count]) => {
+      const { message = "", index = null } = first.get(kind) ?? {}, item = make("li");
+      const cell = button("", () => rows.set({ outcome: `kind:${kind}`, row: index }), "cell");
+      cell.dataset.kind = kind;
+      cell.append(make("span", "name", kind), make("span", "value", number.format(count)), meter(count / counts[0][1]));
+      item.append(cell, make("p", "caption", message));
+      return item;
+    }));
+    if (held) byId("failure-list").querySelector(`[data-kind="${CSS.escape(held)}"]`)?.focus();
+  }
+
+  function drawEngine() {
+    const { starts } = status;
+    if (!isNew("engine", [starts, status.state])) return;
+    byId("starts").replaceChildren(table(
+      ["", "began (UTC)", "end", "time at work", "engine restarts"],
+      starts.map((start) => [
+        `start ${start.number}`, when(start.started_at, { seconds: true }).replace(" UTC", ""), endOf(start),
+        start.seconds ? clock(start.seconds) : "–", String(start.engine_restarts),
+      ]).reverse(), "plain",
+    ));
+    const workers = starts.at(-1)?.workers ?? [];
+    const now = (state) => (status.state === "running" || state === "given up" ? state : "ended");
+    byId("workers").replaceChildren(...(workers.length ? [table(
+      ["", "node", "GPUs", "state", "rows", "rows/s", "in flight", "restarts", "of its engine"],
+      workers.map((one) => [
+        `worker ${one.worker}`, one.node ?? "none", one.gpus.join(", ") || "–", now(one.state),
+        number.format(one.rows), short(one.rows_per_s), String(one.in_flight), String(one.restarts),
+        String(one.engine_restarts),
+      ]), "plain",
+    )] : []));
+    const events = starts.flatMap(({ number, events }) => events.map((event) => ({ ...event, number }))).reverse();
+    byId("events").hidden = !events.length;
+    byId("events-note").textContent = events.length
+      ? "What happened to the engine, the newest first; of each start the newest 20 events."
+      : "Nothing has happened to the engine.";
+    byId("events").replaceChildren(...events.map(({ at, text, number }) => {
+      const item = make("li");
+      const time = make("time", "", `start ${number}${at ? `, ${timeOf(at)}` : ""}`);
+      if (at) time.dateTime = at;
+      item.append(time, make("span", "", text));
+      return item;
+    }));
+  }
+
+  function endOf(start) {
+    if (start.ended_at === null) {
+      const isLast = start.number === status.starts.length;
+      return isLast && status.state === "running" ? "still running" : "killed";
+    }
+    const words = {
+      0: "ended, no row failed", 1: "stopped", 2: "an error in the job", 3: "ended, some rows failed",
+      130: "interrupted", 143: "interrupted",
+    };
+    return words[start.exit] ?? `exit code ${start.exit}`;
+  }
+
+  // ---- where the answers come from, and the other runs, to compare with
+
+  async function loadAbout() {
+    const { origin, job_toml: job, steps } = await fetchJson(apiUrl(run, "/about"));
+    byId("origin").replaceChildren(...origin.map(([name, value]) => {
+      const line = make("div");
+      line.append(make("dt", "", name), make("dd", "", value));
+      return line;
+    }));
+    byId("job").textContent = job;
+    drawSteps(steps);
+  }
+
+  async function offerRuns() {
+    const others = (await fetchJson("/api/runs")).filter((one) => one.run !== run);
+    byId("all-runs").hidden = !others.length;
+    byId("compare").hidden = !others.length;
+    const select = byId("other");
+    select.append(...others.map((one) => new Option(one.name, one.run)));
+    select.addEventListener("change", () => {
+      if (select.value) location.assign(`/compare?${new URLSearchParams({ a: run, b: select.value })}`);
+    });
+  }
+
+  if (held) {
+    drawStatus(held.status);
     loadMetrics();
-    return;
+  } else {
+    document.addEventListener("visibilitychange", connect);
+    connect();
+    offerRuns().catch(() => {}); // the page says elsewhere that the server does not answer
   }
-  for (const [name, column] of Object.entries(metrics)) column.push(point[name] ?? null);
-  draw();
+  loadAbout().catch(() => {});
 }
-
-// What is drawn already stays: a selection, the focus and what a screen reader is at.
-const drawn = new Map();
-
-function isNew(part, shown) {
-  const text = JSON.stringify(shown);
-  if (drawn.get(part) === text) return false;
-  drawn.set(part, text);
-  return true;
-}
-
-// ---- the run in numbers
-
-function drawStatus(found) {
-  status = found;
-  document.title = `${status.name} · ${status.state} · batchkit view`;
-  byId("name").textContent = status.name;
-  const parts = [status.model, status.kind, status.started_at && `started ${when(status.started_at)}`];
-  if (isNew("subtitle", [status.state, parts])) {
-    const said = parts.filter(Boolean).map((part) => make("span", "", part));
-    byId("subtitle").replaceChildren(stateBadge(status.state), ...said);
-  }
-  byId("folder").textContent = status.folder;
-  note("problem", status.problem ?? "");
-  const done = status.ok + status.failed, total = status.total ?? (status.pending === null ? 0 : done);
-  const bar = byId("progress");
-  bar.hidden = !total;
-  bar.replaceChildren(meter(status.ok / total, status.failed / total));
-  bar.ariaValueNow = total ? Math.floor(100 * done / total) : 0;
-  bar.ariaValueText = `${number.format(done)} of ${number.format(total)} rows`;
-  drawFailures();
-  drawEngine();
-  draw();
-  rows.runChanged(status);
-  drawForecast();
-}
-
-// As `batchkit plan` says it: 12 min [10 min to 15 min].
-function drawForecast() {
-  const { forecast } = status;
-  byId("forecast").hidden = !forecast;
-  if (!forecast) return;
-  const time = (seconds) => (seconds < 10 ? clock(seconds) : duration(seconds));
-  const tokens = (count) => shortCount(Math.round(count));
-  const parts = [
-    ["seconds", time, `time for ${number.format(forecast.left)} rows`], ["prompt_tokens", tokens, "prompt tokens"],
-    ["completion_tokens", tokens, "completion tokens"], ["gpu_hours", short, "GPU hours"], ["price", short, "price"],
-  ].filter(([name]) => forecast[name]).map(([name, how, what]) => {
-    const [low, expected, high] = ["low", "expected", "high"].map((bound) => how(forecast[name][bound]));
-    return `${what}: ${low === high ? expected : `${expected} [${low} to ${high}]`}`;
-  });
-  byId("forecast").querySelector("dd").textContent = `${parts.join("; ")}; made ${when(forecast.at)}`;
-}
-
-function facts() {
-  const { ok, failed, total, pending, state } = status, done = ok + failed;
-  const worked = workedFor(), isRunning = state === "running";
-  const rate = isRunning ? status.rows_per_s ?? lastOf("rows_per_s") : worked ? done / worked : null;
-  const left = isRunning && status.eta_s !== null ? `about ${duration(status.eta_s)}` : "";
-  const over = worked ? `in ${worked < 10 ? clock(worked) : duration(worked)}` : "";
-  const perSecond = (column, tokens) => {
-    const found = isRunning ? lastOf(column) : worked ? tokens / worked : null;
-    return found === null ? "" : `${short(found)} a second`;
-  };
-  return [
-    ["rows", number.format(done), total === null ? "" : done < total ? `of ${number.format(total)}` : "all of the input"],
-    ["answered", number.format(ok), percent(ok, done)],
-    ["failed", number.format(failed), failed ? percent(failed, done) : ""],
-    pending && ["left", number.format(pending), left],
-    rate !== null && ["rows/s", short(rate), isRunning ? over && `${over} so far` : over],
-    ["tokens written", shortCount(status.completion_tokens), perSecond("completion_tokens_per_s", status.completion_tokens)],
-    ["tokens read", shortCount(status.prompt_tokens), perSecond("prompt_tokens_per_s", status.prompt_tokens)],
-    status.engine_restarts && ["engine restarts", number.format(status.engine_restarts), ""],
-  ].filter(Boolean);
-}
-
-// Over the time with the engine up, as `run` says it; with loading, where a start was killed.
-function workedFor() {
-  const seconds = status.starts.map((start) => start.seconds);
-  return seconds.includes(null) ? metrics?.seconds.at(-1) ?? 0 : seconds.reduce((sum, one) => sum + one, 0);
-}
-
-const lastOf = (column) => metrics?.[column]?.findLast((value) => value !== null) ?? null;
-
-// What both the status and the metrics change.
-function draw() {
-  if (!status) return;
-  byId("facts").replaceChildren(...facts().map(([name, value, below]) => {
-    const box = make("div", name === "failed" && value !== "0" ? "bad" : "");
-    const shown = make("dd", "", value);
-    shown.append(make("small", "", below));
-    box.append(make("dt", "", name), shown);
-    return box;
-  }));
-  const happened = metrics && marks();
-  if (!metrics || !isNew("charts", [metrics.at, happened, status.state])) return;
-  drawCharts(byId("charts"), metrics, happened);
-  const starts = new Set(metrics.start).size;
-  byId("charts-note").textContent = metrics.at.length < 2
-    ? (status.state === "running" ? "Nothing has been measured yet: that begins when the model is loaded." : "Too short for a chart.")
-    : [
-      "Over the time at work, loading the model included.",
-      starts > 1 && "A broken line is a new start; the time between two is cut out.",
-      happened.length && "A red line is an event of the engine: point at it, or see the list below.",
-    ].filter(Boolean).join(" ");
-}
-
-function marks() {
-  return status.starts.flatMap((start) => start.events
-    .map(({ at, text }) => ({ seconds: placeOf(at, start.number, metrics), text }))
-    .filter((mark) => mark.seconds !== null));
-}
-
-function drawFailures() {
-  const first = new Map((status.failures ?? []).map((failure) => [failure.kind, failure]));
-  const counts = Object.entries(status.failed_by_kind).sort(([, a], [, b]) => b - a);
-  if (!isNew("failures", [counts, status.failures])) return;
-  const held = document.activeElement?.dataset.kind;
-  byId("failures").hidden = !counts.length;
-  byId("failure-list").replaceChildren(...counts.map(([kind, count]) => {
-    const { message = "", index = null } = first.get(kind) ?? {}, item = make("li");
-    const cell = button("", () => rows.set({ outcome: `kind:${kind}`, row: index }), "cell");
-    cell.dataset.kind = kind;
-    cell.append(make("span", "name", kind), make("span", "value", number.format(count)), meter(count / counts[0][1]));
-    item.append(cell, make("p", "caption", message));
-    return item;
-  }));
-  if (held) byId("failure-list").querySelector(`[data-kind="${CSS.escape(held)}"]`)?.focus();
-}
-
-function drawEngine() {
-  const { starts } = status;
-  if (!isNew("engine", [starts, status.state])) return;
-  byId("starts").replaceChildren(table(
-    ["", "began (UTC)", "end", "time at work", "engine restarts"],
-    starts.map((start) => [
-      `start ${start.number}`, when(start.started_at, { seconds: true }).replace(" UTC", ""), endOf(start),
-      start.seconds ? clock(start.seconds) : "–", String(start.engine_restarts),
-    ]).reverse(), "plain",
-  ));
-  const workers = starts.at(-1)?.workers ?? [];
-  const now = (state) => (status.state === "running" || state === "given up" ? state : "ended");
-  byId("workers").replaceChildren(...(workers.length ? [table(
-    ["", "node", "GPUs", "state", "rows", "rows/s", "in flight", "restarts", "of its engine"],
-    workers.map((one) => [
-      `worker ${one.worker}`, one.node ?? "none", one.gpus.join(", ") || "–", now(one.state),
-      number.format(one.rows), short(one.rows_per_s), String(one.in_flight), String(one.restarts),
-      String(one.engine_restarts),
-    ]), "plain",
-  )] : []));
-  const events = starts.flatMap(({ number, events }) => events.map((event) => ({ ...event, number }))).reverse();
-  byId("events").hidden = !events.length;
-  byId("events-note").textContent = events.length
-    ? "What happened to the engine, the newest first; of each start the newest 20 events."
-    : "Nothing has happened to the engine.";
-  byId("events").replaceChildren(...events.map(({ at, text, number }) => {
-    const item = make("li");
-    const time = make("time", "", `start ${number}${at ? `, ${timeOf(at)}` : ""}`);
-    if (at) time.dateTime = at;
-    item.append(time, make("span", "", text));
-    return item;
-  }));
-}
-
-function endOf(start) {
-  if (start.ended_at === null) {
-    const isLast = start.number === status.starts.length;
-    return isLast && status.state === "running" ? "still running" : "killed";
-  }
-  const words = {
-    0: "ended, no row failed", 1: "stopped", 2: "an error in the job", 3: "ended, some rows failed",
-    130: "interrupted", 143: "interrupted",
-  };
-  return words[start.exit] ?? `exit code ${start.exit}`;
-}
-
-// ---- the other runs, to compare with
-
-async function offerRuns() {
-  const others = (await fetchJson("/api/runs")).filter((one) => one.run !== run);
-  byId("all-runs").hidden = !others.length;
-  byId("compare").hidden = !others.length;
-  const select = byId("other");
-  select.append(...others.map((one) => new Option(one.name, one.run)));
-  select.addEventListener("change", () => {
-    if (select.value) location.assign(`/compare?${new URLSearchParams({ a: run, b: select.value })}`);
-  });
-}
-
-document.addEventListener("visibilitychange", connect);
-connect();
-offerRuns().catch(() => {}); // the page says elsewhere that the server does not answer

@@ -138,8 +138,7 @@ def key_of(name: str) -> str:
 
 
 def _start(number: int, start: StartNote) -> Mapping[str, Any]:
-    texts, times = start.engine_events, start.engine_event_times
-    unknown = [None] * (len(texts) - len(times))  # older versions noted none
+    events = zip(start.engine_event_times, start.engine_events, strict=False)
     return {
         "number": number,
         "command": start.command,
@@ -149,9 +148,7 @@ def _start(number: int, start: StartNote) -> Mapping[str, Any]:
         "host": start.host,
         "seconds": start.seconds,
         "engine_restarts": start.engine_restarts,
-        "events": [
-            {"at": at, "text": text} for at, text in zip([*unknown, *times], texts, strict=False)
-        ],
+        "events": [{"at": at, "text": text} for at, text in events],
         "workers": [worker.model_dump() for worker in start.workers],
     }
 

@@ -6,7 +6,7 @@ Everything is GET. What is not there is 404, what can't be read 409, a wrong par
 ``/``
     The list of runs; if one run was asked for, a redirect to its page.
 ``/run/{run}``, ``/compare?a=RUN&b=RUN``, ``/assets/{name}``
-    Pages, and what they load: this folder's CSS and JS, and what the report shares.
+    The page, which shows one run, two, or the list of runs, and what it loads: page.css, page.js.
 ``/api/runs``
     [{run, name, folder, state, total, ok, failed, pending, started_at, model, kind}], the newest
     first. ``run`` is the run's key in all URLs; ``state``: running, finished, stopped or "failed to
@@ -15,11 +15,15 @@ Everything is GET. What is not there is 404, what can't be read 409, a wrong par
     The dict of ``batchkit status --json``, and {state, model, kind, started_at, starts: [{number,
     command, started_at, ended_at, exit, host, seconds, engine_restarts, events: [{at, text}],
     workers}], failures: [{kind, count, message, index}], groups: [name], group_by, scorers: [{name,
-    head, scale}], problem, indexed, forecast}. ``at`` is null in runs of older versions. A failure's ``message``
-    and ``index`` are of its first row. ``scale``: what a score is multiplied by to be shown.
+    head, scale}], scores, spreads, notes: [text], problem, indexed, forecast}. A failure's ``message`` and ``index`` are of its first
+    row. ``scale``: what a score is multiplied by to be shown. ``scores``: the dict of
+    ``batchkit score --json``. ``spreads``: histograms (``spread.py``) of latency and lengths.
     ``problem``: what is wrong with the log, or null. ``indexed``: the share of the log that failures,
     groups and scorers are of, from 0 to 1. ``forecast``: {at, left, seconds, prompt_tokens,
     completion_tokens, gpu_hours, price} of ``batchkit plan``, or null.
+``/api/runs/{run}/about``
+    {origin: [[name, value]], job_toml, steps: {name: {generations, failed, prompt_tokens,
+    completion_tokens}}}: where the answers come from.
 ``/api/runs/{run}/metrics?points=600``
     Columns of equal length, thinned to some ``points``: {at, seconds, start, rows_ok, rows_failed,
     rows_per_s, prompt_tokens_per_s, completion_tokens_per_s, window, in_flight, running, waiting,
@@ -27,17 +31,17 @@ Everything is GET. What is not there is 404, what can't be read 409, a wrong par
     ``seconds``: of work, over all starts. A rate is since the line before, null at a start's first.
 ``/api/runs/{run}/rows?offset=0&limit=50&status=&kind=&group=&scorer=&min=&max=&text=&sort=&order=``
     {total, offset, rows: [{index, id, status, kind, text, prediction, scores, group, usage,
-    latency_s, attempt}], indexed, next}. ``text`` is cut to 500 characters. ``status``:
-    ok, failed, unscored, or cut at max_tokens. ``min`` and ``max`` limit
-    the score of ``scorer``; ``text`` is searched for as it is, upper and lower case being equal;
+    latency_s, attempt, asked}], indexed, next}. ``text``, the answer, and ``asked``, the field with the
+    question, are cut to 500 characters. ``status``: ok, failed, unscored, or cut (at max_tokens). ``min``
+    and ``max`` limit the score of ``scorer``; ``text`` is searched for as it is, upper and lower case being equal;
     ``sort``: index, latency, tokens, length or score; ``order``: asc or desc. ``indexed``: the share of
     the log that the answer is over; ask again if it is below 1. ``total`` is null while the search has
     not seen all of it. ``next``: the offset of the next page, or null.
 ``/api/runs/{run}/rows/{index}``
-    {record, answers, reference, attempts, prompt, steps}: the newest record; its answers in words,
-    one for each choice; the right answer or null; the row's older records; what it was asked:
-    {messages: [{role, content}]} or {text} or {error}, and {images: [url]}; and the lines of
-    ``steps.jsonl`` that are of this row.
+    {record, kind, group, asked, answers, reference, fields, attempts, prompt, steps}: the newest record;
+    its answers in words, one for each choice; the right answer or null; the row's fields as texts; its
+    older records; what it was asked: {messages: [{role, content}]} or {text} or {error}, and {images:
+    [url]}; and the lines of ``steps.jsonl`` that are of this row.
 ``/api/runs/{run}/rows/{index}/images/{n}``
     An image of the prompt as WebP, scaled down to 3 megapixels; 404 if it can't be opened.
 ``/api/runs/{run}/events``
@@ -47,13 +51,16 @@ Everything is GET. What is not there is 404, what can't be read 409, a wrong par
     {total, counts, rows: [{id, group, a, b}], offset, indexed}: rows that have the same id, as
     in the list; ``a`` or ``b`` is null if the run has no such row. ``only`` and ``counts``: changed,
     fixed, broken, all; ``counts`` also has only_a and only_b.
+``/api/comparison?a=RUN&b=RUN``
+    The dict of ``batchkit report A B --json``.
+
+A report (``batchkit report``) is this page as a file that has these answers inside.
 """
 
 from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable
-from importlib.resources import files
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -62,11 +69,11 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from batchkit.commands.view.page import ASSETS, html
 from batchkit.commands.view.runs import Runs
 from batchkit.config.masking import masked_text
 from batchkit.errors import BatchkitError
 
-_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
@@ -89,7 +96,7 @@ def make_app(runs: Runs, host: str, *, is_ending: Callable[[], bool]) -> ASGIApp
         routes=[
             Route("/", pages.home),
             Route("/run/{run}", pages.run),
-            Route("/compare", pages.compare),
+            Route("/compare", pages.page),
             Route("/assets/{name}", pages.asset),
             Route("/api/runs", api.runs),
             Route("/api/runs/{run}", api.status),
@@ -98,7 +105,9 @@ def make_app(runs: Runs, host: str, *, is_ending: Callable[[], bool]) -> ASGIApp
             Route("/api/runs/{run}/rows/{row}", api.row),
             Route("/api/runs/{run}/rows/{row}/images/{n}", api.image),
             Route("/api/runs/{run}/events", api.events),
+            Route("/api/runs/{run}/about", api.about),
             Route("/api/compare", api.compare),
+            Route("/api/comparison", api.comparison),
         ],
         exception_handlers={
             HTTPException: _on_refused,
@@ -110,50 +119,31 @@ def make_app(runs: Runs, host: str, *, is_ending: Callable[[], bool]) -> ASGIApp
 
 
 class _Pages:
-    """The pages, and what they load."""
+    """The page, which is the same at each address, and what it loads."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
-        self._assets = _assets()
 
     def home(self, request: Request) -> Response:
         if self._runs.is_single:
             return RedirectResponse(f"/run/{self._runs.single_key}")
-        return self._page("runs.html")
+        return self.page(request)
 
     def run(self, request: Request) -> Response:
         key = request.path_params["run"]
         if key not in self._runs.folders():
             raise HTTPException(404, f"no run {key!r} here; it may have been moved or deleted")
-        return self._page("run.html")
+        return self.page(request)
 
-    def compare(self, request: Request) -> Response:
-        return self._page("compare.html")
+    def page(self, request: Request) -> Response:
+        return Response(html(), media_type="text/html")
 
     def asset(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name.endswith(".html"):
+        if name not in ASSETS:
             raise HTTPException(404, f"no asset {name!r}")
-        return self._page(name)
-
-    def _page(self, name: str) -> Response:
-        if name not in self._assets:
-            raise HTTPException(404, f"no asset {name!r}")
-        content, media_type = self._assets[name]
-        return Response(content, media_type=media_type)
-
-
-def _assets() -> dict[str, tuple[bytes, str]]:
-    """What may be loaded, by name, with its type."""
-    commands = files("batchkit") / "commands"
-    found = [
-        path for path in (commands / "view").iterdir() if path.name.endswith((*_TYPES, ".html"))
-    ]
-    found += [commands / "report" / name for name in ("page.css", "elements.js")]
-    return {
-        path.name: (path.read_bytes(), _TYPES.get(path.name[path.name.rfind(".") :], "text/html"))
-        for path in found
-    }
+        make, media_type = ASSETS[name]
+        return Response(make(), media_type=media_type)
 
 
 def _on_refused(request: Request, error: Exception) -> Response:

@@ -1,0 +1,229 @@
+"use strict";
+// What all parts of the page share. All text of a run gets onto it through textContent and
+// createTextNode alone.
+
+const byId = (id) => document.getElementById(id);
+const number = new Intl.NumberFormat("en-US");
+const oneLine = (text) => (text ?? "").slice(0, 300).replace(/\s+/g, " ").trim();
+
+function make(tag, className, text) {
+  const element = document.createElement(tag);
+  if (className) element.className = className;
+  if (text !== undefined && text !== null) element.textContent = text;
+  return element;
+}
+
+function shape(tag, attributes) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  return element;
+}
+
+// Shares from 0 to 1; the failed ones come after the others.
+function meter(share, failed = 0) {
+  const root = shape("svg", {
+    class: "meter", viewBox: "0 0 100 1", preserveAspectRatio: "none", "aria-hidden": "true",
+  });
+  root.append(shape("rect", { class: "track", width: 100, height: 1 }));
+  const filled = 100 * Math.min(1, Math.max(0, share));
+  root.append(shape("rect", { class: "fill", width: filled.toFixed(2), height: 1 }));
+  if (failed > 0) {
+    const width = Math.max(0.4, 100 * Math.min(1 - filled / 100, failed)).toFixed(2);
+    root.append(shape("rect", { class: "fill failed", x: filled.toFixed(2), width, height: 1 }));
+  }
+  return root;
+}
+
+function titled(title, element) {
+  const box = make("div");
+  box.append(make("h3", "", title), element);
+  return box;
+}
+
+function folded(name, ...parts) {
+  const box = make("details"), summary = make("summary", "", name);
+  box.append(summary, ...parts);
+  return box;
+}
+
+// Words that the other text lacks are marked, where the two have some in common: a hint for the
+// eye, no score.
+function exact(text, other) {
+  const box = make("p", "exact", text);
+  if (!text) {
+    box.classList.add("nothing");
+    box.textContent = text === "" ? "(empty)" : "none";
+    return box;
+  }
+  if (!other || Math.max(text.length, other.length) > 2000) return box;
+  const plain = (word) => word.toLowerCase().replace(/^[\p{P}\p{S}]+|[\p{P}\p{S}]+$/gu, "");
+  const there = new Set(other.split(/\s+/).map(plain));
+  const lacks = (part) => plain(part.trim()) !== "" && !there.has(plain(part.trim()));
+  const parts = text.split(/(\s+)/);
+  const words = parts.filter((part) => plain(part.trim()));
+  if (words.every(lacks)) return box;
+  box.replaceChildren(...parts.map((part) =>
+    lacks(part) ? make("mark", "", part) : document.createTextNode(part)));
+  return box;
+}
+
+// Marks each of the words where it stands in the element's text.
+function highlight(element, words) {
+  if (!globalThis.CSS?.highlights) return;
+  CSS.highlights.delete("found");
+  words = words.toLowerCase().split(/\s+/).filter((word) => word.length > 1);
+  if (!words.length) return;
+  const ranges = [];
+  const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT);
+  for (let node = walker.nextNode(); node && ranges.length < 500; node = walker.nextNode()) {
+    const text = node.data.toLowerCase();
+    if (text.length !== node.data.length) continue; // a letter that changes its length
+    for (const word of words) {
+      for (let from = text.indexOf(word); from >= 0; from = text.indexOf(word, from + word.length)) {
+        const range = new Range();
+        range.setStart(node, from);
+        range.setEnd(node, from + word.length);
+        ranges.push(range);
+      }
+    }
+  }
+  CSS.highlights.set("found", new Highlight(...ranges));
+}
+
+// Three digits if it is small, with thousands separators if it is large.
+function short(value, unit = "") {
+  if (value === null || value === undefined) return "";
+  const text = value >= 100 ? number.format(Math.round(value)) : String(Number(value.toPrecision(3)));
+  return `${text} ${unit}`.trimEnd();
+}
+
+function shortCount(value) {
+  if (value < 1e6) return number.format(value);
+  return value < 1e9 ? `${(value / 1e6).toFixed(2)} M` : `${(value / 1e9).toFixed(2)} G`;
+}
+
+const percent = (part, whole) => (whole ? `${(100 * part / whole).toFixed(1)} %` : "");
+
+function duration(seconds) {
+  const minutes = Math.round(seconds / 60);
+  if (seconds < 100) return `${Math.round(seconds)} s`;
+  return minutes < 100 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
+function clock(seconds) {
+  if (seconds < 10) return seconds ? `${seconds.toFixed(1)} s` : "0";
+  const whole = Math.round(seconds);
+  const parts = [Math.floor(whole / 60) % 60, whole % 60].map((part) => String(part).padStart(2, "0"));
+  const hours = Math.floor(whole / 3600);
+  return hours ? `${hours}:${parts.join(":")}` : `${Number(parts[0])}:${parts[1]}`;
+}
+
+const DAY = { day: "numeric", month: "long", year: "numeric", timeZone: "UTC" };
+const TIME = { hour: "2-digit", minute: "2-digit", hour12: false, timeZone: "UTC" };
+
+function when(stamp, { seconds = false } = {}) {
+  const moment = new Date(stamp ?? NaN);
+  if (Number.isNaN(moment.getTime())) return "";
+  const time = seconds ? { ...TIME, second: "2-digit" } : TIME;
+  return `${moment.toLocaleString("en-GB", DAY)}, ${moment.toLocaleString("en-GB", time)} UTC`;
+}
+
+// The part that differs between events of one day.
+function timeOf(stamp) {
+  return new Date(stamp).toLocaleString("en-GB", { ...TIME, second: "2-digit" });
+}
+
+const stateBadge = (state) => make("span", `state ${state.replaceAll(" ", "-")}`, state);
+
+// A record's score as the report shows it; scorer: {name, head, scale} of the run's status.
+function shownScore(score, scorer) {
+  return typeof score === "number" ? String(Math.round(score * (scorer?.scale ?? 1) * 100) / 100) : "–";
+}
+
+function link(text, url, className = "") {
+  const element = make("a", className, text);
+  element.href = url;
+  return element;
+}
+
+function button(text, act, className = "quiet") {
+  const element = make("button", className, text);
+  element.type = "button";
+  element.addEventListener("click", act);
+  return element;
+}
+
+// A line of a table: its first cell is a heading; a cell is a text or an element.
+function line(cells, tag = "td") {
+  const row = make("tr");
+  cells.forEach((content, place) => {
+    const cell = make(place ? tag : "th");
+    if (tag === "th") cell.scope = "col";
+    else if (!place) cell.scope = "row";
+    cell.append(content ?? "");
+    row.append(cell);
+  });
+  return row;
+}
+
+function table(heads, lines, className = "") {
+  const found = make("table", `scores ${className}`), head = make("thead"), body = make("tbody");
+  head.append(line(heads, "th"));
+  body.append(...lines.map((cells) => line(cells)));
+  found.append(head, body);
+  return found;
+}
+
+function note(id, text) {
+  const element = byId(id);
+  element.hidden = !text;
+  if (element.textContent !== text) element.textContent = text;
+}
+
+// "1–50 of 1,234" between two buttons; go(offset) is called with the page's first place.
+function drawPager(nav, { offset, limit, total, n, go }) {
+  const rest = total === null ? "" : ` of ${number.format(total)}`;
+  const span = n ? `${number.format(offset + 1)}–${number.format(offset + n)}${rest}` : "";
+  const held = nav.contains(document.activeElement) ? document.activeElement.ariaLabel : null;
+  const before = button("←", () => go(Math.max(0, offset - limit)), "");
+  const after = button("→", () => go(offset + limit), "");
+  before.ariaLabel = "Previous page";
+  after.ariaLabel = "Next page";
+  before.disabled = offset === 0;
+  after.disabled = total !== null && offset + n >= total;
+  nav.replaceChildren(before, make("span", "", span), after);
+  nav.hidden = before.disabled && after.disabled;
+  [before, after].find((one) => one.ariaLabel === held)?.focus();
+}
+
+// Calls onKey(event) for keys that belong to no control and no open dialog. Esc and ? work alike on
+// all pages: clear() is for an Esc outside of a control. help: [[keys, what they do]].
+function listenToKeys({ list, clear, onKey, onEnter, help }) {
+  byId("key-list").replaceChildren(...[...help, ["?", "this list"]].map(([keys, text]) => {
+    const line = make("div"), names = make("dt");
+    names.append(...keys.split(" ").flatMap((key) => [make("kbd", "", key), " "]));
+    line.append(names, make("dd", "", text));
+    return line;
+  }));
+  byId("help").addEventListener("click", () => byId("keys").showModal());
+  for (const dialog of document.querySelectorAll("dialog")) {
+    dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
+  }
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
+    const typing = event.target.closest("input:not([type=checkbox]), select, textarea");
+    if (event.key === "Escape") {
+      if (typing) list.focus();
+      else clear();
+    } else if (typing) {
+      if (typing.id !== "search" || !["Enter", "ArrowDown"].includes(event.key)) return;
+      onEnter?.();
+      list.focus();
+    } else if (event.key === "/") {
+      byId("search")?.focus();
+      byId("search")?.select();
+    } else if (event.key === "?") byId("keys").showModal();
+    else if (!onKey(event)) return;
+    event.preventDefault();
+  });
+}

@@ -1,0 +1,62 @@
+"""Images of prompts as WebP, small enough for a page."""
+
+from __future__ import annotations
+
+import io
+from typing import Any, NamedTuple
+
+from PIL import Image
+
+from batchkit.config.tables import MediaTable
+from batchkit.errors import MediaError
+from batchkit.rendering.media import load_image, shown
+
+_QUALITIES = (85, 70, 45, 25)  # the first that fits; if none does, the image is made smaller
+
+
+class Limits(NamedTuple):
+    """Of one image: its longer side, its pixels, and its bytes as WebP."""
+
+    side: int
+    pixels: int
+    max_bytes: int
+
+    def of(self, media: MediaTable) -> MediaTable:
+        """``media`` for images of this size."""
+        pixels = min(media.max_pixels, self.pixels)
+        return media.model_copy(update={"max_pixels": pixels, "min_pixels": 0})
+
+
+class Webp(NamedTuple):
+    """An image, and its size."""
+
+    content: bytes
+    width: int
+    height: int
+
+
+def as_webp(source: Any, media: MediaTable, limits: Limits) -> Webp:
+    """The image at ``source``. ``media`` is the job's: nothing is opened here that the run would have
+    refused. The network is only read if the media root is a URL.
+
+    Raises:
+        MediaError: there is none, it can't be opened, or it is not on this machine.
+    """
+    if isinstance(source, str) and source[:8].lower().startswith(("http://", "https://")):
+        raise MediaError(f"{shown(source)}: not fetched: a page reads nothing from the network")
+    image = load_image(source, limits.of(media))
+    image.thumbnail((limits.side, limits.side))
+    try:
+        return _encoded(image, limits.max_bytes)
+    except (OSError, ValueError) as error:  # an odd size for WebP
+        raise MediaError(f"{shown(source)}: {error}") from error
+
+
+def _encoded(image: Image.Image, max_bytes: int) -> Webp:
+    while True:
+        for quality in _QUALITIES:
+            file = io.BytesIO()
+            image.save(file, "WEBP", quality=quality, method=2)
+            if file.tell() <= max_bytes or max(image.size) < 64:
+                return Webp(file.getvalue(), *image.size)
+        image = image.resize((max(1, image.width * 3 // 4), max(1, image.height * 3 // 4)))

@@ -1,0 +1,104 @@
+"""The page: on a server, or as one file with its data inside."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable
+from functools import cache
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import batchkit
+from batchkit.config.numbers import when
+from batchkit.errors import StoreError
+from batchkit.storage.files import replacing
+from batchkit.storage.plain_json import encoded
+from batchkit.types import utc_now
+
+_SCRIPTS = (  # in the order in which they may use each other
+    *("elements.js", "data.js", "charts.js", "scores.js", "filters.js", "row.js", "rows.js"),
+    *("run.js", "compare.js", "runs.js", "start.js"),
+)
+
+
+def html() -> str:
+    return _read("page.html")
+
+
+def script() -> str:
+    return "".join(map(_read, _SCRIPTS))
+
+
+def style() -> str:
+    return _read("page.css")
+
+
+ASSETS: dict[str, tuple[Callable[[], str], str]] = {
+    "page.js": (script, "text/javascript"),
+    "page.css": (style, "text/css"),
+}
+"""What the page loads from a server, by name, with its type."""
+
+
+def check_page(path: Path) -> None:
+    """Raises StoreError if ``path`` is not named like a web page: it might be a log."""
+    if path.suffix not in (".html", ".htm"):
+        raise StoreError(f"{path}: a report is a web page; name it …{path.stem}.html")
+
+
+def write_page(path: Path, title: str, data: dict[str, Any]) -> Path:
+    """Write the page as one file that fetches nothing: script, style and ``data``, the answers of the
+    API, are in it. It appears under its name only when it is complete.
+
+    Raises:
+        StoreError: the file can't be written, or its name is not that of a web page.
+    """
+    check_page(path)
+    made = f"Made by batchkit {batchkit.__version__}, {when(utc_now())}."
+    parts = {
+        "<!-- policy -->": policy(style(), script()),
+        "<title>batchkit</title>": f"<title>{escape(title)} · batchkit report</title>",
+        '<link rel="stylesheet" href="/assets/page.css">': f"<style>{style()}</style>",
+        ">null</script>": f">{_as_data({**data, 'made': made})}</script>",
+        '<script src="/assets/page.js"></script>': f"<script>{script()}</script>",
+    }
+    page = html()
+    for place, part in parts.items():
+        before, _, after = page.partition(place)
+        page = f"{before}{part}{after}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            temporary.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise StoreError(f"{path}: can't write: {error.strerror or error}") from error
+    return path
+
+
+def policy(style: str, script: str = "") -> str:
+    """A page's own style and script are allowed by their hashes, and nothing else is allowed."""
+    rules = (
+        f"default-src 'none'; img-src data:; script-src {_hash(script)}; style-src {_hash(style)};"
+        " base-uri 'none'; form-action 'none'"
+    )
+    return f'<meta http-equiv="Content-Security-Policy" content="{rules}">'
+
+
+def _as_data(value: Any) -> str:
+    """JSON that is safe in a ``<script>``: nothing in it ends the element or begins a comment."""
+    text = encoded(value).decode()
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+@cache
+def _read(name: str) -> str:
+    return (files("batchkit.commands.view") / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

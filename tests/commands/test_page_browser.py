@@ -1,0 +1,471 @@
+"""The page of a run in a real browser: on a server, and as the file that ``report`` writes."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from batchkit.commands.report import write_comparison, write_report
+from batchkit.runs.compare import compare
+from batchkit.runs.scores import table_of
+from batchkit.storage.manifest import Manifest
+from tests.support.browser import assert_fits, open_browser
+from tests.support.command_line import batchkit
+from tests.support.dry_runs import prepare
+from tests.support.made_runs import draw_tables, failure, make_run, rows
+from tests.support.opened_pages import Open, Opened, visits
+from tests.support.view_server import Viewed, viewing
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+HOSTILE = (
+    '<script>window.hacked=1</script><img src=x onerror="window.hacked=2"></script><!-- \u2028'
+    " javascript:window.hacked=3\n[Final Answer]: <img src=x onerror='window.hacked=4'>"
+)
+RESTART = "engine died (oom) with 3 rows in flight: <b>planted</b>"
+N = 121
+PAGE = 50
+SLOW = {"engine": {"options": {"latency_s": 0.1}}, "run": {"max_in_flight": 4}}  # 40 rows a second
+FAST_ENOUGH_S = 5.0
+SMALL_ENOUGH = 40 * 2**20
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with open_browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs over the same rows. In ``tables`` row 1 is hostile; 2 and 5 fail; 7 has no image; 8 ended
+    at max_tokens; 9 has no reference; 0, 10 … are wrong; its engine was restarted. In ``better`` these
+    are right, and row 3 fails. ``report.html`` and ``compare.html`` are beside them."""
+    place = tmp_path_factory.mktemp("view")
+    draw_tables(place / "image", 4)
+    table = rows(N, 4)
+    table[7]["FileName"] = "gone"
+    table[9]["FinalAnswer"] = ""
+
+    def answer(index: int, row: Mapping[str, Any]) -> Any:
+        text = f"Reading the table.\n[Final Answer]: {row['FinalAnswer']}"
+        half = {"finish_reason": "length", "text": text, "scores": {"f1": 0.5, "em": 0.0}}
+        special: dict[int, Any] = {
+            1: HOSTILE,
+            2: failure("timeout"),
+            5: failure("oom"),
+            8: half,
+            9: "value 2",
+        }
+        return special.get(index, "[Final Answer]: nothing" if index % 10 == 0 else text)
+
+    def better(index: int, row: Mapping[str, Any]) -> Any:
+        text = f"Reading the table.\n[Final Answer]: {row['FinalAnswer']}"
+        return failure("server") if index == 3 else text
+
+    run = make_run(place, table, answer, **SLOW)
+    _note_restart(run)
+    other = make_run(place, table, better, name="better")
+    write_report(run, place / "report.html")
+    write_comparison(compare([run, other]), place / "compare.html")
+    return place / "output"
+
+
+def _note_restart(run: Path) -> None:
+    path = run / "manifest.json"
+    manifest = Manifest.model_validate_json(path.read_bytes())
+    manifest.last_start.note_event(RESTART)
+    path.write_text(manifest.model_dump_json(), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def server(output: Path) -> Iterator[Viewed]:
+    with viewing("output", cwd=output.parent) as view:
+        yield view
+
+
+@pytest.fixture(scope="module")
+def places(output: Path, server: Viewed) -> Mapping[str, str]:
+    """Addresses by name."""
+    files = {name: (output.parent / f"{name}.html").as_uri() for name in ("report", "compare")}
+    return {
+        "file": files["report"],
+        "comparison": files["compare"],
+        "server": f"{server.url}run/tables",
+        "runs": server.url,
+        "two runs": f"{server.url}compare?a=tables&b=better",
+    }
+
+
+@pytest.fixture
+def visit(browser: Browser) -> Iterator[Open]:
+    with visits(browser) as visit:
+        yield visit
+
+
+@pytest.fixture(params=["server", "file"])
+def opened(request: pytest.FixtureRequest, visit: Open, places: Mapping[str, str]) -> Opened:
+    """The page of ``tables`` in each form."""
+    found = visit(places[request.param])
+    found.shows("q0")
+    return found
+
+
+# ---- in both forms
+
+
+def test_numbers_at_the_top(opened: Opened, output: Path) -> None:
+    status = batchkit("status", output / "tables", "--json").json
+    facts = opened.facts()
+    opened.state("finished")
+    assert facts["rows"] == str(status["ok"] + status["failed"]) == str(N)
+    assert (facts["answered"], facts["failed"], facts["unscored"]) == (str(status["ok"]), "3", "1")
+    assert opened.page.locator("#progress").get_attribute("aria-valuenow") == "100"
+    opened.sees("#starts tr", "start 1.*ended, some rows failed")
+    opened.sees("#notes li", r"^1 answers \(0.8 %\) ended at max_tokens")
+    opened.sees("#origin div", "Sampling.*max_tokens 256")
+
+
+def test_score_table_says_what_the_json_says(opened: Opened, output: Path) -> None:
+    table = table_of(output / "tables").to_json()
+    found = {}
+    for line in opened.page.locator("#scores-table tbody tr").all():
+        label, *cells = [cell.inner_text().strip() for cell in line.locator("th, td").all()]
+        found[label] = cells
+    assert found == {
+        name: [
+            str(group["n"]),
+            *(f"{group[scorer]:.2f}" for scorer in ("f1", "em")),
+            *(str(group[count]) for count in ("unscored", "failed")),
+        ]
+        for name, group in {**table["metrics"], "all": table["overall"]}.items()
+    }
+    assert (table["failed"], table["unscored"]) == (3, 1)
+
+
+def test_rows_by_page_and_the_address_keeps_them(opened: Opened) -> None:
+    page = opened.page
+    assert opened.ids() == [f"q{n}" for n in range(PAGE)]
+    page.get_by_role("button", name="Next page").click()
+    opened.shows("q50")
+    page.keyboard.press("n")
+    opened.shows("q100")
+    assert opened.ids() == [f"q{n}" for n in range(100, N)]
+    assert page.get_by_role("button", name="Next page").is_disabled()
+    page.keyboard.press("j")
+    opened.shows("q101")
+    page.reload()
+    opened.shows("q101")
+    assert opened.ids()[0] == "q100"
+    page.keyboard.press("p")
+    opened.shows("q50")
+    page.keyboard.press("k")  # over the edge of the page
+    opened.shows("q49")
+    for _ in range(5):
+        page.keyboard.press("j")  # faster than the next page comes
+    opened.lists("q50")
+    assert page.locator("#list [aria-selected=true]").count() == 1
+
+
+def test_keys(opened: Opened) -> None:
+    keyboard, focused = opened.page.keyboard, "document.activeElement.id"
+    for key, row in (("j", "q1"), ("j", "q2"), ("k", "q1")):
+        keyboard.press(key)
+        opened.shows(row)
+    opened.page.locator("#list").focus()
+    keyboard.press("End")
+    opened.shows("q49")
+    selected = opened.page.locator("#list [aria-selected=true]")
+    assert selected.get_attribute("aria-posinset") == str(PAGE)
+    keyboard.press("ArrowDown")
+    opened.shows("q50")
+    keyboard.press("Enter")
+    assert opened.page.evaluate(focused) == "detail"
+    keyboard.press("Escape")
+    assert opened.page.evaluate(focused) == "list"
+    keyboard.press("/")
+    assert opened.page.evaluate(focused) == "search"
+    keyboard.type("nothing like this")
+    opened.sees("#list", "No row passes these filters")
+    keyboard.press("Escape")
+    assert opened.page.evaluate(focused) == "list"
+    keyboard.press("Escape")
+    opened.shows("q0")
+    keyboard.press("?")
+    opened.sees("#keys", "next, previous row")
+    keyboard.press("Escape")
+    assert not opened.page.locator("#keys").is_visible()
+    opened.page.locator("#detail .pictures img").wait_for()
+    keyboard.press("i")
+    assert opened.page.locator("#lightbox img").is_visible()
+
+
+WRONG = ["q0", "q1", "q8", "q10", "q20", "q30", "q40", "q50", "q60", "q70", "q80"]
+FILTERS: tuple[tuple[dict[str, str], int, list[str]], ...] = (
+    ({}, N, ["q0", "q1"]),
+    ({"group": "Fact Checking"}, 40, ["q1", "q4", "q7"]),
+    ({"outcome": "kind:timeout"}, 1, ["q2"]),
+    ({"outcome": "failed"}, 3, ["q2", "q5", "q7"]),
+    ({"outcome": "unscored"}, 1, ["q9"]),
+    ({"outcome": "cut"}, 1, ["q8"]),
+    ({"scorer": "em", "high": "0"}, 15, WRONG),
+    ({"scorer": "f1", "low": "50", "high": "50"}, 1, ["q8"]),
+    ({"search": "CELL 17 "}, 1, ["q17"]),
+    ({"search": "it was oom"}, 1, ["q5"]),
+    ({"search": "value 3", "order": "index:desc"}, 17, ["q115", "q108"]),
+    ({"order": "score:asc"}, N, ["q0", "q1", "q10"]),
+    ({"scorer": "f1", "order": "score:desc"}, N, ["q3", "q4", "q6"]),
+    ({"order": "length:desc"}, N, ["q1"]),
+    ({"order": "latency:desc"}, N, ["q4"]),
+)
+
+
+def test_filters_and_orders(opened: Opened) -> None:
+    for controls, total, ids in FILTERS:
+        opened.set(**controls)
+        opened.sees("#count", f"^{N} rows$" if total == N else f"^{total} of {N} rows$")
+        opened.lists(*ids)
+    opened.set(outcome="failed")
+    opened.lists("q2", "q5", "q7")
+    opened.page.reload()
+    opened.shows("q2")
+    assert opened.page.locator("#outcome").input_value() == "failed"
+
+
+def test_a_number_leads_to_its_rows(opened: Opened) -> None:
+    opened.page.locator("[data-scorer=em][data-group='Data Analysis']").click()
+    opened.lists("q0", "q30")
+    assert opened.page.locator("#group").input_value() == "Data Analysis"
+    opened.page.locator("#scores-table [data-outcome=unscored]").last.click()
+    opened.lists("q9")
+    opened.sees("#failure-list li", "oom.*it was oom")
+    opened.page.locator("#failure-list button").filter(has_text="oom").click()
+    opened.shows("q5")
+    assert opened.ids() == ["q5"]
+    assert "it was oom" in opened.page.locator("#detail .error").inner_text()
+
+
+def test_a_row_with_prompt_image_reference_and_scores(opened: Opened) -> None:
+    image = opened.page.locator("#detail .pictures img")
+    until(lambda: image.evaluate("image => image.complete && image.naturalWidth") > 300)
+    detail = opened.page.locator("#detail").inner_text()
+    for part in ("What is cell 0 of the table?", "value 0", "nothing", "Answer", "F1", "EM"):
+        assert part in detail
+    opened.page.locator("#detail summary").filter(has_text="Fields").click()
+    opened.sees("#detail .fields div", "QuestionType.*Data Analysis")
+    opened.sees("#list .what", "What is cell 0 of the table")
+
+
+def test_an_image_that_is_not_there_is_named(opened: Opened) -> None:
+    opened.set(outcome="kind:media")
+    opened.shows("q7")
+    opened.sees("#detail .missing", "gone.png")
+    assert opened.page.locator("#detail .pictures img").count() == 0
+
+
+def test_model_output_stays_text(opened: Opened) -> None:
+    opened.set(search="window.hacked")
+    opened.shows("q1")
+    assert opened.ids() == ["q1"]
+    assert (
+        "<script>window.hacked=1</script><img src=x" in opened.page.locator("#detail").inner_text()
+    )
+    for part in ("#detail", "#list"):
+        assert opened.page.locator(f"{part} script").count() == 0
+    assert opened.page.locator("img[src='x']").count() == 0
+    assert opened.page.evaluate("window.hacked") is None
+
+
+def test_charts_show_what_is_under_the_pointer_and_what_happened_to_the_engine(
+    opened: Opened,
+) -> None:
+    charts = opened.page.locator("#charts figure")
+    charts.first.wait_for()
+    titles = charts.locator("h3").all_inner_texts()
+    assert {"Throughput", "Tokens read", "Requests", "Memory"} <= {*titles}
+    assert opened.page.locator("#spreads h3").all_inner_texts() == [
+        *("Latency", "Prompt tokens", "Completion tokens")
+    ]
+    opened.sees("#events li", f"start 1, .*{re.escape(RESTART)}")
+    charts.first.scroll_into_view_if_needed()
+    mark = charts.first.locator(".event")
+    box, plot = mark.bounding_box(), charts.first.locator(".plot").bounding_box()
+    assert box is not None
+    assert plot is not None
+    y = plot["y"] + plot["height"] / 2
+    opened.page.mouse.move(box["x"], y)
+    opened.sees("#charts figcaption p", re.escape(RESTART))
+    assert charts.first.locator(".plot").get_attribute("title") == RESTART
+    opened.page.mouse.move(plot["x"] + 3, y)
+    opened.sees("#charts figcaption p", "after ")
+    opened.page.mouse.move(0, 0)
+    opened.sees("#charts figcaption p", "at most$")
+
+
+@pytest.mark.parametrize("form", ["server", "file"])
+def test_steps_are_one_under_the_other(
+    visit: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prepare(3)
+    Path("job.toml").write_text(
+        'name = "a"\ninput.path = "in.jsonl"\nengine.kind = "dry-run"\n'
+        '[[steps]]\nname = "draft"\nprompt.user = "draft {{ q }}"\n'
+        '[[steps]]\nname = "revise"\nprompt.user = "revise {{ steps.draft.text }}"\n'
+        '[[steps]]\nname = "never"\nprompt.user = "?"\nwhen = "{{ false }}"\n'
+    )
+    assert batchkit("run", "job.toml").exit_code == 0
+    with viewing("output/a", cwd=tmp_path) as view:
+        file = write_report(tmp_path / "output/a").as_uri()
+        opened = visit(file if form == "file" else f"{view.url}run/a")
+        opened.shows("0")
+        opened.page.keyboard.press("j")
+        opened.shows("1")
+        heads = opened.page.locator("#detail .step header").all_inner_texts()
+        assert [head.split()[0] for head in heads] == ["draft", "revise", "never"]
+        assert "skipped" in heads[2]
+        opened.sees("#steps tbody tr", "^revise30")
+
+
+@pytest.mark.parametrize("place", ["file", "server", "comparison", "two runs", "runs"])
+def test_a_page_fits_its_window_and_all_that_can_be_used_has_a_name(
+    visit: Open, places: Mapping[str, str], place: str
+) -> None:
+    for width, scheme in ((1440, "light"), (400, "dark")):
+        opened = visit(places[place], viewport={"width": width, "height": 800}, color_scheme=scheme)
+        opened.sees("#runs tbody tr, #detail .full, .two, .deltas")
+        assert_fits(opened.page, width=width, scheme=scheme)
+    nameless = opened.page.evaluate(
+        """() => [...document.querySelectorAll(
+            "a, button, input, select, [role=listbox], [role=progressbar], svg[role]")]
+        .filter((e) => !(e.ariaLabel || e.labels?.length || e.textContent.trim()))
+        .map((e) => e.outerHTML.slice(0, 100))"""
+    )
+    assert nameless == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_score_bars_can_be_seen(visit: Open, places: Mapping[str, str], scheme: str) -> None:
+    meter = visit(places["file"], color_scheme=scheme).page.locator(".scores .meter").first
+    assert meter.evaluate("svg => svg.getBoundingClientRect().height") >= 8
+    track, fill = (
+        sum(map(int, re.findall(r"\d+", colour)[:3]))
+        for colour in (
+            meter.locator(part).evaluate("rect => getComputedStyle(rect).fill")
+            for part in (".track", ".fill")
+        )
+    )
+    assert abs(track - fill) > 150
+
+
+# ---- files alone
+
+
+def test_in_a_narrow_window_the_rows_come_before_the_charts(
+    visit: Open, places: Mapping[str, str]
+) -> None:
+    def tops(width: int, *parts: str) -> list[float]:
+        page = visit(places["file"], viewport={"width": width, "height": 800}).page
+        return [
+            page.locator(part).first.evaluate("one => one.getBoundingClientRect().top")
+            for part in parts
+        ]
+
+    narrow = tops(400, "h1", "#scores-table", "#rows", "#charts", ".about")
+    assert narrow == sorted(narrow)
+    wide = tops(1200, "#charts", "#rows")
+    assert wide == sorted(wide)
+
+
+def test_a_comparison_shows_its_difference_first_and_keeps_the_names_in_sight(
+    visit: Open, places: Mapping[str, str]
+) -> None:
+    page = visit(places["comparison"], viewport={"width": 400, "height": 800}).page
+    delta, name = page.locator(".delta").first, page.locator("tbody th").first
+
+    def is_inside(one: Any) -> bool:
+        box = one.bounding_box()
+        return bool(box["x"] >= 0 and box["x"] + box["width"] <= 400)
+
+    assert is_inside(delta)
+    page.locator(".wide").nth(1).evaluate("element => element.scrollLeft = 200")
+    assert is_inside(name)
+    assert not is_inside(delta)
+    assert page.locator("h1").inner_text() == "better against tables"
+    assert re.match(r"\+\d", page.locator(".all .delta.clear").first.inner_text())
+    page.locator("summary").first.click()
+    assert "q10" in page.locator(".ids").first.inner_text()
+
+
+def test_whole_benchmark_opens_at_once(visit: Open, tmp_path: Path) -> None:
+    """3,071 rows over 60 images, with answers as long as a model's."""
+    draw_tables(tmp_path / "image", 60, (540, 360))
+    reasoning = "Step: read the header, find the row, add the cells.\n" * 40
+    run = make_run(
+        tmp_path, rows(3071, 60), lambda _, row: f"{reasoning}[Final Answer]: {row['FinalAnswer']}"
+    )
+    path = write_report(run)
+    assert path.stat().st_size < SMALL_ENOUGH
+    started = time.perf_counter()
+    opened = visit(path.as_uri())
+    opened.sees("#count", "^3,071 rows$")
+    loaded = time.perf_counter()
+    assert loaded - started < FAST_ENOUGH_S
+    opened.set(search="cell 3070 ")
+    opened.lists("q3070")
+    opened.set(order="index:desc")
+    opened.lists("q3070", "q3069")
+    assert len(opened.ids()) == PAGE, "only a page is in the document"
+    assert time.perf_counter() - loaded < FAST_ENOUGH_S
+    size_mb = path.stat().st_size / 1e6
+    print(json.dumps({"rows": 3071, "mb": round(size_mb, 1), "load_s": round(loaded - started, 2)}))
+
+
+# ---- a server alone
+
+
+def test_the_list_leads_to_a_run(visit: Open, places: Mapping[str, str]) -> None:
+    opened = visit(places["runs"])
+    opened.sees("#count", "^2 runs$")
+    opened.sees("#runs tbody tr", f"^tables.*finished.*{N}")
+    opened.page.locator("#search").fill("tab")
+    opened.sees("#count", "^1 of 2 runs$")
+    opened.page.keyboard.press("Enter")
+    opened.page.keyboard.press("j")
+    opened.page.keyboard.press("Enter")
+    opened.page.wait_for_url("**/run/tables*")
+    opened.sees("h1", "^tables$")
+
+
+def test_earlier_records_of_a_row(visit: Open, places: Mapping[str, str]) -> None:
+    opened = visit(places["server"])
+    opened.page.locator("#detail summary").filter(has_text="Earlier records").click()
+    opened.sees("#detail details[open]", "attempt 1, ok")
+
+
+def test_two_runs_side_by_side(visit: Open, places: Mapping[str, str]) -> None:
+    opened = visit(places["server"])
+    opened.state("finished")
+    opened.page.locator("#other").select_option("better")
+    opened.page.wait_for_url("**/compare?a=tables&b=better*")
+    opened.sees("h1", "^better against tables$")
+    opened.sees(".two", "window.hacked=1")
+    assert opened.page.locator("img[src='x']").count() == 0
+    opened.sees(".deltas .all .delta.clear", r"^\+\d")
+    opened.page.locator("#only").select_option("broken")
+    opened.sees(".two .error", "it was server")
+    heads = opened.page.locator(".two > header strong")
+    until(lambda: heads.all_inner_texts() == ["q3"])
+    opened.page.locator("#only").select_option("fixed")
+    opened.sees(".two", "it was timeout")
+    opened.page.locator(".two h3 a").first.click()
+    opened.page.wait_for_url("**/run/tables#row=0")
+    opened.shows("q0")
