@@ -6,12 +6,13 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from batchkit.config.regular_file import is_dir
+from batchkit.config.regular_file import exists, is_dir
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import InputTable
 from batchkit.errors import InputError
@@ -20,7 +21,7 @@ from batchkit.sources.formats import ROWS_ARE_FILES, format_with, suffix_of
 from batchkit.sources.run import files_of, left_out
 
 _NAMES = {"files": "image", "pdf": "PDF"}
-_ANY_DEPTH = 100  # of folders in folders; a link may lead back
+_List = Callable[[str], Iterable[dict[str, Any]]]
 _DIGITS = re.compile(r"([0-9]+)")
 
 
@@ -136,50 +137,38 @@ def _natural(path: str) -> tuple[list[list[str | tuple[int, str]]], str]:
 
 
 def _local(path: str, is_in_folder: bool) -> _Matches:
-    if is_in_folder:
-        return _sorted_out(_listed(path))
-    if Path(path).exists():
+    if not is_in_folder and Path(path).exists():
         return _Matches([path], [])
-    _check_listed(f"{path}/" if path.endswith("**") else path)
-    found = _sorted_out({*glob.glob(path, recursive=True)})  # **/a/** finds some files twice
-    _check_different(found.files)
-    return found
+    pattern = f"{glob.escape(path.rstrip('/'))}/*" if is_in_folder else path
+    found = _matches(_listed, pattern) if is_dir(_fixed(pattern) or ".") else {}
+    for name in found:
+        if (shown := os.fsencode(name).decode(errors="backslashreplace")) != name:
+            raise InputError(f"{shown}: its name is not UTF-8, so no record can have it; rename it")
+    matches = _Matches(
+        sorted(name for name in found if not is_dir(name)), sorted(filter(is_dir, found))
+    )
+    if not is_in_folder:
+        _check_different(matches.files)
+    return matches
 
 
-def _listed(folder: str) -> list[str]:
+def _listed(folder: str) -> list[dict[str, Any]]:
+    """As fsspec's ``ls``. A link to a disk that is not there counts as a folder, so listing it fails."""
     try:
-        return [entry.path for entry in os.scandir(folder) if not _is_hidden(entry.path)]
+        os.lstat(f"{folder or '.'}/.")  # a folder that can be listed and not be searched
+        return [
+            {
+                "name": f"{folder}{'' if folder[-1:] in ('', '/') else '/'}{entry.name}",
+                "type": "directory" if entry.is_dir() or _is_broken(entry) else "file",
+            }
+            for entry in os.scandir(folder or ".")
+        ]
     except OSError as error:
-        raise InputError(f"{folder}: can't be listed: {error.strerror}") from error
+        raise InputError(f"{folder.rstrip('/')}: can't be listed: {error.strerror}") from error
 
 
-def _sorted_out(paths: Iterable[str]) -> _Matches:
-    found = _Matches([], [])
-    for path in sorted(paths):
-        if (name := os.fsencode(path).decode(errors="backslashreplace")) != path:
-            raise InputError(f"{name}: its name is not UTF-8, so no record can have it; rename it")
-        (found.folders if is_dir(path) else found.files).append(path)
-    return found
-
-
-def _check_listed(pattern: str) -> None:
-    """Raises InputError for a folder that ``glob`` would pass over: it can't be listed or searched, or
-    is a link to a disk that is not there."""
-    folder, name = os.path.split(pattern)
-    if not glob.has_magic(folder):
-        return
-    _check_listed(folder)
-    for match in glob.glob(folder, recursive=True):
-        try:
-            os.scandir(match).close()
-            with suppress(FileNotFoundError):
-                os.lstat(f"{match}/{name or '.'}")
-        except NotADirectoryError:
-            continue
-        except OSError as error:
-            raise InputError(
-                f"{match}: can't be listed: {error.strerror}; it may hold files of {pattern}"
-            ) from error
+def _is_broken(entry: os.DirEntry[str]) -> bool:
+    return entry.is_symlink() and not exists(entry.path)
 
 
 def _check_different(files: Iterable[str]) -> None:
@@ -192,19 +181,6 @@ def _check_different(files: Iterable[str]) -> None:
                 f"{other} and {path}: are one file, and its rows would be answered twice; have"
                 " input.path find it under one name, or remove the link"
             )
-
-
-def _is_hidden(path: str) -> bool:
-    return path.rpartition("/")[2].startswith(".")
-
-
-def _is_hidden_below(pattern: str, match: str) -> bool:
-    """Whether Python's ``glob`` would pass ``match`` over on a disk: to a store no name is hidden."""
-    fixed = _fixed(pattern)
-    if "/." in f"/{pattern.removeprefix(fixed)}":
-        return False
-    parts = match.removeprefix(fixed).split("/") if match.startswith(fixed) else []
-    return any(part[:1] == "." != part for part in parts)
 
 
 def _is_another_link(match: str, found: Mapping[str, Any]) -> bool:
@@ -228,12 +204,13 @@ def _remote(path: str, is_in_folder: bool) -> _Matches:
 
     try:
         filesystem, pattern = url_to_fs(path)
-        found = _matches(filesystem, pattern)
+        ls = partial(behind_caches(filesystem).ls, detail=True)
+        found = _matches(ls, pattern.replace("?", "[?]"))
     except Exception as error:  # each filesystem raises its vendor's own types
         raise remote_error(path, error) from error
     matches = _Matches([], [])
     for match in sorted(found):
-        if _is_hidden_below(pattern, match) or _is_another_link(match, found):
+        if _is_another_link(match, found):
             continue
         kind = matches.folders if found[match].get("type") == "directory" else matches.files
         kind.append(path.replace(name_of(path), _spelled(match, pattern, name_of(path))))
@@ -248,34 +225,40 @@ def _spelled(match: str, pattern: str, glob_url: str) -> str:
 
 def _fixed(pattern: str) -> str:
     """The folder that all matches are in."""
-    before = re.split(r"[*\[]", pattern, maxsplit=1)[0]
+    before = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
     return before[: before.rfind("/") + 1]
 
 
-def _matches(filesystem: Any, pattern: str) -> dict[str, dict[str, Any]]:
-    """As ``filesystem.glob``, but raises why a folder can't be listed: to glob it would be empty."""
-    from fsspec.utils import glob_translate
-
-    root, found = _fixed(pattern), dict[str, dict[str, Any]]()
-    depth = _ANY_DEPTH if "**" in pattern else pattern.removeprefix(root).count("/") + 1
-    is_match = re.compile(glob_translate(pattern.replace("?", "[?]"))).match
+def _matches(ls: _List, pattern: str) -> dict[str, dict[str, Any]]:
+    """What a glob finds, by name, as ``ls`` describes it. Unlike ``glob``, raises why a folder can't be
+    listed, as if it were empty its rows would be missing; hidden names are passed over everywhere."""
+    root = _fixed(pattern)
     try:
-        for info in _listed_below(behind_caches(filesystem), root, depth):
-            if is_match(info["name"].rstrip("/")):
-                found[info["name"]] = info
+        listed = ls(root)
     except FileNotFoundError:
-        if found:
-            raise
-    return found
+        return {}
+    parts = pattern.removeprefix(root).split("/")
+    return {info["name"]: info for info in _matching(ls, listed, parts)}
 
 
-def _listed_below(filesystem: Any, folder: str, depth: int) -> Iterator[dict[str, Any]]:
-    for info in filesystem.ls(folder, detail=True):
-        if (name := info["name"]).rstrip("/") == folder.rstrip("/"):
+def _matching(
+    ls: _List, listed: Iterable[dict[str, Any]], parts: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Those below a folder, which has ``listed`` in it, that match the ``parts`` of a pattern."""
+    head, *rest = parts
+    listed = [*listed]
+    if head == "**" and rest:
+        yield from _matching(ls, listed, rest)
+    for info in listed:
+        name = info["name"].rstrip("/").rpartition("/")[2]
+        is_folder = info["type"] == "directory"
+        if name[:1] == "." != head[:1] or not (head == "**" or fnmatchcase(name, head)):
             continue
-        yield info
-        if info["type"] == "directory" and depth > 1 and name.startswith(folder):
-            yield from _listed_below(filesystem, name, depth - 1)
+        if not rest:
+            yield info
+        below = parts if head == "**" else rest
+        if is_folder and below:
+            yield from _matching(ls, ls(info["name"]), below)
 
 
 def _neighbour(path: str) -> str:

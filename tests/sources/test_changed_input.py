@@ -168,42 +168,61 @@ def test_image_that_was_another_for_a_while_is_asked_about_again(n: int) -> None
     assert f"{answered - 1:,} records kept, 1 rows to run again" in again.stderr
 
 
-@pytest.mark.parametrize("suffix", [".json", ".csv", ".gz", ".parquet"])
-@pytest.mark.parametrize("change", ["rewritten", "shrunk"])
-def test_changed_input_of_any_format_stops_the_run(suffix: str, change: str) -> None:
-    path = Path(f"in{suffix}" if suffix != ".gz" else "in.jsonl.gz")
+def keep_times(path: Path) -> None:
+    times = path.stat().st_mtime_ns
+    overwrite(path, encoded(rows("new")))
+    os.utime(path, ns=(times, times))
+
+
+def halve(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def rewrite(path: Path) -> None:
+    new = path.with_name("new")
+    write(new, path.suffix, "new")
+    overwrite(path, new.read_bytes())
+
+
+def write(path: Path, suffix: str, word: str) -> None:
     if suffix == ".parquet":
-        write_parquet(path, rows("old"))
-        write_parquet(Path("new"), rows("new"))
-        new = Path("new").read_bytes()
+        write_parquet(path, rows(word))
     else:
-        path.write_bytes(encoded(rows("old"), suffix))
-        new = encoded(rows("new"), suffix)
+        path.write_bytes(encoded(rows(word), suffix))
 
-    def meanwhile() -> None:
-        if change == "rewritten":
-            overwrite(path, new)
-        else:
-            os.truncate(path, path.stat().st_size // 2)
 
-    write_job(path.name)
-    ended = run(meanwhile=meanwhile)
+SOME = {"key": [f"k{i}" for i in range(N)]}
+OF_FILES: list[tuple[str, Callable[[Path], None], dict[str, Any], str]] = [
+    *((f"in{suffix}", halve, {}, "bytes →") for suffix in (".csv", ".jsonl.gz", ".parquet")),
+    *((f"in{suffix}", rewrite, {}, "changed") for suffix in (".csv", ".jsonl.gz", ".parquet")),
+    ("in.jsonl", keep_times, {}, "its content"),
+    *(("in.jsonl", rewrite, keys, "it was") for keys in ({"limit": 1400}, {"where": SOME})),
+    ("in.jsonl", rewrite, {"shard": "0/2"}, "it was written to, its size is the same"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "keys", "how"), OF_FILES)
+def test_change_is_noticed_in_any_format_and_whichever_rows_are_read(
+    name: str, change: Callable[[Path], None], keys: dict[str, Any], how: str
+) -> None:
+    path = Path(name)
+    write(path, path.suffix, "old")
+    write_job(name, **keys)
+    ended = run(meanwhile=lambda: change(path))
     assert ended.exit_code == 1
-    assert f"{path}: changed while the run read it" in ended.stderr
+    assert f"{name}: changed while the run read it" in ended.stderr
+    assert how in ended.stderr
 
 
-def test_rewritten_with_its_old_size_and_time_is_noticed() -> None:
-    path = Path("in.jsonl")
-    path.write_bytes(encoded(rows("old")))
-
-    def meanwhile() -> None:
-        times = path.stat().st_mtime_ns
-        overwrite(path, encoded(rows("new")))
-        os.utime(path, ns=(times, times))
-
-    write_job()
-    ended = run(meanwhile=meanwhile)
-    assert (ended.exit_code, "its content" in ended.stderr) == (1, True)
+@pytest.mark.parametrize("change", ["rewritten", "shrunk"])
+def test_json_list_is_read_whole_before_it_changes(change: str) -> None:
+    """Its rows are of one state, and the change is noticed all the same."""
+    path = Path("in.json")
+    write(path, ".json", "old")
+    write_job("in.json")
+    ended = run(meanwhile=lambda: rewrite(path) if change == "rewritten" else halve(path))
+    assert (ended.exit_code, "in.json: changed while" in ended.stderr) == (1, True)
+    assert all(q.startswith("old") for q in answered().values())
 
 
 def test_touched_links_and_modes_are_no_change() -> None:
@@ -282,17 +301,6 @@ def test_file_that_comes_and_goes_after_the_input_was_looked_at_is_not_read(
     assert [(row.index, row.fields["q"]) for row in found] == [(0, "a"), (1, "b")]
     assert [row.id for row in found] == (["0", "2"] if keys.get("id") else ["0", "1"])
     assert size == 2
-
-
-@pytest.mark.parametrize(
-    "keys", [{"limit": 1400}, {"where": {"key": [f"k{i}" for i in range(N)]}}, {"shard": "0/2"}]
-)
-def test_change_is_noticed_whichever_rows_are_read(keys: dict[str, Any]) -> None:
-    path = Path("in.jsonl")
-    path.write_bytes(encoded(rows("old")))
-    write_job(**keys)
-    ended = run(meanwhile=lambda: overwrite(path, encoded(rows("new"))))
-    assert (ended.exit_code, "changed while" in ended.stderr) == (1, True)
 
 
 def test_change_before_a_stop_for_another_reason_is_noticed_by_the_next_start() -> None:
@@ -518,34 +526,22 @@ def test_list_that_changes_while_it_is_run_stops_the_run() -> None:
     assert stop.value.exit_code == 1
 
 
-def test_row_of_a_list_that_changes_while_it_is_run_stops_the_run() -> None:
+@pytest.mark.parametrize(
+    "passes", [{2}, {3}], ids=["was another before", "is changed and changed back"]
+)
+def test_row_of_a_list_that_changes_while_it_is_run_stops_the_run(passes: set[int]) -> None:
     job = make_job({"name": "a", "engine": {"kind": "dry-run"}}, "test")
 
     class Rows(list[dict[str, str]]):
-        passes = 0
+        n_passes = 0
 
         def __iter__(self) -> Any:
-            self.passes += 1
+            """Pass 3 is the one that the run reads."""
+            self.n_passes += 1
             for row in super().__iter__():
-                yield {"prompt": f"{row['prompt']} in pass {self.passes}"}
+                yield {"prompt": "other"} if self.n_passes in passes else row
 
     with pytest.raises(BrokenInputError, match="changed while the run read"):
-        ProductionBatchProcessor(job, quiet=True).process(Rows([{"prompt": "hi"}]))
-
-
-def test_row_of_a_list_that_is_changed_and_changed_back_stops_the_run() -> None:
-    job = make_job({"name": "a", "engine": {"kind": "dry-run"}}, "test")
-
-    class Rows(list[dict[str, str]]):
-        passes = 0
-
-        def __iter__(self) -> Any:
-            """The pass that the run reads gives another value, those before and after don't."""
-            self.passes += 1
-            for row in super().__iter__():
-                yield {"prompt": "other"} if self.passes == 3 else row
-
-    with pytest.raises(BrokenInputError, match="changed while the run read it"):
         ProductionBatchProcessor(job, quiet=True).process(Rows([{"prompt": "hi"}] * 3))
 
 
