@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NotRequired, TypedDict, cast
 
-from msgspec import Struct, field
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 from batchkit.errors import RowError
 
@@ -33,6 +32,10 @@ ERROR_KINDS = (
     "invalid_output",
     "rollout",
 )
+
+COUNT_LIMIT = 2**32
+"""The number of row indexes: the sum over all rows of a run is still a number that JSON can hold."""
+Count = Annotated[int, Meta(ge=0, lt=COUNT_LIMIT)]
 
 
 class Row(Struct, frozen=True):
@@ -209,13 +212,13 @@ class Choice(Struct, frozen=True):
         return bool(self.text.strip() or self.tool_calls)
 
 
-class Usage(Struct, frozen=True):
+class Usage(Struct, frozen=True, omit_defaults=True):
     """Tokens; ``completion_tokens`` is summed over the choices, and so is the part of them that is
     reasoning, None if it is not known."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    reasoning_tokens: int | None = None
+    prompt_tokens: Count
+    completion_tokens: Count
+    reasoning_tokens: Count | None = None
 
 
 class Pooled(Struct, frozen=True):
@@ -229,8 +232,7 @@ class Pooled(Struct, frozen=True):
     scores: Sequence[float] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorInfo:
+class ErrorInfo(Struct, frozen=True):
     """Why a row failed, as its record shows it."""
 
     kind: str
@@ -293,121 +295,94 @@ class Completion(Struct, frozen=True):
         return None if self.choice is None else self.choice.finish_reason
 
 
-@dataclass(slots=True)  # frozen, its many fields would cost each row 2.6 µs more
-class Record:
-    """One line of ``results.jsonl``: the outcome of one row.
+class Function(TypedDict):
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """In OpenAI's shape."""
+
+    id: NotRequired[str | None]
+    type: NotRequired[str]
+    function: Function
+
+
+class ChoiceLine(TypedDict):
+    """A choice as the logs have it."""
+
+    text: NotRequired[str | None]
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
+    finish_reason: NotRequired[str | None]
+    logprobs: NotRequired[Any]
+
+
+class VectorPlace(Struct, frozen=True):
+    """Where a vector is: the number of its segment, and of its row in there; as in its record."""
+
+    segment: Count
+    row: Count
+    dimensions: Annotated[int, Meta(ge=1, lt=COUNT_LIMIT)]
+
+
+class Counted(Struct, kw_only=True, omit_defaults=True):
+    """The part of a record that a run counts."""
+
+    index: Count
+    id: str
+    status: Literal["ok", "failed"]
+    usage: Usage | None
+    error: ErrorInfo | None
+    earlier_usage: Usage | None = None
+    generations: Count | None = None
+
+
+class Record(Counted, kw_only=True, omit_defaults=True):
+    """One line of ``results.jsonl``: the outcome of one row, in the documented format. A line is a record if
+    msgspec can decode it as one.
 
     A failed record has ``text`` None and ``error`` set; an ok record the opposite. ``reasoning`` and
     ``tool_calls`` as in ``Choice``; a failed record, too, has the reasoning. ``parsed`` is the
     JSON value of the text, if ``output.parse`` asks for it.
     ``input_hash`` shows whether a later input holds the same row. ``truncated_tokens``: by how many
-    tokens the prompt was cut to fit. ``scores`` is None if the job scores nothing; ``unscored``
-    says why some of them could not be computed. ``earlier_usage`` as in ``Completion``. Of a pooling
+    tokens the prompt was cut to fit. ``scores`` is None if the job scores nothing, and ``prediction`` is there if
+    not; ``unscored`` says why some of them could not be computed. ``earlier_usage`` as in ``Completion``. Of a pooling
     task, ``text`` is None, and set are ``label`` and ``probabilities`` (classify); ``score``, a list
     if the row gives a list of documents, with ``order``, their numbers, best first (score); or
-    ``vector`` as in ``Pooled`` (embed), which is stored beside the log. Of a row with several
+    ``embedding`` (embed). Of a row with several
     ``generations``, these are their number and ``steps``, by name, what each of ``[[steps]]``
     answered; ``usage`` and ``latency_s`` are sums.
     ``selected`` and ``votes`` as in ``Completion``.
     """
 
-    index: int
-    id: str
-    status: Literal["ok", "failed"]
-    attempt: int
+    attempt: Annotated[int, Meta(ge=0, lt=2**31)]
     text: str | None
     finish_reason: str | None
-    usage: Usage | None
     latency_s: float
     finished_at: str
-    error: ErrorInfo | None
-    fields: Mapping[str, Any]
+    fields: dict[str, Any] | Raw
     input_hash: str
     reasoning: str | None = None
-    tool_calls: Sequence[Mapping[str, Any]] | None = None
+    tool_calls: Sequence[ToolCall] | None = None
     parsed: Any = None
-    choices: Sequence[Choice] | None = None
-    prompt: str | None = None
-    truncated_tokens: int | None = None
-    prediction: str | None = None
+    prediction: str | UnsetType | None = UNSET
     scores: Mapping[str, float | None] | None = None
     unscored: str | None = None
+    choices: Sequence[ChoiceLine] | None = None
+    selected: Count | None = None
+    votes: Mapping[str, Count] | None = None
     label: str | None = None
     probabilities: Sequence[float] | None = None
     score: float | Sequence[float] | None = None
-    order: Sequence[int] | None = None
-    earlier_usage: Usage | None = None
-    vector: bytes | None = None
-    generations: int | None = None
-    steps: Mapping[str, Any] | None = None
-    selected: int | None = None
-    votes: Mapping[str, int] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """The record in the documented format; optional fields only if they are set."""
-        usage, error = self.usage, self.error
-        line: dict[str, Any] = {
-            "index": self.index,
-            "id": self.id,
-            "status": self.status,
-            "attempt": self.attempt,
-            "text": self.text,
-            "reasoning": self.reasoning,
-            "tool_calls": self.tool_calls,
-            "parsed": self.parsed,
-            "finish_reason": self.finish_reason,
-            "usage": usage
-            and {
-                "prompt_tokens": usage.prompt_tokens,
-                "completion_tokens": usage.completion_tokens,
-                "reasoning_tokens": usage.reasoning_tokens,
-            },
-            "latency_s": round(self.latency_s, 4),
-            "finished_at": self.finished_at,
-            "error": error
-            and {
-                "kind": error.kind,
-                "type": error.type,
-                "message": error.message,
-                "retryable": error.retryable,
-            },
-            "prediction": self.prediction,
-            "scores": self.scores,
-            "unscored": self.unscored,
-            "fields": self.fields,
-            "input_hash": self.input_hash,
-            "choices": self.choices and [line_of_choice(choice) for choice in self.choices],
-            "selected": self.selected,
-            "votes": self.votes,
-            "label": self.label,
-            "probabilities": self.probabilities,
-            "score": self.score,
-            "order": self.order,
-            "generations": self.generations,
-            "steps": self.steps,
-            "prompt": self.prompt,
-            "truncated_tokens": self.truncated_tokens,
-            "earlier_usage": self.earlier_usage and _of_usage(self.earlier_usage),
-        }
-        if self.scores is None:
-            del line["prediction"]
-        if usage is not None and usage.reasoning_tokens is None:
-            del line["usage"]["reasoning_tokens"]
-        for name in _OPTIONAL:
-            if line[name] is None:
-                del line[name]
-        return line
+    order: Sequence[Count] | None = None
+    embedding: VectorPlace | None = None
+    steps: dict[str, dict[str, Any]] | Raw | None = None
+    prompt: str | None = None
+    truncated_tokens: int | None = None
 
 
-_OPTIONAL = (
-    *("reasoning", "tool_calls", "parsed", "scores", "unscored", "choices"),
-    *("selected", "votes"),
-    *("label", "probabilities", "score", "order", "generations", "steps"),
-    *("prompt", "truncated_tokens", "earlier_usage"),
-)
-
-
-def line_of_choice(choice: Choice) -> dict[str, Any]:
+def line_of_choice(choice: Choice) -> ChoiceLine:
     line = {
         "text": choice.text,
         "reasoning": choice.reasoning,
@@ -418,14 +393,7 @@ def line_of_choice(choice: Choice) -> dict[str, Any]:
     for name in ("reasoning", "tool_calls"):
         if line[name] is None:
             del line[name]
-    return line
-
-
-def _of_usage(usage: Usage) -> dict[str, int]:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-    }
+    return cast(ChoiceLine, line)
 
 
 def utc_now() -> str:

@@ -229,7 +229,7 @@ def count_records(this: Round, calm: list[str]) -> Counter[str]:
     """What the log holds for each row, and what it should."""
     log = this.output / RESULTS
     records = [line.record for line in read_lines(log) if line.record is not None]
-    answers = Counter(record["index"] for record in records if record["status"] == "ok")
+    answers = Counter(record.index for record in records if record.status == "ok")
     newest = {record["index"]: record for record in read_newest(log)}
     failed = {index for index, record in newest.items() if record["status"] == "failed"}
     ok = newest.keys() - failed

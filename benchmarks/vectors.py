@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from batchkit.storage.ledger import Ledger, RecordLine
+from batchkit.storage.ledger import Ledger, rewritten
 
 folder, rows, dimensions, dtype = Path(sys.argv[1]), *map(int, sys.argv[2:4]), sys.argv[4]
 record = orjson.loads((folder / "results.jsonl").read_bytes())
@@ -49,7 +49,7 @@ for block in range(0, rows, 256):
         if index % 100 == 99:
             made |= {"status": "failed", "error": error, "usage": None}
             vector = None
-        ledger.write([RecordLine(orjson.dumps(made, option=orjson.OPT_APPEND_NEWLINE), made, vector)])
+        ledger.write([rewritten(made, vector)])
 ledger.close()
 """
 READ = """

@@ -153,7 +153,7 @@ def serving(folder: Path) -> Iterator[Server]:
 
 def write_run(folder: Path, n: int) -> Path:
     """A finished run of ``n`` rows, with scores, groups and failures; its log as a run writes it."""
-    from batchkit.storage.ledger import Ledger, RecordLine
+    from batchkit.storage.ledger import Ledger, RecordLine, rewritten
 
     first = make_run(folder, 1)
     run = first.parent.rename(folder / "output" / "view")
@@ -174,8 +174,7 @@ def write_run(folder: Path, n: int) -> Path:
                     "prediction": made["text"][:20],
                     "scores": {"f1": index % 97 / 96, "em": 0},
                 }
-            raw = json.dumps(made, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
-            yield RecordLine(raw, made)
+            yield rewritten(made)
 
     ledger = Ledger(run)
     ledger.write(lines())

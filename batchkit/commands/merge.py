@@ -28,12 +28,11 @@ from batchkit.storage.files import building
 from batchkit.storage.identity import continued, differences, scoring_of
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.job_toml import job_of_run, write_job
-from batchkit.storage.ledger import Ledger, RecordLine
+from batchkit.storage.ledger import Ledger, RecordLine, raw_line, rewritten
 from batchkit.storage.lines import failure_kind, whole_record
-from batchkit.storage.log import RESULTS, STEPS, log_of, read_lines
+from batchkit.storage.log import RESULTS, log_of, read_generations
 from batchkit.storage.manifest import Manifest, StartNote, read_manifest
 from batchkit.storage.newest import NewestLine, NewestLog
-from batchkit.storage.plain_json import encoded
 from batchkit.storage.runfolder import JOB, claim
 from batchkit.storage.score_store import SCORES, join_scores, write_scores
 from batchkit.storage.steps import GenerationLine, fresh_line
@@ -327,11 +326,11 @@ def _copy(
             chosen.append(newest.run)
             picked[newest.run].add(newest.record["index"])
             if newest.record.get("embedding") is None:
-                yield RecordLine(newest.raw, newest.record)
+                yield raw_line(newest.raw)
             else:
                 vector = vectors[newest.run].of(newest.record)
                 del newest.record["embedding"]  # it gets another place here
-                yield RecordLine(encoded(newest.record), newest.record, vector)
+                yield rewritten(newest.record, vector)
 
     with closing(Ledger(folder)) as ledger:
         ledger.write(lines())
@@ -347,10 +346,10 @@ def _generations(
     taken = IndexSet()
     for run, of_run in zip(runs, picked, strict=True):
         begun = IndexSet()
-        for line in read_lines(run / STEPS):
+        for line in read_generations(run):
             if line.record is None:
                 continue
-            row = line.record["index"]
+            row = line.record.index
             if row in of_run:
                 yield GenerationLine(line.raw, line.record)
             elif row not in settled and row not in taken:

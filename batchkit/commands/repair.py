@@ -10,21 +10,22 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import orjson
+
 from batchkit.errors import StoreError
 from batchkit.execution.requeue import finish_requeue
 from batchkit.runs.steps_audit import audit_steps, each_once, whole_lines
 from batchkit.runs.verify import compare, read_log
 from batchkit.storage.checkpoint import CHECKPOINT, Checkpoint, damage_in, read_checkpoint
 from batchkit.storage.files import free_name, write_atomically
-from batchkit.storage.ledger import Ledger, RecordLine
-from batchkit.storage.lines import RECORD_HEAD, record_of
+from batchkit.storage.ledger import Ledger, RecordLine, rewritten
+from batchkit.storage.lines import RECORD_HEAD, record_in
 from batchkit.storage.log import RESULTS, STEPS, log_of, read_lines
 from batchkit.storage.manifest import read_manifest
-from batchkit.storage.plain_json import encoded
 from batchkit.storage.runfolder import claim
-from batchkit.storage.schema import COUNT_LIMIT
 from batchkit.storage.steps import GenerationLine
 from batchkit.storage.vectors import Vectors
+from batchkit.types import COUNT_LIMIT
 
 
 class Repair(NamedTuple):
@@ -130,16 +131,15 @@ def _copy(
 
     def to_keep() -> Iterator[RecordLine]:
         for line in read_lines(log):
-            raw = line.raw
-            if (record := line.record) is None:
+            raw, record = line.raw, line.record
+            if record is None:
                 removed.append(raw)
                 yield from _records_within(raw)
-            elif not keep(record, line.offset):
+            elif not keep(orjson.loads(raw), line.offset):
                 removed.append(raw)
-            elif record.get("generations", 0) > generations.get(record["index"], COUNT_LIMIT):
+            elif (record.generations or 0) > (left := generations.get(record.index, COUNT_LIMIT)):
                 removed.append(raw)
-                record["generations"] = generations[record["index"]]
-                yield RecordLine(encoded(record), record)
+                yield rewritten(orjson.loads(raw) | {"generations": left})
             else:
                 yield RecordLine(raw, record)
 
@@ -155,5 +155,5 @@ def _records_within(raw: bytes) -> Iterator[RecordLine]:
     """
     for piece in raw.split(RECORD_HEAD)[1:]:
         line = RECORD_HEAD + piece.strip() + b"\n"
-        if (record := record_of(line)) is not None:
+        if (record := record_in(line)) is not None:
             yield RecordLine(line, record)

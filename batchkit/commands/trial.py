@@ -55,16 +55,16 @@ def answers_in(log: Path, offset: int = 0) -> Iterator[tuple[Answer, int]]:
     written is left out."""
     for line in read_lines(log, offset):
         if (record := line.record) is not None:
-            ended, error = seconds_at(record["finished_at"]), record["error"] or {}
+            ended, error = seconds_at(record.finished_at), record.error
             yield (
                 Answer(
-                    record["index"],
-                    ended - record["latency_s"],
+                    record.index,
+                    ended - record.latency_s,
                     ended,
                     *tokens_in(record),
-                    (record.get("usage") or {}).get("completion_tokens", 0),
-                    error.get("kind", ""),
-                    error.get("message", ""),
+                    0 if record.usage is None else record.usage.completion_tokens,
+                    "" if error is None else error.kind,
+                    "" if error is None else error.message,
                 ),
                 line.end,
             )

@@ -116,7 +116,7 @@ class Loop:
         tasks = self._tasks
         for line in lines:
             if isinstance(line, RecordLine):
-                tasks.settle(line.record["index"], is_ok=line.record["status"] == "ok")
+                tasks.settle(line.record.index, is_ok=line.record.status == "ok")
             elif isinstance(line, PausedRow):
                 tasks.pause(line)
         self._run.ledger.write(line for line in lines if not isinstance(line, PausedRow))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
+from msgspec import UNSET, Raw
 from msgspec.structs import replace
 
 from batchkit.config.answer_schema import schema_in
@@ -18,8 +19,9 @@ from batchkit.errors import (
 )
 from batchkit.scoring import Scored
 from batchkit.scoring.parsed import NotJson, parsed
+from batchkit.storage.plain_json import encoded
 from batchkit.storage.schema import error_of, is_count, possible, seconds_of
-from batchkit.types import BROKEN_OFF, Choice, Completion, Pooled, Record, utc_now
+from batchkit.types import BROKEN_OFF, Choice, Completion, Pooled, Record, line_of_choice, utc_now
 
 
 def to_record(
@@ -47,26 +49,31 @@ def to_record(
         finish_reason=choice.finish_reason if choice is not None else None,
         usage=possible(usage),
         earlier_usage=possible(completion.earlier_usage),
-        latency_s=seconds_of(completion.latency_s),
+        latency_s=round(seconds_of(completion.latency_s), 4),
         finished_at=utc_now(),
         error=None if error is None else error_of(error),
-        fields={name: row.fields.get(name) for name in keep},
+        fields=_raw({name: row.fields.get(name) for name in keep}),
         input_hash=request.input_hash,
         reasoning=choice.reasoning if choice is not None else None,
-        tool_calls=choice.tool_calls if error is None and choice is not None else None,
-        parsed=completion.parsed if error is None else None,
-        choices=kept if several and error is None else None,
+        tool_calls=cast(Any, choice.tool_calls) if error is None and choice is not None else None,
+        parsed=None if error is not None or completion.parsed is None else _raw(completion.parsed),
+        choices=[*map(line_of_choice, kept)] if several and error is None else None,
         prompt=completion.prompt if with_prompt else None,
         truncated_tokens=_truncated_tokens(completion),
         selected=completion.selected if error is None else None,
         votes=completion.votes if error is None else None,
         generations=completion.generations,
-        steps=completion.steps,
-        prediction=None if scored is None else scored.prediction,
+        steps=None if completion.steps is None else _raw(completion.steps),
+        prediction=UNSET if scored is None else scored.prediction,
         scores=None if scored is None else scored.scores,
         unscored=None if scored is None else scored.unscored,
         **({} if completion.pooled is None or error is not None else _of_pooled(completion)),
     )
+
+
+def _raw(value: Any) -> Raw:
+    """Any value as JSON: msgspec writes some that come from Python in another way than orjson."""
+    return Raw(encoded(value)[:-1])
 
 
 def _of_pooled(completion: Completion) -> dict[str, Any]:
@@ -75,11 +82,7 @@ def _of_pooled(completion: Completion) -> dict[str, Any]:
     assert pooled is not None
     scores = pooled.scores
     if scores is None or pair is None:
-        return {
-            "vector": pooled.vector,
-            "label": pooled.label,
-            "probabilities": pooled.probabilities,
-        }
+        return {"label": pooled.label, "probabilities": pooled.probabilities}
     if not pair.is_list:
         return {"score": scores[0]}
     return {"score": scores, "order": sorted(range(len(scores)), key=lambda n: -scores[n])}

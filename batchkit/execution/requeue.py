@@ -16,20 +16,19 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
+from msgspec.structs import replace
 
 from batchkit.errors import StoreError
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.files import free_name, sync_folder
 from batchkit.storage.index_set import IndexSet
-from batchkit.storage.ledger import Ledger, RecordLine
-from batchkit.storage.log import REQUEUE, RESULTS, STEPS, read_lines
+from batchkit.storage.ledger import Ledger, RecordLine, rewritten
+from batchkit.storage.log import REQUEUE, RESULTS, STEPS, read_generations
 from batchkit.storage.manifest import Manifest
 from batchkit.storage.newest import read_newest
-from batchkit.storage.plain_json import encoded
 from batchkit.storage.runfolder import MANIFEST
-from batchkit.storage.steps import GenerationLine, fresh_line
+from batchkit.storage.steps import GenerationLine, fresh_line, line_with
 from batchkit.storage.vectors import VECTORS, Vectors, segments_of
 from batchkit.types import Row
 
@@ -185,27 +184,26 @@ def _copy(run: Path, folder: Path, rows: _Rows, by_id: bool, keep: Kept) -> tupl
                 if not by_id:
                     record["id"] = str(to)
                 record["index"] = to
-                line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
-                yield RecordLine(line, record, vector)
+                yield rewritten(record, vector)
 
     def generations() -> Iterator[GenerationLine]:
         nonlocal reused
-        for line in read_lines(run / STEPS):
-            if (found := line.record) is None:
+        for line in read_generations(run):
+            if line.record is None:
                 continue
-            was, key = found["index"], found["id"] if by_id else str(found["index"])
+            was, key = line.record.index, line.record.id if by_id else str(line.record.index)
             if was not in moves:  # it has no record
                 moves[was] = _Move(rows.other(key), False)
             to, has_record = moves[was]
-            is_reused = keep.generations and found["status"] == "ok"
+            is_reused = keep.generations and line.record.status == "ok"
             if to is None or not (has_record or is_reused):
                 continue
-            found |= {"index": to, "id": key}
+            moved = replace(line.record, index=to, id=key)
             if has_record:
-                yield GenerationLine(encoded(found), found)
+                yield line_with(moved)
             else:
                 reused += 1
-                yield fresh_line({k: v for k, v in found.items() if k not in ("selected", "votes")})
+                yield fresh_line(replace(moved, selected=None, votes=None))
 
     if os.path.lexists(run / STEPS):
         (folder / STEPS).touch()

@@ -43,7 +43,9 @@ def settle(start: Start, completion: Completion) -> SettledLine:
         with_choices=start.job.keeps_choices,
         scored=_scored(start, completion),
     )
-    return line_of(record, start.job.output.vector_dtype)
+    pooled = completion.pooled if completion.error is None else None
+    vector = None if pooled is None else pooled.vector
+    return line_of(record, vector, start.job.output.vector_dtype)
 
 
 def _scored(start: Start, completion: Completion) -> Scored | None:

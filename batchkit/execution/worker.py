@@ -22,7 +22,7 @@ from batchkit.execution.settle import SettledLine, settle
 from batchkit.execution.start import Start
 from batchkit.storage.ledger import RecordLine
 from batchkit.storage.manifest import WorkerState
-from batchkit.types import Completion
+from batchkit.types import Completion, Record
 
 _SHARED_POLL_S = POLL_S / 8  # of several engines, each waits while the others may have answers
 
@@ -131,8 +131,8 @@ class Worker:
         line = settle(self._start, completion)
         if not isinstance(line, RecordLine):
             self._unwritten.append(completion)
-        elif (reason := line.record.get("unscored")) and completion.text.strip():
-            self._hear(Line(f"row {line.record['id']}: {reason}; unscored"))
+        elif isinstance(line.record, Record) and line.record.unscored and completion.text.strip():
+            self._hear(Line(f"row {line.record.id}: {line.record.unscored}; unscored"))
         return line
 
 

@@ -222,7 +222,7 @@ def _rate(log: Path) -> float | None:
     """Rows per second over the last records of the log."""
     start = max(0, log.stat().st_size - _RATE_BYTES)
     lines = islice(read_lines(log, start), 1 if start else 0, None)  # the first line may be cut off
-    finished = [line.record["finished_at"] for line in lines if line.record is not None]
+    finished = [line.record.finished_at for line in lines if line.record is not None]
     if len(finished) < 2:
         return None
     first, last = datetime.fromisoformat(finished[0]), datetime.fromisoformat(finished[-1])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.lines import RECORD_HEAD, generation_in
-from batchkit.storage.log import STEPS, read_lines
+from batchkit.storage.log import read_generations
 from batchkit.storage.steps import GenerationLine, fresh_line
 
 if TYPE_CHECKING:
@@ -70,12 +70,12 @@ def audit_steps(folder: Path, checkpoint_end: int = 0) -> StepsAudit:
 
     rows, keys = array("q"), array("q")
     at_checkpoint = torn_bytes = 0
-    for line in read_lines(folder / STEPS):
+    for line in read_generations(folder):
         if (found := line.record) is None:
             torn_bytes += line.end - line.offset
             continue
-        rows.append(found["index"])
-        keys.append(hash((found["index"], found["step"], found["call"])))
+        rows.append(found.index)
+        keys.append(hash((found.index, found.step, found.call)))
         at_checkpoint += line.end <= checkpoint_end
     n = len(rows)
     return StepsAudit(
@@ -91,7 +91,7 @@ def rows_again(audit: StepsAudit) -> IndexSet:
 def whole_lines(folder: Path, removed: list[bytes]) -> Iterator[GenerationLine]:
     """The generations of ``folder``; lines that are none go to ``removed``, but for the generations
     within one, for example if a newline between two was lost."""
-    for line in read_lines(folder / STEPS):
+    for line in read_generations(folder):
         if line.record is not None:
             yield GenerationLine(line.raw, line.record)
             continue
@@ -109,12 +109,12 @@ def each_once(
     again. If it has some already, what is left of rows that are not settled may not be all, so these may
     ask for something else (``replay``)."""
     some_are_gone = bool(removed)
-    lines = read_lines(folder / STEPS)
+    lines = read_generations(folder)
     for line, is_again in zip(lines, audit.is_again.tolist(), strict=True):
         assert line.record is not None
         if is_again:
             removed.append(line.raw)
-        elif some_are_gone and not is_settled(line.record["index"]):
+        elif some_are_gone and not is_settled(line.record.index):
             yield fresh_line(line.record)
         else:
             yield GenerationLine(line.raw, line.record)

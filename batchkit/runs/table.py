@@ -22,9 +22,9 @@ from batchkit.runs.vector_column import EMBEDDING, PLACE, arrow_type, with_vecto
 from batchkit.storage.lines import whole_record
 from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import NewestLog
-from batchkit.storage.schema import COUNT_LIMIT
 from batchkit.storage.score_store import newest_scores
 from batchkit.storage.vectors import VectorType
+from batchkit.types import COUNT_LIMIT
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -53,7 +53,7 @@ class _Error(TypedDict, total=False):
     message: str | None
 
 
-# What ``schema.fault_in`` accepts, of the keys that have a column of a fixed type.
+# What ``Record`` accepts, of the keys that have a column of a fixed type.
 _TYPES: dict[str, Any] = {
     "index": _Count,
     "id": str,

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from batchkit.config.tables import JobConfig
 from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
-from batchkit.storage.vectors import VectorPlace, Vectors, VectorType, segments_of
+from batchkit.storage.vectors import Vectors, VectorType, segments_of
+from batchkit.types import VectorPlace
 
 if TYPE_CHECKING:
     import pyarrow as pa

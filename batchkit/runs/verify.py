@@ -9,6 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from batchkit.errors import BatchkitError
 from batchkit.runs.status import pending_rows, total_rows
 from batchkit.runs.steps_audit import audit_steps, rows_again
@@ -208,19 +210,20 @@ def read_log(
         if line.record is None:
             found.torn_bytes += line.end - line.offset
             continue
-        if not keep(line.record):
+        record = orjson.loads(line.raw)
+        if not keep(record):
             continue
         found.totals.add(line.record)
         if line.end <= offset:
             found.at_checkpoint.add(line.record)
-        index = line.record["index"]
-        if vectors is not None and (fault := vectors.fault_in(line.record)) is not None:
+        index = line.record.index
+        if vectors is not None and (fault := vectors.fault_in(record)) is not None:
             found.bad_vectors.add(index)
             found.vector_fault = found.vector_fault or fault
         found.indexes.append(index)
         found.offsets.append(line.offset)
-        found.generations.append(line.record.get("generations") or 0)
-        if failure_kind(line.record) is None:
+        found.generations.append(line.record.generations or 0)
+        if failure_kind(record) is None:
             if index in found.once:
                 found.last_answers[index] = line.offset
             found.once.add(index)

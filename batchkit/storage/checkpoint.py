@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import orjson
 
@@ -20,6 +20,7 @@ from batchkit.storage.files import write_atomically
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.lines import tokens_in
 from batchkit.storage.log import RESULTS, STEPS, Checksum, damage_of, log_of
+from batchkit.types import Counted
 
 CHECKPOINT = "checkpoint.json"
 VERSION = 1
@@ -66,9 +67,9 @@ class Totals:
             index in rows for rows in self.failed_by_kind.values()
         )
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add(self, record: Counted) -> None:
         """Count one line; the newest record of a row decides whether it is ok or failed."""
-        index = record["index"]
+        index, error = record.index, record.error
         self.records += 1
         prompt_tokens, completion_tokens = tokens_in(record)
         self.prompt_tokens += prompt_tokens
@@ -76,13 +77,13 @@ class Totals:
         for rows in self.failed_by_kind.values():
             rows.discard(index)
         self.cut_off_in_reasoning.discard(index)
-        if record["status"] == "ok":
+        if record.status == "ok":
             self.completed.add(index)
         else:
             self.completed.discard(index)
-            error = record.get("error") or {}
-            self.failed_by_kind.setdefault(error.get("kind", "unknown"), IndexSet()).add(index)
-            if error.get("type") == CutOffReasoningError.__name__:
+            kind = "unknown" if error is None else error.kind
+            self.failed_by_kind.setdefault(kind, IndexSet()).add(index)
+            if error is not None and error.type == CutOffReasoningError.__name__:
                 self.cut_off_in_reasoning.add(index)
 
 

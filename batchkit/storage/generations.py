@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import orjson
 
 from batchkit.storage.files import open_private
-from batchkit.storage.lines import tokens_in
-from batchkit.storage.log import STEPS
+from batchkit.storage.lines import Generation, generation_in, tokens_in
+from batchkit.storage.log import STEPS, read_generations
 from batchkit.storage.newest import line_rows
 
 _BLOCK_BYTES = 1 << 20
@@ -74,11 +74,11 @@ class StepTotals(NamedTuple):
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
-    def with_one(self, generation: dict[str, Any]) -> StepTotals:
+    def with_one(self, generation: Generation) -> StepTotals:
         prompt_tokens, completion_tokens = tokens_in(generation)
         return StepTotals(
             self.generations + 1,
-            self.failed + (generation.get("status") == "failed"),
+            self.failed + (generation.status == "failed"),
             self.prompt_tokens + prompt_tokens,
             self.completion_tokens + completion_tokens,
         )
@@ -97,19 +97,11 @@ def of_row(folder: Path, index: int) -> Iterator[dict[str, Any]]:
 def totals_by_step(folder: Path) -> dict[str, StepTotals]:
     """Of all of ``steps.jsonl``, by the step's name, in the order in which they first ended."""
     found: dict[str, StepTotals] = {}
-    with suppress(FileNotFoundError), (folder / STEPS).open("rb") as file:
-        for raw in file:
-            if (generation := _generation(raw)) is not None:
-                name = str(generation.get("step"))
-                found[name] = found.get(name, StepTotals()).with_one(generation)
+    for line in read_generations(folder):
+        if (generation := line.record) is not None:
+            found[generation.step] = found.get(generation.step, StepTotals()).with_one(generation)
     return found
 
 
 def _generation(raw: bytes) -> dict[str, Any] | None:
-    if not raw.endswith(b"\n"):
-        return None
-    with suppress(orjson.JSONDecodeError):
-        found = orjson.loads(raw)
-        if isinstance(found, dict):
-            return found
-    return None
+    return None if generation_in(raw) is None else orjson.loads(raw)

@@ -13,16 +13,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import orjson
+import msgspec
 
 from batchkit.errors import StoreError
+from batchkit.storage import lines
 from batchkit.storage.checkpoint import CHECKPOINT, Checkpoint, read_checkpoint
+from batchkit.storage.lines import record_in
 from batchkit.storage.log import RESULTS, Log, LogLine
 from batchkit.storage.plain_json import encoded
 from batchkit.storage.runfolder import Claim
 from batchkit.storage.steps import GenerationLine, StepsLog
-from batchkit.storage.vectors import VectorPlace, VectorWriter
-from batchkit.types import Record, Usage
+from batchkit.storage.vectors import VectorWriter
+from batchkit.types import Counted, Record, Usage, VectorPlace
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,26 +35,39 @@ _SHARED_BYTES = 64 << 20
 
 
 class RecordLine(NamedTuple):
-    """A record as it is in the log, newline included, and its parsed fields: at least ``index``,
-    ``status``, ``usage`` and ``error``.
+    """A record as it is in the log, newline included, and the part of it that counts.
 
-    ``vector`` (float32 or float16): the store writes it, and completes the line with its place.
+    ``vector`` (float32 or float16): the ledger writes it, and completes the line with its place.
     """
 
     raw: bytes
-    record: Mapping[str, Any]
+    record: Counted
     vector: np.ndarray[Any, Any] | None = None
 
 
-def line_of(record: Record, vector_dtype: str = "float32") -> RecordLine:
-    """The log line for ``record``; its vector will be stored as ``vector_dtype``."""
-    table = record.to_json()
-    if record.vector is None:
-        return RecordLine(encoded(table), table)
+def line_of(
+    record: Record, vector: bytes | None = None, vector_dtype: str = "float32"
+) -> RecordLine:
+    """The log line for ``record``; its vector (float32, little endian) will be stored as ``vector_dtype``."""
+    if vector is None:
+        return RecordLine(lines.encoded(record), record)
     import numpy as np
 
-    vector = np.frombuffer(record.vector, "<f4").astype(vector_dtype)
-    return RecordLine(encoded(table), table, vector)
+    return RecordLine(
+        lines.encoded(record), record, np.frombuffer(vector, "<f4").astype(vector_dtype)
+    )
+
+
+def raw_line(raw: bytes, vector: np.ndarray[Any, Any] | None = None) -> RecordLine:
+    """The line of a record that was written before."""
+    record = record_in(raw)
+    assert record is not None
+    return RecordLine(raw, record, vector)
+
+
+def rewritten(record: Mapping[str, Any], vector: np.ndarray[Any, Any] | None = None) -> RecordLine:
+    """The line of a record that is not quite as it was written before."""
+    return raw_line(encoded(record), vector)
 
 
 class Ledger:
@@ -81,7 +96,8 @@ class Ledger:
         self._lock, self._clock = lock, clock
         known = read_checkpoint(folder) or Checkpoint.none()
         self.totals = known.totals
-        self._records = Log(folder / RESULTS, known.checksum, self._take, start=known.checksum.end)
+        checksum = known.checksum
+        self._records = Log(folder / RESULTS, record_in, checksum, self._take, start=checksum.end)
         self.steps = StepsLog(folder, self.totals, known.steps)
         self._vectors = VectorWriter(folder, first_segment, known.vectors)
         self._waiting: list[RecordLine] = []
@@ -133,7 +149,7 @@ class Ledger:
         written, self._waiting, self._waiting_bytes = self._waiting, [], 0
         for line in written:
             self.totals.add(line.record)
-            self.steps.settle(line.record["index"])
+            self.steps.settle(line.record.index)
 
     def sync(self) -> float:
         """Flush, fsync, then move the checkpoint. Returns the seconds that it took."""
@@ -173,7 +189,7 @@ class Ledger:
             self.steps.log.close()
             self._vectors.close()
 
-    def _take(self, line: LogLine) -> None:
+    def _take(self, line: LogLine[Record]) -> None:
         assert line.record is not None
         self.totals.add(line.record)
 
@@ -199,15 +215,15 @@ class Ledger:
         """
         with_vector = [line for line in self._waiting if line.vector is not None]
         vectors = [line.vector for line in with_vector if line.vector is not None]
-        places = iter(self._vectors.write([line.record["index"] for line in with_vector], vectors))
+        places = iter(self._vectors.write([line.record.index for line in with_vector], vectors))
         for line in self._waiting:
             yield line.raw if line.vector is None else _with_place(line.raw, next(places))
 
 
 def _relies(line: RecordLine) -> bool:
     """Whether the record relies on something that is written beside it."""
-    return line.vector is not None or "generations" in line.record
+    return line.vector is not None or line.record.generations is not None
 
 
 def _with_place(raw: bytes, place: VectorPlace) -> bytes:
-    return b'%b,"embedding":%b}\n' % (raw.removesuffix(b"}\n"), orjson.dumps(place._asdict()))
+    return b'%b,"embedding":%b}\n' % (raw.removesuffix(b"}\n"), msgspec.json.encode(place))

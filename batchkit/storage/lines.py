@@ -1,34 +1,81 @@
-"""What a line of a log says: a record, or a generation."""
+"""What a line of a log is: a ``Record`` (``types.py``) in ``results.jsonl``, a ``Generation`` in ``steps.jsonl``.
+
+A line is sound if msgspec decodes it as that. Recovery, ``verify`` and readers all ask this module.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 import orjson
 
 from batchkit.errors import StoreError
-from batchkit.storage.schema import fault_in, fault_in_generation
+from batchkit.storage.plain_json import valid
+from batchkit.types import ChoiceLine, Count, Counted, ErrorInfo, Record, ToolCall, Usage
 
 RECORD_HEAD = b'{"index":'
 POOLED = ("embedding", "label", "score")  # what answers a row of a pooling task
 
 
-def record_of(raw: bytes, fault: Callable[[Any], str | None] = fault_in) -> dict[str, Any] | None:
-    """The record in the line ``raw``, newline included; None if it is not a record, by ``fault``."""
-    if not raw.endswith(b"\n"):
-        return None
+class Generation(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One line of ``steps.jsonl``: one of the generations of a row with several.
+
+    ``replay``: "fresh" if an earlier one of its row may be lost, or if the row may ask for something else now.
+    """
+
+    index: Count
+    step: str
+    call: Count
+    id: str
+    status: Literal["ok", "failed"]
+    attempt: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+    request_hash: str
+    latency_s: float
+    finished_at: str
+    engine: str | None = None
+    text: str | None = None
+    reasoning: str | None = None
+    tool_calls: Sequence[ToolCall] | None = None
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    earlier_usage: Usage | None = None
+    error: ErrorInfo | None = None
+    choices: Sequence[ChoiceLine] | None = None
+    selected: Count | None = None
+    votes: Mapping[str, Count] | None = None
+    replay: Literal["fresh"] | None = None
+
+
+Sound = TypeVar("Sound", Record, Generation)
+_encoder = msgspec.json.Encoder()
+_records = msgspec.json.Decoder(Record)
+_generations = msgspec.json.Decoder(Generation)
+
+
+def encoded(line: Record | Generation) -> bytes:
+    """``line`` as one line of JSON, newline included; a lone surrogate is written as ``?``."""
     try:
-        record: dict[str, Any] = orjson.loads(raw)
-    except orjson.JSONDecodeError:
-        return None
-    return record if fault(record) is None else None
+        return _encoder.encode(line) + b"\n"
+    except UnicodeEncodeError:
+        return _encoder.encode(_valid(line)) + b"\n"
 
 
-def generation_in(raw: bytes) -> dict[str, Any] | None:
+def record_in(raw: bytes) -> Record | None:
+    """The record in the line ``raw``, newline included; None if it is not one."""
+    return _decoded(_records, raw)
+
+
+def generation_in(raw: bytes) -> Generation | None:
     """The generation in the line ``raw``, newline included; None if it is not one."""
-    return record_of(raw, fault_in_generation)
+    return _decoded(_generations, raw)
+
+
+def record_of(raw: bytes) -> dict[str, Any] | None:
+    """``record_in``, as the table that it is in the log."""
+    return None if record_in(raw) is None else orjson.loads(raw)
 
 
 def whole_record(raw: bytes, path: Path, offset: int) -> dict[str, Any]:
@@ -38,15 +85,13 @@ def whole_record(raw: bytes, path: Path, offset: int) -> dict[str, Any]:
         StoreError: it is damaged.
     """
     try:
+        _records.decode(raw)
         record: dict[str, Any] = orjson.loads(raw)
-        fault = fault_in(record)
-    except orjson.JSONDecodeError as error:
-        fault = str(error)
-    if fault is not None:
+    except (msgspec.MsgspecError, ValueError) as error:
         raise StoreError(
-            f"{path}: the record at byte {offset} is damaged: {fault}. `batchkit verify --repair"
+            f"{path}: the record at byte {offset} is damaged: {error}. `batchkit verify --repair"
             f" {path.parent}` sets it aside; its row is then run again"
-        )
+        ) from error
     return record
 
 
@@ -61,12 +106,38 @@ def failure_kind(record: Mapping[str, Any]) -> str | None:
     return None if is_answer else "empty"
 
 
-def tokens_in(line: Mapping[str, Any]) -> tuple[int, int]:
+def tokens_in(line: Counted | Generation) -> tuple[int, int]:
     """Prompt and completion tokens of a record or of a generation, those of its earlier attempts
     included."""
     prompt_tokens = completion_tokens = 0
-    for name in ("usage", "earlier_usage"):
-        if usage := line.get(name):
-            prompt_tokens += usage.get("prompt_tokens", 0)
-            completion_tokens += usage.get("completion_tokens", 0)
+    for usage in (line.usage, line.earlier_usage):
+        if usage is not None:
+            prompt_tokens += usage.prompt_tokens
+            completion_tokens += usage.completion_tokens
     return prompt_tokens, completion_tokens
+
+
+def _decoded(decoder: msgspec.json.Decoder[Sound], raw: bytes) -> Sound | None:
+    if not raw.endswith(b"\n"):
+        return None
+    try:
+        found = decoder.decode(raw)
+        if not raw.isascii():
+            raw.decode()  # msgspec skips what it does not know
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return found
+
+
+def _valid(value: Any) -> Any:
+    """``value`` with texts that UTF-8 can encode."""
+    if isinstance(value, str):
+        return valid(value)
+    if isinstance(value, msgspec.Struct):
+        names = value.__struct_fields__
+        return type(value)(**{name: _valid(getattr(value, name)) for name in names})
+    if isinstance(value, Mapping):
+        return {valid(key): _valid(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(_valid, value)]
+    return value

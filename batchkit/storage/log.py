@@ -1,6 +1,6 @@
 """The append-only logs of a run, ``results.jsonl`` and ``steps.jsonl``: writing, recovering, reading.
 
-A line is sound if ``record_of`` (or ``generation_in``) accepts it: a start, ``verify`` and every
+A line is sound if ``lines.py`` finds a record or a generation in it: a start, ``verify`` and every
 reader ask the same. A kill can only cut off the last line, which then has no newline.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from batchkit.errors import StoreError
 from batchkit.storage.files import (
@@ -22,17 +22,20 @@ from batchkit.storage.files import (
     write_all,
     write_atomically,
 )
-from batchkit.storage.lines import generation_in, record_of
+from batchkit.storage.lines import Generation, generation_in, record_in
+from batchkit.types import Record
 
 RESULTS = "results.jsonl"
 STEPS = "steps.jsonl"
 REQUEUE = ".requeue"  # a folder beside the log: holds what will replace the log
-_PARSE = {RESULTS: record_of, STEPS: generation_in}
 _SEGMENT_BYTES = 16 << 20
 _BLOCK_BYTES = 1 << 20
 
 
-class LogLine(NamedTuple):
+Parsed = TypeVar("Parsed", bound=Record | Generation)
+
+
+class LogLine(NamedTuple, Generic[Parsed]):
     """One line of a log; ``record`` is None if the bytes are not a record, or not a generation.
 
     ``offset`` and ``end`` are byte positions, ``end`` behind the newline (or at the end of the
@@ -42,13 +45,23 @@ class LogLine(NamedTuple):
     offset: int
     end: int
     raw: bytes
-    record: dict[str, Any] | None
+    record: Parsed | None
 
 
-def read_lines(path: Path, offset: int = 0) -> Iterator[LogLine]:
-    """The lines of the log at ``path`` from byte ``offset`` on, in the order in which they were
-    written. A missing log has none."""
-    parse = _PARSE[path.name]
+def read_lines(path: Path, offset: int = 0) -> Iterator[LogLine[Record]]:
+    """The lines of a ``results.jsonl`` from byte ``offset`` on, in the order in which they were written. A
+    missing log has none."""
+    return _lines(path, offset, record_in)
+
+
+def read_generations(folder: Path, offset: int = 0) -> Iterator[LogLine[Generation]]:
+    """As ``read_lines``, of the ``steps.jsonl`` of ``folder``."""
+    return _lines(folder / STEPS, offset, generation_in)
+
+
+def _lines(
+    path: Path, offset: int, parse: Callable[[bytes], Parsed | None]
+) -> Iterator[LogLine[Parsed]]:
     with suppress(FileNotFoundError), path.open("rb") as file:
         file.seek(offset)
         for raw in file:
@@ -123,8 +136,8 @@ class Checksum:
         return None
 
 
-class Log:
-    """One log, open for appending by one thread of the process that holds the folder.
+class Log(Generic[Parsed]):
+    """One log, whose lines ``parse`` reads, open for appending by one thread of the process that holds the folder.
 
     ``checksum`` is that of the last checkpoint at first; opening checks the file against it, then reads on from byte
     ``start`` and gives each line to ``take``. If a line is not sound, the rest of the file is set aside as
@@ -138,20 +151,21 @@ class Log:
     def __init__(
         self,
         path: Path,
+        parse: Callable[[bytes], Parsed | None],
         checksum: Checksum,
-        take: Callable[[LogLine], None],
+        take: Callable[[LogLine[Parsed]], None],
         *,
         start: int,
         rewritten: Callable[[bytes], bytes] = lambda raw: raw,
     ) -> None:
-        self.path, self.checksum = path, checksum
+        self.path, self.checksum, self._parse = path, checksum, parse
         self.salvaged_bytes = 0
         self._file: int | None = None
         self._synced_end = -1
         try:
             if os.path.lexists(path):
                 self._file = open_private(path, os.O_RDWR | os.O_APPEND)
-            if (damage := difference(path, checksum)) is not None:
+            if (damage := difference(path, checksum, parse)) is not None:
                 raise StoreError(damage)
             self._recover(start, take, rewritten)
         except OSError as error:
@@ -224,7 +238,10 @@ class Log:
         )
 
     def _recover(
-        self, start: int, take: Callable[[LogLine], None], rewritten: Callable[[bytes], bytes]
+        self,
+        start: int,
+        take: Callable[[LogLine[Parsed]], None],
+        rewritten: Callable[[bytes], bytes],
     ) -> None:
         if self._file is None:
             return
@@ -234,9 +251,9 @@ class Log:
             end = self._take(end, take)
         self.checksum.extend(self.path, end)
 
-    def _take(self, start: int, take: Callable[[LogLine], None]) -> int:
+    def _take(self, start: int, take: Callable[[LogLine[Parsed]], None]) -> int:
         """Takes the sound lines from ``start`` on; returns where they end."""
-        for line in read_lines(self.path, start):
+        for line in _lines(self.path, start, self._parse):
             if line.record is None:
                 break
             take(line)
@@ -249,10 +266,9 @@ class Log:
         size = os.fstat(file).st_size
         write_atomically(free_name(self.path, ".torn-"), _blocks(self.path, Span(broken_at, size)))
         self.salvaged_bytes = size - broken_at
-        parse = _PARSE[self.path.name]
         with self.path.open("rb") as rest:
             rest.seek(broken_at)
-            sound = (rewritten(raw) for raw in rest if parse(raw) is not None)
+            sound = (rewritten(raw) for raw in rest if self._parse(raw) is not None)
             if (first := next(sound, None)) is None:
                 os.ftruncate(file, broken_at)
                 return file
@@ -263,7 +279,7 @@ class Log:
         return open_private(self.path, os.O_RDWR | os.O_APPEND)
 
 
-def difference(path: Path, checksum: Checksum) -> str | None:
+def difference(path: Path, checksum: Checksum, parse: Callable[[bytes], Any]) -> str | None:
     """Where and how the log differs from ``checksum``, and the remedy; None if it does not.
 
     Raises:
@@ -277,7 +293,7 @@ def difference(path: Path, checksum: Checksum) -> str | None:
     span = Span(0, size) if size < checksum.end else checksum.difference(path)
     if span is None:
         return None
-    for line in read_lines(path):
+    for line in _lines(path, 0, parse):
         if line.offset >= span.end:
             break
         if line.record is None and line.end > span.start:
@@ -298,15 +314,16 @@ def difference(path: Path, checksum: Checksum) -> str | None:
 def damage_of(path: Path, checksum: Checksum) -> str | None:
     """As ``difference``; or the first line behind that is not sound. The last line may be torn: it is being written,
     or a kill cut it off."""
-    if (found := difference(path, checksum)) is not None:
+    parse = record_in if path.name == RESULTS else generation_in
+    if (found := difference(path, checksum, parse)) is not None:
         return found
-    for line in read_lines(path, checksum.end):
+    for line in _lines(path, checksum.end, parse):
         if line.record is None and line.raw.endswith(b"\n"):
             return _damaged(line, path)
     return None
 
 
-def _damaged(line: LogLine, path: Path) -> str:
+def _damaged(line: LogLine[Any], path: Path) -> str:
     return (
         f"{path}: the record at byte {line.offset} is damaged; `batchkit verify --repair {path.parent}` sets"
         " the damage aside and keeps every whole record"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from batchkit.storage.index_set import INDEX_LIMIT
-from batchkit.storage.lines import RECORD_HEAD, record_of, whole_record
+from batchkit.storage.lines import RECORD_HEAD, record_in, whole_record
 
 if TYPE_CHECKING:
     import numpy as np
@@ -162,5 +162,5 @@ def _index(raw: bytes) -> int:
         digits = raw[len(RECORD_HEAD) : raw.find(b",", len(RECORD_HEAD))]
         if digits.isdigit():
             return int(digits)
-    record = record_of(raw)
-    return -1 if record is None else int(record["index"])
+    record = record_in(raw)
+    return -1 if record is None else record.index

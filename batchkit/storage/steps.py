@@ -12,28 +12,26 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-import msgspec
 import orjson
+from msgspec.structs import replace
 
 import batchkit.errors
 from batchkit.errors import RowError, ServerError, StoreError
 from batchkit.storage.checkpoint import StepsPoint, Totals
-from batchkit.storage.lines import tokens_in
-from batchkit.storage.log import STEPS, Log, LogLine, Span, read_lines
-from batchkit.storage.plain_json import encoded
+from batchkit.storage.lines import Generation, encoded, generation_in, tokens_in
+from batchkit.storage.log import STEPS, Log, LogLine, Span, read_generations
 from batchkit.storage.schema import error_of, possible, seconds_of
 from batchkit.types import Choice, Completion, Request, Usage, line_of_choice, utc_now
 
 
 class GenerationLine(NamedTuple):
-    """A line of ``steps.jsonl``, newline included, and what it says: at least ``index`` and ``usage``."""
+    """A line of ``steps.jsonl``, newline included, and what it says."""
 
     raw: bytes
-    generation: Mapping[str, Any]
+    generation: Generation
 
 
 def generation_line(completion: Completion) -> GenerationLine:
@@ -43,36 +41,38 @@ def generation_line(completion: Completion) -> GenerationLine:
     assert call is not None
     choice = completion.choice
     several = len(completion.choices) > 1 or (choice is not None and choice.logprobs is not None)
-    table: dict[str, Any] = {
-        "index": request.row.index,
-        "step": call.step,
-        "call": call.number,
-        "status": "ok" if error is None else "failed",
-        "id": request.row.id,
-        "attempt": request.attempt,
-        "engine": call.engine or None,
-        "request_hash": call.request_hash,
-        "text": None if choice is None else choice.text,
-        "reasoning": None if choice is None else choice.reasoning,
-        "tool_calls": None if choice is None else choice.tool_calls,
-        "finish_reason": None if choice is None else choice.finish_reason,
-        "usage": _table_of(completion.usage),
-        "earlier_usage": _table_of(completion.earlier_usage),
-        "latency_s": round(seconds_of(completion.latency_s), 4),
-        "finished_at": utc_now(),
-        "error": None if error is None else asdict(error_of(error)),
-        "choices": [*map(line_of_choice, completion.choices)] if several else None,
-        "selected": completion.selected,
-        "votes": completion.votes,
-    }
-    kept = {key: value for key, value in table.items() if value is not None}
-    return GenerationLine(encoded(kept), kept)
+    generation = Generation(
+        index=request.row.index,
+        step=call.step,
+        call=call.number,
+        status="ok" if error is None else "failed",
+        id=request.row.id,
+        attempt=request.attempt,
+        engine=call.engine or None,
+        request_hash=call.request_hash,
+        text=None if choice is None else choice.text,
+        reasoning=None if choice is None else choice.reasoning,
+        tool_calls=None if choice is None else cast(Any, choice.tool_calls),
+        finish_reason=None if choice is None else choice.finish_reason,
+        usage=possible(completion.usage),
+        earlier_usage=possible(completion.earlier_usage),
+        latency_s=round(seconds_of(completion.latency_s), 4),
+        finished_at=utc_now(),
+        error=None if error is None else error_of(error),
+        choices=[*map(line_of_choice, completion.choices)] if several else None,
+        selected=completion.selected,
+        votes=completion.votes,
+    )
+    return line_with(generation)
 
 
-def fresh_line(generation: Mapping[str, Any]) -> GenerationLine:
-    """The line of a generation that was recorded before; its row may ask for something else now."""
-    fresh = {**generation, "replay": "fresh"}
-    return GenerationLine(encoded(fresh), fresh)
+def fresh_line(generation: Generation) -> GenerationLine:
+    """One that was recorded before; its row may ask for something else now."""
+    return line_with(replace(generation, replay="fresh"))
+
+
+def line_with(generation: Generation) -> GenerationLine:
+    return GenerationLine(encoded(generation), generation)
 
 
 def completion_of(line: Mapping[str, Any], request: Request) -> Completion:
@@ -113,14 +113,20 @@ class StepsLog:
         self._recalled_end = 0
         counted_end = point.checksum.end
 
-        def take(line: LogLine) -> None:
+        def take(line: LogLine[Generation]) -> None:
             assert line.record is not None
             if line.end > counted_end:
                 self._count(line.record)
-            if not totals.is_settled(line.record["index"]):
-                self._hold(line.record["index"], line.offset, line.end)
+            if not totals.is_settled(line.record.index):
+                self._hold(line.record.index, line.offset, line.end)
 
-        self.log = Log(folder / STEPS, point.checksum, take, start=point.first, rewritten=_as_fresh)
+        def rewritten(raw: bytes) -> bytes:
+            """A line behind a broken one: what its row was answered before may be lost."""
+            found = generation_in(raw)
+            return raw if found is None else fresh_line(found).raw
+
+        path, start = folder / STEPS, point.first
+        self.log = Log(path, generation_in, point.checksum, take, start=start, rewritten=rewritten)
 
     def known(self, index: int) -> list[dict[str, Any]]:
         """What is recorded of the row, in the order of the log; of a row that is tried again, what came of
@@ -140,8 +146,8 @@ class StepsLog:
     def recall(self, rows: Container[int]) -> None:
         """From now on, know the generations of ``rows``, too, though they have a record."""
         self._recalled, self._recalled_end = rows, self.log.end
-        for line in read_lines(self.log.path):
-            index = -1 if line.record is None else line.record["index"]
+        for line in read_generations(self.log.path.parent):
+            index = -1 if line.record is None else line.record.index
             if index in rows and self._totals.is_settled(index):
                 self._hold(index, line.offset, line.end)
 
@@ -152,7 +158,7 @@ class StepsLog:
         for line in lines:
             start, end = end, end + len(line.raw)
             self._count(line.generation)
-            index = line.generation["index"]
+            index = line.generation.index
             if index in self._recalled or not self._totals.is_settled(index):
                 self._hold(index, start, end)
 
@@ -171,7 +177,7 @@ class StepsLog:
             self.log.checksum, first, self.count, usage.prompt_tokens, usage.completion_tokens
         )
 
-    def _count(self, generation: Mapping[str, Any]) -> None:
+    def _count(self, generation: Generation) -> None:
         self.count += 1
         self.usage = _added(self.usage, generation)
 
@@ -187,15 +193,10 @@ class StepsLog:
         return {**kept, "earlier": True}
 
 
-def _as_fresh(raw: bytes) -> bytes:
-    """A line behind a broken one: what its row was answered before may be lost."""
-    return fresh_line(orjson.loads(raw)).raw
-
-
 def counted(folder: Path, point: StepsPoint) -> StepsPoint:
     """``point``, with what was written since then. Safe while a run writes."""
     generations, usage = point.generations, Usage(point.prompt_tokens, point.completion_tokens)
-    for line in read_lines(folder / STEPS, point.checksum.end):
+    for line in read_generations(folder, point.checksum.end):
         if line.record is not None:
             generations, usage = generations + 1, _added(usage, line.record)
     return point._replace(
@@ -205,14 +206,10 @@ def counted(folder: Path, point: StepsPoint) -> StepsPoint:
     )
 
 
-def _added(usage: Usage, generation: Mapping[str, Any]) -> Usage:
+def _added(usage: Usage, generation: Generation) -> Usage:
     """``usage`` with the tokens of ``generation``."""
     prompt_tokens, completion_tokens = tokens_in(generation)
     return Usage(usage.prompt_tokens + prompt_tokens, usage.completion_tokens + completion_tokens)
-
-
-def _table_of(usage: Usage | None) -> dict[str, int | None] | None:
-    return None if (known := possible(usage)) is None else msgspec.structs.asdict(known)
 
 
 def _usage(found: Mapping[str, Any] | None) -> Usage | None:

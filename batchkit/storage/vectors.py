@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchkit.errors import StoreError
 from batchkit.storage.files import open_private, sync_folder, write_all
+from batchkit.types import VectorPlace
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,14 +45,6 @@ class VectorType(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.dtype} of {self.dimensions:,} dimensions"
-
-
-class VectorPlace(NamedTuple):
-    """Where a vector is: the number of its segment, and of its row in there; as in its record."""
-
-    segment: int
-    row: int
-    dimensions: int
 
 
 def segment_path(folder: Path, number: int) -> Path:

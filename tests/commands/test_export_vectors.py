@@ -138,7 +138,7 @@ def test_run_without_an_answer_has_an_empty_column_and_no_matrix() -> None:
 def test_vectors_of_several_lengths_are_lists() -> None:
     prepare(3)
     assert run().exit_code == 0
-    appended(RUN, line_of(with_vector(1, 3)))
+    appended(RUN, with_vector(1, 3))
     export("--parquet", "a.parquet")
     column = pq.read_table("a.parquet")["embedding"]
     assert column.type == pa.list_(pa.float32())
@@ -152,7 +152,7 @@ def test_length_of_older_vectors_alone_does_not_matter() -> None:
     """As after `retry-failed --set pooling.dimensions=…` of all rows."""
     prepare(2)
     assert run().exit_code == 0
-    appended(RUN, *(line_of(with_vector(row, 3)) for row in range(2)))
+    appended(RUN, *(with_vector(row, 3) for row in range(2)))
     export("--npy", "a.npy")
     assert np.load("a.npy").shape == (2, 3)
 

@@ -13,7 +13,7 @@ from subprocess import DEVNULL
 import numpy as np
 import pytest
 
-from batchkit.storage.ledger import Ledger, line_of
+from batchkit.storage.ledger import Ledger
 from batchkit.storage.vectors import segment_path
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import LOG, RUN, records, run, settled, shard, verify
@@ -66,7 +66,7 @@ def test_rerun_row_has_its_newer_vector() -> None:
     prepare(3)
     assert run().exit_code == 0
     ledger = Ledger(RUN)
-    ledger.write([line_of(with_vector(1, 8))])
+    ledger.write([with_vector(1, 8)])
     ledger.close()
     np.testing.assert_array_equal(stored()[1], vector(1, 8))
 
@@ -196,7 +196,7 @@ def test_merge_of_vectors_of_two_models_is_refused() -> None:
     shards = run_shards(2)
     for row in range(4):
         ledger = Ledger(shards[1])
-        ledger.write([line_of(with_vector(row, 5))])
+        ledger.write([with_vector(row, 5)])
         ledger.close()
     segment_path(shards[1], 0).unlink()
     done = merge(*shards)

@@ -3,7 +3,6 @@ in records, and what reads them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +125,6 @@ def test_a_finite_answer_is_kept() -> None:
     assert failed_unless_whole(found) == found
     record = to_record(found, keep=[])
     assert (record.score, record.order) == ([1.0, 3.0, 2.0], [1, 2, 0])
-    assert replace(record, score=None, order=None).to_json()["text"] is None
 
 
 def test_validate_and_dry_run_show_the_pair() -> None:

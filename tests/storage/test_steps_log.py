@@ -15,8 +15,8 @@ import orjson
 import pytest
 
 from batchkit.storage.ledger import Ledger
-from batchkit.storage.log import STEPS
-from batchkit.storage.steps import GenerationLine
+from batchkit.storage.log import STEPS, read_generations
+from batchkit.storage.steps import line_with
 from tests.support.chat_server import serving
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import status, verify
@@ -322,9 +322,8 @@ def test_a_generation_that_ends_after_its_row_is_not_kept_in_memory() -> None:
     prepare()
     run()
     with closing(Ledger(RUN)) as ledger:
-        for line in generations():
-            ledger.write([GenerationLine(orjson.dumps(line) + b"\n", line)])
-        ledger.flush()
+        there = [*read_generations(RUN)]
+        ledger.write(line_with(line.record) for line in there if line.record is not None)
         assert ledger.steps.count == 2 * 3 * N_ROWS
         assert [ledger.steps.known(index) for index in range(N_ROWS)] == [[]] * N_ROWS
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
-from batchkit.types import Choice, Record
+from batchkit.types import Choice, line_of_choice
 from tests.support.records import indexes, record, reopened, write
 
 
@@ -68,14 +69,11 @@ def test_deeply_nested_value_does_not_stop_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["a\ud800b", "\0", "\u2028\n", "é🙂", ""])
 def test_any_text_of_a_model_is_one_line(tmp_path: Path, text: str) -> None:
     choices = [Choice(text, "stop"), Choice("b", "length", [{"token": "b", "logprob": -0.5}])]
-    write(tmp_path, record(0, text), Record(**{**_fields(record(1, text)), "choices": choices}))
+    several = replace(record(1, text), choices=[*map(line_of_choice, choices)])
+    write(tmp_path, record(0, text), several)
     assert indexes(tmp_path) == [0, 1]
     kept = text.replace("\ud800", "?")
     found = list(read_newest(tmp_path / RESULTS))
     assert [r["text"] for r in found] == [kept, kept]
     assert found[1]["choices"][0]["text"] == kept
     assert found[1]["choices"][1]["logprobs"] == [{"token": "b", "logprob": -0.5}]
-
-
-def _fields(one: Record) -> dict[str, Any]:
-    return {name: getattr(one, name) for name in Record.__slots__}

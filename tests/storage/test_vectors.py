@@ -94,7 +94,7 @@ def test_newer_vector_of_a_row_counts(tmp_path: Path) -> None:
 def test_vectors_of_several_lengths_go_to_several_segments(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     for row, dimensions in enumerate([4, 2, 4, 2]):
-        ledger.write([line_of(with_vector(row, dimensions))])
+        ledger.write([with_vector(row, dimensions)])
     ledger.close()
     found = [r["embedding"] for r in read_newest(tmp_path / RESULTS)]
     assert [tuple(place.values()) for place in found] == [
@@ -110,10 +110,10 @@ def test_any_number_of_lengths_needs_few_open_files(tmp_path: Path) -> None:
     before = len([*Path("/proc/self/fd").iterdir()])
     ledger = Ledger(tmp_path)
     for row in range(2 * MOST_OPEN):
-        ledger.write([line_of(with_vector(row, 1 + row))])
+        ledger.write([with_vector(row, 1 + row)])
     ledger.flush()
     assert len([*Path("/proc/self/fd").iterdir()]) - before <= MOST_OPEN + 5
-    ledger.write([line_of(with_vector(2 * MOST_OPEN, 1))])  # of a length whose segment was closed
+    ledger.write([with_vector(2 * MOST_OPEN, 1)])  # of a length whose segment was closed
     ledger.close()
     vectors = Vectors(tmp_path)
     found = [vectors.of(one) for one in read_newest(tmp_path / RESULTS)]
@@ -124,14 +124,14 @@ def test_vectors_of_a_second_share_an_fsync(tmp_path: Path) -> None:
     now = 10.0
     ledger = Ledger(tmp_path, clock=lambda: now)
     for row in range(4):
-        ledger.write([line_of(with_vector(row))])
+        ledger.write([with_vector(row)])
         ledger.write([line_of(record(10 + row, None))])
         assert indexes(tmp_path) == [0, 10]  # the first ones had none to wait for
         assert (ledger.totals.ok, ledger.totals.failed) == (1, 1)
     now = 11.0
     ledger.write([])
     assert indexes(tmp_path) == [0, 1, 2, 3, 10, 11, 12, 13]
-    ledger.write([line_of(with_vector(4))])
+    ledger.write([with_vector(4)])
     ledger.sync()
     ledger.write([line_of(record(14, None))])
     assert indexes(tmp_path)[-1] == 14
@@ -142,18 +142,18 @@ def test_vectors_of_a_second_share_an_fsync(tmp_path: Path) -> None:
 def test_waiting_vectors_are_few(tmp_path: Path) -> None:
     dimensions = 1 << 20
     ledger = Ledger(tmp_path, clock=lambda: 0.0)
-    ledger.write([line_of(with_vector(0))])
+    ledger.write([with_vector(0)])
     ledger.flush()
     waiting = np.zeros(dimensions, np.float32)
     for row in range(1, 17):
-        ledger.write([line_of(with_vector(row))._replace(vector=waiting)])
+        ledger.write([with_vector(row)._replace(vector=waiting)])
         assert ledger.totals.ok == (17 if row == 16 else 1)  # 64 MiB
     ledger.close()
 
 
 def test_lines_of_another_run_are_copied_in_parts(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
-    ledger.write(line_of(with_vector(row)) for row in range(2500))
+    ledger.write(with_vector(row) for row in range(2500))
     ledger.close()
     assert len(embedded(tmp_path)) == 2500
 
@@ -164,7 +164,7 @@ def test_lines_of_another_run_are_copied_in_parts(tmp_path: Path) -> None:
 def test_segment_cut_anywhere_gives_its_whole_vectors(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     for rows in (range(2), range(2, 5)):
-        ledger.write(line_of(with_vector(row)) for row in rows)
+        ledger.write(with_vector(row) for row in rows)
         ledger.flush()
     ledger.close()
     path, records = segment_path(tmp_path, 0), list(read_newest(tmp_path / RESULTS))
@@ -261,7 +261,7 @@ def test_other_files_in_the_folder_are_ignored(tmp_path: Path) -> None:
 def test_reader_finds_vectors_that_are_written_after_it_began(tmp_path: Path) -> None:
     ledger, vectors = Ledger(tmp_path), Vectors(tmp_path)
     for row in range(3):
-        ledger.write([line_of(with_vector(row))])
+        ledger.write([with_vector(row)])
         ledger.flush()
         (*_, newest) = read_newest(tmp_path / RESULTS)
         np.testing.assert_array_equal(vectors.of(newest), vector(row))
@@ -319,11 +319,11 @@ def test_disk_that_fills_up_leaves_whole_records_and_says_so(tmp_path: Path, lim
 def test_store_outlives_a_disk_that_was_full_of_vectors(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "128k") as disk:
         ledger = Ledger(disk)
-        ledger.write([line_of(with_vector(0, 4000))])
+        ledger.write([with_vector(0, 4000)])
         ledger.flush()
         (disk / "ballast").write_bytes(bytes(90_000))
         for row in range(1, 4):
-            ledger.write([line_of(with_vector(row, 4000))])
+            ledger.write([with_vector(row, 4000)])
         with pytest.raises(StoreError, match=r"vectors: can't write: No space left on device"):
             ledger.flush()
         assert indexes(disk) == [0]

@@ -24,14 +24,14 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     ledger = Ledger(folder)
     flushed = 0
-    made = {"vectors": with_vector, "records": lambda index: record(index, "x" * 50)}
+    made = {
+        "vectors": with_vector,
+        "records": lambda index: line_of(record(index, "x" * 50)),
+        "generations": lambda index: generation(index, "x" * 50),
+    }
     try:
         for first in range(0, 1000, 7):
-            seven = range(first, first + 7)
-            if what == "generations":
-                ledger.write(generation(index, "x" * 50) for index in seven)
-            else:
-                ledger.write(line_of(made[what](index)) for index in seven)
+            ledger.write(map(made[what], range(first, first + 7)))
             ledger.flush()
             flushed = first + 7
     except StoreError as error:

@@ -38,7 +38,7 @@ def main() -> None:
     setattr(os, name, killed)
     for row in ROWS:
         if not ledger.totals.is_settled(row):
-            ledger.write([line_of(record(row, None) if row % 3 == 2 else with_vector(row))])
+            ledger.write([line_of(record(row, None)) if row % 3 == 2 else with_vector(row)])
         if row % 2 == 1:
             ledger.flush()
     ledger.close()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Raw
 
 from batchkit.storage.checkpoint import Totals
-from batchkit.storage.ledger import Ledger, line_of
+from batchkit.storage.ledger import Ledger, RecordLine, line_of
 from batchkit.storage.log import RESULTS
 from batchkit.storage.newest import read_newest
+from batchkit.storage.plain_json import encoded
 from batchkit.storage.steps import GenerationLine, generation_line
 from batchkit.types import Call, Choice, Completion, ErrorInfo, Record, Request, Row, Usage
 
@@ -31,7 +32,7 @@ def record(
         latency_s=0.25,
         finished_at="2026-11-21T01:02:03.456Z",
         error=ErrorInfo(kind, "TemplateError", "no", False) if text is None else None,
-        fields=fields or {},
+        fields=Raw(encoded(fields or {})[:-1]),
         input_hash="0123456789abcdef",
     )
 
@@ -77,9 +78,11 @@ def facts(totals: Totals) -> dict[str, Any]:
     }
 
 
-def with_vector(index: int, dimensions: int = 4) -> Record:
+def with_vector(index: int, dimensions: int = 4, dtype: str = "float32") -> RecordLine:
     """A record of an embed run; each row has a vector of its own."""
-    return replace(record(index), text=None, vector=vector(index, dimensions).tobytes())
+    made = record(index)
+    made.text = None
+    return line_of(made, vector(index, dimensions).tobytes(), dtype)
 
 
 def vector(index: int, dimensions: int = 4) -> np.ndarray[Any, Any]:
@@ -91,5 +94,5 @@ def written(folder: Path, *rows: int, dtype: str = "float32", dimensions: int = 
     folder.mkdir(exist_ok=True)
     ledger = Ledger(folder)
     for row in rows:
-        ledger.write([line_of(with_vector(row, dimensions), dtype)])
+        ledger.write([with_vector(row, dimensions, dtype)])
     ledger.close()

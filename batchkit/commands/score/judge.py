@@ -16,8 +16,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from batchkit.commands.score.answer import Answered, Say
 from batchkit.commands.trial import tried
 from batchkit.config.loading import resolve_paths
@@ -34,7 +32,7 @@ from batchkit.sources.rowhash import input_hash
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import hash_of, identity
 from batchkit.storage.job_toml import without_masked
-from batchkit.storage.ledger import Ledger, RecordLine
+from batchkit.storage.ledger import Ledger, RecordLine, rewritten
 from batchkit.storage.lines import failure_kind
 from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest
@@ -132,8 +130,7 @@ def _answers(places: Sequence[Path], known: set[str]) -> Iterator[RecordLine]:
             if failure_kind(record) is None and record["id"] not in known:
                 record["index"] = len(known)
                 known.add(record["id"])
-                line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
-                yield RecordLine(line, record)
+                yield rewritten(record)
 
 
 def names_read(job: JobConfig, table: JudgeTable) -> set[str]:

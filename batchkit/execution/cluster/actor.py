@@ -20,6 +20,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
+from msgspec import structs
+
 from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, JobError
 from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Line, Note, PoolLoad
@@ -31,13 +33,12 @@ from batchkit.execution.turns import grouping_of
 from batchkit.execution.worker import EngineFacts, Returned, Worker
 from batchkit.storage.ledger import RecordLine
 from batchkit.storage.steps import GenerationLine
-from batchkit.types import Task
+from batchkit.types import Counted, Task
 
 GATHER_S = 0.1  # records finished within it are returned together
 HEARTBEAT_S = 0.5  # without records or events, a call returns after it
 MOST_CALLS_PER_S = 200.0  # of all workers together: a call takes the driver about 1 ms
 CLOSE_S = 30.0
-_REPORTED = ("index", "status", "usage", "earlier_usage", "error")  # what the run counts
 
 
 class Place(NamedTuple):
@@ -204,10 +205,11 @@ class Actor:
 def _brief(line: Returned) -> Returned:
     """``line`` with no more of its table than the run reads: the rest is in its bytes."""
     if isinstance(line, RecordLine):
-        reported = {name: line.record.get(name) for name in _REPORTED}
-        return RecordLine(line.raw, reported, line.vector)
+        counted = {name: getattr(line.record, name) for name in Counted.__struct_fields__}
+        return line._replace(record=Counted(**counted))
     if isinstance(line, GenerationLine):
-        return GenerationLine(line.raw, {name: line.generation.get(name) for name in _REPORTED})
+        answer = dict.fromkeys(("text", "reasoning", "tool_calls", "choices"))
+        return line._replace(generation=structs.replace(line.generation, **answer))
     return line
 
 

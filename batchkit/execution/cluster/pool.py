@@ -216,7 +216,7 @@ class RayPool:
             self._hear(Line(f"worker {worker.number} is up{life.where}"))
         life.load = report.load
         holder.capacity = report.load.capacity
-        settled = [line.record["index"] for line in report.lines if isinstance(line, RecordLine)]
+        settled = [line.record.index for line in report.lines if isinstance(line, RecordLine)]
         paused = [line.index for line in report.lines if isinstance(line, PausedRow)]
         worker.rows += len(settled)
         life.returned += len(report.lines) - len(settled) - len(paused)
