@@ -288,7 +288,7 @@ def test_full_disk_leaves_whole_generations_and_says_so(tmp_path: Path, limit: i
 
 
 def test_run_whose_disk_fills_up_stops_and_goes_on() -> None:
-    """No file may have more than 8 kB; the ledger is the largest."""
+    """No file may have more than 8 kB; the ledger is the largest. (-B: nor may a compiled module.)"""
     with serving(lambda text, body: f"<{text} {'x' * 300}>") as server:
         prepare(None, server)
         script = (
@@ -296,7 +296,7 @@ def test_run_whose_disk_fills_up_stops_and_goes_on() -> None:
             "resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, 8_000));"
             "from batchkit.cli import cli; cli(['run', 'job.toml'])"
         )
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-B", "-c", script], capture_output=True, text=True)
         assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
         assert f"{STEPS}: can't write: File too large" in done.stderr
         before, there = LEDGER.read_bytes(), len(generations())
