@@ -187,7 +187,7 @@ def test_requeue_on_a_full_disk_leaves_the_run_as_it_was() -> None:
         "resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000));"
         "from batchkit.cli import cli; cli(['run', 'job.toml', '--on-change', 'requeue'])"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-B", "-c", script], capture_output=True, text=True)
     assert (done.returncode, "Traceback" in done.stderr) == (1, False)
     assert "can't requeue, and the run is as it was" in done.stderr
     assert LOG.read_bytes() == before
