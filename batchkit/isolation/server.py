@@ -24,6 +24,7 @@ from batchkit.isolation.child import die_with_parent
 READY, FAILED = b"+", b"!"
 START_S = 120  # the first import after an installation compiles everything
 _MOST_FDS = 64
+_LOOK_S = 5.0  # until the parent is looked for, whose descriptor another process may hold
 _MOST_BYTES = 2**17  # of a request
 _MOST_SAID = 2000
 
@@ -40,11 +41,6 @@ class Fork(NamedTuple):
         """The process is what was asked for: it can be sent signals from now on."""
         self.life.send(READY + str(os.getpid()).encode())
         self.life.close()
-
-
-class _Life(NamedTuple):
-    pid: int
-    socket: socket.socket
 
 
 def main() -> None:
@@ -80,24 +76,32 @@ def serve(control: socket.socket, *, ends_with_caller: bool = True) -> Fork | No
     ``ends_with_caller``: a fork is killed when the other end of its ``life`` is closed, and with the
     server.
     """
-    parent, lives = os.pidfd_open(os.getppid()), dict[int, _Life]()
+    woken, waker = socket.socketpair()
+    waker.setblocking(False)
+    signal.set_wakeup_fd(waker.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # it wakes the select below
+    parent, lives, killed = os.getppid(), dict[int, socket.socket](), set[int]()
     while True:
-        callers = [life.socket for life in lives.values()] if ends_with_caller else []
-        watched: list[Any] = [control, parent, *lives, *callers]
-        ready = set(select.select(watched, [], [])[0])
-        for pidfd, life in [*lives.items()]:
-            if life.socket in ready:
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            if pidfd in ready:
-                _report_end(pidfd, lives.pop(pidfd))
-        if parent in ready or (control in ready and not (request := _received(control))):
+        callers = {
+            pid: life for pid, life in lives.items() if ends_with_caller and pid not in killed
+        }
+        ready, _, _ = select.select([control, woken, *callers.values()], [], [], _LOOK_S)
+        for pid, life in callers.items():
+            if life in ready:
+                os.kill(pid, signal.SIGKILL)  # not reaped yet: its id is not reused
+                killed.add(pid)
+        if woken in ready:
+            woken.recv(_MOST_FDS)
+        killed -= _report_ends(lives)
+        request = _received(control) if control in ready else None
+        if os.getppid() != parent or (control in ready and request is None):
             _end_all(lives if ends_with_caller else {})
             return None
-        if control in ready and _forked(request, lives):
-            for one in (control, *(life.socket for life in lives.values())):
+        if request is not None and _forked(request, lives):
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for one in (control, woken, waker, *lives.values()):
                 one.close()
-            for fd in (parent, *lives):
-                os.close(fd)
             return request
 
 
@@ -116,9 +120,8 @@ def _received(control: socket.socket) -> Fork | None:
     return Fork(message, socket.socket(fileno=fds[0]), fds[1:]) if fds else None
 
 
-def _forked(request: Fork | None, lives: dict[int, _Life]) -> bool:
+def _forked(request: Fork, lives: dict[int, socket.socket]) -> bool:
     """True in the fork."""
-    assert request is not None
     try:
         pid = os.fork()
     except OSError as error:
@@ -126,24 +129,29 @@ def _forked(request: Fork | None, lives: dict[int, _Life]) -> bool:
     else:
         if pid == 0:
             return True
-        lives[os.pidfd_open(pid)] = _Life(pid, request.life)
+        lives[pid] = request.life
     for fd in request.fds:
         os.close(fd)
     return False
 
 
-def _report_end(pidfd: int, life: _Life) -> None:
-    os.close(pidfd)
-    code = os.waitstatus_to_exitcode(os.waitpid(life.pid, 0)[1])
-    with contextlib.suppress(OSError):  # nobody waits for it
-        life.socket.send(str(code).encode())
-    life.socket.close()
+def _report_ends(lives: dict[int, socket.socket]) -> set[int]:
+    """Report the forks that have ended; returns their ids."""
+    codes = {}
+    for pid in lives:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            codes[pid] = os.waitstatus_to_exitcode(status)
+    for pid, code in codes.items():
+        with lives.pop(pid) as life, contextlib.suppress(OSError):  # nobody waits for it
+            life.send(str(code).encode())
+    return {*codes}
 
 
-def _end_all(lives: dict[int, _Life]) -> None:
-    for pidfd, life in lives.items():
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        os.waitpid(life.pid, 0)
+def _end_all(lives: dict[int, socket.socket]) -> None:
+    for pid in lives:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 if __name__ == "__main__":
