@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import io
 import json
 import re
 import subprocess
@@ -31,7 +30,6 @@ from tests.support.command_line import batchkit
 from tests.support.made_runs import draw_tables, failure, make_run, rows
 from tests.support.pages import data_in
 from tests.support.paths import ROOT
-from tests.support.rows import write_jsonl
 from tests.support.view_server import viewing
 
 HOSTILE = (
@@ -69,15 +67,6 @@ def page(run: Path) -> Path:
 @pytest.fixture(scope="module")
 def data(page: Path) -> Any:
     return data_in(page)
-
-
-def chat_run(place: Path, *lines: Any) -> Any:
-    """The data of a run over rows that bring their own messages."""
-    write_jsonl(place / "rows.jsonl", [{"messages": messages} for messages in lines])
-    job = '[input]\npath = "rows.jsonl"\n[engine]\nkind = "dry-run"\n[output]\ndir = "{}"\n'
-    (place / "job.toml").write_text(job.format(place / "output"), encoding="utf-8")
-    batchkit("run", place / "job.toml")
-    return data_in(write_report(place / "output" / "batch"))
 
 
 def test_a_page_refers_to_nothing_outside_itself(page: Path) -> None:
@@ -171,35 +160,6 @@ def test_an_input_that_is_not_what_it_was(tmp_path: Path, change: str) -> None:
     assert row["fields"]["Question"] == "What is cell 2 of the table?"
     assert row["prompt"]["images"] == []
     assert "qa.json" in row["prompt"]["error"]
-
-
-def test_chat_messages_of_a_row_show_their_text_and_images(tmp_path: Path) -> None:
-    file = io.BytesIO()
-    Image.new("RGB", (30, 20), "red").save(file, "PNG")
-    uri = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    link = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
-    own = {"type": "image_url", "image_url": {"url": uri}}
-    content = [own, {"type": "text", "text": "What colour?"}]
-    data = chat_run(
-        tmp_path, [{"role": "user", "content": content}], [{"role": "user", "content": [link]}]
-    )
-    red, linked = data["pictures"]
-    assert (red["w"], red["h"]) == (30, 20)
-    assert "reads nothing from the network" in linked["problem"]
-    assert data["rows"][0]["prompt"]["messages"] == [
-        {"role": "user", "content": "[image]What colour?"}
-    ]
-
-
-def test_chat_messages_of_a_row_show_their_tool_calls(tmp_path: Path) -> None:
-    said = {"role": "assistant", "content": "One moment.", "tool_calls": [CALL]}
-    silent = {"role": "assistant", "tool_calls": [CALL]}
-    wrong = {"role": "assistant", "content": None, "tool_calls": ["clock"]}
-    first, second = chat_run(tmp_path, [said, silent], [wrong])["rows"]
-    contents = [message["content"] for message in first["prompt"]["messages"]]
-    assert contents == [f"One moment. {CALLED}", CALLED]
-    assert "tool call" in second["prompt"]["error"]
-    assert '"clock"' in second["fields"]["messages"]
 
 
 def test_wheel_brings_the_page(tmp_path: Path) -> None:

@@ -8,12 +8,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from PIL import Image
 
+from batchkit.commands.report import write_report
 from tests.support import own_process
 from tests.support.command_line import batchkit
 from tests.support.made_runs import draw_tables, failure, make_run, rows
+from tests.support.pages import data_in
 from tests.support.rows import write_jsonl
 from tests.support.view_server import Viewed, viewing
 
@@ -54,6 +57,41 @@ def newest(place: Path) -> dict[int, dict[str, Any]]:
     """The newest record of each row, by index: what the log says."""
     lines = (place / "output/tables/results.jsonl").read_text().splitlines()
     return {record["index"]: record for record in map(json.loads, lines)}
+
+
+def test_a_request_by_another_name_is_refused(view: Viewed) -> None:
+    others = ("evil.example", "evil.example:8484", "127.0.0.1.evil.example", "", "localhost.evil")
+    for path in ("/", "/api/runs", "/assets/page.css"):
+        for host in others:
+            assert view.client.get(path, headers={"host": host}).status_code == 403
+    for own in ("localhost", "127.0.0.1:80", "[::1]:9", "LOCALHOST:1"):
+        assert view.client.get("/api/runs", headers={"host": own}).status_code == 200
+
+
+def test_every_answer_has_the_headers_that_protect_a_page(view: Viewed) -> None:
+    for path in ("/api/runs", "/assets/page.css", "/api/no", "/assets/no", "/"):
+        answer = view.client.get(path)
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["cache-control"] == "no-store"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/assets/..%2fserver.py", "/assets/server.py", "/assets/../../etc/passwd"),
+        *("/run/%2e%2e", "/api/runs/..%2F..%2Fetc", "/api/runs/a%2F..%2Fa"),
+        *("/api/runs/a%00", "/api/runs/%2e%2e"),
+    ],
+)
+def test_no_path_leads_out(view: Viewed, path: str) -> None:
+    request = httpx.Request("GET", view.url)
+    request.url = request.url.copy_with(raw_path=path.encode())
+    answer = view.client.send(request)
+    assert answer.status_code == 404
+    assert "error" in answer.json()
 
 
 def test_rows_by_page(view: Viewed, place: Path) -> None:
@@ -289,8 +327,15 @@ def test_a_row_that_brings_its_own_messages_and_images(tmp_path: Path) -> None:
         {"type": "image_url", "image_url": {"url": "table0.png"}},
         {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}},
     ]
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
-    write_jsonl(tmp_path / "in.jsonl", [{"messages": messages}])
+    call = {"id": "a", "function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "One moment.", "tool_calls": [call]},
+        {"role": "assistant", "tool_calls": [call]},
+    ]
+    wrong = [{"role": "assistant", "content": None, "tool_calls": ["clock"]}]
+    write_jsonl(tmp_path / "in.jsonl", [{"messages": messages}, {"messages": wrong}])
     (tmp_path / "job.toml").write_text("""
 name = "a"
 input.path = "in.jsonl"
@@ -300,14 +345,18 @@ media.allow_urls = ["127.0.0.1"]
 """)
     own_process.batchkit("run", "job.toml", cwd=tmp_path)
     with viewing("job.toml", cwd=tmp_path) as view:
-        prompt = view.get("runs/a/rows/0")["prompt"]
-        system, user = prompt["messages"]
-        assert system == {"role": "system", "content": "Be brief."}
-        assert user == {"role": "user", "content": "See[image][image]"}
+        prompt, refused = (view.get(f"runs/a/rows/{row}")["prompt"] for row in (0, 1))
         here, there = (view.client.get(url) for url in prompt["images"])
+    file = data_in(write_report(tmp_path / "output/a"))
+    called = 'clock({"zone": "UTC"})'
+    for shown in (prompt, file["rows"][0]["prompt"]):
+        contents = [message["content"] for message in shown["messages"]]
+        assert contents == ["Be brief.", "See[image][image]", f"One moment. {called}", called]
+    assert "tool call" in refused["error"]
     assert here.status_code == 200
     assert there.status_code == 404
-    assert "reads nothing from the network" in there.json()["error"]
+    for problem in (there.json()["error"], file["pictures"][1]["problem"]):
+        assert "reads nothing from the network" in problem
 
 
 def test_vectors_are_named(tmp_path: Path) -> None:

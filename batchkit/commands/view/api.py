@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import lru_cache
 from math import ceil, isfinite
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from batchkit.commands.view.overview import Figures, about, figures_of, overview
 from batchkit.commands.view.pairs import ONLY, Pairs, page_of, pairs_of
 from batchkit.commands.view.rows import OUTCOMES, SORTS, Query, Side, labels_of
 from batchkit.commands.view.runs import Runs
-from batchkit.commands.view.search import Searches
+from batchkit.commands.view.search import Search
 from batchkit.commands.view.timeline import newest_point, timeline
 from batchkit.config.masking import masked_text
 from batchkit.errors import BatchkitError, MediaError
@@ -36,6 +37,7 @@ _MOST_ROWS, _MOST_POINTS = 500, 10_000
 _KEPT = 4  # runs whose figures are held, with the arrays that they are of
 _GROW_S = 0.5  # a request lets the index grow so long
 _SEARCH_S = 1.5
+_SEARCHES = 6  # that are kept
 _END_WITHIN_S = 0.1
 _EVERY_S = 1.0  # between events; five times as long as it takes to look, if that is more
 _AT_LEAST_EVERY_S = 4.0
@@ -46,7 +48,8 @@ class Api:
 
     def __init__(self, runs: Runs, is_ending: Callable[[], bool]) -> None:
         self._runs, self._is_ending = runs, is_ending
-        self._indexes, self._searches, self._details = Indexes(), Searches(), Details()
+        self._indexes, self._details = Indexes(), Details()
+        self._search = lru_cache(_SEARCHES)(Search)  # goes on where the last request stopped
         self._figures: dict[Path, tuple[Snapshot, Figures]] = {}
         self._pairs: tuple[Snapshot, Snapshot, Pairs] | None = None  # of the last comparison
 
@@ -71,8 +74,7 @@ class Api:
         index, snapshot = side.index, side.snapshot
         share, has_words = snapshot.share, None
         if query.text:
-            search = self._searches.of(index, query.text)
-            has_words, searched = search.advance(snapshot, _SEARCH_S)
+            has_words, searched = self._search(index, query.text).advance(snapshot, _SEARCH_S)
             share = min(share, searched)
         found = query.rows(snapshot, has_words)
         page = found[offset : offset + limit]

@@ -6,7 +6,6 @@ import re
 import threading
 import time
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,7 +18,6 @@ from batchkit.runs.values import DAMAGE
 from batchkit.storage.answers import answers_in_words
 
 _BLOCK_BYTES = 1 << 20
-_KEPT = 6
 _AS_WRITTEN = re.compile(r"[ !#-\[\]-~]+")  # ASCII that no JSON writer has to escape
 
 
@@ -97,19 +95,3 @@ def _texts(record: Mapping[str, Any]) -> Iterator[str]:
     yield (record.get("error") or {}).get("message") or ""
     for value in (record.get("fields") or {}).values():
         yield value if isinstance(value, str) else orjson.dumps(value).decode()
-
-
-class Searches:
-    """The searches that were asked for last."""
-
-    def __init__(self) -> None:
-        self._searches: OrderedDict[tuple[Index, str], Search] = OrderedDict()
-        self._lock = threading.Lock()  # requests, in several threads
-
-    def of(self, index: Index, words: str) -> Search:
-        with self._lock:
-            search = self._searches.pop((index, words), None) or Search(index, words)
-            self._searches[index, words] = search
-            while len(self._searches) > _KEPT:
-                self._searches.popitem(last=False)
-            return search
