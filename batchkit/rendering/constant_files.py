@@ -10,8 +10,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import RowError
 from batchkit.rendering.media import load_bytes
 from batchkit.rendering.templates import RowTemplate
-from batchkit.rendering.templates.prompt import sources_of
-from batchkit.rendering.templates.sandbox import fields_read
+from batchkit.rendering.templates.prompt import FileTemplates, sources_of
 
 
 def constant_files(job: JobConfig) -> dict[str, str]:
@@ -23,33 +22,19 @@ def constant_files(job: JobConfig) -> dict[str, str]:
     Raises:
         JobError: a template is not valid.
     """
-    found = {}
-    for template in _constant_templates(job):
-        with suppress(RowError):
-            sources = sources_of(template, job.vars)
-            for n, source in enumerate(sources):
-                key = template.key if len(sources) == 1 else f"{template.key}.{n}"
-                with suppress(RowError):
-                    content = load_bytes(source, job.media) + b"\n"
-                    found[key] = hashlib.sha256(content).hexdigest()[:16]
+    found: dict[str, str] = {}
+    for place, its in job.of_each_step():
+        for template in FileTemplates(its).all:
+            if template.names <= job.vars.keys():
+                found.update(_hashes(place + template.key, template, job))
     return found
 
 
-def _constant_templates(job: JobConfig) -> Iterator[RowTemplate]:
-    timeout_s = job.run.row_timeout_s
-    for place, its in job.of_each_step():
-        texts = {f"prompt.texts.{name}": text for name, text in its.prompt.texts.items()}
-        images = {
-            f"{key}.{n}": text
-            for key, images in (
-                ("prompt.images", its.prompt.images),
-                ("pair.query_images", its.pair.query_images),
-                ("pair.document_images", its.pair.document_images),
-            )
-            for n, text in enumerate(images)
-        }
-        for key, text in {**texts, **images}.items():
-            keeps_type = key in images
-            made = RowTemplate(place + key, text, timeout_s=timeout_s, keeps_type=keeps_type)
-            if fields_read(text) <= job.vars.keys():
-                yield made
+def _hashes(key: str, template: RowTemplate, job: JobConfig) -> Iterator[tuple[str, str]]:
+    with suppress(RowError):
+        sources = sources_of(template, job.vars)
+        for n, source in enumerate(sources):
+            with suppress(RowError):
+                content = load_bytes(source, job.media) + b"\n"
+                hashed = hashlib.sha256(content).hexdigest()[:16]
+                yield key if len(sources) == 1 else f"{key}.{n}", hashed

@@ -20,7 +20,9 @@ def pair_of(templates: PromptTemplates, names: Mapping[str, Any], image_part: Ma
         RowError: a template can't be filled in, or the documents are no texts.
     """
     query = "" if templates.query is None else templates.query.text(names)
-    sources = [source for made in templates.query_images for source in sources_of(made, names)]
+    sources = [
+        source for made in templates.files.query_images for source in sources_of(made, names)
+    ]
     texts, is_list = _documents(templates, names)
     images = _images_of_each(templates, names, len(texts) if is_list else None)
     documents = [_content(text, own, image_part) for text, own in zip(texts, images, strict=True)]
@@ -47,10 +49,10 @@ def _images_of_each(
     templates: PromptTemplates, names: Mapping[str, Any], documents: int | None
 ) -> Sequence[Sequence[Any]]:
     """The sources of each document's images; ``documents`` is None if the row does not give a list."""
-    given = [sources_of(template, names) for template in templates.document_images]
+    given = [sources_of(template, names) for template in templates.files.document_images]
     if documents is None:
         return [[source for sources in given for source in sources]]
-    for template, sources in zip(templates.document_images, given, strict=True):
+    for template, sources in zip(templates.files.document_images, given, strict=True):
         if len(sources) != documents:
             raise RequestError(
                 f"{template.key}: found {len(sources)} images for {documents} documents; expected a"

@@ -72,17 +72,17 @@ class PromptRenderer:
         self._chat_template_kwargs = chat_template_kwargs
         self._job = job
         self._templates = PromptTemplates(job)
-        if self._templates.images or self._templates.texts:
+        if self._templates.files.all:
             check_root(job.media)
         self._system, self._user = self._templates.system, self._templates.user
-        self._images = self._templates.images
+        self._images = self._templates.files.images
         self._sampling = job.params()
         self._shared = SharedImages()
         self.job = self._templates.job
         """The job with the texts of its template files, for a worker that starts later."""
         self.takes_long = self._templates.takes_long
         """True if a row's templates are rendered in a separate process."""
-        self.opens_files = bool(self._images or self._templates.texts) or self._user is None
+        self.opens_files = bool(self._templates.files.all) or self._user is None
         """False if no row's prompt has an image or the text of a file."""
 
     def check_files(self) -> None:
@@ -210,12 +210,13 @@ class PromptRenderer:
     def _files(self, row: Row) -> str:
         """The images and texts that the prompt includes."""
         has_text = self._user is not None or self._job.task == "score"
-        if has_text and not self._images and not self._templates.texts:
+        files = self._templates.files.all
+        if has_text and not files:
             return ""
-        if self._templates.files_may_take_long:
+        if any(template.is_apart for template in files):
             return ""  # all rows behind this one would wait for it
         names = self._templates.with_vars(row.fields)
-        paths = [path.text(names) for path in self._templates.texts.values()]
+        paths = [path.text(names) for path in self._templates.files.texts.values()]
         return "\n".join(map(_known_by, [*self.image_sources(row), *paths]))
 
     def _beginning(self, row: Row) -> str:
@@ -226,12 +227,12 @@ class PromptRenderer:
 
     def _with_texts(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """The row's fields, with each text of ``prompt.texts`` under its name."""
-        if not self._templates.texts:
+        if not self._templates.files.texts:
             return fields
         names = self._templates.with_vars(fields)
         texts = {
             name: load_text(path.text(names), self._job.media)
-            for name, path in self._templates.texts.items()
+            for name, path in self._templates.files.texts.items()
         }
         return {**fields, **texts}
 

@@ -27,8 +27,8 @@ from batchkit.isolation import client
 from batchkit.rendering.row_size import size_of
 from batchkit.rendering.templates.plain import is_plain, may_grow
 from batchkit.rendering.templates.sandbox import (
+    fields_read,
     names_in_order,
-    names_read,
     reading,
     with_functions,
 )
@@ -62,7 +62,7 @@ class RowTemplate:
             self._check()
             tree = reading().parse(source)
             self.is_apart = not is_plain(tree)
-            self.names = names_read(tree)
+            self.names = fields_read(source)
             if "self" in names_in_order(source):  # Jinja fills in an object that lists its blocks
                 raise JinjaError("self is a name of Jinja's own; rename the row's field")
             self._may_grow = may_grow(tree)

@@ -42,6 +42,31 @@ class _Source(NamedTuple):
     text: str
 
 
+class FileTemplates:
+    """The templates of ``[prompt]`` and ``[pair]`` that name files."""
+
+    def __init__(self, job: JobConfig) -> None:
+        self._timeout_s = job.run.row_timeout_s
+        self.query_images = self._images("pair.query_images", job.pair.query_images)
+        self.document_images = self._images("pair.document_images", job.pair.document_images)
+        self.images = [
+            *self._images("prompt.images", job.prompt.images),
+            *self.query_images,
+            *self.document_images,
+        ]
+        self.texts = {
+            name: RowTemplate(f"prompt.texts.{name}", source, timeout_s=self._timeout_s)
+            for name, source in job.prompt.texts.items()
+        }
+        self.all = [*self.texts.values(), *self.images]
+
+    def _images(self, key: str, sources: Iterable[str]) -> list[RowTemplate]:
+        return [
+            RowTemplate(f"{key}.{n}", source, timeout_s=self._timeout_s, keeps_type=True)
+            for n, source in enumerate(sources)
+        ]
+
+
 class PromptTemplates:
     """The templates of ``[prompt]`` with its tools, ``[pair]`` and ``retry.reask_note``.
 
@@ -62,21 +87,11 @@ class PromptTemplates:
         self.user = user and self._template(*user)
         self.query = self._of_pair("query")
         self.documents = self._of_pair("documents", keeps_type=True)
-        self.query_images = self._images("pair.query_images", job.pair.query_images)
-        self.document_images = self._images("pair.document_images", job.pair.document_images)
-        self.images = [
-            *self._images("prompt.images", prompt.images),
-            *self.query_images,
-            *self.document_images,
-        ]
+        self.files = FileTemplates(job)
         self.captions = [
             self._template(f"prompt.captions.{n}", source)
             for n, source in enumerate(prompt.captions)
         ]
-        self.texts = {
-            name: self._template(f"prompt.texts.{name}", source)
-            for name, source in prompt.texts.items()
-        }
         note = self._template("retry.reask_note", job.retry.reask_note)
         self._note = note if job.retry.reask else None
         texts = [source.text for source in (system, user) if source is not None]
@@ -88,12 +103,12 @@ class PromptTemplates:
         self.fields_in_order = [name for name in dict.fromkeys(in_order) if name in fields]
         if self.tools.template is not None:  # most chat templates put them before the messages
             self.fields_in_order[:0] = sorted(self.tools.template.names - job.vars.keys())
-        files = [*self.images, *self.texts.values()]
         texts_of_row = [self.system, self.user, self.query, self.documents, self._note]
         others = [*texts_of_row, self.tools.template, *self.captions]
-        self.takes_long = any(part is not None and part.is_apart for part in (*files, *others))
+        self.takes_long = any(
+            part is not None and part.is_apart for part in (*self.files.all, *others)
+        )
         """True if a row's templates are rendered in a separate process."""
-        self.files_may_take_long = any(template.is_apart for template in files)
 
     def check_files(self) -> None:
         """Raises JobError if a template file changed since it was read."""
@@ -112,12 +127,6 @@ class PromptTemplates:
     def _of_pair(self, name: str, *, keeps_type: bool = False) -> RowTemplate | None:
         source = getattr(self._job.pair, name)
         return source and self._template(f"pair.{name}", source, keeps_type=keeps_type)
-
-    def _images(self, key: str, sources: Iterable[str]) -> list[RowTemplate]:
-        return [
-            self._template(f"{key}.{n}", source, keeps_type=True)
-            for n, source in enumerate(sources)
-        ]
 
     def _template(self, key: str, text: str, *, keeps_type: bool = False) -> RowTemplate:
         timeout_s = self._job.run.row_timeout_s
