@@ -100,10 +100,11 @@ def _rows(
         format_name = format_of(path, table)
         key = _id_key(path, table)
         format_ = load_format(format_name)
-        is_signed = format_name in ROWS_ARE_FILES and "://" in path and masked(path) != path
+        is_file = format_name in ROWS_ARE_FILES
+        is_signed = is_file and "://" in path and masked(path) != path
         must_check = filtered and (not checked or format_.is_table)
         for found in format_.read(path, table, passes_over if filtered else skip, index):
-            if format_name in ROWS_ARE_FILES and isinstance(found, dict | Broken):
+            if is_file and isinstance(found, dict | Broken):
                 sha256 = sha256 or content_hash(path)
                 (found.fields if isinstance(found, Broken) else found)["sha256"] = sha256
             if must_check and isinstance(found, dict):

@@ -29,24 +29,26 @@ def row_of(
     has; a row of the input whose own id has that form fails. A row without ``key`` gets a fallback
     id as well if rows of other files have ids, since one of these may be equal to its index.
     """
-    given_id = str(index) if key is None and not others_have_ids else fallback_id(index)
     if isinstance(found, Broken):
         known = row_of(index, found.fields, key, path, others_have_ids=others_have_ids)
         return replace(known, error=found.error)
-    if isinstance(found, RequestError):
-        return Row(index, given_id, {}, found)
-    if key is None:
+    if key is None or isinstance(found, RequestError):
+        is_named_by_index = key is None and not others_have_ids
+        given_id = str(index) if is_named_by_index else fallback_id(index)
+        if isinstance(found, RequestError):
+            return Row(index, given_id, {}, found)
         return Row(index, given_id, found)
+    problem = "is null"
     try:
-        row_id = None if found.get(key) is None else str(found[key])
+        value = found.get(key)
+        if value is not None and not is_fallback(row_id := str(value)):
+            return Row(index, row_id, found)
+        if value is not None:
+            problem = f"is {row_id!r}, as rows without an id are named; give the row another id"
+        elif key not in found:
+            problem = f"is missing; {one_of(key, found)}"
     except Exception as failed:  # a number of more than 4,300 digits, or the object's own code
-        text = f"{path} row {index}: input.id is {shown(key)}, which has no text: {failed}"
-        return Row(index, fallback_id(index), found, RequestError(text))
-    if row_id is not None and not is_fallback(row_id):
-        return Row(index, row_id, found)
-    problem = "is null" if key in found else f"is missing; {one_of(key, found)}"
-    if row_id is not None:
-        problem = f"is {row_id!r}, as rows without an id are named; give the row another id"
+        problem = f"has no text: {failed}"
     error = RequestError(f"{path} row {index}: input.id is {shown(key)}, which {problem}")
     return Row(index, fallback_id(index), found, error)
 
@@ -57,4 +59,4 @@ def fallback_id(index: int) -> str:
 
 def is_fallback(row_id: str) -> bool:
     """Whether the row had no id of its own."""
-    return _FALLBACK.fullmatch(row_id) is not None
+    return row_id.startswith("no-id:") and _FALLBACK.fullmatch(row_id) is not None

@@ -36,11 +36,15 @@ def parse_object(line: bytes, path: str, number: int) -> dict[str, Any] | Reques
         if number == 1 and line.strip() in (b"[", b"{", b"[{"):
             raise _is_json(path) from error
         return fault(path, number, _problem(line, error))
-    if line.count(b"[") + line.count(b"{") > MAX_DEPTH and is_too_deep(fields):
+    if (
+        len(line) > MAX_DEPTH
+        and line.count(b"[") + line.count(b"{") > MAX_DEPTH
+        and is_too_deep(fields)
+    ):
         return fault(path, number, TOO_DEEP)
-    if isinstance(fields, dict) and _may_have_lost_digits(fields) and _LONG_INT.search(line):
-        fields = json.loads(line)  # which keeps them
     if isinstance(fields, dict):
+        if _may_have_lost_digits(fields) and _LONG_INT.search(line):
+            return dict(json.loads(line))  # which keeps them
         return fields
     if number == 1 and isinstance(fields, list) and any(isinstance(row, dict) for row in fields):
         raise _is_json(path)
