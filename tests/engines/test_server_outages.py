@@ -219,6 +219,21 @@ def test_an_outage_is_reported_and_waited_for_with_one_probe_at_a_time(
     assert {inside for at, inside in asked if well_at - 1.5 < at < well_at} == {1}
 
 
+def test_answers_to_requests_sent_before_an_outage_blame_no_row() -> None:
+    """Long answers still come when the server's proxy refuses all that is new."""
+
+    def before(text: str, body: dict[str, Any]) -> None:
+        if text == "row 0":
+            time.sleep(1.0)
+        elif time.monotonic() < well_at:
+            raise Refused(500, error("no upstream"))
+
+    with serving(before) as server, opened(server, {"max_num_seqs": 8}) as engine:
+        well_at = time.monotonic() + 3
+        done = ask(engine, map(request, range(8)))
+    assert [c.error for c in done] == [None] * 8
+
+
 # --- what stops the run
 
 

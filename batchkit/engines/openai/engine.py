@@ -335,12 +335,12 @@ class _Tries:
 
     def __init__(self, limiter: RateLimiter) -> None:
         self._limiter = limiter
-        self._since, self._answers = 0.0, 0
+        self._since = 0.0
         self.tries = 0
 
     def count(self, now: float) -> None:
         if not self.tries:
-            self._since, self._answers = now, self._limiter.answers
+            self._since = now
         self.tries += 1
 
     def forget(self) -> None:
@@ -349,8 +349,8 @@ class _Tries:
 
     @property
     def is_alone(self) -> bool:
-        """Whether others were answered since the first try."""
-        return self.tries > 0 and self._limiter.answers > self._answers
+        """Whether a request that was sent after the first of them was answered."""
+        return self.tries > 0 and self._limiter.newest_answered > self._since
 
     def is_at_fault(self, problem: NoAnswer, now: float, give_up_s: float) -> bool:
         """A busy server turns rows away, too, and answers each of them eventually: ``give_up_s`` is for

@@ -65,8 +65,9 @@ class RateLimiter:
     """At most ``most`` requests at a time. The limit is halved whenever the server reports that it
     is busy or a request times out, and grows with each answer.
 
-    If it can't be reached, bars a request or fails a few times in a row, the limiter ``is_open``: there is one
-    request at a time, a probe, after pauses that grow, until one is answered. Belongs to one event loop.
+    If it can't be reached, bars a request, or fails as often in a row as requests are running, the limiter
+    ``is_open``: there is one request at a time, a probe, after pauses that grow, until one is answered.
+    Belongs to one event loop.
     """
 
     def __init__(self, most: int) -> None:
@@ -79,8 +80,8 @@ class RateLimiter:
         self._is_probing = False
         self.is_open = False
         self.running = 0
-        self.answers = 0
-        """Requests that were answered, but for those sent before the limiter was last opened."""
+        self.newest_answered = float("-inf")
+        """When the newest of the requests that were answered was sent."""
         self.troubled_since: float | None = None
 
     @property
@@ -115,8 +116,8 @@ class RateLimiter:
         """The server answered; only an answer to a request sent since shows that it is well again."""
         self.troubled_since = None
         self._limit = min(self._most, self._limit + GROWTH)
+        self.newest_answered = max(self.newest_answered, place.since)
         if place.since >= self._opened_at:
-            self.answers += 1
             self.is_open, self._failures, self._pauses = False, 0, 0
 
     def failed(self, place: Place, problem: NoAnswer) -> None:
@@ -134,7 +135,8 @@ class RateLimiter:
                 self._limit = max(1.0, self._limit / 2)
         self._failures += is_new or problem.why is not Why.BUSY
         if not self.is_open and (
-            problem.why in (Why.DOWN, Why.BARRED) or self._failures >= MOST_FAULTS
+            problem.why in (Why.DOWN, Why.BARRED)
+            or self._failures >= max(MOST_FAULTS, self.running)
         ):
             self.is_open, self._opened_at = True, now
         if problem.retry_after_s is not None:
