@@ -11,11 +11,7 @@ function openComparison() {
   function drawComparison(found) {
     byId("notes").hidden = !found.warnings.length;
     byId("notes").replaceChildren(...found.warnings.map((text) => make("li", "", text)));
-    byId("origins").replaceChildren(...Object.entries(found.origins).map(([name, parts]) => {
-      const line = make("div");
-      line.append(make("dt", "", name), make("dd", "", parts.join(", ")));
-      return line;
-    }));
+    byId("origins").replaceChildren(...terms(Object.entries(found.origins).map(([name, parts]) => [name, parts.join(", ")])));
     byId("method").textContent = found.method;
     drawDeltas(byId("deltas"), found, (scorer) => found.heads[scorer] ?? scorer);
   }

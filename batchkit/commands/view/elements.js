@@ -34,6 +34,17 @@ function meter(share, failed = 0) {
   return root;
 }
 
+// A line of a <dl> for each name and value, which is a text or an element.
+function terms(pairs) {
+  return pairs.map(([name, value]) => {
+    const line = make("div"), term = make("dt"), definition = make("dd");
+    term.append(name);
+    definition.append(value);
+    line.append(term, definition);
+    return line;
+  });
+}
+
 function titled(title, element) {
   const box = make("div");
   box.append(make("h3", "", title), element);
@@ -199,12 +210,11 @@ function drawPager(nav, { offset, limit, total, n, go }) {
 // Calls onKey(event) for keys that belong to no control and no open dialog. Esc and ? work alike on
 // all pages: clear() is for an Esc outside of a control. help: [[keys, what they do]].
 function listenToKeys({ list, clear, onKey, onEnter, help }) {
-  byId("key-list").replaceChildren(...[...help, ["?", "this list"]].map(([keys, text]) => {
-    const line = make("div"), names = make("dt");
+  byId("key-list").replaceChildren(...terms([...help, ["?", "this list"]].map(([keys, text]) => {
+    const names = make("span");
     names.append(...keys.split(" ").flatMap((key) => [make("kbd", "", key), " "]));
-    line.append(names, make("dd", "", text));
-    return line;
-  }));
+    return [names, text];
+  })));
   byId("help").addEventListener("click", () => byId("keys").showModal());
   for (const dialog of document.querySelectorAll("dialog")) {
     dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });

@@ -171,19 +171,17 @@ function pairOf({ prediction }, reference) {
 }
 
 function scoresOf(record, scorers) {
-  if (record.status !== "ok" || !Object.keys(record.scores ?? {}).length) return null;
+  const scores = Object.entries(record.scores ?? {});
+  if (record.status !== "ok" || !scores.length) return null;
   const box = make("dl", "values");
-  for (const [name, score] of Object.entries(record.scores)) {
-    const scorer = scorers.get(name), cell = make("div"), shown = shownScore(score, scorer);
-    cell.append(make("dt", "", scorer?.head ?? name), make("dd", "", shown === "–" ? "unscored" : shown));
-    if (typeof score === "number") cell.append(meter(scorer?.scale === 1 ? score / 10 : score));
-    box.append(cell);
-  }
-  if (record.unscored) {
-    const why = make("div");
-    why.append(make("dt", "", "unscored"), make("dd", "", record.unscored));
-    box.append(why);
-  }
+  box.append(...terms(scores.map(([name, score]) => {
+    const scorer = scorers.get(name), shown = shownScore(score, scorer);
+    return [scorer?.head ?? name, shown === "–" ? "unscored" : shown];
+  })));
+  scores.forEach(([name, score], n) => {
+    if (typeof score === "number") box.children[n].append(meter(scorers.get(name)?.scale === 1 ? score / 10 : score));
+  });
+  if (record.unscored) box.append(...terms([["unscored", record.unscored]]));
   return box;
 }
 
@@ -203,11 +201,7 @@ function fieldsOf(fields) {
   const names = Object.entries(fields);
   if (!names.length) return null;
   const list = make("dl", "fields");
-  for (const [name, text] of names) {
-    const line = make("div");
-    line.append(make("dt", "", name), make("dd", "", text));
-    list.append(line);
-  }
+  list.append(...terms(names));
   return folded(`Fields of the row: ${names.length}`, list);
 }
 

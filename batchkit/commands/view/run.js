@@ -250,11 +250,7 @@ function openRun() {
 
   async function loadAbout() {
     const { origin, job_toml: job, steps } = await fetchJson(apiUrl(run, "/about"));
-    byId("origin").replaceChildren(...origin.map(([name, value]) => {
-      const line = make("div");
-      line.append(make("dt", "", name), make("dd", "", value));
-      return line;
-    }));
+    byId("origin").replaceChildren(...terms(origin));
     byId("job").textContent = job;
     drawSteps(steps);
   }
