@@ -17,7 +17,7 @@ from batchkit.errors import EngineError
 from batchkit.execution.attempts import Attempts
 from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Hear, Line, PoolLoad
 from batchkit.execution.kept_engine import KeptEngine, Loaded
-from batchkit.execution.requests import LaneRequests
+from batchkit.execution.requests import Requests
 from batchkit.execution.settle import lacks_answer, resolved
 from batchkit.execution.start import Start
 from batchkit.execution.supervisor import SupervisedEngine
@@ -45,7 +45,7 @@ class Opening(NamedTuple):
 
 class Lane:
     """The engine ``name``, "" for ``[engine]``, whose model is loaded in the constructor, and the
-    ``requests`` for it: each comes back once, as the completion that settled it. Used by one thread.
+    requests for it: each comes back once, as the completion that settled it. Used by one thread.
 
     ``in_flight`` holds the requests that the engine works on.
 
@@ -53,7 +53,7 @@ class Lane:
         JobError, EngineError: the model can't be loaded.
     """
 
-    def __init__(self, start: Start, name: str, requests: LaneRequests, opening: Opening) -> None:
+    def __init__(self, start: Start, name: str, requests: Requests, opening: Opening) -> None:
         self.name = name
         self.in_flight: dict[Key, Request] = {}
         self.unfinished_tokens = 0
@@ -140,7 +140,7 @@ class Lane:
             return again
         if self.in_flight and self._requests.broken:
             return None  # what is in flight is paid for: settle it before the error is raised
-        return self._requests.get(timeout_s=0 if self.in_flight else POLL_S)
+        return self._requests.get(self.name, 0 if self.in_flight else POLL_S)
 
     def _settled(self, completion: Completion) -> list[Completion]:
         """The completion that settles its request; nothing if it is tried again."""

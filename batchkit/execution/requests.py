@@ -13,29 +13,15 @@ from batchkit.types import Completion, Request, Task
 Rendered = dict[int, Request | Completion]
 
 
-class LaneRequests(Protocol):
-    """The requests for one engine."""
+class Requests(Protocol):
+    """The requests of all rows, by engine. Used by the worker's thread."""
 
-    def get(self, timeout_s: float) -> Request | Completion | None:
-        """The next request, or the completion of a row that ended without the engine; None if there
+    def get(self, engine: str, timeout_s: float) -> Request | Completion | None:
+        """The next request for ``engine``, or the completion of a row that ended without it; None if there
         is none within ``timeout_s``. Raises what reading the rows raised, after all rows before."""
 
     def release(self, request: Request, /) -> None:
         """It is settled: its pixels no longer count."""
-
-    @property
-    def exhausted(self) -> bool:
-        """True once every row was handed out, and none may ask for more."""
-
-    @property
-    def broken(self) -> bool:
-        """True once the next ``get`` raises."""
-
-
-class Requests(Protocol):
-    """The requests of all rows, by engine. Used by the worker's thread."""
-
-    def of(self, engine: str) -> LaneRequests: ...
 
     def answer(self, completions: Sequence[Completion]) -> None:
         """Hand each to the row that asked for it; it is in the ledger by now."""
@@ -47,7 +33,12 @@ class Requests(Protocol):
         """Rows that wait for an engine that is not loaded, since the last call."""
 
     @property
-    def broken(self) -> bool: ...
+    def exhausted(self) -> bool:
+        """True once every row was handed out, and none may ask for more."""
+
+    @property
+    def broken(self) -> bool:
+        """True once the next ``get`` raises."""
 
     def close(self) -> None:
         """Drop the rows that have not ended."""
@@ -58,9 +49,10 @@ class RowRequests:
 
     def __init__(self, ahead: Prefetch[Task, Request | Completion]) -> None:
         self._ahead = ahead
+        self.release, self.close = ahead.release, ahead.close
 
-    def of(self, engine: str) -> LaneRequests:
-        return self._ahead
+    def get(self, engine: str, timeout_s: float) -> Request | Completion | None:
+        return self._ahead.get(timeout_s)
 
     def answer(self, completions: Sequence[Completion]) -> None:
         """Rows ask nothing further."""
@@ -72,11 +64,12 @@ class RowRequests:
         return []
 
     @property
-    def broken(self) -> bool:
-        return False  # its one lane raises
+    def exhausted(self) -> bool:
+        return self._ahead.exhausted
 
-    def close(self) -> None:
-        self._ahead.close()
+    @property
+    def broken(self) -> bool:
+        return self._ahead.broken
 
 
 def requests_of(

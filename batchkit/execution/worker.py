@@ -57,7 +57,7 @@ class Worker:
         self._lanes: list[Lane] = []
         with ExitStack() as held:
             for name in engines:
-                lane = Lane(start, name, requests.of(name), opening)
+                lane = Lane(start, name, requests, opening)
                 held.enter_context(closing(lane))
                 self._lanes.append(lane)
             self._held = held.pop_all()

@@ -186,11 +186,7 @@ class StepsLog:
 
     def _read(self, span: Span) -> dict[str, Any]:
         line: dict[str, Any] = orjson.loads(self.log.read(span))
-        if span.end > self._recalled_end:
-            return line
-        # A retry may choose in another way.
-        kept = {key: value for key, value in line.items() if key not in ("selected", "votes")}
-        return {**kept, "earlier": True}
+        return line if span.end > self._recalled_end else {**line, "earlier": True}
 
 
 def counted(folder: Path, point: StepsPoint) -> StepsPoint:

@@ -151,35 +151,32 @@ def test_workers_have_several_engines(
     assert turns == ([] if is_together else [("[engines.judge]", waited), ("[engine]", waited)])
 
 
-def test_a_function_that_a_worker_does_not_find_stops_the_run(
-    settings: list[str], tmp_path: Path
-) -> None:
-    """As on another machine: each process has its own file under this name."""
-    (tmp_path / "solver.py").write_text(SOLVER)
-    job = ROLLOUT_JOB.replace("FUNCTION", "/proc/self/cwd/solver.py:solve")
-    with serving() as server:
-        at = f"engine.base_url={server.url}"
-        with running(
-            tmp_path, tmp_path, question_rows({}), {}, [*settings, at], job=job
-        ) as process:
-            _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 2
-    assert "/proc/self/cwd/solver.py can't be imported" in stderr
-    assert "no such file" in stderr
-    assert server.answered.total() == 0
+CHANGED = "from pathlib import Path\nPath(__file__).write_text('# another')\n"
 
 
-def test_a_function_that_changes_before_a_worker_reads_it_stops_the_run(
-    settings: list[str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("function", "code", "exit_code", "words"),
+    [
+        # As on another machine: each process has its own file under this name.
+        ("/proc/self/cwd/solver.py:solve", SOLVER, 2, ["can't be imported", "no such file"]),
+        ("solver.py:solve", SOLVER + CHANGED, 1, ["found other files than", "rollout.source: "]),
+    ],
+    ids=["not found", "changed"],
+)
+def test_a_function_that_a_worker_finds_otherwise_stops_the_run(
+    function: str,
+    code: str,
+    exit_code: int,
+    words: list[str],
+    settings: list[str],
+    tmp_path: Path,
 ) -> None:
-    change = "from pathlib import Path\nPath(__file__).write_text('# another')\n"
-    (tmp_path / "solver.py").write_text(SOLVER + change)
-    job = ROLLOUT_JOB.replace("FUNCTION", "solver.py:solve")
+    (tmp_path / "solver.py").write_text(code)
+    job = ROLLOUT_JOB.replace("FUNCTION", function)
     with serving() as server:
         settings = [*settings, "run.workers=1", f"engine.base_url={server.url}"]
         with running(tmp_path, tmp_path, question_rows({}), {}, settings, job=job) as process:
             _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert "found other files than those that the run began with" in stderr
-    assert "rollout.source: " in stderr
+    assert process.returncode == exit_code
+    assert all(word in stderr for word in words), stderr
     assert server.answered.total() == 0

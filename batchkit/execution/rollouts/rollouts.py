@@ -44,27 +44,6 @@ class PausedRow:
     engine: str
 
 
-class ForEngine(NamedTuple):
-    """What ``Rollouts`` have for the engine ``name``, used in place of a Prefetch."""
-
-    rollouts: Rollouts
-    name: str
-
-    def get(self, timeout_s: float) -> Request | Completion | None:
-        return self.rollouts.get(self.name, timeout_s)
-
-    def release(self, request: Request) -> None:
-        self.rollouts.release(request)
-
-    @property
-    def exhausted(self) -> bool:
-        return self.rollouts.exhausted
-
-    @property
-    def broken(self) -> bool:
-        return self.rollouts.broken
-
-
 class Rollouts:
     """``get`` gives the requests for an engine, and the outcome of each row as a Completion with
     ``generations``. ``may_wait``: reading ``tasks`` may block.
@@ -99,9 +78,6 @@ class Rollouts:
         self._error: BaseException | None = None
         self.renders = RenderRoom(start.job.run.render_threads, start.job.media.max_memory_bytes)
         self._loop = RowLoop(self._fail, self._end_late_rows)
-
-    def of(self, engine: str) -> ForEngine:
-        return ForEngine(self, engine)
 
     def get(self, engine: str, timeout_s: float) -> Request | Completion | None:
         """The next request to submit, or a row's outcome; None if there is none within ``timeout_s``.
