@@ -87,7 +87,8 @@ def test_the_label_is_scored() -> None:
 
 
 def test_a_vector_travels_beside_its_line() -> None:
-    line = line_of(to_record(completed(Pooled(vector=b"\0\0\x80?")), keep=[]))
+    vector = b"\0\0\x80?"
+    line = line_of(to_record(completed(Pooled(vector=vector)), keep=[]), vector)
     assert line.vector is not None
     assert line.vector.tolist() == [1.0]
     assert b"vector" not in line.raw
